@@ -1,0 +1,128 @@
+"""Routes: the expert ids that a rollout's tokens took, in a checked container.
+
+Shape suffixes: L MoE layers, T tokens (rows), K top-k, E experts.
+
+A route is a set: the order of the ids inside K carries no meaning, but it is kept, so that what was
+recorded live is replayed to the last bit. An id is one byte up to 256 experts (384 B a token for 48
+layers x top-8), else two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Routes", "RoutesError", "check_ids", "distinct_rows", "id_dtype"]
+
+
+class RoutesError(ValueError):
+    """Routes that must not be trained on; the message names layer, token and what was expected."""
+
+
+def id_dtype(num_experts: int) -> np.dtype:
+    """The stored dtype of expert ids: uint8 up to 256 experts, else uint16 (up to 65,536)."""
+    if not 1 <= num_experts <= 65536:
+        raise RoutesError(f"{num_experts} experts: ids need 1 to 65,536 experts")
+    return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
+def distinct_rows(ids: np.ndarray) -> np.ndarray:
+    """Where the ids of the last axis are pairwise distinct: bool, of `ids.shape[:-1]`."""
+    if ids.shape[-1] < 2:
+        return np.ones(ids.shape[:-1], bool)
+    ordered = np.sort(ids, axis=-1)
+    return (ordered[..., 1:] != ordered[..., :-1]).all(-1)
+
+
+def check_ids(
+    ids_LTK: np.ndarray, num_experts: int, recorded_T: np.ndarray | None = None, where: str = "routes"
+) -> None:
+    """Refuse ids that are out of range or repeated inside a recorded row.
+
+    Args:
+        ids_LTK: integer ids, any integer dtype.
+        num_experts: E, the experts of one MoE layer.
+        recorded_T: bool; rows that are False were not captured and are not checked. None: all were.
+        where: what the message calls the data (a file, a rollout, a request).
+
+    Raises:
+        RoutesError: naming the first wrong layer (index among the MoE layers) and token.
+    """
+    if ids_LTK.ndim != 3:
+        raise RoutesError(f"{where}: routes are [layers, tokens, topk]; got shape {ids_LTK.shape}")
+    if not np.issubdtype(ids_LTK.dtype, np.integer):
+        raise RoutesError(f"{where}: expert ids are integers; got {ids_LTK.dtype}")
+    if ids_LTK.shape[-1] > num_experts:
+        raise RoutesError(f"{where}: top-{ids_LTK.shape[-1]} of {num_experts} experts is impossible")
+    in_range_LT = ((ids_LTK >= 0) & (ids_LTK < num_experts)).all(-1)
+    for bad_LT, what in (
+        (~in_range_LT, f"an expert id outside 0..{num_experts - 1}"),
+        (~distinct_rows(ids_LTK), "an expert twice in one row"),
+    ):
+        if recorded_T is not None:
+            bad_LT &= recorded_T
+        if bad_LT.any():
+            layer, token = (int(i) for i in np.argwhere(bad_LT)[0])
+            raise RoutesError(
+                f"{where}: {what} at MoE layer {layer}, token {token}: "
+                f"{ids_LTK[layer, token].tolist()} ({int(bad_LT.sum())} such rows)"
+            )
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Checked routes of T rows in L MoE layers.
+
+    Attributes:
+        ids_LTK: uint8 or uint16 (`id_dtype`), C-contiguous, layer-major.
+        num_experts: E.
+        recorded_T: bool; False where the engine returned no route for the row.
+    """
+
+    ids_LTK: np.ndarray
+    num_experts: int
+    recorded_T: np.ndarray
+
+    @classmethod
+    def from_array(
+        cls,
+        ids_LTK: np.ndarray,
+        num_experts: int,
+        recorded_T: np.ndarray | None = None,
+        where: str = "routes",
+    ) -> Routes:
+        """Check ids of any integer dtype and keep them in the smallest one.
+
+        Raises:
+            RoutesError: wrong rank, dtype, range, or an id twice in a recorded row.
+        """
+        ids_LTK = np.asarray(ids_LTK)
+        if recorded_T is None:
+            recorded_T = np.ones(ids_LTK.shape[1] if ids_LTK.ndim == 3 else 0, bool)
+        recorded_T = np.asarray(recorded_T, bool)
+        check_ids(ids_LTK, num_experts, recorded_T, where)
+        if recorded_T.shape != ids_LTK.shape[1:2]:
+            raise RoutesError(
+                f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows"
+            )
+        # a row that was not captured may hold anything: keep nothing of it
+        ids_LTK = np.where(recorded_T[None, :, None], ids_LTK, 0)
+        return cls(
+            np.ascontiguousarray(ids_LTK, dtype=id_dtype(num_experts)), num_experts, recorded_T
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """L, the MoE layers."""
+        return self.ids_LTK.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """T, the rows: one less than the rollout's tokens (the last one was never forwarded)."""
+        return self.ids_LTK.shape[1]
+
+    @property
+    def topk(self) -> int:
+        """K, the experts of one token in one layer."""
+        return self.ids_LTK.shape[2]

@@ -1,0 +1,89 @@
+"""What a rollout store holds: rollouts, and what is the same for all of them.
+
+Shape suffixes: N tokens of a rollout, L MoE layers, T rows (N - 1), K top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_r3.routes import Routes
+
+__all__ = ["FORMAT", "FORMAT_VERSION", "Rollout", "StoreError", "StoreInfo"]
+
+FORMAT = "megatron-r3 rollouts"
+FORMAT_VERSION = 1
+
+
+class StoreError(ValueError):
+    """A store that cannot be used; the message names the file and what to do."""
+
+
+@dataclass(frozen=True)
+class StoreInfo:
+    """What every rollout of a store shares; each shard carries it and all must agree.
+
+    Attributes:
+        num_experts: E of one MoE layer.
+        topk: K.
+        moe_layers: for each trace layer the 0-based hidden layer that it belongs to.
+        engine, engine_version: what sampled.
+        model: a name for people.
+        router_fingerprint: one digest for each trace layer of the sampler's router weights
+            (`megatron_r3.fingerprint`), or empty where the sampler could not tell.
+    """
+
+    num_experts: int
+    topk: int
+    moe_layers: tuple[int, ...]
+    engine: str
+    engine_version: str
+    model: str = ""
+    router_fingerprint: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled sequence.
+
+    Attributes:
+        tokens_N: int32, prompt and response.
+        response_N: bool, True on sampled tokens.
+        logprobs_N: float32, the sampler's log-probability of each sampled token (0 elsewhere).
+        reward: of the whole response.
+        group: rollouts of one prompt share it (GRPO normalises inside it).
+        policy_version: which policy sampled.
+        routes: `[L, N - 1, K]`: the last token was never forwarded.
+    """
+
+    tokens_N: np.ndarray
+    response_N: np.ndarray
+    logprobs_N: np.ndarray
+    reward: float
+    group: int
+    policy_version: int
+    routes: Routes
+
+    def check(self, where: str) -> None:
+        """Refuse shapes that do not belong together.
+
+        Raises:
+            StoreError: naming `where` and the field.
+        """
+        num_tokens = len(self.tokens_N)
+        if num_tokens < 2:
+            raise StoreError(f"{where}: {num_tokens} tokens; a rollout has at least 2")
+        for name in ("response_N", "logprobs_N"):
+            if len(getattr(self, name)) != num_tokens:
+                raise StoreError(
+                    f"{where}: {len(getattr(self, name))} {name} for {num_tokens} tokens"
+                )
+        if not np.isfinite(self.logprobs_N).all() or not np.isfinite(self.reward):
+            raise StoreError(f"{where}: log-probs and reward must be finite")
+        if self.routes.num_rows != num_tokens - 1:
+            raise StoreError(
+                f"{where}: {self.routes.num_rows} rows of routes for {num_tokens} tokens; expected "
+                f"{num_tokens - 1} (every token but the last is forwarded once)"
+            )
