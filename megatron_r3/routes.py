@@ -36,7 +36,10 @@ def distinct_rows(ids: np.ndarray) -> np.ndarray:
 
 
 def check_ids(
-    ids_LTK: np.ndarray, num_experts: int, recorded_T: np.ndarray | None = None, where: str = "routes"
+    ids_LTK: np.ndarray,
+    num_experts: int,
+    recorded_T: np.ndarray | None = None,
+    where: str = "routes",
 ) -> None:
     """Refuse ids that are out of range or repeated inside a recorded row.
 
@@ -54,7 +57,9 @@ def check_ids(
     if not np.issubdtype(ids_LTK.dtype, np.integer):
         raise RoutesError(f"{where}: expert ids are integers; got {ids_LTK.dtype}")
     if ids_LTK.shape[-1] > num_experts:
-        raise RoutesError(f"{where}: top-{ids_LTK.shape[-1]} of {num_experts} experts is impossible")
+        raise RoutesError(
+            f"{where}: top-{ids_LTK.shape[-1]} of {num_experts} experts is impossible"
+        )
     in_range_LT = ((ids_LTK >= 0) & (ids_LTK < num_experts)).all(-1)
     for bad_LT, what in (
         (~in_range_LT, f"an expert id outside 0..{num_experts - 1}"),
