@@ -1,0 +1,34 @@
+"""How far the trainer's log-probs are from the sampler's, on what the sampler sampled."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["agreement_sums"]
+
+
+def agreement_sums(
+    logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, factor: float = 2.0
+) -> dict[str, Tensor]:
+    """Sums over response tokens; divide by their number for the means. Scalars, no gradient.
+
+    With r = p_trainer / p_sampler of a token that the sampler drew:
+        k3_kl: r - 1 - log r, the k3 estimator of KL(sampler || trainer).
+        extreme: tokens with r > factor or r < 1 / factor (F(factor) of arXiv 2510.11370).
+        abs_dlogp: |log r|.
+
+    Args:
+        logprobs, sampled_logprobs: same shape, float32.
+        mask: 1 on response tokens, else 0.
+    """
+    with torch.no_grad():
+        log_ratio = torch.where(mask > 0, logprobs.float() - sampled_logprobs.float(), 0.0)
+        magnitude = log_ratio.abs()
+        return {
+            "k3_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
+            "extreme": (magnitude > math.log(factor)).sum().float(),
+            "abs_dlogp": magnitude.sum(),
+        }
