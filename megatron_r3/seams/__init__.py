@@ -1,0 +1,1 @@
+"""The only rooms that know Megatron: one file for each patch, with what its seam calls."""

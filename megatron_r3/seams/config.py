@@ -1,0 +1,73 @@
+"""Other half of the config patch: refuse what would not replay exactly, when the config is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_r3.seams import recompute
+
+__all__ = ["check_config", "refusals"]
+
+
+def _captures_router(config: Any) -> bool:
+    """Whether a CUDA graph holds the router: its first routes would be baked in."""
+    if getattr(config, "cuda_graph_impl", "none") == "none":
+        return False
+    modules = getattr(config, "cuda_graph_modules", None) or []
+    names = [getattr(module, "name", module) for module in modules]
+    return not names or bool({"moe", "moe_router", "full"} & set(names))
+
+
+def refusals(config: Any) -> list[str]:
+    """Why this config cannot replay exactly, and what to do; empty if it can.
+
+    Args:
+        config: a TransformerConfig, or Megatron's parsed arguments (same names).
+    """
+    on = lambda name: bool(getattr(config, name, None))  # noqa: E731
+    balancing = getattr(config, "moe_router_load_balancing_type", "none")
+    balancing = set(balancing if isinstance(balancing, list) else [balancing])
+    num_experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
+    reasons = {
+        "the model has no MoE layer (num_moe_experts is not set); drop the option": not num_experts,
+        "moe_enable_routing_replay is Megatron's own replay and would compete for the router; "
+        "choose one": on("moe_enable_routing_replay"),
+        "sinkhorn routing does not go through top-k; use aux_loss, seq_aux_loss or none": "sinkhorn"
+        in balancing,
+        "quantile_balancing does not go through the replayed top-k; use another balancing type or "
+        "none": "quantile_balancing" in balancing,
+        "moe_expert_capacity_factor drops tokens after the recorded experts were set; unset it": (
+            getattr(config, "moe_expert_capacity_factor", None) is not None
+        ),
+        "moe_router_force_load_balancing replaces the logits; unset it": on(
+            "moe_router_force_load_balancing"
+        ),
+        "moe_router_force_biased replaces the logits; unset it": (
+            getattr(config, "moe_router_force_biased", None) is not None
+        ),
+        "moe_router_fusion chooses experts inside a kernel that does not know the routes; "
+        "unset it": on("moe_router_fusion"),
+        "a CUDA graph that captures the router would repeat the routes of its first microbatch; "
+        "leave moe_router out of cuda_graph_modules": _captures_router(config),
+        "overlap_moe_expert_parallel_comm runs a forward pass in pieces that are not bound to "
+        "their microbatch yet; unset it": on("overlap_moe_expert_parallel_comm"),
+        "hybrid models are not supported yet": on("is_hybrid_model") or on("hybrid_layer_pattern"),
+        "moe_router_padding_for_quantization routes padding to experts that no rollout recorded; "
+        "unset it": on("moe_router_padding_for_quantization") or on("moe_router_padding_for_fp8"),
+        "transformer_impl=inference_optimized is not a training implementation": (
+            getattr(config, "transformer_impl", None) == "inference_optimized"
+        ),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def check_config(config: Any) -> None:
+    """Refuse a config that would not replay exactly; called where it is made.
+
+    Raises:
+        ValueError: every reason, a line each.
+    """
+    found = refusals(config)
+    if found:
+        raise ValueError("moe_router_replay: " + "; ".join(found))
+    recompute.install()

@@ -1,0 +1,218 @@
+"""The forward step on rollouts: a batch, its routes, the policy loss.
+
+Shape suffixes: B batch, S sequence of this context-parallel rank, T tokens of this rank in the
+router's order, L MoE layers of this model chunk, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.fingerprint import router_digest
+from megatron_r3.replay import MicrobatchRoutes, replaying
+from megatron_r3.rl import agreement_sums, clipped_policy_loss
+from megatron_r3.rows import PADDING, router_order, spread_padding
+from megatron_r3.seams.layers import local_routers
+from megatron_r3.seams.metrics import install_metrics
+from megatron_r3.seams.router import RouterHook
+from megatron_r3.seams.training import refuse, shape_differences
+from megatron_r3.seams.witness import DispatchWitness
+from megatron_r3.store.reader import RolloutStore
+
+__all__ = ["RolloutStep", "microbatch_routes", "policy_loss"]
+
+
+def microbatch_routes(
+    store: RolloutStore, rows_T: Tensor, layer_numbers: list[int], device: Any = "cpu"
+) -> MicrobatchRoutes:
+    """Read what one rank needs for one microbatch: its layers, its tokens.
+
+    Args:
+        rows_T: int64 on the host, the row ids in the router's order, -1 for padding.
+        layer_numbers: Megatron's, from 1.
+
+    Returns:
+        Routes with padding spread over all experts and missing rows marked live.
+    """
+    trace = [store.info.moe_layers.index(number - 1) for number in layer_numbers]
+    ids_LTK, recorded_T = store.routes(rows_T.numpy(), trace)
+    padding_T = rows_T.numpy() == PADDING
+    ids_LTK[:, padding_T] = spread_padding(
+        int(padding_T.sum()), store.info.topk, store.info.num_experts
+    ).numpy()
+    if ids_LTK.dtype == np.uint16:
+        ids_LTK = ids_LTK.astype(np.int16)  # torch has no gather for uint16
+    on_device = torch.from_numpy(ids_LTK).to(device, non_blocking=True)
+    missing_T = ~recorded_T & ~padding_T
+    live_T = torch.from_numpy(missing_T).to(device, non_blocking=True) if missing_T.any() else None
+    return MicrobatchRoutes(dict(zip(layer_numbers, on_device, strict=True)), live_T=live_T)
+
+
+class RolloutStep:
+    """What Megatron's schedules call for every microbatch.
+
+    Args:
+        args: Megatron's arguments.
+        store: the rollouts.
+        forward_step: the script's own, used for evaluation.
+    """
+
+    def __init__(self, args: Any, store: RolloutStore, forward_step: Callable[..., Any]) -> None:
+        self.args, self.store, self.forward_step = args, store, forward_step
+        self.measurable = bool(args.num_experts) and not shape_differences(args, store)
+        self.layers: dict[int, list[int]] = {}  # by id of the model chunk
+        self.metrics = install_metrics(args.num_layers)
+        self.witness = DispatchWitness(store) if args.moe_router_replay_verify_dispatch else None
+        self.first_iteration: int | None = None
+        self._positions_S: Tensor | None = None
+
+    def __call__(
+        self, data_iterator: Iterator[dict[str, Tensor]], model: Any, *more: Any, **kwargs: Any
+    ) -> Any:
+        """Megatron's forward step: the output and the loss function of the next microbatch."""
+        if not model.training:
+            return self.forward_step(data_iterator, model, *more, **kwargs)
+        assert not more, f"unexpected arguments of a forward step: {more} {kwargs}"
+        batch = self._on_this_cp_rank(next(data_iterator))
+        microbatch = self._microbatch(model, batch)
+        batch = {k: v.cuda(non_blocking=True) for k, v in batch.items() if k != "rows"}
+        with replaying(microbatch):
+            output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return output, partial(
+            policy_loss, batch, self.args.rollouts_clip_eps, self.args.calculate_per_token_loss
+        )
+
+    def _on_this_cp_rank(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This context-parallel rank's part, still on the host.
+
+        Which positions that are is asked of Megatron once: it splits on the device, and reading
+        the row ids back for every microbatch would make the host wait.
+        """
+        from megatron.core import mpu
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        if self.args.context_parallel_size == 1:
+            return batch
+        if self._positions_S is None:
+            whole = {"positions": torch.arange(self.args.seq_length)[None].cuda()}
+            group = mpu.get_context_parallel_group()
+            split = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
+            self._positions_S = split["positions"][0].cpu()
+        positions_S = self._positions_S
+        return {k: v[:, positions_S] if v.dim() == 2 else v for k, v in batch.items()}
+
+    def _microbatch(self, model: Any, batch: dict[str, Tensor]) -> MicrobatchRoutes | None:
+        from megatron.core import mpu
+
+        layer_numbers = self._layers_of(model)
+        if not self.measurable:
+            return None
+        parts = mpu.get_tensor_model_parallel_world_size() if self.args.sequence_parallel else 1
+        order = partial(
+            router_order,
+            sequence_parallel_size=parts,
+            rank=mpu.get_tensor_model_parallel_rank() if parts > 1 else 0,
+        )
+        rows_T = order(batch["rows"])
+        microbatch = microbatch_routes(self.store, rows_T, layer_numbers, torch.device("cuda"))
+        microbatch.replay = self.args.moe_router_replay
+        if self._measures():
+            counted_T = order(batch["loss_mask"]).bool().cuda(non_blocking=True)
+            live_T = microbatch.live_T
+            microbatch.counted_T = counted_T if live_T is None else counted_T & ~live_T
+            self.metrics.add(id(model), microbatch)
+            if self.witness is not None:
+                self.witness.watch(microbatch, rows_T.numpy())
+        if microbatch.replay or microbatch.counted_T is not None:
+            return microbatch
+        return None
+
+    def _measures(self) -> bool:
+        """Whether this iteration compares with live routing; the first of a run always does."""
+        interval = self.args.moe_router_replay_log_mismatch_interval
+        interval = self.args.log_interval if interval is None else interval
+        iteration = self.args.curr_iteration
+        if self.first_iteration is None:
+            self.first_iteration = iteration
+        if not interval:
+            return False
+        return iteration == self.first_iteration or (iteration + 1) % interval == 0
+
+    def _layers_of(self, model: Any) -> list[int]:
+        """The MoE layers of a model chunk; at its first call, check and equip it."""
+        if id(model) not in self.layers:
+            routers = local_routers(model)
+            self.layers[id(model)] = sorted(routers)
+            if self.measurable:
+                self._check_policy(routers)
+                for number, router in routers.items():
+                    if router.router_replay is None:  # live: only observe
+                        router.router_replay = RouterHook(number)
+                if self.witness is not None:
+                    self.witness.attach(model, self.metrics)
+        return self.layers[id(model)]
+
+    def _check_policy(self, routers: dict[int, Any]) -> None:
+        stamped = self.store.info.router_fingerprint
+        if not stamped or self.args.rollouts_policy == "any":
+            return
+        for number, router in sorted(routers.items()):
+            trace = self.store.info.moe_layers.index(number - 1)
+            here = router_digest(router.weight)
+            if here != stamped[trace]:
+                refuse(
+                    f"--rollouts {' '.join(self.args.rollouts)}: sampled from another policy: the "
+                    f"router of layer {number} is {stamped[trace]} there, {here} here. Load the "
+                    "checkpoint that sampled (--load), sample again, or, to train on other "
+                    "policies' rollouts or resume on the same ones, give --rollouts-policy any"
+                )
+
+
+def policy_loss(
+    batch: dict[str, Tensor], clip_eps: float, per_token: bool, output_BS: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss, number of response tokens, and what to report, of one microbatch on the last stage.
+
+    Args:
+        output_BS: Megatron's loss of each token, -log p(label).
+        per_token: --calculate-per-token-loss.
+    """
+    mask_BS = batch["loss_mask"]
+    logprobs_BS = -output_BS.float()
+    sampled_BS = batch["sampled_logprobs"]
+    loss = clipped_policy_loss(logprobs_BS, sampled_BS, batch["advantages"], mask_BS, clip_eps)
+    num_tokens = mask_BS.sum()
+    sums = {
+        "policy loss": loss.detach(),
+        **_named(agreement_sums(logprobs_BS, sampled_BS, mask_BS)),
+    }
+    report = {name: torch.stack([value, num_tokens]) for name, value in sums.items()}
+    reward = batch["reward"]
+    report["reward"] = torch.stack([reward.sum(), torch.ones_like(reward).sum()])
+    if not per_token:
+        loss = loss * _share_of_cp_group(num_tokens)
+    return loss, num_tokens.int(), report
+
+
+def _named(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("_", " "): value for name, value in sums.items()}
+
+
+def _share_of_cp_group(num_tokens: Tensor) -> Tensor:
+    """Megatron divides by this rank's tokens and averages over context-parallel ranks; a response
+    lies unevenly on them: weigh each rank by its share, so that the sum is the sequence's mean.
+    """
+    from megatron.core import mpu
+
+    size = mpu.get_context_parallel_world_size()
+    if size == 1:
+        return torch.ones_like(num_tokens)
+    total = num_tokens.clone()
+    torch.distributed.all_reduce(total, group=mpu.get_context_parallel_group())
+    return num_tokens * size / total.clamp(min=1)

@@ -1,0 +1,50 @@
+"""Which MoE layers a model has, and which of them this rank holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+    from megatron.core.transformer.moe.router import TopKRouter
+
+__all__ = ["local_moe_layers", "local_routers", "moe_layer_indices"]
+
+
+def moe_layer_indices(config: Any) -> tuple[int, ...]:
+    """The 0-based indices of the MoE layers among the decoder layers.
+
+    Megatron's rule (megatron/core/models/gpt/gpt_layer_specs.py): an integer frequency f makes
+    layer i MoE where i % f == 0; a list is the pattern itself.
+
+    Args:
+        config: a TransformerConfig or the parsed arguments.
+    """
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return tuple(i for i in range(config.num_layers) if i % frequency == 0)
+    return tuple(i for i, moe in enumerate(frequency) if moe)
+
+
+def local_routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
+    """This model chunk's decoder routers by Megatron's layer number (from 1, pipeline included)."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return {
+        module.layer_number: module
+        for module in model.modules()
+        if isinstance(module, TopKRouter) and not module.is_mtp_layer
+    }
+
+
+def local_moe_layers(model: torch.nn.Module) -> dict[int, BaseMoELayer]:
+    """This model chunk's decoder MoE layers by Megatron's layer number."""
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    return {
+        module.layer_number: module
+        for module in model.modules()
+        if isinstance(module, BaseMoELayer) and not module.router.is_mtp_layer
+    }

@@ -1,0 +1,138 @@
+"""Other half of the training patches: check the arguments, swap in the rollouts.
+
+`check_args` is called by `validate_args`, before any process group exists; `use_rollouts` by
+`pretrain()`. What they swap in lives beside this file: forward.py, metrics.py, witness.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from megatron_r3.seams.config import refusals
+from megatron_r3.seams.layers import moe_layer_indices
+from megatron_r3.store.reader import RolloutStore
+
+__all__ = ["check_args", "refuse", "shape_differences", "use_rollouts"]
+
+
+def refuse(message: str) -> NoReturn:
+    """End this process for a user's mistake: one line from each node, status 1, no traceback."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def check_args(args: Any) -> None:
+    """Refuse arguments and rollout stores that could not be replayed exactly.
+
+    Args:
+        args: Megatron's validated arguments.
+    """
+    if args.moe_router_replay:
+        reasons = refusals(args)
+        if reasons:
+            refuse("--moe-router-replay: " + "; ".join(reasons))
+    if args.rollouts is None:
+        return
+    try:
+        store = _open(args)
+        _check_store(args, store)
+    except ValueError as error:
+        refuse(str(error))
+
+
+def _open(args: Any) -> RolloutStore:
+    # every byte is read and checked by one process of a node, not by all
+    return RolloutStore(args.rollouts, verify=os.environ.get("LOCAL_RANK", "0") == "0")
+
+
+def _check_store(args: Any, store: RolloutStore) -> None:
+    where = f"--rollouts {' '.join(args.rollouts)}"
+    if args.mtp_num_layers:
+        raise ValueError(f"{where}: a policy loss for --mtp-num-layers is not supported; unset it")
+    if args.sft or args.dataloader_type == "external":
+        raise ValueError(f"{where}: not together with --sft or --dataloader-type external")
+    if args.moe_router_replay:
+        differences = shape_differences(args, store)
+        if differences:
+            raise ValueError(
+                f"{where}: sampled from another model ({store.info.model or store.info.engine}): "
+                + "; ".join(differences)
+            )
+    longest = int(store.column("num_tokens").argmax())
+    inputs = int(store.column("num_tokens")[longest]) - 1
+    if inputs > args.seq_length:
+        raise ValueError(
+            f"{store.name(longest)} has {inputs} input tokens, more than --seq-length "
+            f"{args.seq_length}: raise it, or leave long rollouts out of the store"
+        )
+    _check_tokens(args, store)
+
+
+def _check_tokens(args: Any, store: RolloutStore) -> None:
+    vocab_size = args.padded_vocab_size or args.vocab_size or np.iinfo(np.int32).max
+    refuse_missing = args.moe_router_replay and args.moe_router_replay_missing == "error"
+    for rollout in range(len(store)):
+        fields = store.fields(rollout)
+        tokens, missing = fields["tokens"], ~fields["recorded"]
+        foreign = (tokens < 0) | (tokens >= vocab_size)
+        if foreign.any():
+            token = int(np.argmax(foreign))
+            raise ValueError(
+                f"{store.name(rollout)}: token {token} is id {tokens[token]}; the vocabulary has "
+                f"{vocab_size}"
+            )
+        if refuse_missing and missing.any():
+            raise ValueError(
+                f"{store.name(rollout)}: token {int(np.argmax(missing))} has no recorded routes, "
+                "and --moe-router-replay-missing is error; sample it again, or choose live"
+            )
+
+
+def shape_differences(args: Any, store: RolloutStore) -> list[str]:
+    """In what the store's model differs from the trainer's; empty if its routes fit."""
+    info, layers = store.info, moe_layer_indices(args)
+    pairs = {
+        "MoE layers (0-based)": (list(info.moe_layers), list(layers)),
+        "topk": (info.topk, args.moe_router_topk),
+        "experts": (info.num_experts, args.num_experts),
+    }
+    return [f"{name} {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
+
+
+def use_rollouts(
+    args: Any, provider: Callable[..., Any], forward_step: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The dataset provider and forward step that pretrain() uses instead of the script's own.
+
+    Validation and test data, and their forward step, stay the script's.
+    """
+    from megatron.training.utils import print_rank_0
+
+    from megatron_r3.seams.forward import RolloutStep
+    from megatron_r3.store.dataset import RolloutDataset
+
+    if args.rollouts is None:
+        refuse("--moe-router-replay has nothing to replay: give --rollouts DIR, a rollout store")
+    store = RolloutStore(args.rollouts, verify=False)
+    print_rank_0(
+        f"> rollouts: {len(store)} from {store.info.engine} {store.info.engine_version}, "
+        + ("replaying their routes" if args.moe_router_replay else "routing live, not replaying")
+    )
+
+    def rollout_provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        train = RolloutDataset(store, args.seq_length, sizes[0])
+        if not args.eval_iters:
+            return train, None, None
+        takes_stage = "vp_stage" in inspect.signature(provider).parameters
+        _, valid, test = provider(sizes, vp_stage=vp_stage) if takes_stage else provider(sizes)
+        return train, valid, test
+
+    rollout_provider.is_distributed = True  # type: ignore[attr-defined]
+    return rollout_provider, RolloutStep(args, store, forward_step)
