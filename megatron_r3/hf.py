@@ -1,0 +1,269 @@
+"""Weights between a transformers Qwen3-MoE directory and a Megatron GPTModel, both ways.
+
+As a script it exports a checkpoint, in one process:
+
+    torchrun --nproc-per-node 1 megatron_r3/hf.py --hf-export DIR --load CKPT <model arguments>
+
+or, with `--hf-import DIR --save CKPT`, writes one. Names of Megatron's local layer spec are known,
+and those of its Transformer Engine spec (fused norms, grouped experts); the latter was not run.
+
+Shape suffixes: G query groups, D head dimension, H hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_r3.fingerprint import router_digest
+
+__all__ = ["from_hf", "hf_config", "router_fingerprint", "to_hf"]
+
+_NORMS = {
+    # transformers' name: Megatron's local spec, Transformer Engine spec
+    "input_layernorm.weight": (
+        "input_layernorm.weight",
+        "self_attention.linear_qkv.layer_norm_weight",
+    ),
+    "post_attention_layernorm.weight": ("pre_mlp_layernorm.weight",),
+    "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight",),
+    "self_attn.k_norm.weight": ("self_attention.k_layernorm.weight",),
+    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight",),
+    "mlp.gate.weight": ("mlp.router.weight",),
+}
+_ROOT = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+
+
+def _check(config: Any) -> None:
+    """Refuse a model that is not a Qwen3-MoE."""
+    wanted = {
+        "num_moe_experts": config.num_moe_experts is not None,
+        "qk_layernorm": config.qk_layernorm,
+        "gated_linear_unit": config.gated_linear_unit,
+        "normalization=RMSNorm": config.normalization == "RMSNorm",
+        "no add_bias_linear": not config.add_bias_linear,
+        "no multi_latent_attention": not getattr(config, "multi_latent_attention", False),
+        "softmax scores": config.moe_router_score_function == "softmax",
+        "every layer MoE (moe_layer_freq=1)": config.moe_layer_freq == 1
+        or all(config.moe_layer_freq),
+    }
+    missing = [name for name, holds in wanted.items() if not holds]
+    if missing:
+        raise ValueError(f"only Qwen3-MoE models go to transformers; this one lacks: {missing}")
+
+
+def hf_config(
+    config: Any, vocab_size: int, rope_theta: float, max_positions: int
+) -> dict[str, Any]:
+    """transformers' config.json of a Megatron config.
+
+    Args:
+        config: Megatron's TransformerConfig.
+    """
+    _check(config)
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "head_dim": config.kv_channels,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "max_position_embeddings": max_positions,
+        "moe_intermediate_size": config.moe_ffn_hidden_size,
+        "norm_topk_prob": not config.moe_router_pre_softmax,
+        "num_attention_heads": config.num_attention_heads,
+        "num_experts": config.num_moe_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_query_groups,
+        "rms_norm_eps": config.layernorm_epsilon,
+        "rope_parameters": {"rope_theta": rope_theta, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "vocab_size": vocab_size,
+    }
+
+
+class _Names:
+    """Both ends of every tensor of one Megatron state dict.
+
+    Yields for each Megatron tensor its transformers parts, in the order in which Megatron joins
+    them: query, key and value by query group; gate and up one after the other.
+    """
+
+    def __init__(self, config: Any, state: Mapping[str, Tensor]) -> None:
+        self.config, self.state = config, state
+
+    def __iter__(self) -> Iterator[tuple[str, list[str]]]:
+        for theirs, ours in _ROOT.items():
+            yield ours, [theirs]
+        for layer in range(self.config.num_layers):
+            ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+            for name, candidates in _NORMS.items():
+                yield self._present(ours, candidates), [theirs + name]
+            attention = theirs + "self_attn."
+            yield (
+                ours + "self_attention.linear_qkv.weight",
+                [f"{attention}{part}_proj.weight" for part in "qkv"],
+            )
+            for expert in range(self.config.num_moe_experts):
+                yield from self._expert(ours + "mlp.experts.", theirs + "mlp.experts.", expert)
+
+    def _expert(self, ours: str, theirs: str, expert: int) -> Iterator[tuple[str, list[str]]]:
+        parts = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
+        for linear, names in parts.items():
+            candidates = f"local_experts.{expert}.{linear}.weight", f"{linear}.weight{expert}"
+            yield self._present(ours, candidates), [f"{theirs}{expert}.{n}.weight" for n in names]
+
+    def _present(self, prefix: str, candidates: tuple[str, ...]) -> str:
+        for candidate in candidates:
+            if prefix + candidate in self.state:
+                return prefix + candidate
+        raise ValueError(f"the model has none of {[prefix + c for c in candidates]}")
+
+
+def _split(name: str, tensor: Tensor, config: Any) -> list[Tensor]:
+    """A Megatron tensor's transformers parts."""
+    if name.endswith("linear_qkv.weight"):
+        dim, groups = config.kv_channels, config.num_query_groups
+        queries = config.num_attention_heads // groups
+        by_group = tensor.view(groups, queries + 2, dim, -1)  # [G, heads, D, H]
+        parts = by_group.split([queries, 1, 1], dim=1)
+        return [part.reshape(-1, tensor.shape[-1]) for part in parts]
+    return list(tensor.chunk(2)) if "linear_fc1" in name else [tensor]
+
+
+def _join(name: str, parts: list[Tensor], config: Any) -> Tensor:
+    """The inverse of `_split`."""
+    if name.endswith("linear_qkv.weight"):
+        groups, hidden = config.num_query_groups, parts[0].shape[-1]
+        by_group = [part.view(groups, -1, config.kv_channels, hidden) for part in parts]
+        return torch.cat(by_group, dim=1).reshape(-1, hidden)
+    return torch.cat(parts)
+
+
+def to_hf(model: torch.nn.Module, directory: Path, config_json: dict[str, Any]) -> None:
+    """Write a whole (one-process) GPTModel as a transformers directory in bfloat16.
+
+    Args:
+        config_json: `hf_config(...)`; vocabulary padding is cut off to its vocab_size.
+    """
+    config, state = model.config, model.state_dict()
+    _check(config)
+    tensors: dict[str, Tensor] = {}
+    for name, parts in _Names(config, state):
+        for part, tensor in zip(parts, _split(name, state[name], config), strict=True):
+            tensors[part] = tensor.detach().cpu().to(torch.bfloat16).contiguous().clone()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][: config_json["vocab_size"]].clone()
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config_json, indent=2) + "\n")
+
+
+def _read(directory: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a transformers directory whose names begin with `prefix` or all."""
+    tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors.update({n: file.get_tensor(n) for n in file.keys() if prefix in n})  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+    if not tensors:
+        raise ValueError(f"{directory}: no tensors named *{prefix}* in its *.safetensors")
+    return tensors
+
+
+def from_hf(model: torch.nn.Module, directory: Path) -> None:
+    """Load a transformers Qwen3-MoE directory into a whole (one-process) GPTModel.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape; the model is then unchanged.
+    """
+    config, state = model.config, model.state_dict()
+    _check(config)
+    theirs, loaded = _read(directory), {}
+    for name, parts in _Names(config, state):
+        missing = [part for part in parts if part not in theirs]
+        if missing:
+            raise ValueError(f"{directory}: no tensor {missing[0]} (of Megatron's {name})")
+        tensor = _join(name, [theirs[part] for part in parts], config)
+        rows = state[name].shape[0] - tensor.shape[0]
+        if rows > 0 and name in (_ROOT["model.embed_tokens.weight"], _ROOT["lm_head.weight"]):
+            tensor = torch.nn.functional.pad(tensor, (0, 0, 0, rows))  # vocabulary padding
+        if tensor.shape != state[name].shape:
+            raise ValueError(
+                f"{directory}: {parts} make {tuple(tensor.shape)}; Megatron's {name} is "
+                f"{tuple(state[name].shape)}: other model arguments"
+            )
+        loaded[name] = tensor
+    for name, tensor in loaded.items():
+        state[name].copy_(tensor)
+
+
+def router_fingerprint(directory: Path, moe_layers: tuple[int, ...]) -> tuple[str, ...]:
+    """The digest of each MoE layer's router weights in a transformers directory."""
+    weights = _read(directory, "mlp.gate.weight")
+    return tuple(router_digest(weights[f"model.layers.{i}.mlp.gate.weight"]) for i in moe_layers)
+
+
+def _main() -> None:
+    """Export or import a checkpoint with Megatron's own arguments."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+    from megatron.training.initialize import initialize_megatron
+
+    def add_arguments(parser: Any) -> Any:
+        group = parser.add_argument_group(title="hf")
+        group.add_argument("--hf-export", type=Path, metavar="DIR")
+        group.add_argument("--hf-import", type=Path, metavar="DIR")
+        return parser
+
+    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    if (args.hf_export is None) == (args.hf_import is None):
+        raise SystemExit(
+            "error: give --hf-export DIR (with --load) or --hf-import DIR (with --save)"
+        )
+    if args.world_size != 1:
+        raise SystemExit("error: run it in one process; the checkpoint loads in any layout")
+    initialize_megatron()
+    builder_config = gpt_config_from_args(args)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    builder = builder_config.get_builder_cls()(builder_config)
+    model = builder.build_distributed_models(groups, wrap_with_ddp=False)[0]
+    whole = getattr(model, "module", model)  # out of the 16-bit wrapper
+    if args.hf_export is not None:
+        load_checkpoint([model], None, None)
+        positions = args.max_position_embeddings
+        to_hf(
+            whole,
+            args.hf_export,
+            hf_config(whole.config, args.vocab_size, args.rotary_base, positions),
+        )
+    else:
+        from_hf(whole, args.hf_import)
+        save_checkpoint(0, [model], None, None, 0)
+
+
+if __name__ == "__main__":
+    _main()
