@@ -1,0 +1,38 @@
+"""The demo's task, with a checkable answer: sort a list of digits.
+
+A prompt is `<bos> 3 1 2 =`, its answer `1 2 3 <eos>`. Token ids are given here; there is no text.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+PAD, BOS, EOS, EQUALS, FIRST_DIGIT = 0, 1, 2, 3, 4
+VOCAB_SIZE = 64
+NUM_DIGITS = (8, 12)  # at least, at most
+MAX_ANSWER = NUM_DIGITS[1] + 1
+SEQ_LENGTH = 32
+
+
+def problem(index: int) -> tuple[list[int], list[int]]:
+    """Prompt and answer number `index`; the same for everybody."""
+    rng = np.random.default_rng(index)
+    digits = rng.integers(0, 10, rng.integers(NUM_DIGITS[0], NUM_DIGITS[1] + 1)) + FIRST_DIGIT
+    return [BOS, *digits.tolist(), EQUALS], [*sorted(digits.tolist()), EOS]
+
+
+def reward(prompt: list[int], response: list[int]) -> float:
+    """Share of the answer's positions that are right; 0 where its length is wrong."""
+    answer = [*sorted(prompt[1:-1]), EOS]
+    if len(response) != len(answer):
+        return 0.0
+    return float(np.mean(np.array(response) == np.array(answer)))
+
+
+def write_prompts(path: Path, count: int, first: int) -> None:
+    """JSON lines `{"prompt": [ids], "group": n}`, problems `first`, `first + 1`, ..."""
+    lines = [json.dumps({"prompt": problem(first + i)[0], "group": i}) for i in range(count)]
+    path.write_text("\n".join(lines) + "\n")
