@@ -106,11 +106,11 @@ class Routes:
         if recorded_T is None:
             recorded_T = np.ones(ids_LTK.shape[1] if ids_LTK.ndim == 3 else 0, bool)
         recorded_T = np.asarray(recorded_T, bool)
-        check_ids(ids_LTK, num_experts, recorded_T, where)
-        if recorded_T.shape != ids_LTK.shape[1:2]:
+        if ids_LTK.ndim == 3 and recorded_T.shape != ids_LTK.shape[1:2]:
             raise RoutesError(
                 f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows"
             )
+        check_ids(ids_LTK, num_experts, recorded_T, where)
         # a row that was not captured may hold anything: keep nothing of it
         ids_LTK = np.where(recorded_T[None, :, None], ids_LTK, 0)
         return cls(

@@ -83,7 +83,7 @@ class Shard:
                 raise StoreError(
                     f"{self.path}: {len(tensors[name])} {name} for {num_tokens} tokens of rollouts"
                 )
-        expected = (len(self.info.moe_layers), num_rows, self.info.topk)
+        expected = (len(self.info.moe_layers), int(num_rows), self.info.topk)
         if self.routes_LRK.shape != expected or len(tensors["recorded"]) != num_rows:
             raise StoreError(
                 f"{self.path}: routes {self.routes_LRK.shape} for rollouts that need {expected}: "

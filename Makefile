@@ -1,0 +1,48 @@
+# Every target sets up what it needs. `make help` lists them.
+PYTHON   ?= python3.11
+BUILD    := build
+VENV     := $(BUILD)/venv
+R3       := $(VENV)/bin/megatron-r3
+SAMPLER  ?= transformers
+# the Megatron-LM tree of apply, revert, status
+MEGATRON ?=
+TREE     := $(BUILD)/megatron-core-0.19.2
+
+.PHONY: help setup megatron apply revert status demo test lint clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.done  ## the development environment, in build/venv
+
+$(VENV)/.done: pyproject.toml requirements.lock
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+megatron: setup  ## fetch the default megatron-core sources, as a git tree in build/
+	$(R3) megatron --out $(BUILD)
+
+apply revert status: setup
+	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
+	@$(R3) $@ "$(MEGATRON)"
+
+apply:   ## put the patches into MEGATRON=DIR
+revert:  ## take them out again
+status:  ## say which they are
+
+demo: megatron  ## a real rollout to a replayed training step (SAMPLER=transformers or vllm)
+	$(R3) apply $(TREE)
+	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER)
+
+test: lint megatron  ## lint, then all tests
+	$(VENV)/bin/python -m pytest
+
+lint: setup  ## formatting, style, types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+clean:  ## remove build/
+	rm -rf $(BUILD)

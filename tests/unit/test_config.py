@@ -1,0 +1,56 @@
+"""What would not replay exactly is refused, with its reason."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_r3.seams.config import refusals
+from megatron_r3.seams.layers import moe_layer_indices
+
+GOOD = {"num_moe_experts": 8, "moe_router_load_balancing_type": "aux_loss"}
+
+WRONG = {
+    "no MoE layer": {"num_moe_experts": None},
+    "moe_enable_routing_replay": {"moe_enable_routing_replay": True},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+    "quantile_balancing": {"moe_router_load_balancing_type": ["quantile_balancing"]},
+    "capacity_factor": {"moe_expert_capacity_factor": 0.0},
+    "force_load_balancing": {"moe_router_force_load_balancing": True},
+    "force_biased": {"moe_router_force_biased": 0.0},
+    "moe_router_fusion": {"moe_router_fusion": True},
+    "CUDA graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
+    "overlap_moe_expert_parallel_comm": {"overlap_moe_expert_parallel_comm": True},
+    "hybrid": {"is_hybrid_model": True},
+    "padding_for_quantization": {"moe_router_padding_for_quantization": True},
+    "inference_optimized": {"transformer_impl": "inference_optimized"},
+}
+
+
+def test_an_ordinary_config_is_accepted():
+    assert refusals(SimpleNamespace(**GOOD)) == []
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_refused_with_the_reason(reason):
+    found = refusals(SimpleNamespace(**{**GOOD, **WRONG[reason]}))
+    assert len(found) == 1
+    assert reason in found[0]
+
+
+@pytest.mark.parametrize(
+    "graph", [{"cuda_graph_modules": []}, {"cuda_graph_impl": "full_iteration"}]
+)
+def test_whole_layer_graphs_are_refused(graph):
+    assert refusals(SimpleNamespace(**GOOD, **{"cuda_graph_impl": "local", **graph}))
+
+
+def test_a_graph_of_attention_alone_is_accepted():
+    config = SimpleNamespace(**GOOD, cuda_graph_impl="local", cuda_graph_modules=["attn"])
+    assert refusals(config) == []
+
+
+@pytest.mark.parametrize(
+    ("frequency", "layers"), [(1, (0, 1, 2, 3, 4)), (2, (0, 2, 4)), ([0, 1, 1, 0, 1], (1, 2, 4))]
+)
+def test_moe_layers_follow_megatrons_rule(frequency, layers):
+    assert moe_layer_indices(SimpleNamespace(num_layers=5, moe_layer_freq=frequency)) == layers

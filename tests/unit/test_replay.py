@@ -1,0 +1,152 @@
+"""The active microbatch: scoped, bound, and never guessed."""
+
+import threading
+
+import pytest
+import torch
+
+from megatron_r3.gate import replayed_topk
+from megatron_r3.replay import (
+    MicrobatchRoutes,
+    ReplayError,
+    active_microbatch,
+    bind_to_microbatch,
+    recording,
+    replaying,
+)
+
+T, E, K = 6, 8, 3
+
+
+def scores(seed=0):
+    return torch.randn(T, E, generator=torch.Generator().manual_seed(seed))
+
+
+def live(scores_TE):
+    return lambda: torch.topk(scores_TE, K, dim=1)
+
+
+def some_routes(seed=1):
+    return scores(seed).topk(K, dim=1).indices.to(torch.uint8)
+
+
+def chosen(microbatch, scores_TE, layer=1):
+    return microbatch.topk(layer, scores_TE, K, live(scores_TE))[1].sort(dim=1).values
+
+
+def test_nothing_is_active_by_default_or_after_an_exception():
+    assert active_microbatch() is None
+    with pytest.raises(RuntimeError), replaying(MicrobatchRoutes({})):
+        raise RuntimeError
+    assert active_microbatch() is None
+
+
+def test_nested_scopes_restore():
+    first, second = MicrobatchRoutes({}), MicrobatchRoutes({})
+    with replaying(first):
+        with replaying(second), replaying(None):
+            assert active_microbatch() is None
+        assert active_microbatch() is first
+
+
+def test_replays_the_given_experts_with_live_scores():
+    ids, s = some_routes(), scores()
+    with torch.no_grad():
+        values, indices = MicrobatchRoutes({1: ids}).topk(1, s, K, live(s))
+    assert torch.equal(indices, ids.long())
+    assert torch.equal(values, s.gather(1, ids.long()))
+
+
+def test_a_dropped_expert_gets_its_gradient_and_others_get_none():
+    s = scores().requires_grad_()
+    ids = s.detach().topk(E, dim=1).indices[:, -K:]  # the experts that live top-k drops
+    values, _ = replayed_topk(s, ids)
+    values.softmax(dim=1)[:, 0].sum().backward()
+    mask = torch.zeros(T, E).scatter(1, ids, 1).bool()
+    assert s.grad[mask].abs().min() > 0
+    assert s.grad[~mask].abs().max() == 0
+
+
+def test_with_gradients_the_order_is_that_of_live_topk():
+    s = scores().requires_grad_()
+    values, indices = live(s)()
+    shuffled = indices[:, torch.tensor([2, 0, 1])]
+    replayed = replayed_topk(s, shuffled)
+    assert torch.equal(replayed[0], values)
+    assert torch.equal(replayed[1], indices)
+
+
+def test_recording_then_replaying_is_the_same_choice():
+    s = scores()
+    with recording() as microbatch:
+        first = chosen(microbatch, s)
+    other = scores(5)
+    assert torch.equal(chosen(microbatch, other), first)
+    assert not torch.equal(other.topk(K, dim=1).indices.sort(dim=1).values, first)
+
+
+def test_a_layer_without_routes_is_an_error():
+    with pytest.raises(ReplayError, match=r"layer 2 has no routes .* \[1\]"):
+        chosen(MicrobatchRoutes({1: some_routes()}), scores(), layer=2)
+
+
+def test_other_tokens_than_the_rows_say_is_an_error():
+    with pytest.raises(ReplayError, match=r"6 tokens to top-3"):
+        chosen(MicrobatchRoutes({1: some_routes()[:-1]}), scores())
+
+
+def test_missing_rows_are_live_once_and_then_kept():
+    live_T = torch.tensor([False, True, False, False, True, False])
+    ids, s = some_routes(), scores()
+    microbatch = MicrobatchRoutes({1: ids}, live_T=live_T)
+    first = chosen(microbatch, s)
+    assert torch.equal(first[live_T], s.topk(K, dim=1).indices.sort(dim=1).values[live_T])
+    assert torch.equal(first[~live_T], ids.long().sort(dim=1).values[~live_T])
+    # a recompute sees other scores (noise, rounding) and must repeat the choice
+    assert torch.equal(chosen(microbatch, scores(9)), first)
+
+
+def test_without_the_write_back_a_recompute_would_differ():
+    live_T = torch.ones(T, dtype=torch.bool)
+    first = chosen(MicrobatchRoutes({1: some_routes()}, live_T=live_T), scores())
+    second = chosen(MicrobatchRoutes({1: some_routes()}, live_T=live_T), scores(9))
+    assert not torch.equal(first, second)
+
+
+def test_mismatch_counts_sets_of_counted_tokens_once():
+    s = scores()
+    ids = s.topk(K, dim=1).indices.flip(1)  # the live sets, in another order
+    ids[2] = torch.topk(s[2], K, largest=False).indices
+    ids[3] = torch.topk(s[3], K, largest=False).indices
+    counted = torch.tensor([True, True, True, False, True, True])
+    microbatch = MicrobatchRoutes({1: ids}, counted_T=counted)
+    for _ in range(2):
+        chosen(microbatch, s)
+    assert microbatch.mismatched[1].item() == 1
+    assert microbatch.mismatched_T.tolist() == [False, False, True, False, False, False]
+
+
+def test_observing_stays_live():
+    ids, s = some_routes(), scores()
+    microbatch = MicrobatchRoutes({1: ids}, counted_T=torch.ones(T).bool(), replay=False)
+    assert torch.equal(chosen(microbatch, s), s.topk(K, dim=1).indices.sort(dim=1).values)
+    assert microbatch.mismatched[1] > 0
+
+
+def test_bound_functions_see_their_own_microbatch_in_any_order_and_thread():
+    microbatches = [MicrobatchRoutes({}) for _ in range(3)]
+    bound = []
+    for microbatch in microbatches:
+        with replaying(microbatch):
+            bound.append(bind_to_microbatch(active_microbatch))
+    bound_live = bind_to_microbatch(active_microbatch)
+    seen = {}
+    with replaying(MicrobatchRoutes({})) as other:
+        for index in (2, 0, 1, 0):
+            thread = threading.Thread(target=lambda i=index: seen.__setitem__(i, bound[i]()))
+            thread.start()
+            thread.join()
+            assert bound[index]() is microbatches[index]
+        assert bound_live() is None
+        assert active_microbatch() is other
+    assert seen == dict(enumerate(microbatches))

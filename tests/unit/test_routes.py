@@ -1,0 +1,78 @@
+"""Routes refuse what must not be trained on, and name it."""
+
+import numpy as np
+import pytest
+
+from megatron_r3.routes import Routes, RoutesError, id_dtype
+
+
+def some_ids(layers=3, tokens=5, topk=4, experts=16, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = [rng.permutation(experts)[:topk] for _ in range(layers * tokens)]
+    return np.array(rows).reshape(layers, tokens, topk)
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(1, "uint8"), (256, "uint8"), (257, "uint16")])
+def test_smallest_dtype(experts, dtype):
+    assert id_dtype(experts) == np.dtype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64])
+def test_keeps_ids_and_their_order(dtype):
+    ids = some_ids()
+    routes = Routes.from_array(ids.astype(dtype), 16)
+    assert np.array_equal(routes.ids_LTK, ids)
+    assert routes.ids_LTK.dtype == np.uint8
+    assert (routes.num_layers, routes.num_rows, routes.topk) == ids.shape
+
+
+def test_id_out_of_range_is_named():
+    ids = some_ids()
+    ids[2, 3, 1] = 16
+    with pytest.raises(RoutesError, match=r"file: .*outside 0\.\.15 at MoE layer 2, token 3"):
+        Routes.from_array(ids, 16, where="file")
+
+
+def test_negative_id_is_refused_and_not_wrapped():
+    ids = some_ids()
+    ids[0, 0, 0] = -1
+    with pytest.raises(RoutesError, match="layer 0, token 0"):
+        Routes.from_array(ids, 16)
+
+
+def test_duplicate_is_named():
+    ids = some_ids()
+    ids[1, 4, 0] = ids[1, 4, 3]
+    with pytest.raises(RoutesError, match=r"twice in one row at MoE layer 1, token 4"):
+        Routes.from_array(ids, 16)
+
+
+def test_missing_rows_are_not_checked_and_hold_nothing():
+    ids = some_ids()
+    ids[:, 2] = 99
+    recorded = np.arange(5) != 2
+    routes = Routes.from_array(ids, 16, recorded)
+    assert (routes.ids_LTK[:, 2] == 0).all()
+    assert np.array_equal(routes.ids_LTK[:, recorded], ids[:, recorded])
+
+
+def test_one_expert_a_token_cannot_repeat():
+    assert Routes.from_array(np.zeros((2, 3, 1), int), 4).topk == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.zeros((3, 4), int), "layers, tokens, topk"),
+        (np.zeros((1, 1, 2)), "integers"),
+        (np.zeros((1, 1, 5), int), "impossible"),
+    ],
+)
+def test_wrong_kind(ids, message):
+    with pytest.raises(RoutesError, match=message):
+        Routes.from_array(ids, 4)
+
+
+def test_recorded_bits_must_fit():
+    with pytest.raises(RoutesError):
+        Routes.from_array(some_ids(), 16, np.ones(4, bool))

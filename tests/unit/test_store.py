@@ -1,0 +1,223 @@
+"""The store: what goes in comes out, and what is damaged or foreign is refused by name."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from megatron_r3.routes import Routes
+from megatron_r3.store import Rollout, RolloutStore, StoreError, StoreInfo, write_shard
+from megatron_r3.store.dataset import RolloutDataset
+from megatron_r3.store.writer import metadata_of
+
+INFO = StoreInfo(16, 4, (1, 2, 5), "vllm", "0.30.0", "tiny", ("aa", "bb", "cc"))
+
+
+def make_rollout(num_tokens, seed=0, experts=16, group=0, reward=1.0):
+    rng = np.random.default_rng(seed)
+    rows = [rng.permutation(experts)[:4] for _ in range(3 * (num_tokens - 1))]
+    routes = Routes.from_array(np.array(rows).reshape(3, num_tokens - 1, 4), experts)
+    response = np.arange(num_tokens) >= 2
+    logprobs = np.where(response, -rng.random(num_tokens), 0).astype(np.float32)
+    tokens = rng.integers(0, 50, num_tokens).astype(np.int32)
+    return Rollout(tokens, response, logprobs, reward, group, 7, routes)
+
+
+ROLLOUTS = [make_rollout(n, seed=n, group=n % 2, reward=n / 10) for n in (5, 9, 3, 12, 4)]
+
+
+@pytest.fixture
+def store_dir(tmp_path):
+    write_shard(tmp_path / "s", INFO, ROLLOUTS[:2])
+    write_shard(tmp_path / "s", INFO, ROLLOUTS[2:])
+    return tmp_path / "s"
+
+
+def test_round_trip_over_shards(store_dir):
+    store = RolloutStore([store_dir])
+    assert store.info == INFO
+    assert len(store) == 5
+    for index, expected in enumerate(ROLLOUTS):
+        got = store.rollout(index)
+        for name in ("tokens_N", "response_N", "logprobs_N"):
+            assert np.array_equal(getattr(got, name), getattr(expected, name))
+        assert np.array_equal(got.routes.ids_LTK, expected.routes.ids_LTK)
+        assert (got.reward, got.group, got.policy_version) == (
+            pytest.approx(expected.reward),
+            expected.group,
+            7,
+        )
+
+
+def test_routes_by_row_in_any_order_layers_and_with_padding(store_dir):
+    store = RolloutStore([store_dir])
+    rows = np.concatenate([store.row_ids(3)[::-1], [-1], store.row_ids(0), store.row_ids(4)[1:2]])
+    ids, recorded = store.routes(rows, [2, 0])
+    want = np.concatenate(
+        [
+            ROLLOUTS[3].routes.ids_LTK[:, ::-1],
+            np.zeros((3, 1, 4)),
+            ROLLOUTS[0].routes.ids_LTK,
+            ROLLOUTS[4].routes.ids_LTK[:, 1:2],
+        ],
+        axis=1,
+    )
+    assert np.array_equal(ids, want[[2, 0]])
+    assert np.array_equal(recorded, rows >= 0)
+    for rollout in range(5):
+        for token, row in enumerate(store.row_ids(rollout)):
+            assert store.locate(row) == (rollout, token)
+
+
+def test_uint16_above_256_experts(tmp_path):
+    info = replace(INFO, num_experts=300)
+    rollout = make_rollout(6, experts=300)
+    assert rollout.routes.ids_LTK.max() > 255
+    write_shard(tmp_path, info, [rollout])
+    store = RolloutStore([tmp_path])
+    assert np.array_equal(store.rollout(0).routes.ids_LTK, rollout.routes.ids_LTK)
+
+
+def test_every_flipped_bit_and_every_truncation_is_refused(store_dir):
+    path = store_dir / "shard-00001.safetensors"
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for position in sorted({0, 8, len(whole) - 1, *rng.integers(0, len(whole), 60).tolist()}):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        with pytest.raises(StoreError, match="shard-00001"):
+            RolloutStore([store_dir])
+    for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(StoreError, match="shard-00001"):
+            RolloutStore([store_dir])
+    path.write_bytes(whole)
+    assert len(RolloutStore([store_dir])) == 5
+
+
+def rewrite(path, **changes):
+    """A shard with other tensors, and checksums that fit them: only its meaning is wrong."""
+    tensors = {**load_file(path), **changes}
+    save_file(tensors, path, metadata_of(INFO, tensors))
+
+
+def test_ids_out_of_range_and_twice_name_file_rollout_layer_token(store_dir):
+    path = store_dir / "shard-00000.safetensors"
+    routes = load_file(path)["routes"]
+    wrong = routes.copy()
+    wrong[1, 4 + 3, 0] = 16  # the second rollout's rows begin at 4
+    rewrite(path, routes=wrong)
+    with pytest.raises(ValueError, match=r"00000.*: rollout 1: .*0\.\.15 at MoE layer 1, token 3"):
+        RolloutStore([store_dir])
+    wrong = routes.copy()
+    wrong[2, 1, 0] = wrong[2, 1, 1]
+    rewrite(path, routes=wrong)
+    with pytest.raises(ValueError, match=r"rollout 0: .*twice.* at MoE layer 2, token 1"):
+        RolloutStore([store_dir])
+
+
+def test_rows_short_by_one(store_dir):
+    path = store_dir / "shard-00000.safetensors"
+    tensors = load_file(path)
+    rewrite(path, routes=tensors["routes"][:, :-1].copy(), recorded=tensors["recorded"][:-1])
+    with pytest.raises(StoreError, match=r"routes \(3, 11, 4\) .* \(3, 12, 4\)"):
+        RolloutStore([store_dir])
+
+
+def test_a_writer_refuses_rows_short_by_one(tmp_path):
+    good = ROLLOUTS[0]
+    short = Routes.from_array(good.routes.ids_LTK[:, :-1], 16)
+    with pytest.raises(StoreError, match=r"rollout 1: 3 rows of routes for 5 tokens; expected 4"):
+        write_shard(tmp_path / "new", INFO, [good, replace(good, routes=short)])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_writer_refuses_other_models(tmp_path):
+    with pytest.raises(StoreError, match=r"\(3, 4, 32\) in a store of \(3, 4, 16\)"):
+        write_shard(tmp_path, INFO, [make_rollout(5, experts=32)])
+
+
+@pytest.mark.parametrize("field", ["logprobs_N", "response_N"])
+def test_a_writer_refuses_fields_of_another_length(tmp_path, field):
+    wrong = replace(ROLLOUTS[0], **{field: getattr(ROLLOUTS[0], field)[:-1]})
+    with pytest.raises(StoreError, match=field):
+        write_shard(tmp_path, INFO, [wrong])
+
+
+def test_a_writer_refuses_nan_logprobs(tmp_path):
+    wrong = ROLLOUTS[0].logprobs_N.copy()
+    wrong[3] = np.nan
+    with pytest.raises(StoreError, match="finite"):
+        write_shard(tmp_path, INFO, [replace(ROLLOUTS[0], logprobs_N=wrong)])
+
+
+def test_stores_of_different_models_do_not_mix(tmp_path):
+    write_shard(tmp_path / "a", INFO, ROLLOUTS[:1])
+    write_shard(tmp_path / "b", replace(INFO, router_fingerprint=("x", "y", "z")), ROLLOUTS[:1])
+    with pytest.raises(StoreError, match="b/shard-00000"):
+        RolloutStore([tmp_path / "a", tmp_path / "b"])
+
+
+def test_missing_empty_and_foreign_directories(tmp_path):
+    with pytest.raises(StoreError, match="no such rollout store"):
+        RolloutStore([tmp_path / "none"])
+    with pytest.raises(StoreError, match="not a rollout store"):
+        RolloutStore([tmp_path])
+    save_file({"x": np.zeros(3)}, tmp_path / "shard-00000.safetensors")
+    with pytest.raises(StoreError, match="not a rollout shard"):
+        RolloutStore([tmp_path])
+
+
+def test_shards_are_appended_and_never_overwritten(store_dir):
+    before = {path.name: path.read_bytes() for path in store_dir.iterdir()}
+    (store_dir / "shard-00000.safetensors").rename(store_dir / "shard-00003.safetensors")
+    write_shard(store_dir, INFO, ROLLOUTS[:1])
+    write_shard(store_dir, INFO, ROLLOUTS[:1])
+    assert sorted(p.name for p in store_dir.iterdir()) == [
+        f"shard-{n:05d}.safetensors" for n in (1, 2, 3, 4)
+    ]
+    assert (store_dir / "shard-00003.safetensors").read_bytes() == before["shard-00000.safetensors"]
+
+
+def test_killed_writers_leave_whole_shards_only(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from test_store import *\n"
+        "from pathlib import Path\n"
+        "print('go', flush=True)\n"
+        "while True: write_shard(Path(sys.argv[2]), INFO, ROLLOUTS)\n"
+    )
+    for pause in (0.0, 0.01, 0.03, 0.08):
+        command = [sys.executable, "-c", code, os.path.dirname(__file__), str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+            writer.stdout.readline()
+            try:
+                writer.wait(pause)
+            except subprocess.TimeoutExpired:
+                writer.send_signal(signal.SIGKILL)
+    write_shard(tmp_path, INFO, ROLLOUTS)
+    store = RolloutStore([tmp_path])
+    assert len(store) == 5 * len(store.shards)
+    assert len(store.shards) > 1
+
+
+def test_samples_align_inputs_with_what_they_predict(store_dir):
+    store = RolloutStore([store_dir])
+    dataset = RolloutDataset(store, seq_length=16, num_samples=8)
+    assert len(dataset) == 8
+    for index in (0, 3, 7):
+        sample, rollout = dataset[index], ROLLOUTS[index % 5]
+        inputs = len(rollout.tokens_N) - 1
+        assert sample["tokens"][:inputs].tolist() == rollout.tokens_N[:-1].tolist()
+        assert sample["labels"][:inputs].tolist() == rollout.tokens_N[1:].tolist()
+        assert sample["loss_mask"][:inputs].bool().tolist() == rollout.response_N[1:].tolist()
+        assert sample["sampled_logprobs"][:inputs].tolist() == rollout.logprobs_N[1:].tolist()
+        assert sample["rows"][:inputs].tolist() == store.row_ids(index % 5).tolist()
+        assert (sample["rows"][inputs:] == -1).all()
+        assert sample["loss_mask"][inputs:].sum() == 0
+        assert (sample["advantages"] != 0).sum() in (0, rollout.response_N[1:].sum())
