@@ -1,0 +1,1 @@
+"""Applies the patches to a Megatron-LM tree and takes them back, with git underneath."""

@@ -1,0 +1,33 @@
+"""The command `megatron-r3`: `megatron-r3 --help` lists what it does.
+
+Each package registers its own commands; this file imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import megatron_r3
+from megatron_r3.patching import commands as patching
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 if it did what was asked, 1 if it refused and said why."""
+    parser = argparse.ArgumentParser(prog="megatron-r3", description=megatron_r3.__doc__)
+    parser.add_argument("--version", action="version", version=megatron_r3.__version__)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    patching.add_commands(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Apply the patches of a release line to a tree, or take them back: all or nothing."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_r3.patching.compute import PatchFailed, compute
+from megatron_r3.patching.errors import PatchingError, names
+from megatron_r3.patching.git import commits_since, dirty_files, has_commit, is_checkout
+from megatron_r3.patching.matrix import Matrix, read_matrix
+from megatron_r3.patching.tree import TreeState, TreeStatus, identify
+from megatron_r3.patching.write import locked, remove_leftovers, replace_files
+
+__all__ = ["Change", "apply_series", "revert_series"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an apply or a revert did.
+
+    Attributes:
+        before: the tree's state before; the goal itself means that nothing was done.
+        status: the tree now, read from the disk again.
+        files: those that were written or removed.
+    """
+
+    before: TreeState
+    status: TreeStatus
+    files: tuple[str, ...]
+
+
+def apply_series(root: Path, patches: Path, *, line: str = "") -> Change:
+    """Apply the series in `patches` that is for the tree `root`, or for `line` if given.
+
+    Guarantees: all files are patched or none is changed; an applied tree is not touched; a half
+    applied one is finished; what was written is read again and compared.
+
+    Raises:
+        PatchingError: the tree is no known one, has uncommitted changes, or cannot be written.
+    """
+    return _move(root, patches, line, TreeState.APPLIED)
+
+
+def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
+    """Take the series back: the tree is then byte for byte the one that it was applied to.
+
+    Modes too, but for a file that a patch deletes: it gets the one that git would give it.
+    Guarantees and errors are those of `apply_series`; uncommitted changes elsewhere do not matter.
+    """
+    return _move(root, patches, line, TreeState.PRISTINE)
+
+
+def _move(root: Path, patches: Path, line: str, goal: TreeState) -> Change:
+    matrix = read_matrix(patches)
+    reverse = goal is TreeState.PRISTINE
+    try:
+        status = identify(root, matrix, line)
+        with locked(status.root):
+            status = identify(root, matrix, line)
+            if status.state is goal:
+                remove_leftovers(status.root, status.files)
+                return Change(goal, status, ())
+            if not reverse:
+                _refuse_uncommitted(status)
+            new = _compute(status, matrix, line, reverse)
+            changes = {path: new[path] for path in new if new[path] != status.files[path].data}
+            executables = {
+                change.path
+                for patch in status.series.patches
+                for change in patch.changes
+                if change.executable
+            }
+            replace_files(status.root, changes, status.files, executables)
+            after = identify(root, matrix, status.line.name)
+    except OSError as error:
+        raise PatchingError(f"{root}: {error}") from error
+    if after.state is not goal:
+        raise PatchingError(f"{root} is {after.state.value} after all was written: who else is?")
+    return Change(status.state, after, tuple(changes))
+
+
+def _compute(
+    status: TreeStatus, matrix: Matrix, line: str, reverse: bool
+) -> dict[str, bytes | None]:
+    """The new contents of the files of a known tree; any other one is refused with the reason."""
+    known = status.state is not TreeState.UNKNOWN
+    if not known and (reverse or status.patched or not (status.num_recognised or line)):
+        raise PatchingError(why_not(status, matrix))  # where a patch fails would tell nothing
+    try:
+        contents = compute(status, reverse=reverse).contents
+    except PatchFailed as failed:
+        raise PatchingError(_five_lines(failed, status)) from None
+    if not known:
+        # the patches fit by luck: nobody has tested what they make of this file
+        raise PatchingError(why_not(status, matrix))
+    return contents
+
+
+def why_not(status: TreeStatus, matrix: Matrix) -> str:
+    """Why an unknown tree is refused: each file that is wrong, and the trees that are known."""
+    wrong = [f"\n  {path}: {status.why_unknown(path)}" for path in status.unknown]
+    if status.num_recognised:
+        return (
+            f"{status.root} is not {status.tree.name}, nor what this megatron-r3 makes of it; "
+            "bring back these files, or revert with the version that patched them:" + "".join(wrong)
+        )
+    known = "; ".join(
+        f"{line.name}: {names([tree.name for tree in line.trees])}" for line in matrix.lines
+    )
+    return f"{status.root} is no tree of a known release line ({known}):" + "".join(wrong)
+
+
+def _refuse_uncommitted(status: TreeStatus) -> None:
+    if not is_checkout(status.root):
+        return
+    ours = status.files.keys() - set(status.unknown)
+    if dirty := [path for path in dirty_files(status.root) if path not in ours]:
+        raise PatchingError(
+            f"{status.root} has uncommitted changes: {names(dirty)}; commit or stash them first"
+        )
+
+
+def _five_lines(failed: PatchFailed, status: TreeStatus) -> str:
+    number, patches = failed.number, len(status.series.patches)
+    return "\n".join(
+        (
+            f"patch {number} of {patches} does not apply: {failed.patch.file.name}",
+            f"  at: {failed.where}",
+            f"  subject: {failed.patch.subject}",
+            f"  upstream commits: {_upstream_commits(status, failed.path)}",
+            f"  next: {_next_command(failed, status)}",
+        )
+    )
+
+
+def _upstream_commits(status: TreeStatus, path: str) -> str:
+    if not is_checkout(status.root):
+        return "unknown: not a git checkout"
+    base = _base(status)
+    if not base or not has_commit(status.root, base[1]):
+        return f"unknown: the checkout does not hold {base[0] if base else status.tree.name}"
+    commits = commits_since(status.root, base[1], path)
+    shown = "; ".join(commits[:3]) or "none"
+    more = f" and {len(commits) - 3} more" if len(commits) > 3 else ""
+    return f"{shown}{more} since {base[0]}"
+
+
+def _base(status: TreeStatus) -> tuple[str, str] | None:
+    """The name and commit of the tree, or of the first one of its line that has a commit."""
+    for tree in (status.tree, *status.line.trees):
+        if tree.commit:
+            return tree.name, tree.commit
+    return None
+
+
+def _next_command(failed: PatchFailed, status: TreeStatus) -> str:
+    if failed.path not in status.unknown:
+        # the file is the right one, so the patch is not
+        folder = failed.patch.file.parent
+        if Path(__file__).parents[1] in folder.parents:
+            return "python -m pip install --force-reinstall megatron-r3"
+        return f"git -C {shlex.quote(str(folder))} checkout -- ."
+    base = _base(status)
+    if base and is_checkout(status.root):
+        return f"git -C {shlex.quote(str(status.root))} checkout {base[1]}  # {base[0]}"
+    return "megatron-r3 megatron  # fetches a known tree"

@@ -1,0 +1,138 @@
+"""The patches of one release line, read and checked without a tree.
+
+A series is what `git format-patch --full-index --no-renames` writes: numbered files that change,
+add or delete text files. The full blob ids in them say which file they start from and which one
+they give; a tree is known by those ids.
+"""
+
+from __future__ import annotations
+
+import email
+import email.policy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_r3.patching.errors import PatchingError, names
+
+__all__ = ["Blobs", "FileChange", "Patch", "Series", "read_series"]
+
+Blobs = tuple[str | None, ...]
+"""The blob ids of one file before, between and after its patches; None: there is no such file."""
+
+_INDEX = re.compile(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})(?: (100644|100755))?")
+_CREATED = re.compile(r"(?:new|deleted) file mode (100644|100755)")
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """What one patch does to one file.
+
+    Attributes:
+        pre, post: blob ids; None where the file is added or deleted.
+        executable: its mode, as git keeps it.
+        diff: this file's part of the patch.
+    """
+
+    path: str
+    pre: str | None
+    post: str | None
+    executable: bool
+    diff: bytes
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch; no file is in it twice."""
+
+    file: Path
+    subject: str
+    changes: tuple[FileChange, ...]
+
+
+@dataclass(frozen=True)
+class Series:
+    """The patches of a release line in order; each starts where the one before ended."""
+
+    line: str
+    patches: tuple[Patch, ...]
+    blobs: Mapping[str, Blobs]
+
+
+def read_series(folder: Path) -> Series:
+    """Read the patches of the release line that `folder` is named after.
+
+    Raises:
+        PatchingError: naming the patch that is missing, unreadable or does not follow the others.
+    """
+    files = sorted(folder.glob("*.patch"))
+    if not files:
+        raise PatchingError(f"{folder}: no patches")
+    for number, file in enumerate(files, 1):
+        if not file.name.startswith(f"{number:04d}-"):
+            raise PatchingError(f"{file}: the patches are numbered; expected {number:04d}-*.patch")
+    patches = tuple(read_patch(file) for file in files)
+    blobs: dict[str, list[str | None]] = {}
+    for patch in patches:
+        for change in patch.changes:
+            chain = blobs.setdefault(change.path, [change.pre])
+            if chain[-1] != change.pre or change.post in chain:
+                raise PatchingError(
+                    f"{patch.file}: does not follow the patches before it in {change.path}: "
+                    "export the whole series again"
+                )
+            chain.append(change.post)
+    return Series(folder.name, patches, {path: tuple(chain) for path, chain in blobs.items()})
+
+
+def read_patch(file: Path) -> Patch:
+    """Read one patch mail.
+
+    Raises:
+        PatchingError: it is none, or does what is not supported (renames, modes, binary files).
+    """
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise PatchingError(f"{file}: {error.strerror}") from None
+    mail = email.message_from_bytes(data, policy=email.policy.default)
+    subject = re.sub(r"^\[PATCH[^]]*\] *", "", str(mail["subject"] or "")).strip()
+    # the message may quote a diff: the patch begins after the first line that is only '---'
+    diffs = re.split(rb"^(?=diff --git )", data.partition(b"\n---\n")[2], flags=re.MULTILINE)[1:]
+    if not subject or not diffs:
+        raise PatchingError(f"{file}: not a patch made by git format-patch")
+    changes = tuple(_file_change(diff, file) for diff in diffs)
+    paths = [change.path for change in changes]
+    if len(set(paths)) < len(paths):
+        raise PatchingError(f"{file}: a file is in it twice: {names(sorted(paths))}")
+    return Patch(file, subject, changes)
+
+
+def _file_change(diff: bytes, file: Path) -> FileChange:
+    head, *lines = re.split(rb"^(?:--- |@@ )", diff, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
+    path = _path(head.decode(errors="replace").removeprefix("diff --git "), file)
+    ids, executable = None, False
+    for line in (raw.decode(errors="replace") for raw in lines):
+        if index := _INDEX.fullmatch(line):
+            ids = index.group(1, 2)
+            executable |= index[3] == "100755"
+        elif created := _CREATED.fullmatch(line):
+            executable = created[1] == "100755"
+        else:
+            raise PatchingError(
+                f"{file}: {path}: {line!r} is not supported; "
+                "export with git format-patch --full-index --no-renames"
+            )
+    if ids is None:
+        raise PatchingError(f"{file}: {path}: no index line with full blob ids")
+    pre, post = (None if set(blob) == {"0"} else blob for blob in ids)
+    return FileChange(path, pre, post, executable, diff)
+
+
+def _path(pair: str, file: Path) -> str:
+    path = pair[2 : len(pair) // 2]
+    parts = path.split("/")
+    if pair != f"a/{path} b/{path}" or not path or {"", ".", "..", ".git"} & set(parts):
+        raise PatchingError(f"{file}: cannot patch {pair!r}: one plain path in the tree, no rename")
+    return path

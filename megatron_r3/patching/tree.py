@@ -1,0 +1,178 @@
+"""Which known tree a directory is, and how far it is patched.
+
+A tree is known by the blob ids of the files that the series touches. Its version string is no
+identity (upstream's tag core_v0.19.0 says 0.19.1), and it need not be a git checkout. Every file
+has a place in its chain of blobs: 0 is the base, the last one is patched.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from megatron_r3.patching.errors import PatchingError
+from megatron_r3.patching.git import blob_id
+from megatron_r3.patching.matrix import KnownTree, Line, Matrix
+from megatron_r3.patching.series import Blobs, Series, read_series
+
+__all__ = ["FileOnDisk", "TreeState", "TreeStatus", "identify"]
+
+
+class TreeState(Enum):
+    """How far a tree is patched."""
+
+    PRISTINE = "pristine"
+    APPLIED = "applied"
+    HALF_APPLIED = "half applied"  # each file is known; an apply or revert was killed
+    UNKNOWN = "unknown"  # a file is neither base nor patched
+
+
+@dataclass(frozen=True)
+class FileOnDisk:
+    """A file as it was read; data and stat are None where there is none."""
+
+    data: bytes | None
+    stat: os.stat_result | None
+
+    @property
+    def blob(self) -> str | None:
+        """Its git blob id."""
+        return None if self.data is None else blob_id(self.data)
+
+
+@dataclass(frozen=True)
+class TreeStatus:
+    """A directory beside the known tree that it matches best.
+
+    Attributes:
+        names: the known trees that it matches equally well; `tree` is the first.
+        blobs: of each file of the series, as in `tree`; (None,) for one that `tree` lacks.
+        places: of each file, its index in `blobs`, or None where it is none of them.
+    """
+
+    root: Path
+    line: Line
+    series: Series
+    tree: KnownTree
+    names: tuple[str, ...]
+    files: Mapping[str, FileOnDisk]
+    blobs: Mapping[str, Blobs]
+    places: Mapping[str, int | None]
+
+    @property
+    def state(self) -> TreeState:
+        """How far the tree is patched."""
+        if self.unknown:
+            return TreeState.UNKNOWN
+        if not self.patched:
+            return TreeState.PRISTINE
+        whole = all(place == len(self.blobs[path]) - 1 for path, place in self.places.items())
+        return TreeState.APPLIED if whole else TreeState.HALF_APPLIED
+
+    @property
+    def patched(self) -> list[str]:
+        """The files that at least one patch has changed."""
+        return [path for path, place in self.places.items() if place]
+
+    @property
+    def unknown(self) -> list[str]:
+        """The files that are neither base nor patched."""
+        return [path for path, place in self.places.items() if place is None]
+
+    @property
+    def num_recognised(self) -> int:
+        """How many existing files are known: 0 says that this is another version altogether."""
+        return sum(
+            place is not None and self.files[path].data is not None
+            for path, place in self.places.items()
+        )
+
+    def why_unknown(self, path: str) -> str:
+        """What is wrong with a file of `unknown`, in a few words."""
+        data = self.files[path].data
+        if data is None:
+            return "missing"
+        if self.blobs[path] == (None,):
+            return f"{self.tree.name} has no such file"
+        if blob_id(data.replace(b"\r\n", b"\n")) in self.blobs[path]:
+            return "has CRLF line ends (core.autocrlf?)"
+        return "neither the base nor the patched file"
+
+
+def identify(root: Path, matrix: Matrix, line: str = "") -> TreeStatus:
+    """Compare `root` with the known trees of `line`, or of every line, and return the best match.
+
+    Raises:
+        PatchingError: `root` is no Megatron-LM tree, or a file in question is a symlink, a folder
+            or unreadable; or the series or its entry in versions.toml is wrong.
+    """
+    root = root.resolve()
+    if not root.is_dir():
+        raise PatchingError(f"{root}: no such directory")
+    if not (root / "megatron" / "core").is_dir():
+        raise PatchingError(f"{root} is no Megatron-LM tree: there is no megatron/core in it")
+    matches: list[TreeStatus] = []
+    for candidate in [matrix.line(line)] if line else matrix.lines:
+        series = read_series(candidate.folder)
+        files = read_files(root, series.blobs)
+        matches += [_compare(root, candidate, series, tree, files) for tree in candidate.trees]
+    best = max(matches, key=_likeness)  # the first of equals
+    names = [m.tree.name for m in matches if m.line is best.line and _same(m, best)]
+    return TreeStatus(**{**vars(best), "names": tuple(names)})
+
+
+def read_files(root: Path, paths: Iterable[str]) -> dict[str, FileOnDisk]:
+    """Read these files of a tree.
+
+    Raises:
+        PatchingError: one is not a plain file, or lies behind a symlink.
+    """
+    return {path: _read(root, path) for path in paths}
+
+
+def _read(root: Path, path: str) -> FileOnDisk:
+    for part in (path, *map(str, Path(path).parents)):
+        # a file behind a link may belong to another tree, and would not be replaced in place
+        if part != "." and (root / part).is_symlink():
+            raise PatchingError(f"{root / part} is a symlink: patch the tree that it points into")
+    try:
+        info = (root / path).stat()
+        if not stat.S_ISREG(info.st_mode):
+            raise PatchingError(f"{root / path} is not a plain file")
+        return FileOnDisk((root / path).read_bytes(), info)
+    except (FileNotFoundError, NotADirectoryError):
+        return FileOnDisk(None, None)
+    except OSError as error:
+        raise PatchingError(f"{root / path}: {error.strerror}") from None
+
+
+def _compare(
+    root: Path, line: Line, series: Series, tree: KnownTree, files: Mapping[str, FileOnDisk]
+) -> TreeStatus:
+    blobs = {**series.blobs, **(tree.blobs or {}), **dict.fromkeys(tree.absent, (None,))}
+    for path in blobs:
+        if path not in series.blobs:
+            raise PatchingError(
+                f"versions.toml: {tree.name}: no patch of {line.name} is for {path}"
+            )
+        if path not in tree.absent and len(blobs[path]) != len(series.blobs[path]):
+            raise PatchingError(
+                f"versions.toml: {tree.name}: blobs of {path}: one more than patches"
+            )
+    places = {
+        path: chain.index(files[path].blob) if files[path].blob in chain else None
+        for path, chain in blobs.items()
+    }
+    return TreeStatus(root, line, series, tree, (tree.name,), files, blobs, places)
+
+
+def _likeness(match: TreeStatus) -> tuple[bool, int, int]:
+    return not match.unknown, match.num_recognised, -len(match.unknown)
+
+
+def _same(match: TreeStatus, best: TreeStatus) -> bool:
+    return match.places == best.places and _likeness(match) == _likeness(best)

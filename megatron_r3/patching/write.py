@@ -1,0 +1,142 @@
+"""Replacing the files of a tree: all of them or none.
+
+Every new file is first written whole beside the old one, so a full disk or a folder that cannot be
+written is found before anything changes; then each is renamed over the old one. A process that is
+killed between two renames leaves files that are each old or new, never half a file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_r3.patching.errors import PatchingError, names
+from megatron_r3.patching.tree import FileOnDisk
+
+__all__ = ["locked", "remove_leftovers", "replace_files"]
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Keep a second apply or revert out of `root`; the lock goes with the process and is no file.
+
+    Raises:
+        PatchingError: another one is at work there.
+    """
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PatchingError(f"another apply or revert is at work in {root}") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(folder)
+
+
+def replace_files(
+    root: Path,
+    new: Mapping[str, bytes | None],
+    old: Mapping[str, FileOnDisk],
+    executables: Iterable[str] = (),
+) -> None:
+    """Write the `new` contents (None: remove the file) of some of the `old` files, or none.
+
+    A replaced file keeps its mode and owner; a created one gets what git would give it. Folders
+    are made where needed, and removed where they end up empty. A hard link is cut, not followed:
+    package installers share files between environments.
+
+    Raises:
+        PatchingError: a file cannot be written; all are as they were, or the message says not.
+    """
+    executables = set(executables)
+    path = ""
+    try:
+        for path, data in new.items():
+            if data is not None:
+                _stage(root / path, data, old[path].stat, path in executables)
+        for path, data in new.items():
+            _put(root / path, exists=data is not None)
+    except BaseException as error:
+        _restore(root, {p: old[p] for p in new}, executables)
+        if isinstance(error, OSError):
+            raise PatchingError(
+                f"cannot write {root / path}: {error.strerror or error}; nothing was changed"
+            ) from error
+        raise
+    finally:
+        remove_leftovers(root, old)
+
+
+def remove_leftovers(root: Path, paths: Iterable[str]) -> None:
+    """Remove what an apply or revert, killed or not, left beside these files.
+
+    That is a file that was not renamed yet, and the empty folders of a file that is gone.
+    """
+    for path in paths:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            _staged(root / path).unlink()
+        if not (root / path).exists():
+            _remove_empty_folders(root, path)
+
+
+def _staged(target: Path) -> Path:
+    # one name for each file, not a random one, so that the next run finds and removes it
+    return target.with_name(f".{target.name}.megatron-r3-new")
+
+
+def _stage(target: Path, data: bytes, old: os.stat_result | None, executable: bool) -> None:
+    """Write `data` beside `target`, with the mode and owner that it shall have."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _staged(target).unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with open(os.open(_staged(target), flags, 0o777 if executable else 0o666), "wb") as file:
+        file.write(data)
+        if old is not None:
+            with suppress(PermissionError):  # only root gives files away
+                os.fchown(file.fileno(), old.st_uid, old.st_gid)
+            os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
+
+
+def _put(target: Path, *, exists: bool) -> None:
+    if exists:
+        os.replace(_staged(target), target)
+    else:
+        target.unlink(missing_ok=True)
+
+
+def _restore(root: Path, old: Mapping[str, FileOnDisk], executables: set[str]) -> None:
+    """Bring back every file that is not as it was; the others are not touched."""
+    lost = []
+    for path, file in old.items():
+        target = root / path
+        try:
+            now = target.read_bytes() if target.exists() else None
+            if now == file.data:
+                continue
+            if file.data is not None:
+                _stage(target, file.data, file.stat, path in executables)
+            _put(target, exists=file.data is not None)
+        except OSError:
+            lost.append(path)
+    if lost:
+        raise PatchingError(
+            f"cannot bring back {names(lost)}: {root} is half applied; once it can be written, "
+            "apply finishes it and revert undoes it"
+        )
+
+
+def _remove_empty_folders(root: Path, path: str) -> None:
+    for folder in list(Path(path).parents)[:-1]:
+        try:
+            (root / folder).rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return  # not empty, or not ours to change
