@@ -1,5 +1,5 @@
 # Every target sets up what it needs. `make help` lists them.
-PYTHON   ?= python3.11
+PYTHON   ?= $(shell command -v python3.11 || command -v python3)
 BUILD    := build
 VENV     := $(BUILD)/venv
 R3       := $(VENV)/bin/megatron-r3

@@ -1,0 +1,101 @@
+"""What the demo measured: from Megatron's TensorBoard events to a table, a picture and a JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["measured", "picture", "table"]
+
+_TAGS = {
+    "k3_kl": "k3 kl",
+    "extreme_2": "extreme",
+    "mean_abs_dlogp": "abs dlogp",
+    "router_mismatch": "router mismatch",
+    "token_mismatch": "token mismatch",
+    "routes_dispatched_as_recorded": "routes dispatched as recorded",
+}
+_WORDS = {
+    "k3_kl": "k3 KL, sampler to trainer",
+    "extreme_2": "tokens with a ratio outside 1/2..2",
+    "mean_abs_dlogp": "mean |log-prob difference|",
+    "router_mismatch": "routers that would choose others now",
+    "token_mismatch": "tokens with any such layer",
+    "routes_dispatched_as_recorded": "routes dispatched as recorded",
+}
+
+
+def _series(events: Path) -> dict[str, list[float]]:
+    """Every scalar that Megatron wrote, by iteration."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(events), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()["scalars"]
+    return {tag: [event.value for event in accumulator.Scalars(tag)] for tag in tags}
+
+
+def measured(events: Path) -> dict[str, Any]:
+    """M of summary.json: at step 0, before any update; the loss and reward of every step."""
+    series = _series(events)
+    return {
+        **{name: series[tag][0] for name, tag in _TAGS.items()},
+        "loss": series["policy loss"],
+        "reward_mean": series["reward"][0],
+        "router_mismatch_by_layer": [
+            values[0]
+            for tag, values in sorted(series.items())
+            if tag.startswith("router mismatch/")
+        ],
+        "mean_abs_dlogp_by_step": series["abs dlogp"],
+    }
+
+
+def table(summary: dict[str, Any]) -> str:
+    """Live and replay side by side."""
+    sampler = summary["sampler"]
+    lines = [
+        f"sampler {sampler['name']} {sampler['version']}, Megatron {summary['megatron']}, "
+        f"{summary['rollouts']} rollouts, {summary['tokens']} tokens, "
+        f"{summary['world_size']} processes (EP=2), step 0:",
+        "",
+        f"{'':38}{'live':>10}{'replay':>10}{'live / replay':>15}",
+    ]
+    for name, words in _WORDS.items():
+        live, replay = summary["live"][name], summary["replay"][name]
+        ratio = f"{live / replay:.2f}" if replay and name in ("k3_kl", "mean_abs_dlogp") else ""
+        lines.append(f"{words:38}{live:10.5f}{replay:10.5f}{ratio:>15}")
+    seconds = ", ".join(f"{name} {value:.0f} s" for name, value in summary["seconds"].items())
+    return "\n".join([*lines, "", f"time: {seconds}"])
+
+
+def picture(summary: dict[str, Any], path: Path) -> None:
+    """Agreement by step, and router mismatch by layer at step 0."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    layers = range(1, len(summary["live"]["router_mismatch_by_layer"]) + 1)
+    for shift, (mode, colour) in enumerate((("live", "tab:red"), ("replay", "tab:blue"))):
+        values = summary[mode]
+        by_step = values["mean_abs_dlogp_by_step"]
+        left.plot(range(len(by_step)), by_step, marker="o", color=colour, label=mode)
+        shares = [100 * share for share in values["router_mismatch_by_layer"]]
+        right.bar([n + 0.36 * shift - 0.18 for n in layers], shares, 0.36, color=colour, label=mode)
+    left.set(title="sampler and trainer", xlabel="step", ylabel="mean |log-prob difference|")
+    right.set(
+        title="live router against the recorded routes, step 0",
+        xlabel="MoE layer",
+        ylabel="tokens routed otherwise, %",
+        xticks=list(layers),
+    )
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    sampler = summary["sampler"]
+    figure.suptitle(f"Rollout routing replay, sampled by {sampler['name']} {sampler['version']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,241 @@
+"""Wrong data and wrong options never train: one clear error, before any process group."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from training import STEP, Policy, changed_store, parse
+
+from demo.model import arguments
+from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.routes import Routes
+from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.store.shard import Shard
+from megatron_r3.store.writer import metadata_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def refused(worker: TreeWorker, argv: list[str], **options: Any) -> str:
+    (text,) = worker.run(parse, 1, argv, **options)
+    assert text.count("error:") == 1, text
+    assert "Traceback" not in text
+    return str(text)
+
+
+def test_the_good_command_is_accepted(patched: TreeWorker, policy: Policy) -> None:
+    assert patched.run(parse, 1, policy.arguments()) == [""]
+
+
+OPTIONS = {
+    "moe_enable_routing_replay": ["--moe-enable-routing-replay"],
+    "sinkhorn": ["--moe-router-load-balancing-type", "sinkhorn"],
+    "quantile_balancing": ["--moe-router-load-balancing-type", "quantile_balancing"],
+    "moe_expert_capacity_factor": ["--moe-expert-capacity-factor", "1.5"],
+    "moe_router_force_load_balancing": ["--moe-router-force-load-balancing"],
+    "moe_router_force_biased": ["--moe-router-force-biased", "0.5"],
+    "moe_router_fusion": ["--moe-router-fusion"],
+}
+
+
+@pytest.mark.parametrize("reason", OPTIONS)
+def test_options_that_would_not_replay_exactly(
+    patched: TreeWorker, policy: Policy, reason: str
+) -> None:
+    assert reason in refused(patched, policy.arguments(*OPTIONS[reason]))
+
+
+def test_a_dense_model(patched: TreeWorker, policy: Policy) -> None:
+    argv = policy.arguments()
+    for name in ("--num-experts", "--moe-router-topk", "--moe-ffn-hidden-size"):
+        at = argv.index(name)
+        del argv[at : at + 2]
+    assert "no MoE layer" in refused(patched, argv)
+
+
+MODELS = {
+    "MoE layers": ["--num-layers", "6"],
+    "topk 4 there, 2 here": ["--moe-router-topk", "2"],
+    "experts 16 there, 8 here": ["--num-experts", "8"],
+    r"[0, 1, 2, 3] there, [0, 2] here": ["--moe-layer-freq", "2"],
+}
+
+
+@pytest.mark.parametrize("difference", MODELS)
+def test_a_store_of_another_model(patched: TreeWorker, policy: Policy, difference: str) -> None:
+    text = refused(patched, policy.arguments(*MODELS[difference]))
+    assert difference in text
+    assert str(policy.store) in text
+
+
+def test_a_rollout_longer_than_the_sequence(patched: TreeWorker, policy: Policy) -> None:
+    text = refused(patched, policy.arguments("--seq-length", "16"))
+    assert "rollout" in text
+    assert "more than --seq-length 16" in text
+
+
+def test_a_token_outside_the_vocabulary(patched: TreeWorker, policy: Policy) -> None:
+    text = refused(patched, policy.arguments("--vocab-size", "8"))
+    assert "the vocabulary has 8" in text
+
+
+def test_a_missing_store(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
+    text = refused(patched, policy.arguments(store=tmp_path / "nothing"))
+    assert f"{tmp_path / 'nothing'}: no such rollout store" in text
+
+
+def damaged(policy: Policy, tmp_path: Path, change: Any) -> Path:
+    store = tmp_path / "store"
+    shutil.copytree(policy.store, store)
+    shard = store / "shard-00000.safetensors"
+    shard.write_bytes(change(bytearray(shard.read_bytes())))
+    return store
+
+
+def flip(data: bytearray) -> bytearray:
+    data[len(data) // 2] ^= 4
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(flip, "checksum"), (lambda data: data[:-100], "not a whole shard")]
+)
+def test_a_damaged_shard(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, change: Any, message: str
+) -> None:
+    text = refused(patched, policy.arguments(store=damaged(policy, tmp_path, change)))
+    assert message in text
+    assert "shard-00000.safetensors" in text
+
+
+def rewritten(policy: Policy, tmp_path: Path, change: Any) -> Path:
+    """A shard that is whole, with checksums that fit, and says something wrong."""
+    source = policy.store / "shard-00000.safetensors"
+    tensors = load_file(source)
+    tensors.update(change(tensors))
+    target = tmp_path / "store" / source.name
+    target.parent.mkdir()
+    save_file(tensors, target, metadata_of(Shard(source).info, tensors))
+    return target.parent
+
+
+def out_of_range(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    routes = tensors["routes"].copy()
+    routes[2, 5, 0] = 16
+    return {"routes": routes}
+
+
+def duplicated(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    routes = tensors["routes"].copy()
+    routes[2, 5, 0] = routes[2, 5, 1]
+    return {"routes": routes}
+
+
+def short_by_one(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"routes": tensors["routes"][:, :-1].copy(), "recorded": tensors["recorded"][:-1]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (out_of_range, ["outside 0..15", "rollout 0", "MoE layer 2", "token 5"]),
+        (duplicated, ["twice in one row", "rollout 0", "MoE layer 2", "token 5"]),
+        (short_by_one, ["one row for every token"]),
+    ],
+)
+def test_a_shard_with_wrong_routes(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, change: Any, words: list[str]
+) -> None:
+    text = refused(patched, policy.arguments(store=rewritten(policy, tmp_path, change)))
+    assert "shard-00000.safetensors" in text
+    assert all(word in text for word in words), text
+
+
+def test_missing_rows_with_policy_error(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    store = RolloutStore([policy.store])
+    rollout = store.rollout(3)
+    recorded = np.ones(rollout.routes.num_rows, bool)
+    recorded[6] = False
+    routes = Routes.from_array(rollout.routes.ids_LTK, 16, recorded)
+    rollouts = [store.rollout(0), replace(rollout, routes=routes)]
+    write_shard(tmp_path / "store", store.info, rollouts)
+    argv = policy.arguments(store=tmp_path / "store")
+    assert patched.run(parse, 1, argv) == [""]
+    text = refused(patched, [*argv, "--moe-router-replay-missing", "error"])
+    assert "rollout 1" in text
+    assert "token 6" in text
+
+
+def test_megatron_r3_not_installed(patched: TreeWorker, policy: Policy) -> None:
+    text = refused(patched, policy.arguments(), hidden=True)
+    assert "need megatron_r3 to be installed" in text
+
+
+def run_script(tree: Path, argv: list[str], processes: int = 1) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), "-m", "megatron_r3.cpu"]
+    env = {**os.environ, "PYTHONPATH": f"{tree}:{ROOT}"}
+    return subprocess.run(
+        [*command, str(ROOT / "demo" / "pretrain.py"), *argv],
+        env=env,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def errors_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The error lines, and that there is no traceback of ours (torchrun shows one of its own)."""
+    assert done.returncode in (1, 2)
+    ours = done.stderr.split("torch/distributed/elastic")[0]
+    assert "Traceback" not in ours, ours
+    return [line for line in done.stderr.splitlines() if line.startswith("error:")]
+
+
+def test_replay_without_rollouts(patched_tree: Path) -> None:
+    done = run_script(patched_tree, arguments(STEP, ["--moe-router-replay"]))
+    (line,) = errors_of(done)
+    assert "give --rollouts DIR" in line
+
+
+def test_a_store_of_another_policy(patched_tree: Path, policy: Policy, tmp_path: Path) -> None:
+    store = changed_store(
+        policy.store, tmp_path / "s", lambda routes: routes, router_fingerprint=("0" * 16,) * 4
+    )
+    done = run_script(patched_tree, policy.arguments(store=store), processes=2)
+    (line,) = errors_of(done)
+    assert "sampled from another policy: the router of layer 1" in line
+    assert "elapsed time per iteration" not in done.stdout
+
+
+def test_rollouts_of_another_policy_on_request(
+    patched_tree: Path, policy: Policy, tmp_path: Path
+) -> None:
+    store = changed_store(
+        policy.store, tmp_path / "s", lambda routes: routes, router_fingerprint=("0" * 16,) * 4
+    )
+    argv = policy.arguments("--rollouts-policy", "any", store=store)
+    done = run_script(patched_tree, argv, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "routes dispatched as recorded: 1.0000" in done.stdout
+
+
+def test_rollouts_without_replay_train_live_and_say_so_once(
+    patched_tree: Path, policy: Policy
+) -> None:
+    argv = [a for a in policy.arguments() if a != "--moe-router-replay"]
+    done = run_script(patched_tree, argv, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("routing live, not replaying") == 1

@@ -1,0 +1,129 @@
+"""Training on rollouts through the patched pretrain(): what runs is what was recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training import Policy, changed_store, train
+
+from demo.model import arguments
+from demo.report import measured
+from megatron_r3.cpu.worker import TreeWorker
+
+LAYOUTS = {
+    "EP2": (2, ["--expert-model-parallel-size", "2"]),
+    "DP2, one rollout at a time": (2, ["--micro-batch-size", "1"]),
+    "TP2 SP": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "CP2": (2, ["--context-parallel-size", "2"]),
+    "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "PP2 VPP2": (
+        2,
+        ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"],
+    ),
+    "EP2, full recompute": (
+        2,
+        ["--expert-model-parallel-size", "2", "--recompute-granularity", "full"]
+        + ["--recompute-method", "uniform", "--recompute-num-layers", "1"],
+    ),
+}
+
+
+def step(worker: TreeWorker, ranks: int, argv: list[str], folder: Path) -> dict[str, Any]:
+    """One training, and what it wrote through Megatron's TensorBoard writer."""
+    worker.run(train, ranks, [*argv, "--tensorboard-dir", str(folder)], timeout_s=240)
+    return measured(folder)
+
+
+@pytest.fixture(scope="session")
+def whole(patched: TreeWorker, policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The step of one process."""
+    return step(patched, 1, policy.arguments(), tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_replays_what_was_recorded(
+    patched: TreeWorker, policy: Policy, whole: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    ranks, layout = LAYOUTS[name]
+    got = step(patched, ranks, policy.arguments(*layout), tmp_path)
+    assert whole["routes_dispatched_as_recorded"] == 1.0
+    assert got["routes_dispatched_as_recorded"] == 1.0
+    for metric in ("k3_kl", "mean_abs_dlogp", "reward_mean"):
+        assert got[metric] == pytest.approx(whole[metric], rel=1e-3, abs=1e-6)
+    assert got["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+    assert got["router_mismatch"] == pytest.approx(whole["router_mismatch"], abs=2e-3)
+    assert got["token_mismatch"] == pytest.approx(whole["token_mismatch"], abs=6e-3)
+
+
+def test_live_training_dispatches_otherwise_and_is_measured_the_same_way(
+    patched: TreeWorker, policy: Policy, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    argv = [a for a in policy.arguments() if a != "--moe-router-replay"]
+    live = step(patched, 1, argv, tmp_path)
+    assert live["routes_dispatched_as_recorded"] < 1.0
+    assert live["router_mismatch"] > 0
+    assert live["mean_abs_dlogp"] > whole["mean_abs_dlogp"]
+
+
+def shift_token(routes: list[np.ndarray]) -> list[np.ndarray]:
+    return [np.roll(ids_LTK, 1, axis=1) for ids_LTK in routes]
+
+
+def swap_layers(routes: list[np.ndarray]) -> list[np.ndarray]:
+    return [ids_LTK[[1, 0, *range(2, len(ids_LTK))]] for ids_LTK in routes]
+
+
+def exchange_rollouts(routes: list[np.ndarray]) -> list[np.ndarray]:
+    """Each rollout gets the routes of another, cut or continued to its own length."""
+    others = routes[len(routes) // 2 :] + routes[: len(routes) // 2]
+    return [
+        np.resize(other.transpose(1, 0, 2), (own.shape[1], *other.shape[::2])).transpose(1, 0, 2)
+        for own, other in zip(routes, others, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("wrong", [shift_token, swap_layers, exchange_rollouts])
+def test_a_wrong_store_is_replayed_as_it_says_and_its_agreement_shows_it(
+    patched: TreeWorker, policy: Policy, whole: dict[str, Any], tmp_path: Path, wrong: Any
+) -> None:
+    store = changed_store(policy.store, tmp_path / "wrong", wrong)
+    got = step(patched, 1, policy.arguments(store=store), tmp_path / "events")
+    assert got["routes_dispatched_as_recorded"] == 1.0
+    assert got["mean_abs_dlogp"] > 3 * whole["mean_abs_dlogp"]
+    assert got["k3_kl"] > 3 * whole["k3_kl"]
+    assert got["router_mismatch"] > 3 * whole["router_mismatch"]
+
+
+def test_validation_between_steps_is_the_scripts_own_and_live(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    more = ["--train-iters", "2", "--eval-interval", "1"]
+    plain = patched.run(train, 1, policy.arguments(*more), timeout_s=120)
+    evaluated = patched.run(
+        train, 1, policy.arguments(*more, "--eval-iters", "1"), validate=True, timeout_s=120
+    )
+    assert plain[0].keys() == evaluated[0].keys()
+    assert all(torch.equal(plain[0][name], evaluated[0][name]) for name in plain[0])
+
+
+SCRIPTS_OWN = ["--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "5"]
+SCRIPTS_OWN += ["--lr", "1e-3", "--moe-aux-loss-coeff", "1e-2", "--seed", "7"]
+SCRIPTS_OWN += ["--recompute-granularity", "selective", "--recompute-modules", "moe"]
+
+
+@pytest.mark.parametrize("layout", [[], ["--expert-model-parallel-size", "2"]])
+def test_option_off_is_bitwise_the_unpatched_tree(
+    patched: TreeWorker, unpatched: TreeWorker, layout: list[str]
+) -> None:
+    argv, ranks = arguments(SCRIPTS_OWN, layout), 2 if layout else 1
+    want = unpatched.run(train, ranks, argv, hidden=True, timeout_s=120)
+    got = patched.run(train, ranks, argv, hidden=True, timeout_s=120)
+    other = patched.run(train, ranks, [*argv, "--seed", "8"], hidden=True, timeout_s=120)
+    for mine, theirs, control in zip(got, want, other, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert not all(torch.equal(mine[name], control[name]) for name in mine)

@@ -1,0 +1,154 @@
+"""Megatron's training loop in the ranks of a worker, and a tiny policy to train.
+
+Megatron is imported only inside the functions that ranks run.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from demo.model import arguments
+from megatron_r3.engines.sample import Sample
+from megatron_r3.routes import Routes
+from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
+
+STEP = ["--micro-batch-size", "4", "--global-batch-size", "32", "--train-iters", "1"]
+STEP += ["--lr", "1e-3", "--moe-router-load-balancing-type", "none", "--calculate-per-token-loss"]
+STEP += ["--moe-router-replay-verify-dispatch", "--moe-router-replay-log-mismatch-interval", "1"]
+
+
+class _Hidden(importlib.abc.MetaPathFinder):
+    """megatron_r3 is not importable, but for the CPU layer that the test itself needs."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.startswith("megatron_r3") and not name.startswith("megatron_r3.cpu"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def hide_megatron_r3() -> None:
+    """Make every import of megatron_r3 fail from now on."""
+    for name in [n for n in sys.modules if n.startswith("megatron_r3.")]:
+        if not name.startswith("megatron_r3.cpu"):
+            del sys.modules[name]
+    sys.meta_path.insert(0, _Hidden())
+
+
+def weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Every parameter of this rank."""
+    return {n: p.detach().clone() for model in models for n, p in model.named_parameters()}
+
+
+def train(
+    rank: int, argv: list[str], *, hidden: bool = False, validate: bool = False
+) -> dict[str, torch.Tensor]:
+    """Run `pretrain()` as demo/pretrain.py does; this rank's weights after training."""
+    if hidden:
+        hide_megatron_r3()
+    from megatron.core.enums import ModelType
+    from megatron.training import get_args, pretrain
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+
+    from demo.pretrain import Problems, datasets, forward_step
+
+    def with_validation(sizes: list[int], vp_stage: int | None = None) -> Any:
+        problems = Problems(256, get_args().seq_length)
+        return problems, problems, problems
+
+    with_validation.is_distributed = True  # type: ignore[attr-defined]
+    sys.argv = ["pretrain.py", *argv]
+    args = parse_and_validate_args()
+    models: list[torch.nn.Module] = []
+    model_config = gpt_config_from_args(args)
+    model_config.post_wrap_hooks.append(lambda built: models.extend(built) or built)
+    pretrain(
+        pretrain_cfg_container_from_args(args, model_config),
+        with_validation if validate else datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
+    return weights(models)
+
+
+def parse(rank: int, argv: list[str], hidden: bool = False) -> str:
+    """Only parse and check the arguments; why they were refused, or nothing."""
+    import contextlib
+    import io
+
+    if hidden:
+        hide_megatron_r3()
+    from megatron.training.arguments import parse_and_validate_args
+
+    sys.argv = ["pretrain.py", *argv]
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            parse_and_validate_args()
+    except SystemExit as refusal:
+        assert refusal.code not in (0, None)
+        text = errors.getvalue()
+        return text if refusal.code in (1, 2) else f"{text}{refusal.code}"
+    return ""
+
+
+def export(rank: int, argv: list[str]) -> None:
+    """megatron_r3/hf.py."""
+    import megatron_r3.hf
+
+    sys.argv = ["hf.py", *argv]
+    megatron_r3.hf._main()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A trained checkpoint, its transformers directory, and the rollouts sampled from it."""
+
+    checkpoint: Path
+    hf: Path
+    store: Path
+
+    def arguments(self, *more: str, store: Path | None = None) -> list[str]:
+        """One replayed step on its rollouts."""
+        load = ["--load", str(self.checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
+        rollouts = ["--rollouts", str(store or self.store), "--moe-router-replay"]
+        return arguments(STEP, load, rollouts, list(more))
+
+
+def to_rollout(sample: Sample) -> Rollout:
+    """A sample with the demo's reward."""
+    from demo.stages import rollout
+
+    return rollout(sample)
+
+
+def changed_store(
+    source: Path,
+    target: Path,
+    change: Callable[[list[np.ndarray]], list[np.ndarray]],
+    **info: Any,
+) -> Path:
+    """A store with the routes `[L, T, K]` of all its rollouts changed, or another stamp."""
+    store = RolloutStore([source])
+    rollouts = [store.rollout(index) for index in range(len(store))]
+    routes = change([r.routes.ids_LTK for r in rollouts])
+    stamped: StoreInfo = replace(store.info, **info)
+    write_shard(
+        target,
+        stamped,
+        [
+            replace(r, routes=Routes.from_array(ids, stamped.num_experts))
+            for r, ids in zip(rollouts, routes, strict=True)
+        ],
+    )
+    return target
