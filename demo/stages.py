@@ -43,7 +43,7 @@ class Stages:
             if todo:
                 iterations = int(PRETRAIN[PRETRAIN.index("--train-iters") + 1])
                 save = ["--save", str(self.checkpoint)]
-                self._megatron("pretrain", 1, arguments(PRETRAIN, save), iterations)
+                self._megatron("pretrain", WORLD_SIZE, arguments(PRETRAIN, save), iterations)
 
     def export(self) -> None:
         """Write the checkpoint as a transformers directory."""

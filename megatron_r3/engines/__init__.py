@@ -1,0 +1,1 @@
+"""What rollout engines return, decoded into checked samples."""

@@ -1,0 +1,128 @@
+"""Samples and the file that carries them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_r3.engines.sample import (
+    EngineError,
+    Sample,
+    Source,
+    read_samples,
+    read_source,
+    write_samples,
+)
+from megatron_r3.routes import Routes
+
+
+def sample(prompt: int, response: int, group: int = 0, num_experts: int = 16) -> Sample:
+    rng = np.random.default_rng(prompt * 100 + response)
+    ids = rng.random((3, prompt + response - 1, num_experts)).argsort(-1)[..., :4]
+    return Sample(
+        rng.integers(0, 500, prompt + response).astype(np.int32),
+        prompt,
+        -rng.random(response).astype(np.float32),
+        Routes.from_array(ids, num_experts),
+        group,
+    )
+
+
+@pytest.mark.parametrize("num_experts", [16, 256, 300])
+def test_what_is_written_is_read(tmp_path, num_experts):
+    path = tmp_path / "samples.npz"
+    samples = [sample(*each, num_experts) for each in ((5, 1, 3), (1, 7, 3), (4, 4, 9))]
+    write_samples(path, samples, (1, 2, 3), "vllm", "0.30.0")
+    assert read_source(path) == Source("vllm", "0.30.0", (1, 2, 3), num_experts, 4)
+    for wrote, read in zip(samples, read_samples(path), strict=True):
+        assert (wrote.tokens_N == read.tokens_N).all()
+        assert read.tokens_N.dtype == np.int32
+        assert (wrote.logprobs_G == read.logprobs_G).all()
+        assert (wrote.routes.ids_LTK == read.routes.ids_LTK).all()
+        assert read.routes.ids_LTK.dtype == (np.uint8 if num_experts <= 256 else np.uint16)
+        assert (wrote.prompt_length, wrote.group) == (read.prompt_length, read.group)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_length": 0}, "0 prompt tokens of 9"),
+        ({"prompt_length": 9}, "9 prompt tokens of 9"),
+        ({"logprobs_G": np.zeros(3, np.float32)}, "3 log-probs for 4 response tokens"),
+        ({"logprobs_G": np.array([0, 0, np.nan, 0])}, "token 7 is not finite"),
+        ({"tokens_N": np.arange(10), "prompt_length": 6}, "8 rows of routes for 10 tokens"),
+    ],
+)
+def test_parts_that_do_not_belong_together(change, message):
+    good = sample(5, 4)
+    good.check("here")
+    with pytest.raises(EngineError, match=message):
+        dataclasses.replace(good, **change).check("here")
+
+
+def test_samples_of_different_models_are_not_written(tmp_path):
+    path = tmp_path / "samples.npz"
+    with pytest.raises(EngineError, match="no samples"):
+        write_samples(path, [], (1, 2, 3), "vllm", "0.30.0")
+    with pytest.raises(EngineError, match="sample 1: layers, experts"):
+        write_samples(path, [sample(5, 4), sample(5, 4, 0, 32)], (1, 2, 3), "vllm", "0.30.0")
+    with pytest.raises(EngineError, match="sample 0: layers, experts"):
+        write_samples(path, [sample(5, 4)], (1, 2), "vllm", "0.30.0")
+    routes = sample(5, 4).routes
+    recorded = np.ones(8, bool)
+    recorded[2] = False
+    holed = dataclasses.replace(routes, recorded_T=recorded)
+    with pytest.raises(EngineError, match="missing"):
+        write_samples(
+            path, [dataclasses.replace(sample(5, 4), routes=holed)], (1, 2, 3), "vllm", "0.30.0"
+        )
+
+
+@pytest.fixture
+def arrays(tmp_path):
+    write_samples(tmp_path / "good.npz", [sample(5, 4), sample(3, 2)], (1, 2, 3), "vllm", "0.30.0")
+    with np.load(tmp_path / "good.npz") as archive:
+        return dict(archive)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("tokens", lambda a: a[:-1], "13 tokens; expected 14"),
+        ("logprobs", lambda a: a[1:], "5 logprobs; expected 6"),
+        ("group", lambda a: a[1:], "1 group; expected 2"),
+        ("routes", lambda a: a[:, 1:], "for 12 rows"),
+        ("routes", lambda a: a[1:], "for 12 rows"),
+        ("routes", lambda a: a.astype(np.int32), "int32 routes of 16 experts"),
+        ("routes", lambda a: np.full_like(a, 3), "sample 0: an expert twice"),
+        ("prompt_lengths", lambda a: a + np.array([4, -4]), "sample 0: 9 prompt tokens of 9"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path, arrays, name, change, message):
+    arrays[name] = change(arrays[name])
+    np.savez(tmp_path / "wrong.npz", **arrays)
+    with pytest.raises(EngineError, match=f"wrong.npz.*{message}"):
+        read_samples(tmp_path / "wrong.npz")
+
+
+def test_what_is_no_file_of_samples_is_refused(tmp_path, arrays):
+    path = tmp_path / "wrong.npz"
+    with pytest.raises(EngineError, match="not a readable file of samples"):
+        read_samples(path)
+    np.savez(path, tokens=arrays["tokens"])
+    with pytest.raises(EngineError, match="missing"):
+        read_samples(path)
+    np.savez(path, **{**arrays, "group": np.array([{}, {}], dtype=object)})
+    with pytest.raises(EngineError, match="not a readable file of samples"):
+        read_samples(path)
+    whole = (tmp_path / "good.npz").read_bytes()
+    for data in (b"", b"hello", whole[: len(whole) // 2]):
+        path.write_bytes(data)
+        with pytest.raises(EngineError, match="not a readable file of samples"):
+            read_samples(path)
+    with (path).open("wb") as file:
+        np.save(file, arrays["tokens"])
+    with pytest.raises(EngineError, match="not a readable file of samples"):
+        read_samples(path)

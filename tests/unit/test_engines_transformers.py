@@ -1,0 +1,180 @@
+"""Routes out of transformers models, tiny ones with random weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from megatron_r3.engines.shape import EngineError, ModelShape  # noqa: E402
+from megatron_r3.engines.transformers import (  # noqa: E402
+    capture_routes,
+    routes_from_router_logits,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny matrices: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def qwen(**change):
+    torch.manual_seed(3)
+    config = transformers.Qwen3MoeConfig(
+        **{
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "decoder_sparse_step": 1,
+            "eos_token_id": 2,
+            **change,
+        }
+    )
+    config._experts_implementation = "eager"
+    return transformers.Qwen3MoeForCausalLM(config).eval()
+
+
+def deepseek():
+    torch.manual_seed(3)
+    config = transformers.DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    )
+    config._experts_implementation = "eager"
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
+    return model
+
+
+TOKENS = torch.arange(3, 33).reshape(2, 15)
+
+
+@torch.inference_mode()
+def test_router_logits_give_what_the_routers_chose():
+    model = qwen(mlp_only_layers=[1])
+    with capture_routes(model) as captured:
+        output = model(TOKENS, output_router_logits=True)
+    (ids,) = captured.take()
+    assert captured.moe_layers == (0, 2)
+    assert captured.moe_layers == ModelShape.from_hf_config(model.config.to_dict()).moe_layers
+    assert ids.shape == (2, 30, 3)
+    got = routes_from_router_logits(output.router_logits, 3)
+    assert (got == ids.numpy()).all()
+    probabilities = [torch.softmax(logits, -1) for logits in output.router_logits]
+    assert (routes_from_router_logits(probabilities, 3) == got).all()
+    batched = [logits.reshape(2, 15, 8) for logits in output.router_logits]
+    assert (routes_from_router_logits(batched, 3) == got).all()
+
+
+@torch.inference_mode()
+def test_bias_and_groups_of_deepseek():
+    model = deepseek()
+    logits, biases = [], []
+    for layer in model.model.layers[1:]:
+        gate = layer.mlp.gate
+        biases.append(gate.e_score_correction_bias)
+        gate.register_forward_hook(lambda module, args, output: logits.append(output[0]))
+    with capture_routes(model) as captured:
+        model(TOKENS)
+    (ids,) = captured.take()
+    assert captured.moe_layers == (1, 2)
+    options = {"score": "sigmoid", "num_groups": 4, "topk_groups": 2}
+    got = routes_from_router_logits(logits, 2, bias_LE=biases, **options)
+    assert (np.sort(got) == np.sort(ids.numpy())).all()
+    plain = routes_from_router_logits(logits, 2, **options)
+    assert (np.sort(plain) != np.sort(ids.numpy())).any()
+
+
+@torch.inference_mode()
+def test_every_step_of_a_cached_generation_is_captured():
+    model = qwen()
+    with capture_routes(model) as captured:
+        made = model.generate(
+            TOKENS, max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0
+        )
+        steps = captured.take()
+    assert [step.shape[1] for step in steps] == [30, 2, 2, 2, 2]
+    whole = torch.cat([step.unflatten(1, (2, -1)) for step in steps], 2)
+    assert whole.shape == (3, 2, made.shape[1] - 1, 3)
+    with capture_routes(model) as captured:
+        model(made[:, :-1], use_cache=False)
+    (again,) = captured.take()
+    same = np.sort(again.unflatten(1, (2, -1))) == np.sort(whole)
+    assert same.mean() > 0.99
+
+
+@torch.inference_mode()
+def test_nothing_is_left_in_the_model():
+    model = qwen()
+    with capture_routes(model) as captured:
+        model(TOKENS)
+    with pytest.raises(KeyError), capture_routes(model):
+        raise KeyError
+    model(TOKENS)
+    assert len(captured) == 1
+    assert len(captured.take()) == 1
+    assert captured.take() == []
+
+
+@torch.inference_mode()
+def test_models_that_cannot_be_read_are_refused():
+    with pytest.raises(EngineError, match="no top-k router"), capture_routes(torch.nn.Linear(1, 1)):
+        pass
+    model = qwen()
+    model.model.layers[1].mlp.second = model.model.layers[0].mlp.gate.__class__(model.config)
+    with pytest.raises(EngineError, match="a second router in layer 1"), capture_routes(model):
+        pass
+    model = qwen()
+    gate = model.model.layers[1].mlp.gate
+    with capture_routes(model) as captured:
+        model(TOKENS)
+        gate(torch.zeros(1, 32))
+        with pytest.raises(EngineError, match=r"ran \[1, 2, 1\] times"):
+            captured.take()
+    gate.register_forward_hook(lambda module, args, output: output[:2])
+    with capture_routes(model), pytest.raises(EngineError, match="of layer 1 does not return"):
+        gate(torch.zeros(1, 32))
+
+
+@pytest.mark.parametrize(
+    ("logits", "topk", "score", "message"),
+    [
+        ([], 2, "softmax", "no router logits"),
+        ([torch.zeros(3, 4), torch.zeros(2, 4)], 2, "softmax", "MoE layer 1"),
+        ([torch.zeros(3, 4)], 5, "softmax", "top-5"),
+        ([torch.zeros(3, 4)], 2, "argmax", "softmax or sigmoid"),
+    ],
+)
+def test_wrong_logits_are_refused(logits, topk, score, message):
+    with pytest.raises(EngineError, match=message):
+        routes_from_router_logits(logits, topk, score=score)
