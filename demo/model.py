@@ -19,13 +19,13 @@ MODEL = f"""
 """.split()
 
 PRETRAIN = """
---micro-batch-size 32 --global-batch-size 64 --train-iters 240 --lr 1e-3 --lr-warmup-iters 20
+--micro-batch-size 32 --global-batch-size 64 --train-iters 120 --lr 1e-3 --lr-warmup-iters 20
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --save-interval 1000
 """.split()
 
 # RL recipes turn load balancing off: rollouts, not the trainer, decide who computes what
 GRPO = """
---bf16 --micro-batch-size 32 --global-batch-size 512 --train-iters 6 --lr 1e-4
+--bf16 --micro-batch-size 32 --global-batch-size 512 --train-iters 6 --lr 3e-5
 --calculate-per-token-loss --moe-router-load-balancing-type none
 --finetune --no-load-optim --no-load-rng --expert-model-parallel-size 2
 --moe-router-replay-verify-dispatch --moe-router-replay-log-mismatch-interval 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import shlex
 import signal
 import sys
@@ -55,8 +56,7 @@ def run(stages: Stages) -> dict[str, Any]:
 
 def megatron_version(tree: Path) -> str:
     """The tree's own version string: for people, not its identity."""
-    numbers: dict[str, Any] = {}
-    exec((tree / "megatron" / "core" / "package_info.py").read_text(), numbers)
+    numbers = runpy.run_path(str(tree / "megatron" / "core" / "package_info.py"))
     return str(numbers["__version__"])
 
 

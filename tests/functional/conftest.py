@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from training import Policy, export, to_rollout, train
+from training import Policy, export, train
 
 from demo import hf_sampler, task
 from demo.model import arguments
+from demo.stages import write_store
 from megatron_r3.cpu.worker import TreeWorker
-from megatron_r3.hf import router_fingerprint
-from megatron_r3.store import StoreInfo, write_shard
 
 PRETRAIN = ["--micro-batch-size", "32", "--global-batch-size", "32", "--train-iters", "60"]
 PRETRAIN += ["--lr", "3e-3", "--save-interval", "1000"]
@@ -31,18 +30,9 @@ def policy(patched: TreeWorker, tmp_path_factory: pytest.TempPathFactory) -> Pol
 
 def sample(policy: Policy, folder: Path) -> None:
     """32 rollouts, from transformers in bfloat16."""
-    prompts = folder / "prompts.jsonl"
+    prompts, out = folder / "prompts.jsonl", folder / "samples.npz"
     task.write_prompts(prompts, 8, 10_000_000)
-    out = folder / "samples.npz"
-    status = hf_sampler.main(
-        ["--model", str(policy.hf), "--prompts", str(prompts), "--n", "4", "--seed", "1"]
-        + ["--max-new-tokens", str(task.MAX_ANSWER), "--out", str(out)]
-    )
-    assert status in (0, None)
-    source = hf_sampler.read_source(out) if hasattr(hf_sampler, "read_source") else None
-    samples = hf_sampler.read_samples(out)
-    layers = source.moe_layers if source else tuple(range(4))
-    info = StoreInfo(
-        16, 4, layers, "transformers", "test", "tiny", router_fingerprint(policy.hf, layers)
-    )
-    write_shard(policy.store, info, [to_rollout(s) for s in samples])
+    argv = ["--model", str(policy.hf), "--prompts", str(prompts), "--out", str(out)]
+    argv += ["--n", "4", "--seed", "1", "--max-new-tokens", str(task.MAX_ANSWER)]
+    assert hf_sampler.main(argv) == 0
+    write_store(out, policy.store, policy.hf)

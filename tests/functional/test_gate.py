@@ -33,7 +33,7 @@ CASES = {
 
 
 def reference(logits: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """The paper's gate on a mask, dense, in fp64: g = I f(s) / sum I f(s), as each option means it."""
+    """The paper's gate, dense, in fp64: g = I f(s) / sum I f(s), as each option means it."""
     function = options.get("score_function", "softmax")
     if function == "softmax":
         if options.get("use_pre_softmax"):

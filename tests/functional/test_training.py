@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ from training import Policy, changed_store, train
 from demo.model import arguments
 from demo.report import measured
 from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.routes import Routes
+from megatron_r3.store import RolloutStore, write_shard
 
+EP2 = ["--expert-model-parallel-size", "2"]
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+RECOMPUTE += ["--recompute-num-layers", "1"]
 LAYOUTS = {
-    "EP2": (2, ["--expert-model-parallel-size", "2"]),
+    "EP2": (2, EP2),
     "DP2, one rollout at a time": (2, ["--micro-batch-size", "1"]),
     "TP2 SP": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "CP2": (2, ["--context-parallel-size", "2"]),
@@ -24,11 +30,7 @@ LAYOUTS = {
         2,
         ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"],
     ),
-    "EP2, full recompute": (
-        2,
-        ["--expert-model-parallel-size", "2", "--recompute-granularity", "full"]
-        + ["--recompute-method", "uniform", "--recompute-num-layers", "1"],
-    ),
+    "EP2, full recompute": (2, EP2 + RECOMPUTE),
 }
 
 
@@ -115,7 +117,7 @@ SCRIPTS_OWN += ["--lr", "1e-3", "--moe-aux-loss-coeff", "1e-2", "--seed", "7"]
 SCRIPTS_OWN += ["--recompute-granularity", "selective", "--recompute-modules", "moe"]
 
 
-@pytest.mark.parametrize("layout", [[], ["--expert-model-parallel-size", "2"]])
+@pytest.mark.parametrize("layout", [[], EP2])
 def test_option_off_is_bitwise_the_unpatched_tree(
     patched: TreeWorker, unpatched: TreeWorker, layout: list[str]
 ) -> None:
@@ -127,3 +129,22 @@ def test_option_off_is_bitwise_the_unpatched_tree(
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
         assert not all(torch.equal(mine[name], control[name]) for name in mine)
+
+
+def test_missing_rows_are_routed_live_and_the_same_in_recompute(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    source = RolloutStore([policy.store])
+    rollouts = [source.rollout(index) for index in range(len(source))]
+    rng = np.random.default_rng(0)
+    holes = [rng.random(rollout.routes.num_rows) < 0.3 for rollout in rollouts]
+    with_holes = [
+        replace(r, routes=Routes.from_array(r.routes.ids_LTK, 16, ~hole))
+        for r, hole in zip(rollouts, holes, strict=True)
+    ]
+    write_shard(tmp_path / "store", source.info, with_holes)
+    argv = policy.arguments(store=tmp_path / "store")
+    plain = patched.run(train, 1, [*argv, "--tensorboard-dir", str(tmp_path / "a")])
+    again = patched.run(train, 1, [*argv, *RECOMPUTE])
+    assert measured(tmp_path / "a")["routes_dispatched_as_recorded"] == 1.0
+    assert all(torch.allclose(plain[0][n], again[0][n], atol=1e-6) for n in plain[0])

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from demo.model import arguments
-from megatron_r3.engines.sample import Sample
 from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
+from megatron_r3.store import RolloutStore, StoreInfo, write_shard
 
 STEP = ["--micro-batch-size", "4", "--global-batch-size", "32", "--train-iters", "1"]
 STEP += ["--lr", "1e-3", "--moe-router-load-balancing-type", "none", "--calculate-per-token-loss"]
@@ -92,14 +91,16 @@ def parse(rank: int, argv: list[str], hidden: bool = False) -> str:
 
     sys.argv = ["pretrain.py", *argv]
     errors = io.StringIO()
+    code: Any = None
     try:
         with contextlib.redirect_stderr(errors):
             parse_and_validate_args()
     except SystemExit as refusal:
-        assert refusal.code not in (0, None)
-        text = errors.getvalue()
-        return text if refusal.code in (1, 2) else f"{text}{refusal.code}"
-    return ""
+        code = refusal.code
+    if isinstance(code, str):  # python prints it and exits with 1
+        return errors.getvalue() + code
+    assert code in (None, 1, 2), code
+    return errors.getvalue() if code else ""
 
 
 def export(rank: int, argv: list[str]) -> None:
@@ -123,13 +124,6 @@ class Policy:
         load = ["--load", str(self.checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
         rollouts = ["--rollouts", str(store or self.store), "--moe-router-replay"]
         return arguments(STEP, load, rollouts, list(more))
-
-
-def to_rollout(sample: Sample) -> Rollout:
-    """A sample with the demo's reward."""
-    from demo.stages import rollout
-
-    return rollout(sample)
 
 
 def changed_store(

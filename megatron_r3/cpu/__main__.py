@@ -1,0 +1,98 @@
+"""Run a Megatron script on the CPU: `torchrun ... -m megatron_r3.cpu SCRIPT [ARGS...]`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+import megatron_r3
+from megatron_r3.cpu import CPU_ARGS, InstallError, install
+from megatron_r3.cpu.ranks import describe_rank, free_port, lost_its_peer, usable_cores
+
+PATIENCE_S = 2.0
+USAGE = f"""\
+usage: torchrun --nproc-per-node N -m megatron_r3.cpu SCRIPT [ARGS...]
+       python -m megatron_r3.cpu SCRIPT [ARGS...]          (one process)
+
+Runs a Megatron-LM script on CPU tensors and gloo. Megatron is found next to the script or by
+PYTHONPATH. A Megatron pretrain script needs these arguments here (megatron_r3.cpu.CPU_ARGS):
+  {" ".join(CPU_ARGS[:4])}
+  {" ".join(CPU_ARGS[4:7])}
+  {" ".join(CPU_ARGS[7:])}
+"""
+
+
+def main(argv: list[str]) -> None:
+    """Run the script `argv[0]` with the arguments that follow it."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(USAGE, end="")
+        return
+    if not argv:
+        print(USAGE, end="", file=sys.stderr)
+        _leave(2)
+    script = Path(argv[0])
+    if not script.is_file():
+        _leave(2, f"error: no such script: {script}\n\n{USAGE}")
+    describe_one_process()
+    torch.set_num_threads(max(1, usable_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = [str(script), *argv[1:]]
+    try:
+        install()
+    except InstallError as error:
+        _leave(2, f"error: {error}\n")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception as error:
+        _report(error)
+
+
+def describe_one_process() -> None:
+    """Set what torchrun would have set, where it is absent: a group of one."""
+    for name, value in describe_rank(0, 1, free_port()).items():
+        os.environ.setdefault(name, value)
+
+
+def is_users_mistake(error: BaseException) -> bool:
+    """Whether megatron_r3 itself refused a value: its message says all that there is to say."""
+    trace = error.__traceback__
+    if not isinstance(error, ValueError) or trace is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(trace)
+    package = Path(megatron_r3.__file__).parent
+    return package in Path(frame.f_code.co_filename).parents
+
+
+def _report(error: Exception) -> NoReturn:
+    """Say what went wrong, and leave at once: a rank that stays would hold up the others."""
+    if lost_its_peer(str(error)):
+        time.sleep(PATIENCE_S)  # torchrun ends this rank, and leaves the word to the other
+    if is_users_mistake(error):
+        # all ranks tend to refuse the same: the first to leave ends the others before they speak
+        time.sleep(min(0.5 * int(os.environ["LOCAL_RANK"]), PATIENCE_S))
+        _leave(1, f"error: {error}\n")
+    traceback.print_exception(error)
+    given = {argument.split("=")[0] for argument in sys.argv[1:]}
+    lacking = [argument for argument in CPU_ARGS if argument.split("=")[0] not in given]
+    if lacking and not isinstance(error, ImportError):
+        _leave(1, f"hint: a Megatron pretrain script on the CPU needs also: {' '.join(lacking)}\n")
+    _leave(1)
+
+
+def _leave(status: int, message: str = "") -> NoReturn:
+    """Leave without waiting for threads or other ranks."""
+    sys.stdout.flush()
+    sys.stderr.write(message)
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

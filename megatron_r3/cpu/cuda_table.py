@@ -1,0 +1,210 @@
+"""`torch.cuda` on the CPU: a table of what has a meaning there; all the rest raises NotEmulated."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.accelerator
+import torch.cuda
+import torch.cuda.memory
+import torch.cuda.nvtx
+import torch.cuda.random
+
+from megatron_r3.cpu.errors import NotEmulated
+
+__all__ = ["TABLE", "install"]
+
+_MEMORY = 8 << 30  # what a device is said to have
+_UNTOUCHED = {"is_initialized", "cudaStatus"}  # says False, and holds constants
+
+
+class Event:
+    """CPU work is done when its call returns: an event is a moment."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        """Remember this moment."""
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to `end`."""
+        return 1e3 * (end._seconds - self._seconds)
+
+
+class Stream:
+    """The only stream: everything happens in program order. All streams are equal."""
+
+    cuda_stream, device, device_index = 0, torch.device("cpu"), 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """All of its work is done."""
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record `event`, or a new one."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """No priorities."""
+        return (0, 0)
+
+
+class Device(contextlib.nullcontext):
+    """`with torch.cuda.device(0)`: there is one device."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
+class Properties:
+    """A device of the Hopper generation, so that Megatron refuses nothing for its age."""
+
+    name, major, minor, multi_processor_count, total_memory = "cpu", 9, 0, 1, _MEMORY
+
+
+class Generators:
+    """The generator of every device is the CPU's: there is one random stream."""
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return torch.cuda.device_count()
+
+
+_STREAM = Stream()
+
+
+def _is(value: Any) -> Callable[..., Any]:
+    """A function that always returns `value`."""
+    return lambda *args, **kwargs: value
+
+
+def _each(value: Any, *names: str) -> dict[str, Any]:
+    """A function of its own for each name: torch.compile looks functions up by identity."""
+    return {name: _is(value) for name in names}
+
+
+def _seed() -> Callable[[int], Any]:
+    return lambda seed: torch.default_generator.manual_seed(int(seed))
+
+
+_RANDOM: dict[str, Any] = {
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    "manual_seed": _seed(),
+    "manual_seed_all": _seed(),
+    "initial_seed": lambda: torch.initial_seed(),
+}
+_MEMORY_STATE: dict[str, Any] = {
+    **_each(0, "memory_allocated", "max_memory_allocated", "device_memory_used"),
+    **_each(0, "memory_reserved", "max_memory_reserved"),
+    **_each(None, "empty_cache", "reset_peak_memory_stats"),
+    "memory_stats": lambda device=None: {},
+    "mem_get_info": _is((_MEMORY, _MEMORY)),
+}
+_NVTX = _each(None, "range_push", "range_pop", "mark")
+
+TABLE: dict[str, Any] = {
+    **_RANDOM,
+    **_MEMORY_STATE,
+    "is_available": _is(True),
+    "is_bf16_supported": _is(True),
+    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    "current_device": _is(0),
+    "get_device_capability": _is((Properties.major, Properties.minor)),
+    "get_device_properties": lambda device=None: Properties(),
+    "get_device_name": _is(Properties.name),
+    "is_current_stream_capturing": _is(False),
+    **_each(None, "set_device", "synchronize", "set_stream", "check_error"),
+    **_each(_STREAM, "current_stream", "default_stream"),
+    "stream": lambda stream: contextlib.nullcontext(),
+    "device": Device,
+    "Stream": Stream,
+    "Event": Event,
+    "default_generators": Generators(),
+    "_lazy_call": lambda function, **kwargs: function(),
+    "_lazy_init": _is(None),
+    **{name: getattr(torch, name) for name in dir(torch.cuda) if name.endswith("Tensor")},
+}
+"""What `torch.cuda.NAME` is on the CPU."""
+
+
+def install() -> None:
+    """Put the table into `torch.cuda`, and a refusal in place of everything else it can do."""
+    for name in dir(torch.cuda):
+        value = getattr(torch.cuda, name)
+        if name not in TABLE and _does_something(name, value):
+            setattr(torch.cuda, name, _refusal(name, value))
+    for module, names in (
+        (torch.cuda, TABLE),
+        (torch.cuda.random, _RANDOM),
+        (torch.cuda.memory, _MEMORY_STATE),
+        (torch.cuda.nvtx, _NVTX),
+    ):
+        for name, value in names.items():
+            setattr(module, name, value)
+    # a CUDA build of torch without a GPU asks the driver for its accelerator; a CPU build has none
+    torch.accelerator.current_accelerator = lambda check_available=False: None
+
+
+def _does_something(name: str, value: Any) -> bool:
+    """Whether `torch.cuda.name` is torch.cuda's own and acts on a device when it is called."""
+    own = (getattr(value, "__module__", None) or "").startswith("torch.cuda")
+    if name.startswith("_") or name in _UNTOUCHED or not own or not callable(value):
+        return False
+    passive = isinstance(value, type) and issubclass(value, Exception)
+    return not passive and not name.endswith("Storage")  # the storages are names for pickles
+
+
+def _refusal(name: str, value: Any) -> Any:
+    """What raises NotEmulated when called; for a class a class, so that isinstance still works."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotEmulated(f"torch.cuda.{name} is not emulated on the CPU")
+
+    return type(name, (), {"__new__": refuse}) if isinstance(value, type) else refuse

@@ -1,0 +1,149 @@
+"""CUDA devices on CPU tensors: what names a CUDA device in a torch call means the CPU.
+
+A torch function mode rewrites `device="cuda:0"`, `device=0`, `.to(0)`, `.cuda()`, `.is_cuda` and
+`.type()`. A mode lives in one thread and torch.autograd runs outside of it, so it is put back in
+new threads and around autograd's engine. The functions of `torch.cuda` are in `cuda_table`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.autograd
+from torch.overrides import TorchFunctionMode
+
+from megatron_r3.cpu import cuda_table
+from megatron_r3.cpu.errors import InstallError, NotEmulated
+
+__all__ = ["CudaToCpu", "install", "installed"]
+
+CPU = torch.device("cpu")
+_IS_CUDA: Any = vars(torch._C.TensorBase)[
+    "is_cuda"
+].__get__  # a fresh wrapper at each access: compare it with ==
+_state = {"installed": False}
+
+
+def _is_cuda_device(device: object) -> bool:
+    """Whether `device` names a CUDA device: "cuda", "cuda:1", torch.device("cuda") or an index."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.split(":")[0] == "cuda"
+    return type(device) is int
+
+
+class CudaToCpu(TorchFunctionMode):
+    """Every torch call that names a CUDA device is made on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The call `func(*args, **kwargs)`, with the CPU for every CUDA device."""
+        kwargs = dict(kwargs or {})
+        if func == _IS_CUDA:
+            return True
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.cpu or func is torch.Tensor.pin_memory:
+            return args[0].clone()  # a copy, as it is on a GPU: what follows must not write to both
+        if func is torch.Tensor.type:
+            return _tensor_type(func, *args, **kwargs)
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda_device(args[1]):
+            args = (args[0], CPU, *args[2:])
+        if _is_cuda_device(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+def _tensor_type(
+    func: Any, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Tensor.type(): its name says torch.cuda., and such a name is taken."""
+    if dtype is None:
+        name = func(tensor)
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.")
+    return func(tensor, dtype, *args, **kwargs)
+
+
+def installed() -> bool:
+    """Whether this process runs CUDA calls on the CPU."""
+    return _state["installed"]
+
+
+def install() -> None:
+    """Run CUDA calls on the CPU from here on, in this process and its threads; once is enough.
+
+    Raises:
+        InstallError: torch has a GPU here.
+    """
+    if installed():
+        return
+    if torch.cuda.is_available():
+        raise InstallError(
+            "torch has a GPU here (torch.cuda.is_available()): run the script without "
+            "megatron_r3.cpu, or hide the GPU with CUDA_VISIBLE_DEVICES="
+        )
+    cuda_table.install()
+    # its argument parser refuses a stand-in stream before any mode sees the call
+    torch.Tensor.record_stream = _record_stream  # type: ignore[assignment]
+    _refuse_cuda_autocast()
+    _cover_autograd()
+    _cover_threads()
+    CudaToCpu().__enter__()
+    if not torch.empty(1).is_cuda:
+        raise InstallError(f"torch {torch.__version__} does not show is_cuda to a function mode")
+    _state["installed"] = True
+
+
+def _record_stream(self: torch.Tensor, stream: Any) -> None:
+    """Nothing is freed before it has been read."""
+
+
+def _refuse_cuda_autocast() -> None:
+    """autocast("cuda") would be entered and cast nothing: refuse it."""
+    enter = torch.autocast.__enter__
+
+    @functools.wraps(enter)
+    def checked(self: torch.autocast) -> Any:
+        if self.device == "cuda" and self._enabled:
+            raise NotEmulated('torch.autocast("cuda") is not emulated on the CPU')
+        return enter(self)
+
+    torch.autocast.__enter__ = checked  # type: ignore[method-assign]
+
+
+def _cover_autograd() -> None:
+    """torch.autograd.backward and grad run with the mode popped: put it back for the engine."""
+    torch.autograd._engine_run_backward = _in_mode(torch.autograd._engine_run_backward)
+
+
+def _cover_threads() -> None:
+    """A mode belongs to one thread: every thread that starts from here on enters its own."""
+    start = threading.Thread.start
+
+    @functools.wraps(start)
+    def start_in_mode(self: threading.Thread) -> None:
+        self.run = _in_mode(self.run)  # type: ignore[method-assign]
+        start(self)
+
+    threading.Thread.start = start_in_mode  # type: ignore[method-assign]
+
+
+def _in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run inside the mode."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with CudaToCpu():
+            return function(*args, **kwargs)
+
+    return run

@@ -1,0 +1,100 @@
+"""What NCCL does and gloo does not: uneven collectives, a send that outlives its tensor."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_r3.cpu.errors import NotEmulated
+
+__all__ = ["patch"]
+
+_MAX_IN_FLIGHT = 256
+_in_flight: deque[tuple[Any, torch.Tensor]] = deque()
+
+
+def patch() -> None:
+    """Replace all_gather, reduce_scatter and isend of torch.distributed; once is enough."""
+    if getattr(dist.isend, "copies", False):
+        return
+    dist.all_gather = _with_uneven(dist.all_gather, _uneven_all_gather)
+    dist.reduce_scatter = _with_uneven(dist.reduce_scatter, _uneven_reduce_scatter)
+    # batch_isend_irecv compares with the name in its own module
+    dist.isend = distributed_c10d.isend = _sending_a_copy(dist.isend)
+
+
+def _with_uneven(even: Callable[..., Any], uneven: Callable[..., None]) -> Callable[..., Any]:
+    """`even`, or `uneven` where the tensors of the list differ in shape."""
+
+    @functools.wraps(even)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+        if not lists or len({tensor.shape for tensor in lists[0]}) <= 1:
+            return even(*args, **kwargs)
+        if kwargs.get("async_op"):
+            raise NotEmulated(f"{even.__name__} of uneven sizes with async_op on gloo")
+        return uneven(*args, **kwargs)
+
+    return collective
+
+
+def _uneven_all_gather(
+    tensor_list: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> None:
+    """One broadcast for each rank's tensor."""
+    for rank, output in enumerate(tensor_list):
+        part = tensor if dist.get_rank(group) == rank else output
+        part = part.detach().contiguous().clone()
+        dist.broadcast(part, group=group, group_src=rank)
+        output.copy_(part)
+
+
+def _uneven_reduce_scatter(
+    output: torch.Tensor,
+    input_list: Sequence[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> None:
+    """One all-reduce for each rank's tensor."""
+    for rank, part in enumerate(input_list):
+        total = part.detach().contiguous().clone()
+        dist.all_reduce(total, op=op, group=group)
+        if dist.get_rank(group) == rank:
+            output.copy_(total)
+
+
+def _sending_a_copy(isend: Callable[..., Any]) -> Callable[..., Any]:
+    """`isend` of a private copy that is kept alive until it has been sent.
+
+    Megatron's pipeline schedules free a tensor as soon as isend returns. On a GPU that is safe,
+    because the stream has the order; gloo reads the tensor later, and would send junk.
+    """
+
+    @functools.wraps(isend)
+    def send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        copy = tensor.detach().clone()
+        work = isend(copy, *args, **kwargs)
+        _keep(work, copy)
+        return work
+
+    send.copies = True  # type: ignore[attr-defined]
+    return send
+
+
+def _keep(work: Any, copy: torch.Tensor) -> None:
+    """Hold a copy until it is sent. Waiting for the oldest bounds what is held."""
+    _in_flight.append((work, copy))
+    while _in_flight and (_in_flight[0][0] is None or _in_flight[0][0].is_completed()):
+        _in_flight.popleft()
+    if len(_in_flight) > _MAX_IN_FLIGHT:
+        _in_flight.popleft()[0].wait()

@@ -1,0 +1,40 @@
+"""What a rank is told through its environment, as torchrun does it, and its share of the cores."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+__all__ = ["describe_rank", "free_port", "lost_its_peer", "usable_cores"]
+
+
+def describe_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment of one of `world_size` ranks, all of them on this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def lost_its_peer(text: str) -> bool:
+    """Whether an error only says that another rank has gone: that rank knows why."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return any(sign in text for sign in signs)

@@ -1,0 +1,364 @@
+"""An unmodified Megatron on the CPU: what is put in TE's place is right, and layouts agree.
+
+Each case is a function that the ranks of a worker run; only there is Megatron imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_r3.cpu import device
+from megatron_r3.cpu.attention import thd_index, zigzag
+from megatron_r3.cpu.errors import NotEmulated, RankError
+from megatron_r3.cpu.worker import TreeWorker
+
+SEQUENCE, VOCABULARY = 16, 64
+
+
+@pytest.fixture(scope="module")
+def worker(megatron_tree: Path) -> Iterator[TreeWorker]:
+    with TreeWorker(megatron_tree, preload=["megatron.core.models.gpt.gpt_layer_specs"]) as worker:
+        yield worker
+
+
+def start(tp: int = 1, cp: int = 1) -> None:
+    """Process groups and random streams."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, context_parallel_size=cp, expert_tensor_parallel_size=1
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def config(tp: int = 1, cp: int = 1, **options: Any) -> Any:
+    """Two layers, eight experts."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        **{
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 64,
+            "num_moe_experts": 8,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 16,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_aux_loss_coeff": 1e-2,
+            "add_bias_linear": False,
+            "gated_linear_unit": True,
+            "normalization": "RMSNorm",
+            "use_cpu_initialization": True,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "bias_dropout_fusion": False,
+            "masked_softmax_fusion": False,
+            "gradient_accumulation_fusion": False,
+            "bias_activation_fusion": False,
+            "apply_rope_fusion": False,
+            "persist_layer_norm": False,
+            "tensor_model_parallel_size": tp,
+            "sequence_parallel": tp > 1,
+            "context_parallel_size": cp,
+            "expert_tensor_parallel_size": 1,
+            **options,
+        }
+    )
+
+
+def norm_marks(rank: int) -> list[Any]:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    marks: list[Any] = []
+    for parallel in (False, True):
+        options = config(sequence_parallel=parallel, tp=2 if parallel else 1)
+        norm = WrappedTorchNorm(options, 32, eps=1e-4)
+        marks += [type(norm).__name__, norm.eps, norm.weight.sequence_parallel]
+        assert options.sequence_parallel is parallel
+    return marks
+
+
+def test_norms_are_marked_for_sequence_parallelism(worker: TreeWorker) -> None:
+    assert worker.run(norm_marks, 1) == [["RMSNorm", 1e-4, False, "RMSNorm", 1e-4, True]]
+
+
+def attend(rank: int, cp: int, lengths: list[int], packed: bool, **options: Any) -> Any:
+    """This rank's part of attention's output and of the gradients of its inputs."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    start(cp=cp)
+    attention = DotProductAttention(config(cp=cp, **options), 1, AttnMaskType.causal, "self")
+    generator = torch.Generator().manual_seed(5)
+    whole = [torch.randn(sum(lengths), 1, n, 8, generator=generator) for n in (4, 2, 2, 4)]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    mine = thd_index(bounds, cp, rank) if packed else zigzag(sum(lengths), cp, rank)
+    *inputs, weight = (tensor[mine] for tensor in whole)
+    if packed:
+        inputs = [tensor.squeeze(1) for tensor in inputs]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    output = attention(*inputs, None, packed_seq_params=params if packed else None)
+    (output * weight.reshape(output.shape)).sum().backward()
+    results = torch.cat([t.detach().flatten(1) for t in (output, *(t.grad for t in inputs))], 1)
+    return mine, results
+
+
+def joined(parts: list[Any]) -> torch.Tensor:
+    """The ranks' parts, in the order of the whole sequence."""
+    order = torch.cat([mine for mine, _ in parts])
+    return torch.cat([results for _, results in parts])[order.argsort()]
+
+
+def test_attention_with_cp_is_attention_without(worker: TreeWorker) -> None:
+    """Without CP it is Megatron's own code that runs."""
+    (whole,) = worker.run(attend, 1, 1, [24], False)
+    split = joined(worker.run(attend, 2, 2, [24], False))
+    torch.testing.assert_close(split, whole[1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_packed_attention_is_each_sequence_alone(worker: TreeWorker, cp: int) -> None:
+    lengths = [8, 4, 12]
+    packed = joined(worker.run(attend, cp, cp, lengths, True))
+    (as_one,) = worker.run(attend, 1, 1, [24], False)
+    (first,) = worker.run(attend, 1, 1, [24], True)
+    torch.testing.assert_close(first[1], as_one[1], atol=1e-6, rtol=1e-5)
+    # the first sequence does not know what follows; a later one differs from the unpacked
+    torch.testing.assert_close(packed[:8, :32], as_one[1][:8, :32], atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(packed[8:, :32], as_one[1][8:, :32], atol=1e-2)
+
+
+def packed_against_alone(rank: int) -> float:
+    """The largest difference between packed (with padding) and separate sequences."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    start()
+    attention = DotProductAttention(config(), 1, AttnMaskType.causal, "self")
+    real, padded = [5, 8, 3], [8, 8, 4]
+    inputs = [torch.randn(sum(padded), n, 8) for n in (4, 2, 2)]
+    bounds, padded_bounds = (torch.tensor([0, *n]).cumsum(0).int() for n in (real, padded))
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=padded_bounds,
+        cu_seqlens_kv_padded=padded_bounds,
+    )
+    packed = attention(*inputs, None, packed_seq_params=params)
+    assert packed.isfinite().all()
+    worst = 0.0
+    for begin, length in zip(padded_bounds.tolist(), real, strict=False):
+        part = slice(begin, begin + length)
+        alone = attention(*(tensor[part].unsqueeze(1) for tensor in inputs), None)
+        worst = max(worst, (packed[part] - alone.squeeze(1)).abs().max().item())
+    return worst
+
+
+def test_padding_between_packed_sequences_is_not_seen(worker: TreeWorker) -> None:
+    assert worker.run(packed_against_alone, 1)[0] < 1e-6
+
+
+def refused_attention(rank: int) -> list[str]:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    start(cp=2)
+    tensors = [torch.randn(8, 1, n, 8) for n in (4, 2, 2)]
+    hides_nothing = torch.zeros(1, 1, 8, 16, dtype=torch.bool)
+    messages = []
+    for kind, mask, options in (
+        (AttnMaskType.no_mask, None, {}),
+        (AttnMaskType.causal, hides_nothing, {}),
+        (AttnMaskType.causal, None, {"window_size": (4, 0)}),
+        (AttnMaskType.causal, None, {"softmax_type": "off-by-one"}),
+    ):
+        attention = DotProductAttention(config(cp=2, **options), 1, kind, "self")
+        with pytest.raises(NotEmulated) as error:
+            attention(*tensors, mask)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_attention_refuses_what_it_does_not_do(worker: TreeWorker) -> None:
+    messages = worker.run(refused_attention, 2)[0]
+    for message, text in zip(
+        messages, ("no_mask", "causal attention mask", "window_size", "softmax_type"), strict=True
+    ):
+        assert text in message
+
+
+def train(rank: int, tp: int, folder: str) -> list[float]:
+    """The losses of two Adam steps from the weights in `folder`; one process writes them first."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    start(tp=tp)
+    options = config(tp=tp)
+    spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False, normalization="RMSNorm")
+    gpt = GPTModel(options, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope")
+    if tp == 1:
+        dist_checkpointing.save(gpt.sharded_state_dict(), folder)
+    else:
+        gpt.load_state_dict(dist_checkpointing.load(gpt.sharded_state_dict(), folder))
+    model = DistributedDataParallel(options, DistributedDataParallelConfig(), gpt.cuda())
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), [model])
+    assert parallel_state.get_tensor_model_parallel_world_size() == tp
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator).cuda()
+    positions = torch.arange(SEQUENCE, device="cuda").expand(2, -1)
+    losses = []
+    for _ in range(2):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
+        loss.backward()
+        finalize_model_grads([model])
+        _, grad_norm, _ = optimizer.step()
+        losses += [loss.item(), float(grad_norm)]
+    return losses
+
+
+def test_tp_and_sp_train_as_one_process_does(worker: TreeWorker, tmp_path: Path) -> None:
+    (alone,) = worker.run(train, 1, 1, str(tmp_path))
+    parallel = worker.run(train, 2, 2, str(tmp_path))
+    assert parallel[0] == parallel[1]
+    assert parallel[0] == pytest.approx(alone, rel=0, abs=1e-6)
+    assert alone[2] < alone[0]
+
+
+def recompute(rank: int) -> float:
+    """The largest difference in gradients that recomputing an output makes."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    start()
+    grads = []
+    for again in (False, True):
+        tensor = torch.arange(6.0).view(2, 3).requires_grad_()
+        step = CheckpointWithoutOutput() if again else None
+        hidden = step.checkpoint(torch.exp, tensor) if step else tensor.exp()
+        output = hidden.view(6) * hidden.view(6)  # a view and a saved tensor of the storage
+        if step:
+            step.discard_output_and_register_recompute(output)
+        output.sum().backward()
+        grads.append(tensor.grad)
+    return (grads[0] - grads[1]).abs().max().item()
+
+
+def test_a_discarded_output_is_recomputed_without_a_compiler(worker: TreeWorker) -> None:
+    assert worker.run(recompute, 1) == [0.0]
+
+
+def index_builder(rank: int) -> str:
+    import numpy
+    from megatron.core import datasets
+    from megatron.core.datasets import utils
+
+    from megatron_r3.cpu import index_builder
+
+    del datasets.__path__[1:]
+    index_builder.patch()  # with the cache of this case
+    utils.compile_helpers()
+    from megatron.core.datasets import helpers, helpers_cpp
+
+    index = helpers.build_sample_idx(numpy.array([9], "int32"), numpy.array([0], "int32"), 4, 1, 9)
+    assert index.tolist() == [[0, 0], [0, 4], [0, 8]]
+    return str(helpers_cpp.__file__)
+
+
+def test_the_index_builder_compiles_outside_of_the_tree(
+    worker: TreeWorker, megatron_tree: Path, tmp_path: Path
+) -> None:
+    (file,) = worker.run(index_builder, 1, env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert tmp_path in Path(file).parents
+    assert not list(megatron_tree.rglob("helpers_cpp*"))
+
+
+def failing(rank: int) -> None:
+    raise KeyError(f"of rank {rank}")
+
+
+def hanging(rank: int) -> None:
+    torch.distributed.init_process_group("gloo")
+    if rank == 0:
+        torch.distributed.barrier()
+    os.read(os.pipe()[0], 1)
+
+
+def in_the_layer(rank: int, *, factor: int) -> int:
+    return factor * rank if device.installed() and torch.empty(1).is_cuda else -1
+
+
+def test_a_worker_goes_on_after_failures(worker: TreeWorker) -> None:
+    with pytest.raises(RankError, match="of rank 0"):
+        worker.run(failing, 1)
+    with pytest.raises(RankError, match=r"ran past 1\.0 s") as error:
+        worker.run(hanging, 2, timeout_s=1.0)
+    assert "hanging" in str(error.value)
+    assert worker.run(in_the_layer, 3, factor=2) == [0, 2, 4]
+
+
+SPAWNING = """
+import multiprocessing, sys, typing
+import torch
+from megatron.core import parallel_state
+from megatron_r3.cpu.attention import zigzag
+
+def child(pipe):
+    pipe.send((torch.empty(1, device="cuda").is_cuda, hasattr(typing, "override")))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    ours, its_end = context.Pipe()
+    process = context.Process(target=child, args=(its_end,))
+    process.start()
+    print(sys.argv[1:], ours.recv())
+    process.join()
+    zigzag(3, 2, 0)
+"""
+
+
+def test_a_script_its_spawned_children_and_a_users_mistake(
+    megatron_tree: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SPAWNING)
+    repo = Path(device.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_r3.cpu", "script.py", "--option", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(megatron_tree), str(repo)))},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.stdout.splitlines()[-1] == "['--option', '1'] (True, True)"
+    message = "error: a sequence of 3 tokens does not split into 2 * CP2 parts"
+    assert done.stderr.splitlines()[-1] == message
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1

@@ -1,0 +1,57 @@
+"""The README's commands on one's own tree."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(target: str, tree: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", target, f"MEGATRON={tree}"], cwd=ROOT, text=True, capture_output=True, check=False
+    )
+
+
+def contents(tree: Path) -> dict[str, tuple[bytes, int]]:
+    files = (path for path in tree.rglob("*") if path.is_file())
+    return {str(p.relative_to(tree)): (p.read_bytes(), p.stat().st_mode) for p in files}
+
+
+def test_apply_status_revert(megatron_tree: Path, tmp_path: Path) -> None:
+    tree = tmp_path / "my tree"
+    shutil.copytree(megatron_tree, tree)
+    before = contents(tree)
+    assert make("apply", tree).returncode == 0
+    assert "moe_router_replay" in (tree / "megatron/core/transformer/moe/router.py").read_text()
+    status = make("status", tree)
+    assert status.returncode == 0
+    assert status.stdout.startswith("applied")
+    again = make("apply", tree)
+    assert again.returncode == 0
+    assert "already" in again.stdout
+    assert make("revert", tree).returncode == 0
+    assert contents(tree) == before
+
+
+def test_an_edited_tree_is_refused_with_the_file(megatron_tree: Path, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    shutil.copytree(megatron_tree, tree)
+    edited = tree / "megatron/training/training.py"
+    edited.write_text(edited.read_text() + "# mine\n")
+    before = contents(tree)
+    refused = make("apply", tree)
+    assert refused.returncode != 0
+    assert "megatron/training/training.py" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert contents(tree) == before
+
+
+def test_without_a_tree(tmp_path: Path) -> None:
+    refused = subprocess.run(
+        ["make", "apply"], cwd=ROOT, text=True, capture_output=True, check=False
+    )
+    assert refused.returncode == 2
+    assert "make apply MEGATRON=DIR" in refused.stderr
