@@ -6,7 +6,8 @@ R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
 # the Megatron-LM tree of apply, revert, status
 MEGATRON ?=
-TREE     := $(BUILD)/megatron-core-0.19.2
+# the default tree of patches/versions.toml
+TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status demo test lint clean
 

@@ -159,9 +159,13 @@ class RolloutStep:
         return self.layers[id(model)]
 
     def _check_policy(self, routers: dict[int, Any]) -> None:
+        from megatron.core import mpu
+
         stamped = self.store.info.router_fingerprint
         if not stamped or self.args.rollouts_policy == "any":
             return
+        # the ranks of a pipeline stage hold the same layers: one of them speaks for all
+        same_layers = mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_rank(True)
         for number, router in sorted(routers.items()):
             trace = self.store.info.moe_layers.index(number - 1)
             here = router_digest(router.weight)
@@ -170,7 +174,8 @@ class RolloutStep:
                     f"--rollouts {' '.join(self.args.rollouts)}: sampled from another policy: the "
                     f"router of layer {number} is {stamped[trace]} there, {here} here. Load the "
                     "checkpoint that sampled (--load), sample again, or, to train on other "
-                    "policies' rollouts or resume on the same ones, give --rollouts-policy any"
+                    "policies' rollouts or resume on the same ones, give --rollouts-policy any",
+                    speaks=same_layers == (0, 0),
                 )
 
 

@@ -21,9 +21,14 @@ from megatron_r3.store.reader import RolloutStore
 __all__ = ["check_args", "refuse", "shape_differences", "use_rollouts"]
 
 
-def refuse(message: str) -> NoReturn:
-    """End this process for a user's mistake: one line from each node, status 1, no traceback."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+def refuse(message: str, speaks: bool | None = None) -> NoReturn:
+    """End this process for a user's mistake: one line, status 1, no traceback.
+
+    Args:
+        speaks: whether this rank prints it. None: the first of each node does, because all ranks
+            find the same.
+    """
+    if speaks or (speaks is None and os.environ.get("LOCAL_RANK", "0") == "0"):
         print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
@@ -54,6 +59,8 @@ def _open(args: Any) -> RolloutStore:
 
 def _check_store(args: Any, store: RolloutStore) -> None:
     where = f"--rollouts {' '.join(args.rollouts)}"
+    if not args.rollouts_clip_eps > 0:
+        raise ValueError(f"--rollouts-clip-eps {args.rollouts_clip_eps}: it must be above 0")
     if args.mtp_num_layers:
         raise ValueError(f"{where}: a policy loss for --mtp-num-layers is not supported; unset it")
     if args.sft or args.dataloader_type == "external":
@@ -78,20 +85,21 @@ def _check_store(args: Any, store: RolloutStore) -> None:
 def _check_tokens(args: Any, store: RolloutStore) -> None:
     vocab_size = args.padded_vocab_size or args.vocab_size or np.iinfo(np.int32).max
     refuse_missing = args.moe_router_replay and args.moe_router_replay_missing == "error"
-    for rollout in range(len(store)):
-        fields = store.fields(rollout)
-        tokens, missing = fields["tokens"], ~fields["recorded"]
-        foreign = (tokens < 0) | (tokens >= vocab_size)
-        if foreign.any():
-            token = int(np.argmax(foreign))
+    for shard in store.shards:
+        tokens = shard.tensors["tokens"]
+        foreign = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+        if len(foreign):
+            rollout, token = shard.locate_token(int(foreign[0]))
             raise ValueError(
-                f"{store.name(rollout)}: token {token} is id {tokens[token]}; the vocabulary has "
-                f"{vocab_size}"
+                f"{shard.path}: rollout {rollout}, token {token} is id {tokens[foreign[0]]}; the "
+                f"vocabulary has {vocab_size}"
             )
-        if refuse_missing and missing.any():
+        missing = np.flatnonzero(shard.tensors["recorded"] == 0)
+        if refuse_missing and len(missing):
+            rollout, token = shard.locate_row(int(missing[0]))
             raise ValueError(
-                f"{store.name(rollout)}: token {int(np.argmax(missing))} has no recorded routes, "
-                "and --moe-router-replay-missing is error; sample it again, or choose live"
+                f"{shard.path}: rollout {rollout}, token {token} has no recorded routes, and "
+                "--moe-router-replay-missing is error; sample it again, or choose live"
             )
 
 

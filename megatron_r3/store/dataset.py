@@ -35,7 +35,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         self.seq_length = seq_length
         self.num_samples = max(num_samples or 0, len(store))
         self.reward = store.column("reward")
-        self.advantage = group_normalised(self.reward, store.column("group"))
+        self.advantage = group_normalised(self.reward, store.groups())
 
     def __len__(self) -> int:
         return self.num_samples

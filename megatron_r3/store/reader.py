@@ -79,6 +79,18 @@ class RolloutStore:
         """One value for each rollout: reward, group, policy_version or num_tokens."""
         return np.concatenate([shard.tensors[name] for shard in self.shards])
 
+    def groups(self) -> np.ndarray:
+        """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`.
+
+        Group ids count inside one directory and policy version: two collections may begin at 0.
+        """
+        folders = [shard.path.parent for shard in self.shards]
+        folder = np.repeat(
+            [folders.index(f) for f in folders], [s.num_rollouts for s in self.shards]
+        )
+        keys = np.stack([folder, self.column("policy_version"), self.column("group")], axis=1)
+        return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+
     def rollout(self, rollout: int) -> Rollout:
         """One rollout, whole, its routes read and checked."""
         shard, index, _ = self._find(rollout)
@@ -128,9 +140,8 @@ class RolloutStore:
     def locate(self, row: int) -> tuple[int, int]:
         """The rollout of a row id, and the token in it."""
         number = int(np.searchsorted(self._first_row, row, side="right")) - 1
-        shard, local = self.shards[number], row - int(self._first_row[number])
-        index = int(np.searchsorted(shard.row_start_M, local, side="right")) - 1
-        return int(self._first_rollout[number]) + index, local - int(shard.row_start_M[index])
+        index, token = self.shards[number].locate_row(row - int(self._first_row[number]))
+        return int(self._first_rollout[number]) + index, token
 
 
 def _shards(directory: Path) -> list[Path]:

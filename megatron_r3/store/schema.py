@@ -53,7 +53,8 @@ class Rollout:
         response_N: bool, True on sampled tokens.
         logprobs_N: float32, the sampler's log-probability of each sampled token (0 elsewhere).
         reward: of the whole response.
-        group: rollouts of one prompt share it (GRPO normalises inside it).
+        group: rollouts of one prompt share it (GRPO normalises inside it); it counts inside one
+            directory and policy version.
         policy_version: which policy sampled.
         routes: `[L, N - 1, K]`: the last token was never forwarded.
     """

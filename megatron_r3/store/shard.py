@@ -61,6 +61,16 @@ class Shard:
         """M."""
         return len(self.tensors["num_tokens"])
 
+    def locate_token(self, token: int) -> tuple[int, int]:
+        """The rollout of a token of this shard, and its place in it."""
+        rollout = int(np.searchsorted(self.token_start_M, token, side="right")) - 1
+        return rollout, token - int(self.token_start_M[rollout])
+
+    def locate_row(self, row: int) -> tuple[int, int]:
+        """The rollout of a row of this shard, and its token in it."""
+        rollout = int(np.searchsorted(self.row_start_M, row, side="right")) - 1
+        return rollout, row - int(self.row_start_M[rollout])
+
     def _verify(self, crc32: dict[str, int]) -> None:
         for name in _NAMES:
             tensor = self.routes_LRK if name == "routes" else self.tensors[name]

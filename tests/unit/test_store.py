@@ -164,6 +164,17 @@ def test_stores_of_different_models_do_not_mix(tmp_path):
         RolloutStore([tmp_path / "a", tmp_path / "b"])
 
 
+def test_groups_of_two_collections_are_not_mixed(tmp_path):
+    for name in ("a", "b"):
+        write_shard(tmp_path / name, INFO, ROLLOUTS[:2])
+        write_shard(tmp_path / name, INFO, ROLLOUTS[2:3])  # another shard, the same group 1
+    write_shard(tmp_path / "b", INFO, [replace(ROLLOUTS[0], policy_version=8)])
+    groups = RolloutStore([tmp_path / "a", tmp_path / "b"]).groups().tolist()
+    assert [r.group for r in ROLLOUTS[:3]] == [1, 1, 1]
+    assert len({*groups[:3]}) == len({*groups[3:6]}) == 1
+    assert len({groups[0], groups[3], groups[6]}) == 3
+
+
 def test_missing_empty_and_foreign_directories(tmp_path):
     with pytest.raises(StoreError, match="no such rollout store"):
         RolloutStore([tmp_path / "none"])

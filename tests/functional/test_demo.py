@@ -1,0 +1,47 @@
+"""Stopping the demo leaves no process behind. (CI runs the demo itself, whole.)"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def processes_naming(text: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text in command and int(entry.name) != os.getpid():
+            found.append(command)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_the_demo(patched_tree: Path, tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "demo.run", "--megatron", str(patched_tree)]
+    with subprocess.Popen(
+        [*command, "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        log = out / "logs" / "pretrain.log"
+        deadline = time.monotonic() + 90
+        while not (log.exists() and "iteration        2/" in log.read_text()):
+            assert time.monotonic() < deadline, "the demo did not begin to train"
+            time.sleep(0.2)
+        assert len(processes_naming(str(out))) > 2
+        demo.send_signal(number)
+        _, errors = demo.communicate(timeout=30)
+    assert demo.returncode == 130
+    assert "Traceback" not in errors
+    assert processes_naming(str(out)) == []
+    assert not (out / "pretrain.done").exists()
