@@ -10,8 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny import SEQUENCE, VOCABULARY, batch, config, model, start
-from training import Policy
+from training import Policy, export
 
+from demo.model import arguments
 from megatron_r3.cpu.worker import TreeWorker
 from megatron_r3.fingerprint import router_digest
 from megatron_r3.hf import from_hf, hf_config, router_fingerprint, to_hf
@@ -91,6 +92,20 @@ def test_a_directory_that_lacks_a_tensor(
 def test_a_directory_of_another_shape(patched: TreeWorker, exported: tuple) -> None:
     (message,) = patched.run(read_wrong, 1, str(exported[0]), moe_ffn_hidden_size=24)
     assert "other model arguments" in message
+
+
+def test_import_and_export_of_a_checkpoint_are_inverse(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    one = ["--micro-batch-size", "1"]
+    into = [*one, "--hf-import", str(policy.hf), "--save", str(tmp_path / "checkpoint")]
+    patched.run(export, 1, arguments(into), timeout_s=120)
+    out = [*one, "--hf-export", str(tmp_path / "hf"), "--load", str(tmp_path / "checkpoint")]
+    patched.run(export, 1, arguments(out), timeout_s=120)
+    want = load_file(policy.hf / "model.safetensors")
+    got = load_file(tmp_path / "hf" / "model.safetensors")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(tensor, got[name]) for name, tensor in want.items())
 
 
 def test_an_exported_checkpoint_is_a_transformers_model(policy: Policy) -> None:
