@@ -41,6 +41,7 @@ def measured(events: Path) -> dict[str, Any]:
     return {
         **{name: series[tag][0] for name, tag in _TAGS.items()},
         "loss": series["policy loss"],
+        "grad_norm": series["grad-norm"],
         "reward_mean": series["reward"][0],
         "router_mismatch_by_layer": [
             values[0]

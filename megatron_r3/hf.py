@@ -4,8 +4,10 @@ As a script it exports a checkpoint, in one process:
 
     torchrun --nproc-per-node 1 megatron_r3/hf.py --hf-export DIR --load CKPT <model arguments>
 
-or, with `--hf-import DIR --save CKPT`, writes one. Names of Megatron's local layer spec are known,
-and those of its Transformer Engine spec (fused norms, grouped experts); the latter was not run.
+or, with `--hf-import DIR --save CKPT --save-interval 1`, writes one.
+
+Names of Megatron's local layer spec are known, and those of its Transformer Engine spec (fused
+norms, grouped experts); the latter was not run.
 
 Shape suffixes: G query groups, D head dimension, H hidden.
 """

@@ -99,6 +99,7 @@ def test_import_and_export_of_a_checkpoint_are_inverse(
 ) -> None:
     one = ["--micro-batch-size", "1"]
     into = [*one, "--hf-import", str(policy.hf), "--save", str(tmp_path / "checkpoint")]
+    into += ["--save-interval", "1"]
     patched.run(export, 1, arguments(into), timeout_s=120)
     out = [*one, "--hf-export", str(tmp_path / "hf"), "--load", str(tmp_path / "checkpoint")]
     patched.run(export, 1, arguments(out), timeout_s=120)

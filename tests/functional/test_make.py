@@ -11,7 +11,11 @@ ROOT = Path(__file__).parents[2]
 
 def make(target: str, tree: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["make", target, f"MEGATRON={tree}"], cwd=ROOT, text=True, capture_output=True, check=False
+        ["make", "--no-print-directory", target, f"MEGATRON={tree}"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
     )
 
 
