@@ -16,11 +16,13 @@ help:  ## list the targets
 
 setup: $(VENV)/.done  ## the development environment, in build/venv
 
+# the file holds how many seconds it took
 $(VENV)/.done: pyproject.toml requirements.lock
+	@mkdir -p $(BUILD); date +%s > $(BUILD)/setup-start
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	touch $@
+	@expr $$(date +%s) - $$(cat $(BUILD)/setup-start) > $@
 
 megatron: setup  ## fetch the default megatron-core sources, as a git tree in build/
 	$(R3) megatron --out $(BUILD)

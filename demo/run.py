@@ -27,6 +27,9 @@ from megatron_r3.store import RolloutStore
 def run(stages: Stages) -> dict[str, Any]:
     """All stages; returns what goes into summary.json."""
     seconds: dict[str, float] = {}
+    installed = stages.out.parent / "venv" / ".done"  # the Makefile's
+    if installed.is_file() and installed.read_text().strip():
+        seconds["install (once)"] = float(installed.read_text())
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
@@ -42,7 +45,7 @@ def run(stages: Stages) -> dict[str, Any]:
         with timed(mode):
             events[mode] = stages.train(mode)
     (stages.out / "train.args").write_text(shlex.join(stages.grpo_arguments()) + "\n")
-    store = RolloutStore([stages.rollouts], verify=False)
+    store = RolloutStore([stages.rollouts])
     return {
         "sampler": {"name": store.info.engine, "version": store.info.engine_version},
         "megatron": megatron_version(stages.megatron),

@@ -1,8 +1,9 @@
 """Which policy sampled: a digest of each layer's router weights.
 
 Router weights are whole on every tensor- and expert-parallel rank, so each rank can check the
-layers it has, in any layout, and any update of the policy changes them. They are compared as
-bfloat16, the form in which samplers hold them; training in float32 rounds to the same bits.
+layers it has, in any layout, and an update of the router changes them (a frozen router, or an
+update below bfloat16's resolution, does not). They are compared as bfloat16, the form in which
+samplers hold them; training in float32 rounds to the same bits.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_r3.fingerprint import router_digest
+from megatron_r3.seams.layers import moe_layer_indices
 
 __all__ = ["from_hf", "hf_config", "router_fingerprint", "to_hf"]
 
@@ -57,8 +58,11 @@ def _check(config: Any) -> None:
         "no add_bias_linear": not config.add_bias_linear,
         "no multi_latent_attention": not getattr(config, "multi_latent_attention", False),
         "softmax scores": config.moe_router_score_function == "softmax",
-        "every layer MoE (moe_layer_freq=1)": config.moe_layer_freq == 1
-        or all(config.moe_layer_freq),
+        "every layer MoE": len(moe_layer_indices(config)) == config.num_layers,
+        "no shared experts": not config.moe_shared_expert_intermediate_size,
+        "no expert bias": not config.moe_router_enable_expert_bias,
+        "no routing groups": not config.moe_router_num_groups,
+        "no routing scale": not config.moe_router_topk_scaling_factor,
     }
     missing = [name for name, holds in wanted.items() if not holds]
     if missing:
@@ -128,6 +132,17 @@ class _Names:
             for expert in range(self.config.num_moe_experts):
                 yield from self._expert(ours + "mlp.experts.", theirs + "mlp.experts.", expert)
 
+    def check_covers(self) -> None:
+        """Refuse a model with weights that transformers' Qwen3-MoE has no place for."""
+        known = {name for name, _ in self}
+        left = [n for n in self.state if n not in known and not n.endswith("_extra_state")]
+        missing = sorted(known - {*self.state})
+        if left or missing:
+            raise ValueError(
+                f"not a plain Qwen3-MoE (tied embeddings, biases, MTP?): transformers has no "
+                f"place for {left[:3]}, the model has no {missing[:3]}"
+            )
+
     def _expert(self, ours: str, theirs: str, expert: int) -> Iterator[tuple[str, list[str]]]:
         parts = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
         for linear, names in parts.items():
@@ -169,8 +184,10 @@ def to_hf(model: torch.nn.Module, directory: Path, config_json: dict[str, Any]) 
     """
     config, state = model.config, model.state_dict()
     _check(config)
+    names = _Names(config, state)
+    names.check_covers()
     tensors: dict[str, Tensor] = {}
-    for name, parts in _Names(config, state):
+    for name, parts in names:
         for part, tensor in zip(parts, _split(name, state[name], config), strict=True):
             tensors[part] = tensor.detach().cpu().to(torch.bfloat16).contiguous().clone()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -180,17 +197,17 @@ def to_hf(model: torch.nn.Module, directory: Path, config_json: dict[str, Any]) 
     (directory / "config.json").write_text(json.dumps(config_json, indent=2) + "\n")
 
 
-def _read(directory: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a transformers directory whose names begin with `prefix` or all."""
+def _read(directory: Path, part: str = "") -> dict[str, Tensor]:
+    """The tensors of a transformers directory whose names contain `part`."""
     tensors = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                tensors.update({n: file.get_tensor(n) for n in file.keys() if prefix in n})  # noqa: SIM118
+                tensors.update({n: file.get_tensor(n) for n in file.keys() if part in n})  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
     if not tensors:
-        raise ValueError(f"{directory}: no tensors named *{prefix}* in its *.safetensors")
+        raise ValueError(f"{directory}: no tensors named *{part}* in its *.safetensors")
     return tensors
 
 
@@ -202,8 +219,13 @@ def from_hf(model: torch.nn.Module, directory: Path) -> None:
     """
     config, state = model.config, model.state_dict()
     _check(config)
+    names = _Names(config, state)
+    names.check_covers()
     theirs, loaded = _read(directory), {}
-    for name, parts in _Names(config, state):
+    left = {*theirs} - {part for _, parts in names for part in parts}
+    if left:
+        raise ValueError(f"{directory}: the model has no place for {sorted(left)[:3]}")
+    for name, parts in names:
         missing = [part for part in parts if part not in theirs]
         if missing:
             raise ValueError(f"{directory}: no tensor {missing[0]} (of Megatron's {name})")
@@ -246,6 +268,8 @@ def _main() -> None:
         raise SystemExit(
             "error: give --hf-export DIR (with --load) or --hf-import DIR (with --save)"
         )
+    if args.vocab_size is None and args.hf_export is not None:
+        raise SystemExit("error: --hf-export needs --vocab-size, the vocabulary without padding")
     if args.world_size != 1:
         raise SystemExit("error: run it in one process; the checkpoint loads in any layout")
     initialize_megatron()

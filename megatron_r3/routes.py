@@ -21,9 +21,12 @@ class RoutesError(ValueError):
 
 
 def id_dtype(num_experts: int) -> np.dtype:
-    """The stored dtype of expert ids: uint8 up to 256 experts, else uint16 (up to 65,536)."""
-    if not 1 <= num_experts <= 65536:
-        raise RoutesError(f"{num_experts} experts: ids need 1 to 65,536 experts")
+    """The stored dtype of expert ids: uint8 up to 256 experts, else uint16.
+
+    On a device the latter are int16, so there are at most 32,768.
+    """
+    if not 1 <= num_experts <= 32768:
+        raise RoutesError(f"{num_experts} experts: ids need 1 to 32,768 experts")
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 

@@ -44,7 +44,7 @@ def router_order(field_BS: Tensor, sequence_parallel_size: int = 1, rank: int = 
     return field_BS[:, rank * local : (rank + 1) * local].t().reshape(-1)
 
 
-def spread_padding(num_tokens: int, topk: int, num_experts: int, device: object = None) -> Tensor:
+def spread_padding(num_tokens: int, topk: int, num_experts: int) -> Tensor:
     """Routes for padding: distinct experts, spread evenly over all of them.
 
     Zeros or arange(topk) would make a hot expert, and zeros are duplicates.
@@ -52,5 +52,4 @@ def spread_padding(num_tokens: int, topk: int, num_experts: int, device: object 
     Returns:
         int64 `[num_tokens, topk]`.
     """
-    first = torch.arange(num_tokens, device=device)[:, None] * topk  # type: ignore[call-overload]
-    return (first + torch.arange(topk, device=device)) % num_experts  # type: ignore[call-overload]
+    return (torch.arange(num_tokens)[:, None] * topk + torch.arange(topk)) % num_experts

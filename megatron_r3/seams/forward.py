@@ -84,9 +84,26 @@ class RolloutStep:
         batch = {k: v.cuda(non_blocking=True) for k, v in batch.items() if k != "rows"}
         with replaying(microbatch):
             output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return output, partial(
-            policy_loss, batch, self.args.rollouts_clip_eps, self.args.calculate_per_token_loss
+        return output, partial(self._loss, batch)
+
+    def _loss(self, batch: dict[str, Tensor], output_BS: Tensor) -> Any:
+        """The policy loss, validated as pretrain_gpt.py validates its own."""
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+        args = self.args
+        result = policy_loss(
+            batch, args.rollouts_clip_eps, args.calculate_per_token_loss, output_BS
         )
+        rejections = {torch.isnan: "NaN", torch.isinf: "Inf"}
+        for rejected, name in rejections.items() if args.check_for_nan_in_loss_and_grad else ():
+            get_rerun_state_machine().validate_result(
+                result=result[0],
+                rejection_func=rejected,
+                message=f"found {name} in the policy loss",
+                tolerance=0.0,
+                fatal=True,
+            )
+        return result
 
     def _on_this_cp_rank(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """This context-parallel rank's part, still on the host.

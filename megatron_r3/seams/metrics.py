@@ -43,7 +43,7 @@ class _Mismatch:
         """
         if not self.microbatches:
             return {}
-        scalars = {**self._by_layer(), "token mismatch": self._tokens()}
+        scalars = {**self._by_layer(), **self._tokens()}
         matched, total = _sum_over_ranks(torch.tensor(self.dispatched)).tolist()
         if total:
             scalars["routes dispatched as recorded"] = matched / total
@@ -60,26 +60,31 @@ class _Mismatch:
                 counts_L2[number - 1, 1] += microbatch.counted_T.sum()
         counts = _sum_over_ranks(counts_L2).tolist()
         shares = {i: wrong / of for i, (wrong, of) in enumerate(counts) if of}
-        mean = sum(wrong for wrong, _ in counts) / max(1, sum(of for _, of in counts))
+        if not shares:  # no router was asked: not measured is not 0
+            return {}
+        mean = sum(wrong for wrong, _ in counts) / sum(of for _, of in counts)
         by_layer = {f"router mismatch/layer {i + 1}": share for i, share in shares.items()}
         return {"router mismatch": mean, **by_layer}
 
-    def _tokens(self) -> float:
+    def _tokens(self) -> dict[str, float]:
         """Share of tokens that differ in any layer of any pipeline stage."""
         from megatron.core import mpu
 
         by_microbatch = list(zip(*self.microbatches.values(), strict=True))
         counted_MT = torch.stack([chunks[0].counted_T for chunks in by_microbatch])  # type: ignore[misc]
         any_MT = torch.zeros_like(counted_MT, dtype=torch.int32)
+        measured = torch.zeros((), dtype=torch.int64)
         for index, chunks in enumerate(by_microbatch):
             for microbatch in chunks:
                 if microbatch.mismatched_T is not None:
                     any_MT[index] |= microbatch.mismatched_T
+                    measured += 1
         torch.distributed.all_reduce(
             any_MT, torch.distributed.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group()
         )
-        wrong, of = _sum_over_ranks(torch.stack([any_MT.sum(), counted_MT.sum()])).tolist()
-        return wrong / max(1, of)
+        sums = torch.stack([any_MT.sum(), counted_MT.sum(), measured.to(any_MT.device)])
+        wrong, of, measured_somewhere = _sum_over_ranks(sums).tolist()
+        return {"token mismatch": wrong / of} if of and measured_somewhere else {}
 
 
 def _sum_over_ranks(counts: Tensor) -> Tensor:

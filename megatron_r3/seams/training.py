@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -21,15 +22,23 @@ from megatron_r3.store.reader import RolloutStore
 __all__ = ["check_args", "refuse", "shape_differences", "use_rollouts"]
 
 
+SILENCE_S = 30.0  # how long a rank leaves an error to the one that speaks
+
+
 def refuse(message: str, speaks: bool | None = None) -> NoReturn:
     """End this process for a user's mistake: one line, status 1, no traceback.
 
+    All ranks tend to find the same, and the launcher ends the others when the first one leaves: the
+    one that speaks leaves at once, the others wait, and speak if they are still there.
+
     Args:
-        speaks: whether this rank prints it. None: the first of each node does, because all ranks
-            find the same.
+        speaks: whether this rank is the one. None: the first of each node is.
     """
-    if speaks or (speaks is None and os.environ.get("LOCAL_RANK", "0") == "0"):
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    if speaks is None:
+        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not speaks:
+        time.sleep(SILENCE_S)
+    print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
@@ -48,23 +57,27 @@ def check_args(args: Any) -> None:
     try:
         store = _open(args)
         _check_store(args, store)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            store.verify()  # every byte is read by one process of a node, not by all
     except ValueError as error:
         refuse(str(error))
 
 
 def _open(args: Any) -> RolloutStore:
-    # every byte is read and checked by one process of a node, not by all
-    return RolloutStore(args.rollouts, verify=os.environ.get("LOCAL_RANK", "0") == "0")
+    return RolloutStore(args.rollouts, mixed_policies=args.rollouts_policy == "any")
 
 
 def _check_store(args: Any, store: RolloutStore) -> None:
     where = f"--rollouts {' '.join(args.rollouts)}"
-    if not args.rollouts_clip_eps > 0:
-        raise ValueError(f"--rollouts-clip-eps {args.rollouts_clip_eps}: it must be above 0")
+    if not 0 < args.rollouts_clip_eps < 1:
+        raise ValueError(f"--rollouts-clip-eps {args.rollouts_clip_eps}: it lies between 0 and 1")
     if args.mtp_num_layers:
         raise ValueError(f"{where}: a policy loss for --mtp-num-layers is not supported; unset it")
-    if args.sft or args.dataloader_type == "external":
-        raise ValueError(f"{where}: not together with --sft or --dataloader-type external")
+    others = ("sft", "perform_rl_step", "hybrid_context_parallel")
+    for other in (name for name in others if getattr(args, name, False)):
+        raise ValueError(f"{where}: not together with --{other.replace('_', '-')}")
+    if args.dataloader_type == "external":
+        raise ValueError(f"{where}: not together with --dataloader-type external")
     if args.moe_router_replay:
         differences = shape_differences(args, store)
         if differences:
@@ -128,10 +141,19 @@ def use_rollouts(
 
     if args.rollouts is None:
         refuse("--moe-router-replay has nothing to replay: give --rollouts DIR, a rollout store")
-    store = RolloutStore(args.rollouts, verify=False)
+    store = _open(args)
+    try:
+        _check_tokens(args, store)  # again: a tokenizer may have set the vocabulary since
+    except ValueError as error:
+        refuse(str(error))
+    recorded = np.concatenate([shard.tensors["recorded"] for shard in store.shards]).mean()
+    if args.moe_router_replay and not recorded:
+        refuse(f"--rollouts {' '.join(args.rollouts)}: no token has recorded routes to replay")
     print_rank_0(
         f"> rollouts: {len(store)} from {store.info.engine} {store.info.engine_version}, "
-        + ("replaying their routes" if args.moe_router_replay else "routing live, not replaying")
+        f"{recorded:.2%} of their tokens with recorded routes, "
+        + ("replaying them" if args.moe_router_replay else "routing live, not replaying")
+        + ("" if store.info.router_fingerprint else "; not stamped: any policy may have sampled")
     )
 
     def rollout_provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:

@@ -8,6 +8,7 @@ Shape suffixes: L MoE layers, T tokens asked for, K top-k, N tokens of a rollout
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,24 +26,37 @@ class RolloutStore:
 
     Args:
         directories: stores of the same model; their shards follow each other in name order.
-        verify: also check every checksum and every id (one process of a node is enough).
+        mixed_policies: shards may come from different policies of one model.
 
     Raises:
         StoreError: no shard, a damaged one, or stores that do not belong together.
     """
 
-    def __init__(self, directories: Sequence[str | Path], verify: bool = True) -> None:
-        paths = [path for d in directories for path in _shards(Path(d))]
-        self.shards = [Shard(path, verify) for path in paths]
+    def __init__(self, directories: Sequence[str | Path], mixed_policies: bool = False) -> None:
+        resolved = [Path(d).resolve() for d in directories]
+        if len({*resolved}) < len(resolved):
+            raise StoreError(f"{' '.join(map(str, directories))}: a store is named twice")
+        self.shards = [Shard(path) for d in directories for path in _shards(Path(d))]
         self.info: StoreInfo = self.shards[0].info
         for shard in self.shards[1:]:
-            if shard.info != self.info:
+            stamp = self.info.router_fingerprint if mixed_policies else None
+            theirs = shard.info if stamp is None else replace(shard.info, router_fingerprint=stamp)
+            if theirs != self.info:
                 raise StoreError(
                     f"{shard.path}: {shard.info} is not the model or engine of "
                     f"{self.shards[0].path}: {self.info}"
                 )
         self._first_rollout = np.cumsum([0, *(s.num_rollouts for s in self.shards)])
         self._first_row = np.cumsum([0, *(s.row_start_M[-1] for s in self.shards)])
+
+    def verify(self) -> None:
+        """Check every byte and id of all routes; one process of a node is enough.
+
+        Raises:
+            ValueError: naming file, rollout, layer and token.
+        """
+        for shard in self.shards:
+            shard.verify()
 
     def __len__(self) -> int:
         return int(self._first_rollout[-1])

@@ -43,6 +43,20 @@ class StoreInfo:
     model: str = ""
     router_fingerprint: tuple[str, ...] = ()
 
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            StoreError: no layers, or not one digest for each.
+        """
+        if not self.moe_layers or not 1 <= self.topk <= self.num_experts:
+            raise StoreError(f"{self}: a store has MoE layers, and topk of 1 to num_experts")
+        if self.router_fingerprint and len(self.router_fingerprint) != len(self.moe_layers):
+            raise StoreError(
+                f"{len(self.router_fingerprint)} digests in router_fingerprint for "
+                f"{len(self.moe_layers)} layers"
+            )
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -81,6 +95,11 @@ class Rollout:
                 raise StoreError(
                     f"{where}: {len(getattr(self, name))} {name} for {num_tokens} tokens"
                 )
+        ids = np.asarray(self.tokens_N)
+        if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
+            raise StoreError(f"{where}: token ids are 0 to 2**31 - 1")
+        if self.response_N[0]:
+            raise StoreError(f"{where}: its first token cannot be sampled: nothing predicts it")
         if not np.isfinite(self.logprobs_N).all() or not np.isfinite(self.reward):
             raise StoreError(f"{where}: log-probs and reward must be finite")
         if self.routes.num_rows != num_tokens - 1:

@@ -19,42 +19,66 @@ from megatron_r3.store.writer import checksum
 
 __all__ = ["Shard"]
 
-_PER_ROLLOUT = ("group", "num_tokens", "policy_version", "reward")
-_NAMES = (*_PER_ROLLOUT, "logprobs", "recorded", "response", "routes", "tokens")
+_PER_ROLLOUT = {
+    "group": np.int64,
+    "num_tokens": np.int64,
+    "policy_version": np.int64,
+    "reward": np.float32,
+}
+_PER_TOKEN = {"tokens": np.int32, "response": np.uint8, "logprobs": np.float32}
+_SMALL = {**_PER_ROLLOUT, **_PER_TOKEN, "recorded": np.uint8}
 
 
 class Shard:
     """A shard's tensors by name (schema: docs/rollout-store.md), and what its store says.
 
+    Opening checks everything but the routes themselves, which are mapped and by far the largest:
+    `verify` reads them.
+
     Attributes:
         routes_LRK: mapped: a row is read from disk when it is asked for.
         token_start_M, row_start_M: where each rollout's tokens and rows begin, and the end.
+
+    Raises:
+        StoreError: naming the file, and what is wrong with it.
     """
 
-    def __init__(self, path: Path, verify: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with safe_open(path, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                names = set(file.keys())
-                body = _body(path, metadata)
-                if names != set(_NAMES):
-                    raise StoreError(f"{path}: tensors {sorted(names)}; expected {sorted(_NAMES)}")
-                self.tensors = {n: file.get_tensor(n) for n in _NAMES if n != "routes"}
+                body = _body(path, file.metadata() or {})
+                if set(file.keys()) != {*_SMALL, "routes"}:
+                    raise StoreError(
+                        f"{path}: tensors {sorted(file.keys())}; expected "
+                        f"{sorted([*_SMALL, 'routes'])}"
+                    )
+                self.tensors = {name: file.get_tensor(name) for name in _SMALL}
+            self.info = _info(body["info"])
+            self.routes_LRK = _map_routes(path)
+            self._crc32 = {name: int(body["crc32"][name]) for name in (*_SMALL, "routes")}
         except (SafetensorError, OSError) as error:
             raise StoreError(
                 f"{path}: not a whole shard ({error}); copy it again or remove it"
             ) from error
-        self.info = _info(body["info"])
-        self.routes_LRK = _map_routes(path)
+        except (KeyError, TypeError) as error:
+            raise StoreError(f"{path}: not a shard of this version ({error!r})") from error
+        for name, tensor in self.tensors.items():
+            self._check_sum(name, tensor)
+        self._check_values()
         num_tokens_M = self.tensors["num_tokens"]
         self.token_start_M = np.concatenate([[0], np.cumsum(num_tokens_M)])
         self.row_start_M = np.concatenate([[0], np.cumsum(num_tokens_M - 1)])
-        if verify:
-            self._verify(body["crc32"])
         self._check_shapes()
-        if verify:
-            self._check_routes()
+
+    def verify(self) -> None:
+        """Read all routes: their checksum, the range of every id, and that no row repeats one.
+
+        Raises:
+            ValueError: naming the file, and for a wrong id the rollout, layer and token.
+        """
+        self._check_sum("routes", self.routes_LRK)
+        self._check_routes()
 
     @property
     def num_rollouts(self) -> int:
@@ -71,37 +95,50 @@ class Shard:
         rollout = int(np.searchsorted(self.row_start_M, row, side="right")) - 1
         return rollout, row - int(self.row_start_M[rollout])
 
-    def _verify(self, crc32: dict[str, int]) -> None:
-        for name in _NAMES:
-            tensor = self.routes_LRK if name == "routes" else self.tensors[name]
-            if checksum(tensor) != crc32[name]:
+    def _check_sum(self, name: str, tensor: np.ndarray) -> None:
+        if checksum(tensor) != self._crc32[name]:
+            raise StoreError(
+                f"{self.path}: checksum of {name!r} differs: the shard is damaged; copy it again "
+                "or remove it"
+            )
+
+    def _check_values(self) -> None:
+        for name, dtype in _SMALL.items():
+            tensor = self.tensors[name]
+            if tensor.dtype != dtype or tensor.ndim != 1:
                 raise StoreError(
-                    f"{self.path}: checksum of {name!r} differs: the shard is damaged; copy it "
-                    "again or remove it"
+                    f"{self.path}: {name} is {tensor.dtype} of {tensor.ndim} dimensions; expected "
+                    f"{np.dtype(dtype)} of 1"
                 )
+        if not self.num_rollouts or (self.tensors["num_tokens"] < 2).any():
+            raise StoreError(f"{self.path}: a shard has rollouts, and each has at least 2 tokens")
+        for name in ("logprobs", "reward"):
+            if not np.isfinite(self.tensors[name]).all():
+                raise StoreError(f"{self.path}: {name} must be finite")
+        for name in ("response", "recorded"):
+            if (self.tensors[name] > 1).any():
+                raise StoreError(f"{self.path}: {name} must be 0 or 1")
 
     def _check_shapes(self) -> None:
-        tensors, (num_tokens, num_rows) = (
-            self.tensors,
-            (self.token_start_M[-1], self.row_start_M[-1]),
-        )
-        for name in _PER_ROLLOUT:
-            if len(tensors[name]) != self.num_rollouts:
-                raise StoreError(f"{self.path}: {len(tensors[name])} {name} of {self.num_rollouts}")
-        for name in ("tokens", "response", "logprobs"):
-            if len(tensors[name]) != num_tokens:
+        num_tokens, num_rows = int(self.token_start_M[-1]), int(self.row_start_M[-1])
+        lengths = {
+            **dict.fromkeys(_PER_ROLLOUT, self.num_rollouts),
+            **dict.fromkeys(_PER_TOKEN, num_tokens),
+        }
+        for name, length in lengths.items():
+            if len(self.tensors[name]) != length:
                 raise StoreError(
-                    f"{self.path}: {len(tensors[name])} {name} for {num_tokens} tokens of rollouts"
+                    f"{self.path}: {len(self.tensors[name])} {name}; its rollouts need {length}"
                 )
-        expected = (len(self.info.moe_layers), int(num_rows), self.info.topk)
-        if self.routes_LRK.shape != expected or len(tensors["recorded"]) != num_rows:
+        expected = (len(self.info.moe_layers), num_rows, self.info.topk)
+        if self.routes_LRK.shape != expected or len(self.tensors["recorded"]) != num_rows:
             raise StoreError(
                 f"{self.path}: routes {self.routes_LRK.shape} for rollouts that need {expected}: "
                 "one row for every token of a rollout but its last"
             )
         if self.routes_LRK.dtype != id_dtype(self.info.num_experts):
             raise StoreError(
-                f"{self.path}: {self.routes_LRK.dtype} ids for {self.info.num_experts}"
+                f"{self.path}: {self.routes_LRK.dtype} ids for {self.info.num_experts} experts"
             )
 
     def _check_routes(self) -> None:
@@ -139,7 +176,9 @@ def _info(fields: dict[str, Any]) -> StoreInfo:
     as_tuples: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
     }
-    return StoreInfo(**as_tuples)
+    info = StoreInfo(**as_tuples)
+    info.check()
+    return info
 
 
 def _map_routes(path: Path) -> np.ndarray:

@@ -20,7 +20,7 @@ from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, Rollout, StoreError
 
 __all__ = ["SHARD_GLOB", "checksum", "metadata_of", "write_shard"]
 
-SHARD_GLOB = "shard-*.safetensors"
+SHARD_GLOB = "shard-[0-9]*.safetensors"
 
 
 def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -> Path:
@@ -32,6 +32,7 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
     Raises:
         StoreError: a rollout whose shapes do not belong together or do not fit `info`.
     """
+    info.check()
     if not rollouts:
         raise StoreError(f"{directory}: a shard holds at least one rollout")
     for index, rollout in enumerate(rollouts):

@@ -210,6 +210,21 @@ def test_replay_without_rollouts(patched_tree: Path) -> None:
     assert "give --rollouts DIR" in line
 
 
+def test_all_ranks_find_it_and_one_speaks(patched_tree: Path, policy: Policy) -> None:
+    done = run_script(patched_tree, policy.arguments("--moe-router-topk", "2"), processes=2)
+    (line,) = errors_of(done)
+    assert "topk 4 there, 2 here" in line
+
+
+def test_a_store_that_recorded_nothing(patched_tree: Path, policy: Policy, tmp_path: Path) -> None:
+    def nothing(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"recorded": np.zeros_like(tensors["recorded"])}
+
+    store = rewritten(policy, tmp_path, nothing)
+    (line,) = errors_of(run_script(patched_tree, policy.arguments(store=store)))
+    assert "no token has recorded routes" in line
+
+
 def test_a_store_of_another_policy(patched_tree: Path, policy: Policy, tmp_path: Path) -> None:
     store = changed_store(
         policy.store, tmp_path / "s", lambda routes: routes, router_fingerprint=("0" * 16,) * 4

@@ -65,6 +65,13 @@ def train(
         problems = Problems(256, get_args().seq_length)
         return problems, problems, problems
 
+    def live_step(data_iterator: Any, model: Any) -> Any:
+        from megatron_r3.replay import active_microbatch
+
+        assert active_microbatch() is None
+        assert not model.training, "the script's own step is for validation here"
+        return forward_step(data_iterator, model)
+
     with_validation.is_distributed = True  # type: ignore[attr-defined]
     sys.argv = ["pretrain.py", *argv]
     args = parse_and_validate_args()
@@ -75,7 +82,7 @@ def train(
         pretrain_cfg_container_from_args(args, model_config),
         with_validation if validate else datasets,
         ModelType.encoder_or_decoder,
-        forward_step,
+        live_step if validate else forward_step,
     )
     return weights(models)
 

@@ -15,6 +15,14 @@ from megatron_r3.store import Rollout, RolloutStore, StoreError, StoreInfo, writ
 from megatron_r3.store.dataset import RolloutDataset
 from megatron_r3.store.writer import metadata_of
 
+
+def opened(directory):
+    """A store, every byte of it checked."""
+    store = RolloutStore([directory])
+    store.verify()
+    return store
+
+
 INFO = StoreInfo(16, 4, (1, 2, 5), "vllm", "0.30.0", "tiny", ("aa", "bb", "cc"))
 
 
@@ -92,13 +100,13 @@ def test_every_flipped_bit_and_every_truncation_is_refused(store_dir):
         damaged[position] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged)
         with pytest.raises(StoreError, match="shard-00001"):
-            RolloutStore([store_dir])
+            opened(store_dir)
     for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(StoreError, match="shard-00001"):
-            RolloutStore([store_dir])
+            opened(store_dir)
     path.write_bytes(whole)
-    assert len(RolloutStore([store_dir])) == 5
+    assert len(opened(store_dir)) == 5
 
 
 def rewrite(path, **changes):
@@ -114,12 +122,12 @@ def test_ids_out_of_range_and_twice_name_file_rollout_layer_token(store_dir):
     wrong[1, 4 + 3, 0] = 16  # the second rollout's rows begin at 4
     rewrite(path, routes=wrong)
     with pytest.raises(ValueError, match=r"00000.*: rollout 1: .*0\.\.15 at MoE layer 1, token 3"):
-        RolloutStore([store_dir])
+        opened(store_dir)
     wrong = routes.copy()
     wrong[2, 1, 0] = wrong[2, 1, 1]
     rewrite(path, routes=wrong)
     with pytest.raises(ValueError, match=r"rollout 0: .*twice.* at MoE layer 2, token 1"):
-        RolloutStore([store_dir])
+        opened(store_dir)
 
 
 def test_rows_short_by_one(store_dir):
@@ -127,7 +135,47 @@ def test_rows_short_by_one(store_dir):
     tensors = load_file(path)
     rewrite(path, routes=tensors["routes"][:, :-1].copy(), recorded=tensors["recorded"][:-1])
     with pytest.raises(StoreError, match=r"routes \(3, 11, 4\) .* \(3, 12, 4\)"):
+        opened(store_dir)
+
+
+WRONG = {
+    "logprobs must be finite": {"logprobs": np.full(14, np.nan, np.float32)},
+    "reward must be finite": {"reward": np.array([1, np.inf], np.float32)},
+    "at least 2 tokens": {"num_tokens": np.array([-5, 19])},
+    "2 rollouts, and each": {"num_tokens": np.array([1, 13])},
+    "num_tokens is float64": {"num_tokens": np.array([5.0, 9.0])},
+    "of 2 dimensions": {"num_tokens": np.array([[5, 9]])},
+    "recorded must be 0 or 1": {"recorded": np.full(12, 2, np.uint8)},
+    "1 reward; its rollouts need 2": {"reward": np.ones(1, np.float32)},
+    "not a shard of this version": {"routes": np.zeros((3, 12, 4), np.int64)},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_impossible_values_with_fitting_checksums(store_dir, message):
+    rewrite(store_dir / "shard-00000.safetensors", **WRONG[message])
+    with pytest.raises(StoreError, match=f"shard-00000.*{message.replace('2 rollouts, ', '')}"):
         RolloutStore([store_dir])
+
+
+def test_a_store_named_twice(store_dir):
+    with pytest.raises(StoreError, match="named twice"):
+        RolloutStore([store_dir, f"{store_dir}/../{store_dir.name}"])
+
+
+def test_policies_mix_only_on_request(tmp_path):
+    write_shard(tmp_path / "a", INFO, ROLLOUTS[:1])
+    write_shard(tmp_path / "b", replace(INFO, router_fingerprint=("x", "y", "z")), ROLLOUTS[:1])
+    assert len(RolloutStore([tmp_path / "a", tmp_path / "b"], mixed_policies=True)) == 2
+
+
+@pytest.mark.parametrize(
+    "change", [{"moe_layers": ()}, {"topk": 17}, {"router_fingerprint": ("a", "b")}]
+)
+def test_a_writer_refuses_an_impossible_info(tmp_path, change):
+    with pytest.raises(StoreError):
+        write_shard(tmp_path / "new", replace(INFO, **change), ROLLOUTS[:1])
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_writer_refuses_rows_short_by_one(tmp_path):
@@ -190,6 +238,9 @@ def test_shards_are_appended_and_never_overwritten(store_dir):
     (store_dir / "shard-00000.safetensors").rename(store_dir / "shard-00003.safetensors")
     write_shard(store_dir, INFO, ROLLOUTS[:1])
     write_shard(store_dir, INFO, ROLLOUTS[:1])
+    (store_dir / "shard-old.safetensors").write_bytes(b"a stray file")
+    assert len(RolloutStore([store_dir])) == 2 + 3 + 1 + 1
+    (store_dir / "shard-old.safetensors").unlink()
     assert sorted(p.name for p in store_dir.iterdir()) == [
         f"shard-{n:05d}.safetensors" for n in (1, 2, 3, 4)
     ]
@@ -212,7 +263,7 @@ def test_killed_writers_leave_whole_shards_only(tmp_path):
             except subprocess.TimeoutExpired:
                 writer.send_signal(signal.SIGKILL)
     write_shard(tmp_path, INFO, ROLLOUTS)
-    store = RolloutStore([tmp_path])
+    store = opened(tmp_path)
     assert len(store) == 5 * len(store.shards)
     assert len(store.shards) > 1
 
