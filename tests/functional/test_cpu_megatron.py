@@ -5,9 +5,6 @@ Each case is a function that the ranks of a worker run; only there is Megatron i
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_r3.cpu import device
 from megatron_r3.cpu.attention import thd_index, zigzag
-from megatron_r3.cpu.errors import NotEmulated, RankError
+from megatron_r3.cpu.errors import NotEmulated
 from megatron_r3.cpu.worker import TreeWorker
 
 SEQUENCE, VOCABULARY = 16, 64
@@ -298,67 +294,3 @@ def test_the_index_builder_compiles_outside_of_the_tree(
     (file,) = worker.run(index_builder, 1, env={"XDG_CACHE_HOME": str(tmp_path)})
     assert tmp_path in Path(file).parents
     assert not list(megatron_tree.rglob("helpers_cpp*"))
-
-
-def failing(rank: int) -> None:
-    raise KeyError(f"of rank {rank}")
-
-
-def hanging(rank: int) -> None:
-    torch.distributed.init_process_group("gloo")
-    if rank == 0:
-        torch.distributed.barrier()
-    os.read(os.pipe()[0], 1)
-
-
-def in_the_layer(rank: int, *, factor: int) -> int:
-    return factor * rank if device.installed() and torch.empty(1).is_cuda else -1
-
-
-def test_a_worker_goes_on_after_failures(worker: TreeWorker) -> None:
-    with pytest.raises(RankError, match="of rank 0"):
-        worker.run(failing, 1)
-    with pytest.raises(RankError, match=r"ran past 1\.0 s") as error:
-        worker.run(hanging, 2, timeout_s=1.0)
-    assert "hanging" in str(error.value)
-    assert worker.run(in_the_layer, 3, factor=2) == [0, 2, 4]
-
-
-SPAWNING = """
-import multiprocessing, sys, typing
-import torch
-from megatron.core import parallel_state
-from megatron_r3.cpu.attention import zigzag
-
-def child(pipe):
-    pipe.send((torch.empty(1, device="cuda").is_cuda, hasattr(typing, "override")))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    ours, its_end = context.Pipe()
-    process = context.Process(target=child, args=(its_end,))
-    process.start()
-    print(sys.argv[1:], ours.recv())
-    process.join()
-    zigzag(3, 2, 0)
-"""
-
-
-def test_a_script_its_spawned_children_and_a_users_mistake(
-    megatron_tree: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "script.py").write_text(SPAWNING)
-    repo = Path(device.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_r3.cpu", "script.py", "--option", "1"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(megatron_tree), str(repo)))},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.stdout.splitlines()[-1] == "['--option', '1'] (True, True)"
-    message = "error: a sequence of 3 tokens does not split into 2 * CP2 parts"
-    assert done.stderr.splitlines()[-1] == message
-    assert "Traceback" not in done.stderr
-    assert done.returncode == 1

@@ -1,0 +1,79 @@
+"""A worker survives what its cases do; a script runs as `-m megatron_r3.cpu` promises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_r3.cpu import device
+from megatron_r3.cpu.errors import RankError
+from megatron_r3.cpu.worker import TreeWorker
+
+
+def failing(rank: int) -> None:
+    raise KeyError(f"of rank {rank}")
+
+
+def hanging(rank: int) -> None:
+    torch.distributed.init_process_group("gloo")
+    if rank == 0:
+        torch.distributed.barrier()
+    os.read(os.pipe()[0], 1)
+
+
+def in_the_layer(rank: int, *, factor: int) -> int:
+    return factor * rank if device.installed() and torch.empty(1).is_cuda else -1
+
+
+def test_a_worker_goes_on_after_failures(unpatched: TreeWorker) -> None:
+    with pytest.raises(RankError, match="of rank 0"):
+        unpatched.run(failing, 1)
+    with pytest.raises(RankError, match=r"ran past 1\.0 s") as error:
+        unpatched.run(hanging, 2, timeout_s=1.0)
+    assert "hanging" in str(error.value)
+    assert unpatched.run(in_the_layer, 3, factor=2) == [0, 2, 4]
+
+
+SPAWNING = """
+import multiprocessing, sys, typing
+import torch
+from megatron.core import parallel_state
+from megatron_r3.cpu.attention import zigzag
+
+def child(pipe):
+    pipe.send((torch.empty(1, device="cuda").is_cuda, hasattr(typing, "override")))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    ours, its_end = context.Pipe()
+    process = context.Process(target=child, args=(its_end,))
+    process.start()
+    print(sys.argv[1:], ours.recv())
+    process.join()
+    zigzag(3, 2, 0)
+"""
+
+
+def test_a_script_its_spawned_children_and_a_users_mistake(
+    megatron_tree: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SPAWNING)
+    repo = Path(device.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_r3.cpu", "script.py", "--option", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(megatron_tree), str(repo)))},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.stdout.splitlines()[-1] == "['--option', '1'] (True, True)"
+    message = "error: a sequence of 3 tokens does not split into 2 * CP2 parts"
+    assert done.stderr.splitlines()[-1] == message
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
