@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -53,10 +54,11 @@ def serve(model: str | Path, build: Path = BUILD) -> Iterator[str]:
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     python = install(build)
-    with log.open("wb") as output, _signals_end_the_block():
+    sockets = tempfile.TemporaryDirectory(prefix="vllm-")  # it leaves its own behind
+    with log.open("wb") as output, _signals_end_the_block(), sockets as folder:
         process = subprocess.Popen(
             [str(python), *_server_arguments(model, port)],
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, "VLLM_RPC_BASE_PATH": folder},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
