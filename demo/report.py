@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["measured", "picture", "table"]
+__all__ = ["measured", "picture", "series_of", "table"]
 
 _TAGS = {
     "k3_kl": "k3 kl",
@@ -25,7 +25,7 @@ _WORDS = {
 }
 
 
-def _series(events: Path) -> dict[str, list[float]]:
+def series_of(events: Path) -> dict[str, list[float]]:
     """Every scalar that Megatron wrote, by iteration."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -37,7 +37,7 @@ def _series(events: Path) -> dict[str, list[float]]:
 
 def measured(events: Path) -> dict[str, Any]:
     """M of summary.json: at step 0, before any update; the loss and reward of every step."""
-    series = _series(events)
+    series = series_of(events)
     return {
         **{name: series[tag][0] for name, tag in _TAGS.items()},
         "loss": series["policy loss"],

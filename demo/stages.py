@@ -62,14 +62,8 @@ class Stages:
                 prompts = self.out / "prompts.jsonl"
                 task.write_prompts(prompts, NUM_PROMPTS, FIRST_PROMPT)
                 command = [sys.executable, "-m", SAMPLERS[self.sampler], "--model", str(self.hf)]
-                command += [
-                    "--prompts",
-                    str(prompts),
-                    "--n",
-                    str(SAMPLES_PER_PROMPT),
-                    "--seed",
-                    "1",
-                ]
+                command += ["--prompts", str(prompts), "--n", str(SAMPLES_PER_PROMPT)]
+                command += ["--seed", "1"]
                 command += ["--max-new-tokens", str(task.MAX_ANSWER), "--out", str(self.samples)]
                 env = {"PYTHONPATH": str(ROOT)}
                 print(f"sample: {self.sampler}, log {self._log('sample')}", flush=True)

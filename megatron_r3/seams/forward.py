@@ -18,10 +18,10 @@ from megatron_r3.fingerprint import router_digest
 from megatron_r3.replay import MicrobatchRoutes, replaying
 from megatron_r3.rl import agreement_sums, clipped_policy_loss
 from megatron_r3.rows import PADDING, router_order, spread_padding
-from megatron_r3.seams.layers import local_routers
+from megatron_r3.seams.layers import local_routers, shape_differences
 from megatron_r3.seams.metrics import install_metrics
+from megatron_r3.seams.refuse import refuse
 from megatron_r3.seams.router import RouterHook
-from megatron_r3.seams.training import refuse, shape_differences
 from megatron_r3.seams.witness import DispatchWitness
 from megatron_r3.store.reader import RolloutStore
 

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
     from megatron.core.transformer.moe.router import TopKRouter
 
-__all__ = ["local_moe_layers", "local_routers", "moe_layer_indices"]
+    from megatron_r3.store.reader import RolloutStore
+
+__all__ = ["local_moe_layers", "local_routers", "moe_layer_indices", "shape_differences"]
 
 
 def moe_layer_indices(config: Any) -> tuple[int, ...]:
@@ -26,6 +28,17 @@ def moe_layer_indices(config: Any) -> tuple[int, ...]:
     if isinstance(frequency, int):
         return tuple(i for i in range(config.num_layers) if i % frequency == 0)
     return tuple(i for i, moe in enumerate(frequency) if moe)
+
+
+def shape_differences(args: Any, store: RolloutStore) -> list[str]:
+    """In what the store's model differs from the trainer's; empty if its routes fit."""
+    info, layers = store.info, moe_layer_indices(args)
+    pairs = {
+        "MoE layers (0-based)": (list(info.moe_layers), list(layers)),
+        "topk": (info.topk, args.moe_router_topk),
+        "experts": (info.num_experts, args.num_experts),
+    }
+    return [f"{name} {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
 
 
 def local_routers(model: torch.nn.Module) -> dict[int, TopKRouter]:

@@ -16,10 +16,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron_r3.replay import MicrobatchRoutes
 
-__all__ = ["install_metrics"]
+__all__ = ["StepMetrics", "install_metrics"]
 
 
-class _Mismatch:
+class StepMetrics:
     """What one step measured on this rank, and its reduction."""
 
     def __init__(self, num_layers: int) -> None:
@@ -93,11 +93,11 @@ def _sum_over_ranks(counts: Tensor) -> Tensor:
     return counts
 
 
-def install_metrics(num_layers: int) -> _Mismatch:
+def install_metrics(num_layers: int) -> StepMetrics:
     """Replace Megatron's MoE metrics tracker by one that also reports what is added here."""
     from megatron.core.transformer.moe import moe_logging
 
-    mismatch = _Mismatch(num_layers)
+    mismatch = StepMetrics(num_layers)
 
     class ReplayMetricsTracker(moe_logging.MoEMetricsTracker):
         """Megatron's tracker, with the router mismatch in its report."""

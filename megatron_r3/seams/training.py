@@ -8,38 +8,17 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
-import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from megatron_r3.seams.config import refusals
-from megatron_r3.seams.layers import moe_layer_indices
+from megatron_r3.seams.layers import shape_differences
+from megatron_r3.seams.refuse import refuse
 from megatron_r3.store.reader import RolloutStore
 
-__all__ = ["check_args", "refuse", "shape_differences", "use_rollouts"]
-
-
-SILENCE_S = 30.0  # how long a rank leaves an error to the one that speaks
-
-
-def refuse(message: str, speaks: bool | None = None) -> NoReturn:
-    """End this process for a user's mistake: one line, status 1, no traceback.
-
-    All ranks tend to find the same, and the launcher ends the others when the first one leaves: the
-    one that speaks leaves at once, the others wait, and speak if they are still there.
-
-    Args:
-        speaks: whether this rank is the one. None: the first of each node is.
-    """
-    if speaks is None:
-        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not speaks:
-        time.sleep(SILENCE_S)
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(1)
+__all__ = ["check_args", "use_rollouts"]
 
 
 def check_args(args: Any) -> None:
@@ -114,17 +93,6 @@ def _check_tokens(args: Any, store: RolloutStore) -> None:
                 f"{shard.path}: rollout {rollout}, token {token} has no recorded routes, and "
                 "--moe-router-replay-missing is error; sample it again, or choose live"
             )
-
-
-def shape_differences(args: Any, store: RolloutStore) -> list[str]:
-    """In what the store's model differs from the trainer's; empty if its routes fit."""
-    info, layers = store.info, moe_layer_indices(args)
-    pairs = {
-        "MoE layers (0-based)": (list(info.moe_layers), list(layers)),
-        "topk": (info.topk, args.moe_router_topk),
-        "experts": (info.num_experts, args.num_experts),
-    }
-    return [f"{name} {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
 
 
 def use_rollouts(

@@ -21,7 +21,7 @@ from megatron_r3.seams.layers import local_moe_layers
 from megatron_r3.store.reader import RolloutStore
 
 if TYPE_CHECKING:
-    from megatron_r3.seams.metrics import _Mismatch
+    from megatron_r3.seams.metrics import StepMetrics
 
 __all__ = ["DispatchWitness", "matches", "row_hashes"]
 
@@ -65,12 +65,12 @@ class DispatchWitness:
         """Watch this microbatch; `rows_T` are its row ids in the router's order."""
         self.rows[microbatch] = rows_T
 
-    def attach(self, model: torch.nn.Module, result: _Mismatch) -> None:
+    def attach(self, model: torch.nn.Module, result: StepMetrics) -> None:
         """Put hooks before dispatch and before the experts of every MoE layer of a model chunk."""
         for number, layer in local_moe_layers(model).items():
             self._attach_layer(number, layer, result)
 
-    def _attach_layer(self, number: int, layer: Any, result: _Mismatch) -> None:
+    def _attach_layer(self, number: int, layer: Any, result: StepMetrics) -> None:
         dispatcher, sent = layer.token_dispatcher, {}
         dispatch_preprocess = dispatcher.dispatch_preprocess
 

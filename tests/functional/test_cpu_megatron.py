@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import SHAPE
 
 from megatron_r3.cpu.attention import thd_index, zigzag
 from megatron_r3.cpu.errors import NotEmulated
@@ -43,28 +44,9 @@ def config(tp: int = 1, cp: int = 1, **options: Any) -> Any:
 
     return TransformerConfig(
         **{
+            **SHAPE,
             "num_layers": 2,
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "num_query_groups": 2,
-            "ffn_hidden_size": 64,
-            "num_moe_experts": 8,
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": 16,
-            "moe_token_dispatcher_type": "alltoall",
             "moe_aux_loss_coeff": 1e-2,
-            "add_bias_linear": False,
-            "gated_linear_unit": True,
-            "normalization": "RMSNorm",
-            "use_cpu_initialization": True,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "bias_dropout_fusion": False,
-            "masked_softmax_fusion": False,
-            "gradient_accumulation_fusion": False,
-            "bias_activation_fusion": False,
-            "apply_rope_fusion": False,
-            "persist_layer_norm": False,
             "tensor_model_parallel_size": tp,
             "sequence_parallel": tp > 1,
             "context_parallel_size": cp,

@@ -21,37 +21,43 @@ def start(**sizes: int) -> None:
     torch.manual_seed(1)
 
 
+# a GPT MoE that trains on the CPU, on any tree
+SHAPE = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 64,
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "normalization": "RMSNorm",
+    "use_cpu_initialization": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "bias_activation_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+
+
 def config(**options: Any) -> Any:
     """Four layers, eight experts, top-2, replay on."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
         **{
+            **SHAPE,
             "num_layers": 4,
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "num_query_groups": 2,
             "kv_channels": 8,
             "qk_layernorm": True,
-            "ffn_hidden_size": 64,
-            "num_moe_experts": 8,
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": 16,
-            "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
-            "add_bias_linear": False,
-            "gated_linear_unit": True,
             "activation_func": torch.nn.functional.silu,
-            "normalization": "RMSNorm",
-            "use_cpu_initialization": True,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "bias_dropout_fusion": False,
-            "masked_softmax_fusion": False,
-            "gradient_accumulation_fusion": False,
-            "bias_activation_fusion": False,
-            "apply_rope_fusion": False,
-            "persist_layer_norm": False,
             "moe_router_replay": True,
             **options,
         }

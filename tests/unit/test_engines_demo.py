@@ -23,13 +23,7 @@ from megatron_r3.engines.transformers import capture_routes
 PROMPTS = [Prompt([1, 5, 6, 7], 3), Prompt([1, 9], 4), Prompt([1, 30, 31, 32], 9)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny matrices: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -5,23 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
-
-from megatron_r3.engines.shape import EngineError, ModelShape  # noqa: E402
-from megatron_r3.engines.transformers import (  # noqa: E402
+from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.engines.transformers import (
     capture_routes,
     routes_from_router_logits,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny matrices: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def qwen(**change):
