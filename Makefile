@@ -22,7 +22,7 @@ $(VENV)/.done: pyproject.toml requirements.lock
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	@expr $$(date +%s) - $$(cat $(BUILD)/setup-start) > $@
+	@echo $$(($$(date +%s) - $$(cat $(BUILD)/setup-start))) > $@
 
 megatron: setup  ## fetch the default megatron-core sources, as a git tree in build/
 	$(R3) megatron --out $(BUILD)

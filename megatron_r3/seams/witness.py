@@ -75,6 +75,7 @@ class DispatchWitness:
         dispatch_preprocess = dispatcher.dispatch_preprocess
 
         def before_dispatch(hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+            sent.clear()  # of a pass that an exception ended
             microbatch = active_microbatch()
             if microbatch is not None and microbatch in self.rows:
                 hashes_T = row_hashes(hidden_states.reshape(-1, hidden_states.shape[-1]))
