@@ -71,7 +71,8 @@ class DispatchWitness:
             self._attach_layer(number, layer, result)
 
     def _attach_layer(self, number: int, layer: Any, result: StepMetrics) -> None:
-        dispatcher, sent = layer.token_dispatcher, {}
+        dispatcher = layer.token_dispatcher
+        sent: dict[str, Any] = {}
         dispatch_preprocess = dispatcher.dispatch_preprocess
 
         def before_dispatch(hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
