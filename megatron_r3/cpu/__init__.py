@@ -12,7 +12,16 @@ from __future__ import annotations
 
 import importlib
 
-from megatron_r3.cpu import attention, device, gloo, index_builder, missing, norm, spawned
+from megatron_r3.cpu import (
+    attention,
+    deep_ep,
+    device,
+    gloo,
+    index_builder,
+    missing,
+    norm,
+    spawned,
+)
 from megatron_r3.cpu.args import CPU_ARGS
 from megatron_r3.cpu.errors import InstallError, NotEmulated
 
@@ -34,6 +43,7 @@ def install() -> None:
     device.install()
     missing.provide_override()
     missing.disable_compiler()
+    deep_ep.provide()
     _check_importable()
     gloo.patch()
     for part in (missing, norm, attention, index_builder):

@@ -1,0 +1,299 @@
+"""DeepEP's intranode normal mode on any torch.distributed backend: layouts and sums, no kernels.
+
+Megatron's flex dispatcher imports `deep_ep`, which is CUDA only. A token goes once to each *rank*
+that has one of its experts; what it was sent as is added up on the way back. After the docstrings
+of deep_ep/buffer.py and deep_ep/utils.py in github.com/deepseek-ai/DeepEP; the order of received
+rows (by sender, then by token) and the sum in float32 are those of its intranode kernels.
+Nothing overlaps here, and DeepEP itself takes only bfloat16 (and FP8) activations.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_r3.cpu.errors import NotEmulated
+
+__all__ = ["Buffer", "EventHandle", "EventOverlap", "Handle", "provide"]
+
+# tuning and streams, which have no meaning here
+_IGNORED = {"config", "previous_event", "async_finish", "allocate_on_comm_stream"}
+
+
+def provide() -> None:
+    """Be `deep_ep` and `deep_ep.utils`, unless there is one; before Megatron looks for it."""
+    if "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None:
+        return
+    utils = _module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap)
+    # it has no HybridEPBuffer: Megatron then knows that it has no such backend
+    package = _module("deep_ep", Buffer=Buffer, EventOverlap=EventOverlap, utils=utils)
+    package.__path__ = []
+    sys.modules.update({"deep_ep": package, "deep_ep.utils": utils})
+
+
+def _module(name: str, **names: Any) -> ModuleType:
+    """A module with a spec: without one, who asks `find_spec` gets a ValueError."""
+    module = ModuleType(name, __doc__)
+    module.__spec__ = ModuleSpec(name, None, origin=__file__)
+    vars(module).update(names)
+    return module
+
+
+class EventHandle:
+    """A CUDA event of DeepEP's: on the CPU all work is done when a call returns."""
+
+    def current_stream_wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+class EventOverlap:
+    """An event that a caller may wait for, also as a context manager."""
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:
+        self.event, self.extra_tensors = event, extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+class Handle(NamedTuple):
+    """Which way the tokens of one dispatch went: for the way back, and to send others after them.
+
+    Attributes:
+        tokens: how many tokens this rank had.
+        rows: the token of each row that it sent, by destination.
+        sent: how many rows it sent to each rank.
+        received: how many rows it got from each rank.
+    """
+
+    tokens: int
+    rows: torch.Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class _Config:
+    """Buffer sizes: there are no buffers."""
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Nothing to allocate for NVLink."""
+        return 0
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Nothing to allocate for RDMA."""
+        return 0
+
+
+class Buffer:
+    """What DeepEP sends tokens with; here it has a group and nothing else.
+
+    Args:
+        group: the ranks, each with the same number of experts, in their order.
+        num_nvl_bytes: kept for who compares it.
+        num_rdma_bytes: kept for who compares it.
+        options: DeepEP's others, none of which is emulated.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        **options: Any,
+    ) -> None:
+        _refuse(options)
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """There are no SMs to set aside."""
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> _Config:
+        """A config that nothing depends on."""
+        return _Config()
+
+    get_combine_config = get_dispatch_config
+
+    def get_dispatch_layout(
+        self, topk_idx: torch.Tensor, num_experts: int, **options: Any
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Which ranks each token goes to.
+
+        Args:
+            topk_idx: each token's experts `[T, K]` int64; -1: none.
+            num_experts: of all ranks.
+            options: streams; they change nothing.
+
+        Returns:
+            Tokens for each rank, None (RDMA), tokens for each expert, whether a token goes to a
+            rank `[T, R]`, and an event.
+        """
+        _refuse(options)
+        _require(topk_idx.dtype == torch.int64 and topk_idx.dim() == 2, "topk_idx: int64 [T, K]")
+        _require(
+            num_experts % self.group_size == 0,
+            f"{num_experts} experts are not divisible by {self.group_size} ranks",
+        )
+        inside = (topk_idx >= -1) & (topk_idx < num_experts)
+        _require(bool(inside.all()), f"topk_idx is -1 or one of {num_experts} experts")
+        # floor division leaves -1 below every rank
+        rank_of = topk_idx // (num_experts // self.group_size)
+        in_rank = (rank_of.unsqueeze(-1) == torch.arange(self.group_size)).any(dim=1)
+        per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
+        return in_rank.sum(0).int(), None, per_expert.int(), in_rank, EventOverlap(EventHandle())
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        handle: Handle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """Send each token to every rank that has one of its experts.
+
+        Args:
+            x: tokens `[T, H]`.
+            handle: that of an earlier dispatch, to send other tokens the same way (the gradients
+                of a combine); no experts and no weights then.
+            num_tokens_per_rank: what get_dispatch_layout returned, as are the next three.
+            num_tokens_per_rdma_rank: None, on one node.
+            is_token_in_rank: needed without a handle, as are all others.
+            num_tokens_per_expert: as many as there are experts.
+            topk_idx: each token's experts `[T, K]` int64; -1: none.
+            topk_weights: their weights `[T, K]` float32.
+            options: streams and tuning; they change nothing.
+
+        Returns:
+            The rows received, their experts as numbers of this rank's (-1: another rank's), their
+            weights (0 there), the number of tokens for each of this rank's experts, the handle,
+            and an event. With `handle`: the rows, and None for what did not change.
+        """
+        _refuse(options)
+        _check_rows(x)
+        if handle is not None:
+            _require(topk_idx is None and topk_weights is None, "a cached dispatch sends x alone")
+            self._check_handle(handle)
+            _require(len(x) == handle.tokens, f"{len(x)} tokens for a handle of {handle.tokens}")
+            return self._send(x, handle), None, None, None, None, EventOverlap(EventHandle())
+        if topk_idx is None or topk_weights is None or num_tokens_per_expert is None:
+            raise NotEmulated("deep_ep on the CPU: a dispatch without a handle, experts or weights")
+        _require(topk_weights.dtype == torch.float32, "topk_weights: float32, as in DeepEP")
+        _require(topk_weights.shape == topk_idx.shape, "topk_weights has the shape of topk_idx")
+        _require(len(x) == len(topk_idx), f"{len(x)} tokens, but experts for {len(topk_idx)}")
+        num_experts = num_tokens_per_expert.numel()
+        per_rank, _, per_expert, in_rank, event = self.get_dispatch_layout(topk_idx, num_experts)
+        _require(
+            num_tokens_per_rdma_rank is None
+            and _equal(num_tokens_per_rank, per_rank)
+            and _equal(num_tokens_per_expert, per_expert)
+            and _equal(is_token_in_rank, in_rank),
+            "the layout is not that of topk_idx on one node",
+        )
+        handle = self._make_handle(in_rank)
+        local = num_experts // self.group_size
+        ids = self._send(topk_idx, handle) - self.rank * local
+        elsewhere = (ids < 0) | (ids >= local)
+        weights = self._send(topk_weights, handle).masked_fill(elsewhere, 0.0)
+        received = torch.bincount(ids[~elsewhere], minlength=local).tolist()
+        ids = ids.masked_fill(elsewhere, -1)
+        return self._send(x, handle), ids, weights, received, handle, event
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Send every row back, and add up those of each token (without weights).
+
+        Args:
+            x: a row for each one that the dispatch of `handle` received `[N, H]`.
+            handle: what that dispatch returned.
+            topk_weights: added up the same way `[N, K]` float32: the gradients of a dispatch.
+            options: streams and tuning; they change nothing.
+
+        Returns:
+            The tokens `[T, H]`, the weights `[T, K]` or None, and an event.
+        """
+        _refuse(options)
+        _check_rows(x)
+        self._check_handle(handle)
+        received = sum(handle.received)
+        _require(len(x) == received, f"{len(x)} rows for a handle that received {received}")
+        if topk_weights is not None:
+            _require(topk_weights.dtype == torch.float32, "topk_weights: float32, as in DeepEP")
+            _require(len(topk_weights) == received, "topk_weights has a row for each of x")
+            topk_weights = self._add_up(topk_weights, handle)
+        return self._add_up(x, handle), topk_weights, EventOverlap(EventHandle())
+
+    def _make_handle(self, in_rank: torch.Tensor) -> Handle:
+        """The way of a layout; the ranks tell each other how many rows will come."""
+        rows = in_rank.t().nonzero()[:, 1]
+        sent = in_rank.sum(0)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return Handle(len(in_rank), rows, sent.tolist(), received.tolist())
+
+    def _check_handle(self, handle: Handle) -> None:
+        _require(
+            isinstance(handle, Handle) and len(handle.sent) == self.group_size,
+            f"the handle is not that of a dispatch among {self.group_size} ranks",
+        )
+
+    def _send(self, tokens: torch.Tensor, handle: Handle) -> torch.Tensor:
+        return self._exchange(tokens[handle.rows], handle.sent, handle.received)
+
+    def _exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """The rows for this rank, by sender."""
+        output = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(output, rows.detach().contiguous(), received, sent, self.group)
+        return output
+
+    def _add_up(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """Each token's sum of what comes back of it: in float32, where that is the wider type."""
+        back = self._exchange(rows, handle.received, handle.sent)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        total = back.new_zeros((handle.tokens, *rows.shape[1:]), dtype=wide)
+        return total.index_add_(0, handle.rows, back.to(wide)).to(rows.dtype)
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise NotEmulated(f"deep_ep on the CPU: {what}")
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """Whatever a later or another mode of DeepEP would do with these."""
+    _require(options.keys() <= _IGNORED, f"no {', '.join(sorted(options.keys() - _IGNORED))}")
+
+
+def _check_rows(x: Any) -> None:
+    """DeepEP asserts the same, but for pairs of FP8 and its scales."""
+    _require(
+        isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_contiguous(),
+        "x: one contiguous tensor [T, H] (no FP8 with its scales)",
+    )
+
+
+def _equal(given: torch.Tensor | None, made: torch.Tensor) -> bool:
+    return given is not None and torch.equal(given, made)

@@ -1,0 +1,84 @@
+"""Hybrid models of attention (*), MLP (-) and MoE (E) layers from Megatron's local modules.
+
+    pretrain_hybrid.py ... --hybrid-layer-pattern "*E*E" --spec megatron_r3.cpu.hybrid_spec spec
+
+Upstream's hybrid_layer_specs.py builds on Transformer Engine and mamba-ssm. As there, attention
+and MLP are layers of their own; what they are made of is that of the local GPT spec. No MTP.
+Importing this module changes Megatron: see `_use_torch_norm`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer import (
+    ModuleSpec,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    attention,
+)
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+from megatron_r3.cpu.errors import NotEmulated
+
+__all__ = ["spec"]
+
+
+def _use_torch_norm() -> None:
+    """Two norms are no part of a hybrid spec, but Transformer Engine's by name.
+
+    The final norm of the stack, and with --qk-layernorm those of queries and keys where the spec
+    leaves them to the config (attention.py refuses that without Transformer Engine).
+    """
+    hybrid_block.TENorm = WrappedTorchNorm
+    attention.TENorm = WrappedTorchNorm
+
+
+class _NotHere(torch.nn.Module):
+    """A layer that this spec does not have: refused when it is built."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotEmulated("hybrid_spec has attention (*), MLP (-) and MoE (E) layers only")
+
+
+def _layer(kind: type, *names: str, num_experts: int | None = None) -> ModuleSpec:
+    """A layer of some of the local GPT layer's parts.
+
+    Args:
+        kind: what it is a layer of.
+        names: the parts that it has.
+        num_experts: None for a dense MLP. How many does not matter: the config says.
+    """
+    # RMSNorm here means torch's norms, also where there is apex; the config says which of them
+    whole = get_gpt_layer_local_submodules(num_experts=num_experts, normalization="RMSNorm")
+    parts = TransformerLayerSubmodules(**{name: getattr(whole, name) for name in names})
+    if "self_attention" in names:
+        # as upstream's hybrid spec: IdentityOp would turn --qk-layernorm off in silence
+        inside = parts.self_attention.submodules
+        inside.q_layernorm = inside.k_layernorm = None
+    return ModuleSpec(module=kind, submodules=parts)
+
+
+_use_torch_norm()
+_not_here = ModuleSpec(module=_NotHere)
+_mlp = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+
+spec = ModuleSpec(
+    module=hybrid_block.HybridStack,
+    submodules=hybrid_block.HybridStackSubmodules(
+        mamba_layer=_not_here,
+        gdn_layer=_not_here,
+        dsa_layer=_not_here,
+        mla_layer=_not_here,
+        attention_layer=_layer(
+            TransformerLayer, "input_layernorm", "self_attention", "self_attn_bda"
+        ),
+        mlp_layer=_layer(MLPLayer, *_mlp),
+        moe_layer=_layer(MoETransformerLayer, *_mlp, num_experts=1),
+    ),
+)
