@@ -46,6 +46,10 @@ class MicrobatchRoutes:
         counted_T: bool, tokens that count in the mismatch statistics. None: measure nothing.
         replay: False observes only: the router stays live and is compared with `ids`.
         record: a layer without routes is chosen live at its first pass, and that is kept in `ids`.
+        padding_T: bool, tokens that are none: left out of the router's load. None: as the model
+            was told.
+        mean_tokens: the tokens that are not padding, on average over the ranks that share the
+            sequences (tensor and context parallel). None: unknown.
         mismatched: for each layer a count, int64 on the device: counted tokens whose live choice
             is another set of experts than `ids`. Filled at the first pass.
         mismatched_T: bool, the tokens for which that is so in any layer of this rank.
@@ -59,6 +63,8 @@ class MicrobatchRoutes:
         counted_T: Tensor | None = None,
         replay: bool = True,
         record: bool = False,
+        padding_T: Tensor | None = None,
+        mean_tokens: float | None = None,
     ) -> None:
         self.ids = ids
         self.live_T = live_T
@@ -68,6 +74,13 @@ class MicrobatchRoutes:
         self.mismatched_T: Tensor | None = None
         self._settled: set[int] = set()
         self.record = record
+        self.padding_T = padding_T
+        self.mean_tokens = mean_tokens
+
+    @property
+    def replays(self) -> bool:
+        """Whether its layers take given routes now."""
+        return self.replay and not self.record
 
     def topk(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_r3.seams import recompute
+from megatron_r3.seams import deferred
 
 __all__ = ["check_config", "refusals"]
 
@@ -49,9 +49,6 @@ def refusals(config: Any) -> list[str]:
         "unset it": on("moe_router_fusion"),
         "a CUDA graph that captures the router would repeat the routes of its first microbatch; "
         "leave moe_router out of cuda_graph_modules": _captures_router(config),
-        "overlap_moe_expert_parallel_comm runs a forward pass in pieces that are not bound to "
-        "their microbatch yet; unset it": on("overlap_moe_expert_parallel_comm"),
-        "hybrid models are not supported yet": on("is_hybrid_model") or on("hybrid_layer_pattern"),
         "moe_router_padding_for_quantization routes padding to experts that no rollout recorded; "
         "unset it": on("moe_router_padding_for_quantization") or on("moe_router_padding_for_fp8"),
         "transformer_impl=inference_optimized is not a training implementation": (
@@ -70,4 +67,4 @@ def check_config(config: Any) -> None:
     found = refusals(config)
     if found:
         raise ValueError("moe_router_replay: " + "; ".join(found))
-    recompute.install()
+    deferred.install()

@@ -1,4 +1,4 @@
-"""Other half of the recompute patch: what Megatron binds a function to that it will run again."""
+"""Other half of the recompute and schedule patches: what a function that runs later is bound to."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Bind every recompute from now on to the microbatch of its forward pass. Idempotent.
+    """Bind every recompute and schedule node from now on to the microbatch it is made for.
 
-    Stateless: a model without an active microbatch recomputes without one.
+    Idempotent and stateless: without an active microbatch they run without one.
     """
-    from megatron.core.tensor_parallel.random import set_recompute_binder
+    from megatron.core.tensor_parallel.random import set_deferred_binder
 
-    set_recompute_binder(bind_to_microbatch)
+    set_deferred_binder(bind_to_microbatch)

@@ -1,7 +1,7 @@
 """The forward step on rollouts: a batch, its routes, the policy loss.
 
 Shape suffixes: B batch, S sequence of this context-parallel rank, T tokens of this rank in the
-router's order, L MoE layers of this model chunk, K top-k.
+router's order.
 """
 
 from __future__ import annotations
@@ -10,48 +10,23 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_r3.fingerprint import router_digest
 from megatron_r3.replay import MicrobatchRoutes, replaying
 from megatron_r3.rl import agreement_sums, clipped_policy_loss
-from megatron_r3.rows import PADDING, router_order, spread_padding
-from megatron_r3.seams.layers import local_routers, shape_differences
+from megatron_r3.seams.batch import RankBatches, microbatch_routes, packed_seq_params
+from megatron_r3.seams.layers import local_routers, shape_differences, unwrapped
 from megatron_r3.seams.metrics import install_metrics
 from megatron_r3.seams.refuse import refuse
 from megatron_r3.seams.router import RouterHook
 from megatron_r3.seams.witness import DispatchWitness
 from megatron_r3.store.reader import RolloutStore
 
-__all__ = ["RolloutStep", "microbatch_routes", "policy_loss"]
+__all__ = ["RolloutStep", "policy_loss"]
 
-
-def microbatch_routes(
-    store: RolloutStore, rows_T: Tensor, layer_numbers: list[int], device: Any = "cpu"
-) -> MicrobatchRoutes:
-    """Read what one rank needs for one microbatch: its layers, its tokens.
-
-    Args:
-        rows_T: int64 on the host, the row ids in the router's order, -1 for padding.
-        layer_numbers: Megatron's, from 1.
-
-    Returns:
-        Routes with padding spread over all experts and missing rows marked live.
-    """
-    trace = [store.info.moe_layers.index(number - 1) for number in layer_numbers]
-    ids_LTK, recorded_T = store.routes(rows_T.numpy(), trace)
-    padding_T = rows_T.numpy() == PADDING
-    ids_LTK[:, padding_T] = spread_padding(
-        int(padding_T.sum()), store.info.topk, store.info.num_experts
-    ).numpy()
-    if ids_LTK.dtype == np.uint16:
-        ids_LTK = ids_LTK.astype(np.int16)  # torch has no gather for uint16
-    on_device = torch.from_numpy(ids_LTK).to(device, non_blocking=True)
-    missing_T = ~recorded_T & ~padding_T
-    live_T = torch.from_numpy(missing_T).to(device, non_blocking=True) if missing_T.any() else None
-    return MicrobatchRoutes(dict(zip(layer_numbers, on_device, strict=True)), live_T=live_T)
+HOST_FIELDS = {"rows", "real", "cu_seqlens"}  # what the loss does not need
 
 
 class RolloutStep:
@@ -70,7 +45,7 @@ class RolloutStep:
         self.metrics = install_metrics(args.num_layers)
         self.witness = DispatchWitness(store) if args.moe_router_replay_verify_dispatch else None
         self.first_iteration: int | None = None
-        self._positions_S: Tensor | None = None
+        self.batches = RankBatches(args)
 
     def __call__(
         self, data_iterator: Iterator[dict[str, Tensor]], model: Any, *more: Any, **kwargs: Any
@@ -79,11 +54,21 @@ class RolloutStep:
         if not model.training:
             return self.forward_step(data_iterator, model, *more, **kwargs)
         assert not more, f"unexpected arguments of a forward step: {more} {kwargs}"
-        batch = self._on_this_cp_rank(next(data_iterator))
-        microbatch = self._microbatch(model, batch)
-        batch = {k: v.cuda(non_blocking=True) for k, v in batch.items() if k != "rows"}
+        batch = self.batches.split(next(data_iterator))
+        microbatch = self._microbatch(unwrapped(model), batch)
+        packed = packed_seq_params(batch)
+        batch = {k: v.cuda(non_blocking=True) for k, v in batch.items() if k not in HOST_FIELDS}
+        # combined 1F1B asks for a plan of the forward pass, and runs its nodes later
+        forward = model.build_schedule_plan if kwargs.get("return_schedule_plan") else model
         with replaying(microbatch):
-            output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+            output = forward(
+                batch["tokens"],
+                batch["position_ids"],
+                None,
+                labels=batch["labels"],
+                loss_mask=batch["loss_mask"],
+                packed_seq_params=packed,
+            )
         return output, partial(self._loss, batch)
 
     def _loss(self, batch: dict[str, Tensor], output_BS: Tensor) -> Any:
@@ -105,42 +90,17 @@ class RolloutStep:
             )
         return result
 
-    def _on_this_cp_rank(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This context-parallel rank's part, still on the host.
-
-        Which positions that are is asked of Megatron once: it splits on the device, and reading
-        the row ids back for every microbatch would make the host wait.
-        """
-        from megatron.core import mpu
-        from megatron.core.utils import get_batch_on_this_cp_rank
-
-        if self.args.context_parallel_size == 1:
-            return batch
-        if self._positions_S is None:
-            whole = {"positions": torch.arange(self.args.seq_length)[None].cuda()}
-            group = mpu.get_context_parallel_group()
-            split = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
-            self._positions_S = split["positions"][0].cpu()
-        positions_S = self._positions_S
-        return {k: v[:, positions_S] if v.dim() == 2 else v for k, v in batch.items()}
-
     def _microbatch(self, model: Any, batch: dict[str, Tensor]) -> MicrobatchRoutes | None:
-        from megatron.core import mpu
-
         layer_numbers = self._layers_of(model)
         if not self.measurable:
             return None
-        parts = mpu.get_tensor_model_parallel_world_size() if self.args.sequence_parallel else 1
-        order = partial(
-            router_order,
-            sequence_parallel_size=parts,
-            rank=mpu.get_tensor_model_parallel_rank() if parts > 1 else 0,
-        )
-        rows_T = order(batch["rows"])
+        rows_T = self.batches.router_order(batch["rows"])
         microbatch = microbatch_routes(self.store, rows_T, layer_numbers, torch.device("cuda"))
+        microbatch.mean_tokens = self.batches.mean_tokens(batch)
         microbatch.replay = self.args.moe_router_replay
         if self._measures():
-            counted_T = order(batch["loss_mask"]).bool().cuda(non_blocking=True)
+            counted_T = self.batches.router_order(batch["loss_mask"]).bool()
+            counted_T = counted_T.cuda(non_blocking=True)
             live_T = microbatch.live_T
             microbatch.counted_T = counted_T if live_T is None else counted_T & ~live_T
             self.metrics.add(id(model), microbatch)
@@ -170,7 +130,7 @@ class RolloutStep:
                 self._check_policy(routers)
                 for number, router in routers.items():
                     if router.router_replay is None:  # live: only observe
-                        router.router_replay = RouterHook(number)
+                        router.router_replay = RouterHook(router.config, layer_number=number)
                 if self.witness is not None:
                     self.witness.attach(model, self.metrics)
         return self.layers[id(model)]

@@ -12,18 +12,29 @@ if TYPE_CHECKING:
 
     from megatron_r3.store.reader import RolloutStore
 
-__all__ = ["local_moe_layers", "local_routers", "moe_layer_indices", "shape_differences"]
+__all__ = [
+    "local_moe_layers",
+    "local_routers",
+    "moe_layer_indices",
+    "shape_differences",
+    "unwrapped",
+]
 
 
 def moe_layer_indices(config: Any) -> tuple[int, ...]:
     """The 0-based indices of the MoE layers among the decoder layers.
 
     Megatron's rule (megatron/core/models/gpt/gpt_layer_specs.py): an integer frequency f makes
-    layer i MoE where i % f == 0; a list is the pattern itself.
+    layer i MoE where i % f == 0; a list is the pattern itself. A hybrid model is its pattern, in
+    which `|` parts pipeline stages and `/` begins MTP (models/hybrid/hybrid_layer_allocation.py).
 
     Args:
-        config: a TransformerConfig or the parsed arguments.
+        config: a TransformerConfig (not of a hybrid model) or the parsed arguments.
     """
+    pattern = getattr(config, "hybrid_layer_pattern", None)
+    if pattern:
+        layers = pattern.split("/")[0].replace("|", "")
+        return tuple(i for i, kind in enumerate(layers) if kind == "E")
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
         return tuple(i for i in range(config.num_layers) if i % frequency == 0)
@@ -61,3 +72,10 @@ def local_moe_layers(model: torch.nn.Module) -> dict[int, BaseMoELayer]:
         for module in model.modules()
         if isinstance(module, BaseMoELayer) and not module.router.is_mtp_layer
     }
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model chunk without its wrappers: some schedules hand over the one, some the other."""
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(model)

@@ -1,28 +1,40 @@
-"""Other half of the router patch: the object that a TopKRouter asks for its top-k.
+"""Other half of the router patches: what a TopKRouter asks about its tokens.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes: T tokens of this rank, E experts, K top-k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_r3.replay import active_microbatch
+from megatron_r3.replay import MicrobatchRoutes, active_microbatch
 
 __all__ = ["RouterHook"]
 
 
 class RouterHook:
-    """Speaks the protocol of Megatron's `RouterReplay` to `topk_routing_with_score_function`.
+    """Answers a router from the active microbatch; without one the router is live.
 
-    Holds no state but its layer number, which `Router.set_layer_number` writes: the routes are
-    those of the active microbatch.
+    Speaks the protocol of Megatron's `RouterReplay` to `topk_routing_with_score_function`. The
+    routes are those of the active microbatch: the hook only knows which layer it is, which
+    `Router.set_layer_number` writes.
+
+    Args:
+        config: the router's TransformerConfig.
+        replays: False for a router that has no recorded routes (MTP): it stays live, and still
+            leaves padding out of its load.
+        layer_number: Megatron's, from 1.
     """
 
-    def __init__(self, layer_number: int | None = None) -> None:
+    def __init__(self, config: Any, replays: bool = True, layer_number: int | None = None) -> None:
+        self.config = config
+        self.replays = replays
         self.layer_number = layer_number
+        self._live_TK: Tensor | None = None  # of the pass that is running
 
     def get_replay_topk(
         self,
@@ -43,6 +55,58 @@ class RouterHook:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
         microbatch = active_microbatch()
-        if microbatch is None:
+        if microbatch is None or not self.replays:
             return live_topk()
+        if self._replaying() and self._bias_is_live() and torch.is_grad_enabled():
+            with torch.no_grad():
+                self._live_TK = live_topk()[1]
         return microbatch.topk(self.layer_number, scores, topk, live_topk)
+
+    def padding_mask(self, given_T: Tensor | None) -> Tensor | None:
+        """Which tokens are padding, bool: as the active microbatch says, else what was given."""
+        microbatch = active_microbatch()
+        padding_T = None if microbatch is None else microbatch.padding_T
+        return given_T if padding_T is None else padding_T
+
+    def mean_tokens(self, local: int | Tensor) -> float | int | Tensor:
+        """Real tokens of a rank, on average over the ranks that share this microbatch's sequences.
+
+        Upstream scales the auxiliary loss by the rank's own count (router.py,
+        `attach_and_log_load_balancing_loss`), which is the same where no token is padding.
+        """
+        microbatch = active_microbatch()
+        mean = None if microbatch is None else microbatch.mean_tokens
+        return local if mean is None else mean
+
+    def map_for_aux_loss(
+        self, routed_TE: Tensor, live_TE: Tensor, padding_T: Tensor | None
+    ) -> Tensor:
+        """The routing map `[T, E]` whose load the auxiliary losses see.
+
+        Args:
+            routed_TE: where the tokens go.
+            live_TE: what upstream would count, already without padding.
+        """
+        replayed = self.config.moe_router_replay_aux_loss == "replayed"
+        return _real(routed_TE, padding_T) if replayed and self._replaying() else live_TE
+
+    def map_for_expert_bias(self, routed_TE: Tensor, padding_T: Tensor | None) -> Tensor:
+        """The routing map `[T, E]` whose load updates the expert bias."""
+        live_TK, self._live_TK = self._live_TK, None
+        if live_TK is not None:
+            routed_TE = torch.zeros_like(routed_TE).scatter(1, live_TK, True)
+        return _real(routed_TE, padding_T)
+
+    def _bias_is_live(self) -> bool:
+        config = self.config
+        return config.moe_router_enable_expert_bias and (
+            config.moe_router_replay_expert_bias == "live"
+        )
+
+    def _replaying(self) -> bool:
+        microbatch: MicrobatchRoutes | None = active_microbatch()
+        return self.replays and microbatch is not None and microbatch.replays
+
+
+def _real(map_TE: Tensor, padding_T: Tensor | None) -> Tensor:
+    return map_TE if padding_T is None else map_TE & ~padding_T[:, None]

@@ -50,8 +50,16 @@ def _check_store(args: Any, store: RolloutStore) -> None:
     where = f"--rollouts {' '.join(args.rollouts)}"
     if not 0 < args.rollouts_clip_eps < 1:
         raise ValueError(f"--rollouts-clip-eps {args.rollouts_clip_eps}: it lies between 0 and 1")
-    if args.mtp_num_layers:
-        raise ValueError(f"{where}: a policy loss for --mtp-num-layers is not supported; unset it")
+    if args.rollouts_pack and args.micro_batch_size != 1:
+        raise ValueError(
+            f"--rollouts-pack with --micro-batch-size {args.micro_batch_size}: a pack is a "
+            "micro-batch; set it to 1 and raise --seq-length instead"
+        )
+    if args.rollouts_pack and {*(getattr(args, "hybrid_layer_pattern", None) or "")} & {*"MG"}:
+        raise ValueError(
+            f"--rollouts-pack with --hybrid-layer-pattern {args.hybrid_layer_pattern}: the state "
+            "of its recurrent layers would run on from one rollout into the next; unset one"
+        )
     others = ("sft", "perform_rl_step", "hybrid_context_parallel")
     for other in (name for name in others if getattr(args, name, False)):
         raise ValueError(f"{where}: not together with --{other.replace('_', '-')}")
@@ -105,7 +113,7 @@ def use_rollouts(
     from megatron.training.utils import print_rank_0
 
     from megatron_r3.seams.forward import RolloutStep
-    from megatron_r3.store.dataset import RolloutDataset
+    from megatron_r3.store.dataset import PackedRollouts, RolloutDataset
 
     if args.rollouts is None:
         refuse("--moe-router-replay has nothing to replay: give --rollouts DIR, a rollout store")
@@ -125,7 +133,11 @@ def use_rollouts(
     )
 
     def rollout_provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-        train = RolloutDataset(store, args.seq_length, sizes[0])
+        if args.rollouts_pack:
+            align = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+            train: RolloutDataset = PackedRollouts(store, args.seq_length, sizes[0], align)
+        else:
+            train = RolloutDataset(store, args.seq_length, sizes[0])
         if not args.eval_iters:
             return train, None, None
         takes_stage = "vp_stage" in inspect.signature(provider).parameters

@@ -1,6 +1,6 @@
 """Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids.
 
-Shape suffixes: N tokens of a rollout, S sequence length.
+Shape suffixes: N tokens of a rollout, S sequence length, D documents of a pack.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from megatron_r3.rl.advantages import group_normalised
 from megatron_r3.rows import PADDING
 from megatron_r3.store.reader import RolloutStore
 
-__all__ = ["RolloutDataset"]
+__all__ = ["SEQUENCE_FIELDS", "PackedRollouts", "RolloutDataset"]
+
+# what a rollout has for each input token, and what padding holds
+_FILL = {
+    "tokens": 0,
+    "labels": 0,
+    "rows": PADDING,
+    "loss_mask": 0.0,
+    "sampled_logprobs": 0.0,
+    "advantages": 0.0,
+}
+SEQUENCE_FIELDS = (*_FILL, "position_ids")
 
 
 class RolloutDataset(torch.utils.data.Dataset):
@@ -42,26 +53,79 @@ class RolloutDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Fields of length S: tokens, labels, position_ids and rows int64; loss_mask,
-        sampled_logprobs and advantages float32; and the scalar reward.
+        sampled_logprobs and advantages float32; and the rewards.
 
         Position t predicts token t + 1, and its loss_mask, log-prob and advantage are
         those of token t + 1.
         """
-        rollout = index % len(self.store)
+        return self._sample([index % len(self.store)], [self.seq_length])
+
+    def _sample(self, rollouts: list[int], lengths: list[int]) -> dict[str, Tensor]:
+        """These rollouts one after the other, each padded to its length."""
+        documents = [self._document(rollout) for rollout in rollouts]
+        fields: dict[str, Tensor] = {}
+        for name, fill in _FILL.items():
+            values = np.full(self.seq_length, fill, documents[0][name].dtype)
+            start = 0
+            for document, length in zip(documents, lengths, strict=False):
+                values[start : start + len(document[name])] = document[name]
+                start += length
+            fields[name] = torch.from_numpy(values)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        fields["position_ids"] = torch.from_numpy(positions)
+        fields["reward"] = torch.from_numpy(self.reward[rollouts])
+        return fields
+
+    def _document(self, rollout: int) -> dict[str, np.ndarray]:
         fields = self.store.fields(rollout)
         response = fields["response"][1:].astype(np.float32)
         return {
-            "tokens": self._pad(fields["tokens"][:-1], np.int64),
-            "labels": self._pad(fields["tokens"][1:], np.int64),
-            "position_ids": torch.arange(self.seq_length),
-            "rows": self._pad(self.store.row_ids(rollout), np.int64, PADDING),
-            "loss_mask": self._pad(response, np.float32),
-            "sampled_logprobs": self._pad(fields["logprobs"][1:], np.float32),
-            "advantages": self._pad(response * self.advantage[rollout], np.float32),
-            "reward": torch.tensor(self.reward[rollout]),
+            "tokens": fields["tokens"][:-1].astype(np.int64),
+            "labels": fields["tokens"][1:].astype(np.int64),
+            "rows": self.store.row_ids(rollout),
+            "loss_mask": response,
+            "sampled_logprobs": fields["logprobs"][1:],
+            "advantages": response * self.advantage[rollout],
         }
 
-    def _pad(self, values: np.ndarray, dtype: type, fill: int = 0) -> Tensor:
-        padded: np.ndarray = np.full(self.seq_length, fill, dtype)
-        padded[: len(values)] = values
-        return torch.from_numpy(padded)
+
+class PackedRollouts(RolloutDataset):
+    """Sample i is pack i modulo their number: rollouts in store order, as many as fit.
+
+    Every rollout is padded on the right to a multiple of `align`, and a pack to S by a document of
+    padding alone.
+
+    Args:
+        align: what context parallelism splits a document into, 2 * CP, else 1; divides S.
+    """
+
+    def __init__(
+        self,
+        store: RolloutStore,
+        seq_length: int,
+        num_samples: int | None = None,
+        align: int = 1,
+    ) -> None:
+        super().__init__(store, seq_length, num_samples)
+        assert seq_length % align == 0, f"{seq_length} is no multiple of {align}"
+        inputs = store.column("num_tokens") - 1
+        self.lengths = -(-inputs // align) * align
+        self.packs: list[list[int]] = []
+        room = 0
+        for rollout, length in enumerate(self.lengths.tolist()):
+            if length > room:
+                self.packs.append([])
+                room = seq_length
+            self.packs[-1].append(rollout)
+            room -= length
+        self.num_samples = max(num_samples or 0, len(self.packs))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """As a RolloutDataset's; and cu_seqlens, int32 `[D + 1]`, where the documents begin."""
+        rollouts = self.packs[index % len(self.packs)]
+        lengths = self.lengths[rollouts].tolist()
+        tail = self.seq_length - sum(lengths)
+        lengths += [tail] if tail else []
+        sample = self._sample(rollouts, lengths)
+        sample["cu_seqlens"] = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+        return sample

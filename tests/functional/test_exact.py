@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,12 +87,12 @@ def other_routes(layers: int = 4) -> MicrobatchRoutes:
 
 def recompute_sees_its_own_routes(rank: int, bound: bool) -> bool:
     """Replay without and with recompute, other microbatches in between, backward out of order."""
-    from megatron.core.tensor_parallel.random import set_recompute_binder
+    from megatron.core.tensor_parallel.random import set_deferred_binder
 
     start()
     plain, recomputing = model(config()), model(config(**RECOMPUTE["full"]))
     if not bound:
-        set_recompute_binder(None)
+        set_deferred_binder(None)
     tokens, positions, labels = batch()
     want = loss_and_gradients(plain, replaying(other_routes()))
     with replaying(other_routes()):
@@ -130,7 +131,7 @@ def test_an_exception_inside_a_microbatch_leaves_nothing_behind(patched: TreeWor
     assert patched.run(after_an_exception, 1) == [True]
 
 
-def mtp_stays_live(rank: int) -> tuple[list[int | None], list[bool]]:
+def mtp_stays_live(rank: int) -> list[tuple[int, bool]]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     start()
@@ -151,11 +152,87 @@ def mtp_stays_live(rank: int) -> tuple[list[int | None], list[bool]]:
         mtp_block_spec=get_gpt_mtp_block_spec(mtp, spec, use_transformer_engine=False),
     )
     routers = [m for m in gpt.modules() if isinstance(m, TopKRouter)]
-    hooks = [r.router_replay and r.router_replay.layer_number for r in routers]
-    return hooks, [r.is_mtp_layer for r in routers]
+    assert [r.is_mtp_layer for r in routers] == [False] * 4 + [True]
+    tokens, positions, labels = batch()
+    with replaying(other_routes()):  # an MTP router that replayed would take those of layer 1
+        gpt(tokens, positions, None, labels=labels)
+    return [(r.router_replay.layer_number, r.router_replay.replays) for r in routers]
 
 
 def test_mtp_routers_are_live_and_alias_no_decoder_layer(patched: TreeWorker) -> None:
-    ((hooks, is_mtp),) = patched.run(mtp_stays_live, 1)
-    assert hooks == [1, 2, 3, 4, None]
-    assert is_mtp == [False] * 4 + [True]
+    (hooks,) = patched.run(mtp_stays_live, 1)
+    assert hooks == [(1, True), (2, True), (3, True), (4, True), (1, False)]
+
+
+def other_models(rank: int) -> dict[str, bool]:
+    """A policy, a critic of another shape beside it, and the policy built anew."""
+    start()
+    policy = model(config())
+    want = loss_and_gradients(policy, replaying(other_routes()))
+    critic = model(config(num_layers=2, moe_router_topk=3))
+    live = loss_and_gradients(critic, contextlib.nullcontext())
+    again = loss_and_gradients(policy, replaying(other_routes()))
+    # the critic runs while the policy's microbatch waits for its backward pass
+    tokens, positions, labels = batch()
+    policy.zero_grad(set_to_none=True)
+    with replaying(other_routes()):
+        loss = policy(tokens, positions, None, labels=labels).sum()
+    beside = loss_and_gradients(critic, contextlib.nullcontext())
+    loss.backward()
+    mixed = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+    del policy
+    return {
+        "beside a critic": same(want, again),
+        "the critic is live": same(live, beside),
+        "a critic in between": same(want, (loss.detach(), mixed)),
+        "built anew": same(want, loss_and_gradients(model(config()), replaying(other_routes()))),
+        "routes matter": not same(want, loss_and_gradients(model(config()), replaying(None))),
+    }
+
+
+def test_another_model_in_the_process_and_a_rebuilt_one_change_nothing(
+    patched: TreeWorker,
+) -> None:
+    (results,) = patched.run(other_models, 1)
+    assert all(results.values()), results
+
+
+def noisy_ties(rank: int, written_back: bool) -> bool:
+    """Missing rows, a router without a preference, noise that breaks the ties: one pass or two."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    start()
+    gpt = model(config(**RECOMPUTE["full"]))
+    noise = torch.Generator().manual_seed(0)
+    chosen: dict[int, list[torch.Tensor]] = {}
+    for router in (m for m in gpt.modules() if isinstance(m, TopKRouter)):
+        router.weight.data.zero_()
+        ask = router.router_replay.get_replay_topk
+
+        def noisy(
+            scores: Any, topk: int, *_: Any, ask: Any = ask, number: int = 0, **__: Any
+        ) -> Any:
+            def any_topk(given: Any, k: int, **___: Any) -> Any:
+                ids = torch.rand(given.shape, generator=noise).topk(k, dim=1).indices
+                return given.gather(1, ids), ids
+
+            values, ids = ask(scores, topk, None, None, any_topk)
+            chosen.setdefault(number, []).append(ids.sort(dim=1).values)
+            return values, ids
+
+        router.router_replay.get_replay_topk = partial(noisy, number=router.layer_number)
+    routes = other_routes()
+    routes.live_T = torch.arange(BATCH * SEQUENCE) % 3 == 0
+    tokens, positions, labels = batch()
+    with replaying(routes):
+        loss = gpt(tokens, positions, None, labels=labels).sum()
+    if not written_back:
+        routes._settled.clear()
+    loss.backward()
+    assert all(len(passes) == 2 for passes in chosen.values())
+    return len(chosen) == 4 and all(torch.equal(*passes) for passes in chosen.values())
+
+
+def test_a_recompute_repeats_the_live_choice_of_missing_rows(patched: TreeWorker) -> None:
+    assert patched.run(noisy_ties, 1, True) == [True]
+    assert patched.run(noisy_ties, 1, False) == [False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,9 +67,10 @@ def gate(rank: int, name: str) -> dict[str, float]:
     (want * upstream).sum().backward()
     if options.pop("bias", False):
         options["expert_bias"] = torch.linspace(-2, 2, E)
+    config = SimpleNamespace(moe_router_enable_expert_bias=False)
     with replaying(MicrobatchRoutes({1: ids.to(torch.uint8)})):
         probs, routing_map = topk_routing_with_score_function(
-            logits, router_replay=RouterHook(1), **options
+            logits, router_replay=RouterHook(config, layer_number=1), **options
         )
     (probs * upstream.float()).sum().backward()
     assert logits.grad is not None

@@ -19,8 +19,6 @@ WRONG = {
     "force_biased": {"moe_router_force_biased": 0.0},
     "moe_router_fusion": {"moe_router_fusion": True},
     "CUDA graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
-    "overlap_moe_expert_parallel_comm": {"overlap_moe_expert_parallel_comm": True},
-    "hybrid": {"is_hybrid_model": True},
     "padding_for_quantization": {"moe_router_padding_for_quantization": True},
     "inference_optimized": {"transformer_impl": "inference_optimized"},
 }
@@ -54,3 +52,8 @@ def test_a_graph_of_attention_alone_is_accepted():
 )
 def test_moe_layers_follow_megatrons_rule(frequency, layers):
     assert moe_layer_indices(SimpleNamespace(num_layers=5, moe_layer_freq=frequency)) == layers
+
+
+def test_moe_layers_of_a_hybrid_model_are_those_of_its_pattern():
+    config = SimpleNamespace(num_layers=6, moe_layer_freq=1, hybrid_layer_pattern="*E|M-|EE/*E/*E")
+    assert moe_layer_indices(config) == (1, 4, 5)

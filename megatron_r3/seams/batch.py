@@ -1,0 +1,132 @@
+"""What this rank holds of a batch, still on the host, and the routes of those tokens.
+
+Shape suffixes: B batch, S sequence (of this context-parallel rank once it is split), T tokens of
+this rank in the router's order, D documents of a pack.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.replay import MicrobatchRoutes
+from megatron_r3.rows import PADDING, router_order, spread_padding
+from megatron_r3.store.dataset import SEQUENCE_FIELDS
+from megatron_r3.store.reader import RolloutStore
+
+__all__ = ["RankBatches", "microbatch_routes", "packed_seq_params"]
+
+
+class RankBatches:
+    """Splits batches as Megatron splits the model's input.
+
+    Args:
+        args: Megatron's arguments.
+    """
+
+    def __init__(self, args: Any) -> None:
+        from megatron.core import mpu
+
+        self.cp_size = args.context_parallel_size
+        self.tp_size = args.tensor_model_parallel_size
+        self.sp_size = self.tp_size if args.sequence_parallel else 1
+        self.sp_rank = mpu.get_tensor_model_parallel_rank() if self.sp_size > 1 else 0
+        self._positions: dict[int, Tensor] = {}  # by document length
+
+    def split(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This context-parallel rank's part, and `real`: how many tokens the whole batch has."""
+        real = (batch["rows"] != PADDING).sum()
+        split = {**batch, "real": real}
+        if self.cp_size == 1:
+            return split
+        positions_S = self._local(batch)
+        return split | {name: batch[name][:, positions_S] for name in SEQUENCE_FIELDS}
+
+    def router_order(self, field_BS: Tensor) -> Tensor:
+        """A field of a split batch, `[T]`, as this rank's routers see it."""
+        return router_order(field_BS, self.sp_size, self.sp_rank)
+
+    def mean_tokens(self, batch: dict[str, Tensor]) -> float:
+        """A split batch's real tokens, on average over the ranks that share its sequences."""
+        return int(batch["real"]) / (self.cp_size * self.tp_size)
+
+    def _local(self, batch: dict[str, Tensor]) -> Tensor:
+        """This rank's positions of a sequence, or of a pack: each document is split for itself."""
+        if "cu_seqlens" not in batch:
+            return self._of_document(batch["rows"].shape[1])
+        bounds = batch["cu_seqlens"][0].tolist()
+        return torch.cat(
+            [start + self._of_document(end - start) for start, end in itertools.pairwise(bounds)]
+        )
+
+    def _of_document(self, length: int) -> Tensor:
+        """Asked of Megatron once a length: it splits on the device, and reading the row ids back
+        for every microbatch would make the host wait.
+        """
+        if length not in self._positions:
+            from megatron.core import mpu
+            from megatron.core.utils import get_batch_on_this_cp_rank
+
+            whole = {"positions": torch.arange(length)[None].cuda()}
+            group = mpu.get_context_parallel_group()
+            part = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
+            self._positions[length] = part["positions"][0].cpu()
+        return self._positions[length]
+
+
+def packed_seq_params(batch: dict[str, Tensor]) -> Any:
+    """Megatron's description of a packed batch, or None for one that is not packed.
+
+    Real and padded lengths are the same there, as in upstream's pretrain_gpt.py: padding stands
+    behind the tokens of its document, which do not see it.
+    """
+    if "cu_seqlens" not in batch:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    bounds_D = batch["cu_seqlens"][0]
+    longest = int((bounds_D[1:] - bounds_D[:-1]).max())
+    bounds_D = bounds_D.cuda(non_blocking=True)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds_D,
+        cu_seqlens_kv=bounds_D,
+        cu_seqlens_q_padded=bounds_D,
+        cu_seqlens_kv_padded=bounds_D,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def microbatch_routes(
+    store: RolloutStore, rows_T: Tensor, layer_numbers: list[int], device: Any = "cpu"
+) -> MicrobatchRoutes:
+    """Read what one rank needs for one microbatch: its layers, its tokens.
+
+    Args:
+        rows_T: int64 on the host, the row ids in the router's order, -1 for padding.
+        layer_numbers: Megatron's, from 1.
+
+    Returns:
+        Routes with padding spread over all experts and missing rows marked live.
+    """
+    trace = [store.info.moe_layers.index(number - 1) for number in layer_numbers]
+    ids_LTK, recorded_T = store.routes(rows_T.numpy(), trace)
+    padding_T = rows_T.numpy() == PADDING
+    ids_LTK[:, padding_T] = spread_padding(
+        int(padding_T.sum()), store.info.topk, store.info.num_experts
+    ).numpy()
+    if ids_LTK.dtype == np.uint16:
+        ids_LTK = ids_LTK.astype(np.int16)  # torch has no gather for uint16
+    on_device = torch.from_numpy(ids_LTK).to(device, non_blocking=True)
+    missing_T = ~recorded_T & ~padding_T
+    live_T = torch.from_numpy(missing_T).to(device, non_blocking=True) if missing_T.any() else None
+    return MicrobatchRoutes(
+        dict(zip(layer_numbers, on_device, strict=True)),
+        live_T=live_T,
+        padding_T=torch.from_numpy(padding_T).to(device, non_blocking=True),
+    )
