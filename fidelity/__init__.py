@@ -1,0 +1,1 @@
+"""The proof: every parallel layout and schedule replays exactly what a rollout recorded."""

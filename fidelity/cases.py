@@ -1,0 +1,187 @@
+"""The table: every layout and schedule, with the model that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+__all__ = ["CASES", "Case"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        name: what the row is called.
+        ranks: how many processes.
+        arguments: of the layout, for Megatron's command line.
+        model: a name of `fidelity.models.MODELS`.
+        micro_batch_size: rollouts of a microbatch.
+        quick: one of each kind, run by `make test`.
+        bitwise: the case whose gradients it has, to the last bit; itself: in a second run.
+        recomputes: layers run again in the backward pass.
+        forward_only_first: a forward-only pass comes before each step.
+    """
+
+    name: str
+    ranks: int
+    arguments: str = ""
+    model: str = "base"
+    micro_batch_size: int = 2
+    quick: bool = False
+    bitwise: str = ""
+    recomputes: bool = False
+    forward_only_first: bool = False
+
+
+ONE = "1 process"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+PP4 = "--pipeline-model-parallel-size 4"
+VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+ETP1, ETP2 = "--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 2"
+ALLGATHER = "--moe-token-dispatcher-type allgather"
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep"
+FLEX += " --moe-router-dtype fp32"
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+PACK = "--rollouts-pack --seq-length 64 --max-position-embeddings 64"
+DIST_OPT = "--use-distributed-optimizer"
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+
+
+def _one_process() -> list[Case]:
+    """Everything that needs no second process."""
+    return [
+        Case(ONE, 1, bitwise=ONE, quick=True),
+        Case("micro-batch size 1", 1, micro_batch_size=1),
+        Case("micro-batch size 3", 1, micro_batch_size=3),
+        Case("one micro-batch of 12", 1, micro_batch_size=12),
+        Case("missing rows", 1, model="holes", quick=True),
+        Case("dense first layer", 1, model="moonlight"),
+        Case("interleaved moe_layer_freq", 1, model="interleaved"),
+        Case("sigmoid, groups, bias, fp32 router", 1, model="deepseek", quick=True),
+        Case("HybridModel", 1, model="hybrid", quick=True),
+        Case("MTP", 1, model="mtp", micro_batch_size=1, quick=True),
+        Case("bf16", 1, model="bf16"),
+        Case("bf16, fp32 router", 1, model="bf16 fp32 router"),
+        Case("deterministic mode", 1, "--deterministic-mode", bitwise="deterministic mode"),
+        Case("evaluation between steps", 1, "--eval-interval 1 --eval-iters 1", bitwise=ONE),
+        Case("old log-probs first", 1, bitwise=ONE, forward_only_first=True, quick=True),
+        Case("THD", 1, PACK, model="even", micro_batch_size=1),
+        Case("THD, odd lengths", 1, PACK, micro_batch_size=1),
+    ]
+
+
+def _recompute() -> list[Case]:
+    cases = [
+        Case("full recompute, uniform", 1, f"{FULL} uniform", bitwise=ONE, quick=True),
+        Case("full recompute, block", 1, f"{FULL} block --recompute-num-layers 2", bitwise=ONE),
+        Case("recompute moe", 1, f"{SELECTIVE} moe", bitwise=ONE),
+        Case("recompute layernorm", 1, f"{SELECTIVE} layernorm"),
+        Case("missing rows, full recompute", 1, f"{FULL} uniform", model="holes"),
+        Case("MTP, full recompute", 1, f"{FULL} uniform", model="mtp", micro_batch_size=1),
+        Case("HybridModel, full recompute", 1, f"{FULL} uniform", model="hybrid"),
+        Case("EP2, recompute moe", 2, f"{EP2} {SELECTIVE} moe"),
+        Case("TP2+SP, full recompute", 2, f"{TP2} {FULL} uniform"),
+        Case("PP2, full recompute", 2, f"{PP2} {FULL} uniform", bitwise=ONE),
+    ]
+    return [replace(c, recomputes="layernorm" not in c.name) for c in cases]
+
+
+def _pipeline() -> list[Case]:
+    virtual = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
+    uneven = "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 3"
+    layout = "--pipeline-model-parallel-layout"
+    embedding = "--account-for-embedding-in-pipeline-split"
+    loss = "--account-for-loss-in-pipeline-split"
+    return [
+        Case("PP2", 2, PP2, bitwise=ONE, quick=True),
+        Case("PP4", 4, PP4, bitwise=ONE),
+        Case("PP2, 2 + 3 of 5 layers, dense first", 2, f"{PP2} {uneven}", model="moonlight"),
+        Case("PP2, embedding accounted for", 2, f"{PP2} {embedding}", model="moonlight"),
+        Case("PP2, loss accounted for", 2, f"{PP2} {loss}", model="moonlight"),
+        Case("PP4, both accounted for", 4, f"{PP4} {embedding} {loss}", model="six"),
+        Case("PP2, layout string", 2, f"{PP2} {layout} Et|tttL", bitwise=ONE),
+        Case("PP2xVPP2, layout string", 2, f"{PP2} {layout} Et|t|tt|L", bitwise=ONE),
+        Case("PP2xVPP2, layers of a stage", 2, virtual, bitwise=ONE),
+        Case("PP2xVPP2, number of stages", 2, f"{PP2} {VPP2}", bitwise=ONE, quick=True),
+        Case("PP2xVPP3", 2, f"{PP2} --num-virtual-stages-per-pipeline-rank 3", model="six"),
+        Case("PP2, missing rows", 2, PP2, model="holes"),
+        Case("PP2, interleaved moe_layer_freq", 2, PP2, model="interleaved"),
+        Case("PP2, MTP", 2, PP2, model="mtp", micro_batch_size=1),
+        Case("PP2, evaluation between steps", 2, f"{PP2} --eval-interval 1 --eval-iters 1"),
+        Case("PP2, old log-probs first", 2, PP2, forward_only_first=True),
+    ]
+
+
+def _sequence() -> list[Case]:
+    return [
+        Case("TP2+SP", 2, TP2, quick=True),
+        Case("TP2+SP, experts whole", 2, f"{TP2} {ETP1}"),
+        Case("TP4+SP", 4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+        Case("CP2", 2, CP2, quick=True),
+        Case("CP4", 4, CP4),
+        Case("CP2xTP2", 4, f"{CP2} {TP2}"),
+        Case("CP2, MTP without its loss", 2, CP2, model="mtp no loss", micro_batch_size=1),
+        Case("CP2, missing rows", 2, CP2, model="holes"),
+        Case("THD, CP2", 2, f"{PACK} {CP2}", model="even", micro_batch_size=1),
+        Case("THD, CP2, odd lengths", 2, f"{PACK} {CP2}", micro_batch_size=1, quick=True),
+        Case("THD, TP2+SP, odd lengths", 2, f"{PACK} {TP2}", micro_batch_size=1),
+        Case("THD, CP2xTP2, odd lengths", 4, f"{PACK} {CP2} {TP2}", micro_batch_size=1),
+        Case("THD, PP2, odd lengths", 2, f"{PACK} {PP2}", micro_batch_size=1),
+    ]
+
+
+def _experts() -> list[Case]:
+    fold = f"{TP2} {CP2} {EP4} {ETP1}"
+    return [
+        Case("EP2", 2, EP2, quick=True),
+        Case("EP4", 4, EP4, micro_batch_size=3),
+        Case("EP2, all-gather", 2, f"{EP2} {ALLGATHER}", quick=True),
+        Case("EP4, all-gather", 4, f"{EP4} {ALLGATHER}", micro_batch_size=3),
+        Case("EP2, flex (DeepEP stand-in)", 2, f"{EP2} {FLEX}", quick=True),
+        Case("EP2, missing rows", 2, EP2, model="holes"),
+        Case("ETP2", 2, f"{TP2} {ETP2}"),
+        Case("EP2xETP2", 4, f"{TP2} {EP2} {ETP2}"),
+        Case("EP2xETP2, all-gather", 4, f"{TP2} {EP2} {ETP2} {ALLGATHER}"),
+        Case("EP2xTP2, experts whole", 4, f"{TP2} {EP2} {ETP1}"),
+        Case("EP2xCP2", 2, f"{CP2} {EP2}"),
+        Case("folding: TP2xCP2 over EP4", 4, fold, quick=True),
+        Case("folding: PP2 of TP2 over EP2", 4, f"{PP2} {TP2} {EP2} {ETP1}"),
+        Case("EP2xPP2xVPP2", 4, f"{EP2} {PP2} {VPP2}", micro_batch_size=3, quick=True),
+        Case("EP2, HybridModel", 2, EP2, model="hybrid"),
+        Case("EP2, shared experts overlapped", 2, EP2, model="shared", quick=True),
+        Case("EP2, sigmoid, groups, bias", 2, EP2, model="deepseek"),
+        Case("DP2, distributed optimizer", 2, DIST_OPT),
+        Case("EP2, distributed optimizer", 2, f"{EP2} {DIST_OPT} --overlap-grad-reduce"),
+        Case("EP2, bf16", 2, EP2, model="bf16"),
+    ]
+
+
+def _overlapped() -> list[Case]:
+    """Combined 1F1B: forward of one microbatch among the backward of another."""
+    return [
+        Case("EP2, 1F1B overlap, bf16", 2, f"{EP2} {OVERLAP}", model="bf16", quick=True),
+        Case("EP2, 1F1B overlap, flex", 2, f"{EP2} {OVERLAP} {FLEX}", model="bf16 fp32 router"),
+        Case("EP2, 1F1B overlap, MTP", 2, f"{EP2} {OVERLAP}", model="bf16 mtp", micro_batch_size=1),
+        Case(
+            "EP2xPP2xVPP2, 1F1B overlap",
+            4,
+            f"{EP2} {PP2} {VPP2} {OVERLAP}",
+            model="bf16",
+            micro_batch_size=3,
+        ),
+    ]
+
+
+CASES: tuple[Case, ...] = (
+    *_one_process(),
+    *_recompute(),
+    *_pipeline(),
+    *_sequence(),
+    *_experts(),
+    *_overlapped(),
+)

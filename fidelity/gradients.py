@@ -1,0 +1,88 @@
+"""Gradients by the names and places that a distributed checkpoint gives their parameters.
+
+A rank's piece says which slice of which whole tensor it is, so a layout's gradients can be put
+together and compared with those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Piece", "assemble", "collect"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of one whole gradient, float32 (float64 keeps no more of what was added up)."""
+
+    name: str
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    values: np.ndarray
+
+
+def collect(models: list[torch.nn.Module], gradients: dict[int, torch.Tensor]) -> list[Piece]:
+    """This rank's pieces.
+
+    Args:
+        gradients: by id of the parameter.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.utils import unwrap_model
+
+    pieces = []
+    for model in models:
+        state = unwrap_model(model).sharded_state_dict(prefix="")
+        state = dict(_with(state, gradients))
+        apply_factories(state)
+        for tensor in _tensors(state, ShardedTensor):
+            values = tensor.data.detach().float().cpu().numpy().copy()
+            values = values.reshape((1,) * tensor.prepend_axis_num + values.shape)
+            pieces.append(Piece(tensor.key, tensor.global_shape, tensor.global_offset, values))
+    return pieces
+
+
+def _with(state: dict[str, Any], gradients: dict[int, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+    """The items of parameters, each with its gradient in its place."""
+    for name, item in state.items():
+        gradient = gradients.get(id(getattr(item, "data", None)))
+        if gradient is not None:
+            item.data = gradient
+            yield name, item
+
+
+def _tensors(state: Any, kind: type) -> Iterator[Any]:
+    if isinstance(state, kind):
+        yield state
+    elif isinstance(state, dict):
+        for item in state.values():
+            yield from _tensors(item, kind)
+    elif isinstance(state, list):
+        for item in state:
+            yield from _tensors(item, kind)
+
+
+def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
+    """Whole gradients from all ranks' pieces.
+
+    Raises:
+        AssertionError: a part is missing, or ranks that hold the same part disagree.
+    """
+    whole: dict[str, np.ndarray] = {}
+    for piece in pieces:
+        into = whole.setdefault(piece.name, np.full(piece.whole, np.nan, np.float32))
+        where = tuple(
+            slice(start, start + size)
+            for start, size in zip(piece.start, piece.values.shape, strict=True)
+        )
+        known = ~np.isnan(into[where])
+        assert (into[where] == piece.values)[known].all(), f"ranks disagree on {piece.name}"
+        into[where] = piece.values
+    for name, values in whole.items():
+        assert not np.isnan(values).any(), f"no rank holds all of {name}"
+    return {name: torch.from_numpy(values) for name, values in whole.items()}

@@ -1,0 +1,137 @@
+"""A case's verdict: what its ranks saw, against the rollouts and the reference.
+
+Shape suffixes: L MoE layers, T tokens of all rollouts, P (token, expert) pairs, H hidden, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from fidelity.controls import CONTROLS
+from fidelity.gradients import assemble
+from fidelity.layout import RankResult
+from fidelity.observe import Observed
+from fidelity.reference import Reference
+from fidelity.rollouts import Sampled
+
+__all__ = ["Judge", "gradient_error"]
+
+Pair = tuple[int, int]
+
+
+def gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """The largest difference in any gradient, relative to the largest value of its tensor.
+
+    A tensor whose gradient is tiny beside the others is measured against a thousandth of the
+    largest of all. Another set of tensors is infinitely far away.
+    """
+    if {n: g.shape for n, g in got.items()} != {n: g.shape for n, g in want.items()}:
+        return float("inf")
+    floor = 1e-3 * max(g.abs().max().item() for g in want.values())
+    return max(
+        (got[n] - g).abs().max().item() / max(g.abs().max().item(), floor) for n, g in want.items()
+    )
+
+
+class Judge:
+    """Knows what was recorded, and what one process computed from it."""
+
+    def __init__(self, rollouts: list[Sampled], reference: Reference, tolerance: float) -> None:
+        self.reference, self.tolerance = reference, tolerance
+        self.gradients = assemble(reference.gradients)
+        self.routes_LTK = np.concatenate([r.routes_LTK for r in rollouts], axis=1)
+        self.recorded_T = np.concatenate([r.recorded_T for r in rollouts])
+
+    def row(self, results: list[RankResult]) -> dict[str, object]:
+        """The fields of a row of the table."""
+        loss, gradient = self.errors(results, "right")
+        return {
+            "tokens": int(self.recorded_T.sum()),
+            "moe_layers": len(self.reference.hidden),
+            "dispatched_as_recorded": self.dispatched(results, "right"),
+            "loss_matches": bool(loss <= self.tolerance),
+            "grads_match": bool(gradient <= self.tolerance),
+            "controls": {name: self._caught(results, name) for name in CONTROLS},
+            "tolerance": self.tolerance,
+            "loss_error": loss,
+            "grad_error": gradient,
+            "passes": sorted({"grad" if o.grad else "no grad" for o in _seen(results, "right")}),
+            "verify_dispatch": _same(r.dispatched["right"] for r in results if r.dispatched),
+        }
+
+    def errors(self, results: list[RankResult], phase: str) -> tuple[float, float]:
+        """Relative errors of loss and gradients; that of the loss to its uncancelled size."""
+        loss = _same(r.losses[phase] for r in results if r.losses)
+        pieces = [piece for r in results for piece in r.gradients[phase]]
+        off = abs(loss - self.reference.loss) / self.reference.loss_scale
+        return off, gradient_error(assemble(pieces), self.gradients)
+
+    def _caught(self, results: list[RankResult], control: str) -> bool:
+        """Both checks see it: what reached the experts, and the gradients."""
+        gradient = self.errors(results, control)[1]
+        return self.dispatched(results, control) < 1.0 and gradient > self.tolerance
+
+    def dispatched(self, results: list[RankResult], phase: str) -> float:
+        """The share of recorded pairs that reached their expert, in the worst layer and pass.
+
+        A pass counts where any rank made it. Every shard of an expert must get the pair.
+        """
+        seen = _seen(results, phase)
+        shards = {o.shard for o in seen}
+        shares = [0.0 if not any(o.grad for o in seen) else 1.0]
+        for layer in self.reference.hidden:
+            passes = {o.grad for o in seen if o.layer == layer}
+            for grad in passes | {True}:
+                for shard in shards:
+                    calls = [o for o in seen if (o.layer, o.grad, o.shard) == (layer, grad, shard)]
+                    shares.append(self._share(layer, calls))
+        return min(shares)
+
+    def _share(self, layer: int, calls: list[Observed]) -> float:
+        got: Counter[Pair] = Counter()
+        for call in calls:
+            tokens_P = self._recognise(layer, call.hidden_PH)
+            known = (tokens_P >= 0) & self.recorded_T[tokens_P]
+            got.update(zip(tokens_P[known].tolist(), call.experts_P[known].tolist(), strict=True))
+        trace = sorted(self.reference.hidden).index(layer)
+        want: Counter[Pair] = Counter(
+            (token, expert)
+            for token, route in enumerate(self.routes_LTK[trace].tolist())
+            if self.recorded_T[token]
+            for expert in route
+        )
+        return (want & got).total() / max(want.total(), got.total())
+
+    def _recognise(self, layer: int, hidden_PH: np.ndarray) -> np.ndarray:
+        """Which token each hidden state is: the nearest of the reference's; -1: none is near."""
+        want_TH = self.reference.hidden[layer].astype(np.float64)
+        if not len(hidden_PH):
+            return np.zeros(0, np.int64)
+        distance_PT = np.sqrt(
+            np.maximum(
+                (hidden_PH.astype(np.float64) ** 2).sum(1)[:, None]
+                + (want_TH**2).sum(1)
+                - 2 * hidden_PH.astype(np.float64) @ want_TH.T,
+                0.0,
+            )
+        )
+        nearest_P = distance_PT.argmin(1)
+        length_P = np.sqrt((want_TH[nearest_P] ** 2).sum(1))
+        near_P = distance_PT.min(1) <= min(10 * self.tolerance, 0.1) * length_P
+        return np.where(near_P, nearest_P, -1)
+
+
+def _seen(results: list[RankResult], phase: str) -> list[Observed]:
+    return [observed for result in results for observed in result.seen.get(phase, [])]
+
+
+def _same(values: Iterable[float]) -> float:
+    """What all ranks say."""
+    found = [*values]
+    assert found, "no rank said it"
+    assert len({*found}) == 1, f"ranks disagree: {found}"
+    return found[0]

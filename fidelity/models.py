@@ -1,0 +1,82 @@
+"""The tiny models of the table, as Megatron arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_r3.cpu import CPU_ARGS
+
+__all__ = ["MODELS", "SEQ_LENGTH", "VOCAB_SIZE", "Model"]
+
+SEQ_LENGTH = 32
+VOCAB_SIZE = 64
+EXPERTS, TOPK = 8, 2
+
+COMMON = f"""
+--hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+--ffn-hidden-size 64 --normalization RMSNorm --swiglu --disable-bias-linear
+--position-embedding-type rope --untie-embeddings-and-output-weights
+--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size 16
+--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none
+--attention-dropout 0 --hidden-dropout 0 --calculate-per-token-loss
+--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}
+--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 16
+--num-workers 0 --seed 1234 --eval-interval 1000 --init-method-std 0.1 --ckpt-format torch_dist
+""".split()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, with or without missing rows in its rollouts.
+
+    Attributes:
+        arguments: what differs from the common ones.
+        moe_layers: 0-based, among the decoder layers.
+        holes: share of the rows that the sampler did not return.
+        multiple: every rollout has a multiple of this many input tokens.
+        tolerance: relative, of loss and gradients, in another layout.
+    """
+
+    arguments: str
+    moe_layers: tuple[int, ...]
+    holes: float = 0.0
+    multiple: int = 1
+    tolerance: float = 2e-5
+
+    def argv(self) -> list[str]:
+        """The whole of its arguments on a machine without a GPU."""
+        return [*CPU_ARGS, *COMMON, *self.arguments.split()]
+
+
+FOUR = tuple(range(4))
+# a rounding to bfloat16 is 2^-9 of a value; some hundred of them are behind a gradient
+BF16 = 5e-2
+
+MODELS = {
+    "base": Model("--num-layers 4", FOUR),
+    "even": Model("--num-layers 4", FOUR, multiple=8),
+    "holes": Model("--num-layers 4", FOUR, holes=0.3),
+    "six": Model("--num-layers 6", tuple(range(6))),
+    "moonlight": Model("--num-layers 5 --moe-layer-freq ([0]+[1]*4)", (1, 2, 3, 4)),
+    "interleaved": Model("--num-layers 4 --moe-layer-freq 2", (0, 2)),
+    "mtp": Model("--num-layers 4 --mtp-num-layers 1", FOUR),
+    # upstream weighs the MTP loss by each context-parallel rank's own number of tokens
+    "mtp no loss": Model("--num-layers 4 --mtp-num-layers 1 --mtp-loss-scaling-factor 0", FOUR),
+    "hybrid": Model(
+        "--hybrid-layer-pattern *E*-*E*E --spec megatron_r3.cpu.hybrid_spec spec", (1, 5, 7)
+    ),
+    "shared": Model(
+        "--num-layers 4 --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap", FOUR
+    ),
+    "deepseek": Model(
+        "--num-layers 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 "
+        "--moe-router-dtype fp32",
+        FOUR,
+    ),
+    "bf16": Model("--num-layers 4 --bf16", FOUR, tolerance=BF16),
+    "bf16 fp32 router": Model(
+        "--num-layers 4 --bf16 --moe-router-dtype fp32", FOUR, tolerance=BF16
+    ),
+    "bf16 mtp": Model("--num-layers 4 --bf16 --mtp-num-layers 1", FOUR, tolerance=BF16),
+}

@@ -1,0 +1,142 @@
+"""The reference: one process, each rollout alone, its routes handed over as arrays.
+
+No store, no row ids, no batch, no padding and no schedule: only the model and `replaying`.
+Megatron is imported only inside the functions that ranks run.
+
+Shape suffixes: L MoE layers, T tokens, H hidden, K top-k.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fidelity.gradients import Piece, collect
+from fidelity.rollouts import Sampled
+from megatron_r3.replay import MicrobatchRoutes, replaying
+
+__all__ = ["Reference", "make_reference", "model_config"]
+
+CLIP_EPS = 0.9
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What every layout must reproduce.
+
+    Attributes:
+        hidden: the MoE input of every token of all rollouts, by layer number, float32 `[T, H]`.
+        loss: mean over response tokens.
+        loss_scale: the same with every token's loss positive; advantages make most cancel out.
+        gradients: of that mean.
+    """
+
+    hidden: dict[int, np.ndarray]
+    loss: float
+    loss_scale: float
+    gradients: list[Piece]
+
+
+def model_config(args: Any) -> Any:
+    """Megatron's description of the model that the arguments name."""
+    from megatron.training import argument_utils
+
+    if getattr(args, "hybrid_layer_pattern", None):
+        return argument_utils.hybrid_config_from_args(args)
+    return argument_utils.gpt_config_from_args(args)
+
+
+def make_reference(
+    rank: int, argv: list[str], rollouts: list[Sampled], checkpoint: Path
+) -> Reference:
+    """Build the model, save it for the layouts to load, and run every rollout through it."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.checkpointing import save_checkpoint
+    from megatron.training.initialize import initialize_megatron
+
+    sys.argv = ["reference.py", *argv, "--moe-router-replay", "--save", str(checkpoint)]
+    sys.argv += ["--save-interval", "1"]
+    args = parse_and_validate_args()
+    initialize_megatron()
+    described = model_config(args)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    builder = described.get_builder_cls()(described)
+    model = builder.build_distributed_models(groups, wrap_with_ddp=False)[0]
+    save_checkpoint(0, [model], None, None, 0)
+    return _run(model, rollouts)
+
+
+def _run(model: torch.nn.Module, rollouts: list[Sampled]) -> Reference:
+    model.train()
+    hidden = _watch_moe_inputs(model)
+    numbers = sorted(hidden)
+    gradients = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
+    advantages = _advantages(rollouts)
+    total, positive, num_tokens = 0.0, 0.0, 0
+    for sampled, advantage in zip(rollouts, advantages, strict=True):
+        losses = _losses(model, sampled, advantage, numbers)
+        losses.sum().backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                gradients[id(parameter)] += parameter.grad.float()
+                parameter.grad = None
+        total, positive = total + losses.sum().item(), positive + losses.abs().sum().item()
+        num_tokens += int(sampled.response.sum())
+    gradients = {i: gradient / num_tokens for i, gradient in gradients.items()}
+    return Reference(
+        hidden={number: np.concatenate(parts) for number, parts in hidden.items()},
+        loss=total / num_tokens,
+        loss_scale=positive / num_tokens,
+        gradients=collect([model], gradients),
+    )
+
+
+def _losses(
+    model: torch.nn.Module, sampled: Sampled, advantage: float, numbers: list[int]
+) -> torch.Tensor:
+    """-min(r A, clip(r) A) of every response token, `[1, T]`, 0 elsewhere."""
+    tokens = torch.from_numpy(sampled.tokens).long()[None]
+    mask = torch.from_numpy(sampled.response[1:]).float()[None]
+    ids = {n: torch.from_numpy(sampled.routes_LTK[i]) for i, n in enumerate(numbers)}
+    missing_T = torch.from_numpy(~sampled.recorded_T)
+    routes = MicrobatchRoutes(ids, live_T=missing_T if missing_T.any() else None)
+    positions = torch.arange(tokens.shape[1] - 1)[None]
+    with replaying(routes):
+        nll = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=mask)
+    log_ratio = torch.where(mask > 0, -nll.float() - torch.from_numpy(sampled.logprobs[1:]), 0.0)
+    ratio = log_ratio.exp().float()
+    clipped = ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)
+    gain = torch.minimum(ratio * advantage, clipped * advantage)
+    return -gain * mask
+
+
+def _advantages(rollouts: list[Sampled]) -> list[float]:
+    """(reward - mean of the group) / standard deviation of the group."""
+    by_group: dict[int, list[float]] = {}
+    for sampled in rollouts:
+        by_group.setdefault(sampled.group, []).append(sampled.reward)
+    return [
+        float((s.reward - np.mean(by_group[s.group])) / (np.std(by_group[s.group]) + 1e-6))
+        for s in rollouts
+    ]
+
+
+def _watch_moe_inputs(model: torch.nn.Module) -> dict[int, list[np.ndarray]]:
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    hidden: dict[int, list[np.ndarray]] = {}
+    for layer in model.modules():
+        if isinstance(layer, BaseMoELayer) and not layer.router.is_mtp_layer:
+            hidden[layer.layer_number] = parts = []
+
+            def keep(_: Any, inputs: tuple[Any, ...], parts: list[np.ndarray] = parts) -> None:
+                parts.append(inputs[0].detach()[:, 0].float().cpu().numpy().copy())
+
+            layer.register_forward_pre_hook(keep)
+    return hidden

@@ -1,0 +1,97 @@
+"""The rollouts of a case: made up, so that nothing in them comes from Megatron.
+
+Their routes are drawn at random, far from what a router would choose: a layer that ignores them
+shows. Every rollout begins with a token of its own, so that no two tokens have the same past and
+each is known again by its hidden state.
+
+Shape suffixes: L MoE layers, T tokens, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fidelity.controls import CONTROLS
+from fidelity.models import EXPERTS, SEQ_LENGTH, TOPK, VOCAB_SIZE, Model
+from megatron_r3.routes import Routes
+from megatron_r3.store import Rollout, StoreInfo, write_shard
+
+__all__ = ["NUM_ROLLOUTS", "Sampled", "make_rollouts", "write_stores"]
+
+NUM_ROLLOUTS = 12
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One rollout, as arrays: routes `[L, T, K]` of all its tokens but the last."""
+
+    tokens: np.ndarray
+    response: np.ndarray
+    logprobs: np.ndarray
+    reward: float
+    group: int
+    routes_LTK: np.ndarray
+    recorded_T: np.ndarray
+
+
+def make_rollouts(model: Model, seed: int = 0) -> list[Sampled]:
+    """Twelve rollouts in three groups, of different lengths."""
+    rng = np.random.default_rng(seed)
+    return [_rollout(model, index, rng) for index in range(NUM_ROLLOUTS)]
+
+
+def _rollout(model: Model, index: int, rng: np.random.Generator) -> Sampled:
+    inputs = int(rng.integers(8, SEQ_LENGTH + 1)) if index else SEQ_LENGTH
+    inputs = -(-inputs // model.multiple) * model.multiple
+    tokens = rng.integers(0, VOCAB_SIZE, inputs + 1)
+    tokens[0] = index + 1  # padding is 0
+    response = np.arange(inputs + 1) >= rng.integers(2, 6)
+    scores = rng.random((len(model.moe_layers), inputs, EXPERTS))
+    return Sampled(
+        tokens=tokens.astype(np.int32),
+        response=response,
+        logprobs=np.where(response, rng.normal(-np.log(VOCAB_SIZE), 0.3, inputs + 1), 0.0),
+        reward=float(rng.integers(0, 2)) + 0.1 * index,
+        group=index // 4,
+        routes_LTK=np.argsort(scores, axis=-1)[..., :TOPK],
+        recorded_T=rng.random(inputs) >= model.holes,
+    )
+
+
+def write_stores(model: Model, rollouts: list[Sampled], folder: Path) -> dict[str, Path]:
+    """The store of these rollouts, `right`, and one for each control with its routes wrong."""
+    changes: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
+        "right": lambda routes: routes,
+        **CONTROLS,
+    }
+    info = StoreInfo(
+        engine="made up",
+        engine_version="0",
+        model="",
+        num_experts=EXPERTS,
+        topk=TOPK,
+        moe_layers=model.moe_layers,
+    )
+    stores = {}
+    for name, change in changes.items():
+        routes = change([r.routes_LTK for r in rollouts])
+        stored = [_stored(r, ids) for r, ids in zip(rollouts, routes, strict=True)]
+        write_shard(folder / name, info, stored)
+        stores[name] = folder / name
+    return stores
+
+
+def _stored(sampled: Sampled, ids_LTK: np.ndarray) -> Rollout:
+    return Rollout(
+        sampled.tokens,
+        sampled.response,
+        sampled.logprobs.astype(np.float32),
+        sampled.reward,
+        sampled.group,
+        0,
+        Routes.from_array(ids_LTK, EXPERTS, sampled.recorded_T),
+    )

@@ -1,0 +1,83 @@
+"""`make fidelity`: run the table, print a row a case, write build/fidelity.json.
+
+    python -m fidelity.run --out build/fidelity.json [--megatron DIR] [--quick] [--only TEXT]
+
+Exit status 0: every case passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from fidelity.cases import CASES, Case
+from fidelity.table import Table, passed
+from fidelity.trees import patched_copy, unpatched_copy
+from megatron_r3.cpu.worker import TreeWorker
+
+__all__ = ["main"]
+
+HEAD = (
+    f"{'case':38} ranks {'dispatched':>10} {'loss error':>10} {'grad error':>10} bitwise controls"
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the cases that were asked for."""
+    parser = argparse.ArgumentParser(prog="fidelity", description=__doc__.splitlines()[0])
+    parser.add_argument("--megatron", type=Path, help="a Megatron-LM checkout; default: the line's")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--quick", action="store_true", help="one case of each kind")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--verbose", action="store_true", help="whole errors, not their last line")
+    args = parser.parse_args(argv)
+    cases = [c for c in CASES if args.only in c.name and (c.quick or not args.quick)]
+    if not cases:
+        parser.error(f"no case has {args.only!r} in its name")
+    with tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
+        folder = Path(scratch)
+        tree, name = unpatched_copy(args.megatron, folder / "unpatched")
+        patched = patched_copy(tree, folder / "patched")
+        with TreeWorker(patched, preload=["megatron.training"]) as worker:
+            rows = run(cases, Table(worker, folder, name), args.verbose)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    failed = [row["case"] for row in rows if not passed(row)]
+    print(f"{len(rows) - len(failed)} of {len(rows)} cases passed, on {name}: {args.out}")
+    return 1 if failed else 0
+
+
+def run(cases: list[Case], table: Table, verbose: bool) -> list[dict[str, object]]:
+    """The rows of some cases, printed as they come."""
+    print(HEAD, flush=True)
+    rows = []
+    for case in cases:
+        begin = time.monotonic()
+        row = table.row(case)
+        print(f"{_line(row, verbose)}  {time.monotonic() - begin:.1f} s", flush=True)
+        rows.append(row)
+    return rows
+
+
+def _line(row: dict[str, object], verbose: bool) -> str:
+    head = f"{row['case']:38} {row['world_size']:>5} "
+    if "error" in row:
+        error = str(row["error"])
+        return f"{head} FAILED: {error if verbose else error.strip().splitlines()[-1][:200]}"
+    controls = row["controls"]
+    assert isinstance(controls, dict)
+    missed = [name for name, caught in controls.items() if not caught]
+    return (
+        f"{head}{row['dispatched_as_recorded']:10.4f} {row['loss_error']:10.1e} "
+        f"{row['grad_error']:10.1e} {'' if 'bitwise' not in row else str(row['bitwise']):7} "
+        f"{'missed: ' + ', '.join(missed) if missed else 'caught'}"
+        + ("" if passed(row) else "  FAILED")
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

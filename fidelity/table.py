@@ -1,0 +1,132 @@
+"""Runs the cases on one tree; each model's checkpoint, rollouts and reference are made once."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fidelity.cases import CASES, Case
+from fidelity.gradients import assemble
+from fidelity.judge import Judge
+from fidelity.layout import RankResult, run_layout
+from fidelity.models import MODELS
+from fidelity.reference import make_reference
+from fidelity.rollouts import NUM_ROLLOUTS, make_rollouts, write_stores
+from megatron_r3.cpu.errors import RankError
+from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.store.dataset import PackedRollouts
+from megatron_r3.store.reader import RolloutStore
+
+__all__ = ["Table", "passed"]
+
+TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    checkpoint: Path
+    stores: dict[str, Path]
+    judge: Judge
+
+
+class Table:
+    """Rows of the fidelity table.
+
+    Args:
+        worker: of a patched tree.
+        folder: for checkpoints and stores.
+        tree: what the rows call it.
+    """
+
+    def __init__(self, worker: TreeWorker, folder: Path, tree: str) -> None:
+        self.worker, self.folder, self.tree = worker, folder, tree
+        self._models: dict[str, _Prepared] = {}
+        self._gradients: dict[str, dict[str, torch.Tensor]] = {}
+
+    def row(self, case: Case) -> dict[str, object]:
+        """Run a case; what it showed, or the `error` that it ended with."""
+        row: dict[str, object] = {"case": case.name, "tree": self.tree, "world_size": case.ranks}
+        try:
+            results = self._run(case)
+            row |= self._prepared(case.model).judge.row(results)
+            if case.bitwise:
+                row["bitwise"] = self._is_bitwise(results, case.bitwise)
+            if case.recomputes or case.forward_only_first:
+                row["every_pass_seen"] = row["passes"] == ["grad", "no grad"]
+        except (RankError, AssertionError) as error:
+            row["error"] = str(error)
+        return row
+
+    def _run(self, case: Case) -> list[RankResult]:
+        prepared = self._prepared(case.model)
+        argv = MODELS[case.model].argv() + shlex.split(case.arguments)
+        argv += ["--load", str(prepared.checkpoint), "--finetune"]
+        argv += ["--no-load-optim", "--no-load-rng", "--exit-on-missing-checkpoint"]
+        argv += ["--micro-batch-size", str(case.micro_batch_size)]
+        argv += ["--global-batch-size", str(_batch_size(argv, prepared.stores["right"]))]
+        if "--eval-iters" not in argv:
+            argv += ["--eval-iters", "0"]
+        return self.worker.run(
+            run_layout,
+            case.ranks,
+            argv,
+            prepared.stores,
+            case.forward_only_first,
+            timeout_s=TIMEOUT_S,
+        )
+
+    def _prepared(self, name: str) -> _Prepared:
+        if name not in self._models:
+            model, folder = MODELS[name], self.folder / name.replace(" ", "-")
+            rollouts = make_rollouts(model)
+            argv = [*model.argv(), "--micro-batch-size", "1"]
+            (reference,) = self.worker.run(
+                make_reference, 1, argv, rollouts, folder / "checkpoint", timeout_s=TIMEOUT_S
+            )
+            self._models[name] = _Prepared(
+                folder / "checkpoint",
+                write_stores(model, rollouts, folder),
+                Judge(rollouts, reference, model.tolerance),
+            )
+        return self._models[name]
+
+    def _is_bitwise(self, results: list[RankResult], other: str) -> bool:
+        """Whether the gradients are those of another case, to the last bit."""
+        if other not in self._gradients:
+            (case,) = (c for c in CASES if c.name == other)
+            self._gradients[other] = _gradients(self._run(case))
+        got, want = _gradients(results), self._gradients[other]
+        return got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
+
+
+def _gradients(results: list[RankResult]) -> dict[str, torch.Tensor]:
+    return assemble([piece for result in results for piece in result.gradients["right"]])
+
+
+def _batch_size(argv: list[str], store: Path) -> int:
+    """All rollouts in one step: so many samples."""
+    if "--rollouts-pack" not in argv:
+        return NUM_ROLLOUTS
+    value = dict(itertools.pairwise(argv))  # the last one counts
+    align = 2 * int(value.get("--context-parallel-size", 1))
+    packed = PackedRollouts(
+        RolloutStore([store]), int(value["--seq-length"]), None, align if align > 2 else 1
+    )
+    return len(packed.packs)
+
+
+def passed(row: dict[str, object]) -> bool:
+    """Whether a row shows all that it must."""
+    controls = row.get("controls")
+    return (
+        "error" not in row
+        and row["dispatched_as_recorded"] == row["verify_dispatch"] == 1.0
+        and bool(row["loss_matches"] and row["grads_match"])
+        and isinstance(controls, dict)
+        and all(controls.values())
+        and bool(row.get("bitwise", True) and row.get("every_pass_seen", True))
+    )

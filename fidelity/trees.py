@@ -1,0 +1,34 @@
+"""Copies of a Megatron tree to run on: what is committed in it, unpatched and patched."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from megatron_r3.patching.apply import apply_series
+from megatron_r3.patching.fetch import fetch_tree
+from megatron_r3.patching.matrix import patches_folder, read_matrix
+
+__all__ = ["patched_copy", "unpatched_copy"]
+
+ROOT = Path(__file__).parents[1]
+
+
+def unpatched_copy(source: Path | None, target: Path) -> tuple[Path, str]:
+    """What is committed in `source` (None: the default tree in build/), and what to call it."""
+    default = read_matrix(patches_folder()).default
+    if source is None:
+        source = fetch_tree(default, ROOT / "build")
+    target.mkdir(parents=True)
+    git = ["git", "-C", str(source)]
+    archive = subprocess.run([*git, "archive", "HEAD"], stdout=subprocess.PIPE, check=True)
+    subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
+    return target, source.name
+
+
+def patched_copy(unpatched: Path, target: Path) -> Path:
+    """A copy with the patches in it."""
+    shutil.copytree(unpatched, target)
+    apply_series(target, patches_folder())
+    return target
