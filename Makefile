@@ -4,12 +4,14 @@ BUILD    := build
 VENV     := $(BUILD)/venv
 R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
-# the Megatron-LM tree of apply, revert, status
+# the Megatron-LM tree of apply, revert, status, fidelity
 MEGATRON ?=
+# cases of fidelity whose name has this in it
+ONLY     ?=
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status demo test lint clean
+.PHONY: help setup megatron apply revert status demo fidelity test lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -38,6 +40,10 @@ status:  ## say which they are
 demo: megatron  ## a real rollout to a replayed training step (SAMPLER=transformers or vllm)
 	$(R3) apply $(TREE)
 	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER)
+
+fidelity: megatron  ## every layout and schedule against one process (MEGATRON=DIR: a real checkout)
+	$(VENV)/bin/python -m fidelity.run --out $(BUILD)/fidelity.json \
+		$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(ONLY),--only "$(ONLY)")
 
 test: lint megatron  ## lint, then all tests
 	$(VENV)/bin/python -m pytest

@@ -34,7 +34,7 @@ class Case:
     forward_only_first: bool = False
 
 
-ONE = "1 process"
+ONE = "1 process, 6 micro-batches of 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
@@ -56,9 +56,9 @@ def _one_process() -> list[Case]:
     """Everything that needs no second process."""
     return [
         Case(ONE, 1, bitwise=ONE, quick=True),
-        Case("micro-batch size 1", 1, micro_batch_size=1),
-        Case("micro-batch size 3", 1, micro_batch_size=3),
-        Case("one micro-batch of 12", 1, micro_batch_size=12),
+        Case("12 micro-batches of 1", 1, micro_batch_size=1),
+        Case("4 micro-batches of 3", 1, micro_batch_size=3),
+        Case("1 micro-batch of 12", 1, micro_batch_size=12),
         Case("missing rows", 1, model="holes", quick=True),
         Case("dense first layer", 1, model="moonlight"),
         Case("interleaved moe_layer_freq", 1, model="interleaved"),
@@ -119,8 +119,9 @@ def _pipeline() -> list[Case]:
 
 def _sequence() -> list[Case]:
     return [
-        Case("TP2+SP", 2, TP2, quick=True),
-        Case("TP2+SP, experts whole", 2, f"{TP2} {ETP1}"),
+        Case("TP2+SP, no EP", 2, TP2, quick=True),
+        Case("TP2+SP, no EP, experts whole", 2, f"{TP2} {ETP1}"),
+        Case("TP2+SP, EP2", 2, f"{TP2} {EP2} {ETP1}"),
         Case("TP4+SP", 4, "--tensor-model-parallel-size 4 --sequence-parallel"),
         Case("CP2", 2, CP2, quick=True),
         Case("CP4", 4, CP4),
@@ -177,6 +178,30 @@ def _overlapped() -> list[Case]:
     ]
 
 
+def _balanced() -> list[Case]:
+    """Auxiliary and z-losses and expert bias; padding must not be part of them."""
+    layouts = {
+        "1 process": (1, ""),
+        "full recompute": (1, f"{FULL} uniform"),
+        "TP2+SP": (2, TP2),
+        "CP2": (2, CP2),
+        "EP2": (2, EP2),
+        "PP2xVPP2": (2, f"{PP2} {VPP2}"),
+        "CP2xTP2 over EP4": (4, f"{TP2} {CP2} {EP4} {ETP1}"),
+    }
+    return [
+        Case(
+            f"balanced, {name}",
+            ranks,
+            layout,
+            model="balanced",
+            micro_batch_size=1,
+            quick=name == "CP2",
+        )
+        for name, (ranks, layout) in layouts.items()
+    ]
+
+
 CASES: tuple[Case, ...] = (
     *_one_process(),
     *_recompute(),
@@ -184,4 +209,5 @@ CASES: tuple[Case, ...] = (
     *_sequence(),
     *_experts(),
     *_overlapped(),
+    *_balanced(),
 )

@@ -49,6 +49,7 @@ class Judge:
     def row(self, results: list[RankResult]) -> dict[str, object]:
         """The fields of a row of the table."""
         loss, gradient = self.errors(results, "right")
+        biases = [item for r in results for item in r.biases.items()]
         return {
             "tokens": int(self.recorded_T.sum()),
             "moe_layers": len(self.reference.hidden),
@@ -60,8 +61,21 @@ class Judge:
             "loss_error": loss,
             "grad_error": gradient,
             "passes": sorted({"grad" if o.grad else "no grad" for o in _seen(results, "right")}),
-            "verify_dispatch": _same(r.dispatched["right"] for r in results if r.dispatched),
+            **({"expert_bias_matches": self._biases_match(biases)} if biases else {}),
+            "verify_dispatch": min([r.dispatched.get("right", 0.0) for r in results]),
         }
+
+    def _biases_match(self, biases: list[tuple[int, np.ndarray]]) -> bool:
+        """Whether each rank's first update is that of the recorded load, padding left out.
+
+        bias += rate * sign(mean load - load of the expert), arXiv 2408.15664, algorithm 1.
+        """
+        layers = sorted(self.reference.hidden)
+        for layer, bias in biases:
+            load = np.bincount(self.routes_LTK[layers.index(layer)].ravel(), minlength=len(bias))
+            if not np.array_equal(bias, np.float32(1e-3) * np.sign(load.mean() - load)):
+                return False
+        return {layer for layer, _ in biases} == {*layers}
 
     def errors(self, results: list[RankResult], phase: str) -> tuple[float, float]:
         """Relative errors of loss and gradients; that of the loss to its uncancelled size."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fidelity.gradients import Piece, collect
@@ -28,12 +29,14 @@ class RankResult:
     Attributes:
         losses: empty where the rank has no last pipeline stage.
         dispatched: the witness's own metric, where this rank was told it.
+        biases: the expert bias of each layer after the first step.
     """
 
     seen: dict[str, list[Observed]] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, list[Piece]] = field(default_factory=dict)
     dispatched: dict[str, float] = field(default_factory=dict)
+    biases: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 def run_layout(
@@ -119,6 +122,8 @@ def _watch_steps(
     def finalized(models: Any, *more: Any, **kwargs: Any) -> None:
         finalize(models, *more, **kwargs)
         result.gradients[observer.phase] = collect(built, _gradients(built))
+        if not result.biases:
+            result.biases = _biases(built)
 
     training.train_step, training.finalize_model_grads = step, finalized
 
@@ -172,6 +177,17 @@ def _gradients(models: list[torch.nn.Module]) -> dict[int, torch.Tensor]:
         if model.ddp_config.use_distributed_optimizer:
             _gather_shards(model)
     return {id(p): p.main_grad for model in models for p in model.parameters()}
+
+
+def _biases(models: list[torch.nn.Module]) -> dict[int, np.ndarray]:
+    from megatron_r3.seams.layers import local_routers
+
+    routers = [item for model in models for item in local_routers(model).items()]
+    return {
+        number: router.expert_bias.cpu().numpy().copy()
+        for number, router in routers
+        if router.expert_bias is not None
+    }
 
 
 def _gather_shards(model: torch.nn.Module) -> None:

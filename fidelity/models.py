@@ -74,6 +74,13 @@ MODELS = {
         "--moe-router-dtype fp32",
         FOUR,
     ),
+    # what it computes of a rollout depends on its microbatch: one rollout each
+    "balanced": Model(
+        "--num-layers 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1 1 "
+        "--moe-z-loss-coeff 0.1",
+        FOUR,
+    ),
     "bf16": Model("--num-layers 4 --bf16", FOUR, tolerance=BF16),
     "bf16 fp32 router": Model(
         "--num-layers 4 --bf16 --moe-router-dtype fp32", FOUR, tolerance=BF16

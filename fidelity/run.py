@@ -18,6 +18,7 @@ from fidelity.cases import CASES, Case
 from fidelity.table import Table, passed
 from fidelity.trees import patched_copy, unpatched_copy
 from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.patching.errors import PatchingError
 
 __all__ = ["main"]
 
@@ -40,8 +41,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"no case has {args.only!r} in its name")
     with tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
         folder = Path(scratch)
-        tree, name = unpatched_copy(args.megatron, folder / "unpatched")
-        patched = patched_copy(tree, folder / "patched")
+        try:
+            tree, name = unpatched_copy(args.megatron, folder / "unpatched")
+            patched = patched_copy(tree, folder / "patched")
+        except PatchingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         with TreeWorker(patched, preload=["megatron.training"]) as worker:
             rows = run(cases, Table(worker, folder, name), args.verbose)
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from megatron_r3.store.reader import RolloutStore
 __all__ = ["Table", "passed"]
 
 TIMEOUT_S = 180.0
+BIAS = "expert_bias_matches"
 
 
 @dataclass(frozen=True)
@@ -128,5 +129,5 @@ def passed(row: dict[str, object]) -> bool:
         and bool(row["loss_matches"] and row["grads_match"])
         and isinstance(controls, dict)
         and all(controls.values())
-        and bool(row.get("bitwise", True) and row.get("every_pass_seen", True))
+        and all(row.get(name, True) for name in ("bitwise", "every_pass_seen", BIAS))
     )

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from megatron_r3.patching.apply import apply_series
+from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.fetch import fetch_tree
 from megatron_r3.patching.matrix import patches_folder, read_matrix
 
@@ -16,13 +17,20 @@ ROOT = Path(__file__).parents[1]
 
 
 def unpatched_copy(source: Path | None, target: Path) -> tuple[Path, str]:
-    """What is committed in `source` (None: the default tree in build/), and what to call it."""
+    """What is committed in `source` (None: the default tree in build/), and what to call it.
+
+    Raises:
+        PatchingError: it is no git checkout of Megatron-LM.
+    """
     default = read_matrix(patches_folder()).default
     if source is None:
         source = fetch_tree(default, ROOT / "build")
     target.mkdir(parents=True)
-    git = ["git", "-C", str(source)]
-    archive = subprocess.run([*git, "archive", "HEAD"], stdout=subprocess.PIPE, check=True)
+    git = ["git", "-C", str(source), "archive", "HEAD"]
+    archive = subprocess.run(git, capture_output=True, check=False)
+    if archive.returncode or not (source / "megatron" / "core").is_dir():
+        why = archive.stderr.decode(errors="replace").strip() or "it has no megatron/core"
+        raise PatchingError(f"{source}: not a git checkout of Megatron-LM: {why}")
     subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
     return target, source.name
 

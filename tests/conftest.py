@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fidelity.trees import patched_copy, unpatched_copy
 from megatron_r3.cpu.worker import TreeWorker
-from megatron_r3.patching.apply import apply_series
-from megatron_r3.patching.fetch import fetch_tree
-from megatron_r3.patching.matrix import patches_folder, read_matrix
-
-ROOT = Path(__file__).parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,24 +22,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def megatron_tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An unpatched tree of its own: what is committed in build/, or at --megatron."""
-    source = request.config.getoption("--megatron")
-    if source is None:
-        source = fetch_tree(read_matrix(patches_folder()).default, ROOT / "build")
-    copy = tmp_path_factory.mktemp("unpatched")
-    archive = subprocess.run(
-        ["git", "-C", str(source), "archive", "HEAD"], stdout=subprocess.PIPE, check=True
-    )
-    subprocess.run(["tar", "-x", "-C", str(copy)], input=archive.stdout, check=True)
+    copy = tmp_path_factory.mktemp("trees") / "unpatched"
+    unpatched_copy(request.config.getoption("--megatron"), copy)
     return copy
 
 
 @pytest.fixture(scope="session")
 def patched_tree(megatron_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A patched tree of its own."""
-    copy = tmp_path_factory.mktemp("patched") / "tree"
-    shutil.copytree(megatron_tree, copy)
-    apply_series(copy, patches_folder())
-    return copy
+    return patched_copy(megatron_tree, tmp_path_factory.mktemp("trees") / "patched")
 
 
 @pytest.fixture(scope="session")

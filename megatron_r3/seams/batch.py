@@ -1,12 +1,14 @@
 """What this rank holds of a batch, still on the host, and the routes of those tokens.
 
+Values are read through numpy, which refuses a tensor on a device: nothing here can make the host
+wait for one.
+
 Shape suffixes: B batch, S sequence (of this context-parallel rank once it is split), T tokens of
 this rank in the router's order, D documents of a pack.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -38,29 +40,30 @@ class RankBatches:
         self._positions: dict[int, Tensor] = {}  # by document length
 
     def split(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This context-parallel rank's part, and `real`: how many tokens the whole batch has."""
-        real = (batch["rows"] != PADDING).sum()
-        split = {**batch, "real": real}
+        """This context-parallel rank's part."""
         if self.cp_size == 1:
-            return split
+            return batch
         positions_S = self._local(batch)
-        return split | {name: batch[name][:, positions_S] for name in SEQUENCE_FIELDS}
+        return batch | {name: batch[name][:, positions_S] for name in SEQUENCE_FIELDS}
 
     def router_order(self, field_BS: Tensor) -> Tensor:
         """A field of a split batch, `[T]`, as this rank's routers see it."""
         return router_order(field_BS, self.sp_size, self.sp_rank)
 
-    def mean_tokens(self, batch: dict[str, Tensor]) -> float:
-        """A split batch's real tokens, on average over the ranks that share its sequences."""
-        return int(batch["real"]) / (self.cp_size * self.tp_size)
+    def mean_tokens(self, rows_BS: Tensor) -> float:
+        """A whole batch's real tokens, on average over the ranks that share its sequences."""
+        return np.count_nonzero(rows_BS.numpy() != PADDING) / (self.cp_size * self.tp_size)
 
     def _local(self, batch: dict[str, Tensor]) -> Tensor:
         """This rank's positions of a sequence, or of a pack: each document is split for itself."""
         if "cu_seqlens" not in batch:
             return self._of_document(batch["rows"].shape[1])
-        bounds = batch["cu_seqlens"][0].tolist()
+        starts, lengths = _documents(batch)
         return torch.cat(
-            [start + self._of_document(end - start) for start, end in itertools.pairwise(bounds)]
+            [
+                start + self._of_document(length)
+                for start, length in zip(starts, lengths, strict=True)
+            ]
         )
 
     def _of_document(self, length: int) -> Tensor:
@@ -78,6 +81,12 @@ class RankBatches:
         return self._positions[length]
 
 
+def _documents(batch: dict[str, Tensor]) -> tuple[list[int], list[int]]:
+    """Where the documents of a pack begin, and their lengths."""
+    bounds_D = batch["cu_seqlens"][0].numpy()
+    return bounds_D[:-1].tolist(), np.diff(bounds_D).tolist()
+
+
 def packed_seq_params(batch: dict[str, Tensor]) -> Any:
     """Megatron's description of a packed batch, or None for one that is not packed.
 
@@ -88,9 +97,8 @@ def packed_seq_params(batch: dict[str, Tensor]) -> Any:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    bounds_D = batch["cu_seqlens"][0]
-    longest = int((bounds_D[1:] - bounds_D[:-1]).max())
-    bounds_D = bounds_D.cuda(non_blocking=True)
+    longest = max(_documents(batch)[1])
+    bounds_D = batch["cu_seqlens"][0].cuda(non_blocking=True)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds_D,

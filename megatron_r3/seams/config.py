@@ -39,6 +39,9 @@ def refusals(config: Any) -> list[str]:
         "moe_expert_capacity_factor drops tokens after the recorded experts were set; unset it": (
             getattr(config, "moe_expert_capacity_factor", None) is not None
         ),
+        "moe_expert_rank_capacity_factor drops tokens of a rank that has too many; unset it": (
+            getattr(config, "moe_expert_rank_capacity_factor", None) is not None
+        ),
         "moe_router_force_load_balancing replaces the logits; unset it": on(
             "moe_router_force_load_balancing"
         ),

@@ -26,7 +26,7 @@ from megatron_r3.store.reader import RolloutStore
 
 __all__ = ["RolloutStep", "policy_loss"]
 
-HOST_FIELDS = {"rows", "real", "cu_seqlens"}  # what the loss does not need
+HOST_FIELDS = {"rows", "cu_seqlens"}  # what the loss does not need
 
 
 class RolloutStep:
@@ -54,8 +54,11 @@ class RolloutStep:
         if not model.training:
             return self.forward_step(data_iterator, model, *more, **kwargs)
         assert not more, f"unexpected arguments of a forward step: {more} {kwargs}"
-        batch = self.batches.split(next(data_iterator))
+        whole = next(data_iterator)
+        batch = self.batches.split(whole)
         microbatch = self._microbatch(unwrapped(model), batch)
+        if microbatch is not None:
+            microbatch.mean_tokens = self.batches.mean_tokens(whole["rows"])
         packed = packed_seq_params(batch)
         batch = {k: v.cuda(non_blocking=True) for k, v in batch.items() if k not in HOST_FIELDS}
         # combined 1F1B asks for a plan of the forward pass, and runs its nodes later
@@ -96,7 +99,6 @@ class RolloutStep:
             return None
         rows_T = self.batches.router_order(batch["rows"])
         microbatch = microbatch_routes(self.store, rows_T, layer_numbers, torch.device("cuda"))
-        microbatch.mean_tokens = self.batches.mean_tokens(batch)
         microbatch.replay = self.args.moe_router_replay
         if self._measures():
             counted_T = self.batches.router_order(batch["loss_mask"]).bool()

@@ -18,7 +18,17 @@ from megatron_r3.seams.layers import shape_differences
 from megatron_r3.seams.refuse import refuse
 from megatron_r3.store.reader import RolloutStore
 
-__all__ = ["check_args", "use_rollouts"]
+__all__ = ["NOT_WITH_ROLLOUTS", "check_args", "use_rollouts"]
+
+# Megatron's other ways to make batches, losses or a model's parts
+NOT_WITH_ROLLOUTS = {
+    "sft": "it brings its own batches",
+    "perform_rl_step": "it samples and trains in a loop of its own",
+    "hybrid_context_parallel": "it moves whole samples between ranks",
+    "logits_load_dir": "it brings its own loss",
+    "use_megatron_fsdp": "replay was not proved on sharded modules",
+    "use_torch_fsdp2": "replay was not proved on sharded modules",
+}
 
 
 def check_args(args: Any) -> None:
@@ -60,9 +70,9 @@ def _check_store(args: Any, store: RolloutStore) -> None:
             f"--rollouts-pack with --hybrid-layer-pattern {args.hybrid_layer_pattern}: the state "
             "of its recurrent layers would run on from one rollout into the next; unset one"
         )
-    others = ("sft", "perform_rl_step", "hybrid_context_parallel")
-    for other in (name for name in others if getattr(args, name, False)):
-        raise ValueError(f"{where}: not together with --{other.replace('_', '-')}")
+    for other in (name for name in NOT_WITH_ROLLOUTS if getattr(args, name, None)):
+        reason = NOT_WITH_ROLLOUTS[other]
+        raise ValueError(f"{where}: not together with --{other.replace('_', '-')}: {reason}")
     if args.dataloader_type == "external":
         raise ValueError(f"{where}: not together with --dataloader-type external")
     if args.moe_router_replay:

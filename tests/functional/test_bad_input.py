@@ -18,6 +18,7 @@ from training import STEP, Policy, changed_store, parse
 from demo.model import arguments
 from megatron_r3.cpu.worker import TreeWorker
 from megatron_r3.routes import Routes
+from megatron_r3.seams.training import NOT_WITH_ROLLOUTS
 from megatron_r3.store import RolloutStore, write_shard
 from megatron_r3.store.shard import Shard
 from megatron_r3.store.writer import metadata_of
@@ -52,6 +53,40 @@ def test_options_that_would_not_replay_exactly(
     patched: TreeWorker, policy: Policy, reason: str
 ) -> None:
     assert reason in refused(patched, policy.arguments(*OPTIONS[reason]))
+
+
+SHARDED = ["--use-distributed-optimizer", "--ckpt-format", "fsdp_dtensor"]
+SHARDED += ["--data-parallel-sharding-strategy", "optim_grads_params"]
+ROLLOUTS = {
+    "--micro-batch-size 4: a pack is a micro-batch": ["--rollouts-pack"],
+    "--dataloader-type external": ["--dataloader-type", "external"],
+    "--logits-load-dir: it brings its own loss": ["--logits-load-dir", "/nowhere"],
+    "--sft: it brings its own batches": ["--sft"],
+    "--perform-rl-step: it samples": ["--perform-rl-step"],
+    "--hybrid-context-parallel: it moves": ["--hybrid-context-parallel"],
+    "--use-megatron-fsdp: replay was not proved": ["--use-megatron-fsdp", *SHARDED],
+    "--use-torch-fsdp2: replay was not proved": ["--use-torch-fsdp2"],
+}
+
+
+@pytest.mark.parametrize("reason", ROLLOUTS)
+def test_options_that_do_not_go_with_rollouts(
+    patched: TreeWorker, policy: Policy, reason: str
+) -> None:
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}  # FSDP asks for it
+    text = refused(patched, policy.arguments(*ROLLOUTS[reason]), env=env)
+    assert reason in text
+
+
+def test_every_option_that_does_not_go_with_rollouts_is_in_the_list() -> None:
+    named = " ".join(ROLLOUTS)
+    assert all(f"--{name.replace('_', '-')}:" in named for name in NOT_WITH_ROLLOUTS)
+
+
+def test_mtp_and_overlap_are_accepted(patched: TreeWorker, policy: Policy) -> None:
+    assert patched.run(parse, 1, policy.arguments("--mtp-num-layers", "1")) == [""]
+    overlap = ["--bf16", "--overlap-moe-expert-parallel-comm"]
+    assert patched.run(parse, 1, policy.arguments(*overlap)) == [""]
 
 
 def test_a_dense_model(patched: TreeWorker, policy: Policy) -> None:

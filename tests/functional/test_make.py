@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -59,3 +60,26 @@ def test_without_a_tree(tmp_path: Path) -> None:
     )
     assert refused.returncode == 2
     assert "make apply MEGATRON=DIR" in refused.stderr
+
+
+def test_fidelity_of_one_case() -> None:
+    done = subprocess.run(
+        ["make", "fidelity", "ONLY=PP4, both"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((ROOT / "build" / "fidelity.json").read_text())
+    assert (row["world_size"], row["moe_layers"], row["dispatched_as_recorded"]) == (4, 6, 1.0)
+    assert row["loss_matches"]
+    assert row["grads_match"]
+    assert row["controls"] == dict.fromkeys(("shift_token", "swap_layers", "swap_rollouts"), True)
+
+
+def test_fidelity_of_what_is_no_megatron(tmp_path: Path) -> None:
+    refused = make("fidelity", tmp_path)
+    assert refused.returncode == 2
+    assert f"error: {tmp_path}: not a git checkout of Megatron-LM" in refused.stderr
+    assert "Traceback" not in refused.stderr

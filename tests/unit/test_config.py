@@ -15,6 +15,7 @@ WRONG = {
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
     "quantile_balancing": {"moe_router_load_balancing_type": ["quantile_balancing"]},
     "capacity_factor": {"moe_expert_capacity_factor": 0.0},
+    "expert_rank_capacity_factor": {"moe_expert_rank_capacity_factor": 1.0},
     "force_load_balancing": {"moe_router_force_load_balancing": True},
     "force_biased": {"moe_router_force_biased": 0.0},
     "moe_router_fusion": {"moe_router_fusion": True},
@@ -33,6 +34,12 @@ def test_refused_with_the_reason(reason):
     found = refusals(SimpleNamespace(**{**GOOD, **WRONG[reason]}))
     assert len(found) == 1
     assert reason in found[0]
+
+
+def test_every_refusal_is_in_the_list():
+    everything = {name: value for wrong in WRONG.values() for name, value in wrong.items()}
+    everything["moe_router_load_balancing_type"] = ["sinkhorn", "quantile_balancing"]
+    assert len(refusals(SimpleNamespace(**everything))) == len(WRONG)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""Nothing of ours reads a device tensor back between two logged steps.
+
+On a CPU a read costs nothing, so it is counted: every call by which Python gets a tensor's values,
+made by our code while a training step runs. Values on the host are read through numpy, which
+refuses a tensor on a device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from training import Policy, train
+
+from megatron_r3.cpu.worker import TreeWorker
+
+READS = ["item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"]
+QUIET = ["--train-iters", "6", "--log-interval", "6", "--moe-router-replay-log-mismatch-interval"]
+
+
+def caller_is_ours(depth: int = 2) -> bool:
+    """Whether the innermost frame outside of torch is of megatron_r3 (the CPU layer is not)."""
+    frame = sys._getframe(depth)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch", "megatron_r3.cpu")) and name != __name__:
+            return name.startswith("megatron_r3")
+        frame = frame.f_back
+    return False
+
+
+def counting(counts: Counter[tuple[int, str]]) -> None:
+    """Count reads by (iteration, call)."""
+    from megatron.training import get_args
+
+    for name in READS:
+        original = getattr(torch.Tensor, name)
+
+        def read(
+            self: Any, *args: Any, original: Any = original, name: str = name, **kw: Any
+        ) -> Any:
+            if caller_is_ours():
+                counts[get_args().curr_iteration, name] += 1
+            return original(self, *args)
+
+        setattr(torch.Tensor, name, read)
+
+
+def trained_and_counted(rank: int, argv: list[str]) -> dict[int, int]:
+    """How many reads each iteration made."""
+    from megatron.training import training
+
+    counts: Counter[tuple[int, str]] = Counter()
+    step, started = training.train_step, []
+
+    def counted_step(*args: Any, **kwargs: Any) -> Any:
+        if not started:
+            started.append(True)
+            counting(counts)
+        return step(*args, **kwargs)
+
+    training.train_step = counted_step
+    train(rank, argv)
+    reads: Counter[int] = Counter()
+    for (iteration, _), count in counts.items():
+        reads[iteration] += count
+    return dict(reads)
+
+
+LAYOUTS = {
+    "EP2": (2, ["--expert-model-parallel-size", "2"]),
+    "CP2 in packs, recomputed": (
+        2,
+        "--context-parallel-size 2 --rollouts-pack --micro-batch-size 1 --seq-length 64 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_replayed_step_reads_nothing_back(
+    patched: TreeWorker, policy: Policy, layout: str
+) -> None:
+    ranks, more = LAYOUTS[layout]
+    argv = [a for a in policy.arguments(*more, *QUIET, "6") if "verify-dispatch" not in a]
+    argv += ["--max-position-embeddings", "64", "--global-batch-size", "8"]
+    for reads in patched.run(trained_and_counted, ranks, argv, timeout_s=240):
+        assert not {iteration: n for iteration, n in reads.items() if iteration in (1, 2, 3, 4)}
+        assert reads[5] > 0, "the report of the last step was not counted: does counting work?"
