@@ -1,0 +1,60 @@
+"""A replayed expert of weight 0 keeps its token in the flex dispatcher too.
+
+Shape suffixes: T tokens, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from tiny import BATCH, SEQUENCE, batch, config, model, start
+
+from fidelity.observe import Observer
+from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.replay import MicrobatchRoutes, replaying
+
+EP2: dict[str, Any] = {
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "deepep",
+    "moe_router_pre_softmax": True,
+}
+
+
+def experts_that_got_tokens(rank: int, asks_the_map: bool) -> list[int]:
+    """How many tokens each of this rank's experts of layer 1 got; most have weight 0 there."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    start(expert_model_parallel_size=2)
+    gpt = model(config(**EP2))
+    for router in (m for m in gpt.modules() if isinstance(m, TopKRouter)):
+        router.weight.data *= 1e5  # the softmax leaves one expert, and exactly 0 for the others
+    for layer in gpt.decoder.layers:
+        manager = layer.mlp.token_dispatcher._comm_manager
+        manager.config = copy.copy(manager.config)
+        manager.config.moe_router_replay = asks_the_map
+    observer = Observer()
+    observer.attach([gpt])
+    with replaying(MicrobatchRoutes({layer: routes() for layer in range(1, 5)})):
+        tokens, positions, labels = batch(seed=rank)
+        gpt(tokens, positions, None, labels=labels).sum().backward()
+    (call,) = (seen for seen in observer.seen[""] if seen.layer == 1)
+    counts = torch.bincount(torch.from_numpy(call.experts_P), minlength=8)
+    return counts[4 * rank : 4 * rank + 4].tolist()
+
+
+def routes() -> torch.Tensor:
+    """A skewed load `[T, K]`, the same on both ranks."""
+    first = torch.arange(BATCH * SEQUENCE) % 3
+    return torch.stack([first, 7 - first], dim=1).to(torch.uint8)
+
+
+def test_experts_of_weight_0_get_their_tokens(patched: TreeWorker) -> None:
+    want = (2 * torch.bincount(routes().long().ravel(), minlength=8)).tolist()
+    got = patched.run(experts_that_got_tokens, 2, True)
+    assert got[0] + got[1] == want
+    control = patched.run(experts_that_got_tokens, 2, False)
+    assert control[0] + control[1] != want
