@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 
 __all__ = ["describe_rank", "free_port", "lost_its_peer", "usable_cores"]
@@ -21,10 +23,16 @@ def describe_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port of this machine that nothing listens on.
+
+    It is below those that the system hands out by itself (from 32768 on Linux): between now and the
+    start of the ranks, no connection of another process gets it.
+    """
+    for port in random.SystemRandom().sample(range(15000, 32768), 100):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 15000 and 32767")
 
 
 def usable_cores() -> int:
