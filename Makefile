@@ -42,7 +42,7 @@ demo: megatron  ## a real rollout to a replayed training step (SAMPLER=transform
 	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER)
 
 fidelity: megatron  ## every layout and schedule against one process (MEGATRON=DIR: a real checkout)
-	$(VENV)/bin/python -m fidelity.run --out $(BUILD)/fidelity.json \
+	$(VENV)/bin/python -m fidelity.run --out $(BUILD)/fidelity$(if $(ONLY),-only).json \
 		$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(ONLY),--only "$(ONLY)")
 
 test: lint megatron  ## lint, then all tests
