@@ -7,6 +7,7 @@ too small to change a weight. Megatron is imported only inside the functions tha
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,13 @@ def run_layout(
     sys.argv += ["--rollouts-clip-eps", str(CLIP_EPS), "--train-iters", str(len(stores))]
     sys.argv += ["--lr", "1e-30", "--min-lr", "0"]
     sys.argv += ["--moe-router-replay-verify-dispatch", "--log-interval", "1"]
+    sys.argv += ["--moe-router-replay-verify-plan"]
     args = parse_and_validate_args()
     observer, result = Observer(), RankResult()
     built: list[torch.nn.Module] = []
     described = model_config(args)
     described.post_wrap_hooks.append(lambda models: observer.attach(built.extend(models) or models))
-    _switch_routes(stores, observer)
+    _switch_routes(stores)
     _keep_dispatch_metric(result, observer)
     _watch_steps(observer, result, built, [*stores], forward_only_first)
     config = pretrain_cfg_container_from_args(args, described)
@@ -86,13 +88,20 @@ def _datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
 _datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
-def _switch_routes(stores: dict[str, Path], observer: Observer) -> None:
-    """Each phase reads its routes from its own store; everything else stays that of `right`."""
-    opened = {name: RolloutStore([folder]) for name, folder in stores.items()}
-    read = RolloutStore.routes
+def _switch_routes(stores: dict[str, Path]) -> None:
+    """Each phase reads its routes from its own store; everything else stays that of `right`.
+
+    Microbatches are read ahead of their step, so a phase is known by their number.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    opened = [RolloutStore([folder]) for folder in stores.values()]
+    read, microbatches = RolloutStore.routes, Counter[tuple[int, ...]]()
 
     def routes(self: RolloutStore, rows_T: Any, layers: Any) -> Any:
-        return read(opened.get(observer.phase, self), rows_T, layers)
+        phase = microbatches[tuple(layers)] // get_num_microbatches()
+        microbatches[tuple(layers)] += 1
+        return read(opened[min(phase, len(opened) - 1)], rows_T, layers)
 
     RolloutStore.routes = routes  # type: ignore[method-assign]
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_r3.gate import replayed_topk
+from megatron_r3.plan import LayerSizes
 
 __all__ = [
     "MicrobatchRoutes",
@@ -48,6 +49,8 @@ class MicrobatchRoutes:
         record: a layer without routes is chosen live at its first pass, and that is kept in `ids`.
         padding_T: bool, tokens that are none: left out of the router's load. None: as the model
             was told.
+        plan: the dispatch sizes of each layer, by its number. None: they are learned on the device.
+        verify_plan: compare the plan with what a layer would learn, at every pass.
         mean_tokens: the tokens that are not padding, on average over the ranks that share the
             sequences (tensor and context parallel). None: unknown.
         mismatched: for each layer a count, int64 on the device: counted tokens whose live choice
@@ -70,6 +73,8 @@ class MicrobatchRoutes:
         self.live_T = live_T
         self.counted_T = counted_T
         self.replay = replay
+        self.plan: dict[int, LayerSizes] | None = None
+        self.verify_plan = False
         self.mismatched: dict[int, Tensor] = {}
         self.mismatched_T: Tensor | None = None
         self._settled: set[int] = set()

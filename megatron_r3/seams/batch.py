@@ -4,11 +4,12 @@ Values are read through numpy, which refuses a tensor on a device: nothing here 
 wait for one.
 
 Shape suffixes: B batch, S sequence (of this context-parallel rank once it is split), T tokens of
-this rank in the router's order, D documents of a pack.
+this rank in the router's order, D documents of a pack, L MoE layers of a model chunk, K top-k.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from megatron_r3.rows import PADDING, router_order, spread_padding
 from megatron_r3.store.dataset import SEQUENCE_FIELDS
 from megatron_r3.store.reader import RolloutStore
 
-__all__ = ["RankBatches", "microbatch_routes", "packed_seq_params"]
+__all__ = ["HostRoutes", "RankBatches", "packed_seq_params", "read_routes"]
 
 
 class RankBatches:
@@ -110,17 +111,46 @@ def packed_seq_params(batch: dict[str, Tensor]) -> Any:
     )
 
 
-def microbatch_routes(
-    store: RolloutStore, rows_T: Tensor, layer_numbers: list[int], device: Any = "cpu"
-) -> MicrobatchRoutes:
+@dataclass(frozen=True)
+class HostRoutes:
+    """The routes that one rank needs for one microbatch, on the host.
+
+    Attributes:
+        ids_LTK: uint8 or int16; padding is spread over all experts.
+        live_T: bool, tokens whose route was not recorded.
+        padding_T: bool.
+        mean_tokens: the whole batch's real tokens, on average over the ranks that share it.
+        rows_T: int64, the row ids.
+    """
+
+    ids_LTK: np.ndarray
+    live_T: np.ndarray
+    padding_T: np.ndarray
+    rows_T: np.ndarray
+    mean_tokens: float
+
+    def on_device(self, layer_numbers: list[int], device: Any) -> MicrobatchRoutes:
+        """A microbatch that has not run yet."""
+
+        def copy(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device, non_blocking=True)
+
+        return MicrobatchRoutes(
+            dict(zip(layer_numbers, copy(self.ids_LTK), strict=True)),
+            live_T=copy(self.live_T) if self.live_T.any() else None,
+            padding_T=copy(self.padding_T),
+            mean_tokens=self.mean_tokens,
+        )
+
+
+def read_routes(
+    store: RolloutStore, rows_T: Tensor, layer_numbers: list[int], mean_tokens: float
+) -> HostRoutes:
     """Read what one rank needs for one microbatch: its layers, its tokens.
 
     Args:
         rows_T: int64 on the host, the row ids in the router's order, -1 for padding.
         layer_numbers: Megatron's, from 1.
-
-    Returns:
-        Routes with padding spread over all experts and missing rows marked live.
     """
     trace = [store.info.moe_layers.index(number - 1) for number in layer_numbers]
     ids_LTK, recorded_T = store.routes(rows_T.numpy(), trace)
@@ -130,11 +160,5 @@ def microbatch_routes(
     ).numpy()
     if ids_LTK.dtype == np.uint16:
         ids_LTK = ids_LTK.astype(np.int16)  # torch has no gather for uint16
-    on_device = torch.from_numpy(ids_LTK).to(device, non_blocking=True)
-    missing_T = ~recorded_T & ~padding_T
-    live_T = torch.from_numpy(missing_T).to(device, non_blocking=True) if missing_T.any() else None
-    return MicrobatchRoutes(
-        dict(zip(layer_numbers, on_device, strict=True)),
-        live_T=live_T,
-        padding_T=torch.from_numpy(padding_T).to(device, non_blocking=True),
-    )
+    live_T = ~recorded_T & ~padding_T
+    return HostRoutes(ids_LTK, live_T, padding_T, rows_T.numpy(), mean_tokens)

@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_r3.fingerprint import router_digest
 from megatron_r3.replay import MicrobatchRoutes, replaying
 from megatron_r3.rl import agreement_sums, clipped_policy_loss
-from megatron_r3.seams.batch import RankBatches, microbatch_routes, packed_seq_params
+from megatron_r3.seams.ahead import Lookahead, Planner, Prepared
+from megatron_r3.seams.batch import RankBatches, packed_seq_params, read_routes
 from megatron_r3.seams.layers import local_routers, shape_differences, unwrapped
 from megatron_r3.seams.metrics import install_metrics
 from megatron_r3.seams.refuse import refuse
@@ -42,6 +43,7 @@ class RolloutStep:
         self.args, self.store, self.forward_step = args, store, forward_step
         self.measurable = bool(args.num_experts) and not shape_differences(args, store)
         self.layers: dict[int, list[int]] = {}  # by id of the model chunk
+        self.planners: dict[int, Planner] = {}
         self.metrics = install_metrics(args.num_layers)
         self.witness = DispatchWitness(store) if args.moe_router_replay_verify_dispatch else None
         self.first_iteration: int | None = None
@@ -54,11 +56,9 @@ class RolloutStep:
         if not model.training:
             return self.forward_step(data_iterator, model, *more, **kwargs)
         assert not more, f"unexpected arguments of a forward step: {more} {kwargs}"
-        whole = next(data_iterator)
-        batch = self.batches.split(whole)
-        microbatch = self._microbatch(unwrapped(model), batch)
-        if microbatch is not None:
-            microbatch.mean_tokens = self.batches.mean_tokens(whole["rows"])
+        prepared = self._next(data_iterator, unwrapped(model))
+        batch = prepared.batch
+        microbatch = self._microbatch(unwrapped(model), prepared)
         packed = packed_seq_params(batch)
         batch = {k: v.cuda(non_blocking=True) for k, v in batch.items() if k not in HOST_FIELDS}
         # combined 1F1B asks for a plan of the forward pass, and runs its nodes later
@@ -93,21 +93,50 @@ class RolloutStep:
             )
         return result
 
-    def _microbatch(self, model: Any, batch: dict[str, Tensor]) -> MicrobatchRoutes | None:
-        layer_numbers = self._layers_of(model)
+    def _next(self, data_iterator: Any, model: Any) -> Prepared:
+        """The next microbatch, prepared ahead where Megatron's own iterator brings it.
+
+        From any other iterator it comes without a plan: its order is nobody's promise.
+        """
+        from megatron.core.rerun_state_machine import RerunDataIterator
+
+        prepare = partial(self._prepare, self._layers_of(model))
+        if isinstance(data_iterator, RerunDataIterator) and not isinstance(
+            data_iterator.iterable, Lookahead
+        ):
+            planned = partial(prepare, planner=self.planners.get(id(model)))
+            data_iterator.iterable = Lookahead(data_iterator.iterable, planned)
+        item = next(data_iterator)
+        return item if isinstance(item, Prepared) else prepare(item)
+
+    def _prepare(
+        self, layer_numbers: list[int], whole: dict[str, Tensor], planner: Planner | None = None
+    ) -> Prepared:
+        """What this rank needs of a batch; touches nothing on the device."""
+        batch = self.batches.split(whole)
         if not self.measurable:
-            return None
+            return Prepared(batch, None, None)
         rows_T = self.batches.router_order(batch["rows"])
-        microbatch = microbatch_routes(self.store, rows_T, layer_numbers, torch.device("cuda"))
+        mean_tokens = self.batches.mean_tokens(whole["rows"])
+        routes = read_routes(self.store, rows_T, layer_numbers, mean_tokens)
+        return Prepared(batch, routes, planner.plan(routes) if planner else None)
+
+    def _microbatch(self, model: Any, prepared: Prepared) -> MicrobatchRoutes | None:
+        routes = prepared.routes
+        if routes is None:
+            return None
+        microbatch = routes.on_device(self._layers_of(model), torch.device("cuda"))
         microbatch.replay = self.args.moe_router_replay
+        microbatch.plan = prepared.plan
+        microbatch.verify_plan = self.args.moe_router_replay_verify_plan
         if self._measures():
-            counted_T = self.batches.router_order(batch["loss_mask"]).bool()
+            counted_T = self.batches.router_order(prepared.batch["loss_mask"]).bool()
             counted_T = counted_T.cuda(non_blocking=True)
             live_T = microbatch.live_T
             microbatch.counted_T = counted_T if live_T is None else counted_T & ~live_T
             self.metrics.add(id(model), microbatch)
             if self.witness is not None:
-                self.witness.watch(microbatch, rows_T.numpy())
+                self.witness.watch(microbatch, routes.rows_T)
         if microbatch.replay or microbatch.counted_T is not None:
             return microbatch
         return None
@@ -135,7 +164,15 @@ class RolloutStep:
                         router.router_replay = RouterHook(router.config, layer_number=number)
                 if self.witness is not None:
                     self.witness.attach(model, self.metrics)
+            if self.measurable and routers and self._plans():
+                self.planners[id(model)] = Planner(self.store.info.num_experts, sorted(routers))
         return self.layers[id(model)]
+
+    def _plans(self) -> bool:
+        """Whether there is a dispatcher that would ask for a plan."""
+        args = self.args
+        asks = args.moe_token_dispatcher_type in ("alltoall", "allgather")
+        return bool(args.moe_router_replay and args.moe_router_replay_dispatch_plan and asks)
 
     def _check_policy(self, routers: dict[int, Any]) -> None:
         from megatron.core import mpu
