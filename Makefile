@@ -8,10 +8,12 @@ SAMPLER  ?= transformers
 MEGATRON ?=
 # cases of fidelity whose name has this in it
 ONLY     ?=
+# steps of each way in bench-dispatch
+ROUNDS   ?= 10
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status demo fidelity test lint clean
+.PHONY: help setup megatron apply revert status demo fidelity bench-dispatch test lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -44,6 +46,10 @@ demo: megatron  ## a real rollout to a replayed training step (SAMPLER=transform
 fidelity: megatron  ## every layout and schedule against one process (MEGATRON=DIR: a real checkout)
 	$(VENV)/bin/python -m fidelity.run --out $(BUILD)/fidelity$(if $(ONLY),-only).json \
 		$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(ONLY),--only "$(ONLY)")
+
+bench-dispatch: megatron  ## what a MoE layer waits for and a step costs: live, replay, replay with a plan
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
+		--rounds $(ROUNDS)
 
 test: lint megatron  ## lint, then all tests
 	$(VENV)/bin/python -m pytest

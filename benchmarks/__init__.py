@@ -1,0 +1,1 @@
+"""What is measured, not tested: ratios, side by side in one run."""

@@ -1,0 +1,157 @@
+"""`make bench-dispatch`: what a MoE layer waits for and a step costs, with and without a plan.
+
+    python -m benchmarks.dispatch --out build/bench/dispatch.json [--rounds 10]
+
+Three ways to train on the same rollouts at the same load (the routes are those of the live router):
+live, replayed without a plan, replayed with one. Their steps alternate in one run. A table of host
+waits, copies and collectives for each MoE layer and pass, and of step times relative to live.
+Exit status 1: a layer with a plan waits for something after all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dispatch_ranks import MODES, Recorded, record, timed
+from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
+from demo.model import arguments
+from fidelity.trees import patched_copy, unpatched_copy
+from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.routes import Routes
+from megatron_r3.store import Rollout, StoreInfo, write_shard
+
+__all__ = ["main"]
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+LAYOUTS = [(ep, recompute) for ep in (1, 2, 4) for recompute in (False, True)]
+HEAD = (
+    f"{'EP':>2} {'recompute':9} {'':7} {WAITS:>10} {'copies':>7} {'metadata':>8} {'plan':>5} "
+    f"{'step':>8} {'of live':>8} {'spread':>13} {'planning':>20}"
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure every layout."""
+    doc = str(__doc__)
+    parser = argparse.ArgumentParser(prog="dispatch", description=doc.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=10, help="steps of each way")
+    args = parser.parse_args(argv)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        folder = Path(scratch)
+        tree, name = unpatched_copy(None, folder / "unpatched")
+        patched = patched_copy(tree, folder / "patched")
+        print("by MoE layer and pass: host waits, copies to the host, metadata collectives;")
+        print("by microbatch: collectives of the plan; step times relative to live", flush=True)
+        print(HEAD, flush=True)
+        with TreeWorker(patched, preload=["megatron.training"]) as worker:
+            (recorded,) = worker.run(record, 1, arguments(), folder / "checkpoint", timeout_s=300)
+            store = write_store(recorded, folder / "store")
+            for ep, recompute in LAYOUTS:
+                more = ["--expert-model-parallel-size", str(ep), *(FULL if recompute else [])]
+                more += ["--load", str(folder / "checkpoint"), "--rollouts", str(store)]
+                results = worker.run(timed, ep, arguments(more), args.rounds, timeout_s=600)
+                for row in summarise(results[0]):
+                    rows.append({"ep": ep, "recompute": recompute, "tree": name, **row})
+                    print(_line(rows[-1]), flush=True)
+    machine = {"machine": platform.machine(), "processor": _processor(), "device": "cpu, gloo"}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(
+        json.dumps({**machine, "rounds": args.rounds, "rows": rows}, indent=1) + "\n"
+    )
+    wrong = [row for row in rows if not _counts_hold(row)]
+    for row in wrong:
+        print(f"error: EP {row['ep']}, {row['mode']}: not what a plan promises", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _counts_hold(row: dict[str, Any]) -> bool:
+    """With a plan nothing waits, is copied or gathered in a layer; without one, something does."""
+    per_layer = sum(row[name] for name in (WAITS, COPIES, GATHERS))
+    if row["mode"] == "plan":
+        return per_layer == 0 and row[PLANS] == (row["ep"] > 1)
+    return row[WAITS] >= 1 and row[COPIES] >= 1
+
+
+def write_store(recorded: Recorded, folder: Path) -> Path:
+    """Rollouts whose routes are the live router's own."""
+    info = StoreInfo(
+        engine="recorded live",
+        engine_version="0",
+        num_experts=recorded.num_experts,
+        topk=recorded.routes[0].shape[2],
+        moe_layers=tuple(range(len(recorded.routes[0]))),
+    )
+    rollouts = [
+        Rollout(
+            tokens,
+            response,
+            logprobs,
+            float(index % 2),
+            index // 4,
+            0,
+            Routes.from_array(ids, recorded.num_experts),
+        )
+        for index, (tokens, response, logprobs, ids) in enumerate(recorded.rollouts())
+    ]
+    write_shard(folder, info, rollouts)
+    return folder
+
+
+def summarise(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each way."""
+    live = result["seconds"][MODES[0]]
+    rows = []
+    for mode in MODES:
+        seconds, counts = result["seconds"][mode], result["counts"][mode]
+        ratios = [mine / theirs for mine, theirs in zip(seconds, live, strict=True)]
+        step = statistics.median(seconds)
+        row = {
+            "mode": mode,
+            **{name: counts[name] / result["layer_passes"] for name in (WAITS, COPIES, GATHERS)},
+            PLANS: result["plan_collectives"] if mode == "plan" else 0.0,
+            "step_ms": 1e3 * step,
+            "step_of_live": statistics.median(ratios),
+            "spread": [min(ratios), max(ratios)],
+        }
+        if mode == "plan":
+            row["planning_share_of_step"] = result["planning_s"] / step
+            row["planning_us_per_1000_tokens"] = 1e9 * result["planning_s"] / result["tokens"]
+        rows.append(row)
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    low, high = row["spread"]
+    planning = ""
+    if "planning_share_of_step" in row:
+        planning = (
+            f"{row['planning_share_of_step']:.1%}, "
+            f"{row['planning_us_per_1000_tokens']:.0f} us/1000 tok"
+        )
+    return (
+        f"{row['ep']:>2} {'full' if row['recompute'] else 'none':9} {row['mode']:7} "
+        f"{row[WAITS]:>10.2f} {row[COPIES]:>7.2f} {row[GATHERS]:>8.2f} {row[PLANS]:>5.2f} "
+        f"{row['step_ms']:>5.0f} ms {row['step_of_live']:>8.3f} {low:>6.3f}-{high:.3f} {planning}"
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    from benchmarks import dispatch  # the ranks import by name
+
+    sys.exit(dispatch.main())

@@ -1,0 +1,159 @@
+"""Count what makes the host wait, or moves metadata, in MoE layers: by instrumenting torch.
+
+On a CPU nothing waits, so calls are counted: those of code below megatron/core/transformer/moe, on
+tensors that a GPU would hold. A tensor is on the host if it came from numpy, was copied there, is
+a sum or a view of such a one, or is marked (`mark_host`): what Megatron makes on the host.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["COPIES", "GATHERS", "PLANS", "WAITS", "instrument", "mark_host"]
+
+WAITS, COPIES = "host waits", "copies to the host"
+GATHERS, PLANS = "metadata collectives", "plan collectives"
+
+READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+# the size of what it returns is on the device
+READS += ("masked_select",)
+SAME_PLACE = ("sum", "long", "ravel", "view", "reshape", "contiguous")
+COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_gather")
+PLACE = "megatron.core.transformer.moe"
+_state = threading.local()
+
+
+def instrument(counts: Counter[str]) -> None:
+    """Count from now on, in this process."""
+    for name in READS:
+        _wrap_read(counts, name)
+    for name in SAME_PLACE:
+        _keep_place(name)
+    transposed = torch.Tensor.T
+    torch.Tensor.T = property(lambda self: _marked(transposed.__get__(self), _is_host(self)))
+    _wrap_copies(counts)
+    from_numpy = torch.from_numpy
+    torch.from_numpy = lambda array: _marked(from_numpy(array), True)
+    for event in (torch.cuda.Event, torch.cuda.Stream):
+        _wrap_synchronize(counts, event)
+    for name in COLLECTIVES:
+        if hasattr(dist, name):
+            _wrap_collective(counts, name)
+    from megatron.core.tensor_parallel import mappings
+
+    mappings.dist_all_gather_func = dist.all_gather_into_tensor  # bound when it was imported
+
+
+def _inside_moe() -> bool:
+    """Whether a MoE layer is being run, at any depth of the stack; calls of a call do not count."""
+    if getattr(_state, "depth", 0) > 1:
+        return False
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(PLACE):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def _call() -> Iterator[None]:
+    """The CPU layer's function mode makes every call again, on the CPU: count it once."""
+    _state.depth = getattr(_state, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _state.depth -= 1
+
+
+def _is_host(tensor: Any) -> bool:
+    return getattr(tensor, "on_host", False)
+
+
+def mark_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Say that a GPU would not hold this tensor."""
+    tensor.on_host = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _marked(tensor: torch.Tensor, on_host: bool) -> torch.Tensor:
+    return mark_host(tensor) if on_host else tensor
+
+
+def _wrap_read(counts: Counter[str], name: str) -> None:
+    original = getattr(torch.Tensor, name)
+
+    def read(self: torch.Tensor, *args: Any) -> Any:
+        with _call():
+            if not _is_host(self) and _inside_moe():
+                counts[WAITS] += 1
+            return original(self, *args)
+
+    setattr(torch.Tensor, name, read)
+
+
+def _keep_place(name: str) -> None:
+    original = getattr(torch.Tensor, name)
+
+    def same_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return _marked(original(self, *args, **kwargs), _is_host(self))
+
+    setattr(torch.Tensor, name, same_place)
+
+
+def _wrap_copies(counts: Counter[str]) -> None:
+    to, cpu = torch.Tensor.to, torch.Tensor.cpu
+
+    def counted(self: torch.Tensor, waits: bool, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if not _is_host(self) and _inside_moe():
+            counts[COPIES] += 1
+            counts[WAITS] += waits
+        return _marked(copy(), True)
+
+    def copy_cpu(self: torch.Tensor, *args: Any) -> torch.Tensor:
+        with _call():
+            return counted(self, True, lambda: cpu(self, *args))
+
+    def copy_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device", args[0] if args else None)
+        with _call():
+            if isinstance(device, torch.device) and device.type == "cpu":
+                waits = not kwargs.get("non_blocking", False)
+                return counted(self, waits, lambda: to(self, *args, **kwargs))
+            return to(self, *args, **kwargs)
+
+    torch.Tensor.cpu = copy_cpu  # type: ignore[assignment]
+    torch.Tensor.to = copy_to  # type: ignore[assignment]
+
+
+def _wrap_synchronize(counts: Counter[str], kind: Any) -> None:
+    original = kind.synchronize
+
+    def synchronize(self: Any) -> None:
+        counts[WAITS] += _inside_moe()
+        original(self)
+
+    kind.synchronize = synchronize
+
+
+def _wrap_collective(counts: Counter[str], name: str) -> None:
+    original = getattr(dist, name)
+
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        output = args[0] if args else None
+        if isinstance(output, torch.Tensor) and not output.is_floating_point():
+            if _inside_moe():
+                counts[GATHERS] += 1
+            elif sys._getframe(1).f_globals.get("__name__", "").startswith("megatron_r3"):
+                counts[PLANS] += 1
+        return original(*args, **kwargs)
+
+    setattr(dist, name, collective)
