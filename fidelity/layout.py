@@ -66,7 +66,7 @@ def run_layout(
     built: list[torch.nn.Module] = []
     described = model_config(args)
     described.post_wrap_hooks.append(lambda models: observer.attach(built.extend(models) or models))
-    _switch_routes(stores)
+    _switch_routes(stores, reads=2 if forward_only_first else 1)
     _keep_dispatch_metric(result, observer)
     _watch_steps(observer, result, built, [*stores], forward_only_first)
     config = pretrain_cfg_container_from_args(args, described)
@@ -88,10 +88,13 @@ def _datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
 _datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
-def _switch_routes(stores: dict[str, Path]) -> None:
+def _switch_routes(stores: dict[str, Path], reads: int) -> None:
     """Each phase reads its routes from its own store; everything else stays that of `right`.
 
     Microbatches are read ahead of their step, so a phase is known by their number.
+
+    Args:
+        reads: how often a phase reads each microbatch.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -99,7 +102,7 @@ def _switch_routes(stores: dict[str, Path]) -> None:
     read, microbatches = RolloutStore.routes, Counter[tuple[int, ...]]()
 
     def routes(self: RolloutStore, rows_T: Any, layers: Any) -> Any:
-        phase = microbatches[tuple(layers)] // get_num_microbatches()
+        phase = microbatches[tuple(layers)] // (reads * get_num_microbatches())
         microbatches[tuple(layers)] += 1
         return read(opened[min(phase, len(opened) - 1)], rows_T, layers)
 
