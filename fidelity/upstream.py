@@ -10,10 +10,11 @@ fail on both. Exit status 0: tests passed, and no outcome differs.
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import json
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -165,8 +166,9 @@ class Suite:
 
 
 def _ending(error: RankError) -> str:
-    """Of the test in which the ranks ended: by the alarm, or otherwise."""
-    return "hung" if isinstance(error, RankTimeout) or "SIGALRM" in error.text else "died"
+    """Of the test in which the ranks ended: out of time, or otherwise."""
+    late = isinstance(error, RankTimeout) or "Timeout (0:" in error.text
+    return "hung" if late else "died"
 
 
 def as_rank(rank: int, tree: Path, file: str, folder: Path, done: Collection[str]) -> None:
@@ -185,7 +187,10 @@ def as_rank(rank: int, tree: Path, file: str, folder: Path, done: Collection[str
     options += ["-W", "ignore", "--tb=short", f"--basetemp={folder / f'rank{rank}'}"]
     world_size = int(os.environ["WORLD_SIZE"])
     files = [folder / f"rank{r}.jsonl" for r in range(world_size)]
-    recorder = Recorder(files, rank, done, _drop_groups)
+    # upstream's test objects end with a barrier: only where all ranks stand, not when gc likes
+    gc.freeze()
+    gc.disable()
+    recorder = Recorder(files, rank, done, _tidy_up)
     status = pytest.main([*options, str(FOLDER / file)], plugins=[recorder])
     if not recorder.records.exists():
         raise RuntimeError(f"pytest ended with {status!r} before it had any test")
@@ -202,10 +207,11 @@ def _with_gloo(init: Callable[..., None]) -> Callable[..., None]:
     return with_gloo
 
 
-def _drop_groups() -> None:
-    """Destroy the process groups that Megatron has dropped: each keeps a thread that polls."""
+def _tidy_up() -> None:
+    """End the objects of the last test, and groups that Megatron dropped: their threads poll."""
     from megatron.core import parallel_state
 
+    gc.collect()
     if dist.is_initialized() and not parallel_state.model_parallel_is_initialized():
         for group in list(distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
@@ -249,12 +255,12 @@ class Recorder:
         del items[BATCH:]
 
     def pytest_runtest_logstart(self) -> None:
-        """Wait for the others, then let the test begin; the alarm ends this process."""
+        """Wait for the others, then let the test begin; one that hangs says where, and ends all."""
         while any(_count_lines(peer) < self._lines for peer in self._peers):
             time.sleep(0.005)
-        self.between()
         self._end = OUTCOMES[0], ""
-        signal.alarm(TEST_S)
+        faulthandler.dump_traceback_later(TEST_S, exit=True, file=2)
+        self.between()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Keep the worst of set-up, call and tear-down."""
@@ -266,7 +272,7 @@ class Recorder:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """The test has ended."""
-        signal.alarm(0)
+        faulthandler.cancel_dump_traceback_later()
         self._write({"id": nodeid, "outcome": self._end[0], "why": self._end[1]})
 
     def _write(self, record: object) -> None:
@@ -276,10 +282,12 @@ class Recorder:
 
 
 def _reason(report: Any) -> str:
-    """The first line of the error, or why a test was skipped."""
+    """What an error says, or why a test was skipped, in a line."""
     crash = getattr(report.longrepr, "reprcrash", None)
-    skip = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
-    return (crash.message if crash else str(skip)).strip().partition("\n")[0][:300]
+    if crash:
+        return crash.message.partition("\n")[0][:300]
+    text = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+    return str(text).strip().rpartition("\n")[2][:300]
 
 
 def _count_lines(file: Path) -> int:

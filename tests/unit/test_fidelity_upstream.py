@@ -11,8 +11,10 @@ import pytest
 from fidelity import upstream
 from fidelity.upstream import Outcomes, Recorder, Suite, differing, read_records
 from megatron_r3.cpu.errors import RankError, RankTimeout
+from megatron_r3.cpu.forkserver import run_ranks
 
 FILE = "test_file.py"
+LATE = "no result: exit status 1\n--- log of rank 1\n..F.Timeout (0:01:00)!"
 SAME: Outcomes = {"a": ("passed", ""), "b": ("failed", "world_size (1)")}
 
 
@@ -96,7 +98,7 @@ def test_fresh_ranks_go_on_after_a_batch(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("error", "ending"),
     [
-        (RankError(1, "no result: SIGALRM"), "hung"),
+        (RankError(1, LATE), "hung"),
         (RankTimeout(0, "ranks 0, 1 ran past 60 s"), "hung"),
         (RankError(1, "no result: SIGSEGV"), "died"),
     ],
@@ -113,7 +115,7 @@ def test_fresh_ranks_go_on_after_one_that_hangs_or_dies(
 
 
 def test_hanging_in_the_last_test(tmp_path: Path) -> None:
-    ranks: Any = Ranks(([{"a": "passed", "b": "passed"}], RankError(0, "no result: SIGALRM")))
+    ranks: Any = Ranks(([{"a": "passed", "b": "passed"}], RankError(0, LATE)))
     assert endings(Suite(ranks, tmp_path).run(FILE, 1))["c"] == "hung"
 
 
@@ -197,13 +199,28 @@ def test_what_a_recorder_writes(tmp_path: Path, pytester_ini: list[str]) -> None
 
 
 def test_a_file_that_cannot_be_imported(tmp_path: Path, pytester_ini: list[str]) -> None:
-    tests = tmp_path / FILE
+    tests = tmp_path / "test_broken.py"  # pytest imports a name once
     tests.write_text("import no_such_module")
     recorder = Recorder([tmp_path / "rank0.jsonl"], 0)
     pytest.main([*pytester_ini, f"--rootdir={tmp_path}", str(tests)], plugins=[recorder])
     collected, ended = read_records([recorder.records])
     assert collected == []
-    assert endings(ended) == {FILE: "error"}
+    assert endings(ended) == {"test_broken.py": "error"}
+    assert "No module named 'no_such_module'" in ended["test_broken.py"][1]
+
+
+def test_a_test_that_hangs_ends_its_rank_and_says_where(
+    tmp_path: Path, pytester_ini: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "TEST_S", 0.3)
+    tests = tmp_path / "test_hangs.py"  # pytest imports a name once
+    tests.write_text("import time\ndef test_ends(): pass\ndef test_waits(): time.sleep(60)\n")
+    recorder = Recorder([tmp_path / "rank0.jsonl"], 0)
+    options = [*pytester_ini, "-s", f"--rootdir={tmp_path}", str(tests)]
+    with pytest.raises(RankError, match="in test_waits") as caught:
+        run_ranks(lambda rank: pytest.main(options, plugins=[recorder]), 1, timeout_s=30.0)
+    assert upstream._ending(caught.value) == "hung"
+    assert list(read_records([recorder.records])[1]) == ["test_hangs.py::test_ends"]
 
 
 @pytest.fixture
