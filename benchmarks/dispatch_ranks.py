@@ -43,23 +43,10 @@ class Recorded:
 
 def record(rank: int, argv: list[str], checkpoint: Path) -> Recorded:
     """Build the model, save it, and record what its routers choose."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.arguments import parse_and_validate_args
-    from megatron.training.checkpointing import save_checkpoint
-    from megatron.training.initialize import initialize_megatron
-
+    from fidelity.reference import build_and_save
     from megatron_r3.replay import recording
 
-    sys.argv = ["dispatch.py", *argv, "--moe-router-replay", "--micro-batch-size", "1"]
-    sys.argv += ["--save", str(checkpoint), "--save-interval", "1"]
-    args = parse_and_validate_args()
-    initialize_megatron()
-    described = gpt_config_from_args(args)
-    builder = described.get_builder_cls()(described)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = builder.build_distributed_models(groups, wrap_with_ddp=False)[0].train()
-    save_checkpoint(0, [model], None, None, 0)
+    args, model = build_and_save([*argv, "--micro-batch-size", "1"], checkpoint)
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, args.vocab_size, args.seq_length + 1) for _ in range(ROLLOUTS)]
     routes = []

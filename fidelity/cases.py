@@ -145,6 +145,8 @@ def _experts() -> list[Case]:
         Case("EP4, all-gather", 4, f"{EP4} {ALLGATHER}", micro_batch_size=3),
         Case("EP2, flex (DeepEP stand-in)", 2, f"{EP2} {FLEX}", quick=True),
         Case("EP2, missing rows", 2, EP2, model="holes"),
+        # every step brings an iterator of its own: only the first one has plans
+        Case("EP2, old log-probs first", 2, EP2, forward_only_first=True),
         Case("ETP2", 2, f"{TP2} {ETP2}"),
         Case("EP2xETP2", 4, f"{TP2} {EP2} {ETP2}"),
         Case("EP2xETP2, all-gather", 4, f"{TP2} {EP2} {ETP2} {ALLGATHER}"),

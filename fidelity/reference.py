@@ -20,7 +20,7 @@ from fidelity.gradients import Piece, collect
 from fidelity.rollouts import Sampled
 from megatron_r3.replay import MicrobatchRoutes, replaying
 
-__all__ = ["Reference", "make_reference", "model_config"]
+__all__ = ["Reference", "build_and_save", "make_reference", "model_config"]
 
 CLIP_EPS = 0.9
 
@@ -51,10 +51,8 @@ def model_config(args: Any) -> Any:
     return argument_utils.gpt_config_from_args(args)
 
 
-def make_reference(
-    rank: int, argv: list[str], rollouts: list[Sampled], checkpoint: Path
-) -> Reference:
-    """Build the model, save it for the layouts to load, and run every rollout through it."""
+def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Module]:
+    """Megatron's arguments, and the whole model that they name, saved for layouts to load."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.checkpointing import save_checkpoint
@@ -69,11 +67,17 @@ def make_reference(
     builder = described.get_builder_cls()(described)
     model = builder.build_distributed_models(groups, wrap_with_ddp=False)[0]
     save_checkpoint(0, [model], None, None, 0)
-    return _run(model, rollouts)
+    return args, model.train()
+
+
+def make_reference(
+    rank: int, argv: list[str], rollouts: list[Sampled], checkpoint: Path
+) -> Reference:
+    """Build the model, save it, and run every rollout through it."""
+    return _run(build_and_save(argv, checkpoint)[1], rollouts)
 
 
 def _run(model: torch.nn.Module, rollouts: list[Sampled]) -> Reference:
-    model.train()
     hidden = _watch_moe_inputs(model)
     numbers = sorted(hidden)
     gradients = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}

@@ -43,7 +43,7 @@ class RolloutStep:
         self.args, self.store, self.forward_step = args, store, forward_step
         self.measurable = bool(args.num_experts) and not shape_differences(args, store)
         self.layers: dict[int, list[int]] = {}  # by id of the model chunk
-        self.planners: dict[int, Planner] = {}
+        self.planners: dict[int, Planner] = {}  # until an iterator has taken them
         self.metrics = install_metrics(args.num_layers)
         self.witness = DispatchWitness(store) if args.moe_router_replay_verify_dispatch else None
         self.first_iteration: int | None = None
@@ -56,12 +56,13 @@ class RolloutStep:
         if not model.training:
             return self.forward_step(data_iterator, model, *more, **kwargs)
         assert not more, f"unexpected arguments of a forward step: {more} {kwargs}"
-        prepared = self._next(data_iterator, unwrapped(model))
+        chunk = unwrapped(model)
+        prepared = self._next(data_iterator, chunk)
         batch = prepared.batch
-        microbatch = self._microbatch(unwrapped(model), prepared)
+        microbatch = self._microbatch(chunk, prepared)
         packed = packed_seq_params(batch)
         batch = {k: v.cuda(non_blocking=True) for k, v in batch.items() if k not in HOST_FIELDS}
-        # combined 1F1B asks for a plan of the forward pass, and runs its nodes later
+        # combined 1F1B asks for the nodes of the forward pass, and runs them later
         forward = model.build_schedule_plan if kwargs.get("return_schedule_plan") else model
         with replaying(microbatch):
             output = forward(
@@ -96,7 +97,8 @@ class RolloutStep:
     def _next(self, data_iterator: Any, model: Any) -> Prepared:
         """The next microbatch, prepared ahead where Megatron's own iterator brings it.
 
-        From any other iterator it comes without a plan: its order is nobody's promise.
+        Only the first such iterator of a chunk has plans: two of them would gather in one group,
+        in an order that differs from rank to rank. From any other it comes without.
         """
         from megatron.core.rerun_state_machine import RerunDataIterator
 
@@ -104,7 +106,7 @@ class RolloutStep:
         if isinstance(data_iterator, RerunDataIterator) and not isinstance(
             data_iterator.iterable, Lookahead
         ):
-            planned = partial(prepare, planner=self.planners.get(id(model)))
+            planned = partial(prepare, planner=self.planners.pop(id(model), None))
             data_iterator.iterable = Lookahead(data_iterator.iterable, planned)
         item = next(data_iterator)
         return item if isinstance(item, Prepared) else prepare(item)
@@ -112,7 +114,7 @@ class RolloutStep:
     def _prepare(
         self, layer_numbers: list[int], whole: dict[str, Tensor], planner: Planner | None = None
     ) -> Prepared:
-        """What this rank needs of a batch; touches nothing on the device."""
+        """What this rank needs of a batch, on the host."""
         batch = self.batches.split(whole)
         if not self.measurable:
             return Prepared(batch, None, None)
