@@ -1,6 +1,7 @@
-"""An ordinary Megatron training script, for a tree that has no pretrain_gpt.py (PyPI's).
+"""A Megatron training script, for a tree that has no pretrain_gpt.py (PyPI's).
 
-It knows nothing of rollouts: with `--rollouts DIR` a patched `pretrain()` swaps them in.
+It knows nothing of rollouts: with `--rollouts DIR` a patched `pretrain()` swaps them in. `train`
+calls it as the release wants it.
 """
 
 from __future__ import annotations
@@ -8,12 +9,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from megatron.core.enums import ModelType
-from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training import get_args
 
 from demo.task import problem
+from megatron_r3.launch import train
 
 
 class Problems(torch.utils.data.Dataset):
@@ -63,6 +62,4 @@ def forward_step(data_iterator, model):
 
 
 if __name__ == "__main__":
-    args = parse_and_validate_args()
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+    train(datasets, forward_step)

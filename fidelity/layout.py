@@ -17,7 +17,8 @@ import torch
 
 from fidelity.gradients import Piece, collect
 from fidelity.observe import Observed, Observer
-from fidelity.reference import CLIP_EPS, model_config
+from fidelity.reference import CLIP_EPS
+from megatron_r3.launch import train
 from megatron_r3.store.reader import RolloutStore
 
 __all__ = ["RankResult", "run_layout"]
@@ -49,11 +50,6 @@ def run_layout(
         forward_only_first: run a forward-only pass over the batch before each step, as a trainer
             does that computes old log-probs.
     """
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
-
     from demo.pretrain import forward_step
 
     sys.argv = ["layout.py", *argv, "--rollouts", str(stores["right"]), "--moe-router-replay"]
@@ -61,16 +57,12 @@ def run_layout(
     sys.argv += ["--lr", "1e-30", "--min-lr", "0"]
     sys.argv += ["--moe-router-replay-verify-dispatch", "--log-interval", "1"]
     sys.argv += ["--moe-router-replay-verify-plan"]
-    args = parse_and_validate_args()
     observer, result = Observer(), RankResult()
     built: list[torch.nn.Module] = []
-    described = model_config(args)
-    described.post_wrap_hooks.append(lambda models: observer.attach(built.extend(models) or models))
     _switch_routes(stores, reads=2 if forward_only_first else 1)
     _keep_dispatch_metric(result, observer)
     _watch_steps(observer, result, built, [*stores], forward_only_first)
-    config = pretrain_cfg_container_from_args(args, described)
-    pretrain(config, _datasets, ModelType.encoder_or_decoder, forward_step)
+    train(_datasets, forward_step, lambda models: observer.attach(built.extend(models) or models))
     result.seen = observer.seen
     return result
 

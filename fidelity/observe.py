@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_r3.seams.layers import local_moe_layers
+
 __all__ = ["Observed", "Observer"]
 
 
@@ -48,12 +50,9 @@ class Observer:
 
     def attach(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Watch these model chunks."""
-        from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-
         for model in models:
-            for layer in model.modules():
-                if isinstance(layer, BaseMoELayer) and not layer.router.is_mtp_layer:
-                    layer.experts.register_forward_pre_hook(self._hook(layer))
+            for layer in local_moe_layers(model).values():
+                layer.experts.register_forward_pre_hook(self._hook(layer))
         return models
 
     def _hook(self, layer: Any) -> Any:

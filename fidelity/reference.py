@@ -18,9 +18,11 @@ import torch
 
 from fidelity.gradients import Piece, collect
 from fidelity.rollouts import Sampled
+from megatron_r3.launch import build_model, initialize
 from megatron_r3.replay import MicrobatchRoutes, replaying
+from megatron_r3.seams.layers import local_moe_layers
 
-__all__ = ["Reference", "build_and_save", "make_reference", "model_config"]
+__all__ = ["Reference", "build_and_save", "make_reference"]
 
 CLIP_EPS = 0.9
 
@@ -42,30 +44,14 @@ class Reference:
     gradients: list[Piece]
 
 
-def model_config(args: Any) -> Any:
-    """Megatron's description of the model that the arguments name."""
-    from megatron.training import argument_utils
-
-    if getattr(args, "hybrid_layer_pattern", None):
-        return argument_utils.hybrid_config_from_args(args)
-    return argument_utils.gpt_config_from_args(args)
-
-
 def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Module]:
     """Megatron's arguments, and the whole model that they name, saved for layouts to load."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.arguments import parse_and_validate_args
     from megatron.training.checkpointing import save_checkpoint
-    from megatron.training.initialize import initialize_megatron
 
     sys.argv = ["reference.py", *argv, "--moe-router-replay", "--save", str(checkpoint)]
     sys.argv += ["--save-interval", "1"]
-    args = parse_and_validate_args()
-    initialize_megatron()
-    described = model_config(args)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    builder = described.get_builder_cls()(described)
-    model = builder.build_distributed_models(groups, wrap_with_ddp=False)[0]
+    args = initialize()
+    model = build_model(args)
     save_checkpoint(0, [model], None, None, 0)
     return args, model.train()
 
@@ -132,15 +118,12 @@ def _advantages(rollouts: list[Sampled]) -> list[float]:
 
 
 def _watch_moe_inputs(model: torch.nn.Module) -> dict[int, list[np.ndarray]]:
-    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-
     hidden: dict[int, list[np.ndarray]] = {}
-    for layer in model.modules():
-        if isinstance(layer, BaseMoELayer) and not layer.router.is_mtp_layer:
-            hidden[layer.layer_number] = parts = []
+    for number, layer in local_moe_layers(model).items():
+        hidden[number] = parts = []
 
-            def keep(_: Any, inputs: tuple[Any, ...], parts: list[np.ndarray] = parts) -> None:
-                parts.append(inputs[0].detach()[:, 0].float().cpu().numpy().copy())
+        def keep(_: Any, inputs: tuple[Any, ...], parts: list[np.ndarray] = parts) -> None:
+            parts.append(inputs[0].detach()[:, 0].float().cpu().numpy().copy())
 
-            layer.register_forward_pre_hook(keep)
+        layer.register_forward_pre_hook(keep)
     return hidden

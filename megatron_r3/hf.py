@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_r3.fingerprint import router_digest
+from megatron_r3.launch import build_model, initialize
 from megatron_r3.seams.layers import moe_layer_indices
 
 __all__ = ["from_hf", "hf_config", "router_fingerprint", "to_hf"]
@@ -251,11 +252,7 @@ def router_fingerprint(directory: Path, moe_layers: tuple[int, ...]) -> tuple[st
 
 def _main() -> None:
     """Export or import a checkpoint with Megatron's own arguments."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.arguments import parse_and_validate_args
     from megatron.training.checkpointing import load_checkpoint, save_checkpoint
-    from megatron.training.initialize import initialize_megatron
 
     def add_arguments(parser: Any) -> Any:
         group = parser.add_argument_group(title="hf")
@@ -263,7 +260,7 @@ def _main() -> None:
         group.add_argument("--hf-import", type=Path, metavar="DIR")
         return parser
 
-    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    args = initialize(add_arguments)
     if (args.hf_export is None) == (args.hf_import is None):
         raise SystemExit(
             "error: give --hf-export DIR (with --load) or --hf-import DIR (with --save)"
@@ -272,11 +269,7 @@ def _main() -> None:
         raise SystemExit("error: --hf-export needs --vocab-size, the vocabulary without padding")
     if args.world_size != 1:
         raise SystemExit("error: run it in one process; the checkpoint loads in any layout")
-    initialize_megatron()
-    builder_config = gpt_config_from_args(args)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    builder = builder_config.get_builder_cls()(builder_config)
-    model = builder.build_distributed_models(groups, wrap_with_ddp=False)[0]
+    model = build_model(args)
     whole = getattr(model, "module", model)  # out of the 16-bit wrapper
     if args.hf_export is not None:
         load_checkpoint([model], None, None)

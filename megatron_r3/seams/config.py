@@ -10,12 +10,23 @@ __all__ = ["check_config", "refusals"]
 
 
 def _captures_router(config: Any) -> bool:
-    """Whether a CUDA graph holds the router: its first routes would be baked in."""
-    if getattr(config, "cuda_graph_impl", "none") == "none":
+    """Whether a CUDA graph holds the router: its first routes would be baked in.
+
+    What it holds is cuda_graph_modules from 0.18 on, cuda_graph_scope before; 0.15 has two older
+    switches beside cuda_graph_impl.
+    """
+    implementation = getattr(config, "cuda_graph_impl", "none")
+    if getattr(config, "enable_cuda_graph", False):
+        implementation = "local"
+    elif getattr(config, "external_cuda_graph", False):
+        implementation = "transformer_engine"
+    if implementation == "none":
         return False
-    modules = getattr(config, "cuda_graph_modules", None) or []
-    names = [getattr(module, "name", module) for module in modules]
-    return not names or bool({"moe", "moe_router", "full"} & set(names))
+    held = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None)
+    if isinstance(held, str):  # 0.15: only Transformer Engine's graphs can hold attention alone
+        return (implementation, held) != ("transformer_engine", "attn")
+    names = {getattr(module, "name", module) for module in held or []}
+    return not names or bool({"moe", "moe_router", "full", "full_iteration"} & names)
 
 
 def refusals(config: Any) -> list[str]:
@@ -51,7 +62,7 @@ def refusals(config: Any) -> list[str]:
         "moe_router_fusion chooses experts inside a kernel that does not know the routes; "
         "unset it": on("moe_router_fusion"),
         "a CUDA graph that captures the router would repeat the routes of its first microbatch; "
-        "leave moe_router out of cuda_graph_modules": _captures_router(config),
+        "leave moe_router out of it": _captures_router(config),
         "moe_router_padding_for_quantization routes padding to experts that no rollout recorded; "
         "unset it": on("moe_router_padding_for_quantization") or on("moe_router_padding_for_fp8"),
         "transformer_impl=inference_optimized is not a training implementation": (

@@ -59,7 +59,7 @@ def local_routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
     return {
         module.layer_number: module
         for module in model.modules()
-        if isinstance(module, TopKRouter) and not module.is_mtp_layer
+        if isinstance(module, TopKRouter) and not _in_mtp(module)
     }
 
 
@@ -70,8 +70,13 @@ def local_moe_layers(model: torch.nn.Module) -> dict[int, BaseMoELayer]:
     return {
         module.layer_number: module
         for module in model.modules()
-        if isinstance(module, BaseMoELayer) and not module.router.is_mtp_layer
+        if isinstance(module, BaseMoELayer) and not _in_mtp(module.router)
     }
+
+
+def _in_mtp(router: TopKRouter) -> bool:
+    # before 0.17 routers do not know; keep_live marks those that are asked for routes
+    return getattr(router, "is_mtp_layer", False)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -1,7 +1,7 @@
 """Router mismatch through Megatron's own writers.
 
-A subclass of Megatron's MoE metrics tracker adds to what training_log reports. Counts stay on the
-device until then; they are summed over all ranks, so a share is exact in every layout.
+`training_log` asks for a report in every iteration. Counts stay on the device until then; they are
+summed over all ranks, so a share is exact in every layout.
 
 Shape suffixes: L decoder layers, M microbatches of a step, T tokens of this rank.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron_r3.replay import MicrobatchRoutes
 
-__all__ = ["StepMetrics", "install_metrics"]
+__all__ = ["StepMetrics", "install_metrics", "report"]
 
 
 class StepMetrics:
@@ -93,23 +93,28 @@ def _sum_over_ranks(counts: Tensor) -> Tensor:
     return counts
 
 
+_installed: StepMetrics | None = None  # those of the training that runs in this process
+
+
 def install_metrics(num_layers: int) -> StepMetrics:
-    """Replace Megatron's MoE metrics tracker by one that also reports what is added here."""
-    from megatron.core.transformer.moe import moe_logging
+    """New metrics, which `report` reads from now on."""
+    global _installed
+    _installed = StepMetrics(num_layers)
+    return _installed
 
-    mismatch = StepMetrics(num_layers)
 
-    class ReplayMetricsTracker(moe_logging.MoEMetricsTracker):
-        """Megatron's tracker, with the router mismatch in its report."""
+def report(iteration: int, writer: Any = None, wandb_writer: Any = None) -> str:
+    """Write what the last step measured, and return it for Megatron's log line.
 
-        def report(self, *args: Any, **kwargs: Any) -> str:
-            text = super().report(*args, **kwargs)
-            scalars = mismatch.scalars()
-            self._log_scalars(
-                scalars, kwargs["iteration"], kwargs.get("writer"), kwargs.get("wandb_writer")
-            )
-            shown = {name: value for name, value in scalars.items() if "/" not in name}
-            return text + "".join(f" {name}: {value:.4f} |" for name, value in shown.items())
+    Called by `training_log` on every rank.
 
-    moe_logging.set_moe_metrics_tracker(ReplayMetricsTracker())
-    return mismatch
+    Args:
+        writer, wandb_writer: Megatron's, or None on a rank that has none.
+    """
+    scalars = {} if _installed is None else _installed.scalars()
+    for name, value in scalars.items() if writer is not None else ():
+        writer.add_scalar(name, value, iteration)
+    if wandb_writer is not None and scalars:
+        wandb_writer.log(scalars, iteration)
+    shown = {name: value for name, value in scalars.items() if "/" not in name}
+    return "".join(f" {name}: {value:.4f} |" for name, value in shown.items())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_r3.replay import MicrobatchRoutes, active_microbatch
 
-__all__ = ["RouterHook"]
+__all__ = ["RouterHook", "keep_live"]
 
 
 class RouterHook:
@@ -75,27 +75,56 @@ class RouterHook:
         `attach_and_log_load_balancing_loss`), which is the same where no token is padding.
         """
         microbatch = active_microbatch()
-        mean = None if microbatch is None else microbatch.mean_tokens
-        return local if mean is None else mean
+        if microbatch is None:
+            return local
+        if microbatch.mean_tokens is not None:
+            return microbatch.mean_tokens
+        return self._count(local) if isinstance(local, int) else local
 
     def map_for_aux_loss(
-        self, routed_TE: Tensor, live_TE: Tensor, padding_T: Tensor | None
+        self, routed_TE: Tensor, live_TE: Tensor, given_T: Tensor | None = None
     ) -> Tensor:
         """The routing map `[T, E]` whose load the auxiliary losses see.
 
         Args:
             routed_TE: where the tokens go.
-            live_TE: what upstream would count, already without padding.
+            live_TE: what upstream would count.
+            given_T: upstream's padding mask; 0.15 has none.
         """
         replayed = self.config.moe_router_replay_aux_loss == "replayed"
-        return _real(routed_TE, padding_T) if replayed and self._replaying() else live_TE
+        return self.without_padding(
+            routed_TE if replayed and self._replaying() else live_TE, given_T
+        )
 
-    def map_for_expert_bias(self, routed_TE: Tensor, padding_T: Tensor | None) -> Tensor:
+    def map_for_expert_bias(self, routed_TE: Tensor, given_T: Tensor | None = None) -> Tensor:
         """The routing map `[T, E]` whose load updates the expert bias."""
         live_TK, self._live_TK = self._live_TK, None
         if live_TK is not None:
             routed_TE = torch.zeros_like(routed_TE).scatter(1, live_TK, True)
-        return _real(routed_TE, padding_T)
+        return self.without_padding(routed_TE, given_T)
+
+    def without_padding(self, values_TE: Tensor, given_T: Tensor | None = None) -> Tensor:
+        """A map or scores `[T, E]`, with the rows of padding tokens set to zero."""
+        padding_T = self.padding_mask(given_T)
+        return values_TE if padding_T is None else values_TE * ~padding_T[:, None]
+
+    def z_loss(self, logits_TE: Tensor, coeff: float) -> tuple[Tensor, int | Tensor]:
+        """The z-loss of the real tokens, and their number, for 0.15.
+
+        From 0.16 on upstream's `z_loss_func` (megatron/core/transformer/moe/moe_utils.py) takes a
+        padding mask and gives the same.
+        """
+        values_T = torch.logsumexp(logits_TE, dim=-1).square()
+        num_tokens = self._count(logits_TE.shape[0])
+        padding_T = self.padding_mask(None)
+        if padding_T is None:
+            return values_T.mean() * coeff, num_tokens
+        total = torch.clamp(torch.as_tensor(num_tokens), min=1)
+        return (values_T * ~padding_T).sum() / total * coeff, num_tokens
+
+    def _count(self, num_tokens: int) -> int | Tensor:
+        padding_T = self.padding_mask(None)
+        return num_tokens if padding_T is None else (~padding_T).sum()
 
     def _bias_is_live(self) -> bool:
         config = self.config
@@ -108,5 +137,11 @@ class RouterHook:
         return self.replays and microbatch is not None and microbatch.replays
 
 
-def _real(map_TE: Tensor, padding_T: Tensor | None) -> Tensor:
-    return map_TE if padding_T is None else map_TE & ~padding_T[:, None]
+def keep_live(module: torch.nn.Module) -> None:
+    """Mark the routers in an MTP layer, as upstream itself does from 0.17 on: they stay live."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for router in module.modules():
+        if isinstance(router, TopKRouter):
+            router.is_mtp_layer = True
+            router.router_replay.replays = False

@@ -5,9 +5,8 @@ Megatron is imported only inside the functions that ranks run.
 
 from __future__ import annotations
 
-import importlib.abc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 
 from demo.model import arguments
+from fidelity.off import hide_megatron_r3, weights
+from megatron_r3 import launch
 from megatron_r3.routes import Routes
 from megatron_r3.store import RolloutStore, StoreInfo, write_shard
 
@@ -24,40 +25,13 @@ STEP += ["--lr", "1e-3", "--moe-router-load-balancing-type", "none", "--calculat
 STEP += ["--moe-router-replay-verify-dispatch", "--moe-router-replay-log-mismatch-interval", "1"]
 
 
-class _Hidden(importlib.abc.MetaPathFinder):
-    """megatron_r3 is not importable, but for the CPU layer that the test itself needs."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name.startswith("megatron_r3") and not name.startswith("megatron_r3.cpu"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def hide_megatron_r3() -> None:
-    """Make every import of megatron_r3 fail from now on."""
-    for name in [n for n in sys.modules if n.startswith("megatron_r3.")]:
-        if not name.startswith("megatron_r3.cpu"):
-            del sys.modules[name]
-    sys.meta_path.insert(0, _Hidden())
-
-
-def weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Every parameter of this rank."""
-    return {n: p.detach().clone() for model in models for n, p in model.named_parameters()}
-
-
 def train(
     rank: int, argv: list[str], *, hidden: bool = False, validate: bool = False
 ) -> dict[str, torch.Tensor]:
     """Run `pretrain()` as demo/pretrain.py does; this rank's weights after training."""
     if hidden:
         hide_megatron_r3()
-    from megatron.core.enums import ModelType
-    from megatron.training import get_args, pretrain
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
-    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training import get_args
 
     from demo.pretrain import Problems, datasets, forward_step
 
@@ -74,15 +48,11 @@ def train(
 
     with_validation.is_distributed = True  # type: ignore[attr-defined]
     sys.argv = ["pretrain.py", *argv]
-    args = parse_and_validate_args()
     models: list[torch.nn.Module] = []
-    model_config = gpt_config_from_args(args)
-    model_config.post_wrap_hooks.append(lambda built: models.extend(built) or built)
-    pretrain(
-        pretrain_cfg_container_from_args(args, model_config),
+    launch.train(
         with_validation if validate else datasets,
-        ModelType.encoder_or_decoder,
         live_step if validate else forward_step,
+        models.extend,
     )
     return weights(models)
 

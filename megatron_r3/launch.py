@@ -1,0 +1,171 @@
+"""Starting Megatron from its arguments, building a model and training it, on any release.
+
+A script does it in one of three ways: from 0.19 on it hands over a config that builds the model;
+0.18 parses its arguments itself and brings a function that builds it; before, `pretrain()` parses.
+All read `sys.argv`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["build_model", "gpt_specs", "initialize", "train"]
+
+Parser = Callable[[Any], Any]  # adds a script's own arguments to an ArgumentParser
+
+
+def initialize(extra_args: Parser | None = None) -> Any:
+    """Parse the arguments, make the process groups; return Megatron's arguments."""
+    from megatron.training import arguments, get_args
+    from megatron.training.initialize import initialize_megatron
+
+    if hasattr(arguments, "parse_and_validate_args"):
+        arguments.parse_and_validate_args(extra_args_provider=extra_args)
+        initialize_megatron()
+    else:
+        initialize_megatron(extra_args_provider=extra_args)
+    return get_args()
+
+
+def build_model(args: Any) -> torch.nn.Module:
+    """The model that the arguments name, whole, in its 16-bit wrapper where it has one."""
+    from megatron.core.enums import ModelType
+    from megatron.training import training
+
+    config = _builder_config(args)
+    if config is None:
+        return training.get_model(
+            _model_provider, ModelType.encoder_or_decoder, wrap_with_ddp=False
+        )[0]
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    builder = config.get_builder_cls()(config)
+    return builder.build_distributed_models(groups, wrap_with_ddp=False)[0]
+
+
+def train(
+    datasets: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    on_models: Callable[[list[torch.nn.Module]], None] | None = None,
+) -> None:
+    """Run Megatron's `pretrain()` as a script of this release does.
+
+    Args:
+        datasets, forward_step: the script's own.
+        on_models: called once with this rank's model chunks, wrapped for data parallelism.
+    """
+    from megatron.core.enums import ModelType
+    from megatron.training import arguments, training
+
+    script = {
+        "train_valid_test_dataset_provider": datasets,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    config = None
+    if hasattr(arguments, "parse_and_validate_args"):
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+        args = arguments.parse_and_validate_args()
+        config = _builder_config(args)
+        script["cfg_container"] = pretrain_cfg_container_from_args(args, config)
+    if config is None:
+        script["model_provider"] = _model_provider
+        _call_with_models(training, on_models)
+    elif on_models is not None:
+        config.post_wrap_hooks.append(lambda models: on_models(models) or models)
+    training.pretrain(**script)
+
+
+def _builder_config(args: Any) -> Any:
+    """What builds the model from 0.19 on; None before."""
+    from megatron.training import arguments
+
+    if not hasattr(arguments, "parse_and_validate_args"):
+        return None
+    from megatron.training import argument_utils
+
+    if not hasattr(argument_utils, "gpt_config_from_args"):
+        return None
+    if getattr(args, "hybrid_layer_pattern", None):
+        return argument_utils.hybrid_config_from_args(args)
+    return argument_utils.gpt_config_from_args(args)
+
+
+def _call_with_models(
+    training: Any, on_models: Callable[[list[torch.nn.Module]], None] | None
+) -> None:
+    """Before 0.19 there is no hook for whoever wants the wrapped models: wrap what makes them."""
+    get_model = training.get_model
+
+    def watched(*args: Any, **kwargs: Any) -> list[torch.nn.Module]:
+        models = get_model(*args, **kwargs)
+        if on_models is not None:
+            on_models(models)
+        return models
+
+    training.get_model = watched
+
+
+def _model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> torch.nn.Module:
+    """A GPTModel as upstream's gpt_builders.py builds it, for releases whose wheel lacks that."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    decoder, mtp = gpt_specs(config, args, vp_stage)
+    more = {"pg_collection": pg_collection} if pg_collection is not None else {}
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=decoder,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        mtp_block_spec=mtp,
+        vp_stage=vp_stage,
+        **more,
+    )
+
+
+def gpt_specs(config: Any, args: Any, vp_stage: int | None = None) -> tuple[Any, Any]:
+    """The layer specs of this rank's decoder, and of its MTP layers (None without).
+
+    Args:
+        args: transformer_impl, normalization, mtp_num_layers.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    how = {
+        "use_transformer_engine": args.transformer_impl == "transformer_engine",
+        "normalization": args.normalization,
+    }
+    decoder = specs.get_gpt_decoder_block_spec(config, vp_stage=vp_stage, **how)
+    if args.mtp_num_layers is None:
+        return decoder, None
+    layers = decoder.layer_specs
+    if hasattr(specs, "get_gpt_decoder_layer_specs"):  # a stage may hold no decoder layer
+        accepted = inspect.signature(specs.get_gpt_decoder_layer_specs).parameters
+        stage = {"vp_stage": vp_stage} if "vp_stage" in accepted else {}
+        layers = specs.get_gpt_decoder_layer_specs(config, **how, **stage)
+    use_te = how["use_transformer_engine"]
+    return decoder, specs.get_gpt_mtp_block_spec(config, layers[-1], use_te, vp_stage=vp_stage)
