@@ -15,13 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from fidelity.core_only import is_core_only
 from fidelity.gradients import Piece, collect
 from fidelity.observe import Observed, Observer
 from fidelity.reference import CLIP_EPS
 from megatron_r3.launch import train
 from megatron_r3.store.reader import RolloutStore
 
-__all__ = ["RankResult", "run_layout"]
+__all__ = [
+    "RankResult",
+    "biases",
+    "forward_only",
+    "keep_dispatch_metric",
+    "run_layout",
+    "switch_routes",
+]
 
 
 @dataclass
@@ -50,17 +58,22 @@ def run_layout(
         forward_only_first: run a forward-only pass over the batch before each step, as a trainer
             does that computes old log-probs.
     """
+    argv = [*argv, "--rollouts", str(stores["right"]), "--moe-router-replay"]
+    argv += ["--rollouts-clip-eps", str(CLIP_EPS), "--train-iters", str(len(stores))]
+    argv += ["--lr", "1e-30", "--min-lr", "0"]
+    argv += ["--moe-router-replay-verify-dispatch", "--log-interval", "1"]
+    argv += ["--moe-router-replay-verify-plan"]
+    if is_core_only():
+        from fidelity.core_layout import run_core_layout
+
+        return run_core_layout(argv, stores, forward_only_first)
     from demo.pretrain import forward_step
 
-    sys.argv = ["layout.py", *argv, "--rollouts", str(stores["right"]), "--moe-router-replay"]
-    sys.argv += ["--rollouts-clip-eps", str(CLIP_EPS), "--train-iters", str(len(stores))]
-    sys.argv += ["--lr", "1e-30", "--min-lr", "0"]
-    sys.argv += ["--moe-router-replay-verify-dispatch", "--log-interval", "1"]
-    sys.argv += ["--moe-router-replay-verify-plan"]
+    sys.argv = ["layout.py", *argv]
     observer, result = Observer(), RankResult()
     built: list[torch.nn.Module] = []
-    _switch_routes(stores, reads=2 if forward_only_first else 1)
-    _keep_dispatch_metric(result, observer)
+    switch_routes(stores, reads=2 if forward_only_first else 1)
+    keep_dispatch_metric(result, observer)
     _watch_steps(observer, result, built, [*stores], forward_only_first)
     train(_datasets, forward_step, lambda models: observer.attach(built.extend(models) or models))
     result.seen = observer.seen
@@ -80,7 +93,7 @@ def _datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
 _datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
-def _switch_routes(stores: dict[str, Path], reads: int) -> None:
+def switch_routes(stores: dict[str, Path], reads: int) -> None:
     """Each phase reads its routes from its own store; everything else stays that of `right`.
 
     Microbatches are read ahead of their step, so a phase is known by their number.
@@ -109,7 +122,7 @@ def _watch_steps(
     forward_only_first: bool,
 ) -> None:
     """Wrap what Megatron's loop calls for a step, and what ends its backward pass."""
-    from megatron.training import training
+    from megatron.training import get_args, training
 
     train_step, finalize = training.train_step, training.finalize_model_grads
     remaining = iter(phases)
@@ -117,7 +130,7 @@ def _watch_steps(
     def step(forward_step: Any, data: Any, model: Any, *more: Any, **kwargs: Any) -> Any:
         observer.phase = next(remaining)
         if forward_only_first:
-            data = _forward_only(forward_step, data, model, more[3])
+            data = forward_only(get_args(), forward_step, data, model)
         losses, *rest = train_step(forward_step, data, model, *more, **kwargs)
         if losses:
             result.losses[observer.phase] = float(losses["policy loss"])
@@ -127,27 +140,27 @@ def _watch_steps(
         finalize(models, *more, **kwargs)
         result.gradients[observer.phase] = collect(built, _gradients(built))
         if not result.biases:
-            result.biases = _biases(built)
+            result.biases = biases(built)
 
     training.train_step, training.finalize_model_grads = step, finalized
 
 
-def _forward_only(forward_step: Any, data: Any, model: Any, forward_backward: Any) -> Any:
+def forward_only(args: Any, forward_step: Any, data: Any, model: Any) -> Any:
     """Run forward over the next batch; an iterator that brings the same batch again."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import (
         RerunDataIterator,
         RerunMode,
         get_rerun_state_machine,
     )
-    from megatron.training import get_args
 
-    args, machine = get_args(), get_rerun_state_machine()
+    machine = get_rerun_state_machine()
     batches = [next(data) for _ in range(get_num_microbatches())]
     mode = machine.get_mode()
     machine.set_mode(RerunMode.DISABLED)  # as Megatron's own evaluate() does
     with torch.no_grad():
-        forward_backward(
+        get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=model,
@@ -160,7 +173,7 @@ def _forward_only(forward_step: Any, data: Any, model: Any, forward_backward: An
     return RerunDataIterator(iter(batches))
 
 
-def _keep_dispatch_metric(result: RankResult, observer: Observer) -> None:
+def keep_dispatch_metric(result: RankResult, observer: Observer) -> None:
     """Keep what --moe-router-replay-verify-dispatch reports of each step."""
     from megatron_r3.seams.metrics import StepMetrics
 
@@ -183,7 +196,8 @@ def _gradients(models: list[torch.nn.Module]) -> dict[int, torch.Tensor]:
     return {id(p): p.main_grad for model in models for p in model.parameters()}
 
 
-def _biases(models: list[torch.nn.Module]) -> dict[int, np.ndarray]:
+def biases(models: list[torch.nn.Module]) -> dict[int, np.ndarray]:
+    """The expert bias of every local layer that has one."""
     from megatron_r3.seams.layers import local_routers
 
     routers = [item for model in models for item in local_routers(model).items()]

@@ -1,4 +1,4 @@
-"""Option off: training with the script's own data, every import of megatron_r3 failing.
+"""Option off: a few steps with the script's own data, every import of megatron_r3 failing.
 
 Megatron is imported only inside the functions that ranks run.
 """
@@ -6,13 +6,17 @@ Megatron is imported only inside the functions that ranks run.
 from __future__ import annotations
 
 import importlib.abc
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["hide_megatron_r3", "weights"]
+from fidelity import core_only
+from fidelity.models import MODELS, VOCAB_SIZE
+
+__all__ = ["hide_megatron_r3", "train_off", "weights"]
 
 # what the test itself needs to run Megatron here
 _SEEN = ("megatron_r3.cpu", "megatron_r3.launch")
@@ -41,3 +45,54 @@ def weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         for chunk, model in enumerate(models)
         for name, parameter in model.named_parameters()
     }
+
+
+STEPS = 3
+_ARGUMENTS = """--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --moe-aux-loss-coeff 1e-2
+--moe-router-load-balancing-type aux_loss --recompute-granularity selective --recompute-modules moe
+"""
+
+
+def train_off(rank: int, arguments: str, seed: int) -> dict[str, torch.Tensor]:
+    """Train a tiny model without any option of ours; this rank's weights after some steps.
+
+    Args:
+        arguments: of the layout.
+        seed: another one gives other weights.
+    """
+    argv = [*MODELS["base"].argv(), *shlex.split(_ARGUMENTS), *shlex.split(arguments)]
+    argv += ["--train-iters", str(STEPS), "--eval-iters", "0", "--seed", str(seed)]
+    if core_only.is_core_only():
+        hide_megatron_r3()
+        return weights(_train_core_only(argv))
+    from megatron_r3 import launch
+
+    hide_megatron_r3()
+    from demo.pretrain import datasets, forward_step
+
+    sys.argv = ["off.py", *argv]
+    models: list[torch.nn.Module] = []
+    launch.train(datasets, forward_step, models.extend)
+    return weights(models)
+
+
+def _train_core_only(argv: list[str]) -> list[torch.nn.Module]:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    args = core_only.initialize(argv)
+    models = core_only.wrap(args, core_only.build_chunks(args))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), models)
+    batches = torch.Generator().manual_seed(0)
+
+    def forward_step(data: Any, model: torch.nn.Module) -> Any:
+        shape = (args.micro_batch_size, args.seq_length + 1)
+        ids = torch.randint(0, VOCAB_SIZE, shape, generator=batches)
+        positions = torch.arange(args.seq_length)[None].expand(args.micro_batch_size, -1)
+        output = model(ids[:, :-1], positions, None, labels=ids[:, 1:])
+        return output, lambda losses: (losses.sum(), torch.tensor(losses.numel()).int(), {})
+
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        core_only.forward_backward(args, models, forward_step, None)
+        optimizer.step()
+    return models

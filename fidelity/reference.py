@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fidelity import core_only
 from fidelity.gradients import Piece, collect
 from fidelity.rollouts import Sampled
 from megatron_r3.launch import build_model, initialize
@@ -46,10 +47,13 @@ class Reference:
 
 def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Module]:
     """Megatron's arguments, and the whole model that they name, saved for layouts to load."""
+    argv = [*argv, "--moe-router-replay", "--save", str(checkpoint), "--save-interval", "1"]
+    if core_only.is_core_only():
+        args = core_only.initialize(argv)
+        return args, core_only.build_chunks(args)[0].train()
     from megatron.training.checkpointing import save_checkpoint
 
-    sys.argv = ["reference.py", *argv, "--moe-router-replay", "--save", str(checkpoint)]
-    sys.argv += ["--save-interval", "1"]
+    sys.argv = ["reference.py", *argv]
     args = initialize()
     model = build_model(args)
     save_checkpoint(0, [model], None, None, 0)

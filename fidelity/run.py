@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fidelity.cases import CASES, Case
 from fidelity.table import Table, passed
-from fidelity.trees import patched_copy, unpatched_copy
+from fidelity.trees import patched_copy, training_or_core, unpatched_copy
 from megatron_r3.cpu.worker import TreeWorker
 from megatron_r3.patching.errors import PatchingError
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         except PatchingError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        with TreeWorker(patched, preload=["megatron.training"]) as worker:
+        with TreeWorker(patched, preload=[training_or_core(patched)]) as worker:
             rows = run(cases, Table(worker, folder, name), args.verbose)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(rows, indent=1) + "\n")

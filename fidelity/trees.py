@@ -11,7 +11,7 @@ from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.fetch import fetch_tree
 from megatron_r3.patching.matrix import patches_folder, read_matrix
 
-__all__ = ["patched_copy", "unpatched_copy"]
+__all__ = ["patched_copy", "training_or_core", "unpatched_copy"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,3 +40,9 @@ def patched_copy(unpatched: Path, target: Path) -> Path:
     shutil.copytree(unpatched, target)
     apply_series(target, patches_folder())
     return target
+
+
+def training_or_core(tree: Path) -> str:
+    """The module whose import brings what a tree has: PyPI has no training loop up to 0.16."""
+    whole = (tree / "megatron" / "training" / "training.py").exists()
+    return "megatron.training" if whole else "megatron.core.models.gpt"

@@ -9,6 +9,7 @@ this rank in the router's order, D documents of a pack, L MoE layers of a model 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +77,11 @@ class RankBatches:
             from megatron.core.utils import get_batch_on_this_cp_rank
 
             whole = {"positions": torch.arange(length)[None].cuda()}
-            group = mpu.get_context_parallel_group()
-            part = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
+            how = {"is_hybrid_cp": False, "cp_group": mpu.get_context_parallel_group()}
+            accepted = inspect.signature(get_batch_on_this_cp_rank).parameters  # 0.16, 0.18 added
+            part = get_batch_on_this_cp_rank(
+                whole, **{name: value for name, value in how.items() if name in accepted}
+            )
             self._positions[length] = part["positions"][0].cpu()
         return self._positions[length]
 

@@ -1,0 +1,81 @@
+"""A layout on a tree without `megatron.training`: the steps of `fidelity.layout`, one by one.
+
+Rollouts, routes, batches and the forward step are those that `pretrain()` would use; the loop
+around them is here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fidelity import core_only
+from fidelity.gradients import collect
+from fidelity.layout import RankResult, biases, forward_only, keep_dispatch_metric, switch_routes
+from fidelity.observe import Observer
+from megatron_r3.seams.forward import RolloutStep
+from megatron_r3.seams.metrics import report
+from megatron_r3.store.dataset import PackedRollouts, RolloutDataset
+from megatron_r3.store.reader import RolloutStore
+
+__all__ = ["run_core_layout"]
+
+
+def run_core_layout(
+    argv: list[str], stores: dict[str, Path], forward_only_first: bool
+) -> RankResult:
+    """As `fidelity.layout.run_layout`, whose arguments these are."""
+    args = core_only.initialize(argv)
+    observer, result = Observer(), RankResult()
+    models = core_only.wrap(args, core_only.build_chunks(args))
+    observer.attach(models)
+    switch_routes(stores, reads=2 if forward_only_first else 1)
+    keep_dispatch_metric(result, observer)
+    store = RolloutStore([stores["right"]])
+    step = RolloutStep(args, store, lambda *_: None)
+    for args.curr_iteration, observer.phase in enumerate(stores):
+        data: Any = [_batches(args, store) for _ in models]
+        data = data if len(models) > 1 else data[0]
+        if forward_only_first:
+            data = forward_only(args, step, data, models)
+        reports = core_only.forward_backward(args, models, step, data)
+        if reports:
+            result.losses[observer.phase] = _mean(reports)
+        gradients = {id(p): p.main_grad for model in models for p in model.parameters()}
+        result.gradients[observer.phase] = collect(models, gradients)
+        result.biases = result.biases or biases(models)
+        report(args.curr_iteration)
+    result.seen = observer.seen
+    return result
+
+
+def _batches(args: argparse.Namespace, store: RolloutStore) -> Any:
+    """This data parallel rank's microbatches of one step, in Megatron's order."""
+    from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    if args.rollouts_pack:
+        align = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+        data: RolloutDataset = PackedRollouts(store, args.seq_length, None, align)
+    else:
+        data = RolloutDataset(store, args.seq_length)
+    size, ranks = args.micro_batch_size, args.data_parallel_size
+    first = parallel_state.get_data_parallel_rank() * size
+    starts = range(first, args.global_batch_size, size * ranks)
+    collate = torch.utils.data.default_collate
+    return RerunDataIterator(
+        iter([collate([data[i] for i in range(start, start + size)]) for start in starts])
+    )
+
+
+def _mean(reports: list[dict[str, torch.Tensor]]) -> float:
+    """The policy loss of a step, as Megatron's loop logs it."""
+    from megatron.core import parallel_state
+
+    total = torch.stack([report["policy loss"] for report in reports]).sum(0)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(total, group=group)
+    return float(total[0] / total[1])
