@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 __all__ = ["CASES", "Case"]
 
@@ -22,6 +23,7 @@ class Case:
         recomputes: layers run again in the backward pass.
         forward_only_first: a forward-only pass comes before each step.
         since: the first release line on which upstream itself gets this right, or has it.
+        script: of the tree, run instead of our own; PyPI's trees have none.
     """
 
     name: str
@@ -34,6 +36,11 @@ class Case:
     recomputes: bool = False
     forward_only_first: bool = False
     since: str = ""
+    script: str = ""
+
+    def runs_on(self, tree: Path, line: str) -> bool:
+        """Whether a tree of this release line has what the case needs."""
+        return self.since <= line and (tree / self.script).exists()
 
 
 V19 = "core_r0.19.0"
@@ -75,6 +82,15 @@ def _one_process() -> list[Case]:
         Case("old log-probs first", 1, bitwise=ONE, forward_only_first=True, quick=True),
         Case("THD", 1, PACK, model="even", micro_batch_size=1),
         Case("THD, odd lengths", 1, PACK, micro_batch_size=1),
+    ]
+
+
+def _upstreams_script() -> list[Case]:
+    script = "pretrain_gpt.py"
+    return [
+        Case(script, 1, script=script, bitwise=ONE, quick=True),
+        Case(f"{script}, EP2", 2, EP2, script=script, quick=True),
+        Case(f"{script}, PP2xVPP2", 2, f"{PP2} {VPP2}", script=script),
     ]
 
 
@@ -211,6 +227,7 @@ def _balanced() -> list[Case]:
 
 CASES: tuple[Case, ...] = (
     *_one_process(),
+    *_upstreams_script(),
     *_recompute(),
     *_pipeline(),
     *_sequence(),

@@ -6,6 +6,7 @@ too small to change a weight. Megatron is imported only inside the functions tha
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from fidelity.core_only import is_core_only
 from fidelity.gradients import Piece, collect
 from fidelity.observe import Observed, Observer
 from fidelity.reference import CLIP_EPS
-from megatron_r3.launch import train
+from megatron_r3.launch import train, watch_models
 from megatron_r3.store.reader import RolloutStore
 
 __all__ = [
@@ -50,13 +51,18 @@ class RankResult:
 
 
 def run_layout(
-    rank: int, argv: list[str], stores: dict[str, Path], forward_only_first: bool = False
+    rank: int,
+    argv: list[str],
+    stores: dict[str, Path],
+    forward_only_first: bool = False,
+    script: Path | None = None,
 ) -> RankResult:
     """Train on `stores["right"]`, with the routes of each store in turn.
 
     Args:
         forward_only_first: run a forward-only pass over the batch before each step, as a trainer
             does that computes old log-probs.
+        script: of the tree, to run instead of our own.
     """
     argv = [*argv, "--rollouts", str(stores["right"]), "--moe-router-replay"]
     argv += ["--rollouts-clip-eps", str(CLIP_EPS), "--train-iters", str(len(stores))]
@@ -75,7 +81,11 @@ def run_layout(
     switch_routes(stores, reads=2 if forward_only_first else 1)
     keep_dispatch_metric(result, observer)
     _watch_steps(observer, result, built, [*stores], forward_only_first)
-    train(_datasets, forward_step, lambda models: observer.attach(built.extend(models) or models))
+    watch_models(lambda models: observer.attach(built.extend(models) or models))
+    if script is None:
+        train(_datasets, forward_step)
+    else:
+        runpy.run_path(str(script), run_name="__main__")
     result.seen = observer.seen
     return result
 

@@ -23,7 +23,7 @@ from megatron_r3.launch import build_model, initialize
 from megatron_r3.replay import MicrobatchRoutes, replaying
 from megatron_r3.seams.layers import local_moe_layers
 
-__all__ = ["Reference", "build_and_save", "make_reference"]
+__all__ = ["Reference", "build", "build_and_save", "make_reference"]
 
 CLIP_EPS = 0.9
 
@@ -45,19 +45,25 @@ class Reference:
     gradients: list[Piece]
 
 
-def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Module]:
-    """Megatron's arguments, and the whole model that they name, saved for layouts to load."""
-    argv = [*argv, "--moe-router-replay", "--save", str(checkpoint), "--save-interval", "1"]
+def build(argv: list[str]) -> tuple[Any, torch.nn.Module]:
+    """Megatron's arguments, and the whole model that they name."""
     if core_only.is_core_only():
-        args = core_only.initialize(argv)
+        args: Any = core_only.initialize(argv)
         return args, core_only.build_chunks(args)[0].train()
-    from megatron.training.checkpointing import save_checkpoint
-
     sys.argv = ["reference.py", *argv]
     args = initialize()
-    model = build_model(args)
-    save_checkpoint(0, [model], None, None, 0)
-    return args, model.train()
+    return args, build_model(args).train()
+
+
+def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Module]:
+    """As `build`, with replay on, and a checkpoint for layouts to load."""
+    argv = [*argv, "--moe-router-replay", "--save", str(checkpoint), "--save-interval", "1"]
+    args, model = build(argv)
+    if not core_only.is_core_only():
+        from megatron.training.checkpointing import save_checkpoint
+
+        save_checkpoint(0, [model], None, None, 0)
+    return args, model
 
 
 def make_reference(

@@ -19,6 +19,8 @@ from fidelity.table import Table, passed
 from fidelity.trees import patched_copy, training_or_core, unpatched_copy
 from megatron_r3.cpu.worker import TreeWorker
 from megatron_r3.patching.errors import PatchingError
+from megatron_r3.patching.matrix import patches_folder, read_matrix
+from megatron_r3.patching.tree import identify
 
 __all__ = ["main"]
 
@@ -47,6 +49,11 @@ def main(argv: list[str] | None = None) -> int:
         except PatchingError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        line = identify(patched, read_matrix(patches_folder())).line.name
+        left_out = [case.name for case in cases if not case.runs_on(patched, line)]
+        cases = [case for case in cases if case.runs_on(patched, line)]
+        if left_out:
+            print(f"not on {name}, of {line}: {', '.join(left_out)}")
         with TreeWorker(patched, preload=[training_or_core(patched)]) as worker:
             rows = run(cases, Table(worker, folder, name), args.verbose)
     args.out.parent.mkdir(parents=True, exist_ok=True)

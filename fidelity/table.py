@@ -77,6 +77,7 @@ class Table:
             argv,
             prepared.stores,
             case.forward_only_first,
+            self.worker.tree / case.script if case.script else None,
             timeout_s=TIMEOUT_S,
         )
 

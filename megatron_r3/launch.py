@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["build_model", "gpt_specs", "initialize", "train"]
+__all__ = ["build_model", "gpt_specs", "initialize", "train", "watch_models"]
 
 Parser = Callable[[Any], Any]  # adds a script's own arguments to an ArgumentParser
 
@@ -57,7 +57,7 @@ def train(
 
     Args:
         datasets, forward_step: the script's own.
-        on_models: called once with this rank's model chunks, wrapped for data parallelism.
+        on_models: see `watch_models`.
     """
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training
@@ -76,10 +76,26 @@ def train(
         script["cfg_container"] = pretrain_cfg_container_from_args(args, config)
     if config is None:
         script["model_provider"] = _model_provider
-        _call_with_models(training, on_models)
-    elif on_models is not None:
-        config.post_wrap_hooks.append(lambda models: on_models(models) or models)
+    if on_models is not None:
+        watch_models(on_models)
     training.pretrain(**script)
+
+
+def watch_models(on_models: Callable[[list[torch.nn.Module]], None]) -> None:
+    """Have the next `pretrain()` call it once with this rank's model chunks.
+
+    They are wrapped for data parallelism then, and their checkpoint is loaded.
+    """
+    from megatron.training import training
+
+    setup = training.setup_model_and_optimizer
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        models, *rest = setup(*args, **kwargs)
+        on_models(models)
+        return models, *rest
+
+    training.setup_model_and_optimizer = watched
 
 
 def _builder_config(args: Any) -> Any:
@@ -95,21 +111,6 @@ def _builder_config(args: Any) -> Any:
     if getattr(args, "hybrid_layer_pattern", None):
         return argument_utils.hybrid_config_from_args(args)
     return argument_utils.gpt_config_from_args(args)
-
-
-def _call_with_models(
-    training: Any, on_models: Callable[[list[torch.nn.Module]], None] | None
-) -> None:
-    """Before 0.19 there is no hook for whoever wants the wrapped models: wrap what makes them."""
-    get_model = training.get_model
-
-    def watched(*args: Any, **kwargs: Any) -> list[torch.nn.Module]:
-        models = get_model(*args, **kwargs)
-        if on_models is not None:
-            on_models(models)
-        return models
-
-    training.get_model = watched
 
 
 def _model_provider(
