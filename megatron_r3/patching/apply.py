@@ -6,9 +6,10 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_r3.patching.compute import PatchFailed, compute
+from megatron_r3.patching.compute import compute
 from megatron_r3.patching.errors import PatchingError, names
 from megatron_r3.patching.git import commits_since, dirty_files, has_commit, is_checkout
+from megatron_r3.patching.index import PatchFailed
 from megatron_r3.patching.matrix import Matrix, read_matrix
 from megatron_r3.patching.tree import TreeState, TreeStatus, identify
 from megatron_r3.patching.write import locked, remove_leftovers, replace_files
