@@ -40,6 +40,7 @@ _PINS = {
     "gc.auto": "0",
     "init.defaultBranch": "main",
     "maintenance.auto": "false",
+    "safe.directory": "*",  # the owner may be another; nothing of a repository is run
 }
 _ENVIRONMENT = {
     "GIT_ATTR_NOSYSTEM": "1",
@@ -75,7 +76,7 @@ def run_git(
     full_env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     full_env |= _ENVIRONMENT | {"GIT_CEILING_DIRECTORIES": str(cwd.resolve().parent)} | (env or {})
     if git_dir is not None:
-        # named, not discovered: a path with ':' cannot be a ceiling, and the owner may be another
+        # named, not discovered: a path with ':' cannot be a ceiling
         full_env |= {"GIT_DIR": str(git_dir.absolute()), "GIT_WORK_TREE": str(cwd.absolute())}
     pins = [word for key, value in _PINS.items() for word in ("-c", f"{key}={value}")]
     try:
