@@ -22,7 +22,7 @@ def upstream(tmp_path):
 def test_the_real_patches_and_versions():
     matrix = read_matrix(patches_folder())
     assert matrix.default.pypi
-    assert [line.name for line in matrix.lines] == sorted(
+    assert sorted(line.name for line in matrix.lines) == sorted(
         folder.name for folder in patches_folder().iterdir() if folder.is_dir()
     )
     for line in matrix.lines:
