@@ -64,6 +64,23 @@ _PATCHES = (
 )
 
 
+# kills itself (-9) at the n-th rename or removal of a file of the tree
+KILLED = """
+import os, signal
+left = {n}
+def dying(real):
+    def call(*args, **kwargs):
+        global left
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return real(*args, **kwargs)
+    return call
+import megatron_r3.patching.write as write
+write._put = dying(write._put)
+"""
+
+
 @dataclass
 class Upstream:
     """Copies that a test may break."""
