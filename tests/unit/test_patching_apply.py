@@ -4,6 +4,7 @@ import os
 import subprocess
 
 import pytest
+from patching_hostile import hostile
 from patching_upstream import (
     DISPATCHER,
     FILES,
@@ -18,7 +19,6 @@ from patching_upstream import (
     TAG,
     commit,
     git,
-    hostile,
     make_upstream,
     snapshot,
     write,

@@ -4,18 +4,14 @@ import os
 import subprocess
 
 import pytest
+from patching_bump import CONFLICT, NEXT, NEXT_TAG, bump, everything, release, skip, stop
+from patching_hostile import hostile
 from patching_upstream import (
-    DISPATCHER,
     LINE,
-    NEW,
-    OLD,
     OTHER,
     ROUTER,
     SCHEDULE,
-    TAG,
-    commit,
     git,
-    hostile,
     make_upstream,
     refused,
     snapshot,
@@ -29,61 +25,10 @@ from megatron_r3.patching.export import export_series
 from megatron_r3.patching.matrix import read_matrix
 from megatron_r3.patching.verify import check_rules, verify_repo
 
-NEXT_TAG, NEXT = "core_v9.2.0", "core_r9.2.0"
-
 
 @pytest.fixture
 def upstream(tmp_path):
     return make_upstream(tmp_path)
-
-
-def release(upstream, changes, tag=NEXT_TAG):
-    """Upstream makes each of these changes (path: old, new; or None) and releases them."""
-    tree = upstream.checkout
-    for path, change in changes.items():
-        if change is None:
-            (tree / path).unlink()
-        else:
-            text = (tree / path).read_text() if (tree / path).exists() else ""
-            assert change[0] in text
-            write(tree, path, text.replace(*change) if change[0] else change[1])
-        commit(tree, f"Change {path.rpartition('/')[2]}")
-    git("tag", tag, cwd=tree)
-    return git("rev-parse", tag, cwd=tree).strip()
-
-
-def bump(upstream, new=NEXT_TAG, old=LINE, **arguments):
-    work = upstream.patches.parent / "work"
-    return bump_line(old, new, upstream.checkout, upstream.patches, **({"work": work} | arguments))
-
-
-def stop(upstream, **arguments):
-    """The lines of a bump that stops; it writes no patches."""
-    before = snapshot(upstream.patches, mtimes=True)
-    with pytest.raises(PatchingError) as error:
-        bump(upstream, **arguments)
-    assert snapshot(upstream.patches, mtimes=True) == before
-    return str(error.value).splitlines()
-
-
-def everything(repo):
-    return {path: path.read_bytes() for path in repo.rglob("*") if path.is_file()}
-
-
-CONFLICT = {OTHER: ("1", "2"), ROUTER: ("line 31\n", "line thirty-one\n")}
-
-
-def resolve(work, path, old, new):
-    text = (work / path).read_text()
-    assert old in text
-    (work / path).write_text(text.replace(old, new))
-    git("add", "-u", cwd=work)
-    git("am", "--continue", cwd=work)
-
-
-def skip(work):
-    git("checkout", "--quiet", "-f", cwd=work)
-    git("am", "--skip", cwd=work)
 
 
 # --- a bump without conflicts
@@ -171,117 +116,6 @@ def test_any_clone_and_a_work_folder_with_spaces(upstream, tmp_path, kind):
     assert len(done.names) == 4
     tree = read_matrix(upstream.patches).line(NEXT).trees[0]
     assert tree.name == tree.commit[:12]  # HEAD is no name that stays
-
-
-# --- conflicts
-
-
-def test_a_conflict_gives_five_lines_and_a_checkout_to_work_in(upstream, tmp_path):
-    release(upstream, CONFLICT)
-    lines, work = stop(upstream), tmp_path / "work"
-    assert len(lines) == 5
-    assert lines[0] == "patch 2 of 4 does not apply: 0002-Bind-the-hook-to-the-microbatch.patch"
-    assert lines[1] == f"  at: {ROUTER}:29"
-    assert lines[2] == "  subject: Bind the hook to the microbatch"
-    assert lines[3].startswith("  upstream commits: ")
-    assert lines[3].endswith(f"Change router.py since {TAG}")
-    assert "Change other.py" not in lines[3]
-    assert lines[4].startswith(f"  next: cd {work}; resolve (hunks that failed: {ROUTER}.rej), ")
-    assert "git am --continue; or git checkout -f, git am --skip" in lines[4]
-    assert "bind(hook)" in (work / f"{ROUTER}.rej").read_text()
-    assert "bind(forward)" in (work / SCHEDULE).read_text()  # the hunk that fits
-    assert git("log", "--format=%s", f"{NEXT_TAG}..", cwd=work) == "Ask the hook\n"
-
-    write(work, ROUTER, (work / ROUTER).read_text() + "half done\n")
-    before = snapshot(work, mtimes=True)
-    assert stop(upstream) == lines
-    assert snapshot(work, mtimes=True) == before  # what a person has begun stays
-
-    with pytest.raises(subprocess.CalledProcessError):
-        git("am", "--continue", cwd=work)  # nobody has said that this is all
-    resolve(work, ROUTER, "line 30\n", "line 30\nbind(hook, new)\n")
-    done = bump(upstream)
-    assert done.names == tuple(file.name for file in upstream.series)
-    text = (upstream.patches / NEXT / upstream.series[1].name).read_text()
-    assert "+bind(hook, new)\n" in text
-    assert "From: A Person" in text
-
-
-def test_an_older_release_lacks_commits(upstream):
-    """The line of a release that came before: nothing was added there, things are missing."""
-    git("checkout", "--quiet", "--orphan", "older", cwd=upstream.checkout)
-    text = (upstream.checkout / ROUTER).read_text()
-    write(upstream.checkout, ROUTER, text.replace("line 31\n", "thirty-one\n"))
-    commit(upstream.checkout, "Older")
-    git("tag", NEXT_TAG, cwd=upstream.checkout)
-    write(upstream.checkout, ROUTER, text)
-    versions = upstream.patches / "versions.toml"
-    base = git("rev-parse", TAG, cwd=upstream.checkout).strip()
-    versions.write_text(versions.read_text().replace(base, commit(upstream.checkout, "Newer")))
-    lines = stop(upstream)
-    assert lines[3].startswith(f"  upstream commits: none since {TAG}, which has ")
-    assert lines[3].endswith(f"Newer since {NEXT_TAG}")
-
-
-def test_the_second_conflict_is_explained_too(upstream, tmp_path):
-    release(upstream, CONFLICT | {OLD: ("echo old", "echo older")})
-    stop(upstream)
-    work = tmp_path / "work"
-    with pytest.raises(subprocess.CalledProcessError):
-        resolve(work, ROUTER, "line 30\n", "line 30\nbind(hook, new)\n")
-    lines = stop(upstream)
-    assert lines[0].startswith("patch 3 of 4 does not apply: 0003-")
-    assert f"at: {OLD}:1" in lines[1]
-    assert f"(hunks that failed: {OLD}.rej)" in lines[4]
-    assert not (work / f"{ROUTER}.rej").exists()
-    assert (work / NEW).exists()
-    skip(work)
-    assert not (work / NEW).exists()
-    assert [name[:4] for name in bump(upstream).names] == ["0001", "0002", "0004"]
-
-
-def test_a_concern_that_is_no_longer_needed_leaves_a_gap(upstream, tmp_path):
-    release(upstream, CONFLICT)
-    stop(upstream)
-    skip(tmp_path / "work")
-    done = bump(upstream)
-    assert [name[:4] for name in done.names] == ["0001", "0003", "0004"]
-    assert done.left_out == (upstream.series[1].name,)
-    assert check_rules(read_matrix(upstream.patches)) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "path", "number"),
-    [({DISPATCHER: None}, DISPATCHER, 1), ({NEW: ("", "theirs\n")}, NEW, 3)],
-)
-def test_a_file_that_upstream_removed_or_added(upstream, tmp_path, changes, path, number):
-    release(upstream, changes)
-    lines = stop(upstream)
-    assert lines[0].startswith(f"patch {number} of 4 does not apply")
-    assert f"  at: {path}: " in lines[1]
-    assert f"(hunks that failed: {path}.rej)" in lines[4]
-    assert "diff --git" in (tmp_path / "work" / f"{path}.rej").read_text()
-
-
-def test_an_interrupted_am_goes_on(upstream, tmp_path):
-    release(upstream, CONFLICT)
-    stop(upstream)
-    work = tmp_path / "work"
-    git("reset", "--quiet", "--hard", cwd=work)
-    write(work, ROUTER, (work / ROUTER).read_text().replace("line thirty-one", "line 31"))
-    commit(work, "Make it fit")
-    lines = stop(upstream)
-    assert lines[1].endswith("it fits, but git am was interrupted")
-    assert lines[4] == f"  next: cd {work}; git am, which goes on; then the same bump again"
-    assert git("status", "--porcelain", "--untracked-files=no", cwd=work) == ""
-
-
-def test_an_aborted_am_begins_again(upstream, tmp_path):
-    release(upstream, CONFLICT)
-    lines = stop(upstream)
-    git("checkout", "--quiet", "-f", cwd=tmp_path / "work")
-    git("am", "--abort", cwd=tmp_path / "work")
-    assert stop(upstream) == lines
 
 
 # --- what is in the way

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from patching_hostile import hostile
 from patching_upstream import (
     BODY,
     LINE,
@@ -15,7 +16,6 @@ from patching_upstream import (
     add_line,
     commit,
     git,
-    hostile,
     make_upstream,
     write,
 )
