@@ -4,8 +4,17 @@ BUILD    := build
 VENV     := $(BUILD)/venv
 R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
-# the Megatron-LM tree of apply, revert, status, fidelity
+# the Megatron-LM tree of apply, revert, status, fidelity, export
 MEGATRON ?=
+# the Megatron-LM clone of verify and bump
+REPO     ?=
+# the release line of verify, export and bump (default: all; the one that fits; as the tag says)
+LINE     ?=
+# bump: from the patches of which line, to which tag or commit
+OLD      ?=
+NEW      ?=
+# export: 1 writes nothing and says whether a byte would change
+CHECK    ?=
 # cases of fidelity whose name has this in it
 ONLY     ?=
 # steps of each way in bench-dispatch
@@ -13,7 +22,7 @@ ROUNDS   ?= 10
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status demo fidelity bench-dispatch test lint clean
+.PHONY: help setup megatron apply revert status verify export bump demo fidelity bench-dispatch test lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -38,6 +47,19 @@ apply revert status: setup
 apply:   ## put the patches into MEGATRON=DIR
 revert:  ## take them out again
 status:  ## say which they are
+
+verify: setup  ## check every series against the commits in REPO=CLONE (LINE=)
+	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
+	@$(R3) $@ "$(REPO)" $(if $(LINE),--line "$(LINE)")
+
+export: setup  ## write the commits of MEGATRON=DIR as patches (LINE=, CHECK=1)
+	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
+	@$(R3) $@ "$(MEGATRON)" $(if $(LINE),--line "$(LINE)") $(if $(CHECK),--check)
+
+bump: setup  ## start a release line: OLD=LINE NEW=TAG REPO=CLONE (LINE=)
+	@test -n "$(OLD)" && test -n "$(NEW)" && test -n "$(REPO)" || \
+		{ echo "error: from which line to what? make $@ OLD=LINE NEW=TAG REPO=DIR" >&2; exit 2; }
+	@$(R3) $@ "$(OLD)" "$(NEW)" --repo "$(REPO)" $(if $(LINE),--name "$(LINE)")
 
 demo: megatron  ## a real rollout to a replayed training step (SAMPLER=transformers or vllm)
 	$(R3) apply $(TREE)

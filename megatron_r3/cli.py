@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 
 import megatron_r3
-from megatron_r3.patching import commands as patching
+from megatron_r3.patching.commands import add_commands
+from megatron_r3.patching.maintenance import add_maintenance
 
 __all__ = ["main"]
 
@@ -20,11 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron-r3", description=megatron_r3.__doc__)
     parser.add_argument("--version", action="version", version=megatron_r3.__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    patching.add_commands(subparsers)
+    add_commands(subparsers)
+    add_maintenance(subparsers)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

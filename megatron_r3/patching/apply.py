@@ -6,9 +6,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_r3.patching.compute import PatchFailed, compute
+from megatron_r3.patching.compute import compute
+from megatron_r3.patching.conflict import five_lines, upstream_commits
 from megatron_r3.patching.errors import PatchingError, names
-from megatron_r3.patching.git import commits_since, dirty_files, has_commit, is_checkout
+from megatron_r3.patching.git import dirty_files, has_commit, is_checkout
+from megatron_r3.patching.index import PatchFailed
 from megatron_r3.patching.matrix import Matrix, read_matrix
 from megatron_r3.patching.tree import TreeState, TreeStatus, identify
 from megatron_r3.patching.write import locked, remove_leftovers, replace_files
@@ -91,7 +93,9 @@ def _compute(
     try:
         contents = compute(status, reverse=reverse).contents
     except PatchFailed as failed:
-        raise PatchingError(_five_lines(failed, status)) from None
+        commits, following = _upstream_commits(status, failed.path), _next_command(failed, status)
+        patches = len(status.series.patches)
+        raise PatchingError(five_lines(failed, patches, commits, following)) from None
     if not known:
         # the patches fit by luck: nobody has tested what they make of this file
         raise PatchingError(why_not(status, matrix))
@@ -122,29 +126,13 @@ def _refuse_uncommitted(status: TreeStatus) -> None:
         )
 
 
-def _five_lines(failed: PatchFailed, status: TreeStatus) -> str:
-    number, patches = failed.number, len(status.series.patches)
-    return "\n".join(
-        (
-            f"patch {number} of {patches} does not apply: {failed.patch.file.name}",
-            f"  at: {failed.where}",
-            f"  subject: {failed.patch.subject}",
-            f"  upstream commits: {_upstream_commits(status, failed.path)}",
-            f"  next: {_next_command(failed, status)}",
-        )
-    )
-
-
 def _upstream_commits(status: TreeStatus, path: str) -> str:
     if not is_checkout(status.root):
         return "unknown: not a git checkout"
     base = _base(status)
     if not base or not has_commit(status.root, base[1]):
         return f"unknown: the checkout does not hold {base[0] if base else status.tree.name}"
-    commits = commits_since(status.root, base[1], path)
-    shown = "; ".join(commits[:3]) or "none"
-    more = f" and {len(commits) - 3} more" if len(commits) > 3 else ""
-    return f"{shown}{more} since {base[0]}"
+    return upstream_commits(status.root, base, path)
 
 
 def _base(status: TreeStatus) -> tuple[str, str] | None:

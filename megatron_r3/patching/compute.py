@@ -6,19 +6,18 @@ one by one. After each, the blob ids must be those that the patch promises.
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_r3.patching.errors import PatchingError
-from megatron_r3.patching.git import run_git
+from megatron_r3.patching.index import Index
 from megatron_r3.patching.series import FileChange, Patch
 from megatron_r3.patching.tree import TreeStatus
 
-__all__ = ["Computed", "PatchFailed", "compute"]
+__all__ = ["Computed", "compute", "run_series"]
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,6 @@ class Computed:
 
     contents: dict[str, bytes | None]
     blobs: dict[str, list[str | None]]
-
-
-class PatchFailed(PatchingError):
-    """A patch does not fit; `where` is the file, with the line where git knows it, or the error."""
-
-    def __init__(self, number: int, patch: Patch, path: str, where: str):
-        super().__init__(f"{patch.file.name} does not apply at {where}")
-        self.number, self.patch, self.path, self.where = number, patch, path, where
 
 
 @dataclass(frozen=True)
@@ -62,21 +53,33 @@ def compute(status: TreeStatus, *, reverse: bool = False) -> Computed:
         PatchingError: a patch fits but does not give the file that it promises.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
-        repo = _Index(Path(folder), status)
+        index = Index(Path(folder))
+        index.add(status.files)
         blobs = {path: [file.blob] for path, file in status.files.items()}
-        patches = list(_due(status, reverse))
-        for number, patch, steps in reversed(patches) if reverse else patches:
-            repo.apply(number, patch, [step.change for step in steps], reverse)
-            after = repo.blobs()
-            for path, place in ((step.change.path, step.place) for step in steps):
-                blobs[path].append(after.get(path))
-                promised = status.blobs[path][place if reverse else place + 1]
-                if status.places[path] is not None and after.get(path) != promised:
-                    raise PatchingError(
-                        f"{patch.file} is damaged: it does not give the {path} that is promised "
-                        f"for {status.tree.name}; nothing was changed"
-                    )
-        return Computed(repo.contents(status.files), blobs)
+        for path, blob in run_series(index, status, reverse=reverse):
+            blobs[path].append(blob)
+        return Computed(index.contents(status.files), blobs)
+
+
+def run_series(
+    index: Index, status: TreeStatus, *, reverse: bool = False
+) -> Iterator[tuple[str, str | None]]:
+    """Apply to `index`, which holds the files of `status`, what is due; see `compute`.
+
+    Yields after each patch its files, each with the blob id that it has now.
+    """
+    patches = list(_due(status, reverse))
+    for number, patch, steps in reversed(patches) if reverse else patches:
+        index.apply(number, patch, [step.change for step in steps], reverse)
+        after = index.blobs()
+        for path, place in ((step.change.path, step.place) for step in steps):
+            promised = status.blobs[path][place if reverse else place + 1]
+            if status.places[path] is not None and after.get(path) != promised:
+                raise PatchingError(
+                    f"{patch.file} is damaged: it does not give the {path} that is promised "
+                    f"for {status.tree.name}; nothing was changed"
+                )
+            yield path, after.get(path)
 
 
 def _due(status: TreeStatus, reverse: bool) -> Iterator[tuple[int, Patch, list[_Step]]]:
@@ -93,57 +96,3 @@ def _due(status: TreeStatus, reverse: bool) -> Iterator[tuple[int, Patch, list[_
                 steps.append(step)
         if steps:
             yield number, patch, steps
-
-
-class _Index:
-    """A temporary git directory whose index holds the files of a tree."""
-
-    def __init__(self, folder: Path, status: TreeStatus):
-        self.folder = folder
-        run_git("init", "--quiet", "--template=", cwd=folder)
-        entries = []
-        for path, file in status.files.items():
-            if file.data is not None and file.stat is not None:
-                mode = "100755" if file.stat.st_mode & 0o100 else "100644"
-                blob = self.git("hash-object", "-w", "--stdin", stdin=file.data).decode().strip()
-                entries.append(f"{mode} {blob}\t{path}\0")
-        self.git("update-index", "-z", "--index-info", stdin="".join(entries).encode())
-
-    def git(self, *args: str, stdin: bytes = b"") -> bytes:
-        """Run git here; its output."""
-        git_dir = self.folder / ".git"
-        return run_git(*args, cwd=self.folder, git_dir=git_dir, stdin=stdin).stdout
-
-    def apply(self, number: int, patch: Patch, changes: list[FileChange], reverse: bool) -> None:
-        """Apply these parts of a patch to the index, all or none."""
-        result = run_git(
-            *("apply", "--cached", *(["-R"] if reverse else []), "-"),
-            cwd=self.folder,
-            git_dir=self.folder / ".git",
-            stdin=b"".join(change.diff for change in changes),
-            check=False,
-        )
-        if result.returncode:
-            text = result.stderr.decode(errors="replace")
-            raise PatchFailed(number, patch, *_where(text, changes[0].path))
-
-    def blobs(self) -> dict[str, str]:
-        """The blob id of every file."""
-        entries = self.git("ls-files", "--stage", "-z").decode().split("\0")[:-1]
-        return {path: head.split()[1] for head, path in (entry.split("\t") for entry in entries)}
-
-    def contents(self, paths: Iterable[str]) -> dict[str, bytes | None]:
-        """What is in these files; None where there is none."""
-        blobs = self.blobs()
-        return {p: self.git("cat-file", "blob", blobs[p]) if p in blobs else None for p in paths}
-
-
-def _where(text: str, path: str) -> tuple[str, str]:
-    """The file that git's message is about, and where in it the patch failed."""
-    if failed := re.search(r"^error: patch failed: (.+):(\d+)$", text, re.M):
-        return failed[1], f"{failed[1]}:{failed[2]}"
-    if failed := re.search(r"^error: (.+): (does not exist|already exists) in index$", text, re.M):
-        what = "no such file" if failed[2] == "does not exist" else "already there"
-        return failed[1], f"{failed[1]}: {what}"
-    reason = text.strip().splitlines()[:1] or ["git says nothing"]
-    return path, f"{path}: {reason[0]}"

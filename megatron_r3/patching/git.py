@@ -14,7 +14,18 @@ from pathlib import Path
 
 from megatron_r3.patching.errors import PatchingError
 
-__all__ = ["blob_id", "commits_since", "dirty_files", "has_commit", "is_checkout", "run_git"]
+__all__ = [
+    "blob_id",
+    "borrow_objects",
+    "commits_since",
+    "dirty_files",
+    "find_git_dir",
+    "git_path",
+    "has_commit",
+    "is_checkout",
+    "resolve",
+    "run_git",
+]
 
 _PINS = {
     "am.threeWay": "false",
@@ -29,6 +40,7 @@ _PINS = {
     "gc.auto": "0",
     "init.defaultBranch": "main",
     "maintenance.auto": "false",
+    "safe.directory": "*",  # the owner may be another; nothing of a repository is run
 }
 _ENVIRONMENT = {
     "GIT_ATTR_NOSYSTEM": "1",
@@ -36,6 +48,7 @@ _ENVIRONMENT = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_DEFAULT_HASH": "sha1",
     "GIT_NO_LAZY_FETCH": "1",
+    "GIT_NO_REPLACE_OBJECTS": "1",  # a commit is what its id says
     "GIT_OPTIONAL_LOCKS": "0",  # looking at a checkout must not write its index
     "GIT_TERMINAL_PROMPT": "0",
     "LC_ALL": "C",  # the messages are parsed
@@ -63,7 +76,7 @@ def run_git(
     full_env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     full_env |= _ENVIRONMENT | {"GIT_CEILING_DIRECTORIES": str(cwd.resolve().parent)} | (env or {})
     if git_dir is not None:
-        # named, not discovered: a path with ':' cannot be a ceiling, and the owner may be another
+        # named, not discovered: a path with ':' cannot be a ceiling
         full_env |= {"GIT_DIR": str(git_dir.absolute()), "GIT_WORK_TREE": str(cwd.absolute())}
     pins = [word for key, value in _PINS.items() for word in ("-c", f"{key}={value}")]
     try:
@@ -99,21 +112,74 @@ def dirty_files(root: Path) -> list[str]:
     return [os.fsdecode(entry[3:]) for entry in status.stdout.split(b"\0") if entry]
 
 
-def has_commit(root: Path, commit: str) -> bool:
-    """Whether the checkout `root` holds this commit (a shallow clone may not)."""
+def find_git_dir(repo: Path) -> Path:
+    """The git directory of `repo`, which is the top of a work tree or a bare repository.
+
+    Raises:
+        PatchingError: it is neither.
+    """
+    if repo.is_dir():
+        for folder in (repo / ".git", repo):
+            found = run_git("rev-parse", "--git-dir", cwd=repo, git_dir=folder, check=False)
+            if folder.exists() and found.returncode == 0:
+                return folder
+    raise PatchingError(f"{repo} is no git repository: neither a checkout's top nor a bare one")
+
+
+def git_path(repo: Path, name: str) -> Path:
+    """Where `repo` keeps its file of this name, such as objects or rebase-apply."""
+    found = run_git("rev-parse", "--git-path", name, cwd=repo, git_dir=find_git_dir(repo))
+    return repo.absolute() / os.fsdecode(found.stdout.removesuffix(b"\n"))
+
+
+def borrow_objects(repo: Path, borrower: Path) -> None:
+    """Let the git directory `borrower` read the objects of `repo`; it writes none of its own there.
+
+    A repository made for one job has no configuration, attributes, notes or replaced objects, so
+    what it says of another one's commits is the same for everybody.
+    """
+    objects = git_path(repo, "objects").resolve()
+    (borrower / "objects" / "info").mkdir(exist_ok=True)
+    (borrower / "objects" / "info" / "alternates").write_bytes(os.fsencode(objects) + b"\n")
+    if (shallow := git_path(repo, "shallow")).exists():
+        (borrower / "shallow").write_bytes(shallow.read_bytes())
+
+
+def resolve(repo: Path, revision: str) -> str:
+    """The id of the commit that `revision` names in `repo`.
+
+    Raises:
+        PatchingError: there is none.
+    """
+    found = run_git(
+        *("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"),
+        cwd=repo,
+        git_dir=find_git_dir(repo),
+        check=False,
+    )
+    if found.returncode:
+        raise PatchingError(f"{repo} has no commit {revision!r}: fetch it there first")
+    return found.stdout.decode().strip()
+
+
+def has_commit(repo: Path, commit: str) -> bool:
+    """Whether `repo` holds this commit (a shallow clone may not)."""
     return (
         run_git(
-            "cat-file", "-e", f"{commit}^{{commit}}", cwd=root, git_dir=root / ".git", check=False
+            *("cat-file", "-e", f"{commit}^{{commit}}"),
+            cwd=repo,
+            git_dir=find_git_dir(repo),
+            check=False,
         ).returncode
         == 0
     )
 
 
-def commits_since(root: Path, base: str, path: str) -> list[str]:
-    """The commits of the checkout `root` after `base` that touched `path`, newest first."""
+def commits_since(repo: Path, base: str, path: str, head: str = "HEAD") -> list[str]:
+    """The commits of `repo` after `base` and up to `head` that touched `path`, newest first."""
     log = run_git(
-        *("log", "--oneline", "--no-decorate", "--no-color", f"{base}..HEAD", "--", path),
-        cwd=root,
-        git_dir=root / ".git",
+        *("log", "--oneline", "--no-decorate", "--no-color", f"{base}..{head}", "--", path),
+        cwd=repo,
+        git_dir=find_git_dir(repo),
     )
     return log.stdout.decode(errors="replace").splitlines()

@@ -32,7 +32,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["KnownTree", "Line", "Matrix", "patches_folder", "read_matrix"]
+__all__ = ["KnownTree", "Line", "Matrix", "parse_matrix", "patches_folder", "read_matrix"]
 
 _STRINGS = {"name", "commit", "pypi", "sdist_sha256"}
 
@@ -62,8 +62,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Matrix:
-    """versions.toml, checked."""
+    """versions.toml of `folder`, checked."""
 
+    folder: Path
     lines: tuple[Line, ...]
     default: KnownTree
 
@@ -97,9 +98,19 @@ def read_matrix(folder: Path) -> Matrix:
     """
     file = folder / "versions.toml"
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise PatchingError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise PatchingError(f"{file}: {error}") from None
+    return parse_matrix(text, folder)
+
+
+def parse_matrix(text: str, folder: Path) -> Matrix:
+    """Check `text` as if it were that of `folder`/versions.toml; see `read_matrix`."""
+    file = folder / "versions.toml"
+    try:
+        data = tomllib.loads(text)
     except ValueError as error:
         raise PatchingError(f"{file}: {error}") from None
     _check_keys(data, {"default", "lines"}, set(), str(file))
@@ -107,7 +118,7 @@ def read_matrix(folder: Path) -> Matrix:
     default = [t for line in lines for t in line.trees if t.pypi and t.name == data["default"]]
     if len(default) != 1:
         raise PatchingError(f"{file}: default = {data['default']!r} is not one tree with pypi")
-    return Matrix(lines, default[0])
+    return Matrix(folder, lines, default[0])
 
 
 def _line(name: str, table: dict[str, Any], folder: Path, file: Path) -> Line:

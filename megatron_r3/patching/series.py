@@ -2,7 +2,8 @@
 
 A series is what `git format-patch --full-index --no-renames` writes: numbered files that change,
 add or delete text files. The full blob ids in them say which file they start from and which one
-they give; a tree is known by those ids.
+they give; a tree is known by those ids. A number is a concern, the same in every line; a line that
+does not need a concern has a gap there.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from pathlib import Path
 
 from megatron_r3.patching.errors import PatchingError, names
 
-__all__ = ["Blobs", "FileChange", "Patch", "Series", "read_series"]
+__all__ = ["Blobs", "FileChange", "Patch", "Series", "read_patch", "read_series"]
 
 Blobs = tuple[str | None, ...]
 """The blob ids of one file before, between and after its patches; None: there is no such file."""
 
 _INDEX = re.compile(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})(?: (100644|100755))?")
+_NUMBERED = re.compile(r"(?!0000)\d{4}-", re.ASCII)
 _CREATED = re.compile(r"(?:new|deleted) file mode (100644|100755)")
+# what format-patch ends a mail with where nobody tells it not to
+_SIGNATURE = re.compile(rb"\n-- \n\d[^\n]*\n+\Z")
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,28 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch; no file is in it twice."""
+    """One patch; no file is in it twice.
+
+    Attributes:
+        message: the body of the mail up to the line that is only '---'.
+    """
 
     file: Path
     subject: str
+    message: str
     changes: tuple[FileChange, ...]
+
+    @property
+    def number(self) -> int:
+        """The number of its concern, from the name of its file."""
+        return int(self.file.name[:4])
+
+    @property
+    def num_changed(self) -> int:
+        """How many lines it adds and removes, together."""
+        bodies = (change.diff.partition(b"\n@@")[2] for change in self.changes)
+        lines = (line for body in bodies for line in _SIGNATURE.sub(b"", body).split(b"\n"))
+        return sum(line[:1] in (b"+", b"-") for line in lines)
 
 
 @dataclass(frozen=True)
@@ -69,9 +90,13 @@ def read_series(folder: Path) -> Series:
     files = sorted(folder.glob("*.patch"))
     if not files:
         raise PatchingError(f"{folder}: no patches")
-    for number, file in enumerate(files, 1):
-        if not file.name.startswith(f"{number:04d}-"):
-            raise PatchingError(f"{file}: the patches are numbered; expected {number:04d}-*.patch")
+    before: set[str] = set()
+    for file in files:
+        if not _NUMBERED.match(file.name):
+            raise PatchingError(f"{file}: the patches are numbered; expected 0001-*.patch and on")
+        if file.name[:4] in before:
+            raise PatchingError(f"{file}: there are two patches of the number {file.name[:4]}")
+        before.add(file.name[:4])
     patches = tuple(read_patch(file) for file in files)
     blobs: dict[str, list[str | None]] = {}
     for patch in patches:
@@ -106,7 +131,8 @@ def read_patch(file: Path) -> Patch:
     paths = [change.path for change in changes]
     if len(set(paths)) < len(paths):
         raise PatchingError(f"{file}: a file is in it twice: {names(sorted(paths))}")
-    return Patch(file, subject, changes)
+    message = data.partition(b"\n\n")[2].partition(b"\n---\n")[0].decode(errors="replace")
+    return Patch(file, subject, message, changes)
 
 
 def _file_change(diff: bytes, file: Path) -> FileChange:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 
 from megatron_r3.patching.errors import PatchingError
@@ -19,7 +20,7 @@ from megatron_r3.patching.git import blob_id
 from megatron_r3.patching.matrix import KnownTree, Line, Matrix
 from megatron_r3.patching.series import Blobs, Series, read_series
 
-__all__ = ["FileOnDisk", "TreeState", "TreeStatus", "identify"]
+__all__ = ["FileOnDisk", "TreeState", "TreeStatus", "compare", "identify"]
 
 
 class TreeState(Enum):
@@ -38,7 +39,7 @@ class FileOnDisk:
     data: bytes | None
     stat: os.stat_result | None
 
-    @property
+    @cached_property
     def blob(self) -> str | None:
         """Its git blob id."""
         return None if self.data is None else blob_id(self.data)
@@ -50,6 +51,7 @@ class TreeStatus:
 
     Attributes:
         names: the known trees that it matches equally well; `tree` is the first.
+        files: as they were read; none where the tree is a commit, not a directory.
         blobs: of each file of the series, as in `tree`; (None,) for one that `tree` lacks.
         places: of each file, its index in `blobs`, or None where it is none of them.
     """
@@ -116,13 +118,19 @@ def identify(root: Path, matrix: Matrix, line: str = "") -> TreeStatus:
     if not (root / "megatron" / "core").is_dir():
         raise PatchingError(f"{root} is no Megatron-LM tree: there is no megatron/core in it")
     matches: list[TreeStatus] = []
+    read: dict[str, FileOnDisk] = {}
     for candidate in [matrix.line(line)] if line else matrix.lines:
         series = read_series(candidate.folder)
-        files = read_files(root, series.blobs)
-        matches += [_compare(root, candidate, series, tree, files) for tree in candidate.trees]
+        read |= read_files(root, (path for path in series.blobs if path not in read))
+        files = {path: read[path] for path in series.blobs}
+        found = {path: file.blob for path, file in files.items()}
+        matches += [
+            replace(compare(root, candidate, series, tree, found), files=files)
+            for tree in candidate.trees
+        ]
     best = max(matches, key=_likeness)  # the first of equals
     names = [m.tree.name for m in matches if m.line is best.line and _same(m, best)]
-    return TreeStatus(**{**vars(best), "names": tuple(names)})
+    return replace(best, names=tuple(names))
 
 
 def read_files(root: Path, paths: Iterable[str]) -> dict[str, FileOnDisk]:
@@ -150,9 +158,14 @@ def _read(root: Path, path: str) -> FileOnDisk:
         raise PatchingError(f"{root / path}: {error.strerror}") from None
 
 
-def _compare(
-    root: Path, line: Line, series: Series, tree: KnownTree, files: Mapping[str, FileOnDisk]
+def compare(
+    root: Path, line: Line, series: Series, tree: KnownTree, found: Mapping[str, str | None]
 ) -> TreeStatus:
+    """How far the files whose blob ids are `found` are patched, if they are those of `tree`.
+
+    Raises:
+        PatchingError: the entry of `tree` in versions.toml does not fit the series.
+    """
     blobs = {**series.blobs, **(tree.blobs or {}), **dict.fromkeys(tree.absent, (None,))}
     for path in blobs:
         if path not in series.blobs:
@@ -164,10 +177,10 @@ def _compare(
                 f"versions.toml: {tree.name}: blobs of {path}: one more than patches"
             )
     places = {
-        path: chain.index(files[path].blob) if files[path].blob in chain else None
+        path: chain.index(found.get(path)) if found.get(path) in chain else None
         for path, chain in blobs.items()
     }
-    return TreeStatus(root, line, series, tree, (tree.name,), files, blobs, places)
+    return TreeStatus(root, line, series, tree, (tree.name,), {}, blobs, places)
 
 
 def _likeness(match: TreeStatus) -> tuple[bool, int, int]:

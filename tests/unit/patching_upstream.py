@@ -32,6 +32,7 @@ NEW = "megatron/core/replay/hook.sh"
 OTHER = "megatron/core/other.py"
 FILES = (ROUTER, README, DISPATCHER, SCHEDULE, OLD, NEW)
 
+BODY = "Why.\n\nOff (the default): nothing changes.\n\nForwarded: no, made up"
 _ROUTER = "".join(f"line {i}\n" for i in range(1, 41))
 _BASE = {
     ROUTER: _ROUTER,
@@ -61,6 +62,23 @@ _PATCHES = (
     ("Add replay, drop the old script", {NEW: lambda _: "#!/bin/sh\necho new\n", OLD: None}),
     ("Document the hook in the README", {README: lambda text: text + "\nReplay.\n"}),
 )
+
+
+# kills itself (-9) at the n-th rename or removal of a file of the tree
+KILLED = """
+import os, signal
+left = {n}
+def dying(real):
+    def call(*args, **kwargs):
+        global left
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return real(*args, **kwargs)
+    return call
+import megatron_r3.patching.write as write
+write._put = dying(write._put)
+"""
 
 
 @dataclass
@@ -117,7 +135,7 @@ def _built() -> Upstream:
             else:
                 before = (tree / path).read_text() if (tree / path).exists() else ""
                 write(tree, path, change(before), path in (DISPATCHER, NEW))
-        commit(tree, subject)
+        commit(tree, f"{subject}\n\n{BODY}")
     flags = ["--zero-commit", "--no-signature", "--no-numbered", "--full-index", "--no-renames"]
     git("format-patch", *flags, "-o", str(built.patches / LINE), base, cwd=tree)
     git("reset", "--quiet", "--hard", base, cwd=tree)
@@ -161,6 +179,19 @@ def make_upstream(folder) -> Upstream:
     for source, target in zip(vars(built).values(), vars(copy).values(), strict=True):
         shutil.copytree(source, target)
     return copy
+
+
+def add_line(upstream, line, commit_id, left_out=()):
+    """A second line with the patches of the first, but for those whose numbers are `left_out`."""
+    shutil.copytree(upstream.patches / LINE, upstream.patches / line)
+    for patch in (upstream.patches / line).iterdir():
+        if int(patch.name[:4]) in left_out:
+            patch.unlink()
+    with open(upstream.patches / "versions.toml", "a") as versions:
+        versions.write(
+            f'\n[lines."{line}"]\npython = ">=3.10"\nstatus = "new"\n\n'
+            f'[[lines."{line}".trees]]\nname = "{line}-tree"\ncommit = "{commit_id}"\n'
+        )
 
 
 def snapshot(tree, mtimes=False):

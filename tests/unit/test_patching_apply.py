@@ -1,8 +1,10 @@
 """Applying and reverting a series on a tiny upstream: what works, and stays as it was."""
 
+import os
 import subprocess
 
 import pytest
+from patching_hostile import hostile
 from patching_upstream import (
     DISPATCHER,
     FILES,
@@ -117,24 +119,11 @@ def test_a_tree_inside_another_repository(upstream):
 
 
 def test_the_users_git_configuration_changes_nothing(upstream, tmp_path, monkeypatch):
-    home = tmp_path / "home"
-    write(home, "attributes", "* text eol=crlf\n")
-    write(
-        home,
-        ".gitconfig",
-        "[am]\nthreeWay = true\n[core]\nautocrlf = true\n[apply]\nwhitespace = error\n"
-        f"[core]\nattributesFile = {home}/attributes\n[commit]\ngpgsign = true\n",
-    )
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    hostile(tmp_path, monkeypatch, upstream.checkout)
     # the negative control: git without the pins meets this configuration and refuses
-    plain = subprocess.run(
-        ["git", "apply", "--check", str(upstream.series[0])], cwd=upstream.checkout
-    )
-    assert plain.returncode != 0
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
-    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "nowhere" / "index"))
-    monkeypatch.setenv("GIT_DEFAULT_HASH", "sha256")
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    plain = ["git", "apply", "--check", str(upstream.series[0])]
+    assert subprocess.run(plain, cwd=upstream.checkout, env=env).returncode != 0
     before = snapshot(upstream.checkout)
     apply_series(upstream.checkout, upstream.patches)
     assert b"hook = None   \n" in (upstream.checkout / ROUTER).read_bytes()

@@ -4,32 +4,25 @@ import ctypes
 import errno
 import os
 import resource
+import signal
 from pathlib import Path
 
 import pytest
-from patching_upstream import FILES, ROUTER, make_upstream, refused, run_cli, snapshot
+from patching_upstream import (
+    FILES,
+    KILLED,
+    ROUTER,
+    make_upstream,
+    refused,
+    run_cli,
+    snapshot,
+)
 
 from megatron_r3.patching import apply, write
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.matrix import read_matrix
 from megatron_r3.patching.tree import TreeState, identify
-
-# exits as if killed, at the n-th rename or removal of a file of the tree
-KILLED = """
-import os, pathlib
-left = {n}
-def dying(real):
-    def call(*args, **kwargs):
-        global left
-        if not left:
-            os._exit(137)
-        left -= 1
-        return real(*args, **kwargs)
-    return call
-import megatron_r3.patching.write as write
-write._put = dying(write._put)
-"""
 
 
 @pytest.fixture
@@ -52,7 +45,7 @@ def test_killed_between_two_files(upstream, n, killed, then):
     if killed == "apply":
         revert_series(tree, patches)
     done = run_cli(killed, tree, "--patches", patches, prelude=KILLED.format(n=n))
-    assert done.returncode == 137, done.stderr
+    assert done.returncode == -signal.SIGKILL, done.stderr
     untouched = TreeState.PRISTINE if killed == "apply" else TreeState.APPLIED
     assert state(upstream) is (TreeState.HALF_APPLIED if n else untouched)
     told = run_cli("status", tree, "--patches", patches)

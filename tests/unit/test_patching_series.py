@@ -3,13 +3,14 @@
 import textwrap
 
 import pytest
-from patching_upstream import DISPATCHER, LINE, README, ROUTER, TAG, git, make_upstream
+from patching_upstream import DISPATCHER, LINE, README, ROUTER, TAG, git, make_upstream, refused
 
+from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.compute import compute
 from megatron_r3.patching.errors import PatchingError, names
 from megatron_r3.patching.git import blob_id
 from megatron_r3.patching.matrix import patches_folder, read_matrix
-from megatron_r3.patching.series import read_series
+from megatron_r3.patching.series import read_patch, read_series
 from megatron_r3.patching.tree import TreeState, identify
 
 
@@ -21,7 +22,7 @@ def upstream(tmp_path):
 def test_the_real_patches_and_versions():
     matrix = read_matrix(patches_folder())
     assert matrix.default.pypi
-    assert [line.name for line in matrix.lines] == sorted(
+    assert sorted(line.name for line in matrix.lines) == sorted(
         folder.name for folder in patches_folder().iterdir() if folder.is_dir()
     )
     for line in matrix.lines:
@@ -105,10 +106,41 @@ def test_abbreviated_blob_ids(upstream):
         read_series(upstream.patches / LINE)
 
 
-def test_a_patch_that_is_missing_in_the_middle(upstream):
-    upstream.series[1].unlink()
-    with pytest.raises(PatchingError, match=r"expected 0002-\*"):
+def test_a_line_may_lack_a_concern(upstream):
+    """Its number stays free; what the others build on it shows in their blob ids."""
+    upstream.series[2].unlink()
+    series = read_series(upstream.patches / LINE)
+    assert [patch.number for patch in series.patches] == [1, 2, 4]
+    assert len(series.blobs[ROUTER]) == 3
+
+
+def test_a_patch_that_others_need_is_missing(upstream):
+    upstream.series[0].unlink()
+    with refused(upstream.checkout, ROUTER, "neither the base nor the patched file"):
+        apply_series(upstream.checkout, upstream.patches)
+
+
+@pytest.mark.parametrize("name", ["2-Bind.patch", "0000-Bind.patch", "Bind.patch"])
+def test_a_patch_without_a_number(upstream, name):
+    upstream.series[1].rename(upstream.patches / LINE / name)
+    with pytest.raises(PatchingError, match="are numbered") as error:
         read_series(upstream.patches / LINE)
+    assert name in str(error.value)
+
+
+def test_two_patches_of_one_number(upstream):
+    upstream.series[1].rename(upstream.patches / LINE / "0001-Bind.patch")
+    with pytest.raises(PatchingError, match="two patches of the number 0001"):
+        read_series(upstream.patches / LINE)
+
+
+def test_changed_lines_are_counted_as_git_counts_them(upstream):
+    for patch in read_series(upstream.patches / LINE).patches:
+        stat = git("apply", "--numstat", str(patch.file), cwd=upstream.checkout)
+        assert patch.num_changed == sum(int(n) for x in stat.splitlines() for n in x.split()[:2])
+    file = upstream.series[3]
+    file.write_text(file.read_text() + "-- \n2.39.5\n\n")
+    assert read_patch(file).num_changed == 2
 
 
 def test_patches_in_another_order(upstream):
