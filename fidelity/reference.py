@@ -62,7 +62,7 @@ def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Mod
     if not core_only.is_core_only():
         from megatron.training.checkpointing import save_checkpoint
 
-        save_checkpoint(0, [model], None, None, 0)
+        save_checkpoint(1, [model], None, None, 0)  # 0.15 does not load iteration 0
     return args, model
 
 
