@@ -11,12 +11,12 @@ from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.fetch import fetch_tree
 from megatron_r3.patching.matrix import patches_folder, read_matrix
 
-__all__ = ["patched_copy", "training_or_core", "unpatched_copy"]
+__all__ = ["ROOT", "patched_copy", "training_or_core", "unpatched_copy"]
 
 ROOT = Path(__file__).parents[1]
 
 
-def unpatched_copy(source: Path | None, target: Path) -> tuple[Path, str]:
+def unpatched_copy(source: Path | None, target: Path, commit: str = "HEAD") -> tuple[Path, str]:
     """What is committed in `source` (None: the default tree in build/), and what to call it.
 
     Raises:
@@ -26,12 +26,13 @@ def unpatched_copy(source: Path | None, target: Path) -> tuple[Path, str]:
     if source is None:
         source = fetch_tree(default, ROOT / "build")
     target.mkdir(parents=True)
-    git = ["git", "-C", str(source), "archive", "HEAD"]
+    git = ["git", "-C", str(source), "archive", commit]
     archive = subprocess.run(git, capture_output=True, check=False)
-    if archive.returncode or not (source / "megatron" / "core").is_dir():
+    if not archive.returncode:
+        subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
+    if archive.returncode or not (target / "megatron" / "core").is_dir():
         why = archive.stderr.decode(errors="replace").strip() or "it has no megatron/core"
         raise PatchingError(f"{source}: not a git checkout of Megatron-LM: {why}")
-    subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
     return target, source.name
 
 

@@ -1,0 +1,171 @@
+"""What is checked on every release line; each check says whether it holds, and what it saw."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from fidelity.cases import CASES
+from fidelity.off import train_off
+from fidelity.table import Table, passed
+from fidelity.trees import training_or_core, unpatched_copy
+from fidelity.upstream_api import use_router_replay
+from megatron_r3.cpu.errors import RankError
+from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.patching.apply import apply_series, revert_series
+from megatron_r3.patching.errors import PatchingError
+from megatron_r3.patching.export import reexport
+from megatron_r3.patching.matrix import KnownTree, Line
+from megatron_r3.patching.series import read_series
+from megatron_r3.patching.verify import verify_tree
+
+__all__ = ["CHECKS", "Checked"]
+
+Result = tuple[bool, str]
+
+LAYOUTS_OFF = {
+    "1 process": (1, ""),
+    "EP2": (2, "--expert-model-parallel-size 2"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+}
+
+
+class Checked:
+    """One known tree: unpatched and patched copies, and a process that runs on each.
+
+    Args:
+        source: a git repository that holds `commit`, the tree's files.
+        folder: for the copies.
+    """
+
+    def __init__(
+        self, line: Line, tree: KnownTree, source: Path, commit: str, folder: Path
+    ) -> None:
+        self.line, self.tree, self.source, self.commit = line, tree, source, commit
+        self.patches = line.folder.parent
+        self.folder = folder
+        self.unpatched, self.patched = folder / "unpatched", folder / "patched"
+        for copy in (self.unpatched, self.patched):
+            unpatched_copy(source, copy, commit)
+        self._workers: dict[Path, TreeWorker] = {}
+        self._open = ExitStack()
+
+    def worker(self, tree: Path) -> TreeWorker:
+        """The process that has imported this copy."""
+        if tree not in self._workers:
+            worker = TreeWorker(tree, preload=[training_or_core(tree)])
+            self._workers[tree] = self._open.enter_context(worker)
+        return self._workers[tree]
+
+    def __enter__(self) -> Checked:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+
+def _applies(checked: Checked) -> Result:
+    """The series applies and reverts exactly; the patched copy stays for the other checks."""
+    try:
+        verified = verify_tree(checked.source, checked.line, checked.tree)
+        before = _files(checked.patched)
+        applied = apply_series(checked.patched, checked.patches, line=checked.line.name)
+        patched = _files(checked.patched)
+        if apply_series(checked.patched, checked.patches).files:
+            return False, "a second apply changed files"
+        revert_series(checked.patched, checked.patches)
+        if _files(checked.patched) != before:
+            return False, "a revert does not give the tree back"
+        apply_series(checked.patched, checked.patches)
+    except PatchingError as error:
+        return False, str(error)
+    if verified is None or _files(checked.patched) != patched or patched == before:
+        return False, "the tree is not the known one, or applying it again gives another"
+    return True, f"{verified.num_patches} patches, {len(applied.files)} files"
+
+
+def _files(root: Path) -> dict[str, tuple[int, str]]:
+    """Mode and digest of every file."""
+    return {
+        str(path.relative_to(root)): (
+            path.stat().st_mode,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def _exports(checked: Checked) -> Result:
+    """Committed on the tree and exported again, every patch that it has files for is the same."""
+    series = read_series(checked.line.folder)
+    try:
+        again = reexport(checked.source, checked.commit, series, checked.tree)
+    except PatchingError as error:
+        return False, str(error)
+    differ = [n for n, data in again.items() if (checked.line.folder / n).read_bytes() != data]
+    skipped = len(series.patches) - len(again)
+    detail = f"{len(again)} patches, {skipped} without files in this tree"
+    return bool(again) and not differ, f"differ: {', '.join(differ)}" if differ else detail
+
+
+def _off(checked: Checked) -> Result:
+    """Without our options: bitwise the weights of the unpatched tree, without megatron_r3."""
+    unpatched, patched = checked.worker(checked.unpatched), checked.worker(checked.patched)
+    for name, (ranks, arguments) in LAYOUTS_OFF.items():
+        try:
+            want = unpatched.run(train_off, ranks, arguments, 7, timeout_s=180)
+            got = patched.run(train_off, ranks, arguments, 7, timeout_s=180)
+            other = patched.run(train_off, ranks, arguments, 8, timeout_s=180)
+        except RankError as error:
+            return False, f"{name}: {error}"
+        if not _equal(want, got):
+            return False, f"{name}: other weights than on the unpatched tree"
+        if _equal(want, other):
+            return False, f"{name}: another seed gives the same weights: nothing was trained"
+    return True, ", ".join(LAYOUTS_OFF)
+
+
+def _equal(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _router_replay(checked: Checked) -> Result:
+    """Code for upstream's RouterReplay runs on the patched tree."""
+    try:
+        checked.worker(checked.patched).run(use_router_replay, 1, timeout_s=180)
+    except RankError as error:
+        return False, str(error)
+    return True, "records, replays, recomputes; refused together with moe_router_replay"
+
+
+def _replay(checked: Checked) -> Result:
+    """The quick cases of the fidelity table, with their controls."""
+    table = Table(checked.worker(checked.patched), checked.folder, checked.tree.name)
+    cases = [c for c in CASES if c.quick and c.runs_on(checked.patched, checked.line.name)]
+    rows = [table.row(case) for case in cases]
+    failed = [f"{row['case']}: {row.get('error', row)}" for row in rows if not passed(row)]
+    detail = ", ".join(case.name for case in cases)
+    return not failed, "\n".join(failed) if failed else f"{len(cases)} cases: {detail}"
+
+
+CHECKS: dict[str, Callable[[Checked], Result]] = {
+    "apply, revert": _applies,
+    "export": _exports,
+    "off": _off,
+    "RouterReplay": _router_replay,
+    "replay": _replay,
+}

@@ -1,0 +1,99 @@
+"""`make matrix`: every release line, every check, a table and build/matrix.json.
+
+    python -m fidelity.matrix --out build/matrix.json [--repo CLONE] [--line LINE]
+
+Without --repo on the trees from the package index; with it on the commits of versions.toml, main
+and upstream's own pretrain_gpt.py included. Exit status 0: every check passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from fidelity.line_checks import CHECKS, Checked
+from fidelity.trees import ROOT
+from megatron_r3.patching.errors import PatchingError
+from megatron_r3.patching.fetch import fetch_tree
+from megatron_r3.patching.git import find_git_dir, has_commit, resolve
+from megatron_r3.patching.matrix import KnownTree, Line, Matrix, patches_folder, read_matrix
+
+__all__ = ["main"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the checks of the lines that were asked for."""
+    parser = argparse.ArgumentParser(prog="matrix", description=__doc__.splitlines()[0])
+    parser.add_argument("--repo", type=Path, help="a clone of Megatron-LM with the release tags")
+    parser.add_argument("--line", default="", help="one release line only")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    args = parser.parse_args(argv)
+    begin = time.monotonic()
+    try:
+        matrix = read_matrix(patches_folder())
+        trees = [*_trees(matrix, args.line, args.repo)]
+    except PatchingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{'release line':14} {'tree':18}" + "".join(f"{name:>16}" for name in CHECKS))
+    results = [result for tree in trees for result in _run(*tree)]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    failed = [result for result in results if not result["passed"]]
+    for result in failed:
+        print(f"\nFAILED {result['check']} on {result['tree']}:\n{result['detail']}")
+    print(
+        f"{len(results) - len(failed)} of {len(results)} checks passed on {len(trees)} trees "
+        f"in {time.monotonic() - begin:.0f} s: {args.out}"
+    )
+    return 1 if failed else 0
+
+
+def _trees(
+    matrix: Matrix, only: str, repo: Path | None
+) -> Iterator[tuple[Line, KnownTree, Path, str]]:
+    """Each tree to check: its line, the git repository that holds it, and its commit there."""
+    if repo is not None:
+        find_git_dir(repo)
+    for line in [matrix.line(only)] if only else matrix.lines:
+        for tree in line.trees:
+            if repo is None and tree.pypi:
+                source = fetch_tree(tree, ROOT / "build")
+                yield line, tree, source, resolve(source, "HEAD")
+            elif repo is not None and tree.commit:
+                if not has_commit(repo, tree.commit):
+                    raise PatchingError(
+                        f"{repo} does not hold {tree.name} ({tree.commit[:12]}): git fetch --tags"
+                    )
+                yield line, tree, repo, tree.commit
+
+
+def _run(line: Line, tree: KnownTree, source: Path, commit: str) -> Iterator[dict[str, object]]:
+    """The results of one tree, printed as they come."""
+    print(f"{line.name:14} {tree.name:18}", end="", flush=True)
+    with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
+        checked = Checked(line, tree, source, commit, Path(folder))
+        with checked:
+            for name, check in CHECKS.items():
+                begin = time.monotonic()
+                passed, detail = check(checked)
+                seconds = time.monotonic() - begin
+                print(f"{'ok' if passed else 'FAILED':>8} {seconds:5.0f} s", end="", flush=True)
+                yield {
+                    "line": line.name,
+                    "tree": tree.name,
+                    "check": name,
+                    "passed": passed,
+                    "seconds": round(seconds, 1),
+                    "detail": detail,
+                }
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
