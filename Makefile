@@ -6,9 +6,9 @@ R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
 # the Megatron-LM tree of apply, revert, status, fidelity, export
 MEGATRON ?=
-# the Megatron-LM clone of verify and bump
+# the Megatron-LM clone of verify, bump and matrix
 REPO     ?=
-# the release line of verify, export and bump (default: all; the one that fits; as the tag says)
+# the release line of verify, matrix, export and bump (default: all; the one that fits; as the tag says)
 LINE     ?=
 # bump: from the patches of which line, to which tag or commit
 OLD      ?=
@@ -22,7 +22,7 @@ ROUNDS   ?= 10
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status verify export bump demo fidelity bench-dispatch test lint clean
+.PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix bench-dispatch test lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ demo: megatron  ## a real rollout to a replayed training step (SAMPLER=transform
 fidelity: megatron  ## every layout and schedule against one process (MEGATRON=DIR: a real checkout)
 	$(VENV)/bin/python -m fidelity.run --out $(BUILD)/fidelity$(if $(ONLY),-only).json \
 		$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(ONLY),--only "$(ONLY)")
+
+matrix: setup  ## every release line: apply, export, off, replay (REPO=CLONE: the real commits; LINE=)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fidelity.matrix --out $(BUILD)/matrix.json \
+		$(if $(REPO),--repo "$(REPO)") $(if $(LINE),--line "$(LINE)")
 
 bench-dispatch: megatron  ## what a MoE layer waits for and a step costs: live, replay, replay with a plan
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \

@@ -108,8 +108,8 @@ def _files(root: Path) -> dict[str, tuple[int, str]]:
 
 def _exports(checked: Checked) -> Result:
     """Committed on the tree and exported again, every patch that it has files for is the same."""
-    series = read_series(checked.line.folder)
     try:
+        series = read_series(checked.line.folder)
         again = reexport(checked.source, checked.commit, series, checked.tree)
     except PatchingError as error:
         return False, str(error)

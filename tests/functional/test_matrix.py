@@ -1,0 +1,106 @@
+"""Each check of `make matrix` fails where it should; that all hold is for `make matrix` to say."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fidelity import line_checks
+from fidelity.line_checks import CHECKS, Checked
+from fidelity.matrix import main
+from fidelity.trees import ROOT
+from megatron_r3.patching.apply import apply_series
+from megatron_r3.patching.fetch import tree_folder
+from megatron_r3.patching.git import resolve
+from megatron_r3.patching.matrix import patches_folder, read_matrix
+
+LINE = "core_r0.19.0"
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Iterator[Checked]:
+    """The default tree and a copy of the patches, to be damaged."""
+    patches = tmp_path / "patches"
+    shutil.copytree(patches_folder(), patches)
+    matrix = read_matrix(patches)
+    source = tree_folder(matrix.default, ROOT / "build")
+    commit = resolve(source, "HEAD")
+    with Checked(matrix.line(LINE), matrix.default, source, commit, tmp_path / "trees") as made:
+        yield made
+
+
+def damage(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1, file
+    file.write_text(text.replace(old, new))
+
+
+def test_a_patch_with_another_line_does_not_apply(checked: Checked) -> None:
+    patch = next(checked.line.folder.glob("0002-*"))
+    damage(
+        patch,
+        "+            self.router_replay = RouterHook(",
+        "+            self.hook = RouterHook(",
+    )
+    passed, detail = CHECKS["apply, revert"](checked)
+    assert not passed
+    assert patch.name in detail
+
+
+def test_a_patch_with_another_message_is_not_what_is_exported(checked: Checked) -> None:
+    assert CHECKS["export"](checked)[0]
+    patch = next(checked.line.folder.glob("0002-*"))
+    damage(patch, "None, as before.\n", "None, as before. \n")  # git am strips it
+    passed, detail = CHECKS["export"](checked)
+    assert not passed, detail
+    assert patch.name in detail
+
+
+def test_a_patch_that_changes_something_when_off_is_caught(checked: Checked) -> None:
+    apply_series(checked.patched, checked.patches)
+    router = checked.patched / "megatron/core/transformer/moe/router.py"
+    damage(
+        router,
+        "self.router_replay = None\n",
+        "self.router_replay = None\n        self.weight.data *= 1.01\n",
+    )
+    passed, detail = CHECKS["off"](checked)
+    assert not passed
+    assert "1 process: other weights" in detail
+
+
+def test_router_replay_that_ignores_its_routes_is_caught(checked: Checked) -> None:
+    apply_series(checked.patched, checked.patches)
+    replay = checked.patched / "megatron/core/transformer/moe/router_replay.py"
+    damage(
+        replay,
+        "if self.router_replay_action == RouterReplayAction.RECORD:",
+        "if self.router_replay_action is not None:",
+    )
+    passed, detail = CHECKS["RouterReplay"](checked)
+    assert not passed
+    assert "experts + 1" in detail
+
+
+def test_a_layout_that_fails_is_named(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply_series(checked.patched, checked.patches)
+    one = line_checks.CASES[0]
+    wrong = replace(one, name="wrong", bitwise="", arguments="--moe-router-topk 3")
+    monkeypatch.setattr(line_checks, "CASES", (wrong,))
+    passed, detail = CHECKS["replay"](checked)
+    assert not passed
+    assert detail.startswith("wrong: ")
+
+
+def test_an_unknown_line_or_clone_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "matrix.json")]
+    for argv in (["--line", "core_r0.1.0"], ["--repo", str(tmp_path)]):
+        assert main([*argv, *out]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "matrix.json").exists()
