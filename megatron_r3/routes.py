@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Routes", "RoutesError", "check_ids", "distinct_rows", "id_dtype"]
+__all__ = ["Routes", "RoutesError", "check_ids", "distinct_rows", "id_dtype", "layer_major"]
 
 
 class RoutesError(ValueError):
@@ -63,6 +63,8 @@ def check_ids(
         raise RoutesError(
             f"{where}: top-{ids_LTK.shape[-1]} of {num_experts} experts is impossible"
         )
+    if _all_right(ids_LTK, num_experts, recorded_T):
+        return
     in_range_LT = ((ids_LTK >= 0) & (ids_LTK < num_experts)).all(-1)
     for bad_LT, what in (
         (~in_range_LT, f"an expert id outside 0..{num_experts - 1}"),
@@ -76,6 +78,53 @@ def check_ids(
                 f"{where}: {what} at MoE layer {layer}, token {token}: "
                 f"{ids_LTK[layer, token].tolist()} ({int(bad_LT.sum())} such rows)"
             )
+
+
+_CHUNK = 1 << 17  # ids compared at a time: they stay in the cache
+
+
+def _all_right(ids_LTK: np.ndarray, num_experts: int, recorded_T: np.ndarray | None) -> bool:
+    """Whether every recorded id is in range and distinct, at memory speed; it names no culprit."""
+    if recorded_T is not None and not recorded_T.all():
+        ids_LTK = ids_LTK[:, recorded_T]
+    if not ids_LTK.size:
+        return True
+    if int(ids_LTK.max()) >= num_experts or int(ids_LTK.min()) < 0:
+        return False
+    topk = ids_LTK.shape[-1]
+    size = _CHUNK // topk * topk
+    place = np.arange(size) % topk
+    inside = [place + shift < topk for shift in range(topk)]  # both ids are of one row
+    equal = np.empty(size, bool)
+    for ids_TK in ids_LTK:
+        ids = np.ascontiguousarray(ids_TK).reshape(-1)
+        for start in range(0, len(ids), size):
+            chunk = ids[start : start + size]
+            for shift in range(1, topk):
+                num = len(chunk) - shift
+                np.equal(chunk[shift:], chunk[:-shift], out=equal[:num])
+                np.logical_and(equal[:num], inside[shift][:num], out=equal[:num])
+                if equal[:num].any():
+                    return False
+    return True
+
+
+def layer_major(rows_TLK: np.ndarray) -> np.ndarray:
+    """`[tokens, layers, topk]`, as engines send it, copied to `[layers, tokens, topk]`.
+
+    A row is moved as one number where it has the size of one: twice to four times as fast.
+    """
+    num_rows, num_layers, topk = rows_TLK.shape
+    row_bytes = topk * rows_TLK.dtype.itemsize
+    out_LTK = np.empty((num_layers, num_rows, topk), rows_TLK.dtype)
+    if row_bytes in (1, 2, 4, 8) and rows_TLK.flags.c_contiguous:
+        source = rows_TLK.view(f"u{row_bytes}")[..., 0]
+        target = out_LTK.view(f"u{row_bytes}")[..., 0]
+    else:
+        source, target = rows_TLK, out_LTK
+    for start in range(0, num_rows, 4096):  # a block of it stays in the cache
+        target[:, start : start + 4096] = source[start : start + 4096].swapaxes(0, 1)
+    return out_LTK
 
 
 @dataclass(frozen=True)
@@ -114,11 +163,13 @@ class Routes:
                 f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows"
             )
         check_ids(ids_LTK, num_experts, recorded_T, where)
-        # a row that was not captured may hold anything: keep nothing of it
-        ids_LTK = np.where(recorded_T[None, :, None], ids_LTK, 0)
-        return cls(
-            np.ascontiguousarray(ids_LTK, dtype=id_dtype(num_experts)), num_experts, recorded_T
-        )
+        if not recorded_T.all():
+            # a row that was not captured may hold anything: keep nothing of it
+            ids_LTK = np.where(recorded_T[None, :, None], ids_LTK, 0)
+        ids_LTK = ids_LTK.astype(id_dtype(num_experts), copy=False)
+        if not ids_LTK.flags.c_contiguous:
+            ids_LTK = layer_major(ids_LTK.swapaxes(0, 1))
+        return cls(ids_LTK, num_experts, recorded_T)
 
     @property
     def num_layers(self) -> int:

@@ -1,13 +1,15 @@
 """Read a store: rollouts by index, routes by row id.
 
-A row id counts the rows of all shards in order, so one integer says which token of which rollout.
+A row id counts the rows of all shards in order, so one integer says which token of which rollout;
+shards are only ever added behind the others, so it keeps its meaning while a store grows.
 
 Shape suffixes: L MoE layers, T tokens asked for, K top-k, N tokens of a rollout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from megatron_r3.store.writer import SHARD_GLOB
 
 __all__ = ["RolloutStore"]
 
+POLL_S = 0.2  # between two looks at a store that is followed
+
 
 class RolloutStore:
     """Every rollout of one or several store directories.
@@ -27,27 +31,88 @@ class RolloutStore:
     Args:
         directories: stores of the same model; their shards follow each other in name order.
         mixed_policies: shards may come from different policies of one model.
+        follow_s: the one directory grows: for so many seconds a rollout that is not there yet is
+            waited for. Its policy versions must not go back.
+
+    Attributes:
+        shards: those that are open.
+        info: of the first one; with `mixed_policies` others have other fingerprints.
 
     Raises:
         StoreError: no shard, a damaged one, or stores that do not belong together.
     """
 
-    def __init__(self, directories: Sequence[str | Path], mixed_policies: bool = False) -> None:
-        resolved = [Path(d).resolve() for d in directories]
+    def __init__(
+        self,
+        directories: Sequence[str | Path],
+        mixed_policies: bool = False,
+        follow_s: float | None = None,
+    ) -> None:
+        self.directories = [Path(d) for d in directories]
+        resolved = [d.resolve() for d in self.directories]
         if len({*resolved}) < len(resolved):
             raise StoreError(f"{' '.join(map(str, directories))}: a store is named twice")
-        self.shards = [Shard(path) for d in directories for path in _shards(Path(d))]
+        if follow_s is not None and len(resolved) != 1:
+            raise StoreError(f"{' '.join(map(str, directories))}: one store can be followed")
+        self.mixed_policies, self.follow_s = mixed_policies, follow_s
+        self.shards: list[Shard] = []
+        self._first_rollout, self._first_row = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._wait(lambda: bool(self.shards), "the first shard")
         self.info: StoreInfo = self.shards[0].info
-        for shard in self.shards[1:]:
-            stamp = self.info.router_fingerprint if mixed_policies else None
+
+    def refresh(self) -> None:
+        """Open the shards that have come since.
+
+        Raises:
+            StoreError: one of them is damaged, or does not belong to the others.
+        """
+        known = {shard.path for shard in self.shards}
+        for directory in self.directories:
+            for path in _shards(directory, may_be_empty=self.follow_s is not None):
+                if path not in known:
+                    self._add(Shard(path))
+
+    def wait_for(self, rollout: int) -> None:
+        """Return when the store has this rollout, by its index.
+
+        Raises:
+            StoreError: it does not come within `follow_s`, or what comes cannot be used.
+        """
+        if rollout >= len(self):
+            self._wait(lambda: rollout < len(self), f"rollout {rollout}")
+
+    def _wait(self, there: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + (self.follow_s or 0.0)
+        self.refresh()
+        while not there():
+            if time.monotonic() >= end:
+                raise StoreError(
+                    f"{self.directories[0]}: {what} did not come within {self.follow_s or 0:g} s; "
+                    f"it has {len(self)} rollouts: is the sampler still running?"
+                )
+            time.sleep(POLL_S)
+            self.refresh()
+
+    def _add(self, shard: Shard) -> None:
+        if self.shards:
+            first, last = self.shards[0], self.shards[-1]
+            stamp = first.info.router_fingerprint if self.mixed_policies else None
             theirs = shard.info if stamp is None else replace(shard.info, router_fingerprint=stamp)
-            if theirs != self.info:
+            if theirs != first.info:
                 raise StoreError(
                     f"{shard.path}: {shard.info} is not the model or engine of "
-                    f"{self.shards[0].path}: {self.info}"
+                    f"{first.path}: {first.info}"
                 )
-        self._first_rollout = np.cumsum([0, *(s.num_rollouts for s in self.shards)])
-        self._first_row = np.cumsum([0, *(s.row_start_M[-1] for s in self.shards)])
+            newest = int(last.tensors["policy_version"].max())
+            oldest = int(shard.tensors["policy_version"].min())
+            if self.follow_s is not None and oldest < newest:
+                raise StoreError(
+                    f"{shard.path}: policy version {oldest} after {newest} of {last.path}: a store "
+                    "that is followed comes in the order of its policies"
+                )
+        self.shards.append(shard)
+        self._first_rollout = np.append(self._first_rollout, len(self) + shard.num_rollouts)
+        self._first_row = np.append(self._first_row, self._first_row[-1] + shard.num_rows)
 
     def verify(self) -> None:
         """Check every byte and id of all routes; one process of a node is enough.
@@ -90,7 +155,7 @@ class RolloutStore:
         }
 
     def column(self, name: str) -> np.ndarray:
-        """One value for each rollout: reward, group, policy_version or num_tokens."""
+        """One value for each rollout: reward, group, sample, policy_version or num_tokens."""
         return np.concatenate([shard.tensors[name] for shard in self.shards])
 
     def groups(self) -> np.ndarray:
@@ -109,9 +174,10 @@ class RolloutStore:
         """One rollout, whole, its routes read and checked."""
         shard, index, _ = self._find(rollout)
         fields = self.fields(rollout)
-        rows = slice(shard.row_start_M[index], shard.row_start_M[index + 1])
+        rows_U = np.arange(shard.row_start_M[index], shard.row_start_M[index + 1])
+        turns = slice(2 * shard.turn_start_M[index], 2 * shard.turn_start_M[index + 1])
         routes = Routes.from_array(
-            np.array(shard.routes_LRK[:, rows]),
+            shard.read_routes(rows_U, range(len(self.info.moe_layers))),
             self.info.num_experts,
             fields["recorded"],
             self.name(rollout),
@@ -124,6 +190,8 @@ class RolloutStore:
             int(shard.tensors["group"][index]),
             int(shard.tensors["policy_version"][index]),
             routes,
+            int(shard.tensors["sample"][index]),
+            np.array(shard.tensors["turns"][turns]).reshape(-1, 2),
         )
 
     def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -137,19 +205,26 @@ class RolloutStore:
             ids `[len(layers), T, K]` in the stored dtype, and the recorded bits `[T]`.
         """
         num_tokens = len(rows_T)
-        ids_LTK = np.zeros(
-            (len(layers), num_tokens, self.info.topk), self.shards[0].routes_LRK.dtype
-        )
+        ids_LTK = np.zeros((len(layers), num_tokens, self.info.topk), self.shards[0].dtype)
         recorded_T = np.zeros(num_tokens, bool)
-        shard_T = np.searchsorted(self._first_row, rows_T, side="right") - 1
-        for number in np.unique(shard_T[rows_T >= 0]):
-            shard = self.shards[number]
-            mine_T = (shard_T == number) & (rows_T >= 0)
-            local = rows_T[mine_T] - self._first_row[number]
-            for index, layer in enumerate(layers):
-                ids_LTK[index, mine_T] = shard.routes_LRK[layer][local]
-            recorded_T[mine_T] = shard.tensors["recorded"][local].astype(bool)
+        for number in self.shards_of(rows_T):
+            shard, first = self.shards[number], int(self._first_row[number])
+            mine_T = (rows_T >= first) & (rows_T < first + shard.num_rows)
+            rows_U, place_T = np.unique(rows_T[mine_T] - first, return_inverse=True)
+            ids_LTK[:, mine_T] = shard.read_routes(rows_U, layers)[:, place_T]
+            recorded_T[mine_T] = shard.tensors["recorded"][rows_U][place_T].astype(bool)
         return ids_LTK, recorded_T
+
+    def shards_of(self, rows: np.ndarray) -> list[int]:
+        """The numbers of the shards that hold these row ids; another process may know more of them.
+
+        Args:
+            rows: int64 of any shape; -1 (padding) is in none.
+        """
+        rows = rows[rows >= 0]
+        if rows.size and int(rows.max()) >= int(self._first_row[-1]):
+            self.refresh()
+        return [int(n) for n in np.unique(np.searchsorted(self._first_row, rows, "right") - 1)]
 
     def locate(self, row: int) -> tuple[int, int]:
         """The rollout of a row id, and the token in it."""
@@ -158,11 +233,11 @@ class RolloutStore:
         return int(self._first_rollout[number]) + index, token
 
 
-def _shards(directory: Path) -> list[Path]:
-    if not directory.is_dir():
+def _shards(directory: Path, may_be_empty: bool) -> list[Path]:
+    if not directory.is_dir() and not may_be_empty:
         raise StoreError(f"{directory}: no such rollout store")
-    paths = sorted(directory.glob(SHARD_GLOB))
-    if not paths:
+    paths = sorted(directory.glob(SHARD_GLOB), key=lambda path: (len(path.name), path.name))
+    if not paths and not may_be_empty:
         raise StoreError(
             f"{directory}: no {SHARD_GLOB} in it: not a rollout store, or an empty one"
         )

@@ -1,6 +1,6 @@
 """What a rollout store holds: rollouts, and what is the same for all of them.
 
-Shape suffixes: N tokens of a rollout, L MoE layers, T rows (N - 1), K top-k.
+Shape suffixes: N tokens of a rollout, U turns, L MoE layers, T rows (N - 1), K top-k.
 """
 
 from __future__ import annotations
@@ -11,10 +11,18 @@ import numpy as np
 
 from megatron_r3.routes import Routes
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Rollout", "StoreError", "StoreInfo"]
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "Rollout",
+    "StoreError",
+    "StoreInfo",
+    "sampled_tokens",
+    "turns_of",
+]
 
 FORMAT = "megatron-r3 rollouts"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class StoreError(ValueError):
@@ -71,6 +79,8 @@ class Rollout:
             directory and policy version.
         policy_version: which policy sampled.
         routes: `[L, N - 1, K]`: the last token was never forwarded.
+        sample: its number inside the group: group, sample and policy version name a rollout.
+        turns_U2: first token and end of each sampled span; None: the runs of `response_N`.
     """
 
     tokens_N: np.ndarray
@@ -80,6 +90,14 @@ class Rollout:
     group: int
     policy_version: int
     routes: Routes
+    sample: int = 0
+    turns_U2: np.ndarray | None = None
+
+    @property
+    def spans_U2(self) -> np.ndarray:
+        """The turns, int32 `[U, 2]`."""
+        turns = turns_of(self.response_N) if self.turns_U2 is None else self.turns_U2
+        return np.asarray(turns, np.int32).reshape(-1, 2)
 
     def check(self, where: str) -> None:
         """Refuse shapes that do not belong together.
@@ -100,6 +118,9 @@ class Rollout:
             raise StoreError(f"{where}: token ids are 0 to 2**31 - 1")
         if self.response_N[0]:
             raise StoreError(f"{where}: its first token cannot be sampled: nothing predicts it")
+        sampled_N = sampled_tokens(self.spans_U2, num_tokens)
+        if sampled_N is None or not np.array_equal(sampled_N, self.response_N):
+            raise StoreError(f"{where}: its turns are not the tokens that its response names")
         if not np.isfinite(self.logprobs_N).all() or not np.isfinite(self.reward):
             raise StoreError(f"{where}: log-probs and reward must be finite")
         if self.routes.num_rows != num_tokens - 1:
@@ -107,3 +128,21 @@ class Rollout:
                 f"{where}: {self.routes.num_rows} rows of routes for {num_tokens} tokens; expected "
                 f"{num_tokens - 1} (every token but the last is forwarded once)"
             )
+
+
+def turns_of(response_N: np.ndarray) -> np.ndarray:
+    """First token and end of each run of sampled tokens, int32 `[U, 2]`."""
+    edges = np.diff(np.asarray(response_N, np.int8), prepend=0, append=0)
+    return np.stack([np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)], 1).astype(np.int32)
+
+
+def sampled_tokens(turns_U2: np.ndarray, num_tokens: int) -> np.ndarray | None:
+    """The tokens that these turns name; None if they overlap or lie outside."""
+    bounds = turns_U2.reshape(-1)
+    ordered = (turns_U2[:, 0] < turns_U2[:, 1]).all() and (np.diff(bounds)[1::2] >= 0).all()
+    if not ordered or (len(bounds) and (bounds[0] < 0 or bounds[-1] > num_tokens)):
+        return None
+    edges = np.zeros(num_tokens + 1, np.int64)
+    np.add.at(edges, turns_U2[:, 0], 1)
+    np.add.at(edges, turns_U2[:, 1], -1)
+    return edges.cumsum()[:-1].astype(bool)

@@ -1,20 +1,30 @@
-"""One shard, opened and checked: its small tensors in memory, its routes mapped.
+"""One shard, opened and checked: a number for each rollout in memory, the rest on disk.
 
-Shape suffixes: L MoE layers, R rows of all rollouts of a shard, K top-k, M rollouts.
+Shape suffixes: L MoE layers, R rows of all rollouts of a shard, U some of its rows or its turns,
+K top-k, M rollouts.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from zlib_ng import zlib_ng
 
 from megatron_r3.routes import RoutesError, check_ids, id_dtype
-from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreInfo
+from megatron_r3.store.schema import (
+    FORMAT,
+    FORMAT_VERSION,
+    StoreError,
+    StoreInfo,
+    sampled_tokens,
+)
 from megatron_r3.store.writer import checksum
 
 __all__ = ["Shard"]
@@ -22,22 +32,30 @@ __all__ = ["Shard"]
 _PER_ROLLOUT = {
     "group": np.int64,
     "num_tokens": np.int64,
+    "num_turns": np.int64,
     "policy_version": np.int64,
     "reward": np.float32,
+    "sample": np.int64,
 }
 _PER_TOKEN = {"tokens": np.int32, "response": np.uint8, "logprobs": np.float32}
-_SMALL = {**_PER_ROLLOUT, **_PER_TOKEN, "recorded": np.uint8}
+_DTYPES = {**_PER_ROLLOUT, **_PER_TOKEN, "recorded": np.uint8, "turns": np.int32}
+_NAMES: dict[str, type] = {
+    **{"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "BOOL": np.bool_},
+    **{"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64},
+    **{"F16": np.float16, "F32": np.float32, "F64": np.float64},
+}
 
 
 class Shard:
     """A shard's tensors by name (schema: docs/rollout-store.md), and what its store says.
 
-    Opening checks everything but the routes themselves, which are mapped and by far the largest:
-    `verify` reads them.
+    Opening reads one number for each rollout, and checks every shape; tokens and the like are
+    mapped, and routes are read where they are asked for. `verify` reads all of it.
 
     Attributes:
-        routes_LRK: mapped: a row is read from disk when it is asked for.
-        token_start_M, row_start_M: where each rollout's tokens and rows begin, and the end.
+        tensors: all but the routes.
+        token_start_M, row_start_M, turn_start_M: where each rollout's begin, and the end.
+        bytes_read: of routes, so far, in this process.
 
     Raises:
         StoreError: naming the file, and what is wrong with it.
@@ -45,45 +63,111 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.bytes_read = 0
+        self._file: int | None = None
         try:
-            with safe_open(path, framework="numpy") as file:
-                body = _body(path, file.metadata() or {})
-                if set(file.keys()) != {*_SMALL, "routes"}:
-                    raise StoreError(
-                        f"{path}: tensors {sorted(file.keys())}; expected "
-                        f"{sorted([*_SMALL, 'routes'])}"
-                    )
-                self.tensors = {name: file.get_tensor(name) for name in _SMALL}
+            with safe_open(path, framework="numpy") as file:  # it refuses what is cut or overlaps
+                body, names = _body(path, file.metadata() or {}), {*file.keys()}
+            if names != {*_DTYPES, "routes"}:
+                raise StoreError(
+                    f"{path}: tensors {sorted(names)}; expected {sorted([*_DTYPES, 'routes'])}"
+                )
             self.info = _info(body["info"])
-            self.routes_LRK = _map_routes(path)
-            self._crc32 = {name: int(body["crc32"][name]) for name in (*_SMALL, "routes")}
+            entries, begin = _header(path)
+            self.tensors = {name: _map(path, entries[name], begin) for name in _DTYPES}
+            self._crc32 = {name: int(body["crc32"][name]) for name in (*_DTYPES, "routes")}
         except (SafetensorError, OSError) as error:
             raise StoreError(
                 f"{path}: not a whole shard ({error}); copy it again or remove it"
             ) from error
         except (KeyError, TypeError) as error:
             raise StoreError(f"{path}: not a shard of this version ({error!r})") from error
-        for name, tensor in self.tensors.items():
-            self._check_sum(name, tensor)
-        self._check_values()
-        num_tokens_M = self.tensors["num_tokens"]
-        self.token_start_M = np.concatenate([[0], np.cumsum(num_tokens_M)])
-        self.row_start_M = np.concatenate([[0], np.cumsum(num_tokens_M - 1)])
-        self._check_shapes()
+        self._check_dtypes()
+        for name in _PER_ROLLOUT:
+            self.tensors[name] = np.array(self.tensors[name])
+            self._check_sum(name, self.tensors[name])
+        self._check_counts()
+        self.token_start_M, self.row_start_M, self.turn_start_M = (
+            np.concatenate([[0], np.cumsum(count_M)])
+            for count_M in (
+                self.tensors["num_tokens"],
+                self.tensors["num_tokens"] - 1,
+                self.tensors["num_turns"],
+            )
+        )
+        self._routes_begin = begin + int(entries["routes"]["data_offsets"][0])
+        self._check_shapes(tuple(entries["routes"]["shape"]), entries["routes"]["dtype"])
 
-    def verify(self) -> None:
-        """Read all routes: their checksum, the range of every id, and that no row repeats one.
+    def __reduce__(self) -> Any:
+        """Another process opens the file for itself."""
+        return Shard, (self.path,)
 
-        Raises:
-            ValueError: naming the file, and for a wrong id the rollout, layer and token.
-        """
-        self._check_sum("routes", self.routes_LRK)
-        self._check_routes()
+    def __del__(self) -> None:
+        """Close the file."""
+        if getattr(self, "_file", None) is not None:
+            os.close(self._file)  # type: ignore[arg-type]
 
     @property
     def num_rollouts(self) -> int:
         """M."""
         return len(self.tensors["num_tokens"])
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return int(self.row_start_M[-1])
+
+    def read_routes(self, rows_U: np.ndarray, layers: Sequence[int]) -> np.ndarray:
+        """The routes `[len(layers), U, K]` of some rows: these bytes are read, and no others.
+
+        Args:
+            rows_U: ascending, without repeats.
+            layers: trace layers.
+
+        Raises:
+            StoreError: the file was cut since it was opened.
+        """
+        ids_LUK = np.empty((len(layers), len(rows_U), self.info.topk), self.dtype)
+        if not len(rows_U):
+            return ids_LUK
+        bounds = np.flatnonzero(np.diff(rows_U) != 1) + 1
+        starts = [0, *bounds.tolist()]
+        ends = [*bounds.tolist(), len(rows_U)]
+        row_bytes = self.info.topk * self.dtype.itemsize
+        for index, layer in enumerate(layers):
+            for start, end in zip(starts, ends, strict=True):
+                row = layer * self.num_rows + int(rows_U[start])
+                self._read(ids_LUK[index, start:end], row * row_bytes)
+        return ids_LUK
+
+    def verify(self) -> None:
+        """Read everything: checksums, values, the range of every id, that no row repeats one.
+
+        Raises:
+            ValueError: naming the file, and for a wrong id the rollout, layer and token.
+        """
+        for name in (name for name in _DTYPES if name not in _PER_ROLLOUT):
+            self._check_sum(name, self.tensors[name])
+        self._check_values()
+        recorded_R = self.tensors["recorded"].astype(bool)
+        crc32, every_row = 0, np.arange(self.num_rows)
+        wrong: list[int] = []
+        for layer in range(len(self.info.moe_layers)):
+            ids_LRK = self.read_routes(every_row, [layer])
+            crc32 = zlib_ng.crc32(ids_LRK.data, crc32)
+            try:
+                check_ids(ids_LRK, self.info.num_experts, recorded_R)
+            except RoutesError:
+                wrong.append(layer)
+        if crc32 != self._crc32["routes"]:
+            self._damaged("routes")
+        for layer in wrong:
+            self._blame(layer, recorded_R)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of an expert id."""
+        return id_dtype(self.info.num_experts)
 
     def locate_token(self, token: int) -> tuple[int, int]:
         """The rollout of a token of this shard, and its place in it."""
@@ -95,66 +179,94 @@ class Shard:
         rollout = int(np.searchsorted(self.row_start_M, row, side="right")) - 1
         return rollout, row - int(self.row_start_M[rollout])
 
+    def _read(self, into: np.ndarray, offset: int) -> None:
+        if self._file is None:
+            self._file = os.open(self.path, os.O_RDONLY)
+        rest = memoryview(into.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
+        offset += self._routes_begin
+        while len(rest):
+            count = os.preadv(self._file, [rest], offset)
+            if not count:
+                raise StoreError(f"{self.path}: it was cut while it is in use; copy it again")
+            rest, offset = rest[count:], offset + count
+            self.bytes_read += count
+
     def _check_sum(self, name: str, tensor: np.ndarray) -> None:
         if checksum(tensor) != self._crc32[name]:
-            raise StoreError(
-                f"{self.path}: checksum of {name!r} differs: the shard is damaged; copy it again "
-                "or remove it"
-            )
+            self._damaged(name)
 
-    def _check_values(self) -> None:
-        for name, dtype in _SMALL.items():
+    def _damaged(self, name: str) -> None:
+        raise StoreError(
+            f"{self.path}: checksum of {name!r} differs: the shard is damaged; copy it again "
+            "or remove it"
+        )
+
+    def _check_dtypes(self) -> None:
+        for name, dtype in _DTYPES.items():
             tensor = self.tensors[name]
             if tensor.dtype != dtype or tensor.ndim != 1:
                 raise StoreError(
                     f"{self.path}: {name} is {tensor.dtype} of {tensor.ndim} dimensions; expected "
                     f"{np.dtype(dtype)} of 1"
                 )
+
+    def _check_counts(self) -> None:
         if not self.num_rollouts or (self.tensors["num_tokens"] < 2).any():
             raise StoreError(f"{self.path}: a shard has rollouts, and each has at least 2 tokens")
-        for name in ("logprobs", "reward"):
-            if not np.isfinite(self.tensors[name]).all():
-                raise StoreError(f"{self.path}: {name} must be finite")
+        if (self.tensors["num_turns"] < 0).any():
+            raise StoreError(f"{self.path}: num_turns must not be negative")
+        self._refuse_infinite("reward")
+
+    def _check_values(self) -> None:
+        self._refuse_infinite("logprobs")
         for name in ("response", "recorded"):
             if (self.tensors[name] > 1).any():
                 raise StoreError(f"{self.path}: {name} must be 0 or 1")
+        starts_U = np.repeat(self.token_start_M[:-1], self.tensors["num_turns"])
+        ends_U = np.repeat(self.token_start_M[1:], self.tensors["num_turns"])
+        turns_U2 = self.tensors["turns"].reshape(-1, 2) + starts_U[:, None]
+        inside = (turns_U2[:, 0] >= starts_U).all() and (turns_U2[:, 1] <= ends_U).all()
+        sampled = sampled_tokens(turns_U2, int(self.token_start_M[-1])) if inside else None
+        if sampled is None or not np.array_equal(sampled, self.tensors["response"]):
+            raise StoreError(f"{self.path}: its turns are not the tokens that its response names")
 
-    def _check_shapes(self) -> None:
-        num_tokens, num_rows = int(self.token_start_M[-1]), int(self.row_start_M[-1])
+    def _refuse_infinite(self, name: str) -> None:
+        if not np.isfinite(self.tensors[name]).all():
+            raise StoreError(f"{self.path}: {name} must be finite")
+
+    def _check_shapes(self, routes: tuple[int, ...], routes_dtype: str) -> None:
+        num_tokens = int(self.token_start_M[-1])
         lengths = {
             **dict.fromkeys(_PER_ROLLOUT, self.num_rollouts),
             **dict.fromkeys(_PER_TOKEN, num_tokens),
+            "turns": 2 * int(self.turn_start_M[-1]),
         }
         for name, length in lengths.items():
             if len(self.tensors[name]) != length:
                 raise StoreError(
                     f"{self.path}: {len(self.tensors[name])} {name}; its rollouts need {length}"
                 )
-        expected = (len(self.info.moe_layers), num_rows, self.info.topk)
-        if self.routes_LRK.shape != expected or len(self.tensors["recorded"]) != num_rows:
+        expected = (len(self.info.moe_layers), self.num_rows, self.info.topk)
+        if routes != expected or len(self.tensors["recorded"]) != self.num_rows:
             raise StoreError(
-                f"{self.path}: routes {self.routes_LRK.shape} for rollouts that need {expected}: "
+                f"{self.path}: routes {routes} for rollouts that need {expected}: "
                 "one row for every token of a rollout but its last"
             )
-        if self.routes_LRK.dtype != id_dtype(self.info.num_experts):
+        if _NAMES.get(routes_dtype) != self.dtype:
             raise StoreError(
-                f"{self.path}: {self.routes_LRK.dtype} ids for {self.info.num_experts} experts"
+                f"{self.path}: {routes_dtype} ids for {self.info.num_experts} experts; expected "
+                f"{self.dtype}"
             )
 
-    def _check_routes(self) -> None:
-        recorded_R = self.tensors["recorded"].astype(bool)
-        try:
-            check_ids(self.routes_LRK, self.info.num_experts, recorded_R)
-        except RoutesError:
-            self._blame(recorded_R)
-            raise
-
-    def _blame(self, recorded_R: np.ndarray) -> None:
+    def _blame(self, layer: int, recorded_R: np.ndarray) -> None:
         """Say the error again, with the rollout and the token inside it."""
         for rollout in range(self.num_rollouts):
-            rows = slice(self.row_start_M[rollout], self.row_start_M[rollout + 1])
+            rows_U = np.arange(self.row_start_M[rollout], self.row_start_M[rollout + 1])
+            ids_LUK = np.zeros((layer + 1, len(rows_U), self.info.topk), self.dtype)
+            ids_LUK[:layer] = np.arange(self.info.topk)  # right, so that the layer has its number
+            ids_LUK[layer] = self.read_routes(rows_U, [layer])[0]
             where = f"{self.path}: rollout {rollout}"
-            check_ids(self.routes_LRK[:, rows], self.info.num_experts, recorded_R[rows], where)
+            check_ids(ids_LUK, self.info.num_experts, recorded_R[rows_U], where)
 
 
 def _body(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
@@ -181,13 +293,15 @@ def _info(fields: dict[str, Any]) -> StoreInfo:
     return info
 
 
-def _map_routes(path: Path) -> np.ndarray:
-    """Map the routes tensor: header length, JSON header, data (the safetensors format)."""
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Each tensor's dtype, shape and place, and where the data begins (the safetensors format)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(length))["routes"]
-    dtype = {"U8": np.uint8, "U16": np.uint16}[entry["dtype"]]
-    offset = 8 + length + entry["data_offsets"][0]
-    if 0 in entry["shape"]:
-        return np.zeros(entry["shape"], dtype)
-    return np.memmap(path, dtype, "r", offset, tuple(entry["shape"]))
+        return json.loads(file.read(length)), 8 + length
+
+
+def _map(path: Path, entry: dict[str, Any], begin: int) -> np.ndarray:
+    dtype, shape = _NAMES[entry["dtype"]], tuple(entry["shape"])
+    if 0 in shape:
+        return np.zeros(shape, dtype)
+    return np.memmap(path, dtype, "r", begin + entry["data_offsets"][0], shape)

@@ -14,7 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save
+from safetensors.numpy import save_file
+from zlib_ng import zlib_ng
 
 from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, Rollout, StoreError, StoreInfo
 
@@ -39,7 +40,7 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
         _check(rollout, info, f"{directory}: rollout {index}")
     tensors = _tensors(rollouts)
     directory.mkdir(parents=True, exist_ok=True)
-    return _publish(directory, save(tensors, metadata_of(info, tensors)))
+    return _publish(directory, tensors, metadata_of(info, tensors))
 
 
 def _check(rollout: Rollout, info: StoreInfo, where: str) -> None:
@@ -60,16 +61,19 @@ def _tensors(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
         "tokens": np.concatenate([r.tokens_N for r in rollouts]).astype(np.int32),
         "response": np.concatenate([r.response_N for r in rollouts]).astype(np.uint8),
         "logprobs": np.concatenate([r.logprobs_N for r in rollouts]).astype(np.float32),
+        "turns": np.concatenate([r.spans_U2 for r in rollouts]).reshape(-1),
         "num_tokens": np.array([len(r.tokens_N) for r in rollouts], np.int64),
+        "num_turns": np.array([len(r.spans_U2) for r in rollouts], np.int64),
         "reward": np.array([r.reward for r in rollouts], np.float32),
         "group": np.array([r.group for r in rollouts], np.int64),
+        "sample": np.array([r.sample for r in rollouts], np.int64),
         "policy_version": np.array([r.policy_version for r in rollouts], np.int64),
     }
 
 
 def checksum(tensor: np.ndarray) -> int:
     """CRC-32 of a tensor's bytes in C order."""
-    return zlib.crc32(np.ascontiguousarray(tensor).data)
+    return int(zlib_ng.crc32(np.ascontiguousarray(tensor).data))
 
 
 def metadata_of(info: StoreInfo, tensors: dict[str, np.ndarray]) -> dict[str, str]:
@@ -86,13 +90,16 @@ def metadata_of(info: StoreInfo, tensors: dict[str, np.ndarray]) -> dict[str, st
     return {"megatron_r3": body, "crc32": str(zlib.crc32(body.encode()))}
 
 
-def _publish(directory: Path, data: bytes) -> Path:
+def _publish(directory: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> Path:
     descriptor, name = tempfile.mkstemp(dir=directory, prefix=".shard-", suffix=".tmp")
+    os.close(descriptor)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        save_file(tensors, name, metadata)
+        descriptor = os.open(name, os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         os.chmod(name, 0o644)
         return _link_next(directory, name)
     finally:

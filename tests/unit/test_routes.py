@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_r3.routes import Routes, RoutesError, id_dtype
+from megatron_r3.routes import Routes, RoutesError, check_ids, id_dtype, layer_major
 
 
 def some_ids(layers=3, tokens=5, topk=4, experts=16, seed=0):
@@ -45,6 +45,34 @@ def test_duplicate_is_named():
     ids[1, 4, 0] = ids[1, 4, 3]
     with pytest.raises(RoutesError, match=r"twice in one row at MoE layer 1, token 4"):
         Routes.from_array(ids, 16)
+
+
+@pytest.mark.parametrize(
+    ("topk", "experts", "dtype"), [(1, 4, "u1"), (6, 64, "u1"), (8, 300, "u2")]
+)
+def test_every_repeat_is_found_wherever_it_is(topk, experts, dtype):
+    rng = np.random.default_rng(topk)
+    ids = np.argsort(rng.random((2, 30_000, experts)), axis=-1)[..., :topk].astype(dtype)
+    check_ids(ids, experts)
+    for _ in range(60 if topk > 1 else 0):
+        layer, token = int(rng.integers(2)), int(rng.integers(30_000))
+        one, other = rng.choice(topk, 2, replace=False)
+        wrong = ids.copy()
+        wrong[layer, token, one] = wrong[layer, token, other]
+        with pytest.raises(
+            RoutesError, match=f"twice in one row at MoE layer {layer}, token {token}"
+        ):
+            check_ids(wrong, experts)
+        recorded = np.ones(30_000, bool)
+        recorded[token] = False
+        check_ids(wrong, experts, recorded)
+
+
+@pytest.mark.parametrize(("topk", "dtype"), [(8, "u1"), (4, "u2"), (6, "u1"), (8, "i4")])
+def test_layer_major_is_a_transpose(topk, dtype):
+    rows = np.random.default_rng(0).integers(0, 100, (5000, 3, topk)).astype(dtype)
+    assert np.array_equal(layer_major(rows), rows.transpose(1, 0, 2))
+    assert np.array_equal(layer_major(rows[::2]), rows[::2].transpose(1, 0, 2))
 
 
 def test_missing_rows_are_not_checked_and_hold_nothing():

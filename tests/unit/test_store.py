@@ -1,9 +1,10 @@
 """The store: what goes in comes out, and what is damaged or foreign is refused by name."""
 
 import os
+import pickle
 import signal
-import subprocess
-import sys
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_round_trip_over_shards(store_dir):
     assert len(store) == 5
     for index, expected in enumerate(ROLLOUTS):
         got = store.rollout(index)
-        for name in ("tokens_N", "response_N", "logprobs_N"):
+        for name in ("tokens_N", "response_N", "logprobs_N", "spans_U2"):
             assert np.array_equal(getattr(got, name), getattr(expected, name))
         assert np.array_equal(got.routes.ids_LTK, expected.routes.ids_LTK)
         assert (got.reward, got.group, got.policy_version) == (
@@ -147,7 +148,13 @@ WRONG = {
     "of 2 dimensions": {"num_tokens": np.array([[5, 9]])},
     "recorded must be 0 or 1": {"recorded": np.full(12, 2, np.uint8)},
     "1 reward; its rollouts need 2": {"reward": np.ones(1, np.float32)},
-    "not a shard of this version": {"routes": np.zeros((3, 12, 4), np.int64)},
+    "I64 ids for 16 experts": {"routes": np.zeros((3, 12, 4), np.int64)},
+    "C64 ids for 16 experts": {"routes": np.zeros((3, 12, 4), np.complex64)},
+    "not a shard of this version": {"reward": np.ones(2, np.complex64)},
+    "turns are not the tokens": {"turns": np.array([2, 5, 3, 9], np.int32)},
+    "its turns are not": {"turns": np.array([2, 6, 3, 9], np.int32)},
+    "4 turns; its rollouts need 6": {"num_turns": np.array([1, 2])},
+    "num_turns must not": {"num_turns": np.array([-1, 3])},
 }
 
 
@@ -155,7 +162,7 @@ WRONG = {
 def test_impossible_values_with_fitting_checksums(store_dir, message):
     rewrite(store_dir / "shard-00000.safetensors", **WRONG[message])
     with pytest.raises(StoreError, match=f"shard-00000.*{message.replace('2 rollouts, ', '')}"):
-        RolloutStore([store_dir])
+        opened(store_dir)
 
 
 def test_a_store_named_twice(store_dir):
@@ -248,24 +255,21 @@ def test_shards_are_appended_and_never_overwritten(store_dir):
 
 
 def test_killed_writers_leave_whole_shards_only(tmp_path):
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from test_store import *\n"
-        "from pathlib import Path\n"
-        "print('go', flush=True)\n"
-        "while True: write_shard(Path(sys.argv[2]), INFO, ROLLOUTS)\n"
-    )
-    for pause in (0.0, 0.01, 0.03, 0.08):
-        command = [sys.executable, "-c", code, os.path.dirname(__file__), str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
-            writer.stdout.readline()
-            try:
-                writer.wait(pause)
-            except subprocess.TimeoutExpired:
-                writer.send_signal(signal.SIGKILL)
     write_shard(tmp_path, INFO, ROLLOUTS)
-    store = opened(tmp_path)
-    assert len(store) == 5 * len(store.shards)
-    assert len(store.shards) > 1
+    cut_short = 0
+    for pause in np.random.default_rng(0).uniform(0.0, 0.02, 50):
+        writer = os.fork()
+        if not writer:
+            while True:
+                write_shard(tmp_path, INFO, ROLLOUTS)
+        time.sleep(pause)
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        cut_short += len([*tmp_path.glob(".shard-*")]) > cut_short
+        store = opened(tmp_path)
+        assert len(store) == 5 * len(store.shards)
+    assert cut_short > 5, "hardly any writer was killed in the middle of a shard"
+    assert len(store.shards) > 5
 
 
 def test_samples_align_inputs_with_what_they_predict(store_dir):
@@ -283,3 +287,81 @@ def test_samples_align_inputs_with_what_they_predict(store_dir):
         assert (sample["rows"][inputs:] == -1).all()
         assert sample["loss_mask"][inputs:].sum() == 0
         assert (sample["advantages"] != 0).sum() in (0, rollout.response_N[1:].sum())
+
+
+def test_turns_are_kept_also_where_one_follows_the_other(tmp_path):
+    one = ROLLOUTS[3]
+    response = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1], bool)
+    runs = replace(one, response_N=response)
+    assert runs.spans_U2.tolist() == [[2, 5], [7, 9], [10, 12]]
+    split = replace(runs, turns_U2=np.array([[2, 3], [3, 5], [7, 9], [10, 12]]), sample=6)
+    write_shard(tmp_path, INFO, [runs, split, ROLLOUTS[0]])
+    store = opened(tmp_path)
+    assert store.rollout(0).spans_U2.tolist() == runs.spans_U2.tolist()
+    assert store.rollout(1).spans_U2.tolist() == split.spans_U2.tolist()
+    assert store.column("sample").tolist() == [0, 6, 0]
+
+
+@pytest.mark.parametrize(
+    "turns", [[[2, 12]], [[2, 13]], [[3, 12]], [[5, 2]], [[2, 7], [6, 12]], [[7, 12], [2, 7]], []]
+)
+def test_a_writer_refuses_turns_that_are_not_the_response(tmp_path, turns):
+    rollout = replace(ROLLOUTS[3], turns_U2=np.array(turns).reshape(-1, 2))
+    if turns == [[2, 12]]:
+        write_shard(tmp_path, INFO, [rollout])
+        return
+    with pytest.raises(StoreError, match="turns"):
+        write_shard(tmp_path, INFO, [rollout])
+
+
+def test_a_rank_reads_its_layers_and_rows_and_no_other_byte(store_dir):
+    store = RolloutStore([store_dir])
+    rows = np.concatenate([store.row_ids(1)[2:5], store.row_ids(3)[8:], [-1, -1]])
+    store.routes(np.random.default_rng(0).permutation(rows), [0, 2])
+    assert sum(shard.bytes_read for shard in store.shards) == 2 * 6 * 4
+    again = pickle.loads(pickle.dumps(store.shards[0]))
+    assert again.bytes_read == 0
+    rows = np.arange(3)
+    mine, theirs = (shard.read_routes(rows, [1]) for shard in (again, store.shards[0]))
+    assert np.array_equal(mine, theirs)
+
+
+def test_a_shard_that_is_cut_while_in_use(store_dir):
+    store = RolloutStore([store_dir])
+    path = store_dir / "shard-00000.safetensors"
+    os.truncate(path, 600)
+    with pytest.raises(StoreError, match=r"shard-00000.*was cut while it is in use"):
+        store.routes(store.row_ids(0), [2])
+
+
+def test_a_store_that_grows_is_followed(tmp_path):
+    def write_later():
+        time.sleep(0.3)
+        write_shard(tmp_path / "s", INFO, ROLLOUTS[:2])
+        time.sleep(0.3)
+        newer = [replace(r, policy_version=8) for r in ROLLOUTS[2:]]
+        write_shard(tmp_path / "s", replace(INFO, router_fingerprint=("x", "y", "z")), newer)
+
+    writer = threading.Thread(target=write_later)
+    writer.start()
+    store = RolloutStore([tmp_path / "s"], mixed_policies=True, follow_s=20)
+    other = RolloutStore([tmp_path / "s"], mixed_policies=True, follow_s=0)
+    assert len(store) == len(other) == 2
+    store.wait_for(4)
+    writer.join()
+    rows = store.row_ids(4)
+    ids, _ = other.routes(rows, [1])  # another process hears of a row before it knows the shard
+    assert np.array_equal(ids[0], ROLLOUTS[4].routes.ids_LTK[1])
+    assert other.shards_of(rows) == [1]
+    with pytest.raises(StoreError, match=r"rollout 5 did not come within 0 s; it has 5 rollouts"):
+        other.wait_for(5)
+    write_shard(tmp_path / "s", INFO, ROLLOUTS[:1])
+    with pytest.raises(StoreError, match=r"shard-00002.*policy version 7 after 8"):
+        other.wait_for(5)
+
+
+def test_one_store_can_be_followed(store_dir, tmp_path):
+    with pytest.raises(StoreError, match="one store can be followed"):
+        RolloutStore([store_dir, tmp_path], follow_s=1)
+    with pytest.raises(StoreError, match="the first shard did not come"):
+        RolloutStore([tmp_path / "none"], follow_s=0)
