@@ -146,7 +146,7 @@ def _alternate(microbatches: int) -> dict[str, float]:
         mode = MODES[number["prepared"] // microbatches % len(MODES)]
         number["prepared"] += 1
         if mode == "live":
-            return Prepared(self.batches.split(whole), None, None)
+            return Prepared(self.batches.split(whole), [], None, None)
         return prepare(self, layers, whole, planner if mode == "plan" else None)
 
     def timed_plan(self: Any, routes: Any) -> Any:

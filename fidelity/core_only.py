@@ -176,6 +176,7 @@ def initialize(argv: list[str]) -> argparse.Namespace:
     args.num_experts, args.transformer_impl, args.log_interval = args.num_moe_experts, "local", 1
     args.moe_router_replay_log_mismatch_interval, args.curr_iteration = None, 0
     args.check_for_nan_in_loss_and_grad, args.rollouts_policy = True, "same"
+    args.rollouts_follow, args.rollouts_max_lag, args.consumed_train_samples = None, None, 0
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     return args
 

@@ -95,7 +95,9 @@ class TreeWorker:
         call = pickle.dumps((fn, args, kwargs))
         how = {"timeout_s": timeout_s, "env": env, "log_dir": log_dir}
         request = (call, _import_folder(fn), world_size, how)
-        return [pickle.loads(result) for result in self._ask(request, timeout_s + REPLY_S)]
+        results = self._ask(request, timeout_s + REPLY_S)
+        # a script that ended itself, by sys.exit(0), has none
+        return [None if result is None else pickle.loads(result) for result in results]
 
     def close(self) -> None:
         """End the process and what it runs."""

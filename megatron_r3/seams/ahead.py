@@ -30,11 +30,13 @@ class Prepared:
 
     Attributes:
         batch: the fields that the model and the loss take.
+        shards: the numbers of the store's shards that its rollouts are in.
         routes: None where no layer replays or is compared.
         plan: None where the ordinary path has to be taken.
     """
 
     batch: dict[str, Tensor]
+    shards: list[int]
     routes: HostRoutes | None
     plan: dict[int, LayerSizes] | None
 

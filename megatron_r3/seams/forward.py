@@ -24,6 +24,7 @@ from megatron_r3.seams.refuse import refuse
 from megatron_r3.seams.router import RouterHook
 from megatron_r3.seams.witness import DispatchWitness
 from megatron_r3.store.reader import RolloutStore
+from megatron_r3.store.schema import StoreError
 
 __all__ = ["RolloutStep", "policy_loss"]
 
@@ -41,9 +42,10 @@ class RolloutStep:
 
     def __init__(self, args: Any, store: RolloutStore, forward_step: Callable[..., Any]) -> None:
         self.args, self.store, self.forward_step = args, store, forward_step
-        self.measurable = bool(args.num_experts) and not shape_differences(args, store)
+        self.measurable = bool(args.num_experts) and not shape_differences(args, store.info)
         self.layers: dict[int, list[int]] = {}  # by id of the model chunk
         self.planners: dict[int, Planner] = {}  # until an iterator has taken them
+        self.known: dict[int, set[tuple[str, ...]]] = {}  # policies, by id of the model chunk
         self.metrics = install_metrics(args.num_layers)
         self.witness = DispatchWitness(store) if args.moe_router_replay_verify_dispatch else None
         self.first_iteration: int | None = None
@@ -57,7 +59,11 @@ class RolloutStep:
             return self.forward_step(data_iterator, model, *more, **kwargs)
         assert not more, f"unexpected arguments of a forward step: {more} {kwargs}"
         chunk = unwrapped(model)
-        prepared = self._next(data_iterator, chunk)
+        try:
+            prepared = self._next(data_iterator, chunk)
+        except StoreError as error:  # from a worker it comes with its traceback
+            refuse(str(error).strip().splitlines()[-1].rpartition("StoreError: ")[2])
+        self._check_policies(chunk, prepared.shards)
         batch = prepared.batch
         microbatch = self._microbatch(chunk, prepared)
         packed = packed_seq_params(batch)
@@ -116,12 +122,13 @@ class RolloutStep:
     ) -> Prepared:
         """What this rank needs of a batch, on the host."""
         batch = self.batches.split(whole)
+        shards = self.store.shards_of(whole["rows"].numpy())
         if not self.measurable:
-            return Prepared(batch, None, None)
+            return Prepared(batch, shards, None, None)
         rows_T = self.batches.router_order(batch["rows"])
         mean_tokens = self.batches.mean_tokens(whole["rows"])
         routes = read_routes(self.store, rows_T, layer_numbers, mean_tokens)
-        return Prepared(batch, routes, planner.plan(routes) if planner else None)
+        return Prepared(batch, shards, routes, planner.plan(routes) if planner else None)
 
     def _microbatch(self, model: Any, prepared: Prepared) -> MicrobatchRoutes | None:
         routes = prepared.routes
@@ -155,12 +162,11 @@ class RolloutStep:
         return iteration == self.first_iteration or (iteration + 1) % interval == 0
 
     def _layers_of(self, model: Any) -> list[int]:
-        """The MoE layers of a model chunk; at its first call, check and equip it."""
+        """The MoE layers of a model chunk; at its first call, equip it."""
         if id(model) not in self.layers:
             routers = local_routers(model)
             self.layers[id(model)] = sorted(routers)
             if self.measurable:
-                self._check_policy(routers)
                 for number, router in routers.items():
                     if router.router_replay is None:  # live: only observe
                         router.router_replay = RouterHook(router.config, layer_number=number)
@@ -176,12 +182,43 @@ class RolloutStep:
         asks = args.moe_token_dispatcher_type in ("alltoall", "allgather")
         return bool(args.moe_router_replay and args.moe_router_replay_dispatch_plan and asks)
 
-    def _check_policy(self, routers: dict[int, Any]) -> None:
+    def _check_policies(self, model: Any, shards: list[int]) -> None:
+        """Refuse rollouts of another policy when the first of them are used, and old ones."""
+        args, store = self.args, self.store
+        if args.rollouts_max_lag is not None:
+            store.refresh()
+            newest = int(store.shards[-1].tensors["policy_version"].max())
+            for shard in (store.shards[number] for number in shards):
+                oldest = int(shard.tensors["policy_version"].min())
+                if newest - oldest > args.rollouts_max_lag:
+                    refuse(
+                        f"{shard.path}: policy version {oldest} while {newest} samples: more than "
+                        f"--rollouts-max-lag {args.rollouts_max_lag} behind"
+                    )
+        if not self.measurable or args.rollouts_policy == "any":
+            return
+        if id(model) not in self.known:
+            self.known[id(model)] = self._used_before()
+        for stamp in (store.shards[number].info.router_fingerprint for number in shards):
+            if stamp and stamp not in self.known[id(model)]:
+                self._check_policy(local_routers(model), stamp)
+                self.known[id(model)].add(stamp)
+
+    def _used_before(self) -> set[tuple[str, ...]]:
+        """The policies whose rollouts an interrupted training, resumed here, has begun to use."""
+        store, consumed = self.store, self.args.consumed_train_samples
+        if not consumed:
+            return set()
+        if self.args.rollouts_pack:  # samples are packs, and all of one policy
+            return {store.info.router_fingerprint}
+        if self.args.rollouts_follow is not None:
+            store.wait_for(consumed - 1)
+        last = store.shards_of(store.row_ids(min(consumed, len(store)) - 1))[0]
+        return {shard.info.router_fingerprint for shard in store.shards[: last + 1]}
+
+    def _check_policy(self, routers: dict[int, Any], stamped: tuple[str, ...]) -> None:
         from megatron.core import mpu
 
-        stamped = self.store.info.router_fingerprint
-        if not stamped or self.args.rollouts_policy == "any":
-            return
         # the ranks of a pipeline stage hold the same layers: one of them speaks for all
         same_layers = mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_rank(True)
         for number, router in sorted(routers.items()):
@@ -192,7 +229,7 @@ class RolloutStep:
                     f"--rollouts {' '.join(self.args.rollouts)}: sampled from another policy: the "
                     f"router of layer {number} is {stamped[trace]} there, {here} here. Load the "
                     "checkpoint that sampled (--load), sample again, or, to train on other "
-                    "policies' rollouts or resume on the same ones, give --rollouts-policy any",
+                    "policies' rollouts, give --rollouts-policy any",
                     speaks=same_layers == (0, 0),
                 )
 

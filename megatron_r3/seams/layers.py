@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_r3.store.reader import RolloutStore
+    from megatron_r3.store.schema import StoreInfo
 
 __all__ = [
     "local_moe_layers",
@@ -41,9 +41,9 @@ def moe_layer_indices(config: Any) -> tuple[int, ...]:
     return tuple(i for i, moe in enumerate(frequency) if moe)
 
 
-def shape_differences(args: Any, store: RolloutStore) -> list[str]:
-    """In what the store's model differs from the trainer's; empty if its routes fit."""
-    info, layers = store.info, moe_layer_indices(args)
+def shape_differences(args: Any, info: StoreInfo) -> list[str]:
+    """In what the sampler's model differs from the trainer's; empty if its routes fit."""
+    layers = moe_layer_indices(args)
     pairs = {
         "MoE layers (0-based)": (list(info.moe_layers), list(layers)),
         "topk": (info.topk, args.moe_router_topk),

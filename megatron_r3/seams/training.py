@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from megatron_r3.seams.config import refusals
 from megatron_r3.seams.layers import shape_differences
 from megatron_r3.seams.refuse import refuse
 from megatron_r3.store.reader import RolloutStore
+from megatron_r3.store.shard import Shard
 
 __all__ = ["NOT_WITH_ROLLOUTS", "check_args", "use_rollouts"]
 
@@ -44,19 +47,25 @@ def check_args(args: Any) -> None:
     if args.rollouts is None:
         return
     try:
-        store = _open(args)
-        _check_store(args, store)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            store.verify()  # every byte is read by one process of a node, not by all
+        _check_options(args)
+        _open(args)
     except ValueError as error:
         refuse(str(error))
 
 
+_verified: set[Path] = set()  # shards of which this process has read every byte
+
+
 def _open(args: Any) -> RolloutStore:
-    return RolloutStore(args.rollouts, mixed_policies=args.rollouts_policy == "any")
+    return RolloutStore(
+        args.rollouts,
+        mixed_policies=args.rollouts_policy == "any" or args.rollouts_follow is not None,
+        follow_s=args.rollouts_follow,
+        check=partial(_check_shard, args),
+    )
 
 
-def _check_store(args: Any, store: RolloutStore) -> None:
+def _check_options(args: Any) -> None:
     where = f"--rollouts {' '.join(args.rollouts)}"
     if not 0 < args.rollouts_clip_eps < 1:
         raise ValueError(f"--rollouts-clip-eps {args.rollouts_clip_eps}: it lies between 0 and 1")
@@ -75,42 +84,59 @@ def _check_store(args: Any, store: RolloutStore) -> None:
         raise ValueError(f"{where}: not together with --{other.replace('_', '-')}: {reason}")
     if args.dataloader_type == "external":
         raise ValueError(f"{where}: not together with --dataloader-type external")
+    if args.rollouts_follow is not None and args.rollouts_pack:
+        raise ValueError(
+            f"{where}: --rollouts-follow not together with --rollouts-pack: what fits into a pack "
+            "is known when the next rollout is"
+        )
+    if args.rollouts_follow is not None and args.dataloader_type != "single":
+        raise ValueError(f"{where}: --rollouts-follow needs --dataloader-type single: their order")
+    if args.rollouts_max_lag is not None and args.rollouts_max_lag < 0:
+        raise ValueError(f"--rollouts-max-lag {args.rollouts_max_lag}: 0 or more policy versions")
+
+
+def _check_shard(args: Any, shard: Shard) -> None:
+    """Refuse a shard that cannot be trained on. Its bytes are read by one process of a node."""
     if args.moe_router_replay:
-        differences = shape_differences(args, store)
+        differences = shape_differences(args, shard.info)
         if differences:
             raise ValueError(
-                f"{where}: sampled from another model ({store.info.model or store.info.engine}): "
-                + "; ".join(differences)
+                f"{shard.path}: sampled from another model "
+                f"({shard.info.model or shard.info.engine}): " + "; ".join(differences)
             )
-    longest = int(store.column("num_tokens").argmax())
-    inputs = int(store.column("num_tokens")[longest]) - 1
+    longest = int(shard.tensors["num_tokens"].argmax())
+    inputs = int(shard.tensors["num_tokens"][longest]) - 1
     if inputs > args.seq_length:
         raise ValueError(
-            f"{store.name(longest)} has {inputs} input tokens, more than --seq-length "
+            f"{shard.path}: rollout {longest} has {inputs} input tokens, more than --seq-length "
             f"{args.seq_length}: raise it, or leave long rollouts out of the store"
         )
-    _check_tokens(args, store)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if shard.path not in _verified:
+        shard.verify()
+        _verified.add(shard.path)
+    _check_tokens(args, shard)
 
 
-def _check_tokens(args: Any, store: RolloutStore) -> None:
+def _check_tokens(args: Any, shard: Shard) -> None:
     vocab_size = args.padded_vocab_size or args.vocab_size or np.iinfo(np.int32).max
+    tokens = shard.tensors["tokens"]
+    foreign = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(foreign):
+        rollout, token = shard.locate_token(int(foreign[0]))
+        raise ValueError(
+            f"{shard.path}: rollout {rollout}, token {token} is id {tokens[foreign[0]]}; the "
+            f"vocabulary has {vocab_size}"
+        )
     refuse_missing = args.moe_router_replay and args.moe_router_replay_missing == "error"
-    for shard in store.shards:
-        tokens = shard.tensors["tokens"]
-        foreign = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-        if len(foreign):
-            rollout, token = shard.locate_token(int(foreign[0]))
-            raise ValueError(
-                f"{shard.path}: rollout {rollout}, token {token} is id {tokens[foreign[0]]}; the "
-                f"vocabulary has {vocab_size}"
-            )
-        missing = np.flatnonzero(shard.tensors["recorded"] == 0)
-        if refuse_missing and len(missing):
-            rollout, token = shard.locate_row(int(missing[0]))
-            raise ValueError(
-                f"{shard.path}: rollout {rollout}, token {token} has no recorded routes, and "
-                "--moe-router-replay-missing is error; sample it again, or choose live"
-            )
+    missing = np.flatnonzero(shard.tensors["recorded"] == 0)
+    if refuse_missing and len(missing):
+        rollout, token = shard.locate_row(int(missing[0]))
+        raise ValueError(
+            f"{shard.path}: rollout {rollout}, token {token} has no recorded routes, and "
+            "--moe-router-replay-missing is error; sample it again, or choose live"
+        )
 
 
 def use_rollouts(
@@ -123,29 +149,27 @@ def use_rollouts(
     from megatron.training.utils import print_rank_0
 
     from megatron_r3.seams.forward import RolloutStep
-    from megatron_r3.store.dataset import PackedRollouts, RolloutDataset
+    from megatron_r3.store.dataset import FollowedRollouts, PackedRollouts, RolloutDataset
 
     if args.rollouts is None:
         refuse("--moe-router-replay has nothing to replay: give --rollouts DIR, a rollout store")
-    store = _open(args)
     try:
-        _check_tokens(args, store)  # again: a tokenizer may have set the vocabulary since
+        store = _open(args)  # its tokens once more: a tokenizer may have set the vocabulary since
     except ValueError as error:
         refuse(str(error))
-    recorded = np.concatenate([shard.tensors["recorded"] for shard in store.shards]).mean()
-    if args.moe_router_replay and not recorded:
-        refuse(f"--rollouts {' '.join(args.rollouts)}: no token has recorded routes to replay")
     print_rank_0(
         f"> rollouts: {len(store)} from {store.info.engine} {store.info.engine_version}, "
-        f"{recorded:.2%} of their tokens with recorded routes, "
+        f"{_recorded_share(args, store):.2%} of their tokens with recorded routes, "
         + ("replaying them" if args.moe_router_replay else "routing live, not replaying")
         + ("" if store.info.router_fingerprint else "; not stamped: any policy may have sampled")
     )
 
     def rollout_provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-        if args.rollouts_pack:
+        if args.rollouts_follow is not None:
+            train: RolloutDataset = FollowedRollouts(store, args.seq_length, sizes[0])
+        elif args.rollouts_pack:
             align = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-            train: RolloutDataset = PackedRollouts(store, args.seq_length, sizes[0], align)
+            train = PackedRollouts(store, args.seq_length, sizes[0], align)
         else:
             train = RolloutDataset(store, args.seq_length, sizes[0])
         if not args.eval_iters:
@@ -156,3 +180,14 @@ def use_rollouts(
 
     rollout_provider.is_distributed = True  # type: ignore[attr-defined]
     return rollout_provider, RolloutStep(args, store, forward_step)
+
+
+def _recorded_share(args: Any, store: RolloutStore) -> float:
+    """The share of rows with routes, so far; the first rank of a node reads, and speaks."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return 0.0
+    counts = [(shard.tensors["recorded"].sum(), shard.num_rows) for shard in store.shards]
+    share = float(sum(n for n, _ in counts) / sum(of for _, of in counts))
+    if args.moe_router_replay and not share:
+        refuse(f"--rollouts {' '.join(args.rollouts)}: no token has recorded routes to replay")
+    return share

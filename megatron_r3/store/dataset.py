@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_r3.rl.advantages import group_normalised
 from megatron_r3.rows import PADDING
 from megatron_r3.store.reader import RolloutStore
+from megatron_r3.store.schema import StoreError
 
-__all__ = ["SEQUENCE_FIELDS", "PackedRollouts", "RolloutDataset"]
+__all__ = ["SEQUENCE_FIELDS", "FollowedRollouts", "PackedRollouts", "RolloutDataset"]
 
 # what a rollout has for each input token, and what padding holds
 _FILL = {
@@ -87,6 +88,52 @@ class RolloutDataset(torch.utils.data.Dataset):
             "sampled_logprobs": fields["logprobs"][1:],
             "advantages": response * self.advantage[rollout],
         }
+
+
+class FollowedRollouts(RolloutDataset):
+    """Sample i is rollout i of a store that grows: one that is not there yet is waited for.
+
+    Advantages are normalised over a whole group, so a group lies in one shard.
+
+    Args:
+        num_samples: how many samples training will draw.
+    """
+
+    def __init__(self, store: RolloutStore, seq_length: int, num_samples: int) -> None:
+        super().__init__(store, seq_length, num_samples)
+        self.num_samples = num_samples
+        self.reward = self.advantage = np.zeros(0, np.float32)
+        self._num_shards = 0
+        self._groups: set[tuple[int, int]] = set()
+        self._take_new()
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """As a RolloutDataset's.
+
+        Raises:
+            StoreError: the rollout does not come, or what comes cannot be used.
+        """
+        self.store.wait_for(index)
+        self._take_new()
+        return self._sample([index], [self.seq_length])
+
+    def _take_new(self) -> None:
+        for shard in self.store.shards[self._num_shards :]:
+            versions, groups = shard.tensors["policy_version"], shard.tensors["group"]
+            keys = {*zip(versions.tolist(), groups.tolist(), strict=True)}
+            if again := sorted(keys & self._groups):
+                version, group = again[0]
+                raise StoreError(
+                    f"{shard.path}: group {group} of policy version {version} began in an earlier "
+                    "shard: in a store that is followed a group lies in one"
+                )
+            reward = shard.tensors["reward"]
+            number = np.unique(np.stack([versions, groups], 1), axis=0, return_inverse=True)[1]
+            self.reward = np.append(self.reward, reward)
+            advantage = group_normalised(reward, number.reshape(-1))
+            self.advantage = np.append(self.advantage, advantage)
+            self._groups |= keys
+            self._num_shards += 1
 
 
 class PackedRollouts(RolloutDataset):

@@ -8,6 +8,7 @@ Shape suffixes: L MoE layers, T tokens asked for, K top-k, N tokens of a rollout
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ class RolloutStore:
         mixed_policies: shards may come from different policies of one model.
         follow_s: the one directory grows: for so many seconds a rollout that is not there yet is
             waited for. Its policy versions must not go back.
+        check: called with every shard that is opened; it refuses one by a ValueError.
 
     Attributes:
         shards: those that are open.
@@ -47,6 +49,7 @@ class RolloutStore:
         directories: Sequence[str | Path],
         mixed_policies: bool = False,
         follow_s: float | None = None,
+        check: Callable[[Shard], None] | None = None,
     ) -> None:
         self.directories = [Path(d) for d in directories]
         resolved = [d.resolve() for d in self.directories]
@@ -54,7 +57,8 @@ class RolloutStore:
             raise StoreError(f"{' '.join(map(str, directories))}: a store is named twice")
         if follow_s is not None and len(resolved) != 1:
             raise StoreError(f"{' '.join(map(str, directories))}: one store can be followed")
-        self.mixed_policies, self.follow_s = mixed_policies, follow_s
+        self.mixed_policies, self.follow_s, self.check = mixed_policies, follow_s, check
+        self._refreshing = threading.Lock()  # a thread that prepares microbatches looks too
         self.shards: list[Shard] = []
         self._first_rollout, self._first_row = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._wait(lambda: bool(self.shards), "the first shard")
@@ -66,11 +70,12 @@ class RolloutStore:
         Raises:
             StoreError: one of them is damaged, or does not belong to the others.
         """
-        known = {shard.path for shard in self.shards}
-        for directory in self.directories:
-            for path in _shards(directory, may_be_empty=self.follow_s is not None):
-                if path not in known:
-                    self._add(Shard(path))
+        with self._refreshing:
+            known = {shard.path for shard in self.shards}
+            for directory in self.directories:
+                for path in _shards(directory, may_be_empty=self.follow_s is not None):
+                    if path not in known:
+                        self._add(Shard(path))
 
     def wait_for(self, rollout: int) -> None:
         """Return when the store has this rollout, by its index.
@@ -110,6 +115,11 @@ class RolloutStore:
                     f"{shard.path}: policy version {oldest} after {newest} of {last.path}: a store "
                     "that is followed comes in the order of its policies"
                 )
+        if self.check is not None:
+            try:
+                self.check(shard)
+            except ValueError as error:
+                raise StoreError(str(error)) from error
         self.shards.append(shard)
         self._first_rollout = np.append(self._first_rollout, len(self) + shard.num_rollouts)
         self._first_row = np.append(self._first_row, self._first_row[-1] + shard.num_rows)
