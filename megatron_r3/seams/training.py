@@ -19,6 +19,7 @@ from megatron_r3.seams.config import refusals
 from megatron_r3.seams.layers import shape_differences
 from megatron_r3.seams.refuse import refuse
 from megatron_r3.store.reader import RolloutStore
+from megatron_r3.store.schema import StoreError
 from megatron_r3.store.shard import Shard
 
 __all__ = ["NOT_WITH_ROLLOUTS", "check_args", "use_rollouts"]
@@ -164,14 +165,19 @@ def use_rollouts(
         + ("" if store.info.router_fingerprint else "; not stamped: any policy may have sampled")
     )
 
-    def rollout_provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    def training_data(num_samples: int) -> RolloutDataset:
         if args.rollouts_follow is not None:
-            train: RolloutDataset = FollowedRollouts(store, args.seq_length, sizes[0])
-        elif args.rollouts_pack:
+            return FollowedRollouts(store, args.seq_length, num_samples)
+        if args.rollouts_pack:
             align = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-            train = PackedRollouts(store, args.seq_length, sizes[0], align)
-        else:
-            train = RolloutDataset(store, args.seq_length, sizes[0])
+            return PackedRollouts(store, args.seq_length, num_samples, align)
+        return RolloutDataset(store, args.seq_length, num_samples)
+
+    def rollout_provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        try:
+            train = training_data(sizes[0])
+        except StoreError as error:
+            refuse(str(error))
         if not args.eval_iters:
             return train, None, None
         takes_stage = "vp_stage" in inspect.signature(provider).parameters
