@@ -19,10 +19,12 @@ CHECK    ?=
 ONLY     ?=
 # steps of each way in bench-dispatch
 ROUNDS   ?= 10
+# tokens of all rollouts in bench-store
+TOKENS   ?= 1000000
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix bench-dispatch test lint clean
+.PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix bench-dispatch bench-store test lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -76,6 +78,10 @@ matrix: setup  ## every release line: apply, export, off, replay (REPO=CLONE: th
 bench-dispatch: megatron  ## what a MoE layer waits for and a step costs: live, replay, replay with a plan
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
 		--rounds $(ROUNDS)
+
+bench-store: setup  ## routes from a response to a rank's slice, and as peers move them (TOKENS=)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \
+		--tokens $(TOKENS)
 
 test: lint megatron  ## lint, then all tests
 	$(VENV)/bin/python -m pytest

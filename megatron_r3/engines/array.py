@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 import io
 from typing import Any
 
 import numpy as np
+import pybase64
 
 from megatron_r3.engines.shape import EngineError
 
@@ -36,7 +36,7 @@ def token_array(value: Any, what: str) -> np.ndarray:
 
 def _npy(text: str, what: str) -> np.ndarray:
     try:
-        raw = base64.b64decode(text, validate=True)
+        raw = pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise EngineError(f"{what}: not whole base64 ({error})") from error
     stream = io.BytesIO(raw)
