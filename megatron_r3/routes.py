@@ -43,6 +43,7 @@ def check_ids(
     num_experts: int,
     recorded_T: np.ndarray | None = None,
     where: str = "routes",
+    first_token: int = 0,
 ) -> None:
     """Refuse ids that are out of range or repeated inside a recorded row.
 
@@ -51,6 +52,7 @@ def check_ids(
         num_experts: E, the experts of one MoE layer.
         recorded_T: bool; rows that are False were not captured and are not checked. None: all were.
         where: what the message calls the data (a file, a rollout, a request).
+        first_token: the token of row 0.
 
     Raises:
         RoutesError: naming the first wrong layer (index among the MoE layers) and token.
@@ -63,21 +65,32 @@ def check_ids(
         raise RoutesError(
             f"{where}: top-{ids_LTK.shape[-1]} of {num_experts} experts is impossible"
         )
-    if _all_right(ids_LTK, num_experts, recorded_T):
+    if not ids_LTK.size or _all_right(ids_LTK, num_experts, recorded_T):
         return
-    in_range_LT = ((ids_LTK >= 0) & (ids_LTK < num_experts)).all(-1)
-    for bad_LT, what in (
-        (~in_range_LT, f"an expert id outside 0..{num_experts - 1}"),
-        (~distinct_rows(ids_LTK), "an expert twice in one row"),
-    ):
-        if recorded_T is not None:
-            bad_LT &= recorded_T
-        if bad_LT.any():
-            layer, token = (int(i) for i in np.argwhere(bad_LT)[0])
-            raise RoutesError(
-                f"{where}: {what} at MoE layer {layer}, token {token}: "
-                f"{ids_LTK[layer, token].tolist()} ({int(bad_LT.sum())} such rows)"
-            )
+    if ids_LTK.min() < 0 or ids_LTK.max() >= num_experts:
+        outside_LT = np.asarray(((ids_LTK < 0) | (ids_LTK >= num_experts)).any(-1))
+        what = f"an expert id outside 0..{num_experts - 1}"
+        _refuse_rows(ids_LTK, outside_LT, recorded_T, what, where, first_token)
+    twice_LT = ~distinct_rows(ids_LTK)
+    _refuse_rows(ids_LTK, twice_LT, recorded_T, "an expert twice in one row", where, first_token)
+
+
+def _refuse_rows(
+    ids_LTK: np.ndarray,
+    bad_LT: np.ndarray,
+    recorded_T: np.ndarray | None,
+    what: str,
+    where: str,
+    first_token: int,
+) -> None:
+    if recorded_T is not None:
+        bad_LT &= recorded_T
+    if bad_LT.any():
+        layer, row = (int(i) for i in np.argwhere(bad_LT)[0])
+        raise RoutesError(
+            f"{where}: {what} at MoE layer {layer}, token {row + first_token}: "
+            f"{ids_LTK[layer, row].tolist()} ({int(bad_LT.sum())} such rows)"
+        )
 
 
 _CHUNK = 1 << 17  # ids compared at a time: they stay in the cache
@@ -148,8 +161,11 @@ class Routes:
         num_experts: int,
         recorded_T: np.ndarray | None = None,
         where: str = "routes",
+        first_token: int = 0,
     ) -> Routes:
         """Check ids of any integer dtype and keep them in the smallest one.
+
+        Arguments are those of `check_ids`.
 
         Raises:
             RoutesError: wrong rank, dtype, range, or an id twice in a recorded row.
@@ -162,14 +178,14 @@ class Routes:
             raise RoutesError(
                 f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows"
             )
-        check_ids(ids_LTK, num_experts, recorded_T, where)
-        if not recorded_T.all():
-            # a row that was not captured may hold anything: keep nothing of it
-            ids_LTK = np.where(recorded_T[None, :, None], ids_LTK, 0)
-        ids_LTK = ids_LTK.astype(id_dtype(num_experts), copy=False)
-        if not ids_LTK.flags.c_contiguous:
+        if ids_LTK.ndim == 3 and not ids_LTK.flags.c_contiguous:
             ids_LTK = layer_major(ids_LTK.swapaxes(0, 1))
-        return cls(ids_LTK, num_experts, recorded_T)
+        check_ids(ids_LTK, num_experts, recorded_T, where, first_token)
+        kept_LTK = np.ascontiguousarray(ids_LTK, dtype=id_dtype(num_experts))
+        if not recorded_T.all():
+            kept_LTK = kept_LTK.copy()
+            kept_LTK[:, ~recorded_T] = 0  # what was not captured may hold anything
+        return cls(kept_LTK, num_experts, recorded_T)
 
     @property
     def num_layers(self) -> int:

@@ -19,7 +19,12 @@ _NOT_CAPTURED = (
 
 
 def checked_routes(
-    rows_THK: np.ndarray, num_tokens: int, shape: ModelShape, where: str, start: int
+    rows_THK: np.ndarray,
+    num_tokens: int,
+    shape: ModelShape,
+    where: str,
+    start: int,
+    cached_rows: str = "refuse",
 ) -> Routes:
     """Routes of a rollout's tokens from `start` on, out of `[T, layers, K]` ids.
 
@@ -29,16 +34,27 @@ def checked_routes(
         shape: of the model that the engine runs.
         where: what errors call the data.
         start: the token of row 0.
+        cached_rows: of tokens whose ids are zero in every layer: "refuse", or "missing" to take
+            them as not recorded.
 
     Raises:
         EngineError: wrong rows, layers or top-k, wrong ids, or rows that were not captured.
     """
+    if cached_rows not in ("refuse", "missing"):
+        raise EngineError(f"{where}: cached rows are refuse or missing; got {cached_rows!r}")
     _check_rows(rows_THK, num_tokens, shape, where, start)
     rows_TLK = _moe_layers(rows_THK, shape, where)
-    _refuse_not_captured(rows_TLK, shape, where, start)
+    recorded_T = None
+    if cached_rows == "missing" and shape.topk > 1:
+        recorded_T = np.asarray(rows_TLK.any((1, 2)))
+    if shape.topk == 1:  # zero is expert 0 unless it is all that there is
+        _refuse_not_captured(rows_TLK, shape, where, start)
     try:
-        return Routes.from_array(rows_TLK.transpose(1, 0, 2), shape.num_experts, where=where)
+        return Routes.from_array(
+            rows_TLK.transpose(1, 0, 2), shape.num_experts, recorded_T, where, start
+        )
     except RoutesError as error:
+        _refuse_not_captured(rows_TLK, shape, where, start)
         raise EngineError(str(error)) from error
 
 

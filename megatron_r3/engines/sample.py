@@ -1,13 +1,13 @@
 """Samples: what a rollout engine made of one prompt, and the file that carries many of them.
 
-Shape suffixes: N tokens, G response tokens, L MoE layers, K top-k.
+Shape suffixes: N tokens, G sampled tokens, U turns, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
 
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +20,16 @@ __all__ = ["EngineError", "Sample", "Source", "read_samples", "read_source", "wr
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled sequence.
+    """One sequence, sampled in one turn or in several.
 
     Attributes:
-        tokens_N: int32, prompt and response.
-        prompt_length: how many of them are the prompt.
-        logprobs_G: float32, the engine's log-probability of each response token.
+        tokens_N: int32: the prompt, then sampled tokens and, between turns, given ones.
+        prompt_length: how many tokens come before the first sampled one.
+        logprobs_G: float32, the engine's log-probability of each sampled token, in order.
         routes: `[L, N - 1, K]`: the last token was never forwarded.
         group: the samples of one prompt share it.
+        turns: int32 `[U, 2]`: start and end of each run of tokens that one turn sampled. Left out:
+            one turn, all that follows the prompt.
     """
 
     tokens_N: np.ndarray
@@ -35,11 +37,34 @@ class Sample:
     logprobs_G: np.ndarray
     routes: Routes
     group: int = 0
+    turns: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
+
+    def __post_init__(self) -> None:
+        """Make the one turn that was left out."""
+        turns = np.asarray(self.turns, np.int32).reshape(-1, 2)
+        if not len(turns):
+            turns = np.array([[self.prompt_length, len(self.tokens_N)]], np.int32)
+        object.__setattr__(self, "turns", turns)
 
     @property
     def response_length(self) -> int:
-        """G, the sampled tokens."""
-        return len(self.tokens_N) - self.prompt_length
+        """G, the sampled tokens of all turns."""
+        return int((self.turns[:, 1] - self.turns[:, 0]).sum())
+
+    @property
+    def response_N(self) -> np.ndarray:
+        """bool, True on sampled tokens."""
+        edges_N1 = np.zeros(len(self.tokens_N) + 1, np.int32)
+        np.add.at(edges_N1, self.turns[:, 0], 1)
+        np.add.at(edges_N1, self.turns[:, 1], -1)
+        return edges_N1.cumsum()[:-1] > 0
+
+    @property
+    def logprobs_N(self) -> np.ndarray:
+        """float32, 0 on tokens that were not sampled."""
+        logprobs_N = np.zeros(len(self.tokens_N), np.float32)
+        logprobs_N[self.response_N] = self.logprobs_G
+        return logprobs_N
 
     def check(self, where: str) -> None:
         """Refuse parts that do not belong together.
@@ -58,15 +83,26 @@ class Sample:
                 f"{where}: {len(self.logprobs_G)} log-probs for {self.response_length} "
                 "response tokens"
             )
-        finite_G = np.isfinite(self.logprobs_G)
-        if not finite_G.all():
-            token = self.prompt_length + int(np.argmin(finite_G))
-            raise EngineError(f"{where}: the log-prob of token {token} is not finite")
         if self.routes.num_rows != num_tokens - 1:
             raise EngineError(
                 f"{where}: {self.routes.num_rows} rows of routes for {num_tokens} tokens; "
                 f"expected {num_tokens - 1}"
             )
+        edges = self.turns.ravel()
+        if (
+            edges[0] != self.prompt_length
+            or edges[-1] > num_tokens
+            or (self.turns[:, 0] >= self.turns[:, 1]).any()
+            or (edges[1:] < edges[:-1]).any()
+        ):
+            raise EngineError(
+                f"{where}: turns {self.turns[:20].tolist()} of {num_tokens} tokens, "
+                f"{self.prompt_length} of them the prompt"
+            )
+        finite_G = np.isfinite(self.logprobs_G)
+        if not finite_G.all():
+            token = np.flatnonzero(self.response_N)[int(np.argmin(finite_G))]
+            raise EngineError(f"{where}: the log-prob of token {token} is not finite")
 
 
 @dataclass(frozen=True)
@@ -90,7 +126,8 @@ class Source:
 _ARRAYS = (
     "tokens",
     "lengths",
-    "prompt_lengths",
+    "turns",
+    "num_turns",
     "logprobs",
     "routes",
     "group",
@@ -130,7 +167,8 @@ def write_samples(
         path,
         tokens=np.concatenate([s.tokens_N for s in samples]).astype(np.int32),
         lengths=np.array([len(s.tokens_N) for s in samples], np.int64),
-        prompt_lengths=np.array([s.prompt_length for s in samples], np.int64),
+        turns=np.concatenate([s.turns for s in samples]),
+        num_turns=np.array([len(s.turns) for s in samples], np.int64),
         logprobs=np.concatenate([s.logprobs_G for s in samples]).astype(np.float32),
         routes=np.concatenate([s.routes.ids_LTK for s in samples], axis=1),
         group=np.array([s.group for s in samples], np.int64),
@@ -173,12 +211,15 @@ def read_samples(path: str | Path) -> list[Sample]:
         EngineError: naming the file and the sample.
     """
     arrays = _load(path)
-    lengths, prompts = arrays["lengths"], arrays["prompt_lengths"]
+    lengths, turns, num_turns = arrays["lengths"], arrays["turns"], arrays["num_turns"]
     num_experts = int(arrays["num_experts"])
+    if turns.ndim != 2 or turns.shape[1] != 2 or turns.dtype != np.int32 or (num_turns < 1).any():
+        raise EngineError(f"{path}: turns are int32 [U, 2], at least one of each sample")
     expected = {
         "tokens": int(lengths.sum()),
-        "logprobs": int((lengths - prompts).sum()),
-        "prompt_lengths": len(lengths),
+        "logprobs": int((turns[:, 1] - turns[:, 0]).sum()),
+        "turns": int(num_turns.sum()),
+        "num_turns": len(lengths),
         "group": len(lengths),
     }
     for name, count in expected.items():
@@ -193,11 +234,13 @@ def read_samples(path: str | Path) -> list[Sample]:
 
 
 def _split(arrays: dict[str, np.ndarray], num_experts: int, path: str) -> list[Sample]:
-    token = response = row = 0
+    token = sampled = row = turn = 0
     samples = []
-    for index, length in enumerate(arrays["lengths"].tolist()):
-        prompt = int(arrays["prompt_lengths"][index])
+    counts = zip(arrays["lengths"].tolist(), arrays["num_turns"].tolist(), strict=True)
+    for index, (length, num_turns) in enumerate(counts):
         where = f"{path}: sample {index}"
+        turns = arrays["turns"][turn : turn + num_turns]
+        num_sampled = int((turns[:, 1] - turns[:, 0]).sum())
         ids_LTK = arrays["routes"][:, row : row + length - 1]
         try:
             routes = Routes.from_array(ids_LTK, num_experts, where=where)
@@ -205,12 +248,14 @@ def _split(arrays: dict[str, np.ndarray], num_experts: int, path: str) -> list[S
             raise EngineError(str(error)) from error
         sample = Sample(
             arrays["tokens"][token : token + length],
-            prompt,
-            arrays["logprobs"][response : response + length - prompt],
+            int(turns[0, 0]),
+            arrays["logprobs"][sampled : sampled + num_sampled],
             routes,
             int(arrays["group"][index]),
+            turns,
         )
         sample.check(where)
         samples.append(sample)
-        token, response, row = token + length, response + length - prompt, row + length - 1
+        token, row = token + length, row + length - 1
+        sampled, turn = sampled + num_sampled, turn + num_turns
     return samples

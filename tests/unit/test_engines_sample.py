@@ -18,6 +18,10 @@ from megatron_r3.engines.sample import (
 from megatron_r3.routes import Routes
 
 
+def turns_of(*spans: tuple[int, int]) -> np.ndarray:
+    return np.array(spans, np.int32)
+
+
 def sample(prompt: int, response: int, group: int = 0, num_experts: int = 16) -> Sample:
     rng = np.random.default_rng(prompt * 100 + response)
     ids = rng.random((3, prompt + response - 1, num_experts)).argsort(-1)[..., :4]
@@ -53,6 +57,11 @@ def test_what_is_written_is_read(tmp_path, num_experts):
         ({"logprobs_G": np.zeros(3, np.float32)}, "3 log-probs for 4 response tokens"),
         ({"logprobs_G": np.array([0, 0, np.nan, 0])}, "token 7 is not finite"),
         ({"tokens_N": np.arange(10), "prompt_length": 6}, "8 rows of routes for 10 tokens"),
+        ({"turns": turns_of((5, 7), (6, 8))}, "turns"),
+        ({"turns": turns_of((6, 9), (8, 9))}, "turns"),
+        ({"turns": turns_of((5, 5), (5, 9))}, "turns"),
+        ({"turns": turns_of((5, 6), (7, 10))}, "turns"),
+        ({"turns": turns_of((4, 8))}, "turns"),
     ],
 )
 def test_parts_that_do_not_belong_together(change, message):
@@ -60,6 +69,29 @@ def test_parts_that_do_not_belong_together(change, message):
     good.check("here")
     with pytest.raises(EngineError, match=message):
         dataclasses.replace(good, **change).check("here")
+
+
+def test_turns_say_what_was_sampled(tmp_path):
+    one = sample(5, 4)
+    assert one.turns.tolist() == [[5, 9]]
+    assert one.turns.dtype == np.int32
+    assert one.response_N.tolist() == [False] * 5 + [True] * 4
+    two = dataclasses.replace(
+        one, turns=turns_of((5, 6), (7, 9)), logprobs_G=np.array([-1, -2, -3], np.float32)
+    )
+    two.check("here")
+    assert two.response_length == 3
+    assert two.logprobs_N.tolist() == [0, 0, 0, 0, 0, -1, 0, -2, -3]
+    nan = dataclasses.replace(two, logprobs_G=np.array([-1, np.nan, -3], np.float32))
+    with pytest.raises(EngineError, match="token 7 is not finite"):
+        nan.check("here")
+    touching = dataclasses.replace(one, turns=turns_of((5, 6), (6, 9)))
+    touching.check("here")
+    assert touching.response_N.tolist() == one.response_N.tolist()
+    write_samples(tmp_path / "a.npz", [one, two, touching], (1, 2, 3), "vllm", "0.30.0")
+    for wrote, read in zip([one, two, touching], read_samples(tmp_path / "a.npz"), strict=True):
+        assert read.turns.tolist() == wrote.turns.tolist()
+        assert read.logprobs_G.tolist() == wrote.logprobs_G.tolist()
 
 
 def test_samples_of_different_models_are_not_written(tmp_path):
@@ -97,7 +129,12 @@ def arrays(tmp_path):
         ("routes", lambda a: a[1:], "for 12 rows"),
         ("routes", lambda a: a.astype(np.int32), "int32 routes of 16 experts"),
         ("routes", lambda a: np.full_like(a, 3), "sample 0: an expert twice"),
-        ("prompt_lengths", lambda a: a + np.array([4, -4]), "sample 0: 9 prompt tokens of 9"),
+        ("turns", lambda a: a + np.array([4, 0]) * [[1], [-1]], "turns are int32"),
+        ("turns", lambda a: a[:, :1], "turns are int32"),
+        ("turns", lambda a: a[:1], "4 logprobs|6 logprobs; expected 4"),
+        ("turns", lambda a: a + np.array([[1, 1], [0, 0]], a.dtype), "sample 0: turns"),
+        ("num_turns", lambda a: a * 0, "at least one of each sample"),
+        ("num_turns", lambda a: a + 1, "2 turns; expected 4"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path, arrays, name, change, message):

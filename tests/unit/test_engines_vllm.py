@@ -32,6 +32,12 @@ def decode(payload: dict[str, Any], shape: ModelShape = ALL) -> list:
     return vllm.decode(payload["response"], payload["request"], shape, "request 7")
 
 
+def decode_increments(payload: dict[str, Any], shape: ModelShape = ALL, **options: Any) -> list:
+    return vllm.decode_increments(
+        payload["response"], payload["request"], shape, "request 7", **options
+    )
+
+
 def npy(array: np.ndarray, pickle: bool = False) -> str:
     stream = io.BytesIO()
     np.save(stream, array, allow_pickle=pickle)
@@ -138,8 +144,11 @@ def test_rows_from_a_later_start_are_the_whole_ones():
     routes = vllm.decode_routes(choice, 220, ALL, "request 7", start=150)
     assert routes.ids_LTK.shape == (4, 69, 4)
     assert (np.sort(routes.ids_LTK[:, :49]) == np.sort(whole[:, 150:199])).mean() > 0.99
-    with pytest.raises(EngineError, match="stitching increments is not supported yet"):
+    with pytest.raises(EngineError, match="start at token 150: stitch"):
         decode(later)
+    (increment,) = decode_increments(later)
+    assert (increment.start, increment.prompt_length, increment.routes.num_rows) == (150, 200, 69)
+    assert (increment.routes.ids_LTK == routes.ids_LTK).all()
     with pytest.raises(EngineError, match="69 rows of routes for 220 tokens from token 0"):
         vllm.decode_routes(choice, 220, ALL, "request 7")
 
@@ -189,11 +198,11 @@ def test_a_server_that_captured_nothing_is_refused():
         vllm.decode_routes(choice, 209, ALL, "request 7", start=180)
 
 
-@pytest.mark.parametrize("name", ["22_stream", "24_generate_tito_stream"])
-def test_streams_are_refused(name):
-    folder = QWEN if name == "22_stream" else DEEPSEEK
-    with pytest.raises(EngineError, match="request 7: a streamed response carries no routes"):
-        decode(load(folder, name))
+def test_streams_of_openai_routes_are_refused():
+    payload = load(QWEN, "22_stream")
+    for body in (payload["response"], payload["response"]["_raw_text"]):
+        with pytest.raises(EngineError, match="request 7: a streamed response carries no routes"):
+            vllm.decode(body, payload["request"], ALL, "request 7")
 
 
 def test_errors_of_the_server_are_passed_on():
