@@ -3,7 +3,7 @@
     python -m benchmarks.store --out build/bench/store.json [--tokens 1000000]
 
 Qwen3-30B-A3B-shaped routes (48 layers, 128 experts, top-8), one process, one thread. Rates are of
-stored routes (384 bytes a token), whatever a way moves for them; CPU seconds are what a core spends.
+stored routes (384 bytes a token), whatever a way moves for them, by time and by time of a core.
 
 Shape suffixes: T tokens, L MoE layers, E experts, K top-k.
 """

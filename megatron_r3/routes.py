@@ -93,7 +93,7 @@ def _refuse_rows(
         )
 
 
-_CHUNK = 1 << 17  # ids compared at a time: they stay in the cache
+_CHUNK = 1 << 15  # ids compared at a time: they stay in the cache
 
 
 def _all_right(ids_LTK: np.ndarray, num_experts: int, recorded_T: np.ndarray | None) -> bool:
@@ -109,16 +109,15 @@ def _all_right(ids_LTK: np.ndarray, num_experts: int, recorded_T: np.ndarray | N
     place = np.arange(size) % topk
     inside = [place + shift < topk for shift in range(topk)]  # both ids are of one row
     equal = np.empty(size, bool)
-    for ids_TK in ids_LTK:
-        ids = np.ascontiguousarray(ids_TK).reshape(-1)
-        for start in range(0, len(ids), size):
-            chunk = ids[start : start + size]
-            for shift in range(1, topk):
-                num = len(chunk) - shift
-                np.equal(chunk[shift:], chunk[:-shift], out=equal[:num])
-                np.logical_and(equal[:num], inside[shift][:num], out=equal[:num])
-                if equal[:num].any():
-                    return False
+    ids = np.ascontiguousarray(ids_LTK).reshape(-1)
+    for start in range(0, len(ids), size):
+        chunk = ids[start : start + size]
+        for shift in range(1, topk):
+            num = len(chunk) - shift
+            np.equal(chunk[shift:], chunk[:-shift], out=equal[:num])
+            np.logical_and(equal[:num], inside[shift][:num], out=equal[:num])
+            if equal[:num].any():
+                return False
     return True
 
 
