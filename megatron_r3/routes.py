@@ -37,13 +37,15 @@ def id_dtype(num_experts: int) -> np.dtype:
 def distinct_rows(ids: np.ndarray) -> np.ndarray:
     """Where the ids of the last axis are pairwise distinct: bool, of `ids.shape[:-1]`."""
     topk = ids.shape[-1]
-    if topk > _PAIRWISE_UP_TO:
+    if ids.ndim == 1:
+        return distinct_rows(ids[None])[0]
+    if topk > _PAIRWISE_UP_TO or not ids.size:
         ordered = np.sort(ids, axis=-1)
         return (ordered[..., 1:] != ordered[..., :-1]).all(-1)
     distinct = np.ones(ids.shape[:-1], bool)
     # K planes of rows that stay in the cache, each compared with each: far faster than sorting rows
     blocks = max(1, _BLOCK_ROWS // max(1, distinct[:1].size))
-    for start in range(0, len(ids) if ids.ndim > 1 else 0, blocks):
+    for start in range(0, len(ids), blocks):
         block = ids[start : start + blocks]
         planes_KT = np.ascontiguousarray(np.moveaxis(block, -1, 0)).reshape(topk, -1)
         twice = np.zeros(planes_KT.shape[1], bool)
@@ -73,6 +75,17 @@ def check_ids(
     Raises:
         RoutesError: naming the first wrong layer (index among the MoE layers) and token.
     """
+    _check_range(ids_LTK, num_experts, recorded_T, where, first_token)
+    _check_distinct(ids_LTK, recorded_T, where, first_token)
+
+
+def _check_range(
+    ids_LTK: np.ndarray,
+    num_experts: int,
+    recorded_T: np.ndarray | None,
+    where: str,
+    first_token: int,
+) -> None:
     if ids_LTK.ndim != 3:
         raise RoutesError(f"{where}: routes are [layers, tokens, topk]; got shape {ids_LTK.shape}")
     if not np.issubdtype(ids_LTK.dtype, np.integer):
@@ -81,12 +94,15 @@ def check_ids(
         raise RoutesError(
             f"{where}: top-{ids_LTK.shape[-1]} of {num_experts} experts is impossible"
         )
-    if not ids_LTK.size:
-        return
-    if ids_LTK.min() < 0 or ids_LTK.max() >= num_experts:
+    if ids_LTK.size and (ids_LTK.min() < 0 or ids_LTK.max() >= num_experts):
         outside_LT = np.asarray(((ids_LTK < 0) | (ids_LTK >= num_experts)).any(-1))
         what = f"an expert id outside 0..{num_experts - 1}"
         _refuse_rows(ids_LTK, outside_LT, recorded_T, what, where, first_token)
+
+
+def _check_distinct(
+    ids_LTK: np.ndarray, recorded_T: np.ndarray | None, where: str, first_token: int
+) -> None:
     twice_LT = ~distinct_rows(ids_LTK)
     _refuse_rows(ids_LTK, twice_LT, recorded_T, "an expert twice in one row", where, first_token)
 
@@ -147,8 +163,9 @@ class Routes:
             raise RoutesError(
                 f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows"
             )
-        check_ids(ids_LTK, num_experts, recorded_T, where, first_token)
+        _check_range(ids_LTK, num_experts, recorded_T, where, first_token)
         kept_LTK = np.array(ids_LTK, dtype=id_dtype(num_experts), order="C")
+        _check_distinct(kept_LTK, recorded_T, where, first_token)  # faster on the small copy
         if not recorded_T.all():
             kept_LTK[:, ~recorded_T] = 0  # what was not captured may hold anything
         return cls(kept_LTK, num_experts, recorded_T)
