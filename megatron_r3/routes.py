@@ -32,8 +32,6 @@ def id_dtype(num_experts: int) -> np.dtype:
 
 def distinct_rows(ids: np.ndarray) -> np.ndarray:
     """Where the ids of the last axis are pairwise distinct: bool, of `ids.shape[:-1]`."""
-    if ids.shape[-1] < 2:
-        return np.ones(ids.shape[:-1], bool)
     ordered = np.sort(ids, axis=-1)
     return (ordered[..., 1:] != ordered[..., :-1]).all(-1)
 
@@ -57,6 +55,17 @@ def check_ids(
     Raises:
         RoutesError: naming the first wrong layer (index among the MoE layers) and token.
     """
+    _check_range(ids_LTK, num_experts, recorded_T, where, first_token)
+    _check_distinct(ids_LTK, recorded_T, where, first_token)
+
+
+def _check_range(
+    ids_LTK: np.ndarray,
+    num_experts: int,
+    recorded_T: np.ndarray | None,
+    where: str,
+    first_token: int,
+) -> None:
     if ids_LTK.ndim != 3:
         raise RoutesError(f"{where}: routes are [layers, tokens, topk]; got shape {ids_LTK.shape}")
     if not np.issubdtype(ids_LTK.dtype, np.integer):
@@ -65,12 +74,17 @@ def check_ids(
         raise RoutesError(
             f"{where}: top-{ids_LTK.shape[-1]} of {num_experts} experts is impossible"
         )
-    if not ids_LTK.size or _all_right(ids_LTK, num_experts, recorded_T):
-        return
-    if ids_LTK.min() < 0 or ids_LTK.max() >= num_experts:
+    if ids_LTK.size and (ids_LTK.min() < 0 or ids_LTK.max() >= num_experts):
         outside_LT = np.asarray(((ids_LTK < 0) | (ids_LTK >= num_experts)).any(-1))
         what = f"an expert id outside 0..{num_experts - 1}"
         _refuse_rows(ids_LTK, outside_LT, recorded_T, what, where, first_token)
+
+
+def _check_distinct(
+    ids_LTK: np.ndarray, recorded_T: np.ndarray | None, where: str, first_token: int
+) -> None:
+    if _all_distinct(ids_LTK, recorded_T):
+        return
     twice_LT = ~distinct_rows(ids_LTK)
     _refuse_rows(ids_LTK, twice_LT, recorded_T, "an expert twice in one row", where, first_token)
 
@@ -96,14 +110,12 @@ def _refuse_rows(
 _CHUNK = 1 << 15  # ids compared at a time: they stay in the cache
 
 
-def _all_right(ids_LTK: np.ndarray, num_experts: int, recorded_T: np.ndarray | None) -> bool:
-    """Whether every recorded id is in range and distinct, at memory speed; it names no culprit."""
+def _all_distinct(ids_LTK: np.ndarray, recorded_T: np.ndarray | None) -> bool:
+    """Whether the ids of every recorded row are distinct, at memory speed; it names no culprit."""
     if recorded_T is not None and not recorded_T.all():
         ids_LTK = ids_LTK[:, recorded_T]
     if not ids_LTK.size:
         return True
-    if int(ids_LTK.max()) >= num_experts or int(ids_LTK.min()) < 0:
-        return False
     topk = ids_LTK.shape[-1]
     size = _CHUNK // topk * topk
     place = np.arange(size) % topk
@@ -177,10 +189,11 @@ class Routes:
             raise RoutesError(
                 f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows"
             )
-        if ids_LTK.ndim == 3 and not ids_LTK.flags.c_contiguous:
-            ids_LTK = layer_major(ids_LTK.swapaxes(0, 1))
-        check_ids(ids_LTK, num_experts, recorded_T, where, first_token)
-        kept_LTK = np.ascontiguousarray(ids_LTK, dtype=id_dtype(num_experts))
+        _check_range(ids_LTK, num_experts, recorded_T, where, first_token)
+        kept_LTK = ids_LTK.astype(id_dtype(num_experts), copy=False)
+        if not kept_LTK.flags.c_contiguous:
+            kept_LTK = layer_major(kept_LTK.swapaxes(0, 1))
+        _check_distinct(kept_LTK, recorded_T, where, first_token)  # faster on the small copy
         if not recorded_T.all():
             kept_LTK = kept_LTK.copy()
             kept_LTK[:, ~recorded_T] = 0  # what was not captured may hold anything

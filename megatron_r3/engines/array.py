@@ -114,6 +114,8 @@ def _from_lists(value: list[Any] | tuple[Any, ...], what: str) -> np.ndarray:
         objects = np.array(value, dtype=object)
     except (ValueError, OverflowError, RecursionError) as error:
         raise EngineError(f"{what}: not an even table of numbers ({_short(error)})") from error
+    if objects.ndim > 8:  # numpy itself walks no more than 32 axes
+        raise EngineError(f"{what}: not an even table of numbers ({objects.ndim} axes)")
     kinds = set(map(type, objects.flat))
     if kinds & {list, tuple}:
         raise EngineError(f"{what}: not an even table of numbers (lists inside {objects.shape})")

@@ -54,7 +54,7 @@ def checked_routes(
             rows_TLK.transpose(1, 0, 2), shape.num_experts, recorded_T, where, start
         )
     except RoutesError as error:
-        _refuse_not_captured(rows_TLK, shape, where, start)
+        _refuse_not_captured(rows_TLK, shape, where, start, recorded_T)
         raise EngineError(str(error)) from error
 
 
@@ -93,11 +93,19 @@ def _moe_layers(rows_THK: np.ndarray, shape: ModelShape, where: str) -> np.ndarr
     return rows_THK[:, list(shape.moe_layers)]
 
 
-def _refuse_not_captured(rows_TLK: np.ndarray, shape: ModelShape, where: str, start: int) -> None:
+def _refuse_not_captured(
+    rows_TLK: np.ndarray,
+    shape: ModelShape,
+    where: str,
+    start: int,
+    recorded_T: np.ndarray | None = None,
+) -> None:
     """A row of zeros is no route: ids are distinct. With K = 1 only a whole response can tell."""
     zero_TL = ~rows_TLK.any(-1)
     if shape.topk == 1:
         zero_TL &= zero_TL.all() and shape.num_experts > 1
+    if recorded_T is not None:
+        zero_TL &= recorded_T[:, None]
     if not zero_TL.any():
         return
     row, trace_layer = (int(i) for i in np.argwhere(zero_TL)[0])

@@ -92,6 +92,26 @@ def test_real_responses(folder, name, shape, prompts, groups):
         assert sample.routes.recorded_T.all()
 
 
+@pytest.mark.parametrize(
+    "path", sorted(DATA.glob("*/*.json")), ids=lambda p: f"{p.parent.name}-{p.stem[:2]}"
+)
+def test_every_file_has_its_rows_or_is_refused(path):
+    payload = load(path.parent.name, path.stem)
+    request, streamed = payload["request"], "_raw_text" in payload["response"]
+    shape = ALL if path.parent.name in (QWEN, REJECT) else DENSE0
+    refused = payload.get("status", 200) != 200 or (streamed and "prompt" in request)
+    if refused or path.parent.name == REJECT:
+        with pytest.raises(EngineError, match="request 7"):
+            decode_increments(payload, shape)
+        return
+    params = request.get("sampling_params", {})
+    start = request.get("routed_experts_prompt_start", params.get("routed_experts_prompt_start", 0))
+    for one in decode_increments(payload, shape):
+        rows = one.prompt_length + len(one.logprobs_G) - 1 - start
+        assert (one.start, one.routes.num_rows) == (start, rows)
+        assert len(one.tokens_N) == one.prompt_length + len(one.logprobs_G)
+
+
 def test_values_are_what_the_server_sent(two):
     samples = decode(two)
     for index, sample in enumerate(samples):

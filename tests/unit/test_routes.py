@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from megatron_r3.routes import Routes, RoutesError, check_ids, id_dtype, layer_major
+from megatron_r3.routes import (
+    Routes,
+    RoutesError,
+    check_ids,
+    distinct_rows,
+    id_dtype,
+    layer_major,
+)
 
 
 def some_ids(layers=3, tokens=5, topk=4, experts=16, seed=0):
@@ -104,3 +111,23 @@ def test_wrong_kind(ids, message):
 def test_recorded_bits_must_fit():
     with pytest.raises(RoutesError):
         Routes.from_array(some_ids(), 16, np.ones(4, bool))
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4, 8, 16, 17, 22])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 7), (70_000, 2), (2, 70_000), (2, 3, 4), (0, 3)])
+def test_distinct_rows(shape, topk):
+    ids = np.random.default_rng(0).integers(0, 5 * topk, (*shape, topk), dtype=np.int16)
+    flat = ids.reshape(-1, topk)
+    ordered = np.sort(flat, -1)
+    expected = (ordered[:, 1:] != ordered[:, :-1]).all(-1).reshape(shape)
+    assert (distinct_rows(ids) == expected).all()
+    assert distinct_rows(ids).shape == shape
+    if len(shape) == 2:
+        assert (distinct_rows(ids.transpose(1, 0, 2)) == expected.T).all()
+
+
+def test_tokens_are_counted_from_the_first_one():
+    ids = some_ids()
+    ids[1, 2] = 3
+    with pytest.raises(RoutesError, match="layer 1, token 42"):
+        Routes.from_array(ids, 16, first_token=40)

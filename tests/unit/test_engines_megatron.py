@@ -1,0 +1,158 @@
+"""Megatron-LM's inference server, 0.17 to 0.19."""
+
+from __future__ import annotations
+
+import engine_bodies as made
+import numpy as np
+import pytest
+
+from megatron_r3.engines import megatron
+from megatron_r3.engines.shape import EngineError, ModelShape
+
+
+def decode(body, request, **options):
+    return megatron.decode(body, request, made.SHAPE, "request 7", **options)
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", None])
+def test_every_form_decodes(dtype):
+    rows = made.made_rows()
+    (sample,) = decode(*made.megatron(rows, dtype))
+    assert sample.tokens_N.tolist() == made.PROMPT + made.RESPONSE
+    assert sample.logprobs_G.tolist() == made.LOGPROBS
+    assert sample.turns.tolist() == [[6, 10]]
+    assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
+    assert sample.routes.ids_LTK.dtype == np.uint8
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_chat_says_its_tokens_in_the_message(both):
+    """endpoints/chat_completions.py: 0.17 says them twice, 0.19 in the message only."""
+    rows = made.made_rows()
+    body, _ = made.megatron(rows)
+    choice = body["choices"][0]
+    names = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "num_evictions")
+    choice["message"] = {name: choice[name] for name in names}
+    if not both:
+        for name in names:
+            del choice[name]
+    request = {"messages": [{"role": "user", "content": "hi"}], "n": 2}
+    second = {**choice, "index": 1}
+    samples = decode({"choices": [second, choice]}, request)
+    assert [sample.group for sample in samples] == [0, 0]
+    assert (samples[0].routes.ids_LTK == made.moe_ids(rows)).all()
+    del choice["message"]["generation_token_ids"]
+    choice.pop("generation_token_ids", None)
+    with pytest.raises(EngineError, match="choice 0: no generation_token_ids"):
+        decode({"choices": [choice]}, {**request, "n": 1})
+
+
+def test_layers_of_multi_token_prediction_come_last_and_are_dropped():
+    rows, mtp = made.made_rows(), made.made_rows(seed=1)[:, 1:3]
+    body, request = made.megatron(rows, mtp=mtp)
+    (sample,) = decode(body, request, num_mtp_layers=2)
+    assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
+    # 3 MoE layers and 2 of MTP are as many as hidden layers: never taken for those
+    for wrong in (0, 1, 3):
+        with pytest.raises(EngineError, match=f"5 layers; the model has 3 MoE layers and {wrong}"):
+            decode(body, request, num_mtp_layers=wrong)
+
+
+def test_log_probs_of_the_openai_field():
+    body, request = made.megatron(made.made_rows())
+    del body["choices"][0]["generation_log_probs"]
+    assert decode(body, request)[0].logprobs_G.tolist() == made.LOGPROBS
+    del body["choices"][0]["logprobs"]
+    with pytest.raises(EngineError, match="no log-probs"):
+        decode(body, request)
+
+
+def test_two_prompts():
+    rows = [made.made_rows(seed=i) for i in range(2)]
+    bodies = [made.megatron(each)[0]["choices"][0] for each in rows]
+    bodies[1] |= {"index": 1, "prompt_token_ids": made.PROMPT[::-1]}
+    samples = decode({"choices": bodies}, {"prompt": [made.PROMPT, made.PROMPT[::-1]]})
+    assert [sample.group for sample in samples] == [0, 1]
+    assert (samples[1].routes.ids_LTK == made.moe_ids(rows[1])).all()
+
+
+def routed(change):
+    body, request = made.megatron(made.made_rows())
+    choice = body["choices"][0]
+    choice["moe_topk_indices"] = change(choice["moe_topk_indices"])
+    return body, request
+
+
+def tagged(dtype):
+    return lambda pair: ["ndarray", {"data": pair[1]["data"], "dtype": dtype}]
+
+
+def data(change):
+    return lambda pair: ["ndarray", {"data": change(pair[1]["data"]), "dtype": "int16"}]
+
+
+def put(value):
+    def change(rows):
+        rows[4][1][2] = value
+        return rows
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pair: None, "start the server with --moe-enable-routing-replay"),
+        (lambda pair: pair[:1], "got str|shape"),
+        (lambda pair: ["tensorish", pair[1]], "got 'tensorish'"),
+        (lambda pair: ["ndarray", pair[1]["data"]], "got 'ndarray'"),
+        (tagged("float32"), "ids are integers"),
+        (tagged("object"), "ids are integers"),
+        (tagged(["int16"]), "ids are integers"),
+        (tagged("|V99999999"), "ids are integers"),
+        (data(lambda rows: rows[:-1]), "8 rows of routes for 10 tokens"),
+        (data(lambda rows: [*rows, rows[0]]), "10 rows of routes for 10 tokens"),
+        (data(lambda rows: np.transpose(rows, (1, 0, 2)).tolist()), "9 layers; the model has 3"),
+        (data(lambda rows: np.array(rows)[..., :3].tolist()), "top-3 routes"),
+        (data(lambda rows: np.array(rows, float).tolist()), "ids are integers; got float"),
+        (data(lambda rows: [rows]), "got shape"),
+        (data(put(16)), r"outside 0\.\.15 at MoE layer 1, token 4"),
+        (data(put(-1)), r"outside 0\.\.15 at MoE layer 1, token 4"),
+        (data(put(40000)), "does not fit int16"),
+        (data(put("3")), "ids are integers; got int, str"),
+        (data(put(None)), "ids are integers"),
+        (data(put([1])), "not an even table"),
+        (data(lambda rows: [[[0] * 4] * 3] * 9), "did not capture routes: 27 of 27"),
+    ],
+)
+def test_wrong_routes_are_refused(change, message):
+    with pytest.raises(EngineError, match=f"request 7, choice 0.*({message})"):
+        decode(*routed(change))
+
+
+def test_duplicates_are_refused():
+    rows = made.made_rows()
+    rows[6, 2] = [3, 5, 3, 1]
+    with pytest.raises(EngineError, match="twice in one row at MoE layer 1, token 6"):
+        decode(*made.megatron(rows))
+
+
+def test_evicted_requests_are_refused():
+    body, request = made.megatron(made.made_rows())
+    body["choices"][0]["num_evictions"] = 1
+    with pytest.raises(EngineError, match="choice 0: evicted 1 times"):
+        decode(body, request)
+
+
+@pytest.mark.parametrize("body", ["Inference request(s) failed: Request 0", None, [], {}, 3])
+def test_bodies_that_are_none(body):
+    with pytest.raises(EngineError, match="request 7: "):
+        decode(body, {"prompt": made.PROMPT})
+
+
+def test_a_stream_and_another_models_shape_are_refused():
+    body, request = made.megatron(made.made_rows())
+    with pytest.raises(EngineError, match="stream"):
+        decode(body, {**request, "stream": True})
+    with pytest.raises(EngineError, match="3 layers; the model has 4 MoE layers"):
+        megatron.decode(body, request, ModelShape(5, (0, 1, 2, 4), 16, 4), "request 7")
