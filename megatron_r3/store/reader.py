@@ -90,7 +90,7 @@ class RolloutStore:
         }
 
     def column(self, name: str) -> np.ndarray:
-        """One value for each rollout: reward, group, policy_version or num_tokens."""
+        """One value for each rollout: reward, group, sample, policy_version or num_tokens."""
         return np.concatenate([shard.tensors[name] for shard in self.shards])
 
     def groups(self) -> np.ndarray:
@@ -124,6 +124,7 @@ class RolloutStore:
             int(shard.tensors["group"][index]),
             int(shard.tensors["policy_version"][index]),
             routes,
+            int(shard.tensors["sample"][index]),
         )
 
     def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

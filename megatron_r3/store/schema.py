@@ -71,6 +71,7 @@ class Rollout:
             directory and policy version.
         policy_version: which policy sampled.
         routes: `[L, N - 1, K]`: the last token was never forwarded.
+        sample: counts the rollouts of a group: (group, sample, policy_version) names one.
     """
 
     tokens_N: np.ndarray
@@ -80,6 +81,7 @@ class Rollout:
     group: int
     policy_version: int
     routes: Routes
+    sample: int = 0
 
     def check(self, where: str) -> None:
         """Refuse shapes that do not belong together.

@@ -24,6 +24,7 @@ _PER_ROLLOUT = {
     "num_tokens": np.int64,
     "policy_version": np.int64,
     "reward": np.float32,
+    "sample": np.int64,
 }
 _PER_TOKEN = {"tokens": np.int32, "response": np.uint8, "logprobs": np.float32}
 _SMALL = {**_PER_ROLLOUT, **_PER_TOKEN, "recorded": np.uint8}

@@ -63,6 +63,7 @@ def _tensors(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
         "num_tokens": np.array([len(r.tokens_N) for r in rollouts], np.int64),
         "reward": np.array([r.reward for r in rollouts], np.float32),
         "group": np.array([r.group for r in rollouts], np.int64),
+        "sample": np.array([r.sample for r in rollouts], np.int64),
         "policy_version": np.array([r.policy_version for r in rollouts], np.int64),
     }
 
