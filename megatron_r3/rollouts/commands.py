@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
+
+from megatron_r3.rollouts.arguments import (
+    Commands,
+    add_model,
+    add_reward,
+    add_shard_size,
+    number,
+)
 
 __all__ = ["add_rollouts"]
 
 
-def add_rollouts(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
     """Register `rollouts` and its commands; each sets `run`, which takes the parsed arguments."""
-    text = "collect rollouts from an engine, look at them, check and convert them"
+    text = "collect rollouts from an engine, look at them and check them"
     parser = subparsers.add_parser("rollouts", help=text, description=text)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_collect(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
 
 
-def _number(kind: type, least: float, most: float = float("inf")) -> Callable[[str], float]:
-    """An argument's type: a number of one kind inside limits."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not least <= value <= most:
-            raise ValueError(text)
-        return value  # type: ignore[no-any-return]
-
-    limit = f" to {most:g}" if most != float("inf") else " up"
-    parse.__name__ = f"{'number' if kind is float else 'whole number'} from {least:g}{limit}:"
-    return parse
-
-
-def _add_collect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
     text = "sample every prompt from a vLLM or SGLang server, reward and store each response once"
     parser = commands.add_parser(
         "collect",
@@ -44,32 +39,38 @@ def _add_collect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--url", required=True, help="of the server: http://127.0.0.1:8000")
     add("--prompts", required=True, type=Path, metavar="FILE", help="JSON lines")
     add("--out", required=True, type=Path, metavar="DIR", help="the rollout store")
-    add("--n", required=True, type=_number(int, 1), help="samples of each prompt")
-    add("--reward", required=True, metavar="MODULE:FUNCTION", help="function(sample) -> float")
-    _add_model(parser)
-    add("--policy-version", type=_number(int, 0), default=0, metavar="N", help="default: 0")
-    add("--max-tokens", type=_number(int, 1), default=1024, help="of a response (default: 1024)")
-    add("--temperature", type=_number(float, 0), default=1.0, help="default: 1")
-    add("--top-p", type=_number(float, 0, 1), default=1.0, help="default: 1")
+    add("--n", required=True, type=number(int, 1), help="samples of each prompt")
+    add_reward(parser)
+    add_model(parser)
+    add("--max-tokens", type=number(int, 1), default=1024, help="of a response (default: 1024)")
+    add("--temperature", type=number(float, 0), default=1.0, help="default: 1")
+    add("--top-p", type=number(float, 0, 1), default=1.0, help="default: 1")
     add("--seed", type=int, help="gives each sample a seed of its own (default: the engine's)")
-    _add_shard_size(parser)
-    add("--concurrency", type=_number(int, 1), default=32, help="requests at a time (default: 32)")
-    add("--timeout", type=_number(float, 0.001), default=600.0, help="seconds (default: 600)")
-    add("--retries", type=_number(int, 0), default=6, help="after no answer (default: 6)")
-    add("--retry-pause", type=_number(float, 0), default=0.5, help="first one (default: 0.5 s)")
+    add_shard_size(parser)
+    add("--concurrency", type=number(int, 1), default=32, help="requests at a time (default: 32)")
+    add("--timeout", type=number(float, 0.001), default=600.0, help="seconds (default: 600)")
+    add("--retries", type=number(int, 0), default=6, help="after no answer (default: 6)")
+    add("--retry-pause", type=number(float, 0), default=0.5, help="first one (default: 0.5 s)")
     text = "after a response that cannot be used (default: 2)"
-    add("--refused-retries", type=_number(int, 0), default=2, help=text)
+    add("--refused-retries", type=number(int, 0), default=2, help=text)
     parser.set_defaults(run=run_collect)
 
 
-def _add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    text = "a transformers directory, or its config.json: then without router fingerprint"
-    parser.add_argument("--model", required=required, type=Path, metavar="HF_DIR", help=text)
+def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
+    text = "say what stores hold: rollouts, rewards, lengths, sizes, how even the experts' load is"
+    parser = commands.add_parser("inspect", help=text, description=text)
+    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR")
+    parser.add_argument("--layers", action="store_true", help="the experts' load in each layer")
+    parser.add_argument("--json", action="store_true", help="all of it, for programs")
+    parser.set_defaults(run=run_inspect)
 
 
-def _add_shard_size(parser: argparse.ArgumentParser) -> None:
-    text = "rollouts of a shard (default: 128)"
-    parser.add_argument("--shard-size", type=_number(int, 1), default=128, metavar="N", help=text)
+def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
+    text = "check every byte and id of stores, and with --model that they are of its router weights"
+    parser = commands.add_parser("verify", help=text, description=text)
+    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR")
+    add_model(parser, required=False)
+    parser.set_defaults(run=run_verify)
 
 
 def run_collect(args: argparse.Namespace) -> int:
@@ -109,4 +110,40 @@ def run_collect(args: argparse.Namespace) -> int:
         f"{args.out} has all {done.total} rollouts: {done.before} were there, {done.stored} new "
         f"({done.tokens} tokens; {done.retries} retries, {done.refused} responses refused)"
     )
+    return 0
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Print a table of the stores, then how their routes are spread."""
+    import json
+
+    from megatron_r3.rollouts.inspect import inspect_store
+    from megatron_r3.rollouts.table import histogram, table
+
+    stores = [inspect_store(directory) for directory in args.stores]
+    if args.json:
+        print(json.dumps(stores))
+        return 0
+    print(table(stores))
+    for store in stores:
+        print(f"\nrows of each expert, {store['directory']}:")
+        print(histogram(store, args.layers, sys.stdout.encoding or ""))
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Print a line for each store that is whole."""
+    from megatron_r3.rollouts.model import read_model
+    from megatron_r3.rollouts.verify import verify_store
+
+    model = read_model(args.model) if args.model else None
+    for directory in args.stores:
+        store = verify_store(directory, model)
+        what = "every byte and id"
+        if model is not None:
+            stamped = model.router_fingerprint and store.info.router_fingerprint
+            what += f", {model.name}'s shape" + (" and router weights" if stamped else "")
+        print(f"{directory}: {len(store)} rollouts in {len(store.shards)} shards, {what}")
+        if model is not None and not stamped:
+            print(f"{directory}: router weights not compared: no fingerprint", file=sys.stderr)
     return 0

@@ -94,10 +94,10 @@ def _vllm(
 
 
 def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> dict[str, Any]:
-    if prompt.is_chat:
+    if prompt.tokens is None:
         raise PromptError(
-            f"{prompt.where}: SGLang's /generate has no chat template; give `prompt`, a text or "
-            "token ids with the template applied"
+            f"{prompt.where}: SGLang's /generate returns no token ids of a text or chat; give "
+            "`prompt` as token ids"
         )
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
@@ -110,7 +110,7 @@ def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> dict[str, A
     if seed is not None:
         params["sampling_seed"] = seed
     return {
-        "text" if isinstance(prompt.content, str) else "input_ids": prompt.content,
+        "input_ids": prompt.tokens,
         "sampling_params": params,
         "return_logprob": True,
         "return_routed_experts": True,

@@ -95,6 +95,6 @@ def checked_reward(value: Any, what: str) -> float:
         number = float(value)
     except (TypeError, ValueError) as error:
         raise RewardError(f"{what} {value!r}; a reward is a number") from error
-    if not abs(number) <= np.finfo(np.float32).max:
+    if not abs(number) <= float(np.finfo(np.float32).max):
         raise RewardError(f"{what} {value!r}; a reward is finite, in float32")
     return number
