@@ -13,18 +13,20 @@ from megatron_r3.rollouts.arguments import (
     add_shard_size,
     number,
 )
+from megatron_r3.rollouts.convert_commands import add_convert
 
 __all__ = ["add_rollouts"]
 
 
 def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
     """Register `rollouts` and its commands; each sets `run`, which takes the parsed arguments."""
-    text = "collect rollouts from an engine, look at them and check them"
+    text = "collect rollouts from an engine, look at them, check and convert them"
     parser = subparsers.add_parser("rollouts", help=text, description=text)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_collect(commands)
     _add_inspect(commands)
     _add_verify(commands)
+    add_convert(commands)
 
 
 def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
