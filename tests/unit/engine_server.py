@@ -57,8 +57,20 @@ RECORDED = recorded()
 PROMPTS = list(RECORDED)
 CHAT = json.loads((DATA / "19_chat_turn1.json").read_text())
 
+
+def answer(body: dict[str, Any]) -> dict[str, Any]:
+    """The recorded response to a prompt; which of its choices, the seed says."""
+    if "messages" in body:
+        return json.loads(json.dumps(CHAT["response"]))
+    response, choices = RECORDED[tuple(body["prompt"])]
+    choice = {**choices[body.get("seed", 0) % len(choices)], "index": 0}
+    return {**response, "choices": [choice]}
+
+
 # what a request of one sample, asked for the n-th time, meets: "ok" or a way to fail
 Behave = Callable[[dict[str, Any], int], str]
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+PAGES = {"/version": {"version": "0.30.0"}, "/v1/models": {"data": [{"id": "served"}]}}
 
 
 class Engine(ThreadingHTTPServer):
@@ -67,9 +79,9 @@ class Engine(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, behave: Behave, delay: float) -> None:
+    def __init__(self, behave: Behave, delay: float, answer: Answer, pages: dict[str, Any]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.behave, self.delay = behave, delay
+        self.behave, self.delay, self.answer, self.pages = behave, delay, answer, pages
         self.asked: Counter[int] = Counter()
         self.answered: Counter[int] = Counter()
         self.most, self.now = 0, 0
@@ -90,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Engine
 
     def do_GET(self) -> None:
-        pages = {"/version": {"version": "0.30.0"}, "/v1/models": {"data": [{"id": "served"}]}}
+        pages = self.server.pages
         if self.server.behave({"path": self.path}, 0) == "404" or self.path not in pages:
             self._send(404, {"detail": "Not Found"})
         else:
@@ -130,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif how.isdigit():
             self._send(int(how), {"error": {"message": f"told to say {how}"}})
         else:
-            response = answer(body)
+            response = self.server.answer(body)
             if how == "zeros":
                 response["choices"][0]["routed_experts"] = np.zeros((22, 4, 4), int).tolist()
             elif how == "odd":
@@ -154,19 +166,15 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def answer(body: dict[str, Any]) -> dict[str, Any]:
-    """The recorded response to a prompt; which of its choices, the seed says."""
-    if "messages" in body:
-        return json.loads(json.dumps(CHAT["response"]))
-    response, choices = RECORDED[tuple(body["prompt"])]
-    choice = {**choices[body.get("seed", 0) % len(choices)], "index": 0}
-    return {**response, "choices": [choice]}
-
-
 @contextmanager
-def engine(behave: Behave = lambda body, nth: "ok", delay: float = 0.0) -> Iterator[Engine]:
+def engine(
+    behave: Behave = lambda body, nth: "ok",
+    delay: float = 0.0,
+    answer: Answer = answer,
+    pages: dict[str, Any] = PAGES,
+) -> Iterator[Engine]:
     """A running server."""
-    server = Engine(behave, delay)
+    server = Engine(behave, delay, answer, pages)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
