@@ -43,5 +43,5 @@ def add_reward(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 def add_shard_size(parser: argparse.ArgumentParser) -> None:
     """How many rollouts a shard has."""
-    text = "rollouts of a shard (default: 128)"
+    text = "rollouts of a shard, or more: groups stay whole (default: 128)"
     parser.add_argument("--shard-size", type=number(int, 1), default=128, metavar="N", help=text)

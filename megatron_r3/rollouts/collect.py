@@ -7,6 +7,7 @@ a kill the same command reads the store, and asks for the rest.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class _HopelessError(Exception):
 
 
 class Interrupted(Exception):
-    """A signal came; what was sampled is stored.
+    """A signal came; groups that were whole are stored.
 
     Attributes:
         number: of the signal.
@@ -63,7 +64,8 @@ class Plan:
         model: that the server runs.
         out: the store; what it has of this policy version is not sampled again.
         policy_version: which policy samples.
-        shard_size: rollouts of a shard; a kill loses those that wait for theirs to be full.
+        shard_size: rollouts of a shard, or more, so that groups stay whole; a kill loses those that
+            wait for theirs to be full.
         refused_retries: how often a sample is asked for again after a response that cannot be used.
     """
 
@@ -83,8 +85,8 @@ def collect(server: Server, plan: Plan) -> Progress:
 
     Raises:
         CollectError: rollouts are missing at the end, or the server answers no prompt.
-        RewardError: the reward function failed; what was rewarded before is stored.
-        Interrupted: SIGINT, SIGTERM or SIGHUP came; what was rewarded before is stored.
+        RewardError: the reward function failed; groups that were whole before are stored.
+        Interrupted: SIGINT, SIGTERM or SIGHUP came; groups that were whole before are stored.
         ValueError: server, store and plan do not belong together; nothing was sampled.
     """
     for prompt in plan.prompts:
@@ -124,7 +126,16 @@ async def _collect(server: Server, plan: Plan) -> Progress:
 
 
 class _Run:
-    """The samples on their way, and the rollouts that wait for their shard."""
+    """The samples on their way, and the rollouts that wait for their group and their shard.
+
+    Attributes:
+        order: of the groups in the plan.
+        left: samples of each group that are neither done nor lost.
+        parts: rollouts of groups that are not whole.
+        ready: those that wait for a shard to be full.
+        lost: why samples were given up.
+        in_a_row: groups that lost samples since the last rollout.
+    """
 
     def __init__(
         self,
@@ -139,14 +150,17 @@ class _Run:
         self.plan, self.info, self.progress = plan, info, progress
         self.decode = decoder(engine)
         self.order = {prompt.group: i for i, prompt in enumerate(plan.prompts)}
-        self.waiting: list[Rollout] = []
+        self.left: Counter[int] = Counter()
+        self.parts: defaultdict[int, list[Rollout]] = defaultdict(list)
+        self.ready: list[Rollout] = []
         self.lost: list[str] = []
         self.in_a_row: set[int] = set()
         # one thread: a reward function need not be safe in several, and may take its time
         self.rewards = ThreadPoolExecutor(1)
 
     async def all(self, missing: Sequence[tuple[Prompt, int]], concurrency: int) -> None:
-        """Sample all of them; whatever happens, what was rewarded is stored."""
+        """Sample all of them; whatever happens, groups that are whole are stored."""
+        self.left.update(prompt.group for prompt, _ in missing)
         todo = iter(missing)
         workers = [asyncio.ensure_future(self._work(todo)) for _ in range(concurrency)]
         try:
@@ -157,7 +171,7 @@ class _Run:
                 results = await asyncio.gather(*workers, return_exceptions=True)
         finally:
             self.rewards.shutdown(wait=False, cancel_futures=True)
-            self._store(all_of_them=True)
+            self._store(1)
             self.progress.show(last=True)
         self._say_why(results, signals)
 
@@ -183,10 +197,7 @@ class _Run:
     async def _work(self, todo: Iterator[tuple[Prompt, int]]) -> None:
         for prompt, index in todo:
             rollout = await self._sample(prompt, index)
-            if rollout is not None:
-                self.in_a_row.clear()
-                self.waiting.append(rollout)
-                self._store()
+            self._finish(prompt.group, rollout)
             self.progress.show()
 
     async def _sample(self, prompt: Prompt, index: int) -> Rollout | None:
@@ -242,13 +253,27 @@ class _Run:
         if len(self.in_a_row) >= HOPELESS:
             raise _HopelessError(why)
 
-    def _store(self, all_of_them: bool = False) -> None:
-        """Write full shards, and at the end the rest; not a thread's work, which no cancel ends."""
-        size = self.plan.shard_size
-        while len(self.waiting) >= (1 if all_of_them else size):
-            batch = self.waiting[:size]
-            batch.sort(key=lambda r: (self.order[r.group], r.sample))
-            write_shard(self.plan.out, self.info, batch)
-            del self.waiting[:size]
-            self.progress.stored += len(batch)
-        self.progress.waiting = len(self.waiting)
+    def _finish(self, group: int, rollout: Rollout | None) -> None:
+        """Take a sample that is done or lost; groups that are whole then go to their shard.
+
+        Advantages are normalised inside a group, so a reader that follows the store needs a group
+        in one shard. One that is larger than a shard is stored in parts.
+        """
+        parts = self.parts[group]
+        self.left[group] -= 1
+        if rollout is not None:
+            self.in_a_row.clear()
+            parts.append(rollout)
+        if not self.left[group] or len(parts) >= self.plan.shard_size:
+            self.ready += parts
+            parts.clear()
+        self._store(self.plan.shard_size)
+
+    def _store(self, least: int) -> None:
+        """Write what is ready if it is so much; not a thread's work, which no cancel ends."""
+        if len(self.ready) >= least:
+            self.ready.sort(key=lambda r: (self.order[r.group], r.sample))
+            write_shard(self.plan.out, self.info, self.ready)
+            self.progress.stored += len(self.ready)
+            self.ready = []
+        self.progress.waiting = len(self.ready) + sum(map(len, self.parts.values()))

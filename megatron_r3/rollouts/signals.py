@@ -1,4 +1,4 @@
-"""Signals that end a collection in order: what was sampled is stored first."""
+"""Signals that end a collection in order: whole groups are stored first."""
 
 from __future__ import annotations
 

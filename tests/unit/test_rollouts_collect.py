@@ -40,7 +40,8 @@ def test_every_sample_is_stored_once_and_not_asked_for_again(folder, capsys):
         assert {*server.asked.values()} == {1}
         check_store(folder / "store", 6, 4)
         store = RolloutStore([folder / "store"])
-        assert [shard.num_rollouts for shard in store.shards] == [5, 5, 5, 5, 4]
+        assert [shard.num_rollouts for shard in store.shards] == [8, 8, 8]
+        assert len({*store.column("group")[:8].tolist()}) == 2  # groups are whole
         assert (store.info.engine, store.info.engine_version) == ("vllm", "0.30.0")
         assert store.info.model == folder.name
         assert leftovers(folder / "store") == []
@@ -224,6 +225,14 @@ def test_two_collections_at_a_time_are_refused(folder, capsys):
             assert other.returncode == 0
         assert {*server.asked.values()} == {1}
     check_store(folder / "store", 6, 4)
+
+
+def test_a_group_larger_than_a_shard_is_stored_in_parts(folder):
+    write_inputs(folder, 1)
+    with engine() as server:
+        assert collect(server.url, 20, "--shard-size", "6") == 0
+    assert [s.num_rollouts for s in RolloutStore([folder / "store"]).shards] == [6, 6, 6, 2]
+    check_store(folder / "store", 1, 20)
 
 
 def test_progress_is_for_terminals(folder, capsys, monkeypatch):

@@ -17,7 +17,7 @@ PROMPTS, N = 16, 6
 
 
 def start(folder: Path, url: str, *more: str) -> subprocess.Popen[str]:
-    arguments = command(url, N, "--concurrency", "4", "--shard-size", "5", *more)
+    arguments = command(url, N, "--concurrency", "4", "--shard-size", "7", *more)
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_r3.cli", *arguments],
         cwd=folder,
@@ -60,21 +60,24 @@ def test_kill_9_at_any_moment(tmp_path):
         assert (error.count("\n"), f"{have} were there" in output) == (1, True)
         assert server.asked.total() == asked + PROMPTS * N - have
     check_store(tmp_path / "store", PROMPTS, N)
+    shards = RolloutStore([tmp_path / "store"]).shards
+    assert sum(len({*s.tensors["group"].tolist()}) for s in shards) == PROMPTS  # all groups whole
     assert all(p.name.startswith("shard-") for p in (tmp_path / "store").iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stores_what_was_sampled(tmp_path, number):
+def test_a_signal_stores_whole_groups(tmp_path, number):
     write_inputs(tmp_path, PROMPTS)
     with engine(delay=0.02) as server:
         process = start(tmp_path, server.url, "--shard-size", "1000")
-        wait_for(lambda: server.answered.total() > 30)
+        wait_for(lambda: server.answered.total() > 5 * N + 4)
         process.send_signal(number)
         _, error = process.communicate()
         assert process.returncode == 128 + number
         assert "Traceback" not in error
         have = len(RolloutStore([tmp_path / "store"]))
-        assert have > 20
+        assert have >= 4 * N
+        assert have % N == 0
         assert f"interrupted; store has {have} of {PROMPTS * N} rollouts" in error
         assert start(tmp_path, server.url).wait() == 0
     check_store(tmp_path / "store", PROMPTS, N)
