@@ -77,6 +77,14 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run_collect(args: argparse.Namespace) -> int:
     """Collect, then say what the store has."""
+    try:
+        return _collect(args)
+    except KeyboardInterrupt:  # before anything was sampled, or a second time
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _collect(args: argparse.Namespace) -> int:
     from megatron_r3.rollouts.collect import Interrupted, Plan, collect
     from megatron_r3.rollouts.dialects import Sampling
     from megatron_r3.rollouts.model import read_model
@@ -105,9 +113,6 @@ def run_collect(args: argparse.Namespace) -> int:
     except Interrupted as error:
         print(error, file=sys.stderr)
         return 128 + error.number
-    except KeyboardInterrupt:  # before anything was sampled, or a second time
-        print("interrupted", file=sys.stderr)
-        return 130
     print(
         f"{args.out} has all {done.total} rollouts: {done.before} were there, {done.stored} new "
         f"({done.tokens} tokens; {done.retries} retries, {done.refused} responses refused)"

@@ -86,7 +86,8 @@ def test_a_signal_stores_whole_groups(tmp_path, number):
 def test_a_signal_before_the_server_answers(tmp_path):
     write_inputs(tmp_path, 1)
     process = start(tmp_path, "http://127.0.0.1:9", "--retry-pause", "9")
-    time.sleep(1.5)
+    process.stderr.readline()  # the model is read: what follows is the server
+    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
     assert process.returncode == 130
