@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import megatron_r3
 from megatron_r3.patching.commands import add_commands
 from megatron_r3.patching.maintenance import add_maintenance
+from megatron_r3.rollouts.commands import add_rollouts
 
 __all__ = ["main"]
 
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     add_commands(subparsers)
     add_maintenance(subparsers)
+    add_rollouts(subparsers)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

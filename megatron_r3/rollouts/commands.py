@@ -1,0 +1,156 @@
+"""The commands `megatron-r3 rollouts ...`; what they need is imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_r3.rollouts.arguments import (
+    Commands,
+    add_model,
+    add_reward,
+    add_shard_size,
+    number,
+)
+from megatron_r3.rollouts.convert_commands import add_convert
+
+__all__ = ["add_rollouts"]
+
+
+def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
+    """Register `rollouts` and its commands; each sets `run`, which takes the parsed arguments."""
+    text = "collect rollouts from an engine, look at them, check and convert them"
+    parser = subparsers.add_parser("rollouts", help=text, description=text)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_collect(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
+    add_convert(commands)
+
+
+def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
+    text = "sample every prompt from a vLLM or SGLang server, reward and store each response once"
+    parser = commands.add_parser(
+        "collect",
+        help=text,
+        description=f"{text}. Run again after a kill, it goes on where it stopped.",
+    )
+    add = parser.add_argument
+    add("--engine", required=True, choices=("vllm", "sglang"))
+    add("--url", required=True, help="of the server: http://127.0.0.1:8000")
+    add("--prompts", required=True, type=Path, metavar="FILE", help="JSON lines")
+    add("--out", required=True, type=Path, metavar="DIR", help="the rollout store")
+    add("--n", required=True, type=number(int, 1), help="samples of each prompt")
+    add_reward(parser)
+    add_model(parser)
+    add("--max-tokens", type=number(int, 1), default=1024, help="of a response (default: 1024)")
+    add("--temperature", type=number(float, 0), default=1.0, help="default: 1")
+    add("--top-p", type=number(float, 0, 1), default=1.0, help="default: 1")
+    add("--seed", type=int, help="gives each sample a seed of its own (default: the engine's)")
+    add_shard_size(parser)
+    add("--concurrency", type=number(int, 1), default=32, help="requests at a time (default: 32)")
+    add("--timeout", type=number(float, 0.001), default=600.0, help="seconds (default: 600)")
+    add("--retries", type=number(int, 0), default=6, help="after no answer (default: 6)")
+    add("--retry-pause", type=number(float, 0), default=0.5, help="first one (default: 0.5 s)")
+    text = "after a response that cannot be used (default: 2)"
+    add("--refused-retries", type=number(int, 0), default=2, help=text)
+    parser.set_defaults(run=run_collect)
+
+
+def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
+    text = "say what stores hold: rollouts, rewards, lengths, sizes, how even the experts' load is"
+    parser = commands.add_parser("inspect", help=text, description=text)
+    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR")
+    parser.add_argument("--layers", action="store_true", help="the experts' load in each layer")
+    parser.add_argument("--json", action="store_true", help="all of it, for programs")
+    parser.set_defaults(run=run_inspect)
+
+
+def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
+    text = "check every byte and id of stores, and with --model that they are of its router weights"
+    parser = commands.add_parser("verify", help=text, description=text)
+    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR")
+    add_model(parser, required=False)
+    parser.set_defaults(run=run_verify)
+
+
+def run_collect(args: argparse.Namespace) -> int:
+    """Collect, then say what the store has."""
+    try:
+        return _collect(args)
+    except KeyboardInterrupt:  # before anything was sampled, or a second time
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from megatron_r3.rollouts.collect import Interrupted, Plan, collect
+    from megatron_r3.rollouts.dialects import Sampling
+    from megatron_r3.rollouts.model import read_model
+    from megatron_r3.rollouts.prompts import read_prompts
+    from megatron_r3.rollouts.reward import load_reward
+    from megatron_r3.rollouts.server import Server
+
+    server = Server(
+        args.engine, args.url, args.concurrency, args.timeout, args.retries, args.retry_pause
+    )
+    plan = Plan(
+        prompts=read_prompts(args.prompts),
+        n=args.n,
+        sampling=Sampling(args.max_tokens, args.temperature, args.top_p, args.seed),
+        reward=load_reward(args.reward),
+        model=read_model(args.model),
+        out=args.out,
+        policy_version=args.policy_version,
+        shard_size=args.shard_size,
+        refused_retries=args.refused_retries,
+    )
+    if not plan.model.router_fingerprint:
+        print(f"{args.model} has no weights: no router fingerprint is stored", file=sys.stderr)
+    try:
+        done = collect(server, plan)
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        return 128 + error.number
+    print(
+        f"{args.out} has all {done.total} rollouts: {done.before} were there, {done.stored} new "
+        f"({done.tokens} tokens; {done.retries} retries, {done.refused} responses refused)"
+    )
+    return 0
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Print a table of the stores, then how their routes are spread."""
+    import json
+
+    from megatron_r3.rollouts.inspect import inspect_store
+    from megatron_r3.rollouts.table import histogram, table
+
+    stores = [inspect_store(directory) for directory in args.stores]
+    if args.json:
+        print(json.dumps(stores))
+        return 0
+    print(table(stores))
+    for store in stores:
+        print(f"\nrows of each expert, {store['directory']}:")
+        print(histogram(store, args.layers, sys.stdout.encoding or ""))
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Print a line for each store that is whole."""
+    from megatron_r3.rollouts.model import read_model
+    from megatron_r3.rollouts.verify import verify_store
+
+    model = read_model(args.model) if args.model else None
+    for directory in args.stores:
+        store = verify_store(directory, model)
+        what = "every byte and id"
+        if model is not None:
+            stamped = model.router_fingerprint and store.info.router_fingerprint
+            what += f", {model.name}'s shape" + (" and router weights" if stamped else "")
+        print(f"{directory}: {len(store)} rollouts in {len(store.shards)} shards, {what}")
+        if model is not None and not stamped:
+            print(f"{directory}: router weights not compared: no fingerprint", file=sys.stderr)
+    return 0

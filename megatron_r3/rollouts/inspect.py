@@ -1,0 +1,172 @@
+"""What a store holds, in numbers: its rollouts, and how its routes are spread.
+
+Shape suffixes: L MoE layers, T rows, K top-k, E experts, M rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.store import RolloutStore, StoreError
+
+__all__ = ["inspect_store"]
+
+CHUNK = 1 << 15  # rows read at a time
+
+
+def inspect_store(directory: Path) -> dict[str, Any]:
+    """Everything about a store that JSON can hold (docs/rollout-store.md); reads all of it.
+
+    Raises:
+        StoreError: it is damaged.
+    """
+    store = RolloutStore([directory], mixed_policies=True)
+    routes = _read_routes(store)
+    size = sum(shard.path.stat().st_size for shard in store.shards)
+    num_tokens = int(store.column("num_tokens").sum())
+    return {
+        "directory": str(directory),
+        "shards": len(store.shards),
+        "rollouts": len(store),
+        "tokens": num_tokens,
+        "bytes": size,
+        "bytes_per_token": size / num_tokens,
+        **_source(store),
+        **_prompts(store),
+        "reward": _spread(store.column("reward").astype(float)),
+        **_responses(store),
+        "missing_rows": routes.missing / max(routes.rows, 1),
+        "repeated_rows": routes.repeated / max(routes.pairs, 1),
+        "layers": [
+            _layer(hidden, routes.counts_LE[i], routes.repeated_L[i] / max(routes.pairs, 1))
+            for i, hidden in enumerate(store.info.moe_layers)
+        ],
+        "all_layers": _layer(None, routes.counts_LE.sum(0), routes.repeated / max(routes.pairs, 1)),
+    }
+
+
+def _source(store: RolloutStore) -> dict[str, Any]:
+    info = store.info
+    versions, counts = np.unique(store.column("policy_version"), return_counts=True)
+    prints = {shard.info.router_fingerprint for shard in store.shards}
+    return {
+        "engine": info.engine,
+        "engine_version": info.engine_version,
+        "model": info.model,
+        "num_experts": info.num_experts,
+        "topk": info.topk,
+        "moe_layers": list(info.moe_layers),
+        "router_fingerprints": sorted(list(one) for one in prints if one),
+        "policy_versions": {str(v): int(c) for v, c in zip(versions, counts, strict=True)},
+    }
+
+
+def _prompts(store: RolloutStore) -> dict[str, Any]:
+    """How many prompts, of how many rollouts, and how many whose rewards are all the same."""
+    reward_M = store.column("reward")
+    _, group_M, counts = np.unique(store.groups(), return_inverse=True, return_counts=True)
+    least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
+    np.minimum.at(least, group_M, reward_M)
+    np.maximum.at(most, group_M, reward_M)
+    return {
+        "prompts": len(counts),
+        "rollouts_per_prompt": [int(counts.min()), int(counts.max())],
+        "prompts_of_one_reward": int((least == most).sum()),
+    }
+
+
+def _responses(store: RolloutStore) -> dict[str, Any]:
+    lengths, total = [], 0.0
+    for rollout in range(len(store)):
+        fields = store.fields(rollout)
+        lengths.append(int(fields["response"].sum()))
+        total += float(fields["logprobs"][fields["response"]].sum(dtype=np.float64))
+    return {
+        "response_tokens": sum(lengths),
+        "response_length": _spread(np.array(lengths, float)),
+        "logprob_mean": total / max(sum(lengths), 1),
+    }
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "min": float(values.min()),
+        "median": float(np.median(values)),
+        "max": float(values.max()),
+    }
+
+
+def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[str, Any]:
+    """The load of a layer's experts; `uneven` is the busiest one's, in units of the mean."""
+    mean = counts_E.mean()
+    return {
+        "layer": hidden,
+        "experts": counts_E.tolist(),
+        "uneven": float(counts_E.max() / mean) if mean else 0.0,
+        "busiest": int(counts_E.argmax()),
+        "unused": int((counts_E == 0).sum()),
+        "repeated_rows": repeated,
+    }
+
+
+@dataclass
+class _Routes:
+    """Counts over all rows.
+
+    Attributes:
+        rows, missing: all, and those that the engine returned no route for.
+        pairs: rows whose previous token has a row too, both recorded.
+        repeated, repeated_L: pairs of the same row in all layers, and in each.
+        counts_LE: rows of each expert.
+    """
+
+    repeated_L: np.ndarray
+    counts_LE: np.ndarray
+    rows: int = 0
+    missing: int = 0
+    pairs: int = 0
+    repeated: int = 0
+
+
+def _read_routes(store: RolloutStore) -> _Routes:
+    layers, experts = len(store.info.moe_layers), store.info.num_experts
+    seen = _Routes(np.zeros(layers, np.int64), np.zeros((layers, experts), np.int64))
+    for ids_LTK, recorded_T, follows_T in _chunks(store):
+        seen.rows += len(recorded_T)
+        seen.missing += int((~recorded_T).sum())
+        for layer, ids_TK in enumerate(ids_LTK):
+            counts = np.bincount(ids_TK[recorded_T].reshape(-1), minlength=experts)
+            if len(counts) > experts:
+                raise StoreError(
+                    f"{store.shards[0].path.parent}: MoE layer {layer} has an expert id "
+                    f"{len(counts) - 1} of {experts}: damaged; rollouts verify says where"
+                )
+            seen.counts_LE[layer] += counts
+        pair_T = recorded_T[1:] & recorded_T[:-1] & follows_T[1:]
+        same_LT = (ids_LTK[:, 1:] == ids_LTK[:, :-1]).all(-1) & pair_T
+        seen.pairs += int(pair_T.sum())
+        seen.repeated_L += same_LT.sum(1)
+        seen.repeated += int(same_LT.all(0).sum())
+    return seen
+
+
+def _chunks(store: RolloutStore) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Ids, recorded bits and whether a row follows the one before, of whole rollouts together."""
+    layers = range(len(store.info.moe_layers))
+    rollout, batch = 0, []
+    while rollout < len(store):
+        rows_T = store.row_ids(rollout)
+        follows_T = np.arange(len(rows_T)) > 0
+        batch.append((rows_T, follows_T))
+        rollout += 1
+        if rollout == len(store) or sum(len(rows) for rows, _ in batch) >= CHUNK:
+            rows = np.concatenate([rows for rows, _ in batch])
+            yield (*store.routes(rows, layers), np.concatenate([f for _, f in batch]))
+            batch = []

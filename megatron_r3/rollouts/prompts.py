@@ -1,0 +1,111 @@
+"""Prompts as JSON lines: what is asked, and what names it in the store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Prompt", "PromptError", "read_prompts"]
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be used; the message names file and line."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompt file.
+
+    Attributes:
+        where: file and line, for messages.
+        group: what the store calls it.
+        content: token ids, a text, or the messages of a chat.
+        fields: the whole line, as the reward function gets it.
+    """
+
+    where: str
+    group: int
+    content: list[int] | str | list[dict[str, Any]]
+    fields: Mapping[str, Any]
+
+    @property
+    def tokens(self) -> list[int] | None:
+        """The token ids, where the line gives them."""
+        if isinstance(self.content, str) or isinstance(self.content[0], dict):
+            return None
+        return self.content  # type: ignore[return-value]
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the engine's chat template makes a prompt of it."""
+        return not isinstance(self.content, str) and isinstance(self.content[0], dict)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of JSON lines `{"prompt": ids or text}` or `{"messages": [...]}`.
+
+    The group is the line's `group`, else its `id` (a text: the first 63 bits of its SHA-256), else
+    the line's number, from 0 on.
+
+    Raises:
+        PromptError: a line that is no prompt, or two of one group.
+    """
+    prompts: dict[int, Prompt] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other line ends
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{path}: not readable ({error})") from error
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        prompt = _prompt(line, number, f"{path}, line {number + 1}")
+        if prompt.group in prompts:
+            raise PromptError(
+                f"{prompt.where}: group {prompt.group} is that of {prompts[prompt.group].where}; "
+                "each prompt has its own, --n samples of it"
+            )
+        prompts[prompt.group] = prompt
+    if not prompts:
+        raise PromptError(f"{path}: no prompts")
+    return list(prompts.values())
+
+
+def _prompt(line: str, number: int, where: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise PromptError(f"{where}: not JSON ({error})") from error
+    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+        raise PromptError(f"{where}: a prompt is an object with `prompt` or `messages`")
+    content = fields["prompt"] if "prompt" in fields else fields["messages"]
+    if "prompt" in fields:
+        if not isinstance(content, str) and not _all_ids(content):
+            raise PromptError(f"{where}: `prompt` is a text or a list of token ids from 0 on")
+    elif not isinstance(content, list) or not all(isinstance(one, dict) for one in content):
+        raise PromptError(f"{where}: `messages` is a list of objects")
+    if not content:
+        raise PromptError(f"{where}: the prompt is empty")
+    return Prompt(where, _group(fields, number, where), content, fields)
+
+
+def _all_ids(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
+        for token in content
+    )
+
+
+def _group(fields: Mapping[str, Any], number: int, where: str) -> int:
+    name = "group" if fields.get("group") is not None else "id"
+    value = fields.get(name)
+    if value is None:
+        return number
+    if name == "id" and isinstance(value, str):
+        return int.from_bytes(hashlib.sha256(value.encode()).digest()[:8], "big") >> 1
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise PromptError(f"{where}: `{name}` is a whole number of 64 bits; got {value!r}")
+    return value

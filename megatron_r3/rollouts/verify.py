@@ -1,0 +1,81 @@
+"""Check a store: every byte and id, that no rollout is there twice, and that it is a model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_r3.rollouts.model import Model
+from megatron_r3.store import RolloutStore, StoreError
+
+__all__ = ["verify_store"]
+
+
+def verify_store(directory: Path, model: Model | None = None) -> RolloutStore:
+    """Read all of a store; with a model, compare its MoE layers and router weights too.
+
+    Returns:
+        The store, which is whole.
+
+    Raises:
+        ValueError: naming the file, and the rollout, layer and token where there is one.
+    """
+    store = RolloutStore([directory], mixed_policies=True)
+    if model is not None:
+        _check_model(store, model)
+    store.verify()
+    _check_names(store)
+    if model is not None and model.vocab_size is not None:
+        _check_vocabulary(store, model.vocab_size)
+    return store
+
+
+def _check_names(store: RolloutStore) -> None:
+    """Refuse two rollouts of one (group, sample, policy_version)."""
+    names = ("policy_version", "group", "sample")
+    keys = np.stack([store.column(name) for name in names], axis=1)
+    _, first, index = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    again = np.flatnonzero(first[index.reshape(-1)] != np.arange(len(keys)))
+    if len(again):
+        rollout = int(again[0])
+        version, group, sample = keys[rollout].tolist()
+        raise StoreError(
+            f"{store.name(rollout)} is sample {sample} of group {group}, policy version {version}: "
+            f"so is {store.name(int(first[index.reshape(-1)[rollout]]))}"
+        )
+
+
+def _check_model(store: RolloutStore, model: Model) -> None:
+    shape = model.shape
+    for shard in store.shards:
+        info = shard.info
+        for name, got, wanted in (
+            ("MoE layers", list(info.moe_layers), list(shape.moe_layers)),
+            ("top-k", info.topk, shape.topk),
+            ("experts", info.num_experts, shape.num_experts),
+        ):
+            if got != wanted:
+                raise StoreError(f"{shard.path}: {name} {got}; {model.name} has {wanted}")
+        if not info.router_fingerprint or not model.router_fingerprint:
+            continue
+        pairs = zip(info.router_fingerprint, model.router_fingerprint, strict=True)
+        other = [shape.moe_layers[i] for i, (a, b) in enumerate(pairs) if a != b]
+        if other:
+            raise StoreError(
+                f"{shard.path}: sampled by other router weights than {model.name}'s in "
+                f"{len(other)} of {len(shape.moe_layers)} MoE layers, the first is hidden layer "
+                f"{other[0]}"
+            )
+
+
+def _check_vocabulary(store: RolloutStore, vocab_size: int) -> None:
+    for shard in store.shards:
+        beyond = np.flatnonzero(shard.tensors["tokens"] >= vocab_size)
+        if len(beyond):
+            rollout, place = shard.locate_token(int(beyond[0]))
+            token = int(shard.tensors["tokens"][beyond[0]])
+            raise StoreError(
+                f"{shard.path}: rollout {rollout}: token {place} is {token}; the vocabulary has "
+                f"{vocab_size}"
+            )
