@@ -99,6 +99,7 @@ def write_store(recorded: Recorded, folder: Path) -> Path:
             index // 4,
             0,
             Routes.from_array(ids, recorded.num_experts),
+            index % 4,
         )
         for index, (tokens, response, logprobs, ids) in enumerate(recorded.rollouts())
     ]

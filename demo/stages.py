@@ -6,15 +6,17 @@ import hashlib
 import json
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from demo import process, task
 from demo.model import GRPO, MODEL, PRETRAIN, arguments
 from megatron_r3.engines.sample import Sample, read_samples, read_source
 from megatron_r3.hf import router_fingerprint
+from megatron_r3.rollouts.rollout import to_rollout
 from megatron_r3.store import Rollout, StoreInfo, write_shard
 
 ROOT = Path(__file__).parents[1]
@@ -144,21 +146,14 @@ class _Once:
             self.stamp.write_text(self.digest)
 
 
-def rollout(sample: Sample) -> Rollout:
-    """A sample with its reward."""
-    prompt, num_tokens = sample.prompt_length, len(sample.tokens_N)
-    logprobs_N = np.zeros(num_tokens, np.float32)
-    logprobs_N[prompt:] = sample.logprobs_G
-    tokens = sample.tokens_N.tolist()
-    return Rollout(
-        sample.tokens_N,
-        np.arange(num_tokens) >= prompt,
-        logprobs_N,
-        task.reward(tokens[:prompt], tokens[prompt:]),
-        sample.group,
-        0,
-        sample.routes,
-    )
+def rollouts(samples: list[Sample]) -> Iterator[Rollout]:
+    """Samples with their rewards, numbered inside their groups."""
+    seen: Counter[int] = Counter()
+    for sample in samples:
+        tokens, prompt = sample.tokens_N.tolist(), sample.prompt_length
+        reward = task.reward(tokens[:prompt], tokens[prompt:])
+        yield to_rollout(sample, reward, sample.group, seen[sample.group], 0)
+        seen[sample.group] += 1
 
 
 def write_store(samples: Path, directory: Path, hf: Path) -> None:
@@ -173,4 +168,4 @@ def write_store(samples: Path, directory: Path, hf: Path) -> None:
         model="demo",
         router_fingerprint=router_fingerprint(hf, source.moe_layers),
     )
-    write_shard(directory, info, [rollout(sample) for sample in read_samples(samples)])
+    write_shard(directory, info, [*rollouts(read_samples(samples))])

@@ -79,13 +79,14 @@ def write_stores(model: Model, rollouts: list[Sampled], folder: Path) -> dict[st
     stores = {}
     for name, change in changes.items():
         routes = change([r.routes_LTK for r in rollouts])
-        stored = [_stored(r, ids) for r, ids in zip(rollouts, routes, strict=True)]
+        numbered = enumerate(zip(rollouts, routes, strict=True))
+        stored = [_stored(r, ids, number) for number, (r, ids) in numbered]
         write_shard(folder / name, info, stored)
         stores[name] = folder / name
     return stores
 
 
-def _stored(sampled: Sampled, ids_LTK: np.ndarray) -> Rollout:
+def _stored(sampled: Sampled, ids_LTK: np.ndarray, number: int) -> Rollout:
     return Rollout(
         sampled.tokens,
         sampled.response,
@@ -94,4 +95,5 @@ def _stored(sampled: Sampled, ids_LTK: np.ndarray) -> Rollout:
         sampled.group,
         0,
         Routes.from_array(ids_LTK, EXPERTS, sampled.recorded_T),
+        number,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_r3.rollouts.arguments import (
     Commands,
@@ -63,6 +64,10 @@ def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("inspect", help=text, description=text)
     parser.add_argument("stores", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--layers", action="store_true", help="the experts' load in each layer")
+    text = "compare with transformers, which runs some of the rollouts with these weights"
+    parser.add_argument("--model", type=Path, metavar="DIR", help=text)
+    text = "how many, spread over the store (default: 8)"
+    parser.add_argument("--agreement", type=number(int, 1), default=8, metavar="N", help=text)
     parser.add_argument("--json", action="store_true", help="all of it, for programs")
     parser.set_defaults(run=run_inspect)
 
@@ -128,6 +133,9 @@ def run_inspect(args: argparse.Namespace) -> int:
     from megatron_r3.rollouts.table import histogram, table
 
     stores = [inspect_store(directory) for directory in args.stores]
+    warnings = _agreement(args, stores) if args.model else []
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if args.json:
         print(json.dumps(stores))
         return 0
@@ -136,6 +144,16 @@ def run_inspect(args: argparse.Namespace) -> int:
         print(f"\nrows of each expert, {store['directory']}:")
         print(histogram(store, args.layers, sys.stdout.encoding or ""))
     return 0
+
+
+def _agreement(args: argparse.Namespace, stores: list[dict[str, Any]]) -> list[str]:
+    from megatron_r3.rollouts.agreement import measure_agreement, warnings_of
+
+    warnings = []
+    for directory, store in zip(args.stores, stores, strict=True):
+        store["agreement"] = measure_agreement(directory, args.model, args.agreement)
+        warnings += warnings_of(directory, store["agreement"], store["moe_layers"])
+    return warnings
 
 
 def run_verify(args: argparse.Namespace) -> int:

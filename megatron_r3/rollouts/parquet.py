@@ -65,6 +65,7 @@ def _schema() -> pa.Schema:
             ("reward", pa.float32()),
             *((name, pa.list_(kind)) for name, kind in lists),
             ("recorded", pa.list_(pa.bool_())),
+            ("turns", pa.list_(pa.list_(pa.int32(), 2))),
             *texts,
         ]
     )
@@ -77,6 +78,7 @@ def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[st
         "prompt_length": int(np.argmax(fields["response"])),
         "reward": float(shard.tensors["reward"][index]),
         **fields,
+        "turns": shard.turns(index).tolist(),
         "shard": shard.path.name,
         "engine": shard.info.engine,
         "engine_version": shard.info.engine_version,

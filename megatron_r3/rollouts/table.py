@@ -52,6 +52,17 @@ def _column(store: dict[str, Any]) -> dict[str, str]:
         "rows like the one before": f"{store['repeated_rows']:.2%}",
         "busiest expert": f"{_worst(store)}; {all_layers['uneven']:.2f} over all layers",
         "unused experts": str(sum(layer["unused"] for layer in store["layers"])),
+        **(_agreement(store["agreement"]) if "agreement" in store else {}),
+    }
+
+
+def _agreement(measured: dict[str, Any]) -> dict[str, str]:
+    return {
+        "compared with transformers": f"{measured['rollouts']} rollouts, "
+        f"{measured['tokens']} sampled tokens",
+        "same routes, by layer": " ".join(f"{share:.3f}" for share in measured["routes"]),
+        "k3 KL, mean |dlogp|": f"{measured['k3_kl']:.5f}, {measured['abs_dlogp']:.5f}",
+        "ratio outside 1/2..2": f"{measured['extreme']:.3%}",
     }
 
 

@@ -185,7 +185,6 @@ class RolloutStore:
         shard, index, _ = self._find(rollout)
         fields = self.fields(rollout)
         rows_U = np.arange(shard.row_start_M[index], shard.row_start_M[index + 1])
-        turns = slice(2 * shard.turn_start_M[index], 2 * shard.turn_start_M[index + 1])
         routes = Routes.from_array(
             shard.read_routes(rows_U, range(len(self.info.moe_layers))),
             self.info.num_experts,
@@ -201,7 +200,7 @@ class RolloutStore:
             int(shard.tensors["policy_version"][index]),
             routes,
             int(shard.tensors["sample"][index]),
-            np.array(shard.tensors["turns"][turns]).reshape(-1, 2),
+            shard.turns(index),
         )
 
     def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -140,6 +140,11 @@ class Shard:
                 self._read(ids_LUK[index, start:end], row * row_bytes)
         return ids_LUK
 
+    def turns(self, rollout: int) -> np.ndarray:
+        """First token and end of each of a rollout's turns, int32 `[U, 2]`."""
+        bounds = slice(2 * self.turn_start_M[rollout], 2 * self.turn_start_M[rollout + 1])
+        return np.array(self.tensors["turns"][bounds]).reshape(-1, 2)
+
     def verify(self) -> None:
         """Read everything: checksums, values, the range of every id, that no row repeats one.
 
