@@ -13,12 +13,19 @@ if TYPE_CHECKING:
     from megatron_r3.store.reader import RolloutStore
 
 __all__ = [
+    "hybrid_pattern",
     "local_moe_layers",
     "local_routers",
     "moe_layer_indices",
     "shape_differences",
     "unwrapped",
 ]
+
+
+def hybrid_pattern(config: Any) -> str:
+    """The layers of a hybrid model, a letter each; empty for another one. Renamed with 0.17."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return next((pattern for name in names if (pattern := getattr(config, name, None))), "")
 
 
 def moe_layer_indices(config: Any) -> tuple[int, ...]:
@@ -31,7 +38,7 @@ def moe_layer_indices(config: Any) -> tuple[int, ...]:
     Args:
         config: a TransformerConfig (not of a hybrid model) or the parsed arguments.
     """
-    pattern = getattr(config, "hybrid_layer_pattern", None)
+    pattern = hybrid_pattern(config)
     if pattern:
         layers = pattern.split("/")[0].replace("|", "")
         return tuple(i for i, kind in enumerate(layers) if kind == "E")

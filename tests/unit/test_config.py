@@ -6,6 +6,7 @@ import pytest
 
 from megatron_r3.seams.config import refusals
 from megatron_r3.seams.layers import moe_layer_indices
+from megatron_r3.seams.training import _check_store
 
 GOOD = {"num_moe_experts": 8, "moe_router_load_balancing_type": "aux_loss"}
 
@@ -83,6 +84,28 @@ def test_moe_layers_follow_megatrons_rule(frequency, layers):
     assert moe_layer_indices(SimpleNamespace(num_layers=5, moe_layer_freq=frequency)) == layers
 
 
-def test_moe_layers_of_a_hybrid_model_are_those_of_its_pattern():
-    config = SimpleNamespace(num_layers=6, moe_layer_freq=1, hybrid_layer_pattern="*E|M-|EE/*E/*E")
+HYBRID = ["hybrid_layer_pattern", "hybrid_override_pattern"]  # from 0.17 on, before
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_moe_layers_of_a_hybrid_model_are_those_of_its_pattern(name):
+    config = SimpleNamespace(num_layers=6, moe_layer_freq=1, **{name: "*E|M-|EE/*E/*E"})
     assert moe_layer_indices(config) == (1, 4, 5)
+
+
+def refused_with_rollouts(**more):
+    args = {"rollouts": ["store"], "rollouts_clip_eps": 0.2, "rollouts_pack": False, **more}
+    with pytest.raises(ValueError) as refusal:  # before the store is looked at
+        _check_store(SimpleNamespace(micro_batch_size=1, **args), None)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_pack_does_not_go_through_recurrent_layers(name):
+    told = refused_with_rollouts(rollouts_pack=True, **{name: "M*M*"})
+    assert "--rollouts-pack with the hybrid pattern M*M*" in told
+
+
+def test_legacy_models_have_routers_that_would_not_ask():
+    told = refused_with_rollouts(use_legacy_models=True)
+    assert "not together with --use-legacy-models" in told
