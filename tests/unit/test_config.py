@@ -44,7 +44,13 @@ def test_every_refusal_is_in_the_list():
 
 
 @pytest.mark.parametrize(
-    "graph", [{"cuda_graph_modules": []}, {"cuda_graph_impl": "full_iteration"}]
+    "graph",
+    [
+        {"cuda_graph_modules": []},
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_modules": ["attn"]},  # of GPT layers it holds the MoE part too
+        {"cuda_graph_scope": ["attn"]},
+    ],
 )
 def test_whole_layer_graphs_are_refused(graph):
     assert refusals(SimpleNamespace(**GOOD, **{"cuda_graph_impl": "local", **graph}))
@@ -53,13 +59,14 @@ def test_whole_layer_graphs_are_refused(graph):
 @pytest.mark.parametrize(
     "graph",
     [
-        {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},  # 0.16, 0.17
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},  # 0.16, 0.17
+        {"cuda_graph_impl": "local", "cuda_graph_modules": ["mlp", "mamba"]},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"},  # 0.15
         {"external_cuda_graph": True, "cuda_graph_scope": "attn"},
     ],
 )
-def test_a_graph_of_attention_alone_is_accepted(graph):
+def test_a_graph_without_a_router_is_accepted(graph):
     assert refusals(SimpleNamespace(**GOOD, **graph)) == []
 
 
