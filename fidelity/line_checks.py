@@ -31,6 +31,7 @@ Result = tuple[bool, str]
 LAYOUTS_OFF = {
     "1 process": (1, ""),
     "EP2": (2, "--expert-model-parallel-size 2"),
+    "EP2, all-gather": (2, "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather"),
     "PP2": (2, "--pipeline-model-parallel-size 2"),
 }
 
