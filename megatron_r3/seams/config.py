@@ -70,6 +70,7 @@ def refusals(config: Any) -> list[str]:
         "use cuda_graph_impl=transformer_engine for attn alone": _captures_router(config),
         "moe_router_padding_for_quantization routes padding to experts that no rollout recorded; "
         "unset it": on("moe_router_padding_for_quantization") or on("moe_router_padding_for_fp8"),
+        "flextron puts a top-k of its own into the routers; unset it": on("flextron"),
         "transformer_impl=inference_optimized is not a training implementation": (
             getattr(config, "transformer_impl", None) == "inference_optimized"
         ),

@@ -22,6 +22,7 @@ WRONG = {
     "moe_router_fusion": {"moe_router_fusion": True},
     "CUDA graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
     "padding_for_quantization": {"moe_router_padding_for_quantization": True},
+    "flextron": {"flextron": True},
     "inference_optimized": {"transformer_impl": "inference_optimized"},
 }
 
