@@ -160,7 +160,7 @@ def _replay(checked: Checked) -> Result:
     rows = [table.row(case) for case in cases]
     failed = [f"{row['case']}: {row.get('error', row)}" for row in rows if not passed(row)]
     detail = ", ".join(case.name for case in cases)
-    return not failed, "\n".join(failed) if failed else f"{len(cases)} cases: {detail}"
+    return bool(cases) and not failed, "\n".join(failed) or f"{len(cases)} cases: {detail}"
 
 
 CHECKS: dict[str, Callable[[Checked], Result]] = {
