@@ -33,11 +33,15 @@ def collect(models: list[torch.nn.Module], gradients: dict[int, torch.Tensor]) -
         gradients: by id of the parameter.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.transformer import utils
     from megatron.core.utils import unwrap_model
 
+    metadata = None
+    if hasattr(utils, "ensure_metadata_has_dp_cp_group"):  # 0.16 does not make it itself
+        metadata = utils.ensure_metadata_has_dp_cp_group(None)
     pieces = []
     for model in models:
-        state = unwrap_model(model).sharded_state_dict(prefix="")
+        state = unwrap_model(model).sharded_state_dict(prefix="", metadata=metadata)
         state = dict(_with(state, gradients))
         apply_factories(state)
         for tensor in _tensors(state, ShardedTensor):

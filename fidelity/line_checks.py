@@ -31,6 +31,7 @@ Result = tuple[bool, str]
 LAYOUTS_OFF = {
     "1 process": (1, ""),
     "EP2": (2, "--expert-model-parallel-size 2"),
+    "EP2, all-gather": (2, "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather"),
     "PP2": (2, "--pipeline-model-parallel-size 2"),
 }
 
@@ -159,7 +160,7 @@ def _replay(checked: Checked) -> Result:
     rows = [table.row(case) for case in cases]
     failed = [f"{row['case']}: {row.get('error', row)}" for row in rows if not passed(row)]
     detail = ", ".join(case.name for case in cases)
-    return not failed, "\n".join(failed) if failed else f"{len(cases)} cases: {detail}"
+    return bool(cases) and not failed, "\n".join(failed) or f"{len(cases)} cases: {detail}"
 
 
 CHECKS: dict[str, Callable[[Checked], Result]] = {

@@ -37,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         matrix = read_matrix(patches_folder())
         trees = [*_trees(matrix, args.line, args.repo)]
+        if not trees:
+            where = "has no commit" if args.repo else "is not on PyPI: give --repo CLONE"
+            raise PatchingError(f"nothing to check: {args.line or 'every line'} {where}")
     except PatchingError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

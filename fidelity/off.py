@@ -48,8 +48,12 @@ def weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 STEPS = 3
-_ARGUMENTS = """--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --moe-aux-loss-coeff 1e-2
---moe-router-load-balancing-type aux_loss --recompute-granularity selective --recompute-modules moe
+# every loss and count that the patches of the router touch
+_ARGUMENTS = """--micro-batch-size 2 --global-batch-size 8 --lr 1e-3
+--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss
+--moe-aux-loss-coeff 1e-2 1e-2 1e-2 --moe-z-loss-coeff 1e-3
+--moe-router-score-function sigmoid --moe-router-enable-expert-bias
+--recompute-granularity selective --recompute-modules moe
 """
 
 

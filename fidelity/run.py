@@ -54,6 +54,9 @@ def main(argv: list[str] | None = None) -> int:
         cases = [case for case in cases if case.runs_on(patched, line)]
         if left_out:
             print(f"not on {name}, of {line}: {', '.join(left_out)}")
+        if not cases:
+            print("error: no case is left", file=sys.stderr)
+            return 2
         with TreeWorker(patched, preload=[training_or_core(patched)]) as worker:
             rows = run(cases, Table(worker, folder, name), args.verbose)
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; the same command again goes on", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ from megatron_r3.seams import deferred
 __all__ = ["check_config", "refusals"]
 
 
+# what any graph may hold. A "local" one of "attn" holds the whole layer, but for those of a hybrid
+# model (megatron/core/transformer/transformer_layer.py, create_mcore_cudagraph_manager)
+_NO_ROUTER = {"mlp", "mamba", "full_iteration_inference"}
+
+
 def _captures_router(config: Any) -> bool:
     """Whether a CUDA graph holds the router: its first routes would be baked in.
 
@@ -23,10 +28,10 @@ def _captures_router(config: Any) -> bool:
     if implementation == "none":
         return False
     held = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None)
-    if isinstance(held, str):  # 0.15: only Transformer Engine's graphs can hold attention alone
-        return (implementation, held) != ("transformer_engine", "attn")
-    names = {getattr(module, "name", module) for module in held or []}
-    return not names or bool({"moe", "moe_router", "full", "full_iteration"} & names)
+    held = [held] if isinstance(held, str) else held or []
+    names = {getattr(module, "name", module) for module in held}
+    harmless = _NO_ROUTER | ({"attn"} if implementation == "transformer_engine" else set())
+    return not names or bool(names - harmless)
 
 
 def refusals(config: Any) -> list[str]:
@@ -62,9 +67,10 @@ def refusals(config: Any) -> list[str]:
         "moe_router_fusion chooses experts inside a kernel that does not know the routes; "
         "unset it": on("moe_router_fusion"),
         "a CUDA graph that captures the router would repeat the routes of its first microbatch; "
-        "leave moe_router out of it": _captures_router(config),
+        "use cuda_graph_impl=transformer_engine for attn alone": _captures_router(config),
         "moe_router_padding_for_quantization routes padding to experts that no rollout recorded; "
         "unset it": on("moe_router_padding_for_quantization") or on("moe_router_padding_for_fp8"),
+        "flextron puts a top-k of its own into the routers; unset it": on("flextron"),
         "transformer_impl=inference_optimized is not a training implementation": (
             getattr(config, "transformer_impl", None) == "inference_optimized"
         ),

@@ -13,12 +13,19 @@ if TYPE_CHECKING:
     from megatron_r3.store.schema import StoreInfo
 
 __all__ = [
+    "hybrid_pattern",
     "local_moe_layers",
     "local_routers",
     "moe_layer_indices",
     "shape_differences",
     "unwrapped",
 ]
+
+
+def hybrid_pattern(config: Any) -> str:
+    """The layers of a hybrid model, a letter each; empty for another one. Renamed with 0.17."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return next((pattern for name in names if (pattern := getattr(config, name, None))), "")
 
 
 def moe_layer_indices(config: Any) -> tuple[int, ...]:
@@ -31,7 +38,7 @@ def moe_layer_indices(config: Any) -> tuple[int, ...]:
     Args:
         config: a TransformerConfig (not of a hybrid model) or the parsed arguments.
     """
-    pattern = getattr(config, "hybrid_layer_pattern", None)
+    pattern = hybrid_pattern(config)
     if pattern:
         layers = pattern.split("/")[0].replace("|", "")
         return tuple(i for i, kind in enumerate(layers) if kind == "E")
@@ -56,27 +63,29 @@ def local_routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
     """This model chunk's decoder routers by Megatron's layer number (from 1, pipeline included)."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    return {
-        module.layer_number: module
-        for module in model.modules()
-        if isinstance(module, TopKRouter) and not _in_mtp(module)
-    }
+    return _by_number(model, TopKRouter)
 
 
 def local_moe_layers(model: torch.nn.Module) -> dict[int, BaseMoELayer]:
     """This model chunk's decoder MoE layers by Megatron's layer number."""
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-    return {
-        module.layer_number: module
-        for module in model.modules()
-        if isinstance(module, BaseMoELayer) and not _in_mtp(module.router)
-    }
+    return _by_number(model, BaseMoELayer)
 
 
-def _in_mtp(router: TopKRouter) -> bool:
-    # before 0.17 routers do not know; keep_live marks those that are asked for routes
-    return getattr(router, "is_mtp_layer", False)
+def _by_number(model: torch.nn.Module, kind: Any) -> dict[int, Any]:
+    """The modules of a kind, but for those of MTP layers.
+
+    These are known by where they are: before 0.17 a router in one does not know, and its number is
+    that of a decoder layer (0.15) or of none (0.16).
+    """
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    modules: list[Any] = [*model.modules()]
+    mtp_layers = [module for module in modules if isinstance(module, MultiTokenPredictionLayer)]
+    in_mtp = {module for layer in mtp_layers for module in layer.modules()}
+    found = [module for module in modules if isinstance(module, kind) and module not in in_mtp]
+    return {module.layer_number: module for module in found}
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -138,10 +138,9 @@ class RouterHook:
 
 
 def keep_live(module: torch.nn.Module) -> None:
-    """Mark the routers in an MTP layer, as upstream itself does from 0.17 on: they stay live."""
+    """Tell the routers in an MTP layer to stay live; from 0.17 on they know when they are made."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     for router in module.modules():
         if isinstance(router, TopKRouter):
-            router.is_mtp_layer = True
             router.router_replay.replays = False

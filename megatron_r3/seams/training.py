@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.seams.config import refusals
-from megatron_r3.seams.layers import shape_differences
+from megatron_r3.seams.layers import hybrid_pattern, shape_differences
 from megatron_r3.seams.refuse import refuse
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
@@ -30,6 +30,7 @@ NOT_WITH_ROLLOUTS = {
     "perform_rl_step": "it samples and trains in a loop of its own",
     "hybrid_context_parallel": "it moves whole samples between ranks",
     "logits_load_dir": "it brings its own loss",
+    "use_legacy_models": "they have routers of their own",  # up to 0.17
     "use_megatron_fsdp": "replay was not proved on sharded modules",
     "use_torch_fsdp2": "replay was not proved on sharded modules",
 }
@@ -75,10 +76,11 @@ def _check_options(args: Any) -> None:
             f"--rollouts-pack with --micro-batch-size {args.micro_batch_size}: a pack is a "
             "micro-batch; set it to 1 and raise --seq-length instead"
         )
-    if args.rollouts_pack and {*(getattr(args, "hybrid_layer_pattern", None) or "")} & {*"MG"}:
+    pattern = hybrid_pattern(args)
+    if args.rollouts_pack and {*pattern} & {*"MG"}:
         raise ValueError(
-            f"--rollouts-pack with --hybrid-layer-pattern {args.hybrid_layer_pattern}: the state "
-            "of its recurrent layers would run on from one rollout into the next; unset one"
+            f"--rollouts-pack with the hybrid pattern {pattern}: the state of its recurrent layers "
+            "would run on from one rollout into the next; unset one"
         )
     for other in (name for name in NOT_WITH_ROLLOUTS if getattr(args, name, None)):
         reason = NOT_WITH_ROLLOUTS[other]

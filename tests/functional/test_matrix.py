@@ -96,11 +96,12 @@ def test_a_layout_that_fails_is_named(checked: Checked, monkeypatch: pytest.Monk
     assert detail.startswith("wrong: ")
 
 
-def test_an_unknown_line_or_clone_is_refused(
+def test_where_there_is_nothing_to_check_it_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["--out", str(tmp_path / "matrix.json")]
-    for argv in (["--line", "core_r0.1.0"], ["--repo", str(tmp_path)]):
+    # main is not on PyPI
+    for argv in (["--line", "core_r0.1.0"], ["--repo", str(tmp_path)], ["--line", "main"]):
         assert main([*argv, *out]) == 2
         assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "matrix.json").exists()

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_r3.seams.config import refusals
 from megatron_r3.seams.layers import moe_layer_indices
+from megatron_r3.seams.training import _check_store
 
 GOOD = {"num_moe_experts": 8, "moe_router_load_balancing_type": "aux_loss"}
 
@@ -21,6 +22,7 @@ WRONG = {
     "moe_router_fusion": {"moe_router_fusion": True},
     "CUDA graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
     "padding_for_quantization": {"moe_router_padding_for_quantization": True},
+    "flextron": {"flextron": True},
     "inference_optimized": {"transformer_impl": "inference_optimized"},
 }
 
@@ -43,7 +45,13 @@ def test_every_refusal_is_in_the_list():
 
 
 @pytest.mark.parametrize(
-    "graph", [{"cuda_graph_modules": []}, {"cuda_graph_impl": "full_iteration"}]
+    "graph",
+    [
+        {"cuda_graph_modules": []},
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_modules": ["attn"]},  # of GPT layers it holds the MoE part too
+        {"cuda_graph_scope": ["attn"]},
+    ],
 )
 def test_whole_layer_graphs_are_refused(graph):
     assert refusals(SimpleNamespace(**GOOD, **{"cuda_graph_impl": "local", **graph}))
@@ -52,13 +60,14 @@ def test_whole_layer_graphs_are_refused(graph):
 @pytest.mark.parametrize(
     "graph",
     [
-        {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},  # 0.16, 0.17
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},  # 0.16, 0.17
+        {"cuda_graph_impl": "local", "cuda_graph_modules": ["mlp", "mamba"]},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"},  # 0.15
         {"external_cuda_graph": True, "cuda_graph_scope": "attn"},
     ],
 )
-def test_a_graph_of_attention_alone_is_accepted(graph):
+def test_a_graph_without_a_router_is_accepted(graph):
     assert refusals(SimpleNamespace(**GOOD, **graph)) == []
 
 
@@ -83,6 +92,28 @@ def test_moe_layers_follow_megatrons_rule(frequency, layers):
     assert moe_layer_indices(SimpleNamespace(num_layers=5, moe_layer_freq=frequency)) == layers
 
 
-def test_moe_layers_of_a_hybrid_model_are_those_of_its_pattern():
-    config = SimpleNamespace(num_layers=6, moe_layer_freq=1, hybrid_layer_pattern="*E|M-|EE/*E/*E")
+HYBRID = ["hybrid_layer_pattern", "hybrid_override_pattern"]  # from 0.17 on, before
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_moe_layers_of_a_hybrid_model_are_those_of_its_pattern(name):
+    config = SimpleNamespace(num_layers=6, moe_layer_freq=1, **{name: "*E|M-|EE/*E/*E"})
     assert moe_layer_indices(config) == (1, 4, 5)
+
+
+def refused_with_rollouts(**more):
+    args = {"rollouts": ["store"], "rollouts_clip_eps": 0.2, "rollouts_pack": False, **more}
+    with pytest.raises(ValueError) as refusal:  # before the store is looked at
+        _check_store(SimpleNamespace(micro_batch_size=1, **args), None)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_pack_does_not_go_through_recurrent_layers(name):
+    told = refused_with_rollouts(rollouts_pack=True, **{name: "M*M*"})
+    assert "--rollouts-pack with the hybrid pattern M*M*" in told
+
+
+def test_legacy_models_have_routers_that_would_not_ask():
+    told = refused_with_rollouts(use_legacy_models=True)
+    assert "not together with --use-legacy-models" in told

@@ -4,6 +4,7 @@ import pytest
 from patching_upstream import LINE, PACKAGE, README, ROUTER, TAG, make_upstream, run_cli
 
 from megatron_r3.cli import main
+from megatron_r3.patching import commands
 
 
 @pytest.fixture
@@ -73,6 +74,15 @@ def test_git_is_needed(upstream, monkeypatch, cli):
     monkeypatch.setenv("PATH", "")
     status, _, err = cli("apply", upstream.package)
     assert (status, err) == (1, "error: git is not installed, or not on PATH\n")
+
+
+def test_an_interrupt_is_told_in_one_line(upstream, monkeypatch, cli):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "identify", interrupted)
+    told = "error: interrupted; the same command again goes on\n"
+    assert cli("status", upstream.checkout) == (1, "", told)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["apply"], ["nothing"]])
