@@ -125,6 +125,7 @@ class HostRoutes:
         padding_T: bool.
         mean_tokens: the whole batch's real tokens, on average over the ranks that share it.
         rows_T: int64, the row ids.
+        packed: the bytes of the first three, one after the other, in pinned memory: they are views.
     """
 
     ids_LTK: np.ndarray
@@ -132,17 +133,40 @@ class HostRoutes:
     padding_T: np.ndarray
     rows_T: np.ndarray
     mean_tokens: float
+    packed: Tensor
+
+    @classmethod
+    def pack(
+        cls,
+        ids_LTK: np.ndarray,
+        live_T: np.ndarray,
+        padding_T: np.ndarray,
+        rows_T: np.ndarray,
+        mean_tokens: float,
+    ) -> HostRoutes:
+        """Put what goes to the device into one piece of memory, so that one copy takes it there."""
+        parts = (ids_LTK, live_T, padding_T)
+        size = sum(part.nbytes for part in parts)
+        packed = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        memory, views, start = packed.numpy(), [], 0
+        for part in parts:
+            view = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
+            view[...] = part
+            views.append(view)
+            start += part.nbytes
+        return cls(views[0], views[1], views[2], rows_T, mean_tokens, packed)
 
     def on_device(self, layer_numbers: list[int], device: Any) -> MicrobatchRoutes:
-        """A microbatch that has not run yet."""
-
-        def copy(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values).to(device, non_blocking=True)
-
+        """A microbatch that has not run yet; one copy."""
+        moved = self.packed.to(device, non_blocking=True, copy=True)
+        num_tokens, num_bytes = len(self.live_T), self.ids_LTK.nbytes
+        dtype = torch.uint8 if self.ids_LTK.dtype == np.uint8 else torch.int16
+        ids_LTK = moved[:num_bytes].view(dtype).reshape(self.ids_LTK.shape)
+        live_T, padding_T = moved[num_bytes:].view(torch.bool).split(num_tokens)
         return MicrobatchRoutes(
-            dict(zip(layer_numbers, copy(self.ids_LTK), strict=True)),
-            live_T=copy(self.live_T) if self.live_T.any() else None,
-            padding_T=copy(self.padding_T),
+            dict(zip(layer_numbers, ids_LTK, strict=True)),
+            live_T=live_T if self.live_T.any() else None,
+            padding_T=padding_T,
             mean_tokens=self.mean_tokens,
         )
 
@@ -165,4 +189,4 @@ def read_routes(
     if ids_LTK.dtype == np.uint16:
         ids_LTK = ids_LTK.astype(np.int16)  # torch has no gather for uint16
     live_T = ~recorded_T & ~padding_T
-    return HostRoutes(ids_LTK, live_T, padding_T, rows_T.numpy(), mean_tokens)
+    return HostRoutes.pack(ids_LTK, live_T, padding_T, rows_T.numpy(), mean_tokens)
