@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megatron_r3.routes import Routes
+from megatron_r3.routes import Routes, RoutesError
 from megatron_r3.store import Rollout, RolloutStore, StoreError, StoreInfo, write_shard
 from megatron_r3.store.dataset import RolloutDataset
 from megatron_r3.store.writer import metadata_of
@@ -108,6 +108,38 @@ def test_every_flipped_bit_and_every_truncation_is_refused(store_dir):
             opened(store_dir)
     path.write_bytes(whole)
     assert len(opened(store_dir)) == 5
+
+
+def test_mutated_shards_are_the_same_or_refused(store_dir):
+    """Some of a shard's bytes changed, cut, repeated or moved: never other rollouts."""
+    path = store_dir / "shard-00001.safetensors"
+    whole, rng = path.read_bytes(), np.random.default_rng(1)
+    kept = 0
+    for _ in range(1500):
+        data = bytearray(whole)
+        for _ in range(int(rng.integers(1, 4))):
+            at, size = int(rng.integers(len(data))), int(rng.integers(1, 40))
+            piece = data[int(rng.integers(len(data))) :][:size]
+            kind = rng.integers(4)
+            if kind == 0:
+                data[at : at + size] = rng.bytes(size)
+            elif kind == 1:
+                del data[at : at + size]
+            elif kind == 2:
+                data[at:at] = piece
+            else:
+                data[at : at + len(piece)] = piece
+        path.write_bytes(data)
+        try:
+            store = opened(store_dir)
+        except (StoreError, RoutesError):
+            continue
+        kept += 1
+        for index in range(2, 5):
+            got, want = store.rollout(index), ROLLOUTS[index]
+            assert np.array_equal(got.tokens_N, want.tokens_N)
+            assert np.array_equal(got.routes.ids_LTK, want.routes.ids_LTK)
+    assert kept < 50, "hardly any mutation was noticed"
 
 
 def rewrite(path, **changes):
