@@ -107,28 +107,18 @@ def _refuse_rows(
         )
 
 
-_CHUNK = 1 << 15  # ids compared at a time: they stay in the cache
+_BLOCK = 1 << 15  # rows compared at a time: they stay in the cache
 
 
 def _all_distinct(ids_LTK: np.ndarray, recorded_T: np.ndarray | None) -> bool:
     """Whether the ids of every recorded row are distinct, at memory speed; it names no culprit."""
     if recorded_T is not None and not recorded_T.all():
         ids_LTK = ids_LTK[:, recorded_T]
-    if not ids_LTK.size:
-        return True
-    topk = ids_LTK.shape[-1]
-    size = _CHUNK // topk * topk
-    place = np.arange(size) % topk
-    inside = [place + shift < topk for shift in range(topk)]  # both ids are of one row
-    equal = np.empty(size, bool)
-    ids = np.ascontiguousarray(ids_LTK).reshape(-1)
-    for start in range(0, len(ids), size):
-        chunk = ids[start : start + size]
-        for shift in range(1, topk):
-            num = len(chunk) - shift
-            np.equal(chunk[shift:], chunk[:-shift], out=equal[:num])
-            np.logical_and(equal[:num], inside[shift][:num], out=equal[:num])
-            if equal[:num].any():
+    rows = np.ascontiguousarray(ids_LTK).reshape(-1, ids_LTK.shape[-1])
+    for start in range(0, len(rows), _BLOCK):
+        planes = np.ascontiguousarray(rows[start : start + _BLOCK].T)  # one for each place in K
+        for shift in range(1, len(planes)):
+            if (planes[shift:] == planes[:-shift]).any():
                 return False
     return True
 
