@@ -9,15 +9,16 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 from zlib_ng import zlib_ng
 
 from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, Rollout, StoreError, StoreInfo
+from megatron_r3.store.stream import Streamed, write_safetensors
 
 __all__ = ["SHARD_GLOB", "checksum", "metadata_of", "write_shard"]
 
@@ -38,9 +39,8 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
         raise StoreError(f"{directory}: a shard holds at least one rollout")
     for index, rollout in enumerate(rollouts):
         _check(rollout, info, f"{directory}: rollout {index}")
-    tensors = _tensors(rollouts)
     directory.mkdir(parents=True, exist_ok=True)
-    return _publish(directory, tensors, metadata_of(info, tensors))
+    return _publish(directory, _tensors(rollouts), partial(_metadata, info))
 
 
 def _check(rollout: Rollout, info: StoreInfo, where: str) -> None:
@@ -54,9 +54,8 @@ def _check(rollout: Rollout, info: StoreInfo, where: str) -> None:
         )
 
 
-def _tensors(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    return {
-        "routes": np.concatenate([r.routes.ids_LTK for r in rollouts], axis=1),
+def _tensors(rollouts: Sequence[Rollout]) -> dict[str, Streamed]:
+    small: dict[str, np.ndarray] = {
         "recorded": np.concatenate([r.routes.recorded_T for r in rollouts]).astype(np.uint8),
         "tokens": np.concatenate([r.tokens_N for r in rollouts]).astype(np.int32),
         "response": np.concatenate([r.response_N for r in rollouts]).astype(np.uint8),
@@ -69,6 +68,18 @@ def _tensors(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
         "sample": np.array([r.sample for r in rollouts], np.int64),
         "policy_version": np.array([r.policy_version for r in rollouts], np.int64),
     }
+    first = rollouts[0].routes
+    shape = (first.num_layers, sum(r.routes.num_rows for r in rollouts), first.topk)
+    routes = Streamed(first.ids_LTK.dtype, shape, _layers(rollouts))
+    return {"routes": routes, **{n: Streamed(t.dtype, t.shape, [t]) for n, t in small.items()}}
+
+
+def _layers(rollouts: Sequence[Rollout]) -> Iterator[np.ndarray]:
+    """The routes of all rollouts, a layer at a time."""
+    rows_RK: np.ndarray | None = None
+    for layer in range(rollouts[0].routes.num_layers):
+        rows_RK = np.concatenate([r.routes.ids_LTK[layer] for r in rollouts], out=rows_RK)
+        yield rows_RK
 
 
 def checksum(tensor: np.ndarray) -> int:
@@ -78,28 +89,32 @@ def checksum(tensor: np.ndarray) -> int:
 
 def metadata_of(info: StoreInfo, tensors: dict[str, np.ndarray]) -> dict[str, str]:
     """A shard's header: the store's info and a checksum of each tensor, itself checksummed."""
+    return _metadata(info, {name: checksum(tensor) for name, tensor in tensors.items()})
+
+
+def _metadata(info: StoreInfo, crc32: Mapping[str, int]) -> dict[str, str]:
     body = json.dumps(
         {
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "info": asdict(info),
-            "crc32": {name: checksum(t) for name, t in tensors.items()},
+            "crc32": dict(crc32),
         },
         sort_keys=True,
     )
     return {"megatron_r3": body, "crc32": str(zlib.crc32(body.encode()))}
 
 
-def _publish(directory: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> Path:
+def _publish(
+    directory: Path,
+    tensors: Mapping[str, Streamed],
+    metadata_of: Callable[[Mapping[str, int]], dict[str, str]],
+) -> Path:
     descriptor, name = tempfile.mkstemp(dir=directory, prefix=".shard-", suffix=".tmp")
-    os.close(descriptor)
     try:
-        save_file(tensors, name, metadata)
-        descriptor = os.open(name, os.O_RDWR)
-        try:
+        with open(descriptor, "wb", buffering=0) as file:
+            write_safetensors(file, tensors, metadata_of)
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         os.chmod(name, 0o644)
         return _link_next(directory, name)
     finally:
