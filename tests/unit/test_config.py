@@ -6,7 +6,7 @@ import pytest
 
 from megatron_r3.seams.config import refusals
 from megatron_r3.seams.layers import moe_layer_indices
-from megatron_r3.seams.training import _check_store
+from megatron_r3.seams.training import _check_options
 
 GOOD = {"num_moe_experts": 8, "moe_router_load_balancing_type": "aux_loss"}
 
@@ -104,7 +104,7 @@ def test_moe_layers_of_a_hybrid_model_are_those_of_its_pattern(name):
 def refused_with_rollouts(**more):
     args = {"rollouts": ["store"], "rollouts_clip_eps": 0.2, "rollouts_pack": False, **more}
     with pytest.raises(ValueError) as refusal:  # before the store is looked at
-        _check_store(SimpleNamespace(micro_batch_size=1, **args), None)
+        _check_options(SimpleNamespace(micro_batch_size=1, **args))
     return str(refusal.value)
 
 
