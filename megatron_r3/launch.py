@@ -100,12 +100,10 @@ def watch_models(on_models: Callable[[list[torch.nn.Module]], None]) -> None:
 
 def _builder_config(args: Any) -> Any:
     """What builds the model from 0.19 on; None before."""
-    from megatron.training import arguments
-
-    if not hasattr(arguments, "parse_and_validate_args"):
+    try:
+        from megatron.training import argument_utils
+    except ImportError:  # 0.15
         return None
-    from megatron.training import argument_utils
-
     if not hasattr(argument_utils, "gpt_config_from_args"):
         return None
     if getattr(args, "hybrid_layer_pattern", None):

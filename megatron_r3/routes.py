@@ -42,6 +42,7 @@ def check_ids(
     recorded_T: np.ndarray | None = None,
     where: str = "routes",
     first_token: int = 0,
+    first_layer: int = 0,
 ) -> None:
     """Refuse ids that are out of range or repeated inside a recorded row.
 
@@ -50,13 +51,14 @@ def check_ids(
         num_experts: E, the experts of one MoE layer.
         recorded_T: bool; rows that are False were not captured and are not checked. None: all were.
         where: what the message calls the data (a file, a rollout, a request).
-        first_token: the token of row 0.
+        first_token, first_layer: what row 0 and layer 0 are called.
 
     Raises:
         RoutesError: naming the first wrong layer (index among the MoE layers) and token.
     """
-    _check_range(ids_LTK, num_experts, recorded_T, where, first_token)
-    _check_distinct(ids_LTK, recorded_T, where, first_token)
+    first = (first_layer, first_token)
+    _check_range(ids_LTK, num_experts, recorded_T, where, first)
+    _check_distinct(ids_LTK, recorded_T, where, first)
 
 
 def _check_range(
@@ -64,7 +66,7 @@ def _check_range(
     num_experts: int,
     recorded_T: np.ndarray | None,
     where: str,
-    first_token: int,
+    first: tuple[int, int],
 ) -> None:
     if ids_LTK.ndim != 3:
         raise RoutesError(f"{where}: routes are [layers, tokens, topk]; got shape {ids_LTK.shape}")
@@ -77,16 +79,16 @@ def _check_range(
     if ids_LTK.size and (ids_LTK.min() < 0 or ids_LTK.max() >= num_experts):
         outside_LT = np.asarray(((ids_LTK < 0) | (ids_LTK >= num_experts)).any(-1))
         what = f"an expert id outside 0..{num_experts - 1}"
-        _refuse_rows(ids_LTK, outside_LT, recorded_T, what, where, first_token)
+        _refuse_rows(ids_LTK, outside_LT, recorded_T, what, where, first)
 
 
 def _check_distinct(
-    ids_LTK: np.ndarray, recorded_T: np.ndarray | None, where: str, first_token: int
+    ids_LTK: np.ndarray, recorded_T: np.ndarray | None, where: str, first: tuple[int, int]
 ) -> None:
     if _all_distinct(ids_LTK, recorded_T):
         return
     twice_LT = ~distinct_rows(ids_LTK)
-    _refuse_rows(ids_LTK, twice_LT, recorded_T, "an expert twice in one row", where, first_token)
+    _refuse_rows(ids_LTK, twice_LT, recorded_T, "an expert twice in one row", where, first)
 
 
 def _refuse_rows(
@@ -95,14 +97,14 @@ def _refuse_rows(
     recorded_T: np.ndarray | None,
     what: str,
     where: str,
-    first_token: int,
+    first: tuple[int, int],
 ) -> None:
     if recorded_T is not None:
         bad_LT &= recorded_T
     if bad_LT.any():
         layer, row = (int(i) for i in np.argwhere(bad_LT)[0])
         raise RoutesError(
-            f"{where}: {what} at MoE layer {layer}, token {row + first_token}: "
+            f"{where}: {what} at MoE layer {layer + first[0]}, token {row + first[1]}: "
             f"{ids_LTK[layer, row].tolist()} ({int(bad_LT.sum())} such rows)"
         )
 
@@ -179,11 +181,12 @@ class Routes:
             raise RoutesError(
                 f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows"
             )
-        _check_range(ids_LTK, num_experts, recorded_T, where, first_token)
+        first = (0, first_token)
+        _check_range(ids_LTK, num_experts, recorded_T, where, first)
         kept_LTK = ids_LTK.astype(id_dtype(num_experts), copy=False)
         if not kept_LTK.flags.c_contiguous:
             kept_LTK = layer_major(kept_LTK.swapaxes(0, 1))
-        _check_distinct(kept_LTK, recorded_T, where, first_token)  # faster on the small copy
+        _check_distinct(kept_LTK, recorded_T, where, first)  # faster on the small copy
         if not recorded_T.all():
             kept_LTK = kept_LTK.copy()
             kept_LTK[:, ~recorded_T] = 0  # what was not captured may hold anything

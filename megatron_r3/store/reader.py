@@ -65,11 +65,13 @@ class RolloutStore:
         self.info: StoreInfo = self.shards[0].info
 
     def refresh(self) -> None:
-        """Open the shards that have come since.
+        """Open the shards that have come since, if the store is followed: another stays as it was.
 
         Raises:
             StoreError: one of them is damaged, or does not belong to the others.
         """
+        if self.shards and self.follow_s is None:
+            return
         with self._refreshing:
             known = {shard.path for shard in self.shards}
             for directory in self.directories:

@@ -267,11 +267,13 @@ class Shard:
         """Say the error again, with the rollout and the token inside it."""
         for rollout in range(self.num_rollouts):
             rows_U = np.arange(self.row_start_M[rollout], self.row_start_M[rollout + 1])
-            ids_LUK = np.zeros((layer + 1, len(rows_U), self.info.topk), self.dtype)
-            ids_LUK[:layer] = np.arange(self.info.topk)  # right, so that the layer has its number
-            ids_LUK[layer] = self.read_routes(rows_U, [layer])[0]
-            where = f"{self.path}: rollout {rollout}"
-            check_ids(ids_LUK, self.info.num_experts, recorded_R[rows_U], where)
+            check_ids(
+                self.read_routes(rows_U, [layer]),
+                self.info.num_experts,
+                recorded_R[rows_U],
+                f"{self.path}: rollout {rollout}",
+                first_layer=layer,
+            )
 
 
 def _body(path: Path, metadata: dict[str, str]) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from stored import INFO, ROLLOUTS
+
+from megatron_r3.store import write_shard
 
 
 @pytest.fixture
@@ -11,3 +14,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def store_dir(tmp_path):
+    write_shard(tmp_path / "s", INFO, ROLLOUTS[:2])
+    write_shard(tmp_path / "s", INFO, ROLLOUTS[2:])
+    return tmp_path / "s"

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from test_store import INFO, make_rollout
+from stored import INFO, make_rollout
 
 from megatron_r3.store import RolloutStore, write_shard
 from megatron_r3.store.dataset import PackedRollouts, RolloutDataset

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from engine_server import CONFIG, DATA
-from test_store import INFO, make_rollout
+from stored import INFO, make_rollout
 
 from megatron_r3.cli import main
 from megatron_r3.engines import vllm

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
-from test_store import INFO, make_rollout
+from stored import INFO, make_rollout
 
 from megatron_r3.cli import main
 from megatron_r3.fingerprint import router_digest

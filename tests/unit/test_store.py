@@ -2,49 +2,17 @@
 
 import os
 import pickle
-import signal
-import threading
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from stored import INFO, ROLLOUTS, make_rollout, opened
 
-from megatron_r3.routes import Routes, RoutesError
-from megatron_r3.store import Rollout, RolloutStore, StoreError, StoreInfo, write_shard
+from megatron_r3.routes import RoutesError
+from megatron_r3.store import RolloutStore, StoreError, write_shard
 from megatron_r3.store.dataset import RolloutDataset
 from megatron_r3.store.writer import metadata_of
-
-
-def opened(directory):
-    """A store, every byte of it checked."""
-    store = RolloutStore([directory])
-    store.verify()
-    return store
-
-
-INFO = StoreInfo(16, 4, (1, 2, 5), "vllm", "0.30.0", "tiny", ("aa", "bb", "cc"))
-
-
-def make_rollout(num_tokens, seed=0, experts=16, group=0, reward=1.0):
-    rng = np.random.default_rng(seed)
-    rows = [rng.permutation(experts)[:4] for _ in range(3 * (num_tokens - 1))]
-    routes = Routes.from_array(np.array(rows).reshape(3, num_tokens - 1, 4), experts)
-    response = np.arange(num_tokens) >= 2
-    logprobs = np.where(response, -rng.random(num_tokens), 0).astype(np.float32)
-    tokens = rng.integers(0, 50, num_tokens).astype(np.int32)
-    return Rollout(tokens, response, logprobs, reward, group, 7, routes)
-
-
-ROLLOUTS = [make_rollout(n, seed=n, group=n % 2, reward=n / 10) for n in (5, 9, 3, 12, 4)]
-
-
-@pytest.fixture
-def store_dir(tmp_path):
-    write_shard(tmp_path / "s", INFO, ROLLOUTS[:2])
-    write_shard(tmp_path / "s", INFO, ROLLOUTS[2:])
-    return tmp_path / "s"
 
 
 def test_round_trip_over_shards(store_dir):
@@ -208,42 +176,6 @@ def test_policies_mix_only_on_request(tmp_path):
     assert len(RolloutStore([tmp_path / "a", tmp_path / "b"], mixed_policies=True)) == 2
 
 
-@pytest.mark.parametrize(
-    "change", [{"moe_layers": ()}, {"topk": 17}, {"router_fingerprint": ("a", "b")}]
-)
-def test_a_writer_refuses_an_impossible_info(tmp_path, change):
-    with pytest.raises(StoreError):
-        write_shard(tmp_path / "new", replace(INFO, **change), ROLLOUTS[:1])
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_writer_refuses_rows_short_by_one(tmp_path):
-    good = ROLLOUTS[0]
-    short = Routes.from_array(good.routes.ids_LTK[:, :-1], 16)
-    with pytest.raises(StoreError, match=r"rollout 1: 3 rows of routes for 5 tokens; expected 4"):
-        write_shard(tmp_path / "new", INFO, [good, replace(good, routes=short)])
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_writer_refuses_other_models(tmp_path):
-    with pytest.raises(StoreError, match=r"\(3, 4, 32\) in a store of \(3, 4, 16\)"):
-        write_shard(tmp_path, INFO, [make_rollout(5, experts=32)])
-
-
-@pytest.mark.parametrize("field", ["logprobs_N", "response_N"])
-def test_a_writer_refuses_fields_of_another_length(tmp_path, field):
-    wrong = replace(ROLLOUTS[0], **{field: getattr(ROLLOUTS[0], field)[:-1]})
-    with pytest.raises(StoreError, match=field):
-        write_shard(tmp_path, INFO, [wrong])
-
-
-def test_a_writer_refuses_nan_logprobs(tmp_path):
-    wrong = ROLLOUTS[0].logprobs_N.copy()
-    wrong[3] = np.nan
-    with pytest.raises(StoreError, match="finite"):
-        write_shard(tmp_path, INFO, [replace(ROLLOUTS[0], logprobs_N=wrong)])
-
-
 def test_stores_of_different_models_do_not_mix(tmp_path):
     write_shard(tmp_path / "a", INFO, ROLLOUTS[:1])
     write_shard(tmp_path / "b", replace(INFO, router_fingerprint=("x", "y", "z")), ROLLOUTS[:1])
@@ -272,38 +204,6 @@ def test_missing_empty_and_foreign_directories(tmp_path):
         RolloutStore([tmp_path])
 
 
-def test_shards_are_appended_and_never_overwritten(store_dir):
-    before = {path.name: path.read_bytes() for path in store_dir.iterdir()}
-    (store_dir / "shard-00000.safetensors").rename(store_dir / "shard-00003.safetensors")
-    write_shard(store_dir, INFO, ROLLOUTS[:1])
-    write_shard(store_dir, INFO, ROLLOUTS[:1])
-    (store_dir / "shard-old.safetensors").write_bytes(b"a stray file")
-    assert len(RolloutStore([store_dir])) == 2 + 3 + 1 + 1
-    (store_dir / "shard-old.safetensors").unlink()
-    assert sorted(p.name for p in store_dir.iterdir()) == [
-        f"shard-{n:05d}.safetensors" for n in (1, 2, 3, 4)
-    ]
-    assert (store_dir / "shard-00003.safetensors").read_bytes() == before["shard-00000.safetensors"]
-
-
-def test_killed_writers_leave_whole_shards_only(tmp_path):
-    write_shard(tmp_path, INFO, ROLLOUTS)
-    cut_short = 0
-    for pause in np.random.default_rng(0).uniform(0.0, 0.02, 50):
-        writer = os.fork()
-        if not writer:
-            while True:
-                write_shard(tmp_path, INFO, ROLLOUTS)
-        time.sleep(pause)
-        os.kill(writer, signal.SIGKILL)
-        os.waitpid(writer, 0)
-        cut_short += len([*tmp_path.glob(".shard-*")]) > cut_short
-        store = opened(tmp_path)
-        assert len(store) == 5 * len(store.shards)
-    assert cut_short > 5, "hardly any writer was killed in the middle of a shard"
-    assert len(store.shards) > 5
-
-
 def test_samples_align_inputs_with_what_they_predict(store_dir):
     store = RolloutStore([store_dir])
     dataset = RolloutDataset(store, seq_length=16, num_samples=8)
@@ -319,31 +219,6 @@ def test_samples_align_inputs_with_what_they_predict(store_dir):
         assert (sample["rows"][inputs:] == -1).all()
         assert sample["loss_mask"][inputs:].sum() == 0
         assert (sample["advantages"] != 0).sum() in (0, rollout.response_N[1:].sum())
-
-
-def test_turns_are_kept_also_where_one_follows_the_other(tmp_path):
-    one = ROLLOUTS[3]
-    response = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1], bool)
-    runs = replace(one, response_N=response)
-    assert runs.spans_U2.tolist() == [[2, 5], [7, 9], [10, 12]]
-    split = replace(runs, turns_U2=np.array([[2, 3], [3, 5], [7, 9], [10, 12]]), sample=6)
-    write_shard(tmp_path, INFO, [runs, split, ROLLOUTS[0]])
-    store = opened(tmp_path)
-    assert store.rollout(0).spans_U2.tolist() == runs.spans_U2.tolist()
-    assert store.rollout(1).spans_U2.tolist() == split.spans_U2.tolist()
-    assert store.column("sample").tolist() == [0, 6, 0]
-
-
-@pytest.mark.parametrize(
-    "turns", [[[2, 12]], [[2, 13]], [[3, 12]], [[5, 2]], [[2, 7], [6, 12]], [[7, 12], [2, 7]], []]
-)
-def test_a_writer_refuses_turns_that_are_not_the_response(tmp_path, turns):
-    rollout = replace(ROLLOUTS[3], turns_U2=np.array(turns).reshape(-1, 2))
-    if turns == [[2, 12]]:
-        write_shard(tmp_path, INFO, [rollout])
-        return
-    with pytest.raises(StoreError, match="turns"):
-        write_shard(tmp_path, INFO, [rollout])
 
 
 def test_a_rank_reads_its_layers_and_rows_and_no_other_byte(store_dir):
@@ -364,36 +239,3 @@ def test_a_shard_that_is_cut_while_in_use(store_dir):
     os.truncate(path, 600)
     with pytest.raises(StoreError, match=r"shard-00000.*was cut while it is in use"):
         store.routes(store.row_ids(0), [2])
-
-
-def test_a_store_that_grows_is_followed(tmp_path):
-    def write_later():
-        time.sleep(0.3)
-        write_shard(tmp_path / "s", INFO, ROLLOUTS[:2])
-        time.sleep(0.3)
-        newer = [replace(r, policy_version=8) for r in ROLLOUTS[2:]]
-        write_shard(tmp_path / "s", replace(INFO, router_fingerprint=("x", "y", "z")), newer)
-
-    writer = threading.Thread(target=write_later)
-    writer.start()
-    store = RolloutStore([tmp_path / "s"], mixed_policies=True, follow_s=20)
-    other = RolloutStore([tmp_path / "s"], mixed_policies=True, follow_s=0)
-    assert len(store) == len(other) == 2
-    store.wait_for(4)
-    writer.join()
-    rows = store.row_ids(4)
-    ids, _ = other.routes(rows, [1])  # another process hears of a row before it knows the shard
-    assert np.array_equal(ids[0], ROLLOUTS[4].routes.ids_LTK[1])
-    assert other.shards_of(rows) == [1]
-    with pytest.raises(StoreError, match=r"rollout 5 did not come within 0 s; it has 5 rollouts"):
-        other.wait_for(5)
-    write_shard(tmp_path / "s", INFO, ROLLOUTS[:1])
-    with pytest.raises(StoreError, match=r"shard-00002.*policy version 7 after 8"):
-        other.wait_for(5)
-
-
-def test_one_store_can_be_followed(store_dir, tmp_path):
-    with pytest.raises(StoreError, match="one store can be followed"):
-        RolloutStore([store_dir, tmp_path], follow_s=1)
-    with pytest.raises(StoreError, match="the first shard did not come"):
-        RolloutStore([tmp_path / "none"], follow_s=0)
