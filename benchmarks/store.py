@@ -27,6 +27,7 @@ import numpy as np
 
 from megatron_r3.engines.shape import ModelShape
 from megatron_r3.engines.vllm import decode_routes
+from megatron_r3.rollouts.memory import keep_freed_memory
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
 
@@ -46,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of all rollouts")
     args = parser.parse_args(argv)
     num_rollouts = max(1, args.tokens // TOKENS)
+    keep_freed_memory()  # as collect and convert do
     with tempfile.TemporaryDirectory(prefix="bench-store-", dir=".") as folder:
         rows = [*_ours(num_rollouts, Path(folder)), *_peers(max(1, num_rollouts // 10))]
     print(f"{'':52} {'GB/s':>6} {'GB/s of a core':>14} {'bytes/token':>11}")
@@ -91,11 +93,14 @@ def _payload(number: int) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+RESPONSE = np.arange(TOKENS) >= TOKENS // 4
+LOGPROBS = np.where(RESPONSE, -0.5, 0).astype(np.float32)
+IDS = np.arange(TOKENS, dtype=np.int32)
+TURNS = np.array([[TOKENS // 4, TOKENS]], np.int32)
+
+
 def _rollout(routes: Routes, number: int) -> Rollout:
-    response = np.arange(TOKENS) >= TOKENS // 4
-    logprobs = np.where(response, -0.5, 0).astype(np.float32)
-    tokens = np.full(TOKENS, number % 1000, np.int32)
-    return Rollout(tokens, response, logprobs, 1.0, number // 8, 0, routes, number % 8)
+    return Rollout(IDS, RESPONSE, LOGPROBS, 1.0, number // 8, 0, routes, number % 8, TURNS)
 
 
 def _ours(num_rollouts: int, folder: Path) -> Iterator[dict[str, Any]]:
@@ -109,7 +114,7 @@ def _ours(num_rollouts: int, folder: Path) -> Iterator[dict[str, Any]]:
     copy_from, into = decode(0).ids_LTK, np.empty((LAYERS, TOKENS - 1, TOPK), np.uint8)
     spent, _ = _timed(lambda: [np.copyto(into, copy_from) for _ in range(num_rollouts)])
     yield _row("numpy memcpy of the same bytes", spent, num_tokens, TOKEN_BYTES)
-    spent, _ = _timed(lambda: [decode(i) for i in range(num_rollouts)])
+    spent, _ = _timed(lambda: [decode(i).num_rows for i in range(num_rollouts)])
     yield _row("decode and check (base64 .npy)", spent, num_tokens, TOKEN_BYTES * 4 / 3)
 
     def store() -> None:

@@ -120,8 +120,9 @@ async def _collect(server: Server, plan: Plan) -> Progress:
             wanted = [(p, i) for p in plan.prompts for i in range(plan.n)]
             missing = [(p, i) for p, i in wanted if (p.group, i) not in stored]
             progress.total, progress.before = len(wanted), len(wanted) - len(missing)
-            run = _Run(client, server.engine, served, plan, info, progress)
-            await run.all(missing, server.concurrency)
+            with progress:
+                run = _Run(client, server.engine, served, plan, info, progress)
+                await run.all(missing, server.concurrency)
     return progress
 
 
@@ -172,7 +173,6 @@ class _Run:
         finally:
             self.rewards.shutdown(wait=False, cancel_futures=True)
             self._store(1)
-            self.progress.show(last=True)
         self._say_why(results, signals)
 
     def _say_why(self, results: Sequence[BaseException | None], signals: Sequence[int]) -> None:

@@ -92,11 +92,13 @@ def run_collect(args: argparse.Namespace) -> int:
 def _collect(args: argparse.Namespace) -> int:
     from megatron_r3.rollouts.collect import Interrupted, Plan, collect
     from megatron_r3.rollouts.dialects import Sampling
+    from megatron_r3.rollouts.memory import keep_freed_memory
     from megatron_r3.rollouts.model import read_model
     from megatron_r3.rollouts.prompts import read_prompts
     from megatron_r3.rollouts.reward import load_reward
     from megatron_r3.rollouts.server import Server
 
+    keep_freed_memory()
     server = Server(
         args.engine, args.url, args.concurrency, args.timeout, args.retries, args.retry_pause
     )

@@ -53,9 +53,10 @@ def convert_responses(
     """Write a new store of every choice of every response.
 
     A line's group is its `group`; without, each prompt of each request is a group. Samples of a
-    group count on from line to line.
+    group count on from line to line; where its lines follow each other, they are in one shard.
 
     Args:
+        shard_size: rollouts of a shard, or more.
         skip_refused: leave responses out that cannot be decoded, instead of refusing the file.
 
     Returns:
@@ -84,11 +85,11 @@ def convert_responses(
             if refused and not skip_refused:
                 raise EngineError(refused)
             skipped += [refused] if refused else []
+            if len(batch) >= shard_size and rollouts and rollouts[0].group != batch[-1].group:
+                write_shard(folder, info, batch)
+                count += len(batch)
+                batch = []
             batch += rollouts
-            while len(batch) >= shard_size:
-                write_shard(folder, info, batch[:shard_size])
-                count += shard_size
-                del batch[:shard_size]
         if batch:
             write_shard(folder, info, batch)
         count += len(batch)

@@ -47,9 +47,11 @@ def add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
 def run_responses(args: argparse.Namespace) -> int:
     """Say how many rollouts the new store has, and what was left out."""
     from megatron_r3.rollouts.convert import Recording, convert_responses
+    from megatron_r3.rollouts.memory import keep_freed_memory
     from megatron_r3.rollouts.model import read_model
     from megatron_r3.rollouts.reward import load_reward
 
+    keep_freed_memory()
     recording = Recording(
         path=args.file,
         engine=args.engine,

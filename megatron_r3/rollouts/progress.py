@@ -1,19 +1,19 @@
-"""How far a collection is: one line of a terminal, written again and again."""
+"""How far a collection is: counts, and a bar where stderr is a terminal."""
 
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass, field
+from types import TracebackType
+
+from tqdm import tqdm
 
 __all__ = ["Progress"]
-
-INTERVAL = 0.2
 
 
 @dataclass
 class Progress:
-    """Counts, and shows them where stderr is a terminal.
+    """Counts, and shows them.
 
     Attributes:
         total, before: rollouts that the store shall have, and those it had.
@@ -29,35 +29,33 @@ class Progress:
     retries: int = 0
     refused: int = 0
     tokens: int = 0
-    _started: float = field(default_factory=time.monotonic)
-    _shown: float = 0.0
+    _bar: tqdm | None = field(default=None, repr=False)
 
-    def show(self, last: bool = False) -> None:
-        """Write the line, not more than a few times a second."""
-        if not sys.stderr.isatty():
-            return
-        now = time.monotonic()
-        if last or now - self._shown > INTERVAL:
-            self._shown = now
-            print(
-                f"\r\x1b[K{self.line(now)}", end="\n" if last else "", file=sys.stderr, flush=True
-            )
+    def __enter__(self) -> Progress:
+        """Show the bar."""
+        self._bar = tqdm(
+            total=self.total, initial=self.before, unit=" rollouts", file=sys.stderr, disable=None
+        )
+        return self
 
-    def line(self, now: float) -> str:
-        """What the terminal shows."""
-        done = self.before + self.stored + self.waiting
-        seconds = max(now - self._started, 1e-3)
-        filled = 24 * done // max(self.total, 1)
-        rate = (self.stored + self.waiting) / seconds
-        parts = [f"[{'#' * filled}{'.' * (24 - filled)}] {done}/{self.total} rollouts"]
-        parts.append(f"{self.tokens / seconds:.0f} tokens/s")
-        if rate and done < self.total:
-            parts.append(f"{(self.total - done) / rate:.0f} s left")
-        parts += [f"{self.retries} retries"] if self.retries else []
-        parts += [f"{self.refused} refused"] if self.refused else []
-        return ", ".join(parts)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave it as it is."""
+        assert self._bar is not None
+        self.show()
+        self._bar.close()
+
+    def show(self) -> None:
+        """Bring the bar up to date."""
+        if self._bar is not None and not self._bar.disable:
+            counts = {"tokens": self.tokens, "retries": self.retries, "refused": self.refused}
+            self._bar.set_postfix({k: v for k, v in counts.items() if v}, refresh=False)
+            self._bar.update(self.before + self.stored + self.waiting - self._bar.n)
 
     def say(self, text: str) -> None:
         """A line of its own on stderr, terminal or not."""
-        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-        print(f"{clear}{text}", file=sys.stderr, flush=True)
+        tqdm.write(text, file=sys.stderr)

@@ -27,7 +27,8 @@ def verify_store(directory: Path, model: Model | None = None) -> RolloutStore:
     store.verify()
     _check_names(store)
     if model is not None and model.vocab_size is not None:
-        _check_vocabulary(store, model.vocab_size)
+        for shard in store.shards:
+            shard.check_tokens(model.vocab_size)
     return store
 
 
@@ -66,16 +67,4 @@ def _check_model(store: RolloutStore, model: Model) -> None:
                 f"{shard.path}: sampled by other router weights than {model.name}'s in "
                 f"{len(other)} of {len(shape.moe_layers)} MoE layers, the first is hidden layer "
                 f"{other[0]}"
-            )
-
-
-def _check_vocabulary(store: RolloutStore, vocab_size: int) -> None:
-    for shard in store.shards:
-        beyond = np.flatnonzero(shard.tensors["tokens"] >= vocab_size)
-        if len(beyond):
-            rollout, place = shard.locate_token(int(beyond[0]))
-            token = int(shard.tensors["tokens"][beyond[0]])
-            raise StoreError(
-                f"{shard.path}: rollout {rollout}: token {place} is {token}; the vocabulary has "
-                f"{vocab_size}"
             )

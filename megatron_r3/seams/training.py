@@ -119,19 +119,7 @@ def _check_shard(args: Any, shard: Shard) -> None:
     if shard.path not in _verified:
         shard.verify()
         _verified.add(shard.path)
-    _check_tokens(args, shard)
-
-
-def _check_tokens(args: Any, shard: Shard) -> None:
-    vocab_size = args.padded_vocab_size or args.vocab_size or np.iinfo(np.int32).max
-    tokens = shard.tensors["tokens"]
-    foreign = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    if len(foreign):
-        rollout, token = shard.locate_token(int(foreign[0]))
-        raise ValueError(
-            f"{shard.path}: rollout {rollout}, token {token} is id {tokens[foreign[0]]}; the "
-            f"vocabulary has {vocab_size}"
-        )
+    shard.check_tokens(args.padded_vocab_size or args.vocab_size or np.iinfo(np.int32).max)
     refuse_missing = args.moe_router_replay and args.moe_router_replay_missing == "error"
     missing = np.flatnonzero(shard.tensors["recorded"] == 0)
     if refuse_missing and len(missing):

@@ -6,6 +6,7 @@ Shape suffixes: N tokens of a rollout, U turns, L MoE layers, T rows (N - 1), K 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -93,7 +94,7 @@ class Rollout:
     sample: int = 0
     turns_U2: np.ndarray | None = None
 
-    @property
+    @cached_property
     def spans_U2(self) -> np.ndarray:
         """The turns, int32 `[U, 2]`."""
         turns = turns_of(self.response_N) if self.turns_U2 is None else self.turns_U2

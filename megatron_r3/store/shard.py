@@ -6,9 +6,7 @@ K top-k, M rollouts.
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,8 @@ from safetensors import SafetensorError, safe_open
 from zlib_ng import zlib_ng
 
 from megatron_r3.routes import RoutesError, check_ids, id_dtype
-from megatron_r3.store.schema import (
-    FORMAT,
-    FORMAT_VERSION,
-    StoreError,
-    StoreInfo,
-    sampled_tokens,
-)
+from megatron_r3.store.header import DTYPES, map_tensor, read_body, read_entries, read_info
+from megatron_r3.store.schema import StoreError, sampled_tokens
 from megatron_r3.store.writer import checksum
 
 __all__ = ["Shard"]
@@ -39,11 +32,6 @@ _PER_ROLLOUT = {
 }
 _PER_TOKEN = {"tokens": np.int32, "response": np.uint8, "logprobs": np.float32}
 _DTYPES = {**_PER_ROLLOUT, **_PER_TOKEN, "recorded": np.uint8, "turns": np.int32}
-_NAMES: dict[str, type] = {
-    **{"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "BOOL": np.bool_},
-    **{"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64},
-    **{"F16": np.float16, "F32": np.float32, "F64": np.float64},
-}
 
 
 class Shard:
@@ -67,14 +55,14 @@ class Shard:
         self._file: int | None = None
         try:
             with safe_open(path, framework="numpy") as file:  # it refuses what is cut or overlaps
-                body, names = _body(path, file.metadata() or {}), {*file.keys()}
+                body, names = read_body(path, file.metadata() or {}), {*file.keys()}
             if names != {*_DTYPES, "routes"}:
                 raise StoreError(
                     f"{path}: tensors {sorted(names)}; expected {sorted([*_DTYPES, 'routes'])}"
                 )
-            self.info = _info(body["info"])
-            entries, begin = _header(path)
-            self.tensors = {name: _map(path, entries[name], begin) for name in _DTYPES}
+            self.info = read_info(body["info"])
+            entries, begin = read_entries(path)
+            self.tensors = {name: map_tensor(path, entries[name], begin) for name in _DTYPES}
             self._crc32 = {name: int(body["crc32"][name]) for name in (*_DTYPES, "routes")}
         except (SafetensorError, OSError) as error:
             raise StoreError(
@@ -169,6 +157,21 @@ class Shard:
         for layer in wrong:
             self._blame(layer, recorded_R)
 
+    def check_tokens(self, vocab_size: int) -> None:
+        """Refuse token ids outside a vocabulary.
+
+        Raises:
+            StoreError: naming the file, the rollout and the token.
+        """
+        tokens = self.tensors["tokens"]
+        foreign = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+        if len(foreign):
+            rollout, token = self.locate_token(int(foreign[0]))
+            raise StoreError(
+                f"{self.path}: rollout {rollout}: token {token} is id {tokens[foreign[0]]}; the "
+                f"vocabulary has {vocab_size}"
+            )
+
     @property
     def dtype(self) -> np.dtype:
         """Of an expert id."""
@@ -257,7 +260,7 @@ class Shard:
                 f"{self.path}: routes {routes} for rollouts that need {expected}: "
                 "one row for every token of a rollout but its last"
             )
-        if _NAMES.get(routes_dtype) != self.dtype:
+        if DTYPES.get(routes_dtype) != self.dtype:
             raise StoreError(
                 f"{self.path}: {routes_dtype} ids for {self.info.num_experts} experts; expected "
                 f"{self.dtype}"
@@ -274,41 +277,3 @@ class Shard:
                 f"{self.path}: rollout {rollout}",
                 first_layer=layer,
             )
-
-
-def _body(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
-    text = metadata.get("megatron_r3", "")
-    if not text:
-        raise StoreError(f"{path}: a safetensors file, but not a rollout shard")
-    if str(zlib.crc32(text.encode())) != metadata.get("crc32"):
-        raise StoreError(f"{path}: the header is damaged; copy the shard again or remove it")
-    body: dict[str, Any] = json.loads(text)
-    if (body["format"], body["version"]) != (FORMAT, FORMAT_VERSION):
-        raise StoreError(
-            f"{path}: {body['format']!r} version {body['version']}; this megatron-r3 reads "
-            f"{FORMAT!r} version {FORMAT_VERSION}"
-        )
-    return body
-
-
-def _info(fields: dict[str, Any]) -> StoreInfo:
-    as_tuples: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
-    }
-    info = StoreInfo(**as_tuples)
-    info.check()
-    return info
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Each tensor's dtype, shape and place, and where the data begins (the safetensors format)."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(length)), 8 + length
-
-
-def _map(path: Path, entry: dict[str, Any], begin: int) -> np.ndarray:
-    dtype, shape = _NAMES[entry["dtype"]], tuple(entry["shape"])
-    if 0 in shape:
-        return np.zeros(shape, dtype)
-    return np.memmap(path, dtype, "r", begin + entry["data_offsets"][0], shape)

@@ -19,6 +19,7 @@ from zlib_ng import zlib_ng
 __all__ = ["Streamed", "write_safetensors"]
 
 _NAMES = {"int64": "I64", "int32": "I32", "float32": "F32", "uint16": "U16", "uint8": "U8"}
+_MOST_PIECES = os.sysconf("SC_IOV_MAX")  # of one write
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,12 @@ class Streamed:
     """A tensor that is written in pieces.
 
     Attributes:
-        parts: contiguous arrays whose bytes follow each other; each may reuse the memory of the
-            one before.
+        parts: lists of contiguous arrays whose bytes follow each other; a list is written at once.
     """
 
     dtype: np.dtype
     shape: tuple[int, ...]
-    parts: Iterable[np.ndarray]
+    parts: Iterable[list[np.ndarray]]
 
     @property
     def nbytes(self) -> int:
@@ -69,16 +69,22 @@ def write_safetensors(
     crc32 = {}
     for name in names:
         crc32[name] = 0
-        for part in tensors[name].parts:
-            crc32[name] = zlib_ng.crc32(part.data, crc32[name])
-            _write_all(file, part)
+        for arrays in tensors[name].parts:
+            for array in arrays:
+                crc32[name] = zlib_ng.crc32(array.data, crc32[name])
+            _write_all(file, arrays)
     assert file.tell() == 8 + length + end, "a tensor has other bytes than its shape says"
     file.seek(0)
     text = length.to_bytes(8, "little") + header(crc32).ljust(length)
-    _write_all(file, np.frombuffer(text, np.uint8))
+    _write_all(file, [np.frombuffer(text, np.uint8)])
 
 
-def _write_all(file: BinaryIO, part: np.ndarray) -> None:
-    rest = memoryview(part.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-    while len(rest):
-        rest = rest[file.write(rest) :]
+def _write_all(file: BinaryIO, arrays: list[np.ndarray]) -> None:
+    pieces = [array.data for array in arrays]
+    for start in range(0, len(pieces), _MOST_PIECES):
+        some = pieces[start : start + _MOST_PIECES]
+        rest = sum(piece.nbytes for piece in some) - os.writev(file.fileno(), some)
+        if rest:  # more than a system writes at once, or a disk that is full, which then says so
+            bytes_left = memoryview(b"".join(some))[-rest:]
+            while len(bytes_left):
+                bytes_left = bytes_left[file.write(bytes_left) :]

@@ -71,15 +71,13 @@ def _tensors(rollouts: Sequence[Rollout]) -> dict[str, Streamed]:
     first = rollouts[0].routes
     shape = (first.num_layers, sum(r.routes.num_rows for r in rollouts), first.topk)
     routes = Streamed(first.ids_LTK.dtype, shape, _layers(rollouts))
-    return {"routes": routes, **{n: Streamed(t.dtype, t.shape, [t]) for n, t in small.items()}}
+    return {"routes": routes, **{n: Streamed(t.dtype, t.shape, [[t]]) for n, t in small.items()}}
 
 
-def _layers(rollouts: Sequence[Rollout]) -> Iterator[np.ndarray]:
-    """The routes of all rollouts, a layer at a time."""
-    rows_RK: np.ndarray | None = None
+def _layers(rollouts: Sequence[Rollout]) -> Iterator[list[np.ndarray]]:
+    """The routes of all rollouts, a layer at a time, from where they lie."""
     for layer in range(rollouts[0].routes.num_layers):
-        rows_RK = np.concatenate([r.routes.ids_LTK[layer] for r in rollouts], out=rows_RK)
-        yield rows_RK
+        yield [rollout.routes.ids_LTK[layer] for rollout in rollouts]
 
 
 def checksum(tensor: np.ndarray) -> int:

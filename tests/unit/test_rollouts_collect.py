@@ -235,11 +235,14 @@ def test_a_group_larger_than_a_shard_is_stored_in_parts(folder):
     check_store(folder / "store", 1, 20)
 
 
-def test_progress_is_for_terminals(folder, capsys, monkeypatch):
+def test_a_terminal_shows_the_progress(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with engine() as server:
         assert collect(server.url, 1) == 0
-    assert f"[{'#' * 24}] 6/6 rollouts" in capsys.readouterr().err
+    bar = capsys.readouterr().err
+    assert "100%" in bar
+    assert "6/6 " in bar
+    assert "tokens=" in bar
 
 
 def test_the_command_line_starts_without_torch():

@@ -52,7 +52,7 @@ def test_responses(folder, capsys):
     assert capsys.readouterr().out == "store has 7 rollouts\n"
     store = RolloutStore(["store"])
     store.verify()
-    assert [shard.num_rollouts for shard in store.shards] == [3, 3, 1]
+    assert [shard.num_rollouts for shard in store.shards] == [5, 2]  # of two and three groups
     assert store.column("reward").tolist() == [0.5, -1, 1, 2, 3, 7, 8]
     assert store.column("group").tolist() == [0, 0, 1, 2, 3, 4, 4]
     assert store.column("sample").tolist() == [0, 1, 0, 0, 0, 0, 1]
@@ -75,6 +75,15 @@ def test_groups_that_are_given_count_their_samples_on(folder):
     lines += [{**two, "group": 5, "weight": 3}]
     assert convert(lines, "--reward", "scores:f") == 0
     assert RolloutStore(["store"]).column("reward").tolist() == [150, 151, 260, 352, 353]
+
+
+def test_a_group_stays_in_one_shard(folder):
+    two, chat = payload("14_p12_g10_n2"), payload("19_chat_turn1")
+    lines = [{**one, "reward": [0] * len(one["response"]["choices"])} for one in (two, two, chat)]
+    lines = [{**line, "group": group} for line, group in zip(lines, (5, 5, 6), strict=True)]
+    assert convert(lines, "--shard-size", "1") == 0
+    groups = [shard.tensors["group"].tolist() for shard in RolloutStore(["store"]).shards]
+    assert groups == [[5, 5, 5, 5], [6]]
 
 
 def test_what_cannot_be_decoded(folder, capsys):

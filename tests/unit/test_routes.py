@@ -55,14 +55,19 @@ def test_duplicate_is_named():
 
 
 @pytest.mark.parametrize(
-    ("topk", "experts", "dtype"), [(1, 4, "u1"), (6, 64, "u1"), (8, 300, "u2")]
+    ("topk", "experts", "dtype"),
+    [
+        *((1, 4, "u1"), (4, 9, "u1"), (6, 64, "u1"), (8, 256, "u1")),
+        *((2, 300, "u2"), (4, 300, "u2"), (8, 300, "u2")),
+    ],
 )
 def test_every_repeat_is_found_wherever_it_is(topk, experts, dtype):
     rng = np.random.default_rng(topk)
     ids = np.argsort(rng.random((2, 30_000, experts)), axis=-1)[..., :topk].astype(dtype)
     check_ids(ids, experts)
-    for _ in range(60 if topk > 1 else 0):
-        layer, token = int(rng.integers(2)), int(rng.integers(30_000))
+    ends = [(1, 29_999), (1, 2767), (0, 0)]  # the last row, and that of the first 32,768
+    anywhere = [(int(rng.integers(2)), int(rng.integers(30_000))) for _ in range(60)]
+    for layer, token in [*ends, *anywhere] if topk > 1 else []:
         one, other = rng.choice(topk, 2, replace=False)
         wrong = ids.copy()
         wrong[layer, token, one] = wrong[layer, token, other]
