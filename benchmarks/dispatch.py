@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.dispatch_ranks import MODES, Recorded, record, timed
+from benchmarks.machine import machine_of
 from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 from demo.model import arguments
 from fidelity.trees import patched_copy, unpatched_copy
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
                 for row in summarise(results[0]):
                     rows.append({"ep": ep, "recompute": recompute, "tree": name, **row})
                     print(_line(rows[-1]), flush=True)
-    machine = {"machine": platform.machine(), "processor": _processor(), "device": "cpu, gloo"}
+    machine = {**machine_of(), "device": "cpu, gloo"}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(
         json.dumps({**machine, "rounds": args.rounds, "rows": rows}, indent=1) + "\n"
@@ -143,13 +143,6 @@ def _line(row: dict[str, Any]) -> str:
         f"{row[WAITS]:>10.2f} {row[COPIES]:>7.2f} {row[GATHERS]:>8.2f} {row[PLANS]:>5.2f} "
         f"{row['step_ms']:>5.0f} ms {row['step_of_live']:>8.3f} {low:>6.3f}-{high:.3f} {planning}"
     )
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

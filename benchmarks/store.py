@@ -14,7 +14,6 @@ import argparse
 import base64
 import io
 import json
-import platform
 import shutil
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.machine import machine_of
 from megatron_r3.engines.shape import ModelShape
 from megatron_r3.engines.vllm import decode_routes
 from megatron_r3.rollouts.memory import keep_freed_memory
@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         rates = f"{row['gb_per_s']:6.2f} {row['gb_per_cpu_s']:14.2f}"
         print(f"{row['what']:52} {rates} {moved:>11}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"machine": platform.processor() or platform.machine(), "python": sys.version}
-    args.out.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+    args.out.write_text(json.dumps({**machine_of(), "rows": rows}, indent=1) + "\n")
     return 0
 
 
@@ -111,8 +110,7 @@ def _ours(num_rollouts: int, folder: Path) -> Iterator[dict[str, Any]]:
         choice = {"routed_experts": payloads[number % len(payloads)]}
         return decode_routes(choice, TOKENS, SHAPE, f"rollout {number}")
 
-    copy_from, into = decode(0).ids_LTK, np.empty((LAYERS, TOKENS - 1, TOPK), np.uint8)
-    spent, _ = _timed(lambda: [np.copyto(into, copy_from) for _ in range(num_rollouts)])
+    spent = _copied([decode(i).ids_LTK for i in range(len(payloads))], num_rollouts)
     yield _row("numpy memcpy of the same bytes", spent, num_tokens, TOKEN_BYTES)
     spent, _ = _timed(lambda: [decode(i).num_rows for i in range(num_rollouts)])
     yield _row("decode and check (base64 .npy)", spent, num_tokens, TOKEN_BYTES * 4 / 3)
@@ -130,6 +128,11 @@ def _ours(num_rollouts: int, folder: Path) -> Iterator[dict[str, Any]]:
     yield _row("verify: every checksum and id", spent, num_tokens, TOKEN_BYTES)
     yield from _slices(folder / "store", num_tokens)
     shutil.rmtree(folder / "store")
+
+
+def _copied(arrays: list[np.ndarray], count: int) -> tuple[float, float]:
+    into = np.empty_like(arrays[0])
+    return _timed(lambda: [np.copyto(into, arrays[i % len(arrays)]) for i in range(count)])[0]
 
 
 def _slices(directory: Path, num_tokens: int) -> Iterator[dict[str, Any]]:

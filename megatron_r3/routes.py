@@ -117,6 +117,8 @@ def _all_distinct(ids_LTK: np.ndarray, recorded_T: np.ndarray | None) -> bool:
     """Whether the ids of every recorded row are distinct, at memory speed; it names no culprit."""
     if recorded_T is not None and not recorded_T.all():
         ids_LTK = ids_LTK[:, recorded_T]
+    if ids_LTK.swapaxes(0, 1).flags.c_contiguous:  # the order in which engines send them
+        ids_LTK = ids_LTK.swapaxes(0, 1)
     rows = np.ascontiguousarray(ids_LTK).reshape(-1, ids_LTK.shape[-1])
     for start in range(0, len(rows), _BLOCK):
         planes = _places(rows[start : start + _BLOCK])
@@ -202,9 +204,9 @@ class Routes:
         first = (0, first_token)
         _check_range(ids_LTK, num_experts, recorded_T, where, first)
         kept_LTK = ids_LTK.astype(id_dtype(num_experts), copy=False)
+        _check_distinct(kept_LTK, recorded_T, where, first)  # faster on the small dtype
         if not kept_LTK.flags.c_contiguous:
             kept_LTK = layer_major(kept_LTK.swapaxes(0, 1))
-        _check_distinct(kept_LTK, recorded_T, where, first)  # faster on the small copy
         if not recorded_T.all():
             kept_LTK = kept_LTK.copy()
             kept_LTK[:, ~recorded_T] = 0  # what was not captured may hold anything
