@@ -21,10 +21,22 @@ ONLY     ?=
 ROUNDS   ?= 10
 # tokens of all rollouts in bench-store
 TOKENS   ?= 1000000
+# image, image-test and image-matrix: see docs/image.md
+MEGATRON_SOURCE  ?= git
+MEGATRON_VERSION ?=
+BASE_IMAGE       ?=
+TAG              ?=
+DOCKER           ?= docker
+PIP_CONF         ?=
+TESTS            ?=
+IMAGE := PYTHONPATH=. $(PYTHON) -m docker.image --docker "$(DOCKER)" --source $(MEGATRON_SOURCE) \
+	--version "$(MEGATRON_VERSION)" --base "$(BASE_IMAGE)" --tag "$(TAG)" --tests "$(TESTS)" \
+	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix bench-dispatch bench-store test lint clean
+.PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix bench-dispatch bench-store \
+	image image-vllm-cpu image-test image-matrix test lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -82,6 +94,18 @@ bench-dispatch: megatron  ## what a MoE layer waits for and a step costs: live, 
 bench-store: setup  ## routes from a response to a rank's slice, and as peers move them (TOKENS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \
 		--tokens $(TOKENS)
+
+image:  ## build the image (BASE_IMAGE=, MEGATRON_SOURCE=git or pypi, MEGATRON_VERSION=, MEGATRON=DIR, TAG=)
+	$(IMAGE) build
+
+image-vllm-cpu:  ## build the sampler of a run without a GPU: vLLM for CPU (BASE_IMAGE=)
+	$(IMAGE) build --target vllm-cpu
+
+image-test:  ## run the tests inside the image built last, or TAG= (TESTS=: what pytest is given)
+	$(IMAGE) test
+
+image-matrix:  ## build and test the images of all release lines (BASE_IMAGE=, MEGATRON_SOURCE=)
+	$(IMAGE) matrix
 
 test: lint megatron  ## lint, then all tests
 	$(VENV)/bin/python -m pytest

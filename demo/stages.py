@@ -104,6 +104,7 @@ class Stages:
         script: Path = ROOT / "demo" / "pretrain.py",
     ) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--local-addr", "127.0.0.1"]  # also where the host's name is not known
         command += ["--nproc-per-node", str(processes), "-m", "megatron_r3.cpu", str(script)]
         env = {"PYTHONPATH": f"{self.megatron}:{ROOT}"}
         with tqdm(total=iterations, desc=f"{name:10}", disable=iterations is None) as bar:

@@ -128,13 +128,15 @@ def _with_line(patches: Path, job: Job) -> str:
         PatchingError: that would not be a valid versions.toml.
     """
     text = (patches / "versions.toml").read_text(encoding="utf-8").rstrip("\n")
-    name, tree, python = (
-        json.dumps(value, ensure_ascii=False) for value in (job.line, job.tree, job.old.python)
+    name, tree, python, image = (
+        json.dumps(value, ensure_ascii=False)
+        for value in (job.line, job.tree, job.old.python, job.old.image)
     )
     text += f"""
 
 [lines.{name}]
 python = {python}
+image = {image}
 status = "new"
 
 [[lines.{name}.trees]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_r3.patching.apply import Change, apply_series, revert_series, why_not
 from megatron_r3.patching.errors import names
-from megatron_r3.patching.fetch import fetch_tree, tree_folder
+from megatron_r3.patching.fetch import UPSTREAM, clone_tree, fetch_tree, tree_folder
 from megatron_r3.patching.matrix import patches_folder, read_matrix
 from megatron_r3.patching.tree import TreeState, TreeStatus, identify
 
@@ -28,8 +28,19 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         )
         _add_patches(parser)
         parser.set_defaults(run=run)
-    text = "fetch a known Megatron tree from the package index"
+    text = "fetch a known Megatron tree"
     parser = subparsers.add_parser("megatron", help=text, description=text)
+    parser.add_argument(
+        "--version",
+        metavar="NAME",
+        help="a release line or a tree (default: that of versions.toml)",
+    )
+    text = "its source package, or its commit (default: pypi)"
+    parser.add_argument("--source", choices=("pypi", "git"), default="pypi", help=text)
+    text = "say which release line is the default, and fetch nothing"
+    parser.add_argument("--show-default", action="store_true", help=text)
+    text = "the git repository to fetch the commit from (default: upstream's)"
+    parser.add_argument("--repo", default=UPSTREAM, metavar="URL", help=text)
     parser.add_argument(
         "--out", type=Path, default=Path("build"), help="folder to put it in (default: build)"
     )
@@ -75,12 +86,22 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_megatron(args: argparse.Namespace) -> int:
-    """Fetch the default tree, or say that it is there."""
+    """Fetch a tree, or say that it is there."""
     matrix = read_matrix(args.patches or patches_folder())
-    target = tree_folder(matrix.default, args.out)
+    if args.show_default:
+        print(matrix.default_line.name)
+        return 0
+    default = matrix.default.name if args.source == "pypi" else matrix.default_line.name
+    _, tree = matrix.find(args.version or default, args.source)
+    if args.source == "git":
+        target = args.out / f"megatron-lm-{tree.name.replace(' ', '-')}"
+        clone_tree(tree, args.repo, target)
+        print(f"{target} is {tree.name} ({tree.commit[:12]}), unpatched")
+        return 0
+    target = tree_folder(tree, args.out)
     there = target.exists()
-    fetch_tree(matrix.default, args.out)
-    print(f"{target} {'is already there' if there else f'is {matrix.default.pypi}, unpatched'}")
+    fetch_tree(tree, args.out)
+    print(f"{target} {'is already there' if there else f'is {tree.pypi}, unpatched'}")
     return 0
 
 

@@ -1,19 +1,23 @@
-"""Fetch a known Megatron tree as its source package, with the ordinary package client."""
+"""Fetch a known Megatron tree: its source package with pip, or its commit with git."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import tarfile
 import tempfile
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 
 from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.git import run_git
 from megatron_r3.patching.matrix import KnownTree
 
-__all__ = ["fetch_tree", "tree_folder"]
+__all__ = ["UPSTREAM", "clone_tree", "fetch_tree", "tree_folder"]
+
+UPSTREAM = "https://github.com/NVIDIA/Megatron-LM.git"
 
 _COMMITTER = {
     f"GIT_{who}_{what}": value
@@ -29,6 +33,29 @@ _COMMITTER = {
 def tree_folder(tree: KnownTree, out: Path) -> Path:
     """Where `fetch_tree` puts this tree."""
     return out / tree.pypi.replace("==", "-")
+
+
+def clone_tree(tree: KnownTree, url: str, target: Path) -> None:
+    """Check out the one commit of `tree`, without its history, as the new folder `target`.
+
+    Raises:
+        PatchingError: `target` is there, or git cannot fetch the commit; nothing is left then.
+    """
+    if target.exists():
+        raise PatchingError(f"{target}: is there already")
+    ca = {k: os.environ[k] for k in ("GIT_SSL_CAINFO",) if k in os.environ}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".megatron-", dir=target.parent) as temp:
+            root = Path(temp) / "tree"
+            root.mkdir()
+            run_git("init", "--quiet", "--template=", cwd=root)
+            git = partial(run_git, cwd=root, git_dir=root / ".git")
+            git("fetch", "--quiet", "--depth=1", url, tree.commit, env=ca)
+            git("checkout", "--quiet", "--detach", tree.commit)
+            root.rename(target)
+    except OSError as error:
+        raise PatchingError(f"{target}: {error}") from error
 
 
 def fetch_tree(tree: KnownTree, out: Path) -> Path:
@@ -82,14 +109,25 @@ def _unpack(sdist: Path, folder: Path) -> Path:
     """The one folder that is in the archive; no member of it can land elsewhere."""
     try:
         with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
-    except (tarfile.TarError, TypeError) as error:
-        # TypeError: a Python before 3.10.12 or 3.11.4 has no filters
+            if hasattr(tarfile, "data_filter"):
+                archive.extractall(folder, filter="data")
+            else:  # before 3.10.12 and 3.11.4; a source package has files and folders alone
+                archive.extractall(folder, _harmless(archive))
+    except tarfile.TarError as error:
         raise PatchingError(f"cannot unpack {sdist.name}: {error}") from error
     folders = list(folder.iterdir())
     if len(folders) != 1 or not (folders[0] / "megatron" / "core").is_dir():
         raise PatchingError(f"{sdist.name} is no Megatron-LM source package")
     return folders[0]
+
+
+def _harmless(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
+    members = archive.getmembers()
+    for member in members:
+        path = PurePosixPath(member.name)
+        if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+            raise tarfile.TarError(f"{member.name!r} is no file or folder inside of it")
+    return members
 
 
 def _commit(root: Path, message: str) -> None:

@@ -4,6 +4,7 @@ default = "<name of the tree that `megatron-r3 megatron` fetches>"
 
 [lines."<release line>"]        # its patches lie in the folder of the same name
 python = ">=3.12"               # what upstream asks for
+image = "<image:tag>"           # what upstream builds its own on (docker/.ngc_version.dev)
 status = "supported"
 
 [[lines."<release line>".trees]]
@@ -56,6 +57,7 @@ class Line:
     name: str
     folder: Path
     python: str
+    image: str
     status: str
     trees: tuple[KnownTree, ...]
 
@@ -79,6 +81,28 @@ class Matrix:
                 return line
         known = names([line.name for line in self.lines])
         raise PatchingError(f"{name} is no release line of versions.toml; known: {known}")
+
+    @property
+    def default_line(self) -> Line:
+        """The release line of the default tree."""
+        return next(line for line in self.lines if self.default in line.trees)
+
+    def find(self, name: str, source: str) -> tuple[Line, KnownTree]:
+        """The tree of a name, or of a release line's name, that this source has.
+
+        Args:
+            source: git or pypi.
+
+        Raises:
+            PatchingError: there is none; the message lists those there are.
+        """
+        trees = [(line, tree) for line in self.lines for tree in line.trees]
+        there = [(li, t) for li, t in trees if (t.commit if source == "git" else t.pypi)]
+        for line, tree in there:
+            if name in (tree.name, line.name):
+                return line, tree
+        known = names([f"{tree.name} ({line.name})" for line, tree in there])
+        raise PatchingError(f"{name} is no tree that versions.toml knows from {source}: {known}")
 
 
 def patches_folder() -> Path:
@@ -123,9 +147,9 @@ def parse_matrix(text: str, folder: Path) -> Matrix:
 
 def _line(name: str, table: dict[str, Any], folder: Path, file: Path) -> Line:
     where = f"{file}: lines.{name}"
-    _check_keys(table, {"python", "status", "trees"}, set(), where)
+    _check_keys(table, {"python", "image", "status", "trees"}, set(), where)
     trees = tuple(_tree(entry, f"{where}.trees") for entry in table["trees"])
-    return Line(name, folder / name, table["python"], table["status"], trees)
+    return Line(name, folder / name, table["python"], table["image"], table["status"], trees)
 
 
 def _tree(entry: dict[str, Any], where: str) -> KnownTree:

@@ -221,6 +221,7 @@ def test_megatron_r3_not_installed(patched: TreeWorker, policy: Policy) -> None:
 
 def run_script(tree: Path, argv: list[str], processes: int = 1) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(processes), "-m", "megatron_r3.cpu"]
     env = {**os.environ, "PYTHONPATH": f"{tree}:{ROOT}"}
     return subprocess.run(

@@ -158,6 +158,7 @@ default = "{PACKAGE}"
 
 [lines."{LINE}"]
 python = ">=3.10"
+image = "some/image:1"
 status = "supported"
 
 [[lines."{LINE}".trees]]
@@ -189,7 +190,7 @@ def add_line(upstream, line, commit_id, left_out=()):
             patch.unlink()
     with open(upstream.patches / "versions.toml", "a") as versions:
         versions.write(
-            f'\n[lines."{line}"]\npython = ">=3.10"\nstatus = "new"\n\n'
+            f'\n[lines."{line}"]\npython = ">=3.10"\nimage = "i"\nstatus = "new"\n\n'
             f'[[lines."{line}".trees]]\nname = "{line}-tree"\ncommit = "{commit_id}"\n'
         )
 

@@ -46,6 +46,7 @@ def test_a_clean_bump(upstream):
         f"""{versions}
 [lines."{NEXT}"]
 python = ">=3.10"
+image = "some/image:1"
 status = "new"
 
 [[lines."{NEXT}".trees]]

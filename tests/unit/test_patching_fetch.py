@@ -7,7 +7,7 @@ import subprocess
 import tarfile
 
 import pytest
-from patching_upstream import git, make_upstream, run_cli
+from patching_upstream import LINE, TAG, git, make_upstream, run_cli
 
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.errors import PatchingError
@@ -129,12 +129,48 @@ def test_what_is_not_there(upstream, tmp_path, monkeypatch):
         ("tree/setup.py", "", "no Megatron-LM source package"),
     ],
 )
-def test_archives_that_are_refused(tmp_path, name, link, message):
+def test_archives_that_are_refused(tmp_path, monkeypatch, name, link, message):
     with tarfile.open(tmp_path / "evil.tar.gz", "w:gz") as archive:
         member = tarfile.TarInfo(name)
         if link:
             member.type, member.linkname = tarfile.SYMTYPE, link
         archive.addfile(member, io.BytesIO())
-    with pytest.raises(PatchingError, match=message):
-        _unpack(tmp_path / "evil.tar.gz", tmp_path / "unpacked")
-    assert not (tmp_path / "escaped").exists()
+    for filters in (True, False):  # Debian 12's Python has none
+        if not filters:
+            monkeypatch.delattr(tarfile, "data_filter", raising=False)
+        with pytest.raises(PatchingError, match=message):
+            _unpack(tmp_path / "evil.tar.gz", tmp_path / f"unpacked {filters}")
+        assert not (tmp_path / "escaped").exists()
+
+
+def test_a_commit_is_fetched_alone(upstream, tmp_path):
+    git("config", "uploadpack.allowAnySHA1InWant", "true", cwd=upstream.checkout)
+    out, url = tmp_path / "trees", f"file://{upstream.checkout}"
+    command = ["megatron", "--source", "git", "--repo", url, "--patches", upstream.patches]
+    done = run_cli(*command, "--version", LINE, "--out", out)
+    assert done.returncode == 0, done.stderr
+    (tree,) = out.iterdir()
+    assert done.stdout.startswith(f"{tree} is {TAG} (")
+    wanted = read_matrix(upstream.patches).find(TAG, "git")[1].commit
+    assert git("rev-parse", "HEAD", cwd=tree).strip() == wanted
+    assert git("rev-list", "--count", "HEAD", cwd=tree).strip() == "1"
+    apply_series(tree, upstream.patches)
+    again = run_cli(*command, "--out", out)
+    assert again.returncode == 1
+    assert f"{tree}: is there already" in again.stderr
+
+
+def test_a_tree_that_is_not_known_or_not_there(upstream, tmp_path):
+    out = tmp_path / "trees"
+    command = ["megatron", "--patches", upstream.patches, "--out", out]
+    for more in (
+        ["--version", "9.9"],
+        ["--version", TAG],
+        ["--source", "git", "--version", "9.1.1"],
+    ):
+        refused = run_cli(*command, *more)
+        assert refused.returncode == 1
+        assert "is no tree that versions.toml knows from" in refused.stderr
+    nowhere = ["--source", "git", "--repo", f"file://{tmp_path}/nowhere"]
+    assert run_cli(*command, *nowhere).returncode == 1
+    assert not out.exists() or not [*out.iterdir()]

@@ -1,0 +1,1 @@
+"""The image: its build, its tests, an engine for CI."""

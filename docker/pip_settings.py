@@ -1,0 +1,78 @@
+"""This machine's pip settings as secrets of a build: certificates, indices, folders of wheels.
+
+A folder is served on 127.0.0.1 for the time of the build, which therefore has the host's network.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import unquote, urlsplit
+
+__all__ = ["build_secrets"]
+
+INDICES, LINKS = ("index-url", "extra-index-url"), ("find-links",)
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def build_secrets(stack: ExitStack, pip_conf: Path | None) -> dict[str, Path]:
+    """The files that a build takes as secrets, by their ids; they are there while `stack` is open.
+
+    Args:
+        pip_conf: used as it is; None: what `pip config list` says here.
+    """
+    settings = _settings()
+    secrets = {}
+    if "cert" in settings:
+        secrets["ca"] = Path(settings["cert"])
+    if pip_conf is None:
+        kept = {}
+        for name in (*INDICES, *LINKS):
+            places = settings.get(name, "").split()
+            if places:
+                kept[name] = "\n  ".join(_reachable(stack, place, name) for place in places)
+        if kept:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="pip-conf-")))
+            lines = [f"{name} = {value}" for name, value in kept.items()]
+            (folder / "pip.conf").write_text("\n".join(["[global]", *lines, ""]))
+            pip_conf = folder / "pip.conf"
+    if pip_conf is not None:
+        secrets["pip_conf"] = pip_conf
+    return secrets
+
+
+def _settings() -> dict[str, str]:
+    """pip's settings by their names; the environment's come last, and win."""
+    command = [sys.executable, "-m", "pip", "config", "list", "--disable-pip-version-check"]
+    listed = subprocess.run(command, capture_output=True, check=False, text=True).stdout
+    settings = {}
+    for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):
+        name, _, value = line.partition("=")
+        settings[name.rpartition(".")[2]] = str(ast.literal_eval(value))
+    return settings
+
+
+def _reachable(stack: ExitStack, place: str, name: str) -> str:
+    """An address for a folder of this machine; any other place as it is."""
+    path = Path(unquote(urlsplit(place).path) if place.startswith("file:") else place)
+    if "://" in place.removeprefix("file:") and not place.startswith("file:"):
+        return place
+    if not path.is_dir():
+        return place
+    # the files of an index often lie beside it
+    root, rest = (path.parent, f"{path.name}/") if name in INDICES else (path, "")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(root)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    stack.callback(server.shutdown)
+    return f"http://127.0.0.1:{server.server_port}/{rest}"
