@@ -7,6 +7,7 @@ Shape suffixes: T tokens, E experts, K top-k.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from megatron_r3.kernels.gate_kernels import gate_backward, gate_forward
 __all__ = ["replayed_gate_triton"]
 
 TILE = 1024  # logits of one program: 32 for each lane of its warp
+# Triton 3.10 will no longer fuse multiply-adds unless it is asked to
+COMPILED = {"num_warps": 1, "enable_fp_fusion": True}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -44,24 +47,25 @@ class _Gate(torch.autograd.Function):
         differs_T = None if counted_T is None else torch.empty_like(counted_T)
         if num_tokens:
             grid, sizes = _launch(num_tokens, num_experts, topk, options)
-            gate_forward[grid](
-                logits_TE,
-                ids_TK,
-                expert_bias_E,
-                _as_bytes(live_T),
-                _as_bytes(counted_T),
-                probs,
-                _as_bytes(map_TE),
-                used_TK,
-                _as_bytes(differs_T),
-                num_tokens,
-                options.scale,
-                *logits_TE.stride(),
-                *ids_TK.stride(),
-                **sizes,
-                BLOCK_K=triton.next_power_of_2(topk),
-                num_warps=1,
-            )
+            with _current(logits_TE.device):
+                gate_forward[grid](
+                    logits_TE,
+                    ids_TK,
+                    expert_bias_E,
+                    _as_bytes(live_T),
+                    _as_bytes(counted_T),
+                    probs,
+                    _as_bytes(map_TE),
+                    used_TK,
+                    _as_bytes(differs_T),
+                    num_tokens,
+                    options.scale,
+                    *logits_TE.stride(),
+                    *ids_TK.stride(),
+                    **sizes,
+                    BLOCK_K=triton.next_power_of_2(topk),
+                    **COMPILED,
+                )
         ctx.save_for_backward(logits_TE, ids_TK if used_TK is None else used_TK)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -79,19 +83,20 @@ class _Gate(torch.autograd.Function):
         dlogits_TE = logits_TE.new_empty(logits_TE.shape)
         if num_tokens:
             grid, sizes = _launch(num_tokens, num_experts, topk, ctx.options)
-            gate_backward[grid](
-                logits_TE,
-                ids_TK,
-                dprobs,
-                dlogits_TE,
-                num_tokens,
-                ctx.options.scale,
-                *logits_TE.stride(),
-                *ids_TK.stride(),
-                *dprobs.stride(),
-                **sizes,
-                num_warps=1,
-            )
+            with _current(logits_TE.device):
+                gate_backward[grid](
+                    logits_TE,
+                    ids_TK,
+                    dprobs,
+                    dlogits_TE,
+                    num_tokens,
+                    ctx.options.scale,
+                    *logits_TE.stride(),
+                    *ids_TK.stride(),
+                    *dprobs.stride(),
+                    **sizes,
+                    **COMPILED,
+                )
         return dlogits_TE, None, None, None, None, None
 
 
@@ -104,6 +109,11 @@ def _launch(
     sizes = {"E": num_experts, "K": topk, "BLOCK_T": block, "W": words}
     sizes |= {"FUNCTION": options.function, "DENSE": options.dense}
     return (triton.cdiv(num_tokens, block),), sizes
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
