@@ -105,39 +105,65 @@ class MicrobatchRoutes:
         Raises:
             ReplayError: the layer has no routes, or not as many as the router has tokens.
         """
-        if layer_number not in self.ids:
+        if self.record and layer_number not in self.ids:
             return self._record_live(layer_number, live_topk)
-        ids_TK = self.ids[layer_number]
-        if ids_TK.shape != (scores_TE.shape[0], topk):
-            raise ReplayError(
-                f"layer {layer_number} routes {scores_TE.shape[0]} tokens to top-{topk}; its "
-                f"microbatch has routes {tuple(ids_TK.shape)}: other tokens are in the batch than "
-                "its row ids say"
-            )
+        ids_TK = self._routes(layer_number, scores_TE.shape[0], topk)
         if not self.replay:
             values_TK, chosen_TK = live_topk()
             self._measure(layer_number, ids_TK, chosen_TK)
             return values_TK, chosen_TK
         if layer_number not in self._settled:
             if self.live_T is not None or self.counted_T is not None:
-                ids_TK = self._settle(layer_number, ids_TK, live_topk)
+                ids_TK = self._settle_live(layer_number, ids_TK, live_topk)
             self._settled.add(layer_number)
         return replayed_topk(scores_TE, ids_TK)
 
-    def _record_live(
-        self, layer_number: int, live_topk: Callable[[], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
-        if not self.record:
+    def unsettled(
+        self, layer_number: int, num_tokens: int, topk: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A layer's ids `[T, K]`; at its first pass also `live_T` and `counted_T`, else None.
+
+        For a gate that chooses and counts by itself, and then calls `settle`.
+
+        Raises:
+            ReplayError: as `topk`.
+        """
+        ids_TK = self._routes(layer_number, num_tokens, topk)
+        if layer_number in self._settled:
+            return ids_TK, None, None
+        return ids_TK, self.live_T, None if layer_number in self.mismatched else self.counted_T
+
+    def settle(self, layer_number: int, ids_TK: Tensor, differs_T: Tensor | None) -> None:
+        """End the first pass of a layer: the ids it used, and where live ones differ."""
+        self.ids[layer_number] = ids_TK
+        self._settled.add(layer_number)
+        if differs_T is not None:
+            self._count(layer_number, differs_T)
+
+    def _routes(self, layer_number: int, num_tokens: int, topk: int) -> Tensor:
+        if layer_number not in self.ids:
             raise ReplayError(
                 f"layer {layer_number} has no routes in the active microbatch; it has layers "
                 f"{sorted(self.ids)}"
             )
+        ids_TK = self.ids[layer_number]
+        if ids_TK.shape != (num_tokens, topk):
+            raise ReplayError(
+                f"layer {layer_number} routes {num_tokens} tokens to top-{topk}; its "
+                f"microbatch has routes {tuple(ids_TK.shape)}: other tokens are in the batch than "
+                "its row ids say"
+            )
+        return ids_TK
+
+    def _record_live(
+        self, layer_number: int, live_topk: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
         values_TK, chosen_TK = live_topk()
         self.ids[layer_number] = chosen_TK.detach().to(torch.int16)
         self._settled.add(layer_number)
         return values_TK, chosen_TK
 
-    def _settle(
+    def _settle_live(
         self, layer_number: int, ids_TK: Tensor, live_topk: Callable[[], tuple[Tensor, Tensor]]
     ) -> Tensor:
         """First pass of a layer: fill in its live tokens, and measure."""
@@ -154,10 +180,12 @@ class MicrobatchRoutes:
             return
         with torch.no_grad():
             same_TK = ids_TK.long().sort(dim=1).values == chosen_TK.sort(dim=1).values
-            differs_T = ~same_TK.all(dim=1) & self.counted_T
-            self.mismatched[layer_number] = differs_T.sum()
-            any_T = self.mismatched_T
-            self.mismatched_T = differs_T if any_T is None else any_T | differs_T
+            self._count(layer_number, ~same_TK.all(dim=1) & self.counted_T)
+
+    def _count(self, layer_number: int, differs_T: Tensor) -> None:
+        self.mismatched[layer_number] = differs_T.sum()
+        any_T = self.mismatched_T
+        self.mismatched_T = differs_T if any_T is None else any_T | differs_T
 
 
 _ACTIVE: ContextVar[MicrobatchRoutes | None] = ContextVar("megatron_r3_microbatch", default=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_r3.seams import deferred
+from megatron_r3.seams.fused import settle_fusion
 
 __all__ = ["check_config", "refusals"]
 
@@ -64,8 +65,6 @@ def refusals(config: Any) -> list[str]:
         "moe_router_force_biased replaces the logits; unset it": (
             getattr(config, "moe_router_force_biased", None) is not None
         ),
-        "moe_router_fusion chooses experts inside a kernel that does not know the routes; "
-        "unset it": on("moe_router_fusion"),
         "a CUDA graph that captures the router would repeat the routes of its first microbatch; "
         "use cuda_graph_impl=transformer_engine for attn alone": _captures_router(config),
         "moe_router_padding_for_quantization routes padding to experts that no rollout recorded; "
@@ -79,7 +78,7 @@ def refusals(config: Any) -> list[str]:
 
 
 def check_config(config: Any) -> None:
-    """Refuse a config that would not replay exactly; called where it is made.
+    """Refuse a config that would not replay exactly, settle what fusion means; where it is made.
 
     Raises:
         ValueError: every reason, a line each.
@@ -87,4 +86,5 @@ def check_config(config: Any) -> None:
     found = refusals(config)
     if found:
         raise ValueError("moe_router_replay: " + "; ".join(found))
+    settle_fusion(config)
     deferred.install()

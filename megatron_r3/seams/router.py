@@ -6,12 +6,14 @@ Shape suffixes: T tokens of this rank, E experts, K top-k.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_r3.replay import MicrobatchRoutes, active_microbatch
+from megatron_r3.seams.fused import fused_gate
 
 __all__ = ["RouterHook", "keep_live"]
 
@@ -34,6 +36,7 @@ class RouterHook:
         self.config = config
         self.replays = replays
         self.layer_number = layer_number
+        self.fused = getattr(config, "moe_router_replay_fused_gate", False)
         self._live_TK: Tensor | None = None  # of the pass that is running
 
     def get_replay_topk(
@@ -61,6 +64,34 @@ class RouterHook:
             with torch.no_grad():
                 self._live_TK = live_topk()[1]
         return microbatch.topk(self.layer_number, scores, topk, live_topk)
+
+    def route(
+        self, upstream: Callable[..., tuple[Tensor, Tensor]]
+    ) -> Callable[..., tuple[Tensor, Tensor]]:
+        """What routes in place of `topk_routing_with_score_function`, which is given.
+
+        Under `moe_router_fusion` a replayed microbatch goes through one kernel where there is one,
+        else through the unfused function, which asks `get_replay_topk`; a live one goes where it
+        would go without this project.
+        """
+        return partial(self._route_fused, upstream) if self.fused else upstream
+
+    def _route_fused(
+        self,
+        upstream: Callable[..., tuple[Tensor, Tensor]],
+        logits: Tensor,
+        topk: int,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        microbatch = active_microbatch()
+        if microbatch is None or not self.replays:
+            return upstream(logits, topk, **options)
+        if microbatch.replays and not (self._bias_is_live() and torch.is_grad_enabled()):
+            assert self.layer_number is not None, "the router has no layer number yet"
+            routed = fused_gate(microbatch, self.layer_number, logits, topk, options)
+            if routed is not None:
+                return routed
+        return upstream(logits, topk, **{**options, "fused": False})
 
     def padding_mask(self, given_T: Tensor | None) -> Tensor | None:
         """Which tokens are padding, bool: as the active microbatch says, else what was given."""

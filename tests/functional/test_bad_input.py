@@ -44,7 +44,6 @@ OPTIONS = {
     "moe_expert_capacity_factor": ["--moe-expert-capacity-factor", "1.5"],
     "moe_router_force_load_balancing": ["--moe-router-force-load-balancing"],
     "moe_router_force_biased": ["--moe-router-force-biased", "0.5"],
-    "moe_router_fusion": ["--moe-router-fusion"],
 }
 
 

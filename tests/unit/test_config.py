@@ -19,7 +19,6 @@ WRONG = {
     "expert_rank_capacity_factor": {"moe_expert_rank_capacity_factor": 1.0},
     "force_load_balancing": {"moe_router_force_load_balancing": True},
     "force_biased": {"moe_router_force_biased": 0.0},
-    "moe_router_fusion": {"moe_router_fusion": True},
     "CUDA graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
     "padding_for_quantization": {"moe_router_padding_for_quantization": True},
     "flextron": {"flextron": True},

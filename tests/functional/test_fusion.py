@@ -1,0 +1,175 @@
+"""Replay under moe_router_fusion: the one-kernel gate in real routers, and without a GPU none.
+
+The kernel itself is tested in tests/unit/test_kernels_gate.py. Here its torch reference runs where
+the kernel would, so that the seam around it is the one that a GPU has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from training import Policy, train
+
+from demo.report import measured
+from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.replay import MicrobatchRoutes, recording, replaying
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "before top-k, scaled": {
+        "moe_router_pre_softmax": True,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    "sigmoid, bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    "sigmoid, groups": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+    },
+    "live bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_replay_expert_bias": "live",
+    },
+    "auxiliary losses": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [1e-2, 1e-2],
+        "moe_z_loss_coeff": 1e-3,
+    },
+    "full recompute": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+@contextmanager
+def kernels_everywhere(shift: int = 0) -> Iterator[list[int]]:
+    """The seam finds a kernel on the CPU: its reference. Yields one entry for each call."""
+    from megatron_r3.seams import fused
+
+    before, calls = (fused.has_kernel, fused.replayed_gate), []
+
+    def gate(logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
+        calls.append(len(ids))
+        return before[1](logits, ids.roll(shift, 0), **options)
+
+    fused.has_kernel, fused.replayed_gate = (lambda device: True), gate
+    try:
+        yield calls
+    finally:
+        fused.has_kernel, fused.replayed_gate = before
+
+
+def routes_of(gpt: Any) -> dict[int, torch.Tensor]:
+    """What this model chooses, with every other token taking what another one chose."""
+    with recording() as recorded, torch.no_grad():
+        tokens, positions, labels = tiny.batch()
+        gpt(tokens, positions, None, labels=labels)
+    odd = torch.arange(tiny.SEQUENCE * tiny.BATCH)[:, None] % 2 == 1
+    return {n: torch.where(odd, ids.roll(1, 0), ids) for n, ids in recorded.ids.items()}
+
+
+def pass_through(options: dict[str, Any], fused: bool, routes: Any, shift: int = 0) -> Any:
+    gpt = tiny.model(tiny.config(**options, moe_router_fusion=fused))
+    routes = routes_of(gpt) if routes is None else routes
+    tokens = torch.arange(tiny.SEQUENCE * tiny.BATCH)
+    microbatch = MicrobatchRoutes(
+        {n: ids.clone() for n, ids in routes.items()},
+        live_T=tokens % 5 == 0,
+        counted_T=(tokens % 3 != 0) & (tokens % 5 != 0),  # a live token has nothing to compare
+    )
+    if not fused:
+        return *tiny.loss_and_gradients(gpt, replaying(microbatch)), microbatch, routes, []
+    with kernels_everywhere(shift) as calls:
+        return *tiny.loss_and_gradients(gpt, replaying(microbatch)), microbatch, routes, calls
+
+
+def furthest(these: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a gradient, as a share of its largest entry."""
+    return max(
+        ((others[n] - g).abs().max() / g.abs().max().clamp(min=1e-6)).item()
+        for n, g in these.items()
+    )
+
+
+def compare(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    tiny.start()
+    loss, gradients, unfused, routes, _ = pass_through(options, False, None)
+    loss2, gradients2, fused, _, calls = pass_through(options, True, routes)
+    _, wrong, _, _, _ = pass_through(options, True, routes, shift=2)
+    return {
+        "loss": abs(loss2 - loss).item() / abs(loss).item(),
+        "gradients": furthest(gradients, gradients2),
+        "names": sorted(gradients) == sorted(gradients2),
+        "ids": all(
+            torch.equal(fused.ids[n].sort(1).values, unfused.ids[n].sort(1).values.to(fused.ids[n]))
+            for n in routes
+        ),
+        "mismatched": {
+            n: (int(c), int(fused.mismatched[n])) for n, c in unfused.mismatched.items()
+        },
+        "calls": len(calls),
+        "wrong": furthest(gradients, wrong),
+    }
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_fused_gate_is_the_unfused_one(patched: TreeWorker, name: str) -> None:
+    (got,) = patched.run(compare, 1, OPTIONS[name])
+    assert got["names"]
+    assert got["ids"]
+    assert got["loss"] < 1e-6
+    assert got["gradients"] < 1e-4
+    pairs = got["mismatched"].values()
+    assert all(one == other for one, other in pairs)
+    assert any(one for one, _ in pairs)
+    # four layers; a first pass of groups is unfused, and so is one that wants the live load
+    calls = {"sigmoid, groups": 0, "live bias": 0, "full recompute": 8}
+    assert got["calls"] == calls.get(name, 4)
+    if got["calls"]:
+        assert got["wrong"] > 1e-2  # other tokens' routes have other gradients
+
+
+def what_it_says(rank: int) -> dict[str, Any]:
+    import logging
+
+    tiny.start()
+    records: list[str] = []
+    logger = logging.getLogger("megatron_r3.seams.fused")
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    configs = [tiny.config(moe_router_fusion=fused) for fused in (True, True, False)]
+    return {
+        "said": records,
+        "upstream": [c.moe_router_fusion for c in configs],
+        "gate": [c.moe_router_replay_fused_gate for c in configs],
+    }
+
+
+def test_without_transformer_engine_it_says_so_once(patched: TreeWorker) -> None:
+    (got,) = patched.run(what_it_says, 1)
+    assert len(got["said"]) == 1
+    assert "moe_router_fusion: no Transformer Engine" in got["said"][0]
+    assert got["upstream"] == [False, False, False]
+    assert got["gate"] == [True, True, False]
+
+
+def test_a_training_without_a_gpu_falls_back(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    for name, more in {"unfused": [], "fused": ["--moe-router-fusion"]}.items():
+        events = ["--tensorboard-dir", str(tmp_path / name)]
+        patched.run(train, 1, [*policy.arguments(*more), *events], timeout_s=240)
+    assert measured(tmp_path / "fused") == measured(tmp_path / "unfused")
