@@ -43,10 +43,11 @@ def replayed_gate(
     (megatron/core/transformer/moe/moe_utils.py, 0.18 and later) with its top-k replaced by
     `ids_TK`: float32 inside, probabilities and gradient in the logits' dtype, gradient to the
     logits alone (never to a bias). Up to 0.17 Megatron rounds the scores of bfloat16 and float16
-    logits to that dtype before it divides them; with float32 logits it is the same. Every given
-    expert has its weight and its gradient, also one that top-k would drop. No host waits, no shapes
-    that depend on data, no atomics: it can be captured in a CUDA graph, and the same input gives
-    the same bits.
+    logits to that dtype before it divides them; with float32 logits it is the same.
+
+    Every given expert has its weight and its gradient, also one that top-k would drop. No host
+    waits, no shapes that depend on data, no atomics: it can be captured in a CUDA graph, and the
+    same input gives the same bits.
 
     Args:
         logits_TE: bfloat16, float16 or float32; any strides. At most 1024 experts.

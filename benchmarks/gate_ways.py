@@ -1,0 +1,191 @@
+"""The ways to a router's weights and map that `benchmarks.gate` times against each other.
+
+Needs torch, and Triton where there is a GPU; Megatron-LM and Transformer Engine only where a way
+is theirs.
+
+Shape suffixes: T tokens, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch import Tensor
+
+from megatron_r3.gate import replayed_topk
+from megatron_r3.kernels import replayed_gate
+
+__all__ = ["MODELS", "Inputs", "Model", "floor", "ways"]
+
+Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits to probabilities and map, both [T, E]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a router of a model asks for, in Megatron's terms."""
+
+    num_experts: int
+    topk: int
+    score_function: str
+    dtype: torch.dtype
+    scaling_factor: float | None = None
+    biased: bool = False  # an expert bias, which takes part in choosing only
+
+
+# Megatron's softmax after top-k is norm_topk_prob of the Qwen3 models
+MODELS = {
+    "Qwen3-30B-A3B": Model(128, 8, "softmax", torch.bfloat16),
+    "DeepSeek-V3": Model(256, 8, "sigmoid", torch.float32, 2.5, True),
+    "Kimi-K2": Model(384, 8, "sigmoid", torch.float32, 2.827, True),
+    "Qwen3-Next": Model(512, 10, "softmax", torch.bfloat16),
+}
+
+
+class Inputs:
+    """Random logits, recorded experts as the microbatch keeps them, a gradient that comes back."""
+
+    def __init__(self, model: Model, num_tokens: int, device: str) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (num_tokens, model.num_experts)
+
+        def normal() -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(model.dtype)
+
+        self.model = model
+        self.logits_TE = normal().requires_grad_()
+        self.upstream_TE = normal()
+        # sampled with other weights: most, not all, are what top-k would choose
+        drifted_TE = self.logits_TE.detach().float() + 0.05 * normal().float()
+        ids_dtype = torch.uint8 if model.num_experts <= 256 else torch.int16
+        self.ids_TK = drifted_TE.topk(model.topk, dim=1).indices.to(ids_dtype)
+        self.bias_E = None
+        if model.biased:
+            self.bias_E = torch.zeros(model.num_experts, device=device)
+
+
+def ways(inputs: Inputs, megatron: Path | None, compiler: str) -> dict[str, Gate]:
+    """The kernel; Megatron's path (a), compiled (b); TE's live gate (c), where it is installed."""
+    unfused = _of_megatron(inputs, megatron) if megatron else _unfused(inputs)
+    torch._dynamo.reset()  # else the limit of recompilations is reached, and (b) is (a)
+    torch._functorch.config.donated_buffer = False  # its backward runs many times
+    named = {"kernel": _kernel(inputs), "(a) unfused": unfused}
+    named["(b) compiled"] = torch.compile(unfused, backend=compiler, dynamic=False)
+    fused = _of_transformer_engine(inputs)
+    if fused is not None:
+        named["(c) TE, live"] = fused
+    return named
+
+
+def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
+    """(d) plain copies of the bytes that each pass must move, the few of the ids left out."""
+    logits_TE = inputs.logits_TE.detach()
+    out_TE = torch.empty_like(logits_TE)
+    map_TE = torch.empty_like(logits_TE, dtype=torch.bool)
+
+    def forward() -> None:
+        out_TE.copy_(logits_TE)
+        map_TE.zero_()
+
+    def backward() -> None:
+        torch.add(inputs.upstream_TE, logits_TE, out=out_TE)
+
+    return {"forward": forward, "backward": backward}
+
+
+def _kernel(inputs: Inputs) -> Gate:
+    model = inputs.model
+
+    def gate(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        out = replayed_gate(
+            logits_TE,
+            inputs.ids_TK,
+            score_function=model.score_function,
+            scaling_factor=model.scaling_factor,
+            expert_bias_E=inputs.bias_E,
+        )
+        assert out.routing_map is not None
+        return out.probs, out.routing_map
+
+    return gate
+
+
+def _unfused(inputs: Inputs) -> Gate:
+    """What `topk_routing_with_score_function` of Megatron 0.19 does under replay.
+
+    megatron/core/transformer/moe/moe_utils.py, with `replayed_topk` in the place of its top-k.
+    """
+    model = inputs.model
+
+    def gate(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        if model.score_function == "softmax":
+            scores_TK, indices_TK = replayed_topk(logits_TE, inputs.ids_TK)
+            probs_TK = torch.softmax(scores_TK, dim=-1, dtype=torch.float32)
+        else:
+            scores_TE = torch.sigmoid(logits_TE.float())
+            biased_TE = scores_TE if inputs.bias_E is None else scores_TE + inputs.bias_E.float()
+            scores_TK, indices_TK = replayed_topk(biased_TE, inputs.ids_TK)
+            if inputs.bias_E is not None:
+                scores_TK = scores_TE.gather(1, indices_TK)
+            probs_TK = scores_TK / (scores_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        if model.scaling_factor:
+            probs_TK = probs_TK * model.scaling_factor
+        probs_TK = probs_TK.type_as(logits_TE)
+        probs_TE = torch.zeros_like(logits_TE).scatter(1, indices_TK, probs_TK)
+        map_TE = torch.zeros_like(logits_TE).int().scatter(1, indices_TK, 1).bool()
+        return probs_TE, map_TE
+
+    return gate
+
+
+class _Replay:
+    """Megatron's protocol of a router's replay."""
+
+    def __init__(self, ids_TK: Tensor) -> None:
+        self.ids_TK = ids_TK
+
+    def get_replay_topk(self, scores_TE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return replayed_topk(scores_TE, self.ids_TK)
+
+
+def _of_megatron(inputs: Inputs, tree: Path) -> Gate:
+    if str(tree) not in sys.path:
+        sys.path.insert(0, str(tree))
+    from megatron.core.transformer.moe import moe_utils
+
+    options = {**_options(inputs), "router_replay": _Replay(inputs.ids_TK)}
+
+    def gate(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        return moe_utils.topk_routing_with_score_function(logits_TE, inputs.model.topk, **options)
+
+    return gate
+
+
+def _of_transformer_engine(inputs: Inputs) -> Gate | None:
+    """Live top-k: it cannot replay."""
+    try:
+        from transformer_engine.pytorch.router import fused_topk_with_score_function
+    except ImportError:
+        return None
+    options = {**_options(inputs), "num_groups": None, "group_topk": None}
+
+    def gate(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        return fused_topk_with_score_function(
+            logits=logits_TE, topk=inputs.model.topk, use_pre_softmax=False, **options
+        )
+
+    return gate
+
+
+def _options(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "score_function": inputs.model.score_function,
+        "scaling_factor": inputs.model.scaling_factor,
+        "expert_bias": inputs.bias_E,
+    }
