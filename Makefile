@@ -21,6 +21,8 @@ ONLY     ?=
 ROUNDS   ?= 10
 # tokens of all rollouts in bench-store
 TOKENS   ?= 1000000
+# bench-gpu: 1 runs it tiny, on the CPU
+REHEARSE ?=
 # image, image-test and image-matrix: see docs/image.md
 MEGATRON_SOURCE  ?= git
 MEGATRON_VERSION ?=
@@ -36,7 +38,7 @@ IMAGE := PYTHONPATH=. $(PYTHON) -m docker.image --docker "$(DOCKER)" --source $(
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix bench-dispatch bench-store \
-	image image-vllm-cpu image-test image-matrix test lint clean
+	bench-gpu image image-vllm-cpu image-test image-matrix test lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -94,6 +96,15 @@ bench-dispatch: megatron  ## what a MoE layer waits for and a step costs: live, 
 bench-store: setup  ## routes from a response to a rank's slice, and as peers move them (TOKENS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \
 		--tokens $(TOKENS)
+
+# on a GPU with $(PYTHON), which needs torch and triton and what Megatron imports, and MEGATRON=DIR, patched
+bench-gpu: $(if $(REHEARSE),megatron)  ## the replayed gate and a MoE stack on a GPU (MEGATRON=DIR, REHEARSE=1)
+	$(if $(REHEARSE),$(R3) apply $(TREE))
+	PYTHONPATH=. $(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.gate \
+		--out $(BUILD)/bench/gate.json $(if $(REHEARSE),--device cpu --rehearse)
+	PYTHONPATH=. $(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.layers \
+		--megatron "$(if $(MEGATRON),$(MEGATRON),$(TREE))" --out $(BUILD)/bench/layers.json \
+		$(if $(REHEARSE),--device cpu --rehearse)
 
 image:  ## build the image (BASE_IMAGE=, MEGATRON_SOURCE=git or pypi, MEGATRON_VERSION=, MEGATRON=DIR, TAG=)
 	$(IMAGE) build
