@@ -7,7 +7,7 @@ from typing import Any
 import gate_cases
 import pytest
 import torch
-from gate_cases import DEVICE, DTYPES, FUNCTIONS, Case, holds, kernel, make, worst
+from gate_cases import DEVICE, DTYPES, FUNCTIONS, INTERPRETED, Case, holds, kernel, make, worst
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +33,7 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, dense: bool) -> Non
 
 
 @settings(
-    max_examples=40,
+    max_examples=40 if INTERPRETED else 15,  # natively each shape is compiled
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

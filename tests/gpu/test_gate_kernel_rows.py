@@ -24,13 +24,27 @@ def same_bits(left: tuple[GateOutput, torch.Tensor], right: tuple[GateOutput, An
 def test_live_rows_take_the_lowest_index_among_equals(dtype: torch.dtype) -> None:
     case = make(20, 40, 6, dtype, live_T=0.6, counted_T=0.8)
     case.logits.round_()  # a few values, many equal
-    case.logits[case.logits == 0] *= torch.tensor(-1.0)  # some zeros are negative: still equal
+    case.logits[0] = 0.0
+    case.logits[0, ::2] *= -1.0  # a zero's sign makes no difference
+    case.options["live_T"][0] = True
     out, _ = case.run()
     want, _ = case.run(replayed_gate_reference)
     assert torch.equal(out.ids_TK, want.ids_TK)
     assert torch.equal(out.differs_T, want.differs_T)
     reverse = Case(case.logits.flip(1), case.ids, case.upstream, case.options)
     assert not torch.equal(39 - reverse.run()[0].ids_TK, want.ids_TK)  # equals there were
+
+
+def test_infinite_and_undefined_logits_are_chosen_as_topk_does() -> None:
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits[0, 7] = torch.nan
+    logits[1, 7] = -torch.nan
+    logits[2, 7] = torch.inf
+    logits[3, 1:] = -torch.inf  # fewer experts than K are left
+    ids = torch.zeros(4, 3, dtype=torch.uint8, device=DEVICE)
+    used_TK = kernel(logits, ids, live_T=torch.ones(4, dtype=torch.bool, device=DEVICE)).ids_TK
+    assert used_TK[:3].tolist() == logits[:3].topk(3, dim=1).indices.tolist()
+    assert used_TK[3].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["map", "dense"])
@@ -139,8 +153,11 @@ def test_ids_that_are_no_expert_touch_nothing_else(wrong: int, dense: bool) -> N
     others = [row for row in range(20) if row != 7]
     assert torch.equal(out.probs[others], right_out.probs[others])
     assert torch.equal(gradient[others], right_gradient[others])
-    if not dense:
+    if dense:
+        assert out.probs[7, 2] == 0  # nothing was read for it
+    else:
         assert torch.equal(out.routing_map[others], right_out.routing_map[others])
+        assert out.routing_map[7].sum() == 5
 
 
 def test_without_a_gradient_for_the_probabilities() -> None:
