@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ import torch
 
 from benchmarks.gate_time import Time, Timer
 from benchmarks.gate_ways import MODELS, Inputs, floor, ways
-from benchmarks.machine import machine_of
+from benchmarks.machine import device_of, machine_of
 
 __all__ = ["main"]
 
@@ -55,7 +53,12 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append({"model": name, "tokens": num_tokens, **row})
                 print(_line(rows[-1]), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    found = {**_machine(args.device), "rehearsal": args.rehearse, "repeats": repeats}
+    found = {
+        **machine_of(),
+        **device_of(args.device),
+        "rehearsal": args.rehearse,
+        "repeats": repeats,
+    }
     args.out.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
     wrong = [row for row in rows if not row["agrees"]]
     for row in wrong:
@@ -132,28 +135,6 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['us']:>9.1f} {row['low_us']:>9.1f} {row['high_us']:>9.1f} "
         f"{row['of_unfused']:>7.3f} {row['of_copies']:>9.2f} {row['host_us']:>8.1f}"
     )
-
-
-def _machine(device: str) -> dict[str, Any]:
-    found: dict[str, Any] = {**machine_of(), "device": device, "torch": torch.__version__}
-    for package in ("triton", "transformer_engine"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    if device == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-        found["driver"] = _driver()
-    return found
-
-
-def _driver() -> str | None:
-    argv = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return said.split("\n")[0].strip()
 
 
 if __name__ == "__main__":

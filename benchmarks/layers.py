@@ -1,0 +1,154 @@
+"""`make bench-gpu`: a step of Megatron's MoE layers, live, replayed, planned, with the fused gate.
+
+    python -m benchmarks.layers --megatron TREE --out build/bench/layers.json
+    python -m benchmarks.layers --megatron TREE --out FILE --device cpu --rehearse
+
+TREE is a patched Megatron-LM of 0.19. One process, its layers on the local spec (no Transformer
+Engine: experts run one after the other), layer sizes of Qwen3-30B-A3B. Routes are those that the
+live routers of the same weights choose for the same batch: all ways have the same load. Steps of
+all ways alternate in one run, each next to one of the way it is compared with; "live" beside live
+says what two equal steps differ by. Needs torch, Triton, and what TREE imports (numpy, packaging).
+A rehearsal runs tiny layers and the gate's plain reference, and says nothing about time. Exit
+status 1: a router's gradient is not that of live.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import layers_measure as measure
+from benchmarks.layers_model import QWEN3_30B_A3B, TINY, WAYS, Sizes, Stack, start
+from benchmarks.machine import device_of, machine_of
+from benchmarks.waits import COPIES, WAITS
+
+__all__ = ["main"]
+
+HEAD = (
+    f"{'recompute':9} {'way':14} {'step ms':>8} {'10%':>8} {'90%':>8} {'beside':>11} {'ratio':>6} "
+    f"{'10%-90%':>13} {'waits':>6} {'copies':>6} {'peak MB':>8} {'gradient':>8}"
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure every way, without and with full recompute."""
+    args = _arguments(argv)
+    cuda = args.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        print("error: no CUDA device here; --device cpu --rehearse runs it all", file=sys.stderr)
+        return 2
+    _import_tree(args.megatron.resolve(), cuda)
+    sizes = replace(TINY if args.rehearse else QWEN3_30B_A3B, **_given(args))
+    found = {**machine_of(), **device_of(args.device), "rehearsal": args.rehearse}
+    start(cuda)
+    stack = Stack(sizes, cuda)
+    with measure.reference_gate(not cuda):
+        rows = measured(stack, args.rounds, cuda)
+    found |= {"tree": args.megatron.name, "rounds": args.rounds, **stack.described()}
+    print(_about(stack))
+    print(HEAD)
+    for row in rows:
+        print(_line(row))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+    torch.distributed.destroy_process_group()
+    wrong = [row for row in rows if not row["agrees"]]
+    for row in wrong:
+        print(f"error: {row['way']}: router gradients are not those of live", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="layers", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--megatron", type=Path, required=True, help="a patched tree of 0.19")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rehearse", action="store_true", help="tiny layers: does it run?")
+    parser.add_argument("--rounds", type=int, help="pairs of steps of each way; default 20, or 3")
+    for field in fields(Sizes):
+        default = getattr(QWEN3_30B_A3B, field.name)
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=int, help=f"default {default}")
+    args = parser.parse_args(argv)
+    if args.device == "cpu" and not args.rehearse:
+        parser.error("--device cpu: only with --rehearse, a CPU's times say nothing here")
+    args.rounds = args.rounds or (3 if args.rehearse else 20)
+    if args.rounds < 2:
+        parser.error("--rounds: at least 2")
+    return args
+
+
+def _given(args: argparse.Namespace) -> dict[str, int]:
+    given = {name: getattr(args, name) for name in asdict(TINY)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _import_tree(tree: Path, cuda: bool) -> None:
+    """Import Megatron from the tree, on a CPU under the layer that lets it run there."""
+    # before CUDA starts: the same sums in the same order, where that is asked for
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    sys.path.insert(0, str(tree))
+    if not cuda:
+        from megatron_r3.cpu import install
+
+        torch.set_num_threads(1)
+        install()
+    import megatron.core
+
+    found = Path(str(megatron.core.__file__)).resolve()
+    if tree not in found.parents:
+        raise SystemExit(f"error: {tree} has no megatron.core: it was imported from {found.parent}")
+    hook = "moe_router_replay"
+    if hook not in (found.parent / "transformer" / "transformer_config.py").read_text():
+        raise SystemExit(f"error: {tree} is not patched")
+
+
+def measured(stack: Stack, rounds: int, cuda: bool) -> list[dict[str, Any]]:
+    """A row for each way, without and with recompute."""
+    # of a sum of roundings: bfloat16 has 8 bits
+    tolerance, gradient_tolerance = (5e-3, 5e-2) if cuda else (1e-6, 1e-4)
+    checked = measure.check(stack, tolerance)
+    times = measure.timed(stack, rounds, tolerance)
+    memory = measure.peak_memory(stack) if cuda else {}
+    waits = measure.count_waits(stack, cuda)
+    rows = []
+    for (name, recompute), time in times.items():
+        case = (name, recompute)
+        row = {"recompute": recompute, "way": name, "beside": WAYS[name].beside, **time}
+        row |= {**waits[case], **memory.get(case, {"peak_mb": None, "step_mb": None})}
+        row |= {**checked[case], "agrees": checked[case]["gradient_error"] <= gradient_tolerance}
+        rows.append(row)
+    return rows
+
+
+def _about(stack: Stack) -> str:
+    tokens = stack.sizes.sequence * stack.sizes.batch
+    return (
+        f"{stack.sizes.layers} layers, {tokens} tokens to {stack.sizes.topk} of "
+        f"{stack.sizes.experts} experts; the routes of a microbatch take "
+        f"{stack.route_bytes} bytes on the device\n"
+        "ratio: to a step of the way beside it, next to it in time; waits and copies to the host: "
+        "of a step"
+    )
+
+
+def _line(row: dict[str, Any]) -> str:
+    peak = "-" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"
+    spread = f"{row['ratio_low']:.3f}-{row['ratio_high']:.3f}"
+    return (
+        f"{'full' if row['recompute'] else 'none':9} {row['way']:14} {row['step_ms']:>8.1f} "
+        f"{row['low_ms']:>8.1f} {row['high_ms']:>8.1f} {row['beside']:>11} {row['ratio']:>6.3f} "
+        f"{spread:>13} {row[WAITS]:>6} {row[COPIES]:>6} {peak:>8} {row['gradient_error']:>8.1e}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

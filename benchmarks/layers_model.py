@@ -1,0 +1,226 @@
+"""What `benchmarks.layers` runs: a stack of Megatron's MoE layers, and the ways to take a step.
+
+Megatron is imported inside the functions: the tree is chosen first.
+
+Shape suffixes: B batch, S sequence, L MoE layers, T tokens, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.replay import MicrobatchRoutes, recording, replaying
+
+__all__ = ["QWEN3_30B_A3B", "TINY", "WAYS", "Sizes", "Stack", "Way", "start"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Layers, and the microbatch that goes through them."""
+
+    layers: int = 4
+    hidden: int = 2048
+    heads: int = 32
+    query_groups: int = 4
+    head: int = 128
+    experts: int = 128
+    topk: int = 8
+    ffn: int = 768
+    sequence: int = 4096
+    batch: int = 1
+    vocabulary: int = 1024  # small: this is about the layers
+
+
+QWEN3_30B_A3B = Sizes()
+TINY = Sizes(2, 32, 4, 2, 8, 8, 2, 16, 16, 2, 64)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is routed, and which way its neighbour in time is taken.
+
+    Attributes:
+        beside: the name of the way whose step it is compared with.
+        counted: mismatch with live routing is measured for every token.
+    """
+
+    beside: str
+    replays: bool = True
+    plan: bool = False
+    fused: bool = False
+    counted: bool = False
+
+
+# live beside live is what two equal steps differ by
+WAYS = {
+    "live": Way("live", replays=False),
+    "replay": Way("live"),
+    "plan": Way("live", plan=True),
+    "plan, fused": Way("live", plan=True, fused=True),
+    "plan, counted": Way("plan", plan=True, counted=True),
+    "fused, counted": Way("plan, fused", plan=True, fused=True, counted=True),
+}
+
+
+def start(cuda: bool) -> None:
+    """Process groups of one rank, and random streams."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if cuda:
+        torch.cuda.set_device(0)
+    torch.distributed.init_process_group(
+        "nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=1)
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+
+
+def _config(sizes: Sizes, cuda: bool) -> Any:
+    """Nothing that needs Transformer Engine or Apex; full recompute is switched on by the step."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = torch.bfloat16 if cuda else torch.float32
+    unfused = ("bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
+    unfused += ("bias_activation_fusion", "apply_rope_fusion", "persist_layer_norm")
+    return TransformerConfig(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.query_groups,
+        kv_channels=sizes.head,
+        ffn_hidden_size=sizes.ffn,
+        num_moe_experts=sizes.experts,
+        moe_router_topk=sizes.topk,
+        moe_ffn_hidden_size=sizes.ffn,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_router_replay=True,
+        moe_router_fusion=True,
+        qk_layernorm=True,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=cuda,
+        use_cpu_initialization=not cuda,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        **dict.fromkeys(unfused, False),
+    )
+
+
+def _model(sizes: Sizes, config: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        vocab_size=sizes.vocabulary,
+        max_sequence_length=sizes.sequence,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    return model.cuda().to(config.params_dtype)  # torch's norms are made in float32
+
+
+class Stack:
+    """A model, one batch, and the routes that its live routers take for it.
+
+    One model for all ways: two do not fit everywhere. What a way changes is what Megatron reads at
+    each pass: full recompute in the config, and whether a router's hook tries the fused gate.
+
+    Attributes:
+        route_bytes: of `MicrobatchRoutes.ids`, on the device.
+    """
+
+    def __init__(self, sizes: Sizes, cuda: bool) -> None:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        self.sizes, self.config = sizes, _config(sizes, cuda)
+        assert self.config.moe_router_replay_fused_gate
+        self.config.moe_router_fusion = False  # Transformer Engine's gate, where it is installed
+        self.gpt = _model(sizes, self.config)
+        self.layers = [m for m in self.gpt.modules() if isinstance(m, MoELayer)]
+        self.routers = [layer.router for layer in self.layers]
+        assert len(self.routers) == sizes.layers
+        assert all(router.router_replay.fused for router in self.routers)
+        self._batch = _batch(sizes)
+
+    def record(self) -> None:
+        """Keep what the live routers choose; to be called once, before the first replayed step."""
+        from megatron_r3.seams.batch import HostRoutes
+
+        tokens, positions, labels = self._batch
+        with torch.no_grad(), recording() as recorded:
+            self.gpt(tokens, positions, None, labels=labels)
+        self._numbers = sorted(recorded.ids)
+        ids_LTK = np.stack([recorded.ids[number].cpu().numpy() for number in self._numbers])
+        ids_LTK = ids_LTK.astype(np.uint8 if self.sizes.experts <= 256 else np.int16)
+        none_T = np.zeros(ids_LTK.shape[1], dtype=bool)
+        rows_T = np.arange(ids_LTK.shape[1])
+        self._routes = HostRoutes.pack(ids_LTK, none_T, none_T, rows_T, float(len(rows_T)))
+        self.plan()
+        self._all_T = torch.ones(len(rows_T), dtype=torch.bool).cuda()
+        on_device = self._routes.on_device(self._numbers, torch.device("cuda"))
+        self.route_bytes = sum(ids.nbytes for ids in on_device.ids.values())
+
+    def plan(self) -> None:
+        """Plan from the routes, as a training does ahead of a step."""
+        from megatron_r3.seams.ahead import Planner
+
+        self._plan = Planner(self.sizes.experts, self._numbers).plan(self._routes)
+
+    def microbatch(self, way: Way) -> MicrobatchRoutes | None:
+        """The routes on the way to the device, as at the start of a training's microbatch."""
+        if not way.replays:
+            return None
+        microbatch = self._routes.on_device(self._numbers, torch.device("cuda"))
+        microbatch.plan = self._plan if way.plan else None
+        microbatch.counted_T = self._all_T if way.counted else None
+        return microbatch
+
+    def step(self, way: Way, recompute: bool) -> tuple[Tensor, MicrobatchRoutes | None]:
+        """Forward and backward. The loss, on the device, and the microbatch after it."""
+        self.config.recompute_granularity = "full" if recompute else None
+        for router in self.routers:
+            router.router_replay.fused = way.fused
+        self.gpt.zero_grad(set_to_none=True)
+        tokens, positions, labels = self._batch
+        microbatch = self.microbatch(way)
+        with replaying(microbatch):
+            loss: Tensor = self.gpt(tokens, positions, None, labels=labels).mean()
+        loss.backward()
+        return loss.detach(), microbatch
+
+    def gradient(self) -> Tensor:
+        """Of all routers' weights, after a step."""
+        return torch.stack([router.weight.grad.float() for router in self.routers])
+
+    def described(self) -> dict[str, Any]:
+        """For the record of a run."""
+        parameters = sum(parameter.numel() for parameter in self.gpt.parameters())
+        experts = type(self.layers[0].experts).__name__
+        dtype = str(self.config.params_dtype).removeprefix("torch.")
+        sizes = {**asdict(self.sizes), "dtype": dtype, "parameters": parameters}
+        return {"sizes": sizes, "experts_module": experts, "route_bytes": self.route_bytes}
+
+
+def _batch(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens, position ids, labels `[B, S]`."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (sizes.batch, sizes.sequence + 1)
+    ids = torch.randint(0, sizes.vocabulary, shape, generator=generator).cuda()
+    positions = torch.arange(sizes.sequence).expand(sizes.batch, -1).cuda()
+    return ids[:, :-1].contiguous(), positions, ids[:, 1:].contiguous()
