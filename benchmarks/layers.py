@@ -3,13 +3,14 @@
     python -m benchmarks.layers --megatron TREE --out build/bench/layers.json
     python -m benchmarks.layers --megatron TREE --out FILE --device cpu --rehearse
 
-TREE is a patched Megatron-LM of 0.19. One process, its layers on the local spec (no Transformer
-Engine: experts run one after the other), layer sizes of Qwen3-30B-A3B. Routes are those that the
-live routers of the same weights choose for the same batch: all ways have the same load. Steps of
-all ways alternate in one run, each next to one of the way it is compared with; "live" beside live
-says what two equal steps differ by. Needs torch, Triton, and what TREE imports (numpy, packaging).
-A rehearsal runs tiny layers and the gate's plain reference, and says nothing about time. Exit
-status 1: a router's gradient is not that of live.
+TREE is a patched Megatron-LM of 0.19. One process, its layers on the local spec, layer sizes of
+Qwen3-30B-A3B. Routes are those that the live routers of the same weights choose for the same batch:
+all ways have the same load. Steps of all ways alternate in one run, each next to one of the way it
+is compared with; "live" beside live says what two equal steps differ by. Without Transformer Engine
+attention is unfused and the host launches every expert: a step is longer than it is with it, and
+ratios are nearer to 1. Needs torch, Triton, and what TREE imports (numpy, packaging). A rehearsal
+runs tiny layers and the gate's plain reference, and says nothing about time. Exit status 1: a
+router's gradient is not that of live.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     stack = Stack(sizes, cuda)
     with measure.reference_gate(not cuda):
         rows = measured(stack, args.rounds, cuda)
-    found |= {"tree": args.megatron.name, "rounds": args.rounds, **stack.described()}
+    found |= {"megatron_core": _version(), "rounds": args.rounds, **stack.described()}
     print(_about(stack))
     print(HEAD)
     for row in rows:
@@ -71,7 +72,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree of 0.19")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rehearse", action="store_true", help="tiny layers: does it run?")
-    parser.add_argument("--rounds", type=int, help="pairs of steps of each way; default 20, or 3")
+    parser.add_argument("--rounds", type=int, help="pairs of steps of each way; default 10, or 3")
     for field in fields(Sizes):
         default = getattr(QWEN3_30B_A3B, field.name)
         flag = "--" + field.name.replace("_", "-")
@@ -79,7 +80,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.device == "cpu" and not args.rehearse:
         parser.error("--device cpu: only with --rehearse, a CPU's times say nothing here")
-    args.rounds = args.rounds or (3 if args.rehearse else 20)
+    args.rounds = args.rounds or (3 if args.rehearse else 10)
     if args.rounds < 2:
         parser.error("--rounds: at least 2")
     return args
@@ -94,7 +95,6 @@ def _import_tree(tree: Path, cuda: bool) -> None:
     """Import Megatron from the tree, on a CPU under the layer that lets it run there."""
     # before CUDA starts: the same sums in the same order, where that is asked for
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     sys.path.insert(0, str(tree))
     if not cuda:
         from megatron_r3.cpu import install
@@ -111,12 +111,20 @@ def _import_tree(tree: Path, cuda: bool) -> None:
         raise SystemExit(f"error: {tree} is not patched")
 
 
+def _version() -> str:
+    from megatron.core.package_info import MAJOR, MINOR, PATCH
+
+    return f"{MAJOR}.{MINOR}.{PATCH}"
+
+
 def measured(stack: Stack, rounds: int, cuda: bool) -> list[dict[str, Any]]:
     """A row for each way, without and with recompute."""
-    # of a sum of roundings: bfloat16 has 8 bits
-    tolerance, gradient_tolerance = (5e-3, 5e-2) if cuda else (1e-6, 1e-4)
+    # of roundings: bfloat16 has 8 bits, and a loss is a mean
+    tolerance, gradient_tolerance = (1e-3, 2e-2) if cuda else (1e-6, 1e-4)
     checked = measure.check(stack, tolerance)
+    print("every way computes the loss of live; timing", file=sys.stderr, flush=True)
     times = measure.timed(stack, rounds, tolerance)
+    print("timed; counting", file=sys.stderr, flush=True)
     memory = measure.peak_memory(stack) if cuda else {}
     waits = measure.count_waits(stack, cuda)
     rows = []

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_r3.plan import ExpertRanks, count_tokens, layer_sizes
 from megatron_r3.replay import MicrobatchRoutes, recording, replaying
 
 __all__ = ["QWEN3_30B_A3B", "TINY", "WAYS", "Sizes", "Stack", "Way", "start"]
@@ -74,10 +74,12 @@ def start(cuda: bool) -> None:
 
     if cuda:
         torch.cuda.set_device(0)
-    torch.distributed.init_process_group(
-        "nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)  # any free port
+    backend = "nccl" if cuda else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(
+        expert_tensor_parallel_size=1, create_gloo_process_groups=False
     )
-    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=1)
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
 
@@ -113,6 +115,7 @@ def _config(sizes: Sizes, cuda: bool) -> Any:
         params_dtype=dtype,
         bf16=cuda,
         use_cpu_initialization=not cuda,
+        init_method_std=sizes.hidden**-0.5,  # so that experts matter to the loss at any size
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
@@ -160,35 +163,39 @@ class Stack:
 
     def record(self) -> None:
         """Keep what the live routers choose; to be called once, before the first replayed step."""
-        from megatron_r3.seams.batch import HostRoutes
-
         tokens, positions, labels = self._batch
         with torch.no_grad(), recording() as recorded:
             self.gpt(tokens, positions, None, labels=labels)
         self._numbers = sorted(recorded.ids)
-        ids_LTK = np.stack([recorded.ids[number].cpu().numpy() for number in self._numbers])
-        ids_LTK = ids_LTK.astype(np.uint8 if self.sizes.experts <= 256 else np.int16)
-        none_T = np.zeros(ids_LTK.shape[1], dtype=bool)
-        rows_T = np.arange(ids_LTK.shape[1])
-        self._routes = HostRoutes.pack(ids_LTK, none_T, none_T, rows_T, float(len(rows_T)))
+        ids_LTK = torch.stack([recorded.ids[number] for number in self._numbers]).cpu()
+        ids_LTK = ids_LTK.to(torch.uint8 if self.sizes.experts <= 256 else torch.int16)
+        self._ids_LTK = ids_LTK.pin_memory()
+        self._all_T = torch.ones(ids_LTK.shape[1], dtype=torch.bool).cuda()
+        self.route_bytes = sum(ids.nbytes for ids in self._on_device().values())
         self.plan()
-        self._all_T = torch.ones(len(rows_T), dtype=torch.bool).cuda()
-        on_device = self._routes.on_device(self._numbers, torch.device("cuda"))
-        self.route_bytes = sum(ids.nbytes for ids in on_device.ids.values())
 
     def plan(self) -> None:
         """Plan from the routes, as a training does ahead of a step."""
-        from megatron_r3.seams.ahead import Planner
+        counts_LE = count_tokens(self._ids_LTK.numpy(), self.sizes.experts)
+        alone = ExpertRanks(expert_size=1, expert_rank=0, tensor_size=1, tensor_rank=0)
+        self._plan = layer_sizes(counts_LE[None], alone, self._numbers)
 
-        self._plan = Planner(self.sizes.experts, self._numbers).plan(self._routes)
+    def _on_device(self) -> dict[int, Tensor]:
+        """One copy, as `HostRoutes.on_device` makes; that needs the store's packages."""
+        moved = self._ids_LTK.to(torch.device("cuda"), non_blocking=True, copy=True)
+        return dict(zip(self._numbers, moved, strict=True))
 
     def microbatch(self, way: Way) -> MicrobatchRoutes | None:
         """The routes on the way to the device, as at the start of a training's microbatch."""
         if not way.replays:
             return None
-        microbatch = self._routes.on_device(self._numbers, torch.device("cuda"))
+        microbatch = MicrobatchRoutes(
+            self._on_device(),
+            counted_T=self._all_T if way.counted else None,
+            padding_T=~self._all_T,
+            mean_tokens=float(len(self._all_T)),
+        )
         microbatch.plan = self._plan if way.plan else None
-        microbatch.counted_T = self._all_T if way.counted else None
         return microbatch
 
     def step(self, way: Way, recompute: bool) -> tuple[Tensor, MicrobatchRoutes | None]:
