@@ -12,9 +12,11 @@ import logging
 import os
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_r3.kernels import has_kernel, replayed_gate
+from megatron_r3.kernels.arguments import MAX_EXPERTS, MAX_TOPK
 from megatron_r3.replay import MicrobatchRoutes
 
 __all__ = ["fused_gate", "settle_fusion"]
@@ -35,13 +37,15 @@ def fused_gate(
         options: what Megatron gives `topk_routing_with_score_function` by name.
 
     Returns:
-        None where the kernel does not do it: without Triton or CUDA, and at the first pass of a
-        group-limited router with tokens to choose for or to count.
+        None where the kernel does not do it: without Triton or CUDA, for a router in float64 or
+        larger than the kernel's limits, and at the first pass of a group-limited router with
+        tokens to choose for or to count.
 
     Raises:
         ReplayError: the layer has no routes, or not as many as the router has tokens.
     """
-    if not has_kernel(logits_TE.device):
+    fits = logits_TE.shape[1] <= MAX_EXPERTS and topk <= MAX_TOPK
+    if not has_kernel(logits_TE.device) or not fits or logits_TE.dtype == torch.float64:
         return None
     ids_TK, live_T, counted_T = microbatch.unsettled(layer_number, logits_TE.shape[0], topk)
     grouped = options.get("group_topk") is not None

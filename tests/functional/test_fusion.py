@@ -45,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "moe_aux_loss_coeff": [1e-2, 1e-2],
         "moe_z_loss_coeff": 1e-3,
     },
+    "float64 router": {"moe_router_dtype": "fp64"},
     "full recompute": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -134,8 +135,8 @@ def test_the_fused_gate_is_the_unfused_one(patched: TreeWorker, name: str) -> No
     pairs = got["mismatched"].values()
     assert all(one == other for one, other in pairs)
     assert any(one for one, _ in pairs)
-    # four layers; a first pass of groups is unfused, and so is one that wants the live load
-    calls = {"sigmoid, groups": 0, "live bias": 0, "full recompute": 8}
+    # four layers; a first pass of groups is unfused, so is one that wants the live load
+    calls = {"sigmoid, groups": 0, "live bias": 0, "float64 router": 0, "full recompute": 8}
     assert got["calls"] == calls.get(name, 4)
     if got["calls"]:
         assert got["wrong"] > 1e-2  # other tokens' routes have other gradients
