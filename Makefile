@@ -26,13 +26,14 @@ REHEARSE ?=
 # image, image-test and image-matrix: see docs/image.md
 MEGATRON_SOURCE  ?= git
 MEGATRON_VERSION ?=
+MEGATRON_REPO    ?=
 BASE_IMAGE       ?=
 TAG              ?=
 DOCKER           ?= docker
 PIP_CONF         ?=
 TESTS            ?=
 IMAGE := PYTHONPATH=. $(PYTHON) -m docker.image --docker "$(DOCKER)" --source $(MEGATRON_SOURCE) \
-	--version "$(MEGATRON_VERSION)" --base "$(BASE_IMAGE)" --tag "$(TAG)" --tests "$(TESTS)" \
+	--version "$(MEGATRON_VERSION)" --repo "$(MEGATRON_REPO)" --base "$(BASE_IMAGE)" --tag "$(TAG)" --tests "$(TESTS)" \
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)

@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("action", choices=("build", "test", "matrix"))
     parser.add_argument("--version", default="", help="a release line or a tree of versions.toml")
     parser.add_argument("--source", choices=("git", "pypi"), default="git")
+    parser.add_argument("--repo", default="", help="where the commit is fetched from")
     parser.add_argument("--base", default="", help="base image (default: upstream's of the line)")
     parser.add_argument("--tag", default="", help="default: megatron-r3:VERSION")
     parser.add_argument("--megatron", type=Path, help="a tree of one's own (buildx)")
@@ -79,6 +80,8 @@ def build(args: argparse.Namespace, line: Line, tree: KnownTree, tag: str) -> in
         "SERIES_TREE": _series_tree(line),
         "R3_VERSION": megatron_r3.__version__,
     }
+    if args.repo:
+        arguments["MEGATRON_REPO"] = args.repo
     if args.megatron:
         command += ["--build-context", f"megatron={args.megatron}"]
         arguments["MEGATRON_COMMIT"] = f"a local tree, {tree.name}"
