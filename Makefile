@@ -102,10 +102,11 @@ bench-store: setup  ## routes from a response to a rank's slice, and as peers mo
 bench-gpu: $(if $(REHEARSE),megatron)  ## the replayed gate and a MoE stack on a GPU (MEGATRON=DIR, REHEARSE=1)
 	$(if $(REHEARSE),$(R3) apply $(TREE))
 	PYTHONPATH=. $(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.gate \
-		--out $(BUILD)/bench/gate.json $(if $(REHEARSE),--device cpu --rehearse)
+		--out $(if $(REHEARSE),$(BUILD)/bench/gate.json --device cpu --rehearse,benchmarks/results) \
+		$(if $(MEGATRON),--megatron "$(MEGATRON)")
 	PYTHONPATH=. $(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.layers \
-		--megatron "$(if $(MEGATRON),$(MEGATRON),$(TREE))" --out $(BUILD)/bench/layers.json \
-		$(if $(REHEARSE),--device cpu --rehearse)
+		--megatron "$(if $(MEGATRON),$(MEGATRON),$(TREE))" \
+		--out $(if $(REHEARSE),$(BUILD)/bench/layers.json --device cpu --rehearse,benchmarks/results)
 
 image:  ## build the image (BASE_IMAGE=, MEGATRON_SOURCE=git or pypi, MEGATRON_VERSION=, MEGATRON=DIR, TAG=)
 	$(IMAGE) build

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 
 from benchmarks.gate_time import Time, Timer
 from benchmarks.gate_ways import MODELS, Inputs, floor, ways
-from benchmarks.machine import device_of, machine_of
+from benchmarks.machine import device_of, machine_of, write_results
 
 __all__ = ["main"]
 
@@ -52,14 +51,13 @@ def main(argv: list[str] | None = None) -> int:
             for row in timed(inputs, timer, args):
                 rows.append({"model": name, "tokens": num_tokens, **row})
                 print(_line(rows[-1]), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     found = {
         **machine_of(),
         **device_of(args.device),
         "rehearsal": args.rehearse,
         "repeats": repeats,
     }
-    args.out.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+    print(f"written: {write_results(args.out, 'gate', {**found, 'rows': rows})}")
     wrong = [row for row in rows if not row["agrees"]]
     for row in wrong:
         print(f"error: {row['model']}, {row['way']}: not what (a) computes", file=sys.stderr)
@@ -68,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gate", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a file or a folder")
     parser.add_argument("--megatron", type=Path, help="a tree of Megatron-LM whose path (a) is")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes: does it run?")

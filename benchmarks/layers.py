@@ -16,7 +16,6 @@ router's gradient is not that of live.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict, fields, replace
@@ -27,7 +26,7 @@ import torch
 
 from benchmarks import layers_measure as measure
 from benchmarks.layers_model import QWEN3_30B_A3B, TINY, WAYS, Sizes, Stack, start
-from benchmarks.machine import device_of, machine_of
+from benchmarks.machine import device_of, machine_of, write_results
 from benchmarks.waits import COPIES, WAITS
 
 __all__ = ["main"]
@@ -57,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     print(HEAD)
     for row in rows:
         print(_line(row))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+    print(f"written: {write_results(args.out, 'layers', {**found, 'rows': rows})}")
     torch.distributed.destroy_process_group()
     wrong = [row for row in rows if not row["agrees"]]
     for row in wrong:
@@ -68,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="layers", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a file or a folder")
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree of 0.19")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rehearse", action="store_true", help="tiny layers: does it run?")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["device_of", "machine_of"]
+__all__ = ["device_of", "machine_of", "write_results"]
 
 
 def machine_of() -> dict[str, str]:
@@ -34,6 +37,20 @@ def device_of(device: str) -> dict[str, Any]:
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         found["driver"] = _driver()
     return found
+
+
+def write_results(out: Path, bench: str, found: dict[str, Any]) -> Path:
+    """Write what a bench found to the file `out`; returns where it is.
+
+    A folder gets one file for each GPU and day, in it each bench by its name.
+    """
+    if out.is_dir():
+        gpu = re.sub(r"\W+", "-", str(found.get("gpu", "cpu"))).strip("-").lower()
+        out = out / f"{gpu}-{datetime.date.today()}.json"
+        found = {**(json.loads(out.read_text()) if out.exists() else {}), bench: found}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    return out
 
 
 def _processor() -> str:
