@@ -37,8 +37,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     text = "its source package, or its commit (default: pypi)"
     parser.add_argument("--source", choices=("pypi", "git"), default="pypi", help=text)
-    text = "say which release line is the default, and fetch nothing"
-    parser.add_argument("--show-default", action="store_true", help=text)
     text = "the git repository to fetch the commit from (default: upstream's)"
     parser.add_argument("--repo", default=UPSTREAM, metavar="URL", help=text)
     parser.add_argument(
@@ -88,9 +86,6 @@ def run_status(args: argparse.Namespace) -> int:
 def run_megatron(args: argparse.Namespace) -> int:
     """Fetch a tree, or say that it is there."""
     matrix = read_matrix(args.patches or patches_folder())
-    if args.show_default:
-        print(matrix.default_line.name)
-        return 0
     default = matrix.default.name if args.source == "pypi" else matrix.default_line.name
     _, tree = matrix.find(args.version or default, args.source)
     if args.source == "git":

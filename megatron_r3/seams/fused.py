@@ -38,8 +38,9 @@ def fused_gate(
 
     Returns:
         None where the kernel does not do it: without Triton or CUDA, for a router in float64 or
-        larger than the kernel's limits, and at the first pass of a group-limited router with
-        tokens to choose for or to count.
+        larger than the kernel's limits, and for a group-limited router where the microbatch has
+        tokens to choose for or to count. It is None in all passes of a layer or in none, so that a
+        recompute rounds as its forward pass did.
 
     Raises:
         ReplayError: the layer has no routes, or not as many as the router has tokens.
@@ -47,10 +48,10 @@ def fused_gate(
     fits = logits_TE.shape[1] <= MAX_EXPERTS and topk <= MAX_TOPK
     if not has_kernel(logits_TE.device) or not fits or logits_TE.dtype == torch.float64:
         return None
-    ids_TK, live_T, counted_T = microbatch.unsettled(layer_number, logits_TE.shape[0], topk)
-    grouped = options.get("group_topk") is not None
-    if grouped and (live_T is not None or counted_T is not None):
+    chooses = microbatch.live_T is not None or microbatch.counted_T is not None
+    if chooses and options.get("group_topk") is not None:
         return None
+    ids_TK, live_T, counted_T = microbatch.unsettled(layer_number, logits_TE.shape[0], topk)
     score_function = options["score_function"]
     out = replayed_gate(
         logits_TE,

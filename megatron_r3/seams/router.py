@@ -86,7 +86,7 @@ class RouterHook:
         microbatch = active_microbatch()
         if microbatch is None or not self.replays:
             return upstream(logits, topk, **options)
-        if microbatch.replays and not (self._bias_is_live() and torch.is_grad_enabled()):
+        if microbatch.replays and not self._bias_is_live():
             assert self.layer_number is not None, "the router has no layer number yet"
             routed = fused_gate(microbatch, self.layer_number, logits, topk, options)
             if routed is not None:
