@@ -65,9 +65,8 @@ def _settings() -> dict[str, str]:
 
 def _reachable(stack: ExitStack, place: str, name: str) -> str:
     """An address for a folder of this machine; any other place as it is."""
-    path = Path(unquote(urlsplit(place).path) if place.startswith("file:") else place)
-    if "://" in place.removeprefix("file:") and not place.startswith("file:"):
-        return place
+    url = urlsplit(place)
+    path = Path(unquote(url.path) if url.scheme == "file" else place)
     if not path.is_dir():
         return place
     # the files of an index often lie beside it
