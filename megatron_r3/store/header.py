@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreInfo
+from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, SamplingSettings, StoreError, StoreInfo
 
 __all__ = ["DTYPES", "map_tensor", "read_body", "read_entries", "read_info"]
 
@@ -45,6 +45,8 @@ def read_info(fields: dict[str, Any]) -> StoreInfo:
     as_tuples: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
     }
+    if isinstance(fields.get("sampling"), dict):
+        as_tuples["sampling"] = SamplingSettings(**fields["sampling"])
     info = StoreInfo(**as_tuples)
     info.check()
     return info

@@ -16,6 +16,7 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "Rollout",
+    "SamplingSettings",
     "StoreError",
     "StoreInfo",
     "sampled_tokens",
@@ -31,6 +32,36 @@ class StoreError(ValueError):
 
 
 @dataclass(frozen=True)
+class SamplingSettings:
+    """How the engine drew tokens; None where nobody knows.
+
+    Attributes:
+        temperature: by which the logits were divided.
+        top_p, top_k, min_p: what cut the distribution off; top_k 0: nothing.
+        max_tokens: after which a response was ended.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+
+    def unknown_to_the_loss(self) -> list[str]:
+        """The settings that make the log-probs of the store other than those that were drawn from.
+
+        The policy loss divides two probabilities at temperature 1 over the whole vocabulary.
+        """
+        plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        given = {name: getattr(self, name) for name in plain}
+        return [
+            f"{name} {value:g}"
+            for name, value in given.items()
+            if value is not None and value != plain[name]
+        ]
+
+
+@dataclass(frozen=True)
 class StoreInfo:
     """What every rollout of a store shares; each shard carries it and all must agree.
 
@@ -42,6 +73,11 @@ class StoreInfo:
         model: a name for people.
         router_fingerprint: one digest for each trace layer of the sampler's router weights
             (`megatron_r3.fingerprint`), or empty where the sampler could not tell.
+        policy_stamp: a digest of all of the sampler's weights, or empty: it tells policies apart
+            whose routers are the same.
+        engine_policy: the version of its weights that the engine itself reports, or empty.
+        vocab_size: rows of the sampler's output layer; 0 where nobody knows.
+        sampling: how it drew tokens.
     """
 
     num_experts: int
@@ -51,6 +87,10 @@ class StoreInfo:
     engine_version: str
     model: str = ""
     router_fingerprint: tuple[str, ...] = ()
+    policy_stamp: str = ""
+    engine_policy: str = ""
+    vocab_size: int = 0
+    sampling: SamplingSettings = SamplingSettings()
 
     def check(self) -> None:
         """Refuse what cannot be.
@@ -82,6 +122,8 @@ class Rollout:
         routes: `[L, N - 1, K]`: the last token was never forwarded.
         sample: its number inside the group: group, sample and policy version name a rollout.
         turns_U2: first token and end of each sampled span; None: the runs of `response_N`.
+        prompt_digest: of what the engine was asked (63 bits); 0 where nobody knows. Rollouts of one
+            group share it.
     """
 
     tokens_N: np.ndarray
@@ -93,6 +135,7 @@ class Rollout:
     routes: Routes
     sample: int = 0
     turns_U2: np.ndarray | None = None
+    prompt_digest: int = 0
 
     @cached_property
     def spans_U2(self) -> np.ndarray:

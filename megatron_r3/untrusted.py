@@ -1,0 +1,69 @@
+"""What comes from outside: JSON of bounded size and depth, and text that a terminal may show.
+
+Responses of servers, headers of shards, model configs and lines of prompts are written by somebody
+else. Python's parser recurses once for each bracket and its errors do not name a file; a terminal
+obeys control characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MOST_DEPTH", "one_line", "read_json"]
+
+MOST_DEPTH = 64  # brackets inside brackets; the deepest real body (vLLM's chat log-probs) has 9
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def read_json(data: bytes | str, where: str, most_bytes: int = 1 << 26) -> Any:
+    """Parse JSON that somebody else wrote.
+
+    Args:
+        data: UTF-8.
+        where: what the error calls it: a file, a line of it, a response.
+        most_bytes: how long it may be.
+
+    Raises:
+        ValueError: beginning with `where`: it is too long, too deep, or no JSON.
+    """
+    if isinstance(data, str):
+        data = data.encode(errors="surrogatepass")
+    if len(data) > most_bytes:
+        raise ValueError(f"{where}: {len(data)} bytes of JSON; at most {most_bytes} are read")
+    if _depth(data) > MOST_DEPTH:
+        raise ValueError(f"{where}: JSON with more than {MOST_DEPTH} brackets inside each other")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({one_line(str(error), 200)})") from error
+
+
+def _depth(data: bytes) -> int:
+    """How many brackets stand inside each other, at most; a parser would recurse as often.
+
+    Example: `{"a]": [[1], 2]}` without its texts is `{: [[1], 2]}`, without all but the brackets
+    `{[[]]}`, as steps +1 +1 +1 -1 -1 -1; the highest sum is 3.
+    """
+    opened = data.count(b"[") + data.count(b"{")
+    if opened <= MOST_DEPTH:  # nearly every body, base64 routes included: two passes of memchr
+        return opened
+    brackets = _STRING.sub(b"", data).translate(None, _NOT_BRACKETS)
+    steps = np.frombuffer(brackets, np.uint8)
+    opens = (steps == ord("[")) | (steps == ord("{"))
+    return int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
+
+
+def one_line(text: str, most: int = 4000) -> str:
+    """Text from outside as one line that a terminal shows as it is.
+
+    Line ends become spaces; other characters that are not printable (escape sequences, marks that
+    turn the direction of writing) are spelled out: an ESC becomes `\\x1b`.
+    """
+    text = text if len(text) <= most else f"{text[:most]}..."
+    text = " ".join(text.split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

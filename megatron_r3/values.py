@@ -1,0 +1,133 @@
+"""Which log-probs, rewards, token ids, counts and names a rollout can have.
+
+This is the one place that says so: collecting, converting, storing, verifying and training all ask
+here. Each function returns what is wrong in a few words, or None. The caller, who knows the file,
+the rollout or the request, raises.
+
+Shape suffixes: G sampled tokens, N tokens, M rollouts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "LEAST_LOGPROB",
+    "MOST_TOKEN_ID",
+    "wrong_count",
+    "wrong_logprob",
+    "wrong_name",
+    "wrong_reward",
+    "wrong_text",
+    "wrong_token",
+]
+
+# A token with a log-prob below this was not drawn by the policy: one draw hits one of V such tokens
+# with a chance of at most V * exp(-64). With V = 1e6 that is 1.6e-22; in a collection of 1e12
+# tokens it happens with a chance of 1.6e-10.
+LEAST_LOGPROB = -64.0
+# Engines that take the logarithm of a rounded probability of 1 send a little more than 0.
+MOST_LOGPROB = 1e-5
+# vLLM replaces -inf by this number, because JSON has no infinity.
+VLLM_MINUS_INFINITY = -9999.0
+
+MOST_TOKEN_ID = 2**31 - 1
+MOST_TEXT = 200  # characters of an engine's name, a version, a model
+
+
+def wrong_logprob(logprobs_G: np.ndarray) -> tuple[int, str] | None:
+    """The first log-prob that no sampled token can have: its index, and what is wrong with it.
+
+    Args:
+        logprobs_G: of sampled tokens, natural logarithm, at temperature 1; any float dtype.
+    """
+    # written so that NaN, which compares as False with everything, is wrong too
+    possible_G = (logprobs_G >= LEAST_LOGPROB) & (logprobs_G <= MOST_LOGPROB)
+    if possible_G.all():
+        return None
+    index = int(np.argmin(possible_G))
+    value = float(logprobs_G[index])
+    if not np.isfinite(value):
+        return index, f"is {value}, which is not finite"
+    if value == VLLM_MINUS_INFINITY:
+        return index, (
+            "is -9999, which vLLM sends in place of -inf: the policy gives the token no "
+            "probability (a grammar, bad words or a logits processor forced it)"
+        )
+    if value > 0:
+        return index, f"is {value:g}: a probability above 1 (logits, not log-probs?)"
+    return index, f"is {value:g}, below {LEAST_LOGPROB:g}: the policy cannot have drawn the token"
+
+
+def wrong_token(tokens_N: np.ndarray, vocab_size: int | None = None) -> tuple[int, str] | None:
+    """The first token id outside the vocabulary: its index, and what is wrong with it.
+
+    Args:
+        tokens_N: integer ids.
+        vocab_size: of the model; None where it is not known.
+    """
+    most = MOST_TOKEN_ID if not vocab_size else min(vocab_size - 1, MOST_TOKEN_ID)
+    possible_N = (tokens_N >= 0) & (tokens_N <= most)
+    if possible_N.all():
+        return None
+    index = int(np.argmin(possible_N))
+    return index, f"is id {int(tokens_N[index])}; the vocabulary has ids 0 to {most}"
+
+
+def wrong_reward(value: Any) -> str | None:
+    """Why a reward cannot be one."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return "a reward is a number"
+    if not abs(number) <= float(np.finfo(np.float32).max):
+        return "a reward is finite, in float32"
+    return None
+
+
+def wrong_name(policy_version: int, group: int, sample: int) -> str | None:
+    """Why these three numbers cannot name a rollout."""
+    for name, value, least in (
+        ("policy_version", policy_version, 0),
+        ("group", group, -(2**63)),
+        ("sample", sample, 0),
+    ):
+        if not least <= value < 2**63:
+            return f"{name} {value}: a whole number from {least} on, of 64 bits"
+    return None
+
+
+def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
+    """Why these counts cannot be how many of `total` things each rollout has.
+
+    Each count is bounded by the total before anything is summed. Example of what a sum alone lets
+    in: four counts of 2**62 and one of 5 are 5 in int64, and a reader that trusts the 5 then writes
+    2**62 numbers.
+
+    Args:
+        counts_M: int64, one for each rollout.
+        least: of one rollout.
+        total: how many things the tensor has that the counts divide.
+    """
+    for rollout in np.flatnonzero((counts_M < least) | (counts_M > total))[:1]:
+        return (
+            f"{int(counts_M[rollout])} of rollout {int(rollout)}; possible are {least} to {total}"
+        )
+    # no count exceeds the total, so Python's whole numbers hold the sum
+    added = sum(counts_M.tolist())
+    if added != total:
+        return f"the counts of its rollouts add up to {added}; there are {total}"
+    return None
+
+
+def wrong_text(value: Any) -> str | None:
+    """Why this cannot be the name of an engine, a version or a model."""
+    if not isinstance(value, str):
+        return f"a text; got {type(value).__name__}"
+    if len(value) > MOST_TEXT:
+        return f"a text of at most {MOST_TEXT} characters; got {len(value)}"
+    if not value.isprintable():
+        return "a text without control characters"
+    return None
