@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_r3.rl.loss import LOG_RATIO_BOUND, bounded_log_ratio
+
 __all__ = ["agreement_sums"]
 
 
@@ -19,16 +21,20 @@ def agreement_sums(
         k3_kl: r - 1 - log r, the k3 estimator of KL(sampler || trainer).
         extreme: tokens with r > factor or r < 1 / factor (F(factor) of arXiv 2510.11370).
         abs_dlogp: |log r|.
+        bounded_ratio: tokens whose log r is at the bound of the policy loss, or beyond it.
+
+    log r is bounded as in the policy loss (`bounded_log_ratio`), so the sums are finite.
 
     Args:
         logprobs, sampled_logprobs: same shape, float32.
         mask: 1 on response tokens, else 0.
     """
     with torch.no_grad():
-        log_ratio = torch.where(mask > 0, logprobs.float() - sampled_logprobs.float(), 0.0)
+        log_ratio = bounded_log_ratio(logprobs.float(), sampled_logprobs.float(), mask)
         magnitude = log_ratio.abs()
         return {
             "k3_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
             "extreme": (magnitude > math.log(factor)).sum().float(),
             "abs_dlogp": magnitude.sum(),
+            "bounded_ratio": (magnitude >= LOG_RATIO_BOUND).sum().float(),
         }

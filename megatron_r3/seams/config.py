@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_r3.seams import deferred
 from megatron_r3.seams.fused import settle_fusion
+from megatron_r3.seams.known_options import unknown_options
 
 __all__ = ["check_config", "refusals"]
 
@@ -35,11 +36,12 @@ def _captures_router(config: Any) -> bool:
     return not names or bool(names - harmless)
 
 
-def refusals(config: Any) -> list[str]:
+def refusals(config: Any, fields: Any = None) -> list[str]:
     """Why this config cannot replay exactly, and what to do; empty if it can.
 
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments (same names).
+        fields: for arguments the class TransformerConfig, which knows the defaults.
     """
     on = lambda name: bool(getattr(config, name, None))  # noqa: E731
     balancing = getattr(config, "moe_router_load_balancing_type", "none")
@@ -74,16 +76,38 @@ def refusals(config: Any) -> list[str]:
             getattr(config, "transformer_impl", None) == "inference_optimized"
         ),
     }
+    unknown = unknown_options(config, fields)
+    reasons[
+        f"{', '.join(unknown)}: nobody here has looked at what this does to a router, so it could "
+        "go past the recorded routes; unset it, or report it with your Megatron-LM version to have "
+        "it looked at"
+    ] = bool(unknown)
     return [reason for reason, holds in reasons.items() if holds]
 
 
+def _replaced_routing() -> str | None:
+    """Who replaced `TopKRouter.routing`, or None: another one never asks for recorded routes."""
+    from megatron.core.transformer.moe import router
+
+    module = getattr(router.TopKRouter.routing, "__module__", router.__name__)
+    return None if module == router.__name__ else str(module)
+
+
 def check_config(config: Any) -> None:
-    """Refuse a config that would not replay exactly, settle what fusion means; where it is made.
+    """Refuse a config that would not replay exactly, settle what fusion means.
+
+    Called where a config is made, and again where a router is made with it, since frameworks set
+    `config.moe_router_replay` in between. The second call changes nothing.
 
     Raises:
         ValueError: every reason, a line each.
     """
     found = refusals(config)
+    if replaced := _replaced_routing():
+        found.append(
+            f"{replaced} has replaced TopKRouter.routing, and what it put there asks for no "
+            "recorded routes; leave that replacement out, or turn moe_router_replay off"
+        )
     if found:
         raise ValueError("moe_router_replay: " + "; ".join(found))
     settle_fusion(config)

@@ -51,7 +51,7 @@ def fused_gate(
     chooses = microbatch.live_T is not None or microbatch.counted_T is not None
     if chooses and options.get("group_topk") is not None:
         return None
-    ids_TK, live_T, counted_T = microbatch.unsettled(layer_number, logits_TE.shape[0], topk)
+    ids_TK, live_T, counted_T = microbatch.unsettled(layer_number, logits_TE, topk)
     score_function = options["score_function"]
     out = replayed_gate(
         logits_TE,
@@ -75,7 +75,9 @@ def settle_fusion(config: Any) -> None:
     Engine has no fused router, upstream would stop at the first auxiliary loss: there
     `moe_router_fusion` is turned off, and all but the replayed gate is unfused.
     """
-    config.moe_router_replay_fused_gate = bool(config.moe_router_fusion)
+    # a second call, after moe_router_fusion was turned off below, leaves the first one's answer
+    before = getattr(config, "moe_router_replay_fused_gate", False)
+    config.moe_router_replay_fused_gate = before or bool(config.moe_router_fusion)
     if config.moe_router_fusion and not _upstream_fuses():
         config.moe_router_fusion = False
         _say_once(

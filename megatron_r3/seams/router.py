@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.replay import MicrobatchRoutes, active_microbatch
+from megatron_r3.replay import MicrobatchRoutes, ReplayError, active_microbatch
+from megatron_r3.seams.config import check_config
 from megatron_r3.seams.fused import fused_gate
 
-__all__ = ["RouterHook", "keep_live"]
+__all__ = ["RouterHook", "check_hook", "keep_live"]
 
 
 class RouterHook:
@@ -30,9 +31,15 @@ class RouterHook:
         replays: False for a router that has no recorded routes (MTP): it stays live, and still
             leaves padding out of its load.
         layer_number: Megatron's, from 1.
+
+    Raises:
+        ValueError: the config asks for replay and could not replay exactly. It may have been made
+            before `moe_router_replay` was set on it.
     """
 
     def __init__(self, config: Any, replays: bool = True, layer_number: int | None = None) -> None:
+        if getattr(config, "moe_router_replay", False):
+            check_config(config)
         self.config = config
         self.replays = replays
         self.layer_number = layer_number
@@ -166,6 +173,27 @@ class RouterHook:
     def _replaying(self) -> bool:
         microbatch: MicrobatchRoutes | None = active_microbatch()
         return self.replays and microbatch is not None and microbatch.replays
+
+
+def check_hook(router: Any) -> None:
+    """Refuse a router whose config was changed after the router was made.
+
+    Called at every pass of a router whose config has `moe_router_replay`.
+
+    Raises:
+        ReplayError: the option was not set yet when the router was made, or upstream's own replay
+            was turned on since.
+    """
+    if getattr(router.config, "moe_enable_routing_replay", False):
+        raise ReplayError(
+            "moe_router_replay and moe_enable_routing_replay are both set: they would compete for "
+            "the router; choose one, before the model is made"
+        )
+    if not isinstance(router.router_replay, RouterHook):
+        raise ReplayError(
+            "moe_router_replay was set after this model was made, so its routers and recomputes "
+            "do not know of it: set it in the TransformerConfig before the model is made"
+        )
 
 
 def keep_live(module: torch.nn.Module) -> None:

@@ -150,3 +150,55 @@ def test_bound_functions_see_their_own_microbatch_in_any_order_and_thread():
         assert bound_live() is None
         assert active_microbatch() is other
     assert seen == dict(enumerate(microbatches))
+
+
+def test_a_bound_function_keeps_what_callers_look_for_in_it():
+    mtp_layer = object()
+
+    def run(x):
+        return (mtp_layer, x)
+
+    run.mark = "a framework's own"
+    with replaying(MicrobatchRoutes({})):
+        bound = bind_to_microbatch(run)
+    assert bound(1) == (mtp_layer, 1)
+    assert bound.__closure__[0].cell_contents is mtp_layer
+    assert bound.__wrapped__ is run
+    assert (bound.__name__, bound.mark) == ("run", "a framework's own")
+    assert not hasattr(bound, "another")
+
+
+def test_routes_that_nobody_took_are_an_error_and_an_exception_comes_first():
+    given = MicrobatchRoutes({1: some_routes(), 2: some_routes()})
+    untaken = r"layers \[1, 2\] were given, and no router took them"
+    with pytest.raises(ReplayError, match=untaken), replaying(given):
+        pass
+    with pytest.raises(KeyError), replaying(given):
+        raise KeyError
+    assert given.untaken == [1, 2]
+    with replaying(given):
+        chosen(given, scores())
+    assert given.untaken == [2]
+
+
+def test_a_block_that_only_builds_what_runs_later_is_looked_at_by_its_caller():
+    given = MicrobatchRoutes({1: some_routes()})
+    with replaying(given):
+        node = bind_to_microbatch(lambda: chosen(active_microbatch(), scores()))
+    assert given.untaken == [1]
+    node()
+    assert given.untaken == []
+    with pytest.raises(ReplayError, match="no router took them"), replaying(given.fresh()):
+        bind_to_microbatch(lambda: None)()  # what was bound has run, and asked for nothing
+
+
+def test_wrong_ids_name_layer_and_token():
+    ids = {1: some_routes(), 4: some_routes()}
+    ids[4][3] = ids[4][3, 0]
+    with pytest.raises(ReplayError, match=r"layer 4, token 3: ids .* distinct experts from 0 to 7"):
+        chosen(MicrobatchRoutes(ids), scores())
+    chosen(MicrobatchRoutes({1: ids[1]}), scores())
+    with pytest.raises(ReplayError, match="integers"):
+        chosen(MicrobatchRoutes({1: ids[1].float()}), scores())
+    with pytest.raises(ReplayError, match="routes of other shapes"):
+        chosen(MicrobatchRoutes({1: ids[1], 2: ids[1][:-1]}), scores())

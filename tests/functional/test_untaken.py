@@ -1,0 +1,250 @@
+"""Routes that were given are taken, or there is an error: in whatever order options were set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import BATCH, SEQUENCE, batch, config, loss_and_gradients, model, start
+
+from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.replay import MicrobatchRoutes, ReplayError, recording, replaying
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+TOKENS = BATCH * SEQUENCE
+
+
+def routes(seed: int = 0) -> dict[int, torch.Tensor]:
+    """Drawn routes of four layers: distinct ids that no live router would choose."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        layer: torch.rand(TOKENS, 8, generator=generator).topk(2, dim=1).indices.to(torch.uint8)
+        for layer in range(1, 5)
+    }
+
+
+def refusal(what: Callable[[], Any]) -> str:
+    try:
+        what()
+    except (ReplayError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def gradients_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one[0], other[0]) and all(
+        torch.equal(gradient, other[1][name]) for name, gradient in one[1].items()
+    )
+
+
+def set_on_a_made_config(rank: int) -> dict[str, bool]:
+    """A framework makes the config first, and sets the option on it by attribute."""
+    start()
+    at_once = model(config(**FULL))
+    late_config = config(moe_router_replay=False, **FULL)
+    late_config.moe_router_replay = True
+    late = model(late_config)
+    want = loss_and_gradients(at_once, replaying(MicrobatchRoutes(routes())))
+    other = loss_and_gradients(at_once, replaying(MicrobatchRoutes(routes(1))))
+    got = loss_and_gradients(late, replaying(MicrobatchRoutes(routes())))
+    return {
+        "forward and recompute replay": gradients_equal(want, got),
+        "other routes show": not gradients_equal(other, got),
+    }
+
+
+def test_the_option_set_on_a_made_config_replays_in_recompute_too(patched: TreeWorker) -> None:
+    (results,) = patched.run(set_on_a_made_config, 1)
+    assert all(results.values()), results
+
+
+def both_options(rank: int) -> dict[str, str]:
+    start()
+    late_ours = config(moe_router_replay=False, moe_enable_routing_replay=True)
+    late_ours.moe_router_replay = True
+    late_theirs = config()
+    late_theirs.moe_enable_routing_replay = True
+    after = model(config())
+    after.config.moe_enable_routing_replay = True
+    other_after = model(config(moe_router_replay=False, moe_enable_routing_replay=True))
+    other_after.config.moe_router_replay = True
+    given = MicrobatchRoutes(routes())
+    return {
+        "at once": refusal(lambda: config(moe_enable_routing_replay=True)),
+        "ours late": refusal(lambda: model(late_ours)),
+        "theirs late": refusal(lambda: model(late_theirs)),
+        "theirs after the model": refusal(lambda: loss_and_gradients(after, replaying(given))),
+        "ours after the model": refusal(lambda: loss_and_gradients(other_after, replaying(given))),
+    }
+
+
+def test_both_replay_options_are_refused_in_any_order(patched: TreeWorker) -> None:
+    (told,) = patched.run(both_options, 1)
+    assert len(told) == 5
+    for order, text in told.items():
+        assert "moe_enable_routing_replay" in text, (order, text)
+
+
+def nobody_takes_them(rank: int) -> dict[str, str]:
+    start()
+    given = MicrobatchRoutes(routes())
+    off, late = model(config(moe_router_replay=False)), model(config(moe_router_replay=False))
+    late.config.moe_router_replay = True
+    upstreams = model(config(moe_router_replay=False, **FULL))
+    return {
+        "off": refusal(lambda: loss_and_gradients(off, replaying(given))),
+        "off, with recompute": refusal(lambda: loss_and_gradients(upstreams, replaying(given))),
+        "set after the model": refusal(lambda: loss_and_gradients(late, replaying(given))),
+        # controls: without routes, and live, the same models run
+        "no routes": refusal(lambda: loss_and_gradients(off, replaying(MicrobatchRoutes({})))),
+        "live": refusal(lambda: loss_and_gradients(off, replaying(None))),
+        "observed": refusal(
+            lambda: loss_and_gradients(off, replaying(MicrobatchRoutes(routes(), replay=False)))
+        ),
+    }
+
+
+def test_a_forward_pass_that_took_no_routes_is_an_error(patched: TreeWorker) -> None:
+    (told,) = patched.run(nobody_takes_them, 1)
+    for way in ("off", "off, with recompute"):
+        assert "routes of layers [1, 2, 3, 4] were given, and no router took them" in told[way]
+        assert "built with moe_router_replay off" in told[way]
+    assert "moe_router_replay was set after this model was made" in told["set after the model"]
+    assert {told[way] for way in ("no routes", "live", "observed")} == {"not refused"}
+
+
+def replaced_routing(rank: int, recompute: bool) -> dict[str, str]:
+    """What a framework's monkey patch does: another `routing`, which asks nobody."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    start()
+    options = FULL if recompute else {}
+    made_before = model(config(**options))
+    original = TopKRouter.routing
+
+    def routing(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.config.moe_router_replay = False
+        hook, self.router_replay = self.router_replay, None
+        try:
+            return original(self, logits, *args, **kwargs)
+        finally:
+            self.router_replay = hook
+
+    TopKRouter.routing = routing
+    given = MicrobatchRoutes(routes())
+    return {
+        "config after it": refusal(lambda: config(**options)),
+        "model before it": refusal(lambda: loss_and_gradients(made_before, replaying(given))),
+    }
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_replaced_routing_function_is_named(patched: TreeWorker, recompute: bool) -> None:
+    (told,) = patched.run(replaced_routing, 1, recompute)
+    assert "test_untaken has replaced TopKRouter.routing" in told["config after it"]
+    assert "no router took them" in told["model before it"]
+    assert "replaced TopKRouter.routing" in told["model before it"]
+
+
+def wrong_ids(rank: int, dispatcher: str, expert_size: int) -> dict[str, str]:
+    start(expert_model_parallel_size=expert_size)
+    sizes = {"expert_model_parallel_size": expert_size, "moe_token_dispatcher_type": dispatcher}
+    gpt = model(config(**sizes))
+
+    def run(change: Callable[[dict[int, torch.Tensor]], Any], **more: Any) -> str:
+        ids = routes()
+        change(ids)
+        given = MicrobatchRoutes(ids, **more)
+        return refusal(lambda: loss_and_gradients(gpt, replaying(given)))
+
+    def twice(ids: dict[int, torch.Tensor]) -> None:
+        ids[3][5] = ids[3][5, 0]
+
+    def too_large(ids: dict[int, torch.Tensor]) -> None:
+        ids[2][7, 1] = 8
+
+    def negative(ids: dict[int, torch.Tensor]) -> None:
+        ids[4] = ids[4].to(torch.int16)
+        ids[4][0, 0] = -1
+
+    not_recorded = torch.arange(TOKENS) == 5
+    return {
+        "twice": run(twice),
+        "too large": run(too_large),
+        "negative": run(negative),
+        "right": run(lambda ids: None),
+        "of a token that was not recorded": run(twice, live_T=not_recorded),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "ranks"), [("alltoall", 1), ("alltoall", 2), ("allgather", 2)]
+)
+def test_wrong_ids_name_layer_and_token_with_every_dispatcher(
+    patched: TreeWorker, dispatcher: str, ranks: int
+) -> None:
+    for told in patched.run(wrong_ids, ranks, dispatcher, ranks):
+        assert "layer 3, token 5: ids " in told["twice"]
+        assert "layer 2, token 7: ids " in told["too large"]
+        assert "distinct experts from 0 to 7" in told["too large"]
+        assert "layer 4, token 0: ids [-1, " in told["negative"]
+        assert told["right"] == "not refused"
+        assert told["of a token that was not recorded"] == "not refused"
+
+
+def a_second_epoch(rank: int) -> dict[str, Any]:
+    start()
+    gpt = model(config())
+    ids = routes()
+    before = {layer: some.clone() for layer, some in ids.items()}
+    live_T = torch.arange(TOKENS) % 3 == 0
+    counted_T = torch.ones(TOKENS, dtype=torch.bool)
+    first = MicrobatchRoutes(ids, live_T=live_T, counted_T=counted_T)
+    loss_and_gradients(gpt, replaying(first))
+    with torch.no_grad():  # an update after which routers choose otherwise
+        for name, parameter in gpt.named_parameters():
+            if "router" in name:
+                parameter.neg_()
+    again = refusal(lambda: loss_and_gradients(gpt, replaying(first)))
+    second = first.fresh()
+    loss_and_gradients(gpt, replaying(second))
+    new = MicrobatchRoutes(before, live_T=live_T, counted_T=counted_T)
+    loss_and_gradients(gpt, replaying(new))
+    return {
+        "used again": again,
+        "the caller's dict": all(torch.equal(ids[n], before[n]) for n in ids),
+        "fresh chooses anew": all(torch.equal(second.ids[n], new.ids[n]) for n in ids),
+        "the first pass chose otherwise": any(
+            not torch.equal(second.ids[n], first.ids[n]) for n in ids
+        ),
+        "fresh measures anew": {n: int(c) for n, c in second.mismatched.items()}
+        == {n: int(c) for n, c in new.mismatched.items()},
+        "used": dict(first.used),
+    }
+
+
+def test_a_microbatch_is_used_afresh_for_a_second_epoch(patched: TreeWorker) -> None:
+    (told,) = patched.run(a_second_epoch, 1)
+    assert "give the next forward pass `microbatch.fresh()`" in told.pop("used again")
+    assert told.pop("used") == {1: 1, 2: 1, 3: 1, 4: 1}
+    assert all(told.values()), told
+
+
+def passes_are_counted(rank: int) -> dict[int, int]:
+    start()
+    gpt = model(config(**FULL))
+    given = MicrobatchRoutes(routes())
+    loss_and_gradients(gpt, replaying(given))
+    assert given.untaken == []
+    with recording() as recorded:
+        tokens, positions, labels = batch()
+        gpt(tokens, positions, None, labels=labels)
+    loss_and_gradients(gpt, replaying(recorded))
+    loss_and_gradients(gpt, replaying(recorded))  # what was recorded is replayed as often as wanted
+    return dict(given.used)
+
+
+def test_a_microbatch_says_how_often_each_layer_took_its_routes(patched: TreeWorker) -> None:
+    assert patched.run(passes_are_counted, 1) == [dict.fromkeys(range(1, 5), 2)]
