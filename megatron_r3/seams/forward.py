@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_r3.fingerprint import router_digest
-from megatron_r3.replay import MicrobatchRoutes, replaying
+from megatron_r3.replay import MicrobatchRoutes, ReplayError, replaying
 from megatron_r3.rl import agreement_sums, clipped_policy_loss
 from megatron_r3.seams.ahead import Lookahead, Planner, Prepared
 from megatron_r3.seams.batch import RankBatches, packed_seq_params, read_routes
@@ -82,15 +82,18 @@ class RolloutStep:
         batch = {k: v.cuda(non_blocking=True) for k, v in batch.items() if k not in HOST_FIELDS}
         # combined 1F1B asks for the nodes of the forward pass, and runs them later
         forward = model.build_schedule_plan if kwargs.get("return_schedule_plan") else model
-        with replaying(microbatch):
-            output = forward(
-                batch["tokens"],
-                batch["position_ids"],
-                None,
-                labels=batch["labels"],
-                loss_mask=batch["loss_mask"],
-                packed_seq_params=packed,
-            )
+        try:
+            with replaying(microbatch):
+                output = forward(
+                    batch["tokens"],
+                    batch["position_ids"],
+                    None,
+                    labels=batch["labels"],
+                    loss_mask=batch["loss_mask"],
+                    packed_seq_params=packed,
+                )
+        except ReplayError as error:
+            refuse(str(error))
         return output, partial(self._loss, batch, prepared.batch["rows"])
 
     def check(self, models: list[Any]) -> None:
