@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from zlib_ng import zlib_ng
 
 from megatron_r3.routes import id_dtype
 from megatron_r3.store.checks import check_opened, check_shapes, verify_shard
@@ -22,6 +23,8 @@ from megatron_r3.store.writer import checksum
 from megatron_r3.values import wrong_token
 
 __all__ = ["Shard"]
+
+_COLUMNS = {name: index for index, name in enumerate(BLOCKS)}  # of `block_crc32`, after the layers
 
 
 class Shard:
@@ -34,6 +37,7 @@ class Shard:
     Attributes:
         info: what its store says.
         identity: 16 hex digits of all its content; its number is content too.
+        has_blocks: whether each rollout has checksums of its own: from version 3 on.
         token_start_M, row_start_M, turn_start_M: where each rollout's begin, and the end.
         bytes_read: of routes, so far, in this process.
 
@@ -47,6 +51,7 @@ class Shard:
         self.file = HeldFile(path)
         self.header = read_header(self.file)
         self.info, self.identity = self.header.info, self.header.identity
+        self.has_blocks = "block_crc32" in self.header.tensors
         check_shapes(self)
         kept = ("turns", *PER_ROLLOUT)
         if self.has_blocks:
@@ -91,11 +96,6 @@ class Shard:
         """Of an expert id."""
         return id_dtype(self.info.num_experts)
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether each rollout has checksums of its own: from version 3 on."""
-        return "block_crc32" in self.header.tensors
-
     def read_whole(self, name: str) -> np.ndarray:
         """A tensor as it lies in the file; the caller compares its checksum."""
         entry = self.header.entries[name]
@@ -118,7 +118,7 @@ class Shard:
             fields[name] = field
         self.file.check_unchanged()
         for name, field in fields.items():
-            self._compare(rollout, name, 0, field)
+            self._compare(name, 0, rollout, field, [0, len(field)])
         return fields
 
     def read_recorded(self, rows_U: np.ndarray) -> np.ndarray:
@@ -159,29 +159,38 @@ class Shard:
                 row = layer * self.num_rows + int(rows_U[start])
                 self.file.read(read[index, start:end], entry.begin + row * row_bytes)
         self.file.check_unchanged()
-        for start, end in runs if self.has_blocks else ():
-            for rollout, first, last in self._whole(int(rows_U[start]), int(rows_U[end - 1]) + 1):
-                for index, layer in enumerate(layers):
-                    block = read[index, start + first : start + last]
-                    self._compare(rollout, name, layer, block)
+        for start, end in runs:
+            first, bounds = self._whole(int(rows_U[start]), int(rows_U[end - 1]) + 1)
+            for layer, rows in zip(layers, read[:, start:end], strict=True) if bounds[1:] else ():
+                self._compare(name, layer, first, rows, bounds)
         return read
 
-    def _whole(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The rollouts all of whose rows lie in `begin` to `end`, and where, from `begin` on."""
+    def _whole(self, begin: int, end: int) -> tuple[int, list[int]]:
+        """The first rollout all of whose rows lie in `begin` to `end`, and where such rollouts
+        begin, counted from `begin` on, and the last one ends.
+        """
         first = int(np.searchsorted(self.row_start_M, begin, side="left"))
-        last = int(np.searchsorted(self.row_start_M, end, side="right")) - 1
-        bounds = (self.row_start_M[first : last + 1] - begin).tolist()
-        return zip(range(first, last), bounds[:-1], bounds[1:], strict=True)
+        last = int(np.searchsorted(self.row_start_M, end, side="right"))
+        return first, (self.row_start_M[first:last] - begin).tolist()
 
-    def _compare(self, rollout: int, name: str, layer: int, block: np.ndarray) -> None:
-        """Refuse a part of a rollout that is not what was stored; version 2 has no such sums."""
+    def _compare(
+        self, name: str, layer: int, rollout: int, part: np.ndarray, bounds: Sequence[int]
+    ) -> None:
+        """Refuse rollouts that are not what was stored; version 2 has no sums of them.
+
+        Args:
+            layer: of `routes`, else 0.
+            rollout: the first one of those that lie in `part` between the `bounds`.
+        """
         if not self.has_blocks:
             return
-        layers = len(self.info.moe_layers)
-        column = layer if name == "routes" else layers + [*BLOCKS].index(name)
-        if checksum(block) != self._kept["block_crc32"][rollout, column]:
-            part = f"the routes of MoE layer {layer}" if name == "routes" else repr(name)
-            raise self.damaged(f"rollout {rollout}: checksum of {part}")
+        column = layer if name == "routes" else len(self.info.moe_layers) + _COLUMNS[name]
+        sums = [zlib_ng.crc32(part[start:end].data) for start, end in pairwise(bounds)]
+        stored = self._kept["block_crc32"][rollout : rollout + len(sums), column].tolist()
+        if sums != stored:
+            wrong = rollout + next(i for i, crc32 in enumerate(sums) if crc32 != stored[i])
+            what = f"the routes of MoE layer {layer}" if name == "routes" else repr(name)
+            raise self.damaged(f"rollout {wrong}: checksum of {what}")
 
     def damaged(self, what: str) -> StoreError:
         """The error for bytes that are not those that were stored."""
@@ -228,8 +237,7 @@ class Shard:
         tensor = self.read_whole(name)
         self.file.check_unchanged()
         start_M = self.row_start_M if name == "recorded" else self.token_start_M
-        for rollout, (start, end) in enumerate(pairwise(start_M.tolist())):
-            self._compare(rollout, name, 0, tensor[start:end])
+        self._compare(name, 0, 0, tensor, start_M.tolist())
         return tensor
 
 
