@@ -21,7 +21,7 @@ from megatron_r3.routes import Routes
 from megatron_r3.seams.training import NOT_WITH_ROLLOUTS
 from megatron_r3.store import RolloutStore, write_shard
 from megatron_r3.store.shard import Shard
-from megatron_r3.store.writer import metadata_of
+from megatron_r3.store.writer import block_sums, metadata_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,7 +121,7 @@ def test_a_rollout_longer_than_the_sequence(patched: TreeWorker, policy: Policy)
 
 def test_a_token_outside_the_vocabulary(patched: TreeWorker, policy: Policy) -> None:
     text = refused(patched, policy.arguments("--vocab-size", "8"))
-    assert "the vocabulary has 8" in text
+    assert "the vocabulary has ids 0 to 7" in text
 
 
 def test_a_missing_store(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
@@ -158,6 +158,7 @@ def rewritten(policy: Policy, tmp_path: Path, change: Any) -> Path:
     source = policy.store / "shard-00000.safetensors"
     tensors = load_file(source)
     tensors.update(change(tensors))
+    tensors["block_crc32"] = block_sums(tensors)
     target = tmp_path / "store" / source.name
     target.parent.mkdir()
     save_file(tensors, target, metadata_of(Shard(source).info, tensors))
