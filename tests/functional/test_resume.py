@@ -112,9 +112,9 @@ def test_a_policy_that_was_trained_on_before_is_refused_where_routers_say_nothin
     write_shard(tmp_path / "stale", old, shards[3])
     write_shard(tmp_path / "new", new, shards[3])
     saved = half(patched, policy, tmp_path / "old", tmp_path)
-    told = fails(patched, [*resumed(policy, tmp_path / "stale", saved), "--train-iters", "3"])
+    told = fails(patched, resumed(policy, tmp_path / "stale", saved))
     assert "which this training has updated since: sample from the new policy" in told
-    fresh = [*resumed(policy, tmp_path / "new", saved), "--train-iters", "3"]
+    fresh = resumed(policy, tmp_path / "new", saved)
     patched.run(train, 1, fresh, timeout_s=120)
 
 
@@ -149,10 +149,10 @@ def test_a_training_without_rollouts_before_begins_at_the_first(
     patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
     """The policy's own checkpoint was made by ordinary training, which consumed samples."""
-    argv = resumed(policy, policy.store, policy.checkpoint)
-    argv[argv.index("--train-iters") + 1] = "61"
+    argv = steps_on(policy, policy.store, 61)  # it was saved after 60
+    argv.remove("--finetune")
     events = ["--tensorboard-dir", str(tmp_path)]
-    patched.run(train, 1, [*argv, *events, "--override-opt_param-scheduler"], timeout_s=120)
+    patched.run(train, 1, [*argv, *events], timeout_s=120)
     store = RolloutStore([policy.store])
     (reward,) = series_of(tmp_path)["reward"]
     assert reward == pytest.approx(float(store.column("reward")[:PART].mean()))
