@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from training import STEP, Policy, steps_on, train
@@ -13,7 +15,7 @@ from training import STEP, Policy, steps_on, train
 from megatron_r3 import launch
 from megatron_r3.cpu.errors import RankError
 from megatron_r3.cpu.worker import TreeWorker
-from megatron_r3.store import RolloutStore
+from megatron_r3.store import RolloutStore, write_shard
 
 PP2 = ["--pipeline-model-parallel-size", "2"]
 OVERLAP = ["--bf16", "--overlap-moe-expert-parallel-comm", "--expert-model-parallel-size", "2"]
@@ -111,22 +113,9 @@ def test_the_same_training_without_poison_saves(
     assert (tmp_path / "s" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def test_iterations_to_skip_is_refused(patched: TreeWorker, policy: Policy) -> None:
-    from training import parse
-
-    (told,) = patched.run(parse, 1, policy.arguments("--iterations-to-skip", "2"))
-    assert "not together with --iterations-to-skip" in told
-
-
 def test_log_probs_at_the_bound_of_a_store_train_to_finite_weights(
     patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
-    from dataclasses import replace
-
-    import numpy as np
-
-    from megatron_r3.store import write_shard
-
     store = RolloutStore([policy.store])
     rollouts = [store.rollout(index) for index in range(len(store))]
     lowest = [
