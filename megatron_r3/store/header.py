@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -50,6 +51,7 @@ BLOCKS = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"
 TENSORS = {**PER_ROLLOUT, **BLOCKS, "turns": "I32", "routes": ""}  # of version 2 and later
 SINCE_3 = {"prompt_digest": "I64", "block_crc32": "U32"}
 
+_DTYPE = re.compile("[A-Z0-9_]{1,16}")
 _MOST_HEADER = 1 << 26  # bytes
 _MOST_DIMENSIONS = 8
 _VERSIONS = (2, FORMAT_VERSION)
@@ -170,6 +172,7 @@ def _entry(name: str, given: Any, data: int, where: str) -> Entry:
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     right = (
         isinstance(dtype, str)
+        and _DTYPE.fullmatch(dtype)
         and isinstance(shape, list)
         and len(shape) <= _MOST_DIMENSIONS
         and all(_is_whole(size) for size in shape)

@@ -152,8 +152,8 @@ class Shard:
         if not len(rows_U):
             return read
         row_bytes = items * read.itemsize
-        bounds = (np.flatnonzero(np.diff(rows_U) != 1) + 1).tolist()
-        runs = [*zip([0, *bounds], [*bounds, len(rows_U)], strict=True)]
+        cuts = (np.flatnonzero(np.diff(rows_U) != 1) + 1).tolist()
+        runs = [*zip([0, *cuts], [*cuts, len(rows_U)], strict=True)]
         for index, layer in enumerate(layers):
             for start, end in runs:
                 row = layer * self.num_rows + int(rows_U[start])

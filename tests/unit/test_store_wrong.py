@@ -248,6 +248,46 @@ def test_layouts_that_cannot_be(store_dir, message):
     assert str(refusal.value).startswith(f"{path}: {message}")
 
 
+ODD = [None, True, -1, 0, 1.5, 2**70, "", "x\n", "\x1b", [], [[]], {}, {"x": 1}, [1, 2], "9" * 999]
+
+
+def mutated(value, rng):
+    """JSON with one value somewhere in it replaced, taken out, or put in twice."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.2:
+        return ODD[int(rng.integers(len(ODD)))]
+    keys = [*value] if isinstance(value, dict) else [*range(len(value))]
+    key = keys[int(rng.integers(len(keys)))]
+    if rng.random() < 0.2:
+        if isinstance(value, dict):
+            return {k: v for k, v in value.items() if k != key}
+        return [*value[:key], *value[key + (rng.random() < 0.5) :], value[key]]
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[key] = mutated(value[key], rng)
+    return changed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mutated_headers_are_the_same_or_one_line(store_dir, seed):
+    path, rng = store_dir / SHARD, np.random.default_rng(seed)
+    whole, body, errors = path.read_bytes(), header_of(path), []
+    for attempt in range(300):
+        path.write_bytes(whole)
+        if attempt % 2:
+            rewrite_header(path, mutated(body, rng))
+        else:
+            rewrite_layout(path, lambda layout: mutated(layout, rng))
+        try:
+            store = opened(store_dir)
+        except StoreError as error:
+            errors.append(str(error))
+            continue
+        for index, rollout in enumerate(ROLLOUTS):
+            assert np.array_equal(store.rollout(index).tokens_N, rollout.tokens_N)
+            assert np.array_equal(store.rollout(index).routes.ids_LTK, rollout.routes.ids_LTK)
+    assert 150 < len(errors) < 300
+    assert [e for e in errors if not e.startswith(str(store_dir)) or not e.isprintable()] == []
+
+
 def test_an_unchanged_layout_is_accepted(store_dir):
     rewrite_layout(store_dir / SHARD, lambda layout: layout)
     rewrite_header(store_dir / SHARD, header_of(store_dir / SHARD))
