@@ -11,7 +11,6 @@ import inspect
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,7 +62,8 @@ def check_args(args: Any) -> None:
         refuse(str(error))
 
 
-_verified: set[Path] = set()  # shards of which this process has read every byte
+# shards of which this process has read every byte: their identity, and the state of their file
+_verified: set[tuple[Any, ...]] = set()
 
 
 def _open(args: Any) -> RolloutStore:
@@ -131,9 +131,10 @@ def _check_shard(args: Any, shard: Shard) -> None:
         )
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    if shard.path not in _verified:
+    content = (shard.identity, *shard.file.state)
+    if content not in _verified:
         shard.verify()
-        _verified.add(shard.path)
+        _verified.add(content)
     shard.check_tokens(args.padded_vocab_size or args.vocab_size or np.iinfo(np.int32).max)
     refuse_missing = args.moe_router_replay and args.moe_router_replay_missing == "error"
     missing = np.flatnonzero(shard.tensors["recorded"] == 0)
