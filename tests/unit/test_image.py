@@ -175,9 +175,13 @@ def test_a_turn_refuses_a_folder_that_is_more_than_its_own(rl_run, tmp_path):
     words = ("is a home folder, or has one in it", "name a folder for this run alone")
     refused(rl_run, tmp_path / "home", *words)
     refused(rl_run, tmp_path, *words)
-    refused(rl_run, Path("/"), *words)
-    refused(rl_run, Path("~").expanduser(), *words, HOME="/nowhere")  # what passwd says
-    refused(rl_run, Path("~").expanduser(), *words, HOME="")
+    # what passwd says; a stand-in, so that no real home is ever given to the script
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "getent").write_text(f"#!/bin/sh\necho me:x:0:0::{tmp_path}/home:/bin/sh\n")
+    (tmp_path / "bin" / "getent").chmod(0o755)
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    for home in ("/nowhere", ""):
+        refused(rl_run, tmp_path / "home", *words, HOME=home, PATH=path)
 
 
 def test_a_turn_refuses_what_others_may_write(rl_run, tmp_path):
