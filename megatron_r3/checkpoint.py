@@ -28,7 +28,7 @@ _PARTS = ("embedding", "encoder", "decoder", "mtp", "output_layer")  # not optim
 # what the shapes of a model do not show; hf_config writes them
 _NO_SHAPES = (
     *("kv_channels", "num_query_groups", "moe_router_topk", "moe_router_pre_softmax"),
-    *("norm_epsilon", "rotary_base", "vocab_size"),
+    *("layernorm_epsilon", "norm_epsilon", "rotary_base", "vocab_size"),  # epsilon: by release
 )
 
 

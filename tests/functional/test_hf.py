@@ -190,7 +190,7 @@ def test_an_export_without_a_checkpoint_writes_nothing(patched: TreeWorker, tmp_
     [
         (["--num-layers", "2"], ("layer_norm_weight is (4, 128)", "(2, 128): other model")),
         (["--num-layers", "2", "--finetune"], ("layer_norm_weight is (4, 128)", "(2, 128)")),
-        (["--norm-epsilon", "1e-5", "--finetune"], ("it has norm_epsilon 1e-06", "say 1e-05")),
+        (["--norm-epsilon", "1e-5", "--finetune"], ("norm_epsilon 1e-06", "say 1e-05")),
         (["--moe-router-topk", "2", "--finetune"], ("it has moe_router_topk 4", "say 2")),
         (["--rotary-base", "500000"], ("it has rotary_base 10000", "say 500000")),
         (["--vocab-size", "56"], ("it has vocab_size 64", "say 56")),
