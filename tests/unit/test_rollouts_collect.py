@@ -47,7 +47,7 @@ def test_every_sample_is_stored_once_and_not_asked_for_again(folder, capsys):
         assert leftovers(folder / "store") == []
         output = capsys.readouterr()
         assert "store has all 24 rollouts: 0 were there, 24 new" in output.out
-        assert output.err == "config.json has no weights: no router fingerprint is stored\n"
+        assert output.err == "config.json has no weights: no digest of them is stored\n"
         assert collect(server.url, 4) == 0
         assert server.asked.total() == 24
         assert "24 were there, 0 new" in capsys.readouterr().out
@@ -58,12 +58,13 @@ def test_every_sample_is_stored_once_and_not_asked_for_again(folder, capsys):
 
 def test_what_is_asked(folder):
     with engine() as server:
-        assert collect(server.url + "/v1/", 1, "--max-tokens", "9", "--temperature", "0.5") == 0
+        sampling = ["--max-tokens", "12", "--temperature", "0.5", "--top-k", "7"]
+        assert collect(server.url + "/v1/", 1, *sampling, "--biased-sampling") == 0
     for body in server.bodies:
         assert body["path"] == "/v1/completions"
         assert (body["model"], body["n"], body["logprobs"]) == ("served", 1, 1)
-        assert (body["max_tokens"], body["temperature"], body["top_p"]) == (9, 0.5, 1.0)
-        assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (0, 0.0, 1.0)
+        assert (body["max_tokens"], body["temperature"], body["top_p"]) == (12, 0.5, 1.0)
+        assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (7, 0.0, 1.0)
         assert body["return_token_ids"] is True
 
 

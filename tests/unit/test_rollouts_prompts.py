@@ -69,7 +69,7 @@ def test_wrong_prompts(tmp_path, text, message):
 
 def test_what_sglang_is_asked():
     prompt = Prompt("line 1", 0, [1, 2], {})
-    path, body = build_request("sglang", prompt, Sampling(8, 0.7, 0.9, 5), 77, "")
+    path, body = build_request("sglang", prompt, Sampling(8, 0.7, 0.9, seed=5), 77, "")
     assert path == "/generate"
     assert body == {
         "input_ids": [1, 2],
