@@ -74,11 +74,10 @@ class Shelf:
         self._ready.sort(key=lambda r: (self._order[r.group], r.sample))
         try:
             write_shard(self.out, self.info, self._ready)
-        except OSError as error:
+        except StoreError as error:
             raise StoreError(
-                f"{self.out}: a shard of {len(self._ready)} rollouts cannot be written "
-                f"({error.strerror or error}); make room or mend it, then the same command samples "
-                "them again"
+                f"{error}: {len(self._ready)} rollouts are not stored; make room or mend it, then "
+                "the same command samples them again"
             ) from error
         self.stored += len(self._ready)
         self._ready = []

@@ -68,9 +68,16 @@ class Stop:
     def __enter__(self) -> Stop:
         """Take the signals."""
         loop = asyncio.get_running_loop()
-        for number in _NUMBERS:
-            self._before[number] = signal.getsignal(number)
-            loop.add_signal_handler(number, self._stop, number)
+
+        # not the loop's own handlers: those run when a shard is written, and a second signal with
+        # them
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.number = number
+            _end_at_the_next()
+            loop.call_soon_threadsafe(self._came.set)
+
+        for one in _NUMBERS:
+            self._before[one] = signal.signal(one, stop)
         return self
 
     def __exit__(
@@ -80,21 +87,9 @@ class Stop:
         trace: TracebackType | None,
     ) -> None:
         """Give them back; after a first one the second keeps its meaning."""
-        if self.number is not None:
-            return
-        loop = asyncio.get_running_loop()
-        for number, handler in self._before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
-
-    def _stop(self, number: int) -> None:
         if self.number is None:
-            self.number = number
-            loop = asyncio.get_running_loop()
-            for one in _NUMBERS:
-                loop.remove_signal_handler(one)
-            _end_at_the_next()
-            self._came.set()
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     async def first(self, work: Awaitable[T]) -> T:
         """What the work gives, unless a signal comes before it ends.

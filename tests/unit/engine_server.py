@@ -37,6 +37,20 @@ def wrong(sample):
     return {}[sample.fields["answer"]]
 def nothing(sample):
     return None
+def exits(sample):
+    raise SystemExit(3)
+def cancels(sample):
+    import asyncio
+    raise asyncio.CancelledError
+def stops(sample):
+    raise StopIteration
+def lines(sample):
+    raise ValueError("one\\ntwo\\x1b[2J")
+def infinite(sample):
+    return float("inf")
+def pair(sample):
+    import numpy
+    return numpy.array([1, 2])
 """
 
 
@@ -104,6 +118,7 @@ class Engine(ThreadingHTTPServer):
         self.asked: Counter[int] = Counter()
         self.answered: Counter[int] = Counter()
         self.pages_asked: Counter[str] = Counter()
+        self.authorized: list[str | None] = []
         self.most, self.now = 0, 0
         self.lock = threading.Lock()
         self.closing = threading.Event()
@@ -125,6 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         pages = self.server.pages
         with self.server.lock:
             self.server.pages_asked[self.path] += 1
+            self.server.authorized.append(self.headers["Authorization"])
         if self.server.behave({"path": self.path}, 0) == "404" or self.path not in pages:
             self._send(404, {"detail": "Not Found"})
         elif isinstance(pages[self.path], Raw):
@@ -138,6 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         seed = body.get("seed", -1)
         with server.lock:
             server.bodies.append({**body, "path": self.path})
+            server.authorized.append(self.headers["Authorization"])
             server.asked[seed] += 1
             server.now += 1
             server.most = max(server.most, server.now)
