@@ -48,6 +48,10 @@ def test_every_form(tmp_path):
     [
         ("", "no prompts"),
         ("{", "line 1: not JSON"),
+        ('{"prompt": ' + "[" * 100_000, "line 1: JSON with more than 64 brackets"),
+        ('{"prompt": [1], "x": ' + "9" * 5000 + "}", "line 1: not JSON"),
+        ('{"prompt": [1.0]}', "token ids from 0 on"),
+        ('{"prompt": [1], "group": "\\u001b[2J"}', r"got '\\x1b\[2J'$"),
         ("[1]", "`prompt` or `messages`"),
         ('{"prompt": [1], "messages": []}', "`prompt` or `messages`"),
         ('{"prompt": []}', "the prompt is empty"),
