@@ -63,7 +63,7 @@ class Plan:
         for prompt in self.prompts:
             build_request(engine, prompt, self.sampling, None, "")
             prompt.check_vocabulary(self.model.vocab_size)
-            _ = prompt.digest
+            prompt.check_json()
 
     def store_info(self, engine: str, server: Identity) -> StoreInfo:
         """What the store says of all its rollouts."""

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_r3.untrusted import one_line, read_json
 from megatron_r3.values import MOST_TOKEN_ID, wrong_token
 
-__all__ = ["Prompt", "PromptError", "read_prompts"]
+__all__ = ["Prompt", "PromptError", "prompt_digest", "read_prompts"]
 
 
 class PromptError(ValueError):
@@ -52,28 +52,21 @@ class Prompt:
 
     @cached_property
     def digest(self) -> int:
-        """What is asked, as a number of 63 bits, never 0; equal for equal prompts alone.
+        """What is asked, as a number."""
+        return prompt_digest(self.content)
 
-        It is the beginning of the SHA-256 of `["ids", [1, 5, 9]]`, `["text", "..."]` or
-        `["messages", [{...}]]`, as JSON with sorted keys and without spaces.
+    def check_json(self) -> None:
+        """Refuse a text or chat that JSON has no way to send: NaN, or half of a surrogate pair.
 
         Raises:
-            PromptError: a chat or text that is no JSON: NaN, or half of a surrogate pair.
+            PromptError: naming the line.
         """
-        kind = "messages" if self.is_chat else "text" if self.tokens is None else "ids"
         try:
-            text = json.dumps(
-                [kind, self.content],
-                sort_keys=True,
-                ensure_ascii=False,
-                allow_nan=False,
-                separators=(",", ":"),
-            ).encode()
+            json.dumps(self.content, ensure_ascii=False, allow_nan=False).encode()
         except ValueError as error:
             raise PromptError(
                 f"{self.where}: the prompt cannot be sent as JSON ({one_line(str(error), 200)})"
             ) from error
-        return _number_of(text) or 1
 
     def check_vocabulary(self, vocab_size: int | None) -> None:
         """Refuse token ids that the model does not have.
@@ -86,6 +79,24 @@ class Prompt:
         wrong = wrong_token(np.asarray(self.tokens, np.int64), vocab_size)
         if wrong is not None:
             raise PromptError(f"{self.where}: prompt token {wrong[0]} {wrong[1]}")
+
+
+def prompt_digest(content: list[int] | str | list[dict[str, Any]]) -> int:
+    """What tells prompts apart: 63 bits of the SHA-256 of a prompt as canonical JSON, never 0.
+
+    Example: the JSON of token ids is `["tokens",[1,5,9]]`; a text has "text", a chat "messages", so
+    the text "[1,5,9]" is another prompt.
+
+    Args:
+        content: token ids, a text, or the messages of a chat.
+    """
+    kind = "tokens"
+    if isinstance(content, str):
+        kind = "text"
+    elif content and isinstance(content[0], dict):
+        kind = "messages"
+    data = json.dumps([kind, content], sort_keys=True, separators=(",", ":"))
+    return _number_of(data.encode()) or 1
 
 
 def read_prompts(path: Path) -> list[Prompt]:
