@@ -12,16 +12,16 @@ from megatron_r3.rollouts.client import Client, NoAnswer
 from megatron_r3.rollouts.dialects import (
     answer_of,
     build_request,
-    check_model,
     decoder,
     policies_of,
+    refuse_nameless,
 )
 from megatron_r3.rollouts.plan import Plan
 from megatron_r3.rollouts.policy import EnginePolicy
 from megatron_r3.rollouts.progress import Progress
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.rollouts.reward import RewardSample, RewardThread, score
-from megatron_r3.rollouts.rollout import check_values, to_rollout
+from megatron_r3.rollouts.rollout import to_rollout
 from megatron_r3.rollouts.server import Watch
 from megatron_r3.store import Rollout
 
@@ -88,8 +88,8 @@ class Sampler:
             except EngineError as error:
                 self.progress.refused += 1
                 if attempt == plan.refused_retries:
-                    why = str(error).removeprefix(f"{where}: ")
-                    raise GivenUp(f"{where}: {why} ({attempt + 1} responses refused)") from error
+                    why = str(error) if str(error).startswith(where) else f"{where}: {error}"
+                    raise GivenUp(f"{why} ({attempt + 1} responses refused)") from error
             else:
                 return await self._reward(answer, prompt, index, where)
         raise AssertionError("unreachable")
@@ -112,19 +112,17 @@ class Sampler:
         return answer
 
     def _read(self, response: Any, body: dict[str, Any], model: str, where: str) -> _Answer:
-        plan = self.plan
-        try:
-            samples = self._decode(response, body, plan.model.shape, where)
+        try:  # the decoder compares it with what was asked, and with what a model can sample
+            samples = self._decode(response, body, self.plan.model.shape, where)
             if len(samples) != 1:
                 raise EngineError(f"{where}: {len(samples)} samples in the response to 1 request")
-            check_model(response, model, where)
+            refuse_nameless(response, model, where)
             text, reason = answer_of(response, 0, where)
             policies = policies_of(response, 0, where)
         except EngineError:
             raise
         except Exception as error:  # JSON of some other service: a list where an object is, ...
             raise EngineError(f"{where}: the response cannot be read ({error!r})") from error
-        check_values(samples[0], plan.model.vocab_size, plan.sampling.max_tokens, where)
         return _Answer(samples[0], text, reason, policies)
 
     async def _reward(self, answer: _Answer, prompt: Prompt, index: int, where: str) -> Rollout:

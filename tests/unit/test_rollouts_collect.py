@@ -189,7 +189,7 @@ def test_no_server(folder, capsys):
         (["--reward", "lines:f"], "--reward lines:f: ValueError: one two\\x1b[2J"),
         (["--model", "none.json"], "none.json: not a readable model config"),
         (["--model", "deep.json"], "deep.json: JSON with more than 64 brackets"),
-        (["--model", "words.json"], "words.json: `vocab_size` is a whole number from 1 on; got"),
+        (["--model", "words.json"], "words.json: `vocab_size` is a whole number; got"),
         (["--prompts", "deep.json"], "deep.json, line 1: JSON with more than 64 brackets"),
         (["--prompts", "bytes.json"], "bytes.json, line 1: not JSON"),
         (["--prompts", "half.json"], "half.json, line 1: the prompt cannot be sent as JSON"),
