@@ -76,14 +76,18 @@ class _Team:
     async def work(self, todo: Iterator[tuple[Prompt, int]]) -> None:
         """Take the next sample, until there is none or it ends."""
         for prompt, index in todo:
+            rollout, why = None, ""
             try:
                 rollout = await self.sampler.sample(prompt, index)
             except GivenUp as error:
-                self.shelf.take(prompt.group, None)
-                self._lose(prompt.group, str(error))
+                why = str(error)
+            self.shelf.take(prompt.group, rollout)
+            if rollout is None:
+                # not where the error was caught: what is raised there keeps it, its frames, and
+                # with them a whole response
+                self._lose(prompt.group, why)
             else:
                 self.in_a_row.clear()
-                self.shelf.take(prompt.group, rollout)
             self.count()
             if self.ending:
                 return

@@ -71,7 +71,8 @@ def test_impossible_answers_are_refused_and_never_stored(folder, capsys, give, m
         assert main(command(server.url, 2, "--refused-retries", "1")) == 1
         assert server.asked.total() == 2 + 2 + 2 * 2
     error = capsys.readouterr().err
-    assert "prompts.jsonl, line 2, sample 0: " in error
+    assert "not stored: prompts.jsonl, line 2, sample 0" in error
+    assert error.count("line 2, sample 0") <= 2  # in its own line, and at the end
     assert message in error
     assert "(2 responses refused)" in error
     assert all(line.isprintable() for line in error.splitlines())
