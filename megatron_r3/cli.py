@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        from megatron_r3.untrusted import one_line  # imports numpy
+
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
     except KeyboardInterrupt:
         print("error: interrupted; the same command again goes on", file=sys.stderr)
     return 1

@@ -1,22 +1,197 @@
-"""Which policy sampled: a digest of each layer's router weights.
+"""Which policy sampled: a digest of each layer's router weights, and one of all weights.
 
 Router weights are whole on every tensor- and expert-parallel rank, so each rank can check the
 layers it has, in any layout, and an update of the router changes them (a frozen router, or an
 update below bfloat16's resolution, does not). They are compared as bfloat16, the form in which
 samplers hold them; training in float32 rounds to the same bits.
+
+The policy stamp covers every byte of every weight: it tells two policies apart whose routers are
+the same.
+
+A transformers directory is read without torch, which takes seconds and hundreds of megabytes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from safetensors import SafetensorError, safe_open
 
-__all__ = ["router_digest"]
+from megatron_r3.untrusted import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["policy_stamp", "router_digest", "router_fingerprint"]
+
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_ADAPTER = "adapter_model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
+_THREADS = 4
+_PIECE = 1 << 22  # bytes of a tensor that a thread holds
+_LONGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
 def router_digest(weight_EH: Tensor) -> str:
     """16 hex digits for one router's weights `[experts, hidden]`, any float dtype and device."""
+    import torch
+
     as_bytes = weight_EH.detach().to(torch.bfloat16).cpu().contiguous().view(torch.uint8)
     return hashlib.sha256(as_bytes.numpy().tobytes()).hexdigest()[:16]
+
+
+def router_fingerprint(directory: Path, moe_layers: tuple[int, ...]) -> tuple[str, ...]:
+    """The digest of each MoE layer's router weights in a transformers directory.
+
+    Raises:
+        ValueError: a file that is not whole, or no such weights.
+    """
+    found = {tensor.name: tensor for tensor in _tensors(directory)}
+    digests = []
+    for layer in moe_layers:
+        name = f"model.layers.{layer}.mlp.gate.weight"
+        if name not in found:
+            raise ValueError(f"{directory}: no tensor {name} in its *.safetensors")
+        digests.append(hashlib.sha256(_as_bfloat16(found[name])).hexdigest()[:16])
+    return tuple(digests)
+
+
+def policy_stamp(directory: Path) -> str:
+    """16 hex digits for all weights of a transformers directory, however its files are split.
+
+    They cover the name, dtype, shape and bytes of every tensor in its *.safetensors, and the
+    settings of an adapter (`adapter_config.json`), if there is one. Some gigabytes a second are
+    read; in memory are a few megabytes.
+
+    Raises:
+        ValueError: a file that is not whole, or a tensor that two files have.
+    """
+    tensors = sorted(_tensors(directory), key=lambda tensor: (tensor.kind, tensor.name))
+    for one, other in pairwise(tensors):
+        if (one.kind, one.name) == (other.kind, other.name):
+            raise ValueError(
+                f"{one.path} and {other.path.name} both have the tensor {one.name}: which of them "
+                "the engine loads nobody can tell; remove one of the files"
+            )
+    stop = threading.Event()
+    whole = hashlib.sha256()
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        try:
+            digests = pool.map(lambda tensor: tensor.digest(stop), tensors)
+            for tensor, digest in zip(tensors, digests, strict=True):
+                entry = [tensor.kind, tensor.name, tensor.dtype, tensor.shape, digest]
+                whole.update(json.dumps(entry).encode() + b"\n")
+        except BaseException:  # a signal, too: the threads end at their next piece
+            stop.set()
+            raise
+    config = directory / _ADAPTER_CONFIG
+    if config.exists():
+        settings = read_json(config.read_bytes(), str(config))
+        whole.update(json.dumps(settings, sort_keys=True).encode())
+    return whole.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Where a tensor's bytes lie.
+
+    Attributes:
+        kind: "adapter" or "": an adapter's tensors may be called as the model's are.
+        begin, end: in the file.
+    """
+
+    path: Path
+    kind: str
+    name: str
+    dtype: str
+    shape: list[int]
+    begin: int
+    end: int
+
+    def pieces(self) -> Iterator[bytes]:
+        """The bytes, some at a time."""
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.begin)
+            left = self.end - self.begin
+            while left:
+                piece = file.read(min(left, _PIECE))
+                if not piece:
+                    raise ValueError(f"{self.path}: it was cut while it was read")
+                left -= len(piece)
+                yield piece
+
+    def digest(self, stop: threading.Event) -> str:
+        """SHA-256 of the bytes; of some of them once `stop` is set."""
+        digest = hashlib.sha256()
+        for piece in self.pieces():
+            if stop.is_set():
+                break
+            digest.update(piece)  # without the GIL
+        return digest.hexdigest()
+
+
+def _tensors(directory: Path) -> list[_Tensor]:
+    """Every tensor of a directory's *.safetensors."""
+    found = []
+    for path in sorted(directory.glob("*.safetensors")):
+        kind = "adapter" if path.name == _ADAPTER else ""
+        entries, begin = _entries(path)
+        for name, entry in entries.items():
+            first, end = entry["data_offsets"]
+            found.append(
+                _Tensor(
+                    path, kind, name, entry["dtype"], entry["shape"], begin + first, begin + end
+                )
+            )
+    return found
+
+
+def _entries(path: Path) -> tuple[dict[str, Any], int]:
+    """A file's header by tensor, and where its data begin.
+
+    Raises:
+        ValueError: not a whole safetensors file.
+    """
+    try:
+        with safe_open(path, framework="numpy"):  # it refuses what is cut, overlaps or leaves gaps
+            pass
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = read_json(file.read(length), str(path), _LONGEST_HEADER)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _as_bfloat16(tensor: _Tensor) -> bytes:
+    """The bytes of a tensor as bfloat16, rounded to the nearest as torch does, ties to even.
+
+    Example: the upper half of a float32 is its bfloat16, cut off. 0x3F80_8000 lies half-way between
+    0x3F80 and 0x3F81; adding 0x7FFF gives 0x3F80_FFFF, so the even 0x3F80 stays. 0x3F81_8000 has an
+    odd upper half, which adds 1 more: 0x3F82_0000, the even 0x3F82.
+    """
+    data = b"".join(tensor.pieces())
+    if tensor.dtype == "BF16":
+        return data
+    if tensor.dtype not in _FLOATS:
+        raise ValueError(
+            f"{tensor.path}: {tensor.name} is {tensor.dtype}; router weights are BF16, F16, F32 or "
+            "F64"
+        )
+    with np.errstate(over="ignore"):
+        floats = np.frombuffer(data, _FLOATS[tensor.dtype]).astype(np.float32)
+    bits = floats.view(np.uint32)
+    with np.errstate(over="ignore"):
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
+    return np.where(np.isnan(floats), np.uint32(0x7FC0), rounded).astype("<u2").tobytes()

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_r3.checkpoint import check_load, check_save, load_whole, save_whole
-from megatron_r3.fingerprint import router_digest
+from megatron_r3.fingerprint import router_fingerprint
 from megatron_r3.launch import build_model, initialize
 from megatron_r3.seams.layers import moe_layer_indices
 from megatron_r3.untrusted import one_line, read_json
@@ -267,17 +267,17 @@ def _refuse_non_finite(name: str, tensor: Tensor, where: object) -> None:
         )
 
 
-def _read(directory: Path, part: str = "") -> dict[str, Tensor]:
-    """The tensors of a transformers directory whose names contain `part`."""
+def _read(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a transformers directory."""
     tensors = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                tensors.update({n: file.get_tensor(n) for n in file.keys() if part in n})  # noqa: SIM118
+                tensors.update({n: file.get_tensor(n) for n in file.keys()})  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
     if not tensors:
-        raise ValueError(f"{directory}: no tensors named *{part}* in its *.safetensors")
+        raise ValueError(f"{directory}: no tensors in its *.safetensors")
     return tensors
 
 
@@ -325,12 +325,6 @@ def from_hf(
         loaded[name] = tensor
     for name, tensor in loaded.items():
         state[name].copy_(tensor)
-
-
-def router_fingerprint(directory: Path, moe_layers: tuple[int, ...]) -> tuple[str, ...]:
-    """The digest of each MoE layer's router weights in a transformers directory."""
-    weights = _read(directory, "mlp.gate.weight")
-    return tuple(router_digest(weights[f"model.layers.{i}.mlp.gate.weight"]) for i in moe_layers)
 
 
 def _main() -> None:

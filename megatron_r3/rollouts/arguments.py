@@ -16,7 +16,7 @@ def number(kind: type, least: float, most: float = float("inf")) -> Callable[[st
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not least <= value <= most:
+        if not least <= value <= most or value == float("inf"):
             raise ValueError(text)
         return value  # type: ignore[no-any-return]
 
@@ -27,7 +27,7 @@ def number(kind: type, least: float, most: float = float("inf")) -> Callable[[st
 
 def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """The model that sampled."""
-    text = "a transformers directory, or its config.json: then without router fingerprint"
+    text = "a transformers directory, or its config.json: then without digests of its weights"
     parser.add_argument("--model", required=required, type=Path, metavar="HF_DIR", help=text)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from megatron_r3.engines.shape import EngineError
+from megatron_r3.rollouts.body import CutShort, beginning_of, body_of
+from megatron_r3.untrusted import one_line, read_json
 
 try:
     import httpx
@@ -20,6 +23,8 @@ except ImportError as missing:  # an extra: a trainer does not need it
 __all__ = ["Client", "NoAnswer"]
 
 MAX_PAUSE = 30.0
+MOST_OF_A_PAGE = 1 << 22  # bytes of what a server says of itself; SGLang's is some 20 KB
+MOST_OF_A_REFUSAL = 1 << 16
 
 
 class NoAnswer(EngineError):
@@ -57,6 +62,9 @@ class Client:
         pause: seconds before the first repetition; it doubles with each, and is spread at random.
         on_retry: called before each repetition.
 
+    Attributes:
+        url: as messages show it: without a user's name and password.
+
     Raises:
         EngineError: no http address.
     """
@@ -70,15 +78,11 @@ class Client:
         pause: float,
         on_retry: Callable[[], None] = lambda: None,
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
-        try:
-            address = httpx.URL(self.url)
-        except (httpx.InvalidURL, ValueError) as error:
-            raise EngineError(f"--url {url}: {error}") from error
-        if address.scheme not in ("http", "https") or not address.host:
-            raise EngineError(f"--url {url}: an address begins with http:// or https://")
+        self.url, user = _address(url)
         self.timeout, self.retries, self.pause, self.on_retry = timeout, retries, pause, on_retry
         self._http = httpx.AsyncClient(
+            auth=user,
+            headers={"Accept-Encoding": "identity"},
             timeout=timeout,
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
             trust_env=False,  # engines are near: no proxy
@@ -95,23 +99,27 @@ class Client:
     ) -> None:
         await self._http.aclose()
 
-    async def post(self, path: str, body: Any) -> Any:
+    async def post(self, path: str, body: Any, most: int) -> Any:
         """The JSON that the server answers to a JSON body.
+
+        Args:
+            path, body: of the request.
+            most: bytes of an answer.
 
         Raises:
             NoAnswer: none after all retries, or one that another try would not change.
-            EngineError: an answer that is no JSON.
+            EngineError: an answer that is too long or no JSON.
         """
-        return await self._ask("POST", path, body)
+        return await self._ask("POST", path, body, most)
 
     async def get(self, path: str) -> Any:
         """The JSON at a path; raises as `post`."""
-        return await self._ask("GET", path, None)
+        return await self._ask("GET", path, None, MOST_OF_A_PAGE)
 
-    async def _ask(self, method: str, path: str, body: Any) -> Any:
+    async def _ask(self, method: str, path: str, body: Any, most: int) -> Any:
         for attempt in range(self.retries + 1):
             try:
-                return await self._once(method, path, body)
+                data = await self._once(method, path, body, most)
             except _TryAgain as error:
                 if attempt == self.retries:
                     tries = f" ({attempt + 1} tries)" if attempt else ""
@@ -119,37 +127,75 @@ class Client:
                 self.on_retry()
                 spread = self.pause * 2**attempt * random.uniform(0.5, 1.5)
                 await asyncio.sleep(min(MAX_PAUSE, max(error.pause, spread)))
+                continue
+            try:
+                return read_json(bytes(data), f"{self.url}{path}", most)
+            except ValueError as error:
+                raise EngineError(str(error)) from error
         raise AssertionError("unreachable")
 
-    async def _once(self, method: str, path: str, body: Any) -> Any:
-        request = self._http.request(method, self.url + path, json=body)
+    async def _once(self, method: str, path: str, body: Any, most: int) -> bytearray:
         try:
-            answer = await asyncio.wait_for(request, self.timeout)
+            # Python 3.11's wait_for may swallow a cancel: `end_tasks` cancels until a task has
+            # ended
+            return await asyncio.wait_for(self._exchange(method, path, body, most), self.timeout)
         except (TimeoutError, asyncio.TimeoutError, httpx.TimeoutException) as error:
             raise _TryAgain(f"no answer in {self.timeout:g} s") from error
-        except httpx.RequestError as error:
-            raise _TryAgain(str(error) or type(error).__name__) from error
-        if answer.status_code == 429 or answer.status_code >= 500:
-            raise _TryAgain(_refusal(answer), _retry_after(answer))
-        if answer.status_code != 200:
-            raise NoAnswer(f"{self.url}{path}: {_refusal(answer)}", answer.status_code)
-        try:
-            return answer.json()
-        except ValueError as error:
-            raise EngineError(f"{self.url}{path}: the answer is no JSON ({error})") from error
+        except (httpx.RequestError, CutShort) as error:
+            raise _TryAgain(one_line(str(error), 300) or type(error).__name__) from error
+        except (_TryAgain, NoAnswer):
+            raise
+        except EngineError as error:
+            raise EngineError(f"{self.url}{path}: {error}") from error
+        except Exception as error:  # a name or a body that the libraries below cannot send
+            text = one_line(f"{type(error).__name__}: {error}", 300)
+            raise NoAnswer(f"{self.url}{path}: {text}") from error
+
+    async def _exchange(self, method: str, path: str, body: Any, most: int) -> bytearray:
+        async with self._http.stream(method, self.url + path, json=body) as answer:
+            status = answer.status_code
+            if status == 200:
+                return await body_of(answer, most)
+            said = _refusal(status, await beginning_of(answer, MOST_OF_A_REFUSAL))
+            if status == 429 or status >= 500:
+                raise _TryAgain(said, _retry_after(answer))
+            raise NoAnswer(f"{self.url}{path}: {said}", status)
 
 
-def _refusal(answer: httpx.Response) -> str:
-    """Status and what the server says of it, in one line."""
-    text: Any = answer.text
+def _address(url: str) -> tuple[str, tuple[str, str] | None]:
+    """The address without a user, and the user's name and password.
+
+    A password is in none of the messages: of an address that cannot be read, what stands before its
+    last `@` is left out. Example: `http://me:pass#word@host` reads as the host `me` and a port
+    `pass`; it is shown as `http://...@host`.
+    """
+    shown = one_line(re.sub(r"^([a-zA-Z]+://)?.*@", r"\1...@", url, flags=re.DOTALL), 300)
     try:
-        body = answer.json()
-        text = body.get("error") or body.get("detail") or text
+        address = httpx.URL(url.rstrip("/").removesuffix("/v1").rstrip("/"))
+    except (httpx.InvalidURL, ValueError) as error:
+        why = "" if "@" in url else f" ({one_line(str(error), 300)})"
+        raise EngineError(f"--url {shown}: not an address{why}") from error
+    if address.scheme not in ("http", "https") or not address.host:
+        raise EngineError(f"--url {shown}: an address begins with http:// or https://")
+    if address.query or address.fragment:
+        raise EngineError(f"--url {shown}: an address without ? and #; paths are put after it")
+    if address.port is not None and not 1 <= address.port <= 65535:
+        raise EngineError(f"--url {shown}: a port is 1 to 65535")
+    user = (address.username, address.password) if address.userinfo else None
+    return str(address.copy_with(username=None, password=None)).rstrip("/"), user
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """Status and what the server says of it, in one line."""
+    text: Any = body.decode("utf-8", "replace")
+    try:
+        parsed = read_json(body, "the refusal")
+        text = parsed.get("error") or parsed.get("detail") or text
         text = text.get("message", text) if isinstance(text, dict) else text
     except (ValueError, AttributeError):
         pass
-    line = " ".join(str(text).split())
-    return f"HTTP {answer.status_code}: {line[:300]}" if line else f"HTTP {answer.status_code}"
+    line = one_line(str(text), 300)
+    return f"HTTP {status}: {line}" if line else f"HTTP {status}"
 
 
 def _retry_after(answer: httpx.Response) -> float:

@@ -48,6 +48,14 @@ def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--max-tokens", type=number(int, 1), default=1024, help="of a response (default: 1024)")
     add("--temperature", type=number(float, 0), default=1.0, help="default: 1")
     add("--top-p", type=number(float, 0, 1), default=1.0, help="default: 1")
+    text = "sample from so many of the likeliest tokens (default: 0, all)"
+    add("--top-k", type=number(int, 0), default=0, help=text)
+    text = (
+        "take another temperature, top-p or top-k than the defaults all the same. What is wrong "
+        "with it: the policy loss takes all log-probs at temperature 1 over the whole vocabulary, "
+        "so its ratio compares two distributions, and its gradient is biased"
+    )
+    add("--biased-sampling", action="store_true", help=text)
     add("--seed", type=int, help="gives each sample a seed of its own (default: the engine's)")
     add_shard_size(parser)
     add("--concurrency", type=number(int, 1), default=32, help="requests at a time (default: 32)")
@@ -82,15 +90,19 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run_collect(args: argparse.Namespace) -> int:
     """Collect, then say what the store has."""
+    from megatron_r3.rollouts.signals import Interrupted, raising
+    from megatron_r3.untrusted import one_line
+
     try:
-        return _collect(args)
-    except KeyboardInterrupt:  # before anything was sampled, or a second time
-        print("interrupted", file=sys.stderr)
-        return 130
+        with raising():
+            return _collect(args)
+    except Interrupted as error:
+        print(one_line(str(error)), file=sys.stderr)
+        return 128 + error.number
 
 
 def _collect(args: argparse.Namespace) -> int:
-    from megatron_r3.rollouts.collect import Interrupted, Plan, collect
+    from megatron_r3.rollouts.collect import Plan, collect
     from megatron_r3.rollouts.dialects import Sampling
     from megatron_r3.rollouts.memory import keep_freed_memory
     from megatron_r3.rollouts.model import read_model
@@ -105,21 +117,18 @@ def _collect(args: argparse.Namespace) -> int:
     plan = Plan(
         prompts=read_prompts(args.prompts),
         n=args.n,
-        sampling=Sampling(args.max_tokens, args.temperature, args.top_p, args.seed),
+        sampling=Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.seed),
         reward=load_reward(args.reward),
         model=read_model(args.model),
         out=args.out,
         policy_version=args.policy_version,
         shard_size=args.shard_size,
         refused_retries=args.refused_retries,
+        biased_sampling=args.biased_sampling,
     )
     if not plan.model.router_fingerprint:
-        print(f"{args.model} has no weights: no router fingerprint is stored", file=sys.stderr)
-    try:
-        done = collect(server, plan)
-    except Interrupted as error:
-        print(error, file=sys.stderr)
-        return 128 + error.number
+        print(f"{args.model} has no weights: no digest of them is stored", file=sys.stderr)
+    done = collect(server, plan)
     print(
         f"{args.out} has all {done.total} rollouts: {done.before} were there, {done.stored} new "
         f"({done.tokens} tokens; {done.retries} retries, {done.refused} responses refused)"

@@ -11,6 +11,8 @@ from typing import Any
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.rollouts.prompts import Prompt, PromptError
+from megatron_r3.store import SamplingSettings
+from megatron_r3.values import wrong_text
 
 __all__ = [
     "ENGINES",
@@ -19,7 +21,8 @@ __all__ = [
     "answer_of",
     "build_request",
     "decoder",
-    "version_paths",
+    "policies_of",
+    "refuse_nameless",
 ]
 
 ENGINES = ("vllm", "sglang")
@@ -28,12 +31,25 @@ Decode = Callable[[Mapping[str, Any], Mapping[str, Any], ModelShape, str], list[
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: the same for every request; a seed gives each sample one of its own."""
+    """How to sample: the same for every request; a seed gives each sample one of its own.
+
+    Attributes:
+        max_tokens: of a response.
+        temperature, top_p: as everywhere.
+        top_k: so many of the likeliest tokens; 0: all.
+        seed: None: the engine's.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int | None = None
+
+    @property
+    def settings(self) -> SamplingSettings:
+        """What a store says of it."""
+        return SamplingSettings(self.temperature, self.top_p, self.top_k, 0.0, self.max_tokens)
 
     def seed_of(self, group: int, sample: int, policy_version: int) -> int | None:
         """The seed of one sample, whichever were sampled before it; 31 bits."""
@@ -47,11 +63,6 @@ def decoder(engine: str) -> Decode:
     """The engine's `decode`."""
     decode: Decode = import_module(f"megatron_r3.engines.{engine}").decode
     return decode
-
-
-def version_paths(engine: str) -> tuple[str, ...]:
-    """Where the engine tells its version: the first of these that answers."""
-    return ("/version",) if engine == "vllm" else ("/server_info", "/get_server_info")
 
 
 def build_request(
@@ -77,7 +88,7 @@ def _vllm(
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": 0,
+        "top_k": sampling.top_k,  # 0: all
         "min_p": 0.0,
         "repetition_penalty": 1.0,  # off, whatever the model's generation_config says
         "n": 1,
@@ -103,7 +114,7 @@ def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> dict[str, A
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": -1,
+        "top_k": sampling.top_k or -1,  # -1: all
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }
@@ -124,17 +135,65 @@ def answer_of(response: Any, index: int, where: str) -> tuple[str, str]:
     Raises:
         EngineError: the engine gave the request up half-way, so the response is not the policy's.
     """
+    item = _choice(response, index)
+    message = item.get("message") or {}
+    text = item.get("text", message.get("content")) or ""
+    reason = item.get("finish_reason", (item.get("meta_info") or {}).get("finish_reason"))
+    if isinstance(reason, Mapping):
+        reason = reason.get("type")
+    reason = reason or ""
+    for name, value in (("text", text), ("finish reason", reason)):
+        if not isinstance(value, str):
+            raise EngineError(f"{where}: its {name} is a text; got {type(value).__name__}")
+    if reason in ("abort", "error"):
+        raise EngineError(f"{where}: the engine ended it with {reason!r}, half-way")
+    return text, reason
+
+
+def refuse_nameless(response: Any, asked: str, where: str) -> None:
+    """Refuse a response that names no model where one was asked for.
+
+    vLLM names it in each; that it is the one asked for is the decoder's to say. SGLang's /generate
+    takes no name and gives none.
+
+    Raises:
+        EngineError: naming the model that was asked for.
+    """
+    if asked and not response.get("model"):
+        raise EngineError(f"{where}: the response names no model; {asked!r} was asked for")
+
+
+def policies_of(response: Any, index: int, where: str) -> list[str]:
+    """The versions of the engine's weights that sampled one choice, as far as the response says.
+
+    SGLang has `weight_version` and `weight_versions: [{"version", "start", "end"}]` in meta_info,
+    vLLM from 0.32 on the latter. Two of them: new weights came while the choice was sampled.
+
+    Raises:
+        EngineError: one of them is no text.
+    """
+    item = _choice(response, index)
+    found = []
+    for part in (response, item, item.get("meta_info")):
+        if not isinstance(part, Mapping):
+            continue
+        spans = part.get("weight_versions") or []
+        for version in (part.get("weight_version"), *(span["version"] for span in spans)):
+            if version is None:
+                continue
+            version = str(version) if type(version) is int else version
+            wrong = wrong_text(version)
+            if wrong is not None:
+                raise EngineError(f"{where}: the version of its weights is {wrong}")
+            found.append(version)
+    return list(dict.fromkeys(found))
+
+
+def _choice(response: Any, index: int) -> Mapping[str, Any]:
+    """One choice of a response; its shape was checked by the decoder."""
     if isinstance(response, list):  # SGLang, asked for several
         response = response[index]
     if "choices" in response:
-        choice = next(c for c in response["choices"] if c.get("index") == index)
-        text = choice.get("text", (choice.get("message") or {}).get("content"))
-        reason = choice.get("finish_reason")
-    else:
-        text = response.get("text")
-        reason = (response.get("meta_info") or {}).get("finish_reason")
-    if isinstance(reason, Mapping):
-        reason = reason.get("type")
-    if reason in ("abort", "error"):
-        raise EngineError(f"{where}: the engine ended it with {reason!r}, half-way")
-    return text or "", reason or ""
+        response = next(c for c in response["choices"] if c.get("index") == index)
+    found: Mapping[str, Any] = response
+    return found

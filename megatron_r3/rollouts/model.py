@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.fingerprint import policy_stamp, router_fingerprint
 
 __all__ = ["Model", "read_model"]
 
@@ -20,12 +20,14 @@ class Model:
         shape: its MoE layers.
         router_fingerprint: of its router weights; empty without weights.
         vocab_size: None where the config does not say.
+        policy_stamp: of all its weights; empty without weights.
     """
 
     name: str
     shape: ModelShape
     router_fingerprint: tuple[str, ...]
     vocab_size: int | None
+    policy_stamp: str = ""
 
 
 def read_model(path: Path) -> Model:
@@ -34,27 +36,14 @@ def read_model(path: Path) -> Model:
     Raises:
         EngineError: naming the file.
     """
-    shape = ModelShape.from_hf_config(path)
     folder = (path if path.is_dir() else path.parent).resolve()
-    config = json.loads((path / "config.json" if path.is_dir() else path).read_text("utf-8"))
-    vocab_size = config.get("vocab_size")
-    return Model(
-        folder.name,
-        shape,
-        _fingerprint(path, shape) if path.is_dir() else (),
-        vocab_size if isinstance(vocab_size, int) else None,
-    )
-
-
-def _fingerprint(folder: Path, shape: ModelShape) -> tuple[str, ...]:
-    if not any(folder.glob("*.safetensors")):
-        return ()
-    from megatron_r3.hf import router_fingerprint  # imports torch
-
+    shape = ModelShape.from_hf_config(path)
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        return Model(folder.name, shape, (), shape.vocab_size)
     try:
-        return router_fingerprint(folder, shape.moe_layers)
-    except (ValueError, KeyError) as error:
-        what = f"no tensor {error}" if isinstance(error, KeyError) else str(error)
+        routers = router_fingerprint(path, shape.moe_layers)
+        return Model(folder.name, shape, routers, shape.vocab_size, policy_stamp(path))
+    except ValueError as error:
         raise EngineError(
-            f"{what}; --model {folder / 'config.json'} goes without a router fingerprint"
+            f"{error}; --model {path / 'config.json'} goes without a router fingerprint"
         ) from error

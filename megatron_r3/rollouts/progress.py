@@ -8,6 +8,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from megatron_r3.untrusted import one_line
+
 __all__ = ["Progress"]
 
 
@@ -58,4 +60,4 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of its own on stderr, terminal or not."""
-        tqdm.write(text, file=sys.stderr)
+        tqdm.write(one_line(text), file=sys.stderr)

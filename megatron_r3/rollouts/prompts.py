@@ -6,10 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Prompt", "PromptError", "read_prompts"]
+import numpy as np
+
+from megatron_r3.untrusted import one_line, read_json
+from megatron_r3.values import MOST_TOKEN_ID, wrong_token
+
+__all__ = ["Prompt", "PromptError", "prompt_digest", "read_prompts"]
 
 
 class PromptError(ValueError):
@@ -44,6 +50,54 @@ class Prompt:
         """Whether the engine's chat template makes a prompt of it."""
         return not isinstance(self.content, str) and isinstance(self.content[0], dict)
 
+    @cached_property
+    def digest(self) -> int:
+        """What is asked, as a number."""
+        return prompt_digest(self.content)
+
+    def check_json(self) -> None:
+        """Refuse a text or chat that JSON has no way to send: NaN, or half of a surrogate pair.
+
+        Raises:
+            PromptError: naming the line.
+        """
+        try:
+            json.dumps(self.content, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            raise PromptError(
+                f"{self.where}: the prompt cannot be sent as JSON ({one_line(str(error), 200)})"
+            ) from error
+
+    def check_vocabulary(self, vocab_size: int | None) -> None:
+        """Refuse token ids that the model does not have.
+
+        Raises:
+            PromptError: naming the token.
+        """
+        if self.tokens is None:
+            return
+        wrong = wrong_token(np.asarray(self.tokens, np.int64), vocab_size)
+        if wrong is not None:
+            raise PromptError(f"{self.where}: prompt token {wrong[0]} {wrong[1]}")
+
+
+def prompt_digest(content: list[int] | str | list[dict[str, Any]]) -> int:
+    """What tells prompts apart: 63 bits of the SHA-256 of a prompt as canonical JSON, never 0.
+
+    Example: the JSON of token ids is `["tokens",[1,5,9]]`; a text has "text", a chat "messages", so
+    the text "[1,5,9]" is another prompt.
+
+    Args:
+        content: token ids, a text, or the messages of a chat.
+    """
+    kind = "tokens"
+    if isinstance(content, str):
+        kind = "text"
+    elif content and isinstance(content[0], dict):
+        kind = "messages"
+    data = json.dumps([kind, content], sort_keys=True, separators=(",", ":"))
+    return _number_of(data.encode()) or 1
+
 
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of JSON lines `{"prompt": ids or text}` or `{"messages": [...]}`.
@@ -56,8 +110,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     prompts: dict[int, Prompt] = {}
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other line ends
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().split(b"\n")  # JSON may hold other line ends
+    except OSError as error:
         raise PromptError(f"{path}: not readable ({error})") from error
     for number, line in enumerate(lines):
         if not line.strip():
@@ -74,11 +128,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     return list(prompts.values())
 
 
-def _prompt(line: str, number: int, where: str) -> Prompt:
+def _prompt(line: bytes, number: int, where: str) -> Prompt:
     try:
-        fields = json.loads(line)
+        fields = read_json(line, where)
     except ValueError as error:
-        raise PromptError(f"{where}: not JSON ({error})") from error
+        raise PromptError(str(error)) from error
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
         raise PromptError(f"{where}: a prompt is an object with `prompt` or `messages`")
     content = fields["prompt"] if "prompt" in fields else fields["messages"]
@@ -94,8 +148,7 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
 
 def _all_ids(content: Any) -> bool:
     return isinstance(content, list) and all(
-        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
-        for token in content
+        type(token) is int and 0 <= token <= MOST_TOKEN_ID for token in content
     )
 
 
@@ -105,7 +158,14 @@ def _group(fields: Mapping[str, Any], number: int, where: str) -> int:
     if value is None:
         return number
     if name == "id" and isinstance(value, str):
-        return int.from_bytes(hashlib.sha256(value.encode()).digest()[:8], "big") >> 1
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise PromptError(f"{where}: `{name}` is a whole number of 64 bits; got {value!r}")
+        return _number_of(value.encode(errors="surrogatepass"))
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise PromptError(
+            f"{where}: `{name}` is a whole number of 64 bits; got {one_line(repr(value), 80)}"
+        )
     return value
+
+
+def _number_of(data: bytes) -> int:
+    """The first 63 bits of a SHA-256."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 1

@@ -6,18 +6,32 @@ import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.store import RolloutStore, StoreError, StoreInfo
+from megatron_r3.store.schema import differences
 from megatron_r3.store.writer import SHARD_GLOB
 
-__all__ = ["only_writer", "stored_samples"]
+__all__ = ["Stored", "only_writer", "stored_samples"]
 
 LOCK = ".collect.lock"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a store has of one policy version.
+
+    Attributes:
+        samples: (group, sample) of each rollout.
+        engine_policy: what its engine said of its weights; None: it has no rollout.
+    """
+
+    samples: set[tuple[int, int]] = field(default_factory=set)
+    engine_policy: str | None = None
 
 
 @contextmanager
@@ -27,16 +41,24 @@ def only_writer(directory: Path) -> Iterator[None]:
     What a killed writer left half-written is removed, and at the end the directory, if it is empty.
 
     Raises:
-        StoreError: another one is at work.
+        StoreError: another one is at work, or nothing can be written there.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = _lock(directory)
     try:
-        for left in directory.glob(".shard-*.tmp"):
-            left.unlink()
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock(directory)
+    except OSError as error:
+        raise StoreError(
+            f"--out {directory}: nothing can be written there ({error.strerror or error}); give a "
+            "directory of your own, or a new name"
+        ) from error
+    try:
+        with suppress(OSError):  # another one's, or a disk that fails: no harm in what is left
+            for left in directory.glob(".shard-*.tmp"):
+                left.unlink()
         yield
     finally:
-        (directory / LOCK).unlink(missing_ok=True)
+        with suppress(OSError):
+            (directory / LOCK).unlink()
         os.close(descriptor)
         with suppress(OSError):
             directory.rmdir()
@@ -56,48 +78,95 @@ def _lock(directory: Path) -> int:
         except BlockingIOError as error:
             os.close(descriptor)
             raise StoreError(f"{directory}: another collection writes to it") from error
+        except OSError:
+            os.close(descriptor)
+            raise
         os.close(descriptor)  # its owner removed it in between
 
 
 def stored_samples(
     directory: Path, info: StoreInfo, policy_version: int, prompts: Sequence[Prompt]
-) -> set[tuple[int, int]]:
-    """(group, sample) of every rollout of this policy version in the directory.
+) -> Stored:
+    """The rollouts of this policy version in the directory.
 
     Raises:
         StoreError: a damaged shard, another model or engine, another policy of the same version, or
             rollouts of a group whose prompt is another one now.
     """
     if not any(directory.glob(SHARD_GLOB)):
-        return set()
+        return Stored()
     store = RolloutStore([directory], mixed_policies=True)
-    _check_info(store, info, policy_version)
+    engine_policy = _check_info(store, info, policy_version)
     mine_M = store.column("policy_version") == policy_version
-    group_M, sample_M = store.column("group"), store.column("sample")
-    first = {int(group_M[i]): int(i) for i in np.flatnonzero(mine_M)[::-1]}
-    for prompt in prompts:
-        if prompt.tokens is not None and prompt.group in first:
-            _check_prompt(store, first[prompt.group], prompt)
-    return {(int(g), int(s)) for g, s in zip(group_M[mine_M], sample_M[mine_M], strict=True)}
+    _check_prompts(store, mine_M, prompts)
+    groups, samples = (store.column(name)[mine_M].tolist() for name in ("group", "sample"))
+    return Stored({*zip(groups, samples, strict=True)}, engine_policy)
 
 
-def _check_info(store: RolloutStore, info: StoreInfo, policy_version: int) -> None:
+def _check_info(store: RolloutStore, info: StoreInfo, policy_version: int) -> str | None:
+    """Refuse shards of something else; returns what the engine of this policy version said of it.
+
+    Where a server says of its weights only in its responses, the first of those is compared.
+    """
+    engine_policy = None
     for shard in store.shards:
         theirs = shard.info
+        same_policy = replace(
+            theirs,
+            router_fingerprint=info.router_fingerprint,
+            policy_stamp=info.policy_stamp,
+            engine_policy=info.engine_policy,
+        )
+        if same_policy != info:
+            raise StoreError(
+                f"{shard.path}: its rollouts were collected otherwise than this command would: "
+                f"{'; '.join(differences(same_policy, info))}: take another --out"
+            )
         if policy_version not in shard.tensors["policy_version"]:
-            theirs = replace(theirs, router_fingerprint=info.router_fingerprint)
+            continue
+        engine_policy = theirs.engine_policy
+        if not info.engine_policy:
+            theirs = replace(theirs, engine_policy="")
         if theirs != info:
             raise StoreError(
-                f"{shard.path}: its rollouts of policy version {policy_version} are of {theirs}, "
-                f"the new ones of {info}: take another --out or --policy-version"
+                f"{shard.path}: its rollouts of policy version {policy_version} are of another "
+                f"policy: {'; '.join(differences(theirs, info))}: take another --policy-version "
+                "or --out"
             )
+    return engine_policy
 
 
-def _check_prompt(store: RolloutStore, rollout: int, prompt: Prompt) -> None:
-    fields = store.fields(rollout)
-    stored = fields["tokens"][: int(np.argmax(fields["response"]))]
-    if not np.array_equal(stored, np.asarray(prompt.tokens)):
-        raise StoreError(
-            f"{prompt.where}: {store.name(rollout)} of its group {prompt.group} has another "
-            "prompt: other prompts take another --out, or a `group` of their own"
-        )
+def _check_prompts(store: RolloutStore, mine_M: np.ndarray, prompts: Sequence[Prompt]) -> None:
+    """Refuse rollouts of a group that were sampled from another prompt than it has now.
+
+    Args:
+        mine_M: bool, the rollouts of this policy version.
+
+    Raises:
+        StoreError: naming the prompt, the rollout and its group.
+    """
+    groups_P = np.array([prompt.group for prompt in prompts], np.int64)
+    digests_P = np.array([prompt.digest for prompt in prompts], np.int64)
+    order_P = np.argsort(groups_P)
+    group_M, digest_M = store.column("group"), store.column("prompt_digest")
+    place_M = np.searchsorted(groups_P[order_P], group_M).clip(max=len(prompts) - 1)
+    prompt_M = order_P[place_M]  # of each rollout, if any prompt is of its group
+    asked_M = mine_M & (groups_P[prompt_M] == group_M)
+    unknown_M = digest_M == 0
+    for rollout in np.flatnonzero(asked_M & (unknown_M | (digest_M != digests_P[prompt_M]))):
+        prompt = prompts[prompt_M[rollout]]
+        name = f"{prompt.where}: {store.name(int(rollout))} of its group {prompt.group}"
+        if not unknown_M[rollout]:
+            raise StoreError(
+                f"{name} has another prompt: other prompts take another --out, or a `group` of "
+                "their own"
+            )
+        if prompt.tokens is None:
+            raise StoreError(f"{name}: its store does not say what was asked; take another --out")
+        fields = store.fields(int(rollout))
+        stored = fields["tokens"][: int(np.argmax(fields["response"]))]
+        if not np.array_equal(stored, np.asarray(prompt.tokens)):
+            raise StoreError(
+                f"{name} has another prompt: other prompts take another --out, or a `group` of "
+                "their own"
+            )

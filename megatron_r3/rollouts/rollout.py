@@ -9,7 +9,12 @@ __all__ = ["to_rollout"]
 
 
 def to_rollout(
-    decoded: Sample, reward: float, group: int, sample: int, policy_version: int
+    decoded: Sample,
+    reward: float,
+    group: int,
+    sample: int,
+    policy_version: int,
+    prompt_digest: int = 0,
 ) -> Rollout:
     """The rollout of a sample: (group, sample, policy_version) names it."""
     return Rollout(
@@ -22,4 +27,5 @@ def to_rollout(
         routes=decoded.routes,
         sample=sample,
         turns_U2=decoded.turns,
+        prompt_digest=prompt_digest,
     )

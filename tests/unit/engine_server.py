@@ -9,8 +9,9 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,20 @@ def wrong(sample):
     return {}[sample.fields["answer"]]
 def nothing(sample):
     return None
+def exits(sample):
+    raise SystemExit(3)
+def cancels(sample):
+    import asyncio
+    raise asyncio.CancelledError
+def stops(sample):
+    raise StopIteration
+def lines(sample):
+    raise ValueError("one\\ntwo\\x1b[2J")
+def infinite(sample):
+    return float("inf")
+def pair(sample):
+    import numpy
+    return numpy.array([1, 2])
 """
 
 
@@ -59,22 +74,40 @@ CHAT = json.loads((DATA / "19_chat_turn1.json").read_text())
 
 
 def answer(body: dict[str, Any]) -> dict[str, Any]:
-    """The recorded response to a prompt; which of its choices, the seed says."""
+    """The recorded response to a prompt; which of its choices, the seed says.
+
+    A text gets that of the first prompt. The model is the one asked for, as vLLM says it.
+    """
     if "messages" in body:
-        return json.loads(json.dumps(CHAT["response"]))
-    response, choices = RECORDED[tuple(body["prompt"])]
-    choice = {**choices[body.get("seed", 0) % len(choices)], "index": 0}
-    return {**response, "choices": [choice]}
+        response = json.loads(json.dumps(CHAT["response"]))
+    else:
+        prompt = PROMPTS[0] if isinstance(body["prompt"], str) else tuple(body["prompt"])
+        response, choices = RECORDED[prompt]
+        choice = {**choices[body.get("seed", 0) % len(choices)], "index": 0}
+        response = {**response, "choices": [choice]}
+    return {**response, "model": body.get("model", response["model"])}
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A body that is no JSON of ours: its pieces as they are sent, and its own headers."""
+
+    pieces: Iterable[bytes]
+    headers: dict[str, str] = field(default_factory=dict)
+    status: int = 200
 
 
 # what a request of one sample, asked for the n-th time, meets: "ok" or a way to fail
 Behave = Callable[[dict[str, Any], int], str]
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
+Answer = Callable[[dict[str, Any]], "dict[str, Any] | Raw"]
 PAGES = {"/version": {"version": "0.30.0"}, "/v1/models": {"data": [{"id": "served"}]}}
 
 
 class Engine(ThreadingHTTPServer):
-    """The server; counts requests by seed in `asked`, and answers given in `answered`."""
+    """The server; counts requests by seed in `asked`, and answers given in `answered`.
+
+    `pages` may be replaced while it runs.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -84,6 +117,8 @@ class Engine(ThreadingHTTPServer):
         self.behave, self.delay, self.answer, self.pages = behave, delay, answer, pages
         self.asked: Counter[int] = Counter()
         self.answered: Counter[int] = Counter()
+        self.pages_asked: Counter[str] = Counter()
+        self.authorized: list[str | None] = []
         self.most, self.now = 0, 0
         self.lock = threading.Lock()
         self.closing = threading.Event()
@@ -103,8 +138,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         pages = self.server.pages
+        with self.server.lock:
+            self.server.pages_asked[self.path] += 1
+            self.server.authorized.append(self.headers["Authorization"])
         if self.server.behave({"path": self.path}, 0) == "404" or self.path not in pages:
             self._send(404, {"detail": "Not Found"})
+        elif isinstance(pages[self.path], Raw):
+            self._send_raw(pages[self.path])
         else:
             self._send(200, pages[self.path])
 
@@ -114,6 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         seed = body.get("seed", -1)
         with server.lock:
             server.bodies.append({**body, "path": self.path})
+            server.authorized.append(self.headers["Authorization"])
             server.asked[seed] += 1
             server.now += 1
             server.most = max(server.most, server.now)
@@ -143,6 +184,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(int(how), {"error": {"message": f"told to say {how}"}})
         else:
             response = self.server.answer(body)
+            if isinstance(response, Raw):
+                self._send_raw(response)
+                return
             if how == "zeros":
                 response["choices"][0]["routed_experts"] = np.zeros((22, 4, 4), int).tolist()
             elif how == "odd":
@@ -161,6 +205,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Retry-After", "0.1")
         self.end_headers()
         self.wfile.write(data)
+
+    def _send_raw(self, raw: Raw) -> None:
+        """Until it ends or the client has enough; without a length the end is the connection's."""
+        self.send_response(raw.status)
+        for name, value in raw.headers.items():
+            self.send_header(name, value)
+        self.close_connection = True
+        with suppress(OSError):
+            self.end_headers()
+            for piece in raw.pieces:
+                self.wfile.write(piece)
 
     def log_message(self, *arguments: Any) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -9,7 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_server import CHAT, PROMPTS, REWARD, check_store, command, engine, write_inputs
+from engine_server import (
+    CHAT,
+    CONFIG,
+    PROMPTS,
+    REWARD,
+    Raw,
+    check_store,
+    command,
+    engine,
+    write_inputs,
+)
 
 from megatron_r3.cli import main
 from megatron_r3.store import RolloutStore
@@ -47,7 +58,7 @@ def test_every_sample_is_stored_once_and_not_asked_for_again(folder, capsys):
         assert leftovers(folder / "store") == []
         output = capsys.readouterr()
         assert "store has all 24 rollouts: 0 were there, 24 new" in output.out
-        assert output.err == "config.json has no weights: no router fingerprint is stored\n"
+        assert output.err == "config.json has no weights: no digest of them is stored\n"
         assert collect(server.url, 4) == 0
         assert server.asked.total() == 24
         assert "24 were there, 0 new" in capsys.readouterr().out
@@ -58,12 +69,13 @@ def test_every_sample_is_stored_once_and_not_asked_for_again(folder, capsys):
 
 def test_what_is_asked(folder):
     with engine() as server:
-        assert collect(server.url + "/v1/", 1, "--max-tokens", "9", "--temperature", "0.5") == 0
+        sampling = ["--max-tokens", "12", "--temperature", "0.5", "--top-k", "7"]
+        assert collect(server.url + "/v1/", 1, *sampling, "--biased-sampling") == 0
     for body in server.bodies:
         assert body["path"] == "/v1/completions"
         assert (body["model"], body["n"], body["logprobs"]) == ("served", 1, 1)
-        assert (body["max_tokens"], body["temperature"], body["top_p"]) == (9, 0.5, 1.0)
-        assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (0, 0.0, 1.0)
+        assert (body["max_tokens"], body["temperature"], body["top_p"]) == (12, 0.5, 1.0)
+        assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (7, 0.0, 1.0)
         assert body["return_token_ids"] is True
 
 
@@ -161,22 +173,96 @@ def test_no_server(folder, capsys):
     ("arguments", "message"),
     [
         (["--url", "ftp://x"], "begins with http"),
+        (["--url", "http://127.0.0.1:99999"], "http://127.0.0.1:99999: a port is 1 to 65535"),
+        (["--url", "http://127.0.0.1:0"], "a port is 1 to 65535"),
+        (["--url", "http://127.0.0.1:x"], "http://127.0.0.1:x: not an address (Invalid port"),
+        (["--url", "http://127.0.0.1?a=b"], "an address without ? and #"),
+        (["--url", "http://"], "begins with http"),
+        (["--url", "http://a..b"], "http://a..b"),
+        (["--url", "http://" + "a" * 70], "aaa"),
+        (["--url", "http://x\x1b[2J"], "http://x\\x1b[2J"),
         (["--reward", "rewards"], "module:function"),
         (["--reward", "rewards:none"], "AttributeError"),
         (["--reward", "no_such_module:f"], "ModuleNotFoundError"),
         (["--reward", "rewards:__doc__"], "not a function"),
+        (["--reward", "exits:f"], "--reward exits:f: SystemExit: 3"),
+        (["--reward", "lines:f"], "--reward lines:f: ValueError: one two\\x1b[2J"),
         (["--model", "none.json"], "none.json: not a readable model config"),
+        (["--model", "deep.json"], "deep.json: JSON with more than 64 brackets"),
+        (["--model", "words.json"], "words.json: `vocab_size` is a whole number; got"),
+        (["--prompts", "deep.json"], "deep.json, line 1: JSON with more than 64 brackets"),
+        (["--prompts", "bytes.json"], "bytes.json, line 1: not JSON"),
+        (["--prompts", "half.json"], "half.json, line 1: the prompt cannot be sent as JSON"),
         (["--prompts", "none.jsonl"], "none.jsonl: not readable"),
     ],
 )
 def test_wrong_arguments(folder, capsys, arguments, message):
-    assert main([*command("http://127.0.0.1:9", 1), *arguments]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
+    (folder / "deep.json").write_text("[" * 100_000)
+    (folder / "words.json").write_text(json.dumps({**CONFIG, "vocab_size": "many\n"}))
+    (folder / "bytes.json").write_bytes(b'{"prompt": "\xff"}')
+    (folder / "half.json").write_text('{"prompt": "\\ud800"}')
+    (folder / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    (folder / "lines.py").write_text("raise ValueError('one\\ntwo\\x1b[2J')\n")
+    assert main([*command("http://127.0.0.1:9", 1, "--retries", "0"), *arguments]) == 1
+    *_, error = captured = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ")
     assert message in error
+    assert len(captured) <= 2
+    assert error.isprintable()
 
 
-@pytest.mark.parametrize(("function", "what"), [("wrong", "KeyError"), ("nothing", "None")])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:s3cret@127.0.0.1:9",
+        "http://me:s3cret@127.0.0.1:99999",
+        "http://me:s3cret@127.0.0.1:x",
+        "http://me:s3#cret@127.0.0.1:9",
+        "http://me:s3/cret@127.0.0.1:9",
+        "http://me:s3@cret@127.0.0.1:9",
+        "ftp://me:s3cret@127.0.0.1",
+        "me:s3cret@127.0.0.1",
+        "//me:s3cret@127.0.0.1",
+        "http://me:s3cret@127.0.0.1?a#b",
+        "http://me:s3cret\n@127.0.0.1:9",
+    ],
+)
+def test_a_password_is_never_shown(folder, capsys, url):
+    assert main(command(url, 1, "--retries", "0")) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert error[-1].startswith("error: ")
+    assert "127.0.0.1" in error[-1]
+    assert not [line for line in error if "s3" in line or "cret" in line]
+
+
+def test_a_password_reaches_the_server(folder, capsys):
+    def refuse(body):
+        return Raw([b'{"detail": "no"}'], status=400)
+
+    with engine() as server:
+        secret = server.url.replace("http://", "http://me:s3%40cret@")
+        assert main(command(secret, 1)) == 0
+        assert {*server.authorized} == {"Basic " + base64.b64encode(b"me:s3@cret").decode()}
+        server.answer = refuse
+        assert main(command(secret, 2)) == 1
+    output = "".join(capsys.readouterr())
+    assert "HTTP 400: no" in output
+    assert "cret" not in output
+
+
+FAILING_REWARDS = [
+    ("wrong", "raised KeyError"),
+    ("nothing", "returned None; a reward is a number"),
+    ("exits", "raised SystemExit: 3"),
+    ("cancels", "raised CancelledError"),
+    ("stops", "raised StopIteration"),
+    ("lines", "raised ValueError: one two\\x1b[2J"),
+    ("infinite", "returned inf; a reward is finite"),
+    ("pair", "returned array([1, 2]); a reward is a number"),
+]
+
+
+@pytest.mark.parametrize(("function", "what"), FAILING_REWARDS)
 def test_a_failing_reward_names_the_prompt_and_loses_nothing(folder, capsys, function, what):
     (folder / "rewards.py").write_text(
         f"import rewards_\ndef some(sample):\n"
@@ -189,6 +275,7 @@ def test_a_failing_reward_names_the_prompt_and_loses_nothing(folder, capsys, fun
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: prompts.jsonl, line 4, sample 0: the reward rewards:some")
     assert what in error
+    assert error.isprintable()
     assert len(RolloutStore([folder / "store"])) == 6
 
 
@@ -209,6 +296,51 @@ def test_a_store_of_something_else_is_refused(folder, capsys):
         assert collect(server.url, 1, "--policy-version", "1") == 0
     store = RolloutStore([folder / "store"])
     assert sorted(store.column("policy_version").tolist()) == [0] * 6 + [1] * 6
+
+
+@pytest.mark.parametrize("out", ["afile", "afile/store", "/proc/store"])
+def test_an_out_that_cannot_be_written(folder, capsys, out):
+    (folder / "afile").write_text("mine")
+    with engine() as server:
+        assert main(command(server.url, 1, "--out", out)) == 1
+        assert not server.asked
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 2
+    assert error[1].startswith(f"error: --out {out}: nothing can be written there (")
+    assert error[1].endswith("); give a directory of your own, or a new name")
+    assert (folder / "afile").read_text() == "mine"
+
+
+FULL_DISK = """
+import resource
+from engine_rewards import length
+def some(sample):  # from group 103 on no file may have more than 4 KB
+    if sample.group == 103:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    return length(sample)
+"""
+
+
+def test_a_full_disk_is_one_line_and_loses_no_shard(folder):
+    (folder / "rewards.py").rename(folder / "engine_rewards.py")
+    (folder / "rewards.py").write_text(FULL_DISK)
+    with engine() as server:
+        arguments = command(server.url, 4, "--reward", "rewards:some", "--shard-size", "8")
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_r3.cli", *arguments, "--concurrency", "1"],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[1:] == [
+            "error: store: no shard can be written (File too large): 8 rollouts are not stored; "
+            "make room or mend it, then the same command samples them again"
+        ]
+        assert len(RolloutStore([folder / "store"])) == 8
+        assert leftovers(folder / "store") == []
+        (folder / "rewards.py").write_text((folder / "engine_rewards.py").read_text())
+        assert collect(server.url, 4) == 0
+    check_store(folder / "store", 6, 4)
 
 
 def test_two_collections_at_a_time_are_refused(folder, capsys):

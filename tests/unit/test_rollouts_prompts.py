@@ -48,6 +48,10 @@ def test_every_form(tmp_path):
     [
         ("", "no prompts"),
         ("{", "line 1: not JSON"),
+        ('{"prompt": ' + "[" * 100_000, "line 1: JSON with more than 64 brackets"),
+        ('{"prompt": [1], "x": ' + "9" * 5000 + "}", "line 1: not JSON"),
+        ('{"prompt": [1.0]}', "token ids from 0 on"),
+        ('{"prompt": [1], "group": "\\u001b[2J"}', r"got '\\x1b\[2J'$"),
         ("[1]", "`prompt` or `messages`"),
         ('{"prompt": [1], "messages": []}', "`prompt` or `messages`"),
         ('{"prompt": []}', "the prompt is empty"),
@@ -69,7 +73,7 @@ def test_wrong_prompts(tmp_path, text, message):
 
 def test_what_sglang_is_asked():
     prompt = Prompt("line 1", 0, [1, 2], {})
-    path, body = build_request("sglang", prompt, Sampling(8, 0.7, 0.9, 5), 77, "")
+    path, body = build_request("sglang", prompt, Sampling(8, 0.7, 0.9, seed=5), 77, "")
     assert path == "/generate"
     assert body == {
         "input_ids": [1, 2],
