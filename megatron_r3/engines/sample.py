@@ -6,8 +6,10 @@ Shape suffixes: N tokens, G sampled tokens, U turns, L MoE layers, K top-k.
 from __future__ import annotations
 
 import os
+import sys
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -199,7 +201,8 @@ def write_samples(
     except OSError as error:
         raise EngineError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # what was not written is not there
+            part.unlink()
 
 
 def _load(path: str | Path) -> dict[str, np.ndarray]:
@@ -226,7 +229,7 @@ def _array(archive: zipfile.ZipFile, name: str, path: str | Path) -> np.ndarray:
     data = bytearray(archive.read(member))  # of a bytearray an array can be written to
     array = npy_array(data, f"{path}: not a readable file of samples: {name}", "iufU")
     dtypes, axes = _ARRAYS[name]
-    kind = "str" if array.dtype.kind == "U" else str(array.dtype)
+    kind = "str" if array.dtype.kind == "U" and array.dtype.isnative else str(array.dtype)
     if kind not in dtypes or array.ndim != axes:
         raise EngineError(
             f"{path}: {name} are {' or '.join(dtypes)} of {axes} axes; got {kind} {array.shape}"
@@ -244,10 +247,9 @@ def read_source(path: str | Path) -> Source:
 
 
 def _source(arrays: dict[str, np.ndarray], path: str | Path) -> Source:
-    try:
-        texts = [str(text) for text in arrays["engine"]]
-    except ValueError as error:  # no characters
-        raise EngineError(f"{path}: engine: {error}") from error
+    if (arrays["engine"].view(np.uint32) > sys.maxunicode).any():
+        raise EngineError(f"{path}: engine: not a text")
+    texts = [str(text) for text in arrays["engine"]]
     if len(texts) != 2:
         raise EngineError(f"{path}: engine has {len(texts)} texts; expected name and version")
     for name, text in zip(("engine", "version"), texts, strict=True):
