@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Prompt", "PromptError", "read_prompts"]
+__all__ = ["Prompt", "PromptError", "prompt_digest", "read_prompts"]
 
 
 class PromptError(ValueError):
@@ -43,6 +43,25 @@ class Prompt:
     def is_chat(self) -> bool:
         """Whether the engine's chat template makes a prompt of it."""
         return not isinstance(self.content, str) and isinstance(self.content[0], dict)
+
+
+def prompt_digest(content: list[int] | str | list[dict[str, Any]]) -> int:
+    """What tells prompts apart: 63 bits of the SHA-256 of a prompt as canonical JSON, never 0.
+
+    Args:
+        content: token ids, a text, or the messages of a chat.
+    """
+    kind = (
+        "text"
+        if isinstance(content, str)
+        else "messages"
+        if content and isinstance(content[0], dict)
+        else "tokens"
+    )
+    data = json.dumps(
+        [kind, content], sort_keys=True, separators=(",", ":"), ensure_ascii=True
+    ).encode()
+    return (int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 1) or 1
 
 
 def read_prompts(path: Path) -> list[Prompt]:
