@@ -84,8 +84,7 @@ def refuse_other_model(response: Mapping[str, Any], request: Mapping[str, Any], 
     asked, got = request.get("model"), response.get("model")
     if asked and got and asked != got:
         raise EngineError(
-            f"{where}: the response is of the model {quoted(got)}; the request asks for "
-            f"{quoted(asked)}"
+            f"{where}: a response of the model {quoted(got)}; {quoted(asked)} was asked for"
         )
 
 

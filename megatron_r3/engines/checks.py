@@ -39,8 +39,7 @@ def checked_tokens(
     most = most_tokens(request, where)
     if most is not None and len(response_G) > most:
         raise EngineError(
-            f"{where}: {len(response_G)} response tokens; the request allows {most}: the server "
-            "ignored it, or the response is another request's"
+            f"{where}: {len(response_G)} response tokens; at most {most} were asked for"
         )
     tokens = np.concatenate([prompt_P, response_G])
     wrong = wrong_token(tokens, shape.vocab_size)

@@ -49,6 +49,8 @@ def new_store(directory: Path) -> Iterator[Path]:
         with writing(directory):
             folder.chmod(0o755)
             os.rename(folder, directory)  # over an empty folder, no other
+    except StoreError as error:  # of a shard in a folder that nobody has asked for
+        raise StoreError(str(error).replace(str(folder), str(directory))) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

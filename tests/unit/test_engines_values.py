@@ -90,7 +90,7 @@ def test_more_tokens_than_asked_are_refused(name, option, nested):
         return {**request, "sampling_params": params, option: most}
 
     decode(name, body, asking(4))
-    with pytest.raises(EngineError, match="4 response tokens; the request allows 3"):
+    with pytest.raises(EngineError, match="4 response tokens; at most 3 were asked for"):
         decode(name, body, asking(3))
     with pytest.raises(EngineError, match=f"{option} is a whole number"):
         decode(name, body, asking("4"))
@@ -117,7 +117,7 @@ def test_a_response_of_another_model_is_refused(name):
     decode(name, events, request)
     with pytest.raises(EngineError) as caught:
         decode(name, other, request)
-    message = "request 7: the response is of the model 'large\\x1b'; the request asks for 'tiny'"
+    message = "request 7: a response of the model 'large\\x1b'; 'tiny' was asked for"
     assert str(caught.value) == message
     del request["model"]
     decode(name, other, request)
@@ -203,7 +203,7 @@ def test_real_requests_say_how_many_tokens_they_want():
     """Negative control of the limits on recorded responses: one token less is refused."""
     payload = load(QWEN, "14_p12_g10_n2")
     request = {**payload["request"], "max_tokens": 9}
-    with pytest.raises(EngineError, match="choice 0: 10 response tokens; the request allows 9"):
+    with pytest.raises(EngineError, match="choice 0: 10 response tokens; at most 9 were"):
         vllm.decode(payload["response"], request, ALL, "request 7")
 
 
@@ -265,7 +265,7 @@ def test_stitched_increments_and_samples_are_checked_again():
 
 def test_routes_of_a_python_object_are_read_with_its_limit():
     response, request = made.vllm_python(made.made_rows())
-    with pytest.raises(EngineError, match="4 response tokens; the request allows 2"):
+    with pytest.raises(EngineError, match="4 response tokens; at most 2 were asked for"):
         vllm_python.decode(response, {**request, "max_tokens": 2}, made.SHAPE, "request 7")
 
 

@@ -175,7 +175,7 @@ def test_impossible_logprobs_are_warned_of(tmp_path, capsys, monkeypatch):
     wrong[1].logprobs_N[5] = -9999
     wrong[2].logprobs_N[2] = 5
     # as a writer does that asks nobody
-    monkeypatch.setattr(Rollout, "check", lambda self, where: None)
+    monkeypatch.setattr(Rollout, "check", lambda *given: None)
     write_shard(tmp_path / "s", INFO, wrong)
     monkeypatch.undo()
     stats = inspect_store(tmp_path / "s")
