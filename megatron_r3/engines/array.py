@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pybase64
 
+from megatron_r3.engines.quote import said
 from megatron_r3.engines.shape import EngineError
 
-__all__ = ["bare_array", "integer_array", "number_array", "token_array"]
+__all__ = ["bare_array", "integer_array", "npy_array", "number_array", "token_array"]
 
 _NUMBERS = (int, float, np.integer, np.floating)
 
@@ -29,7 +30,10 @@ def integer_array(value: Any, what: str) -> np.ndarray:
     Raises:
         EngineError: naming `what`; numpy's own errors never escape and nothing is unpickled.
     """
-    array = _npy(value, what) if isinstance(value, str) else _integers(_plain(value, what), what)
+    if isinstance(value, str):
+        array = npy_array(_bytes(value, what), what)
+    else:
+        array = _integers(_plain(value, what), what)
     if array.ndim != 3:
         raise EngineError(f"{what}: routes are [tokens, layers, topk]; got shape {array.shape}")
     return array
@@ -66,7 +70,7 @@ def _bytes(text: Any, what: str) -> bytes:
     try:
         return pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise EngineError(f"{what}: not whole base64 ({error})") from error
+        raise EngineError(f"{what}: not whole base64 ({_short(error)})") from error
 
 
 # the header as numpy writes it; numpy's own reader parses it as Python, which takes as long as a
@@ -79,20 +83,30 @@ _NPY = re.compile(
 )
 
 
-def _npy(text: str, what: str) -> np.ndarray:
-    raw = _bytes(text, what)
+def npy_array(raw: bytes | bytearray, what: str, kinds: str = "iu") -> np.ndarray:
+    """The array of a `.npy` file's bytes, which it shares.
+
+    Args:
+        raw: the whole file.
+        what: what errors call it.
+        kinds: of numpy's dtypes ("iu": integers), those that may be in it.
+
+    Raises:
+        EngineError: naming `what`: a header that numpy does not write, or not the size it says.
+    """
     header = _NPY.match(raw)
     if header is None:
         raise EngineError(
-            f"{what}: not a whole .npy of numbers (it begins with {_short(raw[:120])})"
+            f"{what}: not a whole .npy of numbers (it begins with {_short(bytes(raw[:120]))})"
         )
     try:
         dtype = np.dtype(header["descr"].decode())
         shape = tuple(int(axis) for axis in header["shape"].split(b",") if axis.strip())
     except (TypeError, ValueError) as error:
-        raise EngineError(f"{what}: not a whole .npy of numbers ({error})") from error
-    if dtype.kind not in "iu":
-        raise EngineError(f"{what}: ids are integers; got {_short(dtype)}")
+        raise EngineError(f"{what}: not a whole .npy of numbers ({_short(error)})") from error
+    if dtype.kind not in kinds:
+        expected_kind = "ids are integers" if kinds == "iu" else f"dtypes of kind {kinds!r}"
+        raise EngineError(f"{what}: {expected_kind}; got {_short(dtype)}")
     expected, got = math.prod(shape) * dtype.itemsize, len(raw) - header.end()
     if expected != got:
         raise EngineError(
@@ -150,5 +164,4 @@ def _kinds(array: np.ndarray) -> str:
 
 
 def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return said(str(value), 200)

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from megatron_r3.engines import bodies
 from megatron_r3.engines.array import integer_array, number_array
-from megatron_r3.engines.checks import checked_routes
+from megatron_r3.engines.checks import checked_routes, checked_tokens
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.engines.stitch import Increment
@@ -31,7 +29,7 @@ def decode(
             layers alone, of every token but the last; arrays or lists, routes base64 `.npy` too.
             `prompt_token_ids` may be left out where the request has them.
         request: `prompt`, the token ids that all of them continue; `start`, the token of the first
-            row, 0 if left out.
+            row, 0 if left out; `max_tokens`, if none may be longer.
         shape: of the model that sampled.
         where: what errors call the request.
 
@@ -54,20 +52,24 @@ def decode_increments(
         raise EngineError(f"{where}: a sampled sequence or a list of them")
     start = bodies.whole_number(bodies.option(request, "start", 0), "start", where)
     return [
-        _increment(one, request.get("prompt"), start, shape, f"{where}, choice {i}")
+        _increment(one, request, start, shape, f"{where}, choice {i}")
         for i, one in enumerate(found)
     ]
 
 
-def _increment(one: Any, prompt: Any, start: int, shape: ModelShape, where: str) -> Increment:
+def _increment(
+    one: Any, request: Mapping[str, Any], start: int, shape: ModelShape, where: str
+) -> Increment:
     if not isinstance(one, Mapping):
         raise EngineError(f"{where}: a sampled sequence is a mapping; got {type(one).__name__}")
     missing = [name for name in ("token_ids", "logprobs", "routes") if one.get(name) is None]
     if missing:
         raise EngineError(f"{where}: {missing} missing")
-    prompt_P = bodies.prompt_array(prompt, one.get("prompt_token_ids"), "name the prompt", where)
+    prompt_P = bodies.prompt_array(
+        request.get("prompt"), one.get("prompt_token_ids"), "name the prompt", where
+    )
     response_G = bodies.id_array(one["token_ids"], "token_ids", "", where)
-    tokens_N = np.concatenate([prompt_P, response_G])
+    tokens_N = checked_tokens(prompt_P, response_G, request, shape, where)
     rows_THK = integer_array(one["routes"], f"{where}: routes")
     routes = checked_routes(rows_THK, len(tokens_N), shape, where, start)
     logprobs_G = number_array(one["logprobs"], f"{where}: logprobs")

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from megatron_r3.engines.array import number_array, token_array
+from megatron_r3.engines.quote import quoted, said
 from megatron_r3.engines.shape import EngineError
+from megatron_r3.values import MOST_TOKEN_ID
 
 __all__ = [
     "choices_in_order",
     "failure",
     "id_array",
+    "most_tokens",
     "option",
     "prompt_array",
+    "prompt_contents",
     "prompts",
     "refuse_echo",
+    "refuse_half_way",
+    "refuse_other_model",
     "refuse_physical_ids",
     "sampled_logprobs",
     "whole_number",
 ]
+
+_MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+_TOKEN_ID = re.compile(r"token_id:(\d{1,10})")
 
 
 def option(request: Mapping[str, Any], name: str, default: int) -> Any:
@@ -34,10 +44,28 @@ def option(request: Mapping[str, Any], name: str, default: int) -> Any:
 
 
 def whole_number(value: Any, name: str, where: str, least: int = 0) -> int:
-    """`value`, if it is a whole number from `least` on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise EngineError(f"{where}: {name} is a whole number from {least} on; got {value!r:.80}")
+    """`value`, if it is a whole number from `least` on, of 31 bits."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKEN_ID:
+        raise EngineError(f"{where}: {name} is a whole number from {least} on; got {quoted(value)}")
     return value
+
+
+def most_tokens(request: Mapping[str, Any], where: str) -> int | None:
+    """How many tokens a response may have, where the request says it.
+
+    Engines disagree on which name counts where a request has two of them, so the larger number
+    does. `sampling_params` may be a list with one entry for each prompt (SGLang): likewise.
+    """
+    nested = request.get("sampling_params")
+    holders = [request, *(nested if isinstance(nested, list) else [nested])]
+    said_so = [
+        whole_number(holder[name], name, where)
+        for holder in holders
+        if isinstance(holder, Mapping)
+        for name in _MOST_TOKENS
+        if holder.get(name) is not None
+    ]
+    return max(said_so, default=None)
 
 
 def failure(response: Mapping[str, Any]) -> str | None:
@@ -48,7 +76,25 @@ def failure(response: Mapping[str, Any]) -> str | None:
     if not failed:
         return None
     text = failed.get("message", failed) if isinstance(failed, Mapping) else failed
-    return f"the server refused the request: {str(text)[:500]}"
+    return f"the server refused the request: {said(text)}"
+
+
+def refuse_other_model(response: Mapping[str, Any], request: Mapping[str, Any], where: str) -> None:
+    """Refuse a response that names another model than its request does, where both name one."""
+    asked, got = request.get("model"), response.get("model")
+    if asked and got and asked != got:
+        raise EngineError(
+            f"{where}: a response of the model {quoted(got)}; {quoted(asked)} was asked for"
+        )
+
+
+def refuse_half_way(reason: Any, where: str) -> None:
+    """Refuse what the engine gave up: it is not what the policy would have sampled."""
+    message = reason.get("message") if isinstance(reason, Mapping) else None
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    if kind in ("abort", "error"):
+        told = f": {said(message)}" if message else ""
+        raise EngineError(f"{where}: the engine ended it with {kind!r}, half-way{told}")
 
 
 def refuse_echo(request: Mapping[str, Any], where: str) -> None:
@@ -60,21 +106,39 @@ def refuse_echo(request: Mapping[str, Any], where: str) -> None:
 def prompts(request: Mapping[str, Any], names: tuple[str, ...], where: str) -> list[Any]:
     """Token ids of each prompt of a request; None for a text or a chat.
 
+    Arguments are those of `prompt_contents`.
+    """
+    contents = prompt_contents(request, names, where)
+    return [None if _is_text(one) or _is_chat(one) else one for one in contents]
+
+
+def prompt_contents(request: Mapping[str, Any], names: tuple[str, ...], where: str) -> list[Any]:
+    """Each prompt of a request as it was sent: token ids, a text, or the messages of a chat.
+
     Args:
         request: the body that was sent.
         names: the fields that may hold prompts, the first that is there counts.
         where: what errors call the request.
     """
     if "messages" in request:
-        return [None]
+        messages = request["messages"]
+        if not _is_chat(messages) or not all(isinstance(one, Mapping) for one in messages):
+            raise EngineError(f"{where}: `messages` is a list of objects; got {quoted(messages)}")
+        return [messages]
     prompt = next((request[name] for name in names if request.get(name) is not None), None)
-    if isinstance(prompt, str):
-        return [None]
+    if _is_text(prompt):
+        return [prompt]
     if not isinstance(prompt, (list, np.ndarray)) or not len(prompt):
         raise EngineError(f"{where}: the request has no prompt")
-    if isinstance(prompt[0], (int, np.integer)):
-        return [prompt]
-    return [None if isinstance(one, str) else one for one in prompt]
+    return [prompt] if isinstance(prompt[0], (int, np.integer)) else list(prompt)
+
+
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def choices_in_order(choices: Any, expected: int, where: str) -> list[Mapping[str, Any]]:
@@ -113,21 +177,53 @@ def prompt_array(asked: Any, returned: Any, hint: str, where: str) -> np.ndarray
     return asked_P
 
 
-def sampled_logprobs(logprobs: Any, hint: str, where: str) -> np.ndarray:
-    """Float32 log-probs of the sampled tokens, from either form that OpenAI's routes have."""
-    values = None
+def sampled_logprobs(
+    logprobs: Any, response_G: np.ndarray, hint: str, where: str, first: int = 0
+) -> np.ndarray:
+    """Float32 log-probs of the sampled tokens, from either form that OpenAI's routes have.
+
+    Where they name their tokens by id (vLLM: /inference/v1/generate always, the others with
+    `return_tokens_as_token_ids`), these must be the tokens of the response. Names that are texts
+    tell nothing: several tokens have one text.
+
+    Args:
+        logprobs: of a choice.
+        response_G: the sampled tokens.
+        hint: how to ask for log-probs.
+        where: what errors call the choice.
+        first: the index in the sequence of the first sampled token.
+    """
+    values, names = None, None
     if isinstance(logprobs, Mapping):
-        values = logprobs.get("token_logprobs")
+        values, names = logprobs.get("token_logprobs"), logprobs.get("tokens")
         content = logprobs.get("content")
         if values is None and isinstance(content, list):
             if not all(isinstance(entry, Mapping) for entry in content):
                 raise EngineError(f"{where}: a log-prob is not an object")
             values = [entry.get("logprob") for entry in content]
+            names = [entry.get("token") for entry in content]
     if not isinstance(values, list) or not values:
         raise EngineError(f"{where}: no log-probs; {hint}")
     if any(value is None for value in values):
         raise EngineError(f"{where}: a response token has no log-prob")
+    _refuse_other_names(names, response_G, where, first)
     return number_array(values, f"{where}: log-probs")
+
+
+def _refuse_other_names(names: Any, response_G: np.ndarray, where: str, first: int) -> None:
+    if not isinstance(names, list):
+        return
+    ids = [_TOKEN_ID.fullmatch(name) if isinstance(name, str) else None for name in names]
+    for index, (token, named) in enumerate(zip(response_G.tolist(), ids, strict=False)):
+        if named is not None and int(named[1]) != token:
+            raise EngineError(
+                f"{where}: the log-prob of token {first + index} is that of id {named[1]}; the "
+                f"response has id {token} there"
+            )
+    if any(ids) and len(ids) != len(response_G):
+        raise EngineError(
+            f"{where}: log-probs of {len(ids)} tokens; the response has {len(response_G)}"
+        )
 
 
 def refuse_physical_ids(
@@ -141,9 +237,10 @@ def refuse_physical_ids(
         first_logical: the first version whose ids are logical, before experts were moved.
         where: what errors call the request.
     """
-    parts = tuple(int(part) for part in (version or "").split(".")[:3] if part.isdigit())
+    given = (version or "").split(".")[:3]
+    parts = tuple(int(part) for part in given if re.fullmatch("[0-9]{1,6}", part))
     if len(parts) < 2 or parts < first_logical:
         raise EngineError(
-            f"{where}: with EPLB {engine} {version or 'of unknown version'} returns physical "
-            f"expert ids; logical ones from {'.'.join(map(str, first_logical))} on"
+            f"{where}: with EPLB {engine} {said(version or 'of unknown version', 80)} returns "
+            f"physical expert ids; logical ones from {'.'.join(map(str, first_logical))} on"
         )

@@ -1,21 +1,51 @@
-"""What the routes of one rollout must satisfy, whichever engine sent them.
+"""What the tokens and routes of one response must satisfy, whichever engine sent them.
 
-Shape suffixes: T rows, L MoE layers, H layers as sent, K top-k.
+Shape suffixes: T rows, P prompt tokens, G sampled tokens, L MoE layers, H layers as sent, K top-k.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
+from megatron_r3.engines.bodies import most_tokens
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.routes import Routes, RoutesError
+from megatron_r3.values import wrong_token
 
-__all__ = ["checked_routes"]
+__all__ = ["checked_routes", "checked_tokens"]
 
 _NOT_CAPTURED = (
     "Known to return zeros: vLLM 0.22-0.26 on CPU, vLLM before 0.27 with FlashInfer TRTLLM "
     "kernels, prefix-cached rows in 0.21"
 )
+
+
+def checked_tokens(
+    prompt_P: np.ndarray,
+    response_G: np.ndarray,
+    request: Mapping[str, Any],
+    shape: ModelShape,
+    where: str,
+) -> np.ndarray:
+    """Prompt and response as one sequence, int32 `[P + G]`.
+
+    Raises:
+        EngineError: an id that the model's vocabulary does not have, or more sampled tokens than
+            the request allows.
+    """
+    most = most_tokens(request, where)
+    if most is not None and len(response_G) > most:
+        raise EngineError(
+            f"{where}: {len(response_G)} response tokens; at most {most} were asked for"
+        )
+    tokens = np.concatenate([prompt_P, response_G])
+    wrong = wrong_token(tokens, shape.vocab_size)
+    if wrong is not None:
+        raise EngineError(f"{where}: token {wrong[0]} {wrong[1]}")
+    return tokens
 
 
 def checked_routes(

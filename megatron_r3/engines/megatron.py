@@ -18,7 +18,8 @@ import numpy as np
 
 from megatron_r3.engines import bodies
 from megatron_r3.engines.array import integer_array, number_array
-from megatron_r3.engines.checks import checked_routes
+from megatron_r3.engines.checks import checked_routes, checked_tokens
+from megatron_r3.engines.quote import quoted, said
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.engines.stitch import Increment
@@ -72,50 +73,55 @@ def decode_increments(
         EngineError: naming `where` and the choice, and token and layer where there is one.
     """
     if not isinstance(response, Mapping):  # an error's body is a bare text
-        raise EngineError(f"{where}: the server refused the request: {str(response)[:500]}")
+        raise EngineError(f"{where}: the server refused the request: {said(response)}")
     failed = bodies.failure(response)
     if failed:
         raise EngineError(f"{where}: {failed}")
     if request.get("stream"):
         raise EngineError(f"{where}: a streamed response is not read; ask with stream false")
     bodies.refuse_echo(request, where)
+    if response.get("model") != "EMPTY":  # what it calls any model
+        bodies.refuse_other_model(response, request, where)
     prompts = bodies.prompts(request, ("prompt",), where)
     chat_count = bodies.option(request, "n", 1) if "messages" in request else 1
     count = bodies.whole_number(chat_count, "n", where, 1)
     choices = bodies.choices_in_order(response.get("choices"), count * len(prompts), where)
     return [
         _increment(
-            choice, prompts[i // count], i // count, shape, num_mtp_layers, f"{where}, choice {i}"
+            choice, request, prompts[i // count], i // count, shape, num_mtp_layers,
+            f"{where}, choice {i}",
         )
         for i, choice in enumerate(choices)
-    ]
+    ]  # fmt: skip
 
 
 def _increment(
     choice: Mapping[str, Any],
+    request: Mapping[str, Any],
     prompt: Any,
     group: int,
     shape: ModelShape,
     num_mtp_layers: int,
     where: str,
 ) -> Increment:
+    bodies.refuse_half_way(choice.get("finish_reason"), where)
     message = choice.get("message")
     told = {**(message if isinstance(message, Mapping) else {}), **choice}
     evictions = told.get("num_evictions")
     if evictions:
         raise EngineError(
-            f"{where}: evicted {str(evictions)[:20]} times and resumed: its routes are lost"
+            f"{where}: evicted {quoted(evictions, 20)} times and resumed: its routes are lost"
         )
     prompt_P = bodies.prompt_array(prompt, told.get("prompt_token_ids"), _ASK_IDS, where)
     response_G = bodies.id_array(
         told.get("generation_token_ids"), "generation_token_ids", _ASK_IDS, where
     )
-    tokens_N = np.concatenate([prompt_P, response_G])
+    tokens_N = checked_tokens(prompt_P, response_G, request, shape, where)
     rows_TLK = _rows(choice.get("moe_topk_indices"), shape, num_mtp_layers, where)
     increment = Increment(
         tokens_N,
         len(prompt_P),
-        _logprobs(told, where),
+        _logprobs(told, response_G, len(prompt_P), where),
         checked_routes(rows_TLK, len(tokens_N), shape, where, 0),
         0,
         group,
@@ -125,7 +131,9 @@ def _increment(
     return increment
 
 
-def _logprobs(told: Mapping[str, Any], where: str) -> np.ndarray:
+def _logprobs(
+    told: Mapping[str, Any], response_G: np.ndarray, prompt_length: int, where: str
+) -> np.ndarray:
     values = told.get("generation_log_probs")
     if isinstance(values, list) and values:
         return number_array(values, f"{where}: generation_log_probs")
@@ -134,7 +142,7 @@ def _logprobs(told: Mapping[str, Any], where: str) -> np.ndarray:
         values = logprobs.get("token_logprobs")
         if isinstance(values, list) and values[:1] == [None]:  # not of a token: a place before it
             logprobs = {"token_logprobs": values[1:]}
-    return bodies.sampled_logprobs(logprobs, _ASK_LOGPROBS, where)
+    return bodies.sampled_logprobs(logprobs, response_G, _ASK_LOGPROBS, where, prompt_length)
 
 
 def _rows(value: Any, shape: ModelShape, num_mtp_layers: int, where: str) -> np.ndarray:
@@ -163,10 +171,10 @@ def _array(value: Any, name: str) -> np.ndarray:
     if kind == "tensor":
         return integer_array(content, name)
     if kind != "ndarray" or not isinstance(content, Mapping) or set(content) != {"data", "dtype"}:
-        raise EngineError(f"{name}: [ndarray, {{data, dtype}}]; got {kind[:20]!r}")
+        raise EngineError(f"{name}: [ndarray, {{data, dtype}}]; got {quoted(kind, 20)}")
     dtype = content["dtype"]
     if dtype not in _DTYPES:
-        raise EngineError(f"{name}: ids are integers ({', '.join(_DTYPES)}); got {str(dtype)[:40]}")
+        raise EngineError(f"{name}: ids are integers ({', '.join(_DTYPES)}); got {quoted(dtype)}")
     array = integer_array(content["data"], name)
     if array.size and not np.iinfo(dtype).min <= array.min() <= array.max() <= np.iinfo(dtype).max:
         raise EngineError(f"{name}: an id does not fit {dtype}")

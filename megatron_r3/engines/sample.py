@@ -5,17 +5,28 @@ Shape suffixes: N tokens, G sampled tokens, U turns, L MoE layers, K top-k.
 
 from __future__ import annotations
 
+import os
+import sys
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from megatron_r3.engines.array import npy_array
+from megatron_r3.engines.quote import quoted, said
 from megatron_r3.engines.shape import EngineError
 from megatron_r3.routes import Routes, RoutesError, id_dtype
+from megatron_r3.values import wrong_count, wrong_logprob, wrong_text, wrong_token
 
 __all__ = ["EngineError", "Sample", "Source", "read_samples", "read_source", "write_samples"]
+
+
+def _lengths(turns: np.ndarray) -> np.ndarray:
+    """Tokens of each turn, int64: the difference of two int32 may not fit one."""
+    return np.asarray(np.diff(turns.astype(np.int64), axis=1)[:, 0])
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Sample:
     @property
     def response_length(self) -> int:
         """G, the sampled tokens of all turns."""
-        return int((self.turns[:, 1] - self.turns[:, 0]).sum())
+        return int(_lengths(self.turns).sum())
 
     @property
     def response_N(self) -> np.ndarray:
@@ -67,10 +78,10 @@ class Sample:
         return logprobs_N
 
     def check(self, where: str) -> None:
-        """Refuse parts that do not belong together.
+        """Refuse parts that do not belong together, and values that no rollout has.
 
         Raises:
-            EngineError: naming `where` and what is wrong.
+            EngineError: naming `where` and what is wrong, and the token where there is one.
         """
         num_tokens = len(self.tokens_N)
         if not 1 <= self.prompt_length < num_tokens:
@@ -99,10 +110,13 @@ class Sample:
                 f"{where}: turns {self.turns[:20].tolist()} of {num_tokens} tokens, "
                 f"{self.prompt_length} of them the prompt"
             )
-        finite_G = np.isfinite(self.logprobs_G)
-        if not finite_G.all():
-            token = np.flatnonzero(self.response_N)[int(np.argmin(finite_G))]
-            raise EngineError(f"{where}: the log-prob of token {token} is not finite")
+        wrong = wrong_logprob(self.logprobs_G)
+        if wrong is not None:
+            token = np.flatnonzero(self.response_N)[wrong[0]]
+            raise EngineError(f"{where}: the log-prob of token {token} {wrong[1]}")
+        wrong = wrong_token(self.tokens_N)
+        if wrong is not None:
+            raise EngineError(f"{where}: token {wrong[0]} {wrong[1]}")
 
 
 @dataclass(frozen=True)
@@ -123,18 +137,19 @@ class Source:
     topk: int
 
 
-_ARRAYS = (
-    "tokens",
-    "lengths",
-    "turns",
-    "num_turns",
-    "logprobs",
-    "routes",
-    "group",
-    "num_experts",
-    "moe_layers",
-    "engine",
-)
+# of each array of a file: its dtypes, and how many axes it has
+_ARRAYS: dict[str, tuple[tuple[str, ...], int]] = {
+    "tokens": (("int32",), 1),
+    "lengths": (("int64",), 1),
+    "turns": (("int32",), 2),
+    "num_turns": (("int64",), 1),
+    "logprobs": (("float32",), 1),
+    "routes": (("uint8", "uint16"), 3),
+    "group": (("int64",), 1),
+    "num_experts": (("int64",), 0),
+    "moe_layers": (("int64",), 1),
+    "engine": (("str",), 1),
+}
 
 
 def write_samples(
@@ -144,10 +159,13 @@ def write_samples(
     engine: str,
     version: str,
 ) -> None:
-    """Write one uncompressed `.npz`: flat tokens and log-probs, routes `[L, sum(N - 1), K]`.
+    """Write one uncompressed `.npz`, whole or not at all.
+
+    It has flat tokens and log-probs, and routes `[L, sum(N - 1), K]`.
 
     Raises:
-        EngineError: no samples, or samples that do not belong together.
+        EngineError: no samples, samples that do not belong together, or a file that cannot be
+            written.
     """
     if not samples:
         raise EngineError(f"{path}: there are no samples to write")
@@ -163,74 +181,128 @@ def write_samples(
             raise EngineError(f"sample {index}: layers, experts or top-k differ from the others'")
         if not routes.recorded_T.all():
             raise EngineError(f"sample {index}: a row of its routes is missing")
-    np.savez(
-        path,
-        tokens=np.concatenate([s.tokens_N for s in samples]).astype(np.int32),
-        lengths=np.array([len(s.tokens_N) for s in samples], np.int64),
-        turns=np.concatenate([s.turns for s in samples]),
-        num_turns=np.array([len(s.turns) for s in samples], np.int64),
-        logprobs=np.concatenate([s.logprobs_G for s in samples]).astype(np.float32),
-        routes=np.concatenate([s.routes.ids_LTK for s in samples], axis=1),
-        group=np.array([s.group for s in samples], np.int64),
-        num_experts=np.int64(first.num_experts),
-        moe_layers=np.array(moe_layers, np.int64),
-        engine=np.array([engine, version]),
-    )
+    whole = Path(path)
+    part = whole.with_name(f".{whole.name}-{os.getpid()}.npz")
+    try:
+        np.savez(
+            part,
+            tokens=np.concatenate([s.tokens_N for s in samples]).astype(np.int32),
+            lengths=np.array([len(s.tokens_N) for s in samples], np.int64),
+            turns=np.concatenate([s.turns for s in samples]),
+            num_turns=np.array([len(s.turns) for s in samples], np.int64),
+            logprobs=np.concatenate([s.logprobs_G for s in samples]).astype(np.float32),
+            routes=np.concatenate([s.routes.ids_LTK for s in samples], axis=1),
+            group=np.array([s.group for s in samples], np.int64),
+            num_experts=np.int64(first.num_experts),
+            moe_layers=np.array(moe_layers, np.int64),
+            engine=np.array([engine, version]),
+        )
+        os.replace(part, whole)
+    except OSError as error:
+        raise EngineError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        with suppress(OSError):  # what was not written is not there
+            part.unlink()
 
 
 def _load(path: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of a file, each of its dtype and axes; in memory they are as large as the file."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            missing = [name for name in _ARRAYS if name not in archive.files]
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            missing = [name for name in _ARRAYS if f"{name}.npy" not in names]
             if missing:
                 raise EngineError(f"{path}: not a file of samples: {missing} missing")
-            return {name: archive[name] for name in _ARRAYS}
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        if isinstance(error, EngineError):
-            raise
-        raise EngineError(f"{path}: not a readable file of samples ({error})") from error
+            return {name: _array(archive, name, path) for name in _ARRAYS}
+    except EngineError:
+        raise
+    except Exception as error:  # zipfile's are of many kinds, struct.error and RuntimeError too
+        raise EngineError(f"{path}: not a readable file of samples ({said(str(error))})") from error
+
+
+def _array(archive: zipfile.ZipFile, name: str, path: str | Path) -> np.ndarray:
+    """One array, not unpickled: no more memory is asked for than the file has bytes."""
+    member = archive.getinfo(f"{name}.npy")
+    size = os.stat(path).st_size
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size > size:
+        raise EngineError(f"{path}: {name} is compressed; samples are stored as they are")
+    data = bytearray(archive.read(member))  # of a bytearray an array can be written to
+    array = npy_array(data, f"{path}: not a readable file of samples: {name}", "iufU")
+    dtypes, axes = _ARRAYS[name]
+    kind = "str" if array.dtype.kind == "U" and array.dtype.isnative else str(array.dtype)
+    if kind not in dtypes or array.ndim != axes:
+        raise EngineError(
+            f"{path}: {name} are {' or '.join(dtypes)} of {axes} axes; got {kind} {array.shape}"
+        )
+    return array
 
 
 def read_source(path: str | Path) -> Source:
-    """What sampled the samples of a file, and from which layers."""
-    arrays = _load(path)
-    engine, version = (str(text) for text in arrays["engine"])
-    return Source(
-        engine,
-        version,
-        tuple(int(i) for i in arrays["moe_layers"]),
+    """What sampled the samples of a file, and from which layers.
+
+    Raises:
+        EngineError: naming the file and the array.
+    """
+    return _source(_load(path), path)
+
+
+def _source(arrays: dict[str, np.ndarray], path: str | Path) -> Source:
+    if (arrays["engine"].view(np.uint32) > sys.maxunicode).any():
+        raise EngineError(f"{path}: engine: not a text")
+    texts = [str(text) for text in arrays["engine"]]
+    if len(texts) != 2:
+        raise EngineError(f"{path}: engine has {len(texts)} texts; expected name and version")
+    for name, text in zip(("engine", "version"), texts, strict=True):
+        if wrong := wrong_text(text):
+            raise EngineError(f"{path}: {name} is {wrong}")
+    try:
+        dtype = id_dtype(int(arrays["num_experts"]))
+    except RoutesError as error:
+        raise EngineError(f"{path}: {error}") from error
+    source = Source(
+        texts[0],
+        texts[1],
+        tuple(arrays["moe_layers"].tolist()),
         int(arrays["num_experts"]),
-        int(arrays["routes"].shape[-1]),
+        arrays["routes"].shape[-1],
     )
+    if arrays["routes"].dtype != dtype:
+        raise EngineError(
+            f"{path}: {arrays['routes'].dtype} routes of {source.num_experts} experts"
+        )
+    layers = source.moe_layers
+    if layers != tuple(sorted(set(layers))) or not layers or layers[0] < 0:
+        raise EngineError(f"{path}: moe_layers {quoted(list(layers))} are not ascending from 0 on")
+    return source
 
 
 def read_samples(path: str | Path) -> list[Sample]:
     """The samples of a file that `write_samples` wrote, each checked again.
 
     Raises:
-        EngineError: naming the file and the sample.
+        EngineError: naming the file, and the sample where there is one.
     """
     arrays = _load(path)
-    lengths, turns, num_turns = arrays["lengths"], arrays["turns"], arrays["num_turns"]
-    num_experts = int(arrays["num_experts"])
-    if turns.ndim != 2 or turns.shape[1] != 2 or turns.dtype != np.int32 or (num_turns < 1).any():
+    source = _source(arrays, path)
+    turns, num_samples = arrays["turns"], len(arrays["lengths"])
+    if not num_samples or turns.shape[1] != 2:
         raise EngineError(f"{path}: turns are int32 [U, 2], at least one of each sample")
-    expected = {
-        "tokens": int(lengths.sum()),
-        "logprobs": int((turns[:, 1] - turns[:, 0]).sum()),
-        "turns": int(num_turns.sum()),
-        "num_turns": len(lengths),
-        "group": len(lengths),
-    }
-    for name, count in expected.items():
-        if len(arrays[name]) != count:
-            raise EngineError(f"{path}: {len(arrays[name])} {name}; expected {count}")
-    rows = int((lengths - 1).sum())
-    if arrays["routes"].shape[:2] != (len(arrays["moe_layers"]), rows):
+    for name in ("num_turns", "group"):
+        if len(arrays[name]) != num_samples:
+            raise EngineError(f"{path}: {len(arrays[name])} {name}; expected {num_samples}")
+    counts = (
+        ("lengths", arrays["lengths"], 2, "tokens", "sample"),
+        ("num_turns", arrays["num_turns"], 1, "turns", "sample"),
+        ("turns", _lengths(turns), 1, "logprobs", "turn"),
+    )
+    for name, counts_M, least, counted, of in counts:
+        if wrong := wrong_count(counts_M, least, len(arrays[counted])):
+            wrong = wrong.replace("rollout", of)
+            raise EngineError(f"{path}: {name} count {len(arrays[counted])} {counted}: {wrong}")
+    rows = len(arrays["tokens"]) - num_samples
+    if arrays["routes"].shape[:2] != (len(source.moe_layers), rows):
         raise EngineError(f"{path}: routes {arrays['routes'].shape} for {rows} rows")
-    if arrays["routes"].dtype != id_dtype(num_experts):
-        raise EngineError(f"{path}: {arrays['routes'].dtype} routes of {num_experts} experts")
-    return _split(arrays, num_experts, str(path))
+    return _split(arrays, source.num_experts, str(path))
 
 
 def _split(arrays: dict[str, np.ndarray], num_experts: int, path: str) -> list[Sample]:
@@ -240,7 +312,7 @@ def _split(arrays: dict[str, np.ndarray], num_experts: int, path: str) -> list[S
     for index, (length, num_turns) in enumerate(counts):
         where = f"{path}: sample {index}"
         turns = arrays["turns"][turn : turn + num_turns]
-        num_sampled = int((turns[:, 1] - turns[:, 0]).sum())
+        num_sampled = int(_lengths(turns).sum())
         ids_LTK = arrays["routes"][:, row : row + length - 1]
         try:
             routes = Routes.from_array(ids_LTK, num_experts, where=where)

@@ -20,12 +20,15 @@ import numpy as np
 
 from megatron_r3.engines import bodies
 from megatron_r3.engines.array import bare_array, number_array, token_array
-from megatron_r3.engines.checks import checked_routes
+from megatron_r3.engines.checks import checked_routes, checked_tokens
+from megatron_r3.engines.quote import quoted
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.engines.stitch import Increment
 
-__all__ = ["decode", "decode_increments"]
+__all__ = ["PROMPT_FIELDS", "decode", "decode_increments"]
+
+PROMPT_FIELDS = ("input_ids", "text", "prompt")  # of a request: the first that is there counts
 
 _ASK_PROMPT = "send input_ids, not text"
 _ASK_IDS = "ask with return_token_ids true (0.5.23; chat: return_prompt_token_ids), or /generate"
@@ -87,7 +90,7 @@ def decode_increments(
         bodies.refuse_physical_ids("SGLang", version, (0, 5, 10), where)
     if isinstance(response, str) or request.get("stream"):
         raise EngineError(f"{where}: a streamed response is not read; ask with stream false")
-    prompts = bodies.prompts(request, ("input_ids", "text", "prompt"), where)
+    prompts = bodies.prompts(request, PROMPT_FIELDS, where)
     count = bodies.whole_number(_samples_of_one(request, where), "n", where, 1)
     start = request.get("routed_experts_start_len")
     start = bodies.whole_number(0 if start is None else start, "start", where)
@@ -96,7 +99,7 @@ def decode_increments(
     for i, item in enumerate(items):
         name = f"{where}, choice {i}"
         _refuse_unusable(item["meta_info"], accept_retracted, name)
-        found.append(_increment(item, prompts[i // count], i // count, start, shape, name))
+        found.append(_increment(item, request, prompts[i // count], i // count, start, shape, name))
     return found
 
 
@@ -120,6 +123,7 @@ def _items(
             raise EngineError(f"{where}: {failed}")
         if "meta_info" not in response:
             bodies.refuse_echo(request, where)
+            bodies.refuse_other_model(response, request, where)
             return _openai_items(response, expected, where)
         response = [response]
     if not isinstance(response, list) or len(response) != expected:
@@ -174,21 +178,18 @@ def _openai_items(response: Mapping[str, Any], expected: int, where: str) -> lis
 
 
 def _refuse_unusable(meta: Mapping[str, Any], accept_retracted: bool, where: str) -> None:
-    reason = meta.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    if kind == "abort":
-        message = reason.get("message") if isinstance(reason, Mapping) else None
-        raise EngineError(f"{where}: the server aborted it: {str(message)[:500]}")
+    bodies.refuse_half_way(meta.get("finish_reason"), where)
     retracted = meta.get("num_retractions", meta.get("total_retractions"))  # 0.5.9 has the latter
     if retracted and not accept_retracted:
         raise EngineError(
-            f"{where}: retracted {str(retracted)[:20]} times: routes of its second prefill beside "
-            "log-probs of before; accept_retracted takes it"
+            f"{where}: retracted {quoted(retracted, 20)} times: routes of its second prefill "
+            "beside log-probs of before; accept_retracted takes it"
         )
 
 
 def _increment(
     item: Mapping[str, Any],
+    request: Mapping[str, Any],
     prompt: Any,
     group: int,
     start: int,
@@ -199,17 +200,19 @@ def _increment(
     prompt_P = bodies.prompt_array(prompt, item["prompt_token_ids"], item["hint"], where)
     told = meta.get("prompt_tokens")
     if told is not None and told != len(prompt_P):
-        raise EngineError(f"{where}: {str(told)[:20]} prompt tokens; {len(prompt_P)} were sent")
+        raise EngineError(f"{where}: {quoted(told, 20)} prompt tokens; {len(prompt_P)} were sent")
     tokens, logprobs_G = item["token_ids"], None
     if meta.get("output_token_logprobs") is not None:
         sampled_G, logprobs_G = _native_logprobs(meta["output_token_logprobs"], where)
         tokens = sampled_G if tokens is None else tokens
     response_G = bodies.id_array(tokens, "output_ids", item["hint"], where)
     if logprobs_G is None:
-        logprobs_G = bodies.sampled_logprobs(item["logprobs"], _ASK_LOGPROBS, where)
+        logprobs_G = bodies.sampled_logprobs(
+            item["logprobs"], response_G, _ASK_LOGPROBS, where, len(prompt_P)
+        )
     elif not np.array_equal(response_G, sampled_G):
         raise EngineError(f"{where}: output_token_logprobs are not those of output_ids")
-    tokens_N = np.concatenate([prompt_P, response_G])
+    tokens_N = checked_tokens(prompt_P, response_G, request, shape, where)
     rows_THK = _rows(meta.get("routed_experts"), len(tokens_N), start, shape, where)
     routes = checked_routes(rows_THK, len(tokens_N), shape, where, start)
     increment = Increment(tokens_N, len(prompt_P), logprobs_G, routes, start, group, where)
@@ -223,6 +226,8 @@ def _native_logprobs(entries: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
         raise EngineError(f"{where}: no log-probs; {_ASK_LOGPROBS}")
     if not all(isinstance(entry, (list, tuple)) and len(entry) >= 2 for entry in entries):
         raise EngineError(f"{where}: output_token_logprobs are [log-prob, token id, text]")
+    if any(entry[0] is None for entry in entries):
+        raise EngineError(f"{where}: a response token has no log-prob (JSON has no NaN)")
     name = f"{where}: output_token_logprobs"
     return (
         token_array([entry[1] for entry in entries], name),

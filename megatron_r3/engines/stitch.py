@@ -17,6 +17,7 @@ import numpy as np
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError
 from megatron_r3.routes import Routes
+from megatron_r3.values import wrong_logprob, wrong_token
 
 __all__ = ["Increment", "stitch"]
 
@@ -44,7 +45,11 @@ class Increment:
     where: str = "response"
 
     def check(self) -> None:
-        """Refuse parts that do not belong together."""
+        """Refuse parts that do not belong together, and values that no rollout has.
+
+        Raises:
+            EngineError: naming `where`, and the token where there is one.
+        """
         num_tokens = len(self.tokens_N)
         if not 0 <= self.start <= self.prompt_length:
             raise EngineError(
@@ -61,10 +66,13 @@ class Increment:
                 f"{self.where}: {len(self.logprobs_G)} log-probs for "
                 f"{num_tokens - self.prompt_length} response tokens"
             )
-        finite_G = np.isfinite(self.logprobs_G)
-        if not finite_G.all():
-            token = self.prompt_length + int(np.argmin(finite_G))
-            raise EngineError(f"{self.where}: the log-prob of token {token} is not finite")
+        wrong = wrong_logprob(self.logprobs_G)
+        if wrong is not None:
+            token = self.prompt_length + wrong[0]
+            raise EngineError(f"{self.where}: the log-prob of token {token} {wrong[1]}")
+        wrong = wrong_token(self.tokens_N)
+        if wrong is not None:
+            raise EngineError(f"{self.where}: token {wrong[0]} {wrong[1]}")
 
     def whole(self) -> Sample:
         """This response alone as a sample.

@@ -17,14 +17,16 @@ import numpy as np
 
 from megatron_r3.engines import bodies
 from megatron_r3.engines.array import integer_array
-from megatron_r3.engines.checks import checked_routes
+from megatron_r3.engines.checks import checked_routes, checked_tokens
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.engines.stitch import Increment
 from megatron_r3.engines.vllm_stream import joined_stream
 from megatron_r3.routes import Routes
 
-__all__ = ["decode", "decode_increments", "decode_routes"]
+__all__ = ["PROMPT_FIELDS", "decode", "decode_increments", "decode_routes"]
+
+PROMPT_FIELDS = ("token_ids", "prompt")  # of a request: the first that is there counts
 
 _ASK_IDS = "ask with return_token_ids true"
 _ASK_LOGPROBS = "ask with logprobs 1 (chat: true)"
@@ -74,12 +76,12 @@ def decode_increments(
         bodies.option(request, "routed_experts_prompt_start", 0), "start", where
     )
     count = bodies.whole_number(bodies.option(request, "n", 1), "n", where, 1)
-    prompts = bodies.prompts(request, ("token_ids", "prompt"), where)
+    prompts = bodies.prompts(request, PROMPT_FIELDS, where)
     choices = bodies.choices_in_order(body.get("choices"), count * len(prompts), where)
     return [
         _increment(
-            body, choice, prompts[i // count], i // count, start, shape, f"{where}, choice {i}",
-            cached_rows,
+            body, choice, request, prompts[i // count], i // count, start, shape,
+            f"{where}, choice {i}", cached_rows,
         )
         for i, choice in enumerate(choices)
     ]  # fmt: skip
@@ -136,12 +138,14 @@ def _body(
     if request.get("stream") and not isinstance(text, str):
         raise EngineError(f"{where}: a streamed response carries no routes; ask with stream false")
     bodies.refuse_echo(request, where)
+    bodies.refuse_other_model(response, request, where)
     return response
 
 
 def _increment(
     response: Mapping[str, Any],
     choice: Mapping[str, Any],
+    request: Mapping[str, Any],
     prompt: Any,
     group: int,
     start: int,
@@ -149,12 +153,15 @@ def _increment(
     where: str,
     cached_rows: str,
 ) -> Increment:
+    bodies.refuse_half_way(choice.get("finish_reason"), where)
     returned = choice.get("prompt_token_ids")
     returned = response.get("prompt_token_ids") if returned is None else returned
     prompt_P = bodies.prompt_array(prompt, returned, _ASK_IDS, where)
     response_G = bodies.id_array(choice.get("token_ids"), "token_ids", _ASK_IDS, where)
-    tokens_N = np.concatenate([prompt_P, response_G])
-    logprobs_G = bodies.sampled_logprobs(choice.get("logprobs"), _ASK_LOGPROBS, where)
+    tokens_N = checked_tokens(prompt_P, response_G, request, shape, where)
+    logprobs_G = bodies.sampled_logprobs(
+        choice.get("logprobs"), response_G, _ASK_LOGPROBS, where, len(prompt_P)
+    )
     if response.get("prompt_routed_experts") is not None:
         if start:
             raise EngineError(f"{where}: vLLM 0.21 knows no routed_experts_prompt_start")

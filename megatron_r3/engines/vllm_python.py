@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_r3.engines import bodies, vllm
+from megatron_r3.engines.quote import quoted
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.engines.stitch import Increment
@@ -32,8 +33,8 @@ def decode(
 
     Args:
         response: a finished `RequestOutput`, of a request with `SamplingParams(logprobs=1)`.
-        request: what was asked that the object does not say: `routed_experts_prompt_start`, `n`;
-            empty for none.
+        request: what was asked that the object does not say: `routed_experts_prompt_start`, `n`,
+            `max_tokens`; empty for none.
         shape: of the model that the engine runs.
         where: what errors call the request.
         eplb: the engine balances experts (`enable_eplb`).
@@ -75,6 +76,7 @@ def decode_increments(
     }
     start = bodies.option(request, "routed_experts_prompt_start", 0)
     asked = {
+        "max_tokens": bodies.most_tokens(request, where),
         "prompt": list(prompt) if isinstance(prompt, tuple) else prompt,
         "n": bodies.option(request, "n", len(outputs)),
         "routed_experts_prompt_start": start,
@@ -93,12 +95,13 @@ def _choice(output: Any, where: str) -> dict[str, Any]:
             "token_logprobs": _logprobs(tokens, getattr(output, "logprobs", None), index, where)
         },
         "routed_experts": getattr(output, "routed_experts", None),
+        "finish_reason": getattr(output, "finish_reason", None),
     }
 
 
 def _logprobs(tokens: Any, entries: Any, index: Any, where: str) -> list[Any]:
     """Of each token's `{token id: Logprob}` the sampled token's."""
-    where = f"{where}, choice {index}"
+    where = f"{where}, choice {quoted(index)}"
     if not isinstance(tokens, list) or not isinstance(entries, (list, tuple)):
         raise EngineError(f"{where}: no log-probs; ask with SamplingParams(logprobs=1)")
     if len(tokens) != len(entries) or not all(isinstance(entry, Mapping) for entry in entries):
@@ -106,5 +109,5 @@ def _logprobs(tokens: Any, entries: Any, index: Any, where: str) -> list[Any]:
     try:
         found = [entry.get(token) for token, entry in zip(tokens, entries, strict=True)]
     except TypeError as error:
-        raise EngineError(f"{where}: a response token is no id ({error})") from error
+        raise EngineError(f"{where}: a response token is no id ({quoted(error)})") from error
     return [getattr(one, "logprob", one) for one in found]

@@ -5,12 +5,14 @@ Each event holds some tokens of one choice; the last event of a choice holds its
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_r3.engines.bodies import whole_number
+from megatron_r3.engines.quote import said
 from megatron_r3.engines.shape import EngineError
+from megatron_r3.untrusted import read_json
 
 __all__ = ["joined_stream"]
 
@@ -19,13 +21,17 @@ def joined_stream(text: str, where: str) -> dict[str, Any]:
     """A response body with the choices of all events.
 
     Raises:
-        EngineError: an event is broken, the stream or a choice of it does not end, or a choice has
-            routes twice.
+        EngineError: an event is broken, the stream or a choice of it does not end, a choice has
+            routes twice, or the events name two models.
     """
     choices: dict[int, dict[str, Any]] = {}
+    model = None
     for event in _events(text, where):
         if event.get("error"):
             return {"error": event["error"]}
+        if model and event.get("model") not in (None, model):
+            raise EngineError(f"{where}: the events of the stream are of two models")
+        model = model or event.get("model")
         parts = event.get("choices")
         if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
             raise EngineError(f"{where}: an event of the stream has no choices")
@@ -35,17 +41,18 @@ def joined_stream(text: str, where: str) -> dict[str, Any]:
     for index, choice in choices.items():
         if choice["finish_reason"] is None:
             raise EngineError(f"{where}, choice {index}: the stream ends before the choice does")
-    return {"choices": list(choices.values())}
+    return {"model": model, "choices": list(choices.values())}
 
 
 def _events(text: str, where: str) -> list[Mapping[str, Any]]:
-    lines = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
+    # not splitlines: a token's text may hold other line ends, U+2028 for one
+    lines = [line[5:].strip() for line in re.split(r"\r\n|\r|\n", text) if line[:5] == "data:"]
     if not lines or lines[-1] != "[DONE]":
         raise EngineError(f"{where}: the stream does not end with [DONE]: it was cut off")
     try:
-        events = [json.loads(line) for line in lines[:-1]]
-    except (ValueError, RecursionError) as error:
-        raise EngineError(f"{where}: an event of the stream is no JSON ({error})") from error
+        events = [read_json(line, f"{where}, event {i}") for i, line in enumerate(lines[:-1])]
+    except ValueError as error:
+        raise EngineError(said(str(error), 4000)) from error
     if not all(isinstance(event, Mapping) for event in events):
         raise EngineError(f"{where}: an event of the stream is no JSON object")
     return events

@@ -15,6 +15,8 @@ import numpy as np
 
 from megatron_r3.engines.shape import EngineError
 from megatron_r3.store import RolloutStore
+from megatron_r3.untrusted import one_line
+from megatron_r3.values import wrong_token
 
 __all__ = ["ALARMING", "measure_agreement", "warnings_of"]
 
@@ -29,7 +31,8 @@ def measure_agreement(directory: Path, model: Path, num_rollouts: int) -> dict[s
         set of experts; `k3_kl`, `extreme`, `abs_dlogp` of the sampled tokens (megatron_r3.rl).
 
     Raises:
-        EngineError: transformers cannot read the model, or it has other MoE layers than the store.
+        EngineError: transformers cannot read the model, or it has other MoE layers than the store,
+            or a smaller vocabulary.
     """
     import torch
 
@@ -47,7 +50,11 @@ def measure_agreement(directory: Path, model: Path, num_rollouts: int) -> dict[s
                 f"{model}: MoE layers {list(captured.moe_layers)}; {directory} has routes of "
                 f"{list(store.info.moe_layers)}"
             )
-        for rollout in (store.rollout(int(index)) for index in chosen):
+        for index in chosen.tolist():
+            rollout = store.rollout(index)
+            wrong = wrong_token(rollout.tokens_N, network.get_input_embeddings().num_embeddings)
+            if wrong is not None:
+                raise EngineError(f"{model}: {store.name(index)}: token {wrong[0]} {wrong[1]}")
             ids_N = torch.from_numpy(rollout.tokens_N.astype(np.int64))
             logits = network(ids_N[None, :-1], use_cache=False).logits[0].float()
             live_LTK = np.sort(captured.take()[0].cpu().numpy(), -1)
@@ -75,8 +82,9 @@ def _load(model: Path) -> Any:
         raise EngineError(f"--agreement needs transformers: {error}") from error
     try:
         return AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"{model}: transformers cannot load it: {error}") from error
+    except Exception as error:  # of a config or weights that are wrong: of any kind
+        said = one_line(f"{type(error).__name__}: {error}", 300)
+        raise EngineError(f"{model}: transformers cannot load it: {said}") from error
 
 
 def warnings_of(directory: Path, measured: dict[str, Any], layers: list[int]) -> list[str]:

@@ -140,19 +140,21 @@ def run_inspect(args: argparse.Namespace) -> int:
     """Print a table of the stores, then how their routes are spread."""
     import json
 
-    from megatron_r3.rollouts.inspect import inspect_store
+    from megatron_r3.rollouts.inspect import inspect_store, warnings_of
     from megatron_r3.rollouts.table import histogram, table
+    from megatron_r3.untrusted import one_line
 
     stores = [inspect_store(directory) for directory in args.stores]
-    warnings = _agreement(args, stores) if args.model else []
+    warnings = [warning for store in stores for warning in warnings_of(store)]
+    warnings += _agreement(args, stores) if args.model else []
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {one_line(warning)}", file=sys.stderr)
     if args.json:
         print(json.dumps(stores))
         return 0
     print(table(stores))
     for store in stores:
-        print(f"\nrows of each expert, {store['directory']}:")
+        print(f"\nrows of each expert, {one_line(store['directory'])}:")
         print(histogram(store, args.layers, sys.stdout.encoding or ""))
     return 0
 
@@ -171,15 +173,18 @@ def run_verify(args: argparse.Namespace) -> int:
     """Print a line for each store that is whole."""
     from megatron_r3.rollouts.model import read_model
     from megatron_r3.rollouts.verify import verify_store
+    from megatron_r3.untrusted import one_line
 
     model = read_model(args.model) if args.model else None
     for directory in args.stores:
         store = verify_store(directory, model)
+        name = one_line(str(directory))
         what = "every byte and id"
         if model is not None:
             stamped = model.router_fingerprint and store.info.router_fingerprint
-            what += f", {model.name}'s shape" + (" and router weights" if stamped else "")
-        print(f"{directory}: {len(store)} rollouts in {len(store.shards)} shards, {what}")
+            what += f", {one_line(model.name)}'s shape"
+            what += " and router weights" if stamped else ""
+        print(f"{name}: {len(store)} rollouts in {len(store.shards)} shards, {what}")
         if model is not None and not stamped:
-            print(f"{directory}: router weights not compared: no fingerprint", file=sys.stderr)
+            print(f"{name}: router weights not compared: no fingerprint", file=sys.stderr)
     return 0

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_r3.engines.quote import quoted, said
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError
-from megatron_r3.rollouts.dialects import answer_of, decoder
-from megatron_r3.rollouts.fresh import new_store
+from megatron_r3.rollouts.dialects import decoder
+from megatron_r3.rollouts.fresh import new_store, writing
 from megatron_r3.rollouts.model import Model
-from megatron_r3.rollouts.reward import (
-    RewardError,
-    RewardFunction,
-    RewardSample,
-    checked_reward,
-    score,
-)
+from megatron_r3.rollouts.recorded import answers_of, digests_of, read_lines, settings_of
+from megatron_r3.rollouts.reward import RewardError, RewardFunction, RewardSample, score
 from megatron_r3.rollouts.rollout import to_rollout
 from megatron_r3.store import Rollout, StoreInfo, write_shard
+from megatron_r3.store.schema import SamplingSettings
+from megatron_r3.values import wrong_name, wrong_reward, wrong_text
 
 __all__ = ["Recording", "convert_responses"]
 
@@ -57,20 +54,47 @@ def convert_responses(
 
     Args:
         shard_size: rollouts of a shard, or more.
-        skip_refused: leave responses out that cannot be decoded, instead of refusing the file.
+        skip_refused: leave responses out that cannot be decoded or were sampled in another way
+            than the first, instead of refusing the file.
 
     Returns:
         How many rollouts it has, and why which lines were left out.
 
     Raises:
-        EngineError: a line that is no response, or one that cannot be decoded.
+        EngineError: a line that is no response, one that cannot be decoded, or one that was sampled
+            in another way than the first.
         RewardError: a line without a reward, or a reward function that failed.
-        StoreError: `out` is there already.
+        StoreError: `out` is there already, or cannot be written.
     """
-    shape = recording.model.shape
     skipped: list[str] = []
     count = 0
-    info = StoreInfo(
+    info, reader = _info(recording), _Reader(recording)
+    with new_store(out) as folder:
+        batch: list[Rollout] = []
+        for rollouts, refused in reader.lines():
+            if refused and not skip_refused:
+                raise EngineError(refused)
+            skipped += [refused] if refused else []
+            if len(batch) >= shard_size and rollouts and rollouts[0].group != batch[-1].group:
+                _write(out, folder, replace(info, sampling=reader.sampling), batch)
+                count += len(batch)
+                batch = []
+            batch += rollouts
+        if batch:
+            _write(out, folder, replace(info, sampling=reader.sampling), batch)
+        count += len(batch)
+        if not count:
+            raise EngineError(f"{recording.path}: no responses to store")
+    return count, skipped
+
+
+def _info(recording: Recording) -> StoreInfo:
+    names = {"--engine-version": recording.engine_version, "--model": recording.model.name}
+    for option, name in names.items():
+        if wrong := wrong_text(name):
+            raise EngineError(f"{option} {quoted(name)}: what a store calls it is {wrong}")
+    shape = recording.model.shape
+    return StoreInfo(
         num_experts=shape.num_experts,
         topk=shape.topk,
         moe_layers=shape.moe_layers,
@@ -78,71 +102,85 @@ def convert_responses(
         engine_version=recording.engine_version,
         model=recording.model.name,
         router_fingerprint=recording.model.router_fingerprint,
+        vocab_size=shape.vocab_size or 0,
     )
-    with new_store(out) as folder:
-        batch: list[Rollout] = []
-        for rollouts, refused in _Reader(recording).lines():
-            if refused and not skip_refused:
-                raise EngineError(refused)
-            skipped += [refused] if refused else []
-            if len(batch) >= shard_size and rollouts and rollouts[0].group != batch[-1].group:
-                write_shard(folder, info, batch)
-                count += len(batch)
-                batch = []
-            batch += rollouts
-        if batch:
-            write_shard(folder, info, batch)
-        count += len(batch)
-        if not count:
-            raise EngineError(f"{recording.path}: no responses to store")
-    return count, skipped
+
+
+def _write(out: Path, folder: Path, info: StoreInfo, rollouts: list[Rollout]) -> None:
+    with writing(out):
+        write_shard(folder, info, rollouts)
 
 
 class _Reader:
-    """Reads a recording line by line; counts the prompts, and the samples of each group."""
+    """Reads a recording line by line; counts the prompts, and the samples of each group.
+
+    Attributes:
+        sampling: of the first line that was decoded.
+    """
 
     def __init__(self, recording: Recording) -> None:
         self.recording, self.decode = recording, decoder(recording.engine)
+        self.sampling, self.sampled_first = SamplingSettings(), ""
         self.samples: Counter[int] = Counter()
+        self.digests: dict[int, tuple[int, str]] = {}  # of each group's prompt, and who said it
         self.prompts = 0
         self.named: bool | None = None
 
     def lines(self) -> Iterator[tuple[list[Rollout], str]]:
         """The rollouts of each line, or why it has none."""
-        path = self.recording.path
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file):
-                where = f"{path}, line {number + 1}"
-                if text.strip():
-                    yield self._decoded(_line(text, where), where)
+        for where, line in read_lines(self.recording.path):
+            yield self._decoded(line, where)
 
     def _decoded(self, line: dict[str, Any], where: str) -> tuple[list[Rollout], str]:
-        shape = self.recording.model.shape
+        response, request = line["response"], line["request"]
         try:
-            decoded = self.decode(line["response"], line["request"], shape, where)
-            answers = [answer_of(line["response"], i, where) for i in range(len(decoded))]
+            settings = settings_of(request, where)
+            decoded = self.decode(response, request, self.recording.model.shape, where)
+            answers = answers_of(response, len(decoded), where)
+            digests = digests_of(self.recording.engine, request, where)
+            self._refuse_other_settings(settings, where)
         except EngineError as error:
             return [], str(error)
-        except (AttributeError, LookupError, TypeError) as error:
-            return [], f"{where}: the response cannot be read ({error!r})"
-        return list(self._rollouts(line, decoded, answers, where)), ""
+        # the decoders refuse whatever they know to be wrong; this is the net below them
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+            return [], f"{where}: the response cannot be read ({said(repr(error))})"
+        return list(self._rollouts(line, decoded, answers, digests, where)), ""
+
+    def _refuse_other_settings(self, settings: SamplingSettings, where: str) -> None:
+        """A store has one way of sampling: that of its first response."""
+        if not self.sampled_first:
+            self.sampling, self.sampled_first = settings, where
+        for name, first in vars(self.sampling).items():
+            given = getattr(settings, name)
+            if given != first:
+                raise EngineError(
+                    f"{where}: {name} {_or_not_said(given)}, and {_or_not_said(first)} in "
+                    f"{self.sampled_first}: a store has one way of sampling; convert such lines "
+                    "into a store of their own"
+                )
 
     def _rollouts(
         self,
         line: dict[str, Any],
         decoded: list[Sample],
         answers: list[tuple[str, str]],
+        digests: list[int],
         where: str,
     ) -> Iterator[Rollout]:
+        version = self.recording.policy_version
         first = self._first_group(line, 1 + max(one.group for one in decoded), where)
         for index, (one, (text, reason)) in enumerate(zip(decoded, answers, strict=True)):
             group = first + one.group
             sample = self.samples[group]
+            if wrong := wrong_name(version, group, sample):
+                raise EngineError(f"{where}: {wrong}")
+            self._refuse_other_prompt(group, digests[one.group], where)
             self.samples[group] += 1
             tokens, length = one.tokens_N.tolist(), one.prompt_length
             seen = RewardSample(line, tokens[:length], tokens[length:], text, reason, group, sample)
             reward = self._reward(line, index, len(decoded), seen, where)
-            yield to_rollout(one, reward, group, sample, self.recording.policy_version)
+            rollout = to_rollout(one, reward, group, sample, version)
+            yield replace(rollout, prompt_digest=digests[one.group])
 
     def _first_group(self, line: dict[str, Any], prompts: int, where: str) -> int:
         """The group of the line's first prompt."""
@@ -157,6 +195,15 @@ class _Reader:
             raise EngineError(f"{where}: `group` is a whole number, of a request with one prompt")
         return given
 
+    def _refuse_other_prompt(self, group: int, digest: int, where: str) -> None:
+        """Advantages are normalised over a group: its rollouts answer one prompt."""
+        known, said_by = self.digests.setdefault(group, (digest, where))
+        if known != digest:
+            raise EngineError(
+                f"{where}: group {group} has another prompt in {said_by}; each prompt has a group "
+                "of its own"
+            )
+
     def _reward(
         self, line: dict[str, Any], index: int, count: int, sample: RewardSample, where: str
     ) -> float:
@@ -169,16 +216,12 @@ class _Reader:
         values = given if isinstance(given, list) else [given]
         if len(values) != count:
             raise RewardError(f"{where}: {len(values)} rewards for {count} samples")
-        return checked_reward(values[index], f"{where}, choice {index}: `reward` is")
+        if wrong := wrong_reward(values[index]):
+            raise RewardError(
+                f"{where}, choice {index}: `reward` is {quoted(values[index])}; {wrong}"
+            )
+        return float(values[index])
 
 
-def _line(text: str, where: str) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        raise EngineError(f"{where}: not JSON ({error})") from error
-    if not isinstance(line, dict) or not {"request", "response"} <= line.keys():
-        raise EngineError(f"{where}: an object with `request` and `response` is expected")
-    if not isinstance(line["request"], dict):
-        raise EngineError(f"{where}: `request` is the body that was sent")
-    return line
+def _or_not_said(value: float | None) -> str:
+    return "not said" if value is None else f"{value:g}"

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.store import RolloutStore, StoreError
+from megatron_r3.values import wrong_logprob
 
-__all__ = ["inspect_store"]
+__all__ = ["inspect_store", "warnings_of"]
 
 CHUNK = 1 << 15  # rows read at a time
 
@@ -50,14 +51,29 @@ def inspect_store(directory: Path) -> dict[str, Any]:
     }
 
 
+def warnings_of(stats: dict[str, Any]) -> list[str]:
+    """What to look at before training on a store (`inspect_store`)."""
+    impossible = stats["impossible_logprobs"]
+    if not impossible:
+        return []
+    more = f" (and in {len(impossible) - 1} other rollouts)" if impossible[1:] else ""
+    return [f"{impossible[0]}{more}; training refuses it"]
+
+
 def _source(store: RolloutStore) -> dict[str, Any]:
     info = store.info
     versions, counts = np.unique(store.column("policy_version"), return_counts=True)
-    prints = {shard.info.router_fingerprint for shard in store.shards}
+    infos = [shard.info for shard in store.shards]
+    prints = {one.router_fingerprint for one in infos}
     return {
-        "engine": info.engine,
-        "engine_version": info.engine_version,
-        "model": info.model,
+        # texts, whatever the shard's header has in their place
+        "engine": str(info.engine),
+        "engine_version": str(info.engine_version),
+        "model": str(info.model),
+        "sampling": vars(info.sampling).copy(),
+        "vocab_size": info.vocab_size,
+        "policy_stamps": sorted({str(one.policy_stamp) for one in infos} - {""}),
+        "engine_policies": sorted({str(one.engine_policy) for one in infos} - {""}),
         "num_experts": info.num_experts,
         "topk": info.topk,
         "moe_layers": list(info.moe_layers),
@@ -81,12 +97,17 @@ def _prompts(store: RolloutStore) -> dict[str, Any]:
 
 
 def _responses(store: RolloutStore) -> dict[str, Any]:
-    lengths, total = [], 0.0
+    lengths, total, impossible = [], 0.0, []
     for rollout in range(len(store)):
         fields = store.fields(rollout)
-        lengths.append(int(fields["response"].sum()))
-        total += float(fields["logprobs"][fields["response"]].sum(dtype=np.float64))
+        logprobs_G = fields["logprobs"][fields["response"]]
+        lengths.append(len(logprobs_G))
+        total += float(logprobs_G.sum(dtype=np.float64))
+        if wrong := wrong_logprob(logprobs_G):
+            token = int(np.flatnonzero(fields["response"])[wrong[0]])
+            impossible.append(f"{store.name(rollout)}: the log-prob of token {token} {wrong[1]}")
     return {
+        "impossible_logprobs": impossible,
         "response_tokens": sum(lengths),
         "response_length": _spread(np.array(lengths, float)),
         "logprob_mean": total / max(sum(lengths), 1),

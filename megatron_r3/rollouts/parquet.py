@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_r3.rollouts.fresh import new_store
+from megatron_r3.rollouts.fresh import new_store, writing
 from megatron_r3.rollouts.reward import checked_reward
 from megatron_r3.store import Rollout, RolloutStore, StoreError, write_shard
 from megatron_r3.store.shard import Shard
+from megatron_r3.untrusted import one_line
 
 try:
     import pyarrow as pa
@@ -29,29 +30,54 @@ __all__ = ["from_parquet", "to_parquet"]
 
 KEY = ("policy_version", "group", "sample")
 ROWS = 1024  # read at a time
+WANTED = {**dict.fromkeys(KEY, "name"), "reward": "reward"}
+_KINDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
+    "name": ("whole numbers", pa.types.is_integer),
+    "reward": (
+        "numbers",
+        lambda kind: (
+            pa.types.is_integer(kind)
+            or pa.types.is_floating(kind)
+            or pa.types.is_boolean(kind)
+            or pa.types.is_decimal(kind)
+        ),
+    ),
+    "tokens": (
+        "lists of whole numbers",
+        lambda kind: (
+            (
+                pa.types.is_list(kind)
+                or pa.types.is_large_list(kind)
+                or pa.types.is_fixed_size_list(kind)
+            )
+            and pa.types.is_integer(kind.value_type)
+        ),
+    ),
+}
 
 
 def to_parquet(directory: Path, path: Path) -> int:
     """Write the table, whole or not at all; returns how many rollouts it has.
 
     Raises:
-        StoreError: the store is damaged.
+        StoreError: the store is damaged, or the table cannot be written.
     """
     store = RolloutStore([directory], mixed_policies=True)
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
-    os.close(descriptor)
-    try:
-        with pq.ParquetWriter(name, _schema()) as writer:
-            first = 0
-            for shard in store.shards:
-                rows = [_row(store, shard, i, first + i) for i in range(shard.num_rollouts)]
-                writer.write_table(pa.Table.from_pylist(rows, schema=_schema()))
-                first += shard.num_rollouts
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with writing(path):
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
+        os.close(descriptor)
+        try:
+            with pq.ParquetWriter(name, _schema()) as writer:
+                first = 0
+                for shard in store.shards:
+                    rows = [_row(store, shard, i, first + i) for i in range(shard.num_rollouts)]
+                    writer.write_table(pa.Table.from_pylist(rows, schema=_schema()))
+                    first += shard.num_rollouts
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        finally:
+            Path(name).unlink(missing_ok=True)
     return len(store)
 
 
@@ -94,11 +120,12 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
     `tokens`, they must be the store's.
 
     Raises:
-        StoreError: a rollout without a row, a row without a rollout, two of one name, other tokens.
+        StoreError: a table that cannot be read or has columns of other types, a rollout without a
+            row, a row without a rollout, two of one name, other tokens; `out` cannot be written.
         RewardError: a reward that is no finite number.
     """
     store = RolloutStore([directory], mixed_policies=True)
-    rows = _rows(path)
+    rows = _rows(path, store, directory)
     changed = first = 0
     with new_store(out) as folder:
         for shard in store.shards:
@@ -110,36 +137,80 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
                 for one, i in zip(old, numbers, strict=True)
             ]
             changed += sum(a.reward != b.reward for a, b in zip(old, new, strict=True))
-            write_shard(folder, shard.info, new)
-        if rows:
-            raise StoreError(f"{path}: {directory} has no rollout {_text(next(iter(rows)))}")
+            with writing(out):
+                write_shard(folder, shard.info, new)
     return changed
 
 
-def _rows(path: Path) -> dict[tuple[int, ...], dict[str, Any]]:
-    """The rows by name, each with its number."""
+def _rows(
+    path: Path, store: RolloutStore, directory: Path
+) -> dict[tuple[int, ...], dict[str, Any]]:
+    """The rows by name, each with its number; there are no more of them than rollouts.
+
+    A file of a kilobyte can have a billion rows that are all the same, so the first one that the
+    store does not have, or that comes again, ends the reading.
+    """
+    known = set(zip(*(store.column(name).tolist() for name in KEY), strict=True))
+    known_tokens = int(store.column("num_tokens").sum())
     rows: dict[tuple[int, ...], dict[str, Any]] = {}
-    for number, row in enumerate(_read(path)):
+    for number, row in enumerate(_read(path, known_tokens)):
+        for name in KEY:
+            if row[name] is None:
+                raise StoreError(f"{path}: row {number} has no {name}")
         key = tuple(row[name] for name in KEY)
+        if key not in known:
+            raise StoreError(f"{path}: row {number}: {directory} has no rollout {_text(key)}")
         if key in rows:
             raise StoreError(f"{path}: rows {rows[key]['row']} and {number} are both {_text(key)}")
         rows[key] = {**row, "row": number}
     return rows
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    wanted = [*KEY, "reward"]
+def _read(path: Path, known_tokens: int) -> Iterator[dict[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            missing = [name for name in wanted if name not in names]
-            if missing:
-                raise StoreError(f"{path}: no column {', '.join(missing)}")
-            wanted += ["tokens"] if "tokens" in names else []
-            for batch in file.iter_batches(ROWS, columns=wanted):
+            names = _columns(file, path, known_tokens)
+            for batch in file.iter_batches(ROWS, columns=names):
                 yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise StoreError(f"{path}: not a readable parquet file ({error})") from error
+    except StoreError:
+        raise
+    except Exception as error:  # pyarrow's are of many kinds: OSError, KeyError, OverflowError
+        raise StoreError(
+            f"{path}: not a readable parquet file ({one_line(str(error), 300)})"
+        ) from error
+
+
+def _columns(file: pq.ParquetFile, path: Path, known_tokens: int) -> list[str]:
+    """The columns to read, of types that they can have."""
+    schema = file.schema_arrow
+    missing = [name for name in WANTED if name not in schema.names]
+    if missing:
+        raise StoreError(f"{path}: no column {', '.join(missing)}")
+    wanted = [*WANTED, *(["tokens"] if "tokens" in schema.names else [])]
+    for name in wanted:
+        if schema.names.count(name) > 1:
+            raise StoreError(f"{path}: {schema.names.count(name)} columns {name}; one is expected")
+        kind = schema.field(name).type
+        expected, fits = _KINDS["tokens" if name == "tokens" else WANTED[name]]
+        if not fits(kind):
+            raise StoreError(
+                f"{path}: column {name} has {one_line(str(kind), 80)}; expected {expected}"
+            )
+    if "tokens" in wanted:
+        _refuse_more_tokens(file, path, known_tokens)
+    return wanted
+
+
+def _refuse_more_tokens(file: pq.ParquetFile, path: Path, known: int) -> None:
+    """Look at how many ids the file says that it has, before they are unpacked.
+
+    An id that repeats takes next to nothing there, and 28 bytes here.
+    """
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    ids = sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == "tokens")
+    if ids > 4 * known + (1 << 20):
+        raise StoreError(f"{path}: column tokens has {ids} ids; the store has {known}")
 
 
 def _rewarded(

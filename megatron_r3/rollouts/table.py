@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_r3.untrusted import one_line
+
 __all__ = ["histogram", "table"]
 
 BARS, PLAIN_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 WIDTH = 64  # characters of a histogram
+CELL = 400  # of a cell, at most
 
 
 def table(stores: Sequence[dict[str, Any]]) -> str:
-    """A row for each fact, a column for each store (`inspect_store`)."""
+    """A row for each fact, a column for each store (`inspect_store`).
+
+    Whoever wrote a store chose the names in it: a cell is one line that a terminal shows as it is.
+    """
     columns = [_column(store) for store in stores]
     names = list(columns[0])
-    cells = [names, *([column[name] for name in names] for column in columns)]
+    cells = [names, *([one_line(column[name], CELL) for name in names] for column in columns)]
     widths = [max(map(len, column)) for column in cells]
     lines = [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
@@ -29,6 +35,7 @@ def _column(store: dict[str, Any]) -> dict[str, str]:
     least, most = store["rollouts_per_prompt"]
     versions = (f"{v} ({count})" for v, count in store["policy_versions"].items())
     prints = store["router_fingerprints"]
+    stamps, policies = store["policy_stamps"], store["engine_policies"]
     experts = f"{store['num_experts']} in {len(store['moe_layers'])} layers, top-{store['topk']}"
     all_layers = store["all_layers"]
     return {
@@ -38,7 +45,11 @@ def _column(store: dict[str, Any]) -> dict[str, str]:
         "policy version": ", ".join(versions),
         "engine": f"{store['engine']} {store['engine_version']}",
         "model": store["model"] or "-",
+        "sampling": _sampling(store["sampling"]),
+        "vocabulary": f"{store['vocab_size'] or 'not said'}",
         "router fingerprint": " ".join(one[0] for one in prints) if prints else "none",
+        "policy stamp": " ".join(stamps) if stamps else "none",
+        "engine's policy": ", ".join(policies) if policies else "not said",
         "experts": experts,
         "reward": f"{reward['mean']:.4g} ± {reward['std']:.4g} "
         f"({_range(reward['min'], reward['max'])})",
@@ -47,6 +58,7 @@ def _column(store: dict[str, Any]) -> dict[str, str]:
         "response length": f"{length['mean']:.1f} ± {length['std']:.1f} "
         f"({_range(length['min'], length['max'])}, median {length['median']:g})",
         "mean log-prob": f"{store['logprob_mean']:.4f}",
+        "impossible log-probs": f"in {len(store['impossible_logprobs'])} rollouts",
         "on disk": f"{_size(store['bytes'])}, {store['bytes_per_token']:.1f} bytes a token",
         "missing rows": f"{store['missing_rows']:.2%}",
         "rows like the one before": f"{store['repeated_rows']:.2%}",
@@ -54,6 +66,19 @@ def _column(store: dict[str, Any]) -> dict[str, str]:
         "unused experts": str(sum(layer["unused"] for layer in store["layers"])),
         **(_agreement(store["agreement"]) if "agreement" in store else {}),
     }
+
+
+def _sampling(settings: dict[str, Any]) -> str:
+    """Example: temperature 1, top-p 1, at most 64 tokens."""
+    names = {"temperature": "temperature", "top_p": "top-p", "top_k": "top-k", "min_p": "min-p"}
+    said = [
+        f"{text} {settings[name]:g}" if name != "top_k" or settings[name] else "top-k off"
+        for name, text in names.items()
+        if settings[name] is not None
+    ]
+    if settings["max_tokens"] is not None:
+        said.append(f"at most {settings['max_tokens']} tokens")
+    return ", ".join(said) or "not said"
 
 
 def _agreement(measured: dict[str, Any]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["mutated", "mutated_object"]
+__all__ = ["mutated", "mutated_json", "mutated_object"]
 
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 5, 16, 255, 40000, 2**31, 2**63, -(2**70), 10**400, 0.0, 1.5,
@@ -127,3 +127,34 @@ def mutated_object(response: Any, rng: random.Random) -> Any:
     else:
         setattr(holder, name, rng.choice(ODD))
     return response
+
+
+def mutated_json(value: Any, rng: random.Random) -> Any:
+    """What JSON can hold, some of it of other types, sizes and depths."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        paths = [path for path in places(value) if path]
+        *parents, last = rng.choice(paths)
+        parent = at(value, tuple(parents))
+        kind = rng.randrange(8)
+        if kind == 0 and isinstance(parent, dict) and len(paths) > 1:
+            del parent[last]
+        elif kind == 1:
+            parent[last] = copy.deepcopy(at(value, rng.choice(paths)))  # of another field
+        elif kind == 2:
+            parent[last] = rng.choice((2**31, 2**32, 4 * 10**9, 10**19, -1, 1e300, 10001, 32769))
+        elif kind == 3:
+            parent[last] = nested(rng.choice((3, 60, 70)), rng)
+        elif kind == 4 and isinstance(parent[last], list) and parent[last]:
+            _change_list(parent[last], rng)
+        else:
+            parent[last] = copy.deepcopy(rng.choice(ODD))
+    return value
+
+
+def nested(depth: int, rng: random.Random) -> Any:
+    """Lists or objects inside each other."""
+    value: Any = rng.choice((1, "a", None))
+    for _ in range(depth):
+        value = [value] if rng.random() < 0.5 else {"a": value}
+    return value

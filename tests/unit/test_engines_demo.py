@@ -108,7 +108,8 @@ class Replay(BaseHTTPRequestHandler):
         index = self.payload["request"]["prompt"].index(request["prompt"])
         assert (request["temperature"], request["logprobs"]) == (1.0, 1)
         choice = {**self.payload["response"]["choices"][index], "index": 0}
-        body = json.dumps({**self.payload["response"], "choices": [choice]}).encode()
+        response = {**self.payload["response"], "choices": [choice], "model": request["model"]}
+        body = json.dumps(response).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

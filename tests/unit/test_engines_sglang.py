@@ -168,7 +168,10 @@ def test_ids_beside_the_routes():
         ({"output_token_logprobs": []}, "no log-probs"),
         ({"output_token_logprobs": [None] * 4}, "are .log-prob, token id, text"),
         ({"output_token_logprobs": [["a", 21, None]] * 4}, "a list of numbers; got str"),
-        ({"output_token_logprobs": [[None, t, None] for t in made.RESPONSE]}, "list of numbers"),
+        (
+            {"output_token_logprobs": [[None, t, None] for t in made.RESPONSE]},
+            "a response token has no log-prob",
+        ),
     ],
 )
 def test_unusable_samples_are_refused(change, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +38,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def store(model: Path, folder: Path, shift: int) -> Path:
-    """Four rollouts with transformers' own routes, each id moved on by `shift`."""
+def store(model: Path, folder: Path, shift: int, shift_ids: int = 0) -> Path:
+    """Four rollouts with transformers' own routes, each id moved on by `shift`.
+
+    `shift_ids` is added to each token id afterwards.
+    """
     network = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     rollouts = []
     for sample in range(4):
@@ -48,7 +53,7 @@ def store(model: Path, folder: Path, shift: int) -> Path:
         logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         response = np.arange(20) >= 5
         given = np.where(response, np.append(0.0, logprobs.numpy()), 0).astype(np.float32)
-        tokens = ids[0].numpy().astype(np.int32)
+        tokens = (ids[0].numpy() + shift_ids).astype(np.int32)
         rollouts.append(Rollout(tokens, response, given, 0.0, 0, 0, routes, sample))
     write_shard(folder, StoreInfo(8, 2, (1, 2), "transformers", "5"), rollouts)
     return folder
@@ -84,5 +89,28 @@ def test_another_model_is_refused(
     directory = store(model, tmp_path / "right", 0)
     empty = tmp_path / "empty"
     empty.mkdir()
+    capsys.readouterr()  # transformers' progress
     assert main(["rollouts", "inspect", str(directory), "--model", str(empty)]) == 1
-    assert "error: " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {empty}: transformers cannot load it: ")
+    assert error.count("\n") == 1
+    for wrong in ({"num_experts": "x"}, {"hidden_size": [1]}, {"num_attention_heads": 0}):
+        config = json.loads((model / "config.json").read_text())
+        (empty / "config.json").write_text(json.dumps({**config, **wrong}))
+        shutil.copy(model / "model.safetensors", empty)
+        assert main(["rollouts", "inspect", str(directory), "--model", str(empty)]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {empty}: transformers cannot load it: ")
+        assert error.isprintable()
+
+
+def test_tokens_outside_the_models_vocabulary(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = store(model, tmp_path / "right", 0, shift_ids=7)
+    assert main(["rollouts", "inspect", str(directory), "--model", str(model)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    path = f"{directory}/shard-00000.safetensors"
+    assert error.endswith(
+        f"error: {model}: {path}: rollout 0: token 5 is id 66; the vocabulary has ids 0 to 63"
+    )

@@ -24,7 +24,9 @@ ZEROS = DATA.parent / "reject-vllm-0.24.0-qwen3moe-fp32-all-zero" / "14_p12_g10_
 
 
 def payload(path: str | Path) -> dict:
-    return json.loads((DATA / f"{path}.json").read_text())
+    """A recorded line; all of them ask for the same sampling."""
+    line = json.loads((DATA / f"{path}.json").read_text())
+    return {**line, "request": {**line["request"], "temperature": 1.0, "max_tokens": 40}}
 
 
 @pytest.fixture
@@ -88,6 +90,7 @@ def test_a_group_stays_in_one_shard(folder):
 
 def test_what_cannot_be_decoded(folder, capsys):
     two, zeros = payload("14_p12_g10_n2"), json.loads(ZEROS.read_text())
+    zeros["request"] |= {"max_tokens": 40}
     lines = [{**two, "reward": [1, 2]}, {**zeros, "reward": [1, 2]}]
     assert convert(lines) == 1
     error = capsys.readouterr().err

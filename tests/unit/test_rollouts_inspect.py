@@ -15,8 +15,10 @@ from stored import INFO, make_rollout
 from megatron_r3.cli import main
 from megatron_r3.fingerprint import router_digest
 from megatron_r3.rollouts.inspect import inspect_store
+from megatron_r3.rollouts.table import table
 from megatron_r3.routes import Routes
-from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.store import Rollout, RolloutStore, write_shard
+from megatron_r3.store.schema import SamplingSettings
 from megatron_r3.store.writer import block_sums, metadata_of
 
 CONFIG = {
@@ -120,6 +122,74 @@ def test_stores_side_by_side_layer_by_layer_and_for_programs(store, tmp_path, ca
     assert main([*arguments, "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert (first["rollouts"], second["rollouts"]) == (6, 1)
+
+
+def test_how_it_was_sampled_and_by_which_policy(tmp_path, capsys):
+    said = SamplingSettings(1.0, 0.95, 0, 0.0, 64)
+    info = replace(INFO, policy_stamp="ab12", engine_policy="v7", vocab_size=512, sampling=said)
+    write_shard(tmp_path / "said", info, ROLLOUTS[:1])
+    write_shard(tmp_path / "not", INFO, ROLLOUTS[:1])
+    arguments = ["rollouts", "inspect", str(tmp_path / "said"), str(tmp_path / "not")]
+    assert main(arguments) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    cells = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
+    told = "temperature 1, top-p 0.95, top-k off, min-p 0, at most 64 tokens"
+    assert cells["sampling"] == [told, "not said"]
+    assert cells["vocabulary"] == ["512", "not said"]
+    assert cells["policy stamp"] == ["ab12", "none"]
+    assert cells["engine's policy"] == ["v7", "not said"]
+    assert cells["impossible log-probs"] == ["in 0 rollouts"] * 2
+    assert main([*arguments, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["sampling"] == vars(said)
+    assert (first["vocab_size"], second["vocab_size"]) == (512, 0)
+    assert (first["policy_stamps"], second["policy_stamps"]) == (["ab12"], [])
+    assert (first["engine_policies"], second["engine_policies"]) == (["v7"], [])
+    assert second["sampling"] == dict.fromkeys(vars(said))
+
+
+def test_texts_of_a_store_do_not_reach_the_terminal_as_they_are(store, tmp_path, capsys):
+    """A folder's name is anything but / and NUL; the other texts are whoever's wrote the shard."""
+    folder = tmp_path / "\x1b[31mred\nand more\u202e"
+    store.rename(folder)
+    assert main(["rollouts", "inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "red and more\\u202e" in out
+    assert main(["rollouts", "verify", str(folder)]) == 0
+    out += capsys.readouterr().out
+    assert all(line.isprintable() for line in out.splitlines())
+    stats = inspect_store(folder)
+    for name in ("engine", "engine_version", "model"):
+        wrong = {**stats, name: "\x1b]0;title\x07" + "x" * 10**6}
+        text = table([wrong])
+        assert all(line.isprintable() for line in text.splitlines())
+        assert len(text) < 20_000
+    wrong = {**stats, "policy_stamps": ["\x1b[2J"], "router_fingerprints": [["\x1b[2J"]]}
+    assert table([wrong]).count("\\x1b[2J") == 2
+    assert main(["rollouts", "inspect", str(folder), "--json"]) == 0
+    assert capsys.readouterr().out[:-1].isprintable()
+
+
+def test_impossible_logprobs_are_warned_of(tmp_path, capsys, monkeypatch):
+    wrong = [replace(one, logprobs_N=one.logprobs_N.copy()) for one in ROLLOUTS[:3]]
+    wrong[1].logprobs_N[5] = -9999
+    wrong[2].logprobs_N[2] = 5
+    # as a writer does that asks nobody
+    monkeypatch.setattr(Rollout, "check", lambda *given: None)
+    write_shard(tmp_path / "s", INFO, wrong)
+    monkeypatch.undo()
+    stats = inspect_store(tmp_path / "s")
+    path = tmp_path / "s" / "shard-00000.safetensors"
+    assert stats["impossible_logprobs"][0].startswith(
+        f"{path}: rollout 1: the log-prob of token 5 is -9999"
+    )
+    assert len(stats["impossible_logprobs"]) == 2
+    assert main(["rollouts", "inspect", str(tmp_path / "s")]) == 0
+    output = capsys.readouterr()
+    assert "impossible log-probs      in 2 rollouts" in output.out
+    assert output.err.startswith(f"warning: {path}: rollout 1: the log-prob of token 5 is -9999")
+    assert output.err.endswith("(and in 1 other rollouts); training refuses it\n")
+    assert output.err.count("\n") == 1
 
 
 def test_many_experts_share_a_character(tmp_path, capsys):
