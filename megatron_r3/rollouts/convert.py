@@ -102,6 +102,7 @@ def _info(recording: Recording) -> StoreInfo:
         engine_version=recording.engine_version,
         model=recording.model.name,
         router_fingerprint=recording.model.router_fingerprint,
+        policy_stamp=recording.model.policy_stamp,
         vocab_size=shape.vocab_size or 0,
     )
 
@@ -134,7 +135,9 @@ class _Reader:
     def _decoded(self, line: dict[str, Any], where: str) -> tuple[list[Rollout], str]:
         response, request = line["response"], line["request"]
         try:
-            settings = settings_of(request, where)
+            # how long a response may get differs from turn to turn of an agent, and moves no
+            # probability
+            settings = replace(settings_of(request, where), max_tokens=None)
             decoded = self.decode(response, request, self.recording.model.shape, where)
             answers = answers_of(response, len(decoded), where)
             digests = digests_of(self.recording.engine, request, where)

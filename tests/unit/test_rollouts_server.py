@@ -54,7 +54,7 @@ def with_logprob(value):
         (changed(token_ids=lambda ids: [*ids[:-1], 100_000]), "id 100000; the vocabulary has"),
         (
             lambda body: {**answer(body), "model": "other"},
-            "of the model 'other'; the request asks for 'served'",
+            "of the model 'other'; 'served' was asked for",
         ),
         (lambda body: {**answer(body), "model": None}, "names no model; 'served' was asked for"),
         (lambda body: {**answer(body), "model": "\x1b[2J"}, "of the model '\\x1b[2J'"),
@@ -83,7 +83,7 @@ def test_impossible_answers_are_refused_and_never_stored(folder, capsys, give, m
 def test_more_tokens_than_asked_are_refused(folder, capsys):
     with engine() as server:
         assert main(command(server.url, 1, "--max-tokens", "9", "--refused-retries", "0")) == 1
-    assert "10 response tokens; the request allows 9" in capsys.readouterr().err
+    assert "10 response tokens; at most 9 were asked for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("token", [512, 2**31 - 1])
