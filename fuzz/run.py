@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from fuzz.outcome import FAULTS, OUTCOMES, RIGHT, Kind
+from fuzz.outcome import FAULTS, OUTCOMES, Kind
 from fuzz.pool import Result, run_tries
 
 __all__ = ["CLASSES", "load", "main", "shares"]
@@ -98,12 +98,15 @@ def _say_faults(kind: Kind, results: Sequence[Result], seed: int, out: Path) -> 
 
 def _say_by_what(results: Sequence[Result]) -> None:
     by_what: dict[str, Counter[str]] = {}
+    said: dict[str, str] = {}
     for result in results:
-        counts = by_what.setdefault(result.what.partition(":")[0], Counter())
-        counts[result.verdict.outcome] += 1
+        what = result.what.partition(":")[0]
+        by_what.setdefault(what, Counter())[result.verdict.outcome] += 1
+        said[what] = result.verdict.detail or said.get(what, "")
     for what, counts in sorted(by_what.items()):
         told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
-        print(f"    {what}: {told}{'' if counts[RIGHT] else ' (never right)'}")
+        example = f"; such as: {said[what][:200]}" if said[what] else ""
+        print(f"    {what}: {told}{example}")
 
 
 if __name__ == "__main__":

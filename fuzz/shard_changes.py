@@ -129,7 +129,8 @@ def _counts(name: str) -> Callable[[ShardFile, random.Random], str]:
         if kind == "wrap":
             counts_M[:] = [_WRAP] * len(counts_M)
             if rng.random() < 0.5:  # its sum in 64 bits is right
-                counts_M[-1] = np.array(total - (len(counts_M) - 1) * _WRAP % 2**64).astype("<i8")
+                last = (total - (len(counts_M) - 1) * _WRAP) % 2**64
+                counts_M[-1] = last - 2**64 * (last >= 2**63)
         elif kind == "negative":
             counts_M[0], counts_M[1] = -counts_M[0] - 1, counts_M[1] + 2 * counts_M[0] + 1
         elif kind in ("more", "less"):

@@ -82,7 +82,7 @@ class ShardFile:
 
     def _sum_blocks(self) -> None:
         """From version 3 on each rollout's rows and slices have sums of their own."""
-        if "block_crc32" not in self.tensors:
+        if not {"block_crc32", "num_tokens", "routes", *_PER_TOKEN} <= self.tensors.keys():
             return
         counts = [int(count) for count in self.tensors["num_tokens"].reshape(-1)]
         sliced = [*self.tensors["routes"], *(self.tensors[name] for name in _PER_TOKEN)]
