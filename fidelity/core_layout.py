@@ -20,6 +20,7 @@ from megatron_r3.seams.forward import RolloutStep
 from megatron_r3.seams.metrics import report
 from megatron_r3.store.dataset import PackedRollouts, RolloutDataset
 from megatron_r3.store.reader import RolloutStore
+from megatron_r3.training.ledger import Ledger
 
 __all__ = ["run_core_layout"]
 
@@ -35,13 +36,14 @@ def run_core_layout(
     switch_routes(stores, reads=2 if forward_only_first else 1)
     keep_dispatch_metric(result, observer)
     store = RolloutStore([stores["right"]])
-    step = RolloutStep(args, store, lambda *_: None)
+    step = RolloutStep(args, store, lambda *_: None, Ledger(args, store))
     for args.curr_iteration, observer.phase in enumerate(stores):
         data: Any = [_batches(args, store) for _ in models]
         data = data if len(models) > 1 else data[0]
         if forward_only_first:
             data = forward_only(args, step, data, models)
         reports = core_only.forward_backward(args, models, step, data)
+        step.check(models)
         if reports:
             result.losses[observer.phase] = _mean(reports)
         gradients = {id(p): p.main_grad for model in models for p in model.parameters()}

@@ -177,6 +177,7 @@ def initialize(argv: list[str]) -> argparse.Namespace:
     args.moe_router_replay_log_mismatch_interval, args.curr_iteration = None, 0
     args.check_for_nan_in_loss_and_grad, args.rollouts_policy = True, "same"
     args.rollouts_follow, args.rollouts_max_lag, args.consumed_train_samples = None, None, 0
+    args.fp16 = False
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     return args
 

@@ -21,9 +21,8 @@ def agreement_sums(
         k3_kl: r - 1 - log r, the k3 estimator of KL(sampler || trainer).
         extreme: tokens with r > factor or r < 1 / factor (F(factor) of arXiv 2510.11370).
         abs_dlogp: |log r|.
-        bounded_ratio: tokens whose log r is at the bound of the policy loss, or beyond it.
-
-    log r is bounded as in the policy loss (`bounded_log_ratio`), so the sums are finite.
+        bounded_ratio: tokens whose log r is at the bound of the policy loss, or beyond it. In
+            k3_kl log r is bounded as in that loss (`bounded_log_ratio`), so the sum is finite.
 
     Args:
         logprobs, sampled_logprobs: same shape, float32.
@@ -31,7 +30,7 @@ def agreement_sums(
     """
     with torch.no_grad():
         log_ratio = bounded_log_ratio(logprobs.float(), sampled_logprobs.float(), mask)
-        magnitude = log_ratio.abs()
+        magnitude = torch.where(mask > 0, logprobs.float() - sampled_logprobs.float(), 0.0).abs()
         return {
             "k3_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
             "extreme": (magnitude > math.log(factor)).sum().float(),

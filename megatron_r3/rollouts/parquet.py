@@ -56,7 +56,8 @@ def to_parquet(directory: Path, path: Path) -> int:
 
 
 def _schema() -> pa.Schema:
-    numbers = [(name, pa.int64()) for name in (*KEY, "num_tokens", "prompt_length")]
+    columns = (*KEY, "prompt_digest", "num_tokens", "prompt_length")
+    numbers = [(name, pa.int64()) for name in columns]
     texts = [(name, pa.string()) for name in ("shard", "engine", "engine_version", "model")]
     lists = [("tokens", pa.int32()), ("response", pa.bool_()), ("logprobs", pa.float32())]
     return pa.schema(
@@ -74,7 +75,7 @@ def _schema() -> pa.Schema:
 def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[str, Any]:
     fields = store.fields(rollout)
     return {
-        **{name: int(shard.tensors[name][index]) for name in (*KEY, "num_tokens")},
+        **{name: int(shard.tensors[name][index]) for name in (*KEY, "prompt_digest", "num_tokens")},
         "prompt_length": int(np.argmax(fields["response"])),
         "reward": float(shard.tensors["reward"][index]),
         **fields,

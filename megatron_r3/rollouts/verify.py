@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from megatron_r3.rollouts.model import Model
 from megatron_r3.store import RolloutStore, StoreError
 
@@ -25,26 +23,10 @@ def verify_store(directory: Path, model: Model | None = None) -> RolloutStore:
     if model is not None:
         _check_model(store, model)
     store.verify()
-    _check_names(store)
     if model is not None and model.vocab_size is not None:
         for shard in store.shards:
             shard.check_tokens(model.vocab_size)
     return store
-
-
-def _check_names(store: RolloutStore) -> None:
-    """Refuse two rollouts of one (group, sample, policy_version)."""
-    names = ("policy_version", "group", "sample")
-    keys = np.stack([store.column(name) for name in names], axis=1)
-    _, first, index = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    again = np.flatnonzero(first[index.reshape(-1)] != np.arange(len(keys)))
-    if len(again):
-        rollout = int(again[0])
-        version, group, sample = keys[rollout].tolist()
-        raise StoreError(
-            f"{store.name(rollout)} is sample {sample} of group {group}, policy version {version}: "
-            f"so is {store.name(int(first[index.reshape(-1)[rollout]]))}"
-        )
 
 
 def _check_model(store: RolloutStore, model: Model) -> None:

@@ -168,6 +168,7 @@ class HostRoutes:
             live_T=live_T if self.live_T.any() else None,
             padding_T=padding_T,
             mean_tokens=self.mean_tokens,
+            checked=True,  # the store's ids were, on the host
         )
 
 

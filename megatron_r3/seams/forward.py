@@ -6,6 +6,7 @@ router's order.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_r3.fingerprint import router_digest
-from megatron_r3.replay import MicrobatchRoutes, replaying
+from megatron_r3.replay import MicrobatchRoutes, ReplayError, replaying
 from megatron_r3.rl import agreement_sums, clipped_policy_loss
 from megatron_r3.seams.ahead import Lookahead, Planner, Prepared
 from megatron_r3.seams.batch import RankBatches, packed_seq_params, read_routes
@@ -25,6 +26,8 @@ from megatron_r3.seams.router import RouterHook
 from megatron_r3.seams.witness import DispatchWitness
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
+from megatron_r3.training.guard import StepGuard
+from megatron_r3.training.ledger import Ledger
 
 __all__ = ["RolloutStep", "policy_loss"]
 
@@ -38,10 +41,18 @@ class RolloutStep:
         args: Megatron's arguments.
         store: the rollouts.
         forward_step: the script's own, used for evaluation.
+        ledger: which of them the training has used.
     """
 
-    def __init__(self, args: Any, store: RolloutStore, forward_step: Callable[..., Any]) -> None:
-        self.args, self.store, self.forward_step = args, store, forward_step
+    def __init__(
+        self,
+        args: Any,
+        store: RolloutStore,
+        forward_step: Callable[..., Any],
+        ledger: Ledger,
+    ) -> None:
+        self.args, self.store, self.forward_step, self.ledger = args, store, forward_step, ledger
+        self.guard = StepGuard(store, scaled=bool(getattr(args, "fp16", False)))
         self.measurable = bool(args.num_experts) and not shape_differences(args, store.info)
         self.layers: dict[int, list[int]] = {}  # by id of the model chunk
         self.planners: dict[int, Planner] = {}  # until an iterator has taken them
@@ -65,23 +76,53 @@ class RolloutStep:
             refuse(str(error).strip().splitlines()[-1].rpartition("StoreError: ")[2])
         self._check_policies(chunk, prepared.shards)
         batch = prepared.batch
+        self.guard.add_rows(batch["rows"])
         microbatch = self._microbatch(chunk, prepared)
         packed = packed_seq_params(batch)
         batch = {k: v.cuda(non_blocking=True) for k, v in batch.items() if k not in HOST_FIELDS}
         # combined 1F1B asks for the nodes of the forward pass, and runs them later
         forward = model.build_schedule_plan if kwargs.get("return_schedule_plan") else model
-        with replaying(microbatch):
-            output = forward(
-                batch["tokens"],
-                batch["position_ids"],
-                None,
-                labels=batch["labels"],
-                loss_mask=batch["loss_mask"],
-                packed_seq_params=packed,
-            )
-        return output, partial(self._loss, batch)
+        try:
+            with replaying(microbatch):
+                output = forward(
+                    batch["tokens"],
+                    batch["position_ids"],
+                    None,
+                    labels=batch["labels"],
+                    loss_mask=batch["loss_mask"],
+                    packed_seq_params=packed,
+                )
+        except ReplayError as error:
+            refuse(str(error))
+        return output, partial(self._loss, batch, prepared.batch["rows"])
 
-    def _loss(self, batch: dict[str, Tensor], output_BS: Tensor) -> Any:
+    def check(self, models: list[Any]) -> None:
+        """Look at a step after its last backward pass; it ends training, or returns."""
+        self.guard.check(models, self.args.curr_iteration + 1, self._digest_of_used_shards())
+
+    def _digest_of_used_shards(self) -> int:
+        """52 bits of the shards that hold what was used until now, in their order.
+
+        In a store that grows ranks may know more or fewer shards; those that were used must be the
+        same on all of them. 52 bits are exact in the float64 in which ranks compare them.
+        """
+        from megatron.core import mpu
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        store, used = self.store, len(self.store)
+        if self.args.rollouts_follow is not None:
+            samples = get_num_microbatches() * self.args.micro_batch_size
+            used = self.ledger.consumed() + samples * mpu.get_data_parallel_world_size()
+            try:
+                store.wait_for(used - 1)  # it is there: some rank has used it
+            except StoreError as error:
+                refuse(str(error))
+            self.ledger.note()
+        shards = store.shards[: store.shard_of_rollout(used - 1) + 1]
+        text = " ".join(shard.identity for shard in shards)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
+
+    def _loss(self, batch: dict[str, Tensor], rows_BS: Tensor, output_BS: Tensor) -> Any:
         """The policy loss, validated as pretrain_gpt.py validates its own."""
         from megatron.core.rerun_state_machine import get_rerun_state_machine
 
@@ -89,6 +130,7 @@ class RolloutStep:
         result = policy_loss(
             batch, args.rollouts_clip_eps, args.calculate_per_token_loss, output_BS
         )
+        self.guard.add_loss(rows_BS, -output_BS, batch["loss_mask"], result[0])
         rejections = {torch.isnan: "NaN", torch.isinf: "Inf"}
         for rejected, name in rejections.items() if args.check_for_nan_in_loss_and_grad else ():
             get_rerun_state_machine().validate_result(
@@ -138,6 +180,7 @@ class RolloutStep:
         microbatch.replay = self.args.moe_router_replay
         microbatch.plan = prepared.plan
         microbatch.verify_plan = self.args.moe_router_replay_verify_plan
+        self.guard.add_routes(microbatch)
         if self._measures():
             counted_T = self.batches.router_order(prepared.batch["loss_mask"]).bool()
             counted_T = counted_T.cuda(non_blocking=True)
@@ -205,8 +248,12 @@ class RolloutStep:
                 self.known[id(model)].add(stamp)
 
     def _used_before(self) -> set[tuple[str, ...]]:
-        """The policies whose rollouts an interrupted training, resumed here, has begun to use."""
-        store, consumed = self.store, self.args.consumed_train_samples
+        """The policies whose rollouts an interrupted training, resumed here, has begun to use.
+
+        Only rollouts of this store count: those of another one, which the checkpoint was trained
+        on before, say nothing about the policy that sampled these.
+        """
+        store, consumed = self.store, self.ledger.consumed()
         if not consumed:
             return set()
         if self.args.rollouts_pack:  # samples are packs, and all of one policy

@@ -1,7 +1,8 @@
 """Other half of the training patches: check the arguments, swap in the rollouts.
 
 `check_args` is called by `validate_args`, before any process group exists; `use_rollouts` by
-`pretrain()`. What they swap in lives beside this file: forward.py, metrics.py, witness.py.
+`pretrain()`; `check_step` by `train_step`, before the update. What they swap in lives beside this
+file: forward.py, metrics.py, witness.py.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import inspect
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,10 @@ from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.store.shard import Shard
 
-__all__ = ["NOT_WITH_ROLLOUTS", "check_args", "use_rollouts"]
+if TYPE_CHECKING:
+    from megatron_r3.seams.forward import RolloutStep
+
+__all__ = ["NOT_WITH_ROLLOUTS", "check_args", "check_step", "use_rollouts"]
 
 # Megatron's other ways to make batches, losses or a model's parts
 NOT_WITH_ROLLOUTS = {
@@ -33,6 +36,8 @@ NOT_WITH_ROLLOUTS = {
     "use_legacy_models": "they have routers of their own",  # up to 0.17
     "use_megatron_fsdp": "replay was not proved on sharded modules",
     "use_torch_fsdp2": "replay was not proved on sharded modules",
+    "iterations_to_skip": "the step that skips reads the script's own batches; leave the "
+    "rollouts that you do not want out of the store",
 }
 
 
@@ -43,7 +48,9 @@ def check_args(args: Any) -> None:
         args: Megatron's validated arguments.
     """
     if args.moe_router_replay:
-        reasons = refusals(args)
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        reasons = refusals(args, TransformerConfig)
         if reasons:
             refuse("--moe-router-replay: " + "; ".join(reasons))
     if args.rollouts is None:
@@ -55,7 +62,8 @@ def check_args(args: Any) -> None:
         refuse(str(error))
 
 
-_verified: set[Path] = set()  # shards of which this process has read every byte
+# shards of which this process has read every byte: their identity, and the state of their file
+_verified: set[tuple[Any, ...]] = set()
 
 
 def _open(args: Any) -> RolloutStore:
@@ -100,6 +108,13 @@ def _check_options(args: Any) -> None:
 
 def _check_shard(args: Any, shard: Shard) -> None:
     """Refuse a shard that cannot be trained on. Its bytes are read by one process of a node."""
+    biased = shard.info.sampling.unknown_to_the_loss()
+    if biased and args.rollouts_sampling == "plain":
+        raise ValueError(
+            f"{shard.path}: sampled with {', '.join(biased)}, while the policy loss takes all "
+            "log-probs at temperature 1 over the whole vocabulary: the ratio would compare two "
+            "distributions; sample again without, or give --rollouts-sampling any"
+        )
     if args.moe_router_replay:
         differences = shape_differences(args, shard.info)
         if differences:
@@ -116,9 +131,10 @@ def _check_shard(args: Any, shard: Shard) -> None:
         )
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    if shard.path not in _verified:
+    content = (shard.identity, *shard.file.state)
+    if content not in _verified:
         shard.verify()
-        _verified.add(shard.path)
+        _verified.add(content)
     shard.check_tokens(args.padded_vocab_size or args.vocab_size or np.iinfo(np.int32).max)
     refuse_missing = args.moe_router_replay and args.moe_router_replay_missing == "error"
     missing = np.flatnonzero(shard.tensors["recorded"] == 0)
@@ -141,6 +157,7 @@ def use_rollouts(
 
     from megatron_r3.seams.forward import RolloutStep
     from megatron_r3.store.dataset import FollowedRollouts, PackedRollouts, RolloutDataset
+    from megatron_r3.training.ledger import Ledger
 
     if args.rollouts is None:
         refuse("--moe-router-replay has nothing to replay: give --rollouts DIR, a rollout store")
@@ -152,16 +169,23 @@ def use_rollouts(
         f"> rollouts: {len(store)} from {store.info.engine} {store.info.engine_version}, "
         f"{_recorded_share(args, store):.2%} of their tokens with recorded routes, "
         + ("replaying them" if args.moe_router_replay else "routing live, not replaying")
-        + ("" if store.info.router_fingerprint else "; not stamped: any policy may have sampled")
+        + ("" if any(store.info.policy) else "; not stamped: any policy may have sampled")
     )
+    for line in _warnings(args, store):
+        print_rank_0(f"> rollouts: {line}")
+    ledger = Ledger(args, store)
 
     def training_data(num_samples: int) -> RolloutDataset:
+        if not ledger.entries:  # once, after the checkpoint was loaded
+            told = ledger.settle()
+            if told:
+                print_rank_0(f"> rollouts: {told}")
         if args.rollouts_follow is not None:
-            return FollowedRollouts(store, args.seq_length, num_samples)
+            return FollowedRollouts(store, args.seq_length, num_samples, ledger.start)
         if args.rollouts_pack:
             align = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-            return PackedRollouts(store, args.seq_length, num_samples, align)
-        return RolloutDataset(store, args.seq_length, num_samples)
+            return PackedRollouts(store, args.seq_length, num_samples, align, ledger.start)
+        return RolloutDataset(store, args.seq_length, num_samples, ledger.start)
 
     def rollout_provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         try:
@@ -175,7 +199,47 @@ def use_rollouts(
         return train, valid, test
 
     rollout_provider.is_distributed = True  # type: ignore[attr-defined]
-    return rollout_provider, RolloutStep(args, store, forward_step)
+    global _step
+    _step = RolloutStep(args, store, forward_step, ledger)
+    return rollout_provider, _step
+
+
+_step: RolloutStep | None = None  # of the training that runs in this process
+
+
+def check_step(models: list[Any]) -> None:
+    """Look at what a step has done, before its update; it ends training, or returns.
+
+    Args:
+        models: this rank's model chunks, as `train_step` has them.
+    """
+    assert _step is not None, "pretrain() has not called use_rollouts"
+    _step.check(models)
+
+
+def _warnings(args: Any, store: RolloutStore) -> list[str]:
+    """What a user should know before training begins, a line each."""
+    lines = []
+    sampler, here = store.info.vocab_size, args.padded_vocab_size
+    if sampler and here and sampler != here:
+        lines.append(
+            f"warning: the sampler's softmax has {sampler} rows, the trainer's {here} (padding): "
+            "the rows that differ take part in it, so log-probs do not agree to the last digits; "
+            "--make-vocab-size-divisible-by says how far it is padded"
+        )
+    sampling = store.info.sampling
+    if sampling.temperature is None:
+        lines.append("the store does not say at which temperature it was sampled; 1 is assumed")
+    elif biased := sampling.unknown_to_the_loss():
+        lines.append(
+            f"warning: sampled with {', '.join(biased)}, and trained on as --rollouts-sampling any "
+            "asks: the policy loss compares log-probs of two distributions"
+        )
+    if getattr(args, "data_path", None) or getattr(args, "mock_data", False):
+        lines.append(
+            "--data-path and --mock-data are not trained on; only validation and test read them"
+        )
+    return lines
 
 
 def _recorded_share(args: Any, store: RolloutStore) -> float:

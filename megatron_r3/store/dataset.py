@@ -29,7 +29,7 @@ SEQUENCE_FIELDS = (*_FILL, "position_ids")
 
 
 class RolloutDataset(torch.utils.data.Dataset):
-    """Sample i is rollout i modulo their number, in store order.
+    """Sample i is rollout i - start modulo their number, in store order.
 
     A training input is tokens[:-1], so it has N - 1 tokens: exactly those that have routes.
 
@@ -38,14 +38,17 @@ class RolloutDataset(torch.utils.data.Dataset):
         seq_length: S, to which samples are padded on the right.
         num_samples: how many samples training will draw; more than there are rollouts is more
             than one epoch.
+        start: the sample of the training that is the first rollout of the store; samples before it
+            came from another store, in a training that was resumed.
     """
 
     def __init__(
-        self, store: RolloutStore, seq_length: int, num_samples: int | None = None
+        self, store: RolloutStore, seq_length: int, num_samples: int | None = None, start: int = 0
     ) -> None:
         self.store = store
         self.seq_length = seq_length
-        self.num_samples = max(num_samples or 0, len(store))
+        self.start = start
+        self.num_samples = max(num_samples or 0, start + len(store))
         self.reward = store.column("reward")
         self.advantage = group_normalised(self.reward, store.groups())
 
@@ -59,7 +62,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         Position t predicts token t + 1, and its loss_mask, log-prob and advantage are
         those of token t + 1.
         """
-        return self._sample([index % len(self.store)], [self.seq_length])
+        return self._sample([(index - self.start) % len(self.store)], [self.seq_length])
 
     def _sample(self, rollouts: list[int], lengths: list[int]) -> dict[str, Tensor]:
         """These rollouts one after the other, each padded to its length."""
@@ -91,7 +94,7 @@ class RolloutDataset(torch.utils.data.Dataset):
 
 
 class FollowedRollouts(RolloutDataset):
-    """Sample i is rollout i of a store that grows: one that is not there yet is waited for.
+    """Sample i is rollout i - start of a store that grows: one that is not there is waited for.
 
     Advantages are normalised over a whole group, so a group lies in one shard.
 
@@ -99,8 +102,10 @@ class FollowedRollouts(RolloutDataset):
         num_samples: how many samples training will draw.
     """
 
-    def __init__(self, store: RolloutStore, seq_length: int, num_samples: int) -> None:
-        super().__init__(store, seq_length, num_samples)
+    def __init__(
+        self, store: RolloutStore, seq_length: int, num_samples: int, start: int = 0
+    ) -> None:
+        super().__init__(store, seq_length, num_samples, start)
         self.num_samples = num_samples
         self.reward = self.advantage = np.zeros(0, np.float32)
         self._num_shards = 0
@@ -113,9 +118,9 @@ class FollowedRollouts(RolloutDataset):
         Raises:
             StoreError: the rollout does not come, or what comes cannot be used.
         """
-        self.store.wait_for(index)
+        self.store.wait_for(index - self.start)
         self._take_new()
-        return self._sample([index], [self.seq_length])
+        return self._sample([index - self.start], [self.seq_length])
 
     def _take_new(self) -> None:
         for shard in self.store.shards[self._num_shards :]:
@@ -137,7 +142,7 @@ class FollowedRollouts(RolloutDataset):
 
 
 class PackedRollouts(RolloutDataset):
-    """Sample i is pack i modulo their number: rollouts in store order, as many as fit.
+    """Sample i is pack i - start modulo their number: rollouts in store order, as many as fit.
 
     Every rollout is padded on the right to a multiple of `align`, and a pack to S by a document of
     padding alone.
@@ -152,8 +157,9 @@ class PackedRollouts(RolloutDataset):
         seq_length: int,
         num_samples: int | None = None,
         align: int = 1,
+        start: int = 0,
     ) -> None:
-        super().__init__(store, seq_length, num_samples)
+        super().__init__(store, seq_length, num_samples, start)
         assert seq_length % align == 0, f"{seq_length} is no multiple of {align}"
         inputs = store.column("num_tokens") - 1
         self.lengths = -(-inputs // align) * align
@@ -165,11 +171,11 @@ class PackedRollouts(RolloutDataset):
                 room = seq_length
             self.packs[-1].append(rollout)
             room -= length
-        self.num_samples = max(num_samples or 0, len(self.packs))
+        self.num_samples = max(num_samples or 0, start + len(self.packs))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """As a RolloutDataset's; and cu_seqlens, int32 `[D + 1]`, where the documents begin."""
-        rollouts = self.packs[index % len(self.packs)]
+        rollouts = self.packs[(index - self.start) % len(self.packs)]
         lengths = self.lengths[rollouts].tolist()
         tail = self.seq_length - sum(lengths)
         lengths += [tail] if tail else []

@@ -1,7 +1,8 @@
 """Read a store: rollouts by index, routes by row id.
 
-A row id counts the rows of all shards in order, so one integer says which token of which rollout;
-shards are only ever added behind the others, so it keeps its meaning while a store grows.
+A row id counts the rows of all shards in the order of their numbers, so one integer says which
+token of which rollout. Shard k is only taken when those before it are, so a row id means the same
+in every process and keeps its meaning while a store grows.
 
 Shape suffixes: L MoE layers, T tokens asked for, K top-k, N tokens of a rollout.
 """
@@ -17,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_r3.routes import Routes
-from megatron_r3.store.schema import Rollout, StoreError, StoreInfo
+from megatron_r3.store.names import SHARD_GLOB, listed_shards, shard_name, shards_in_order
+from megatron_r3.store.schema import Rollout, StoreError, StoreInfo, differences
 from megatron_r3.store.shard import Shard
-from megatron_r3.store.writer import SHARD_GLOB
 
 __all__ = ["RolloutStore"]
 
@@ -31,17 +32,19 @@ class RolloutStore:
 
     Args:
         directories: stores of the same model; their shards follow each other in name order.
-        mixed_policies: shards may come from different policies of one model.
+        mixed_policies: shards may come from different policies of one model: only `info.policy`
+            may differ.
         follow_s: the one directory grows: for so many seconds a rollout that is not there yet is
             waited for. Its policy versions must not go back.
         check: called with every shard that is opened; it refuses one by a ValueError.
 
     Attributes:
         shards: those that are open.
-        info: of the first one; with `mixed_policies` others have other fingerprints.
+        info: of the first one; with `mixed_policies` the policy of others is another.
 
     Raises:
-        StoreError: no shard, a damaged one, or stores that do not belong together.
+        StoreError: no shard, a damaged one, one that is missing or there twice, a rollout that is
+            there twice, or stores that do not belong together.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class RolloutStore:
         self.mixed_policies, self.follow_s, self.check = mixed_policies, follow_s, check
         self._refreshing = threading.Lock()  # a thread that prepares microbatches looks too
         self.shards: list[Shard] = []
+        self._path_of: dict[str, Path] = {}  # by identity
+        self._names: dict[Path, set[bytes]] = {d: set() for d in self.directories}
         self._first_rollout, self._first_row = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._wait(lambda: bool(self.shards), "the first shard")
         self.info: StoreInfo = self.shards[0].info
@@ -73,11 +78,15 @@ class RolloutStore:
         if self.shards and self.follow_s is None:
             return
         with self._refreshing:
-            known = {shard.path for shard in self.shards}
+            if self.follow_s is not None:
+                (directory,) = self.directories
+                there = listed_shards(directory)
+                while (number := len(self.shards)) in there:
+                    self._add(Shard(there[number]))
+                return
             for directory in self.directories:
-                for path in _shards(directory, may_be_empty=self.follow_s is not None):
-                    if path not in known:
-                        self._add(Shard(path))
+                for path in _shards(directory):
+                    self._add(Shard(path))
 
     def wait_for(self, rollout: int) -> None:
         """Return when the store has this rollout, by its index.
@@ -95,36 +104,92 @@ class RolloutStore:
             if time.monotonic() >= end:
                 raise StoreError(
                     f"{self.directories[0]}: {what} did not come within {self.follow_s or 0:g} s; "
-                    f"it has {len(self)} rollouts: is the sampler still running?"
+                    f"it has {len(self)} rollouts{self._gap()}: is the sampler still running?"
                 )
             time.sleep(POLL_S)
             self.refresh()
 
+    def _gap(self) -> str:
+        """The shard that others wait for, if there is one."""
+        later = [n for n in listed_shards(self.directories[0]) if n > len(self.shards)]
+        if not later:
+            return ""
+        return f", {shard_name(len(self.shards))} is missing and {shard_name(later[0])} is there"
+
     def _add(self, shard: Shard) -> None:
         if self.shards:
-            first, last = self.shards[0], self.shards[-1]
-            stamp = first.info.router_fingerprint if self.mixed_policies else None
-            theirs = shard.info if stamp is None else replace(shard.info, router_fingerprint=stamp)
-            if theirs != first.info:
-                raise StoreError(
-                    f"{shard.path}: {shard.info} is not the model or engine of "
-                    f"{first.path}: {first.info}"
-                )
-            newest = int(last.tensors["policy_version"].max())
-            oldest = int(shard.tensors["policy_version"].min())
-            if self.follow_s is not None and oldest < newest:
-                raise StoreError(
-                    f"{shard.path}: policy version {oldest} after {newest} of {last.path}: a store "
-                    "that is followed comes in the order of its policies"
-                )
+            self._check_belongs(shard)
+        names = self._check_names(shard)
         if self.check is not None:
             try:
                 self.check(shard)
             except ValueError as error:
                 raise StoreError(str(error)) from error
         self.shards.append(shard)
+        self._path_of[shard.identity] = shard.path
+        self._names[shard.path.parent] |= names
         self._first_rollout = np.append(self._first_rollout, len(self) + shard.num_rollouts)
         self._first_row = np.append(self._first_row, self._first_row[-1] + shard.num_rows)
+
+    def _check_belongs(self, shard: Shard) -> None:
+        """Refuse a shard of another model, engine or policy, a copy, and an older policy."""
+        first, last = self.shards[0], self.shards[-1]
+        theirs = first.info
+        if self.mixed_policies:
+            fingerprint, stamp, version = shard.info.policy
+            theirs = replace(
+                theirs,
+                router_fingerprint=fingerprint,
+                policy_stamp=stamp,
+                engine_policy=version,
+            )
+        if different := differences(theirs, shard.info):
+            raise StoreError(
+                f"{shard.path}: does not belong to {first.path}: {'; '.join(different)}: keep them "
+                "in stores of their own"
+            )
+        if shard.identity in self._path_of:
+            raise StoreError(
+                f"{shard.path}: is the same shard as {self._path_of[shard.identity]}: name only "
+                "one of the two stores, or remove the copy"
+            )
+        newest = int(last.tensors["policy_version"].max())
+        oldest = int(shard.tensors["policy_version"].min())
+        if self.follow_s is not None and oldest < newest:
+            raise StoreError(
+                f"{shard.path}: policy version {oldest} after {newest} of {last.path}: a store "
+                "that is followed comes in the order of its policies"
+            )
+
+    def _check_names(self, shard: Shard) -> set[bytes]:
+        """Refuse two rollouts of one (policy_version, group, sample) in one directory.
+
+        Returns:
+            The shard's names, 24 bytes each: a set of them takes a third of a set of tuples.
+        """
+        seen, mine = self._names[shard.path.parent], set[bytes]()
+        for rollout, name in enumerate(_names(shard)):
+            if name in seen or name in mine:
+                other = self._named(name, shard)
+                version, group, sample = np.frombuffer(name, np.int64).tolist()
+                raise StoreError(
+                    f"{shard.path}: rollout {rollout} is sample {sample} of group {group}, policy "
+                    f"version {version}: so is {other}; remove one, or number the samples of a "
+                    "group"
+                )
+            mine.add(name)
+        return mine
+
+    def _named(self, name: bytes, last: Shard) -> str:
+        """The first rollout of this name in the directory of a shard."""
+        folder = last.path.parent
+        shards = [shard for shard in self.shards if shard.path.parent == folder]
+        return next(
+            f"{shard.path}: rollout {rollout}"
+            for shard in [*shards, last]
+            for rollout, other in enumerate(_names(shard))
+            if other == name
+        )
 
     def verify(self) -> None:
         """Check every byte and id of all routes; one process of a node is enough.
@@ -138,9 +203,14 @@ class RolloutStore:
     def __len__(self) -> int:
         return int(self._first_rollout[-1])
 
+    def shard_of_rollout(self, rollout: int) -> int:
+        """The number, in `shards`, of the shard that holds a rollout."""
+        assert 0 <= rollout < len(self), f"rollout {rollout} of {len(self)}"
+        return int(np.searchsorted(self._first_rollout, rollout, side="right")) - 1
+
     def _find(self, rollout: int) -> tuple[Shard, int, int]:
         """A rollout's shard, its index there, and the shard's first row id."""
-        number = int(np.searchsorted(self._first_rollout, rollout, side="right")) - 1
+        number = self.shard_of_rollout(rollout)
         shard = self.shards[number]
         return shard, rollout - int(self._first_rollout[number]), int(self._first_row[number])
 
@@ -155,19 +225,17 @@ class RolloutStore:
         return np.arange(shard.row_start_M[index], shard.row_start_M[index + 1]) + first
 
     def fields(self, rollout: int) -> dict[str, np.ndarray]:
-        """tokens int32, response bool, logprobs float32, recorded bool: views, routes untouched."""
+        """tokens int32, response bool, logprobs float32, recorded bool; routes are not read.
+
+        Raises:
+            StoreError: the shard is damaged, or was changed since it was opened.
+        """
         shard, index, _ = self._find(rollout)
-        tokens = slice(shard.token_start_M[index], shard.token_start_M[index + 1])
-        rows = slice(shard.row_start_M[index], shard.row_start_M[index + 1])
-        return {
-            "tokens": shard.tensors["tokens"][tokens],
-            "response": shard.tensors["response"][tokens].astype(bool),
-            "logprobs": shard.tensors["logprobs"][tokens],
-            "recorded": shard.tensors["recorded"][rows].astype(bool),
-        }
+        fields = shard.read_tokens(index)
+        return fields | {name: fields[name].astype(bool) for name in ("response", "recorded")}
 
     def column(self, name: str) -> np.ndarray:
-        """One value for each rollout: reward, group, sample, policy_version or num_tokens."""
+        """A value for each rollout: reward, group, sample, policy_version, num_tokens, ..."""
         return np.concatenate([shard.tensors[name] for shard in self.shards])
 
     def groups(self) -> np.ndarray:
@@ -203,6 +271,7 @@ class RolloutStore:
             routes,
             int(shard.tensors["sample"][index]),
             shard.turns(index),
+            int(shard.tensors["prompt_digest"][index]),
         )
 
     def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +292,7 @@ class RolloutStore:
             mine_T = (rows_T >= first) & (rows_T < first + shard.num_rows)
             rows_U, place_T = np.unique(rows_T[mine_T] - first, return_inverse=True)
             ids_LTK[:, mine_T] = shard.read_routes(rows_U, layers)[:, place_T]
-            recorded_T[mine_T] = shard.tensors["recorded"][rows_U][place_T].astype(bool)
+            recorded_T[mine_T] = shard.read_recorded(rows_U)[place_T]
         return ids_LTK, recorded_T
 
     def shards_of(self, rows: np.ndarray) -> list[int]:
@@ -244,11 +313,17 @@ class RolloutStore:
         return int(self._first_rollout[number]) + index, token
 
 
-def _shards(directory: Path, may_be_empty: bool) -> list[Path]:
-    if not directory.is_dir() and not may_be_empty:
+def _names(shard: Shard) -> list[bytes]:
+    """policy_version, group and sample of each rollout, 24 bytes together."""
+    names = [shard.tensors[name] for name in ("policy_version", "group", "sample")]
+    data = np.stack(names, axis=1).tobytes()
+    return [data[i : i + 24] for i in range(0, len(data), 24)]
+
+
+def _shards(directory: Path) -> list[Path]:
+    if not directory.is_dir():
         raise StoreError(f"{directory}: no such rollout store")
-    paths = sorted(directory.glob(SHARD_GLOB), key=lambda path: (len(path.name), path.name))
-    if not paths and not may_be_empty:
+    if not (paths := shards_in_order(directory)):
         raise StoreError(
             f"{directory}: no {SHARD_GLOB} in it: not a rollout store, or an empty one"
         )

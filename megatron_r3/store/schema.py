@@ -5,12 +5,24 @@ Shape suffixes: N tokens of a rollout, U turns, L MoE layers, T rows (N - 1), K 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+import re
+from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from megatron_r3.routes import Routes
+from megatron_r3.untrusted import one_line
+from megatron_r3.values import (
+    wrong_logprob,
+    wrong_name,
+    wrong_reward,
+    wrong_text,
+    wrong_token,
+)
 
 __all__ = [
     "FORMAT",
@@ -19,12 +31,17 @@ __all__ = [
     "SamplingSettings",
     "StoreError",
     "StoreInfo",
+    "differences",
     "sampled_tokens",
     "turns_of",
+    "wrong_logprobs",
 ]
 
 FORMAT = "megatron-r3 rollouts"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+
+_MOST_EXPERTS = 32768  # routes.py: on a device ids are int16
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class StoreError(ValueError):
@@ -46,6 +63,21 @@ class SamplingSettings:
     top_k: int | None = None
     min_p: float | None = None
     max_tokens: int | None = None
+
+    def check(self, where: str) -> None:
+        """Refuse settings that no engine has.
+
+        Raises:
+            StoreError: naming `where` and the setting.
+        """
+        for name, most in (("temperature", 1e4), ("top_p", 1.0), ("min_p", 1.0)):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 <= value <= most):
+                raise _wrong(f"{where}: sampling.{name}", f"a number from 0 to {most:g}", value)
+        for name, least in (("top_k", 0), ("max_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                _check_whole(f"{where}: sampling.{name}", value, least, 2**31 - 1)
 
     def unknown_to_the_loss(self) -> list[str]:
         """The settings that make the log-probs of the store other than those that were drawn from.
@@ -92,19 +124,90 @@ class StoreInfo:
     vocab_size: int = 0
     sampling: SamplingSettings = SamplingSettings()
 
-    def check(self) -> None:
+    @property
+    def policy(self) -> tuple[tuple[str, ...], str, str]:
+        """What tells one policy from another: router digests, stamp, the engine's own version."""
+        return self.router_fingerprint, self.policy_stamp, self.engine_policy
+
+    def check(self, where: str = "StoreInfo") -> None:
         """Refuse what cannot be.
 
         Raises:
-            StoreError: no layers, or not one digest for each.
+            StoreError: naming `where` and the field.
         """
-        if not self.moe_layers or not 1 <= self.topk <= self.num_experts:
-            raise StoreError(f"{self}: a store has MoE layers, and topk of 1 to num_experts")
-        if self.router_fingerprint and len(self.router_fingerprint) != len(self.moe_layers):
-            raise StoreError(
-                f"{len(self.router_fingerprint)} digests in router_fingerprint for "
-                f"{len(self.moe_layers)} layers"
+        _check_whole(f"{where}: num_experts", self.num_experts, 1, _MOST_EXPERTS)
+        _check_whole(f"{where}: topk", self.topk, 1, self.num_experts)
+        layers = self.moe_layers
+        whole = isinstance(layers, tuple) and all(type(n) is int for n in layers)
+        if not (whole and layers and layers[0] >= 0 and layers[-1] < 2**31) or any(
+            one >= other for one, other in pairwise(layers)
+        ):
+            raise _wrong(
+                f"{where}: moe_layers", "the numbers of hidden layers, from 0 on, ascending", layers
             )
+        for name in ("engine", "engine_version", "model", "policy_stamp", "engine_policy"):
+            if wrong := wrong_text(getattr(self, name)):
+                raise StoreError(f"{where}: {name} must be {wrong}")
+        self._check_digests(f"{where}: router_fingerprint")
+        _check_whole(f"{where}: vocab_size", self.vocab_size, 0, 2**31)
+        if not isinstance(self.sampling, SamplingSettings):
+            raise _wrong(f"{where}: sampling", "SamplingSettings", self.sampling)
+        self.sampling.check(where)
+
+    def _check_digests(self, where: str) -> None:
+        digests = self.router_fingerprint
+        if not isinstance(digests, tuple) or not all(
+            isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in digests
+        ):
+            raise _wrong(where, "16 hex digits for each MoE layer, or empty", digests)
+        if digests and len(digests) != len(self.moe_layers):
+            raise StoreError(f"{where}: {len(digests)} digests for {len(self.moe_layers)} layers")
+
+
+def differences(there: StoreInfo, here: StoreInfo) -> list[str]:
+    """What two stores do not have in common, a few words for each field that differs.
+
+    Example: `["topk 4 there, 2 here", "router of layer 3 0f.. there, 1b.. here (and 46 more)"]`.
+    """
+    found = []
+    for field in fields(StoreInfo):
+        a, b = getattr(there, field.name), getattr(here, field.name)
+        if a == b:
+            continue
+        if field.name == "sampling":
+            pairs = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(a)]
+            found += [
+                f"{name} {_short(x)} there, {_short(y)} here" for name, x, y in pairs if x != y
+            ]
+        elif field.name == "router_fingerprint" and len(a) == len(b) == len(there.moe_layers):
+            wrong = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+            first = wrong[0]
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            layer = there.moe_layers[first]
+            found.append(f"router of layer {layer} {a[first]} there, {b[first]} here{more}")
+        elif field.name == "router_fingerprint":
+            found.append(f"{len(a)} router digests there, {len(b)} here")
+        else:
+            found.append(f"{field.name} {_short(a)} there, {_short(b)} here")
+    return found
+
+
+def _short(value: Any) -> str:
+    return one_line(repr(list(value) if isinstance(value, tuple) else value), 80)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _check_whole(name: str, value: Any, least: int, most: int) -> None:
+    """Refuse what is no whole number of this range; True and 4.0 are none."""
+    if type(value) is not int or not least <= value <= most:
+        raise _wrong(name, f"a whole number from {least} to {most}", value)
+
+
+def _wrong(name: str, expected: str, got: Any) -> StoreError:
+    return StoreError(f"{name} must be {expected}; got {_short(got)}")
 
 
 @dataclass(frozen=True)
@@ -143,35 +246,70 @@ class Rollout:
         turns = turns_of(self.response_N) if self.turns_U2 is None else self.turns_U2
         return np.asarray(turns, np.int32).reshape(-1, 2)
 
-    def check(self, where: str) -> None:
-        """Refuse shapes that do not belong together.
+    def check(self, where: str, vocab_size: int = 0) -> None:
+        """Refuse shapes that do not belong together, and values that no rollout has.
+
+        Args:
+            vocab_size: of the sampler; 0 where it is not known.
 
         Raises:
-            StoreError: naming `where` and the field.
+            StoreError: naming `where` and the field, and the token where there is one.
         """
         num_tokens = len(self.tokens_N)
         if num_tokens < 2:
             raise StoreError(f"{where}: {num_tokens} tokens; a rollout has at least 2")
-        for name in ("response_N", "logprobs_N"):
-            if len(getattr(self, name)) != num_tokens:
-                raise StoreError(
-                    f"{where}: {len(getattr(self, name))} {name} for {num_tokens} tokens"
-                )
-        ids = np.asarray(self.tokens_N)
-        if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
-            raise StoreError(f"{where}: token ids are 0 to 2**31 - 1")
-        if self.response_N[0]:
-            raise StoreError(f"{where}: its first token cannot be sampled: nothing predicts it")
-        sampled_N = sampled_tokens(self.spans_U2, num_tokens)
-        if sampled_N is None or not np.array_equal(sampled_N, self.response_N):
-            raise StoreError(f"{where}: its turns are not the tokens that its response names")
-        if not np.isfinite(self.logprobs_N).all() or not np.isfinite(self.reward):
-            raise StoreError(f"{where}: log-probs and reward must be finite")
+        for name in ("tokens_N", "response_N", "logprobs_N"):
+            shape = np.shape(getattr(self, name))
+            if shape != (num_tokens,):
+                raise StoreError(f"{where}: {name} of shape {shape} for {num_tokens} tokens")
+        self._check_name(where)
+        if wrong := wrong_reward(self.reward):
+            raise StoreError(f"{where}: reward {_short(self.reward)}: {wrong}")
+        self._check_tokens(where, vocab_size)
         if self.routes.num_rows != num_tokens - 1:
             raise StoreError(
                 f"{where}: {self.routes.num_rows} rows of routes for {num_tokens} tokens; expected "
                 f"{num_tokens - 1} (every token but the last is forwarded once)"
             )
+
+    def _check_name(self, where: str) -> None:
+        for name in ("policy_version", "group", "sample", "prompt_digest"):
+            try:
+                operator.index(getattr(self, name))
+            except TypeError as error:
+                raise _wrong(f"{where}: {name}", "a whole number", getattr(self, name)) from error
+        if wrong := wrong_name(self.policy_version, self.group, self.sample):
+            raise StoreError(f"{where}: {wrong}")
+        if not 0 <= self.prompt_digest < 2**63:
+            raise _wrong(f"{where}: prompt_digest", "of 63 bits", self.prompt_digest)
+
+    def _check_tokens(self, where: str, vocab_size: int) -> None:
+        tokens_N = np.asarray(self.tokens_N)
+        if not np.issubdtype(tokens_N.dtype, np.integer):
+            raise StoreError(f"{where}: tokens_N are whole numbers; got {tokens_N.dtype}")
+        if wrong := wrong_token(tokens_N, vocab_size or None):
+            raise StoreError(f"{where}: token {wrong[0]} {wrong[1]}")
+        if self.response_N[0]:
+            raise StoreError(f"{where}: its first token cannot be sampled: nothing predicts it")
+        sampled_N = sampled_tokens(self.spans_U2, len(tokens_N))
+        if sampled_N is None or not np.array_equal(sampled_N, self.response_N):
+            raise StoreError(f"{where}: its turns are not the tokens that its response names")
+        if wrong := wrong_logprobs(np.asarray(self.logprobs_N), sampled_N):
+            raise StoreError(f"{where}: token {wrong[0]}: {wrong[1]}")
+
+
+def wrong_logprobs(logprobs_N: np.ndarray, response_N: np.ndarray) -> tuple[int, str] | None:
+    """The first log-prob that cannot be: its token, and what is wrong with it.
+
+    Args:
+        response_N: bool; the log-probs of other tokens are 0.
+    """
+    sampled = np.flatnonzero(response_N)
+    if wrong := wrong_logprob(logprobs_N[sampled]):
+        return int(sampled[wrong[0]]), f"its log-prob {wrong[1]}"
+    for token in np.flatnonzero((logprobs_N != 0) & ~response_N)[:1]:
+        return int(token), f"its log-prob is {logprobs_N[token]:g}; it was not sampled, so 0"
+    return None
 
 
 def turns_of(response_N: np.ndarray) -> np.ndarray:

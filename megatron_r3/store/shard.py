@@ -1,4 +1,4 @@
-"""One shard, opened and checked: a number for each rollout in memory, the rest on disk.
+"""One shard, opened and checked: what each rollout has once in memory, the rest in an open file.
 
 Shape suffixes: L MoE layers, R rows of all rollouts of a shard, U some of its rows or its turns,
 K top-k, M rollouts.
@@ -6,42 +6,38 @@ K top-k, M rollouts.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from zlib_ng import zlib_ng
 
-from megatron_r3.routes import RoutesError, check_ids, id_dtype
-from megatron_r3.store.header import DTYPES, map_tensor, read_body, read_entries, read_info
-from megatron_r3.store.schema import StoreError, sampled_tokens
+from megatron_r3.routes import id_dtype
+from megatron_r3.store.checks import check_opened, check_shapes, verify_shard
+from megatron_r3.store.header import BLOCKS, DTYPES, PER_ROLLOUT, read_header
+from megatron_r3.store.held import HeldFile
+from megatron_r3.store.schema import StoreError
 from megatron_r3.store.writer import checksum
+from megatron_r3.values import wrong_token
 
 __all__ = ["Shard"]
 
-_PER_ROLLOUT = {
-    "group": np.int64,
-    "num_tokens": np.int64,
-    "num_turns": np.int64,
-    "policy_version": np.int64,
-    "reward": np.float32,
-    "sample": np.int64,
-}
-_PER_TOKEN = {"tokens": np.int32, "response": np.uint8, "logprobs": np.float32}
-_DTYPES = {**_PER_ROLLOUT, **_PER_TOKEN, "recorded": np.uint8, "turns": np.int32}
+_COLUMNS = {name: index for index, name in enumerate(BLOCKS)}  # of `block_crc32`, after the layers
 
 
 class Shard:
     """A shard's tensors by name (schema: docs/rollout-store.md), and what its store says.
 
-    Opening reads one number for each rollout, and checks every shape; tokens and the like are
-    mapped, and routes are read where they are asked for. `verify` reads all of it.
+    Opening reads what each rollout has once, and checks every shape; tokens and routes are read
+    where they are asked for, from the file that was opened, whatever has its name by then. What is
+    read of a rollout whole is compared with its checksum. `verify` reads all of it.
 
     Attributes:
-        tensors: all but the routes.
+        info: what its store says.
+        identity: 16 hex digits of all its content; its number is content too.
+        has_blocks: whether each rollout has checksums of its own: from version 3 on.
         token_start_M, row_start_M, turn_start_M: where each rollout's begin, and the end.
         bytes_read: of routes, so far, in this process.
 
@@ -52,58 +48,82 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
-        self._file: int | None = None
-        try:
-            with safe_open(path, framework="numpy") as file:  # it refuses what is cut or overlaps
-                body, names = read_body(path, file.metadata() or {}), {*file.keys()}
-            if names != {*_DTYPES, "routes"}:
-                raise StoreError(
-                    f"{path}: tensors {sorted(names)}; expected {sorted([*_DTYPES, 'routes'])}"
-                )
-            self.info = read_info(body["info"])
-            entries, begin = read_entries(path)
-            self.tensors = {name: map_tensor(path, entries[name], begin) for name in _DTYPES}
-            self._crc32 = {name: int(body["crc32"][name]) for name in (*_DTYPES, "routes")}
-        except (SafetensorError, OSError) as error:
-            raise StoreError(
-                f"{path}: not a whole shard ({error}); copy it again or remove it"
-            ) from error
-        except (KeyError, TypeError) as error:
-            raise StoreError(f"{path}: not a shard of this version ({error!r})") from error
-        self._check_dtypes()
-        for name in _PER_ROLLOUT:
-            self.tensors[name] = np.array(self.tensors[name])
-            self._check_sum(name, self.tensors[name])
-        self._check_counts()
+        self.file = HeldFile(path)
+        self.header = read_header(self.file)
+        self.info, self.identity = self.header.info, self.header.identity
+        self.has_blocks = "block_crc32" in self.header.tensors
+        check_shapes(self)
+        kept = ("turns", *PER_ROLLOUT)
+        if self.has_blocks:
+            kept = (*kept, "prompt_digest", "block_crc32")
+        self._kept = {name: self.read_whole(name) for name in kept}
+        self.file.check_unchanged()
+        for name, tensor in self._kept.items():
+            if checksum(tensor) != self.header.crc32[name]:
+                raise self.damaged(f"checksum of {name!r}")
+        self._kept.setdefault("prompt_digest", np.zeros(self.num_rollouts, np.int64))
+        check_opened(self)
         self.token_start_M, self.row_start_M, self.turn_start_M = (
             np.concatenate([[0], np.cumsum(count_M)])
             for count_M in (
-                self.tensors["num_tokens"],
-                self.tensors["num_tokens"] - 1,
-                self.tensors["num_turns"],
+                self._kept["num_tokens"],
+                self._kept["num_tokens"] - 1,
+                self._kept["num_turns"],
             )
         )
-        self._routes_begin = begin + int(entries["routes"]["data_offsets"][0])
-        self._check_shapes(tuple(entries["routes"]["shape"]), entries["routes"]["dtype"])
 
     def __reduce__(self) -> Any:
-        """Another process opens the file for itself."""
-        return Shard, (self.path,)
+        """Another process opens the file for itself, and must find the same one."""
+        return _reopened, (self.path, self.identity, self.file.state)
 
-    def __del__(self) -> None:
-        """Close the file."""
-        if getattr(self, "_file", None) is not None:
-            os.close(self._file)  # type: ignore[arg-type]
+    @property
+    def tensors(self) -> Mapping[str, np.ndarray]:
+        """All but the routes; `tokens` and what else has a number for each token is read."""
+        return _Tensors(self, self._kept)
 
     @property
     def num_rollouts(self) -> int:
         """M."""
-        return len(self.tensors["num_tokens"])
+        return len(self._kept["num_tokens"])
 
     @property
     def num_rows(self) -> int:
         """R."""
-        return int(self.row_start_M[-1])
+        return self.header.entries["routes"].shape[1]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of an expert id."""
+        return id_dtype(self.info.num_experts)
+
+    def read_whole(self, name: str) -> np.ndarray:
+        """A tensor as it lies in the file; the caller compares its checksum."""
+        entry = self.header.entries[name]
+        tensor: np.ndarray = np.empty(entry.shape, DTYPES[entry.dtype])
+        self.file.read(tensor, entry.begin)
+        return tensor
+
+    def read_tokens(self, rollout: int) -> dict[str, np.ndarray]:
+        """tokens, response, logprobs `[N]` and recorded `[N - 1]` of a rollout, as stored.
+
+        Raises:
+            StoreError: the file is damaged, or was changed since it was opened.
+        """
+        fields = {}
+        for name in BLOCKS:
+            start_M = self.row_start_M if name == "recorded" else self.token_start_M
+            entry = self.header.entries[name]
+            field = np.empty(start_M[rollout + 1] - start_M[rollout], DTYPES[entry.dtype])
+            self.file.read(field, entry.begin + int(start_M[rollout]) * field.itemsize)
+            fields[name] = field
+        self.file.check_unchanged()
+        for name, field in fields.items():
+            self._compare(name, 0, rollout, field, [0, len(field)])
+        return fields
+
+    def read_recorded(self, rows_U: np.ndarray) -> np.ndarray:
+        """Whether the engine returned routes for these rows, bool `[U]`; else as `read_routes`."""
+        return self._read_rows("recorded", rows_U, [0], 1)[0, :, 0].astype(bool)
 
     def read_routes(self, rows_U: np.ndarray, layers: Sequence[int]) -> np.ndarray:
         """The routes `[len(layers), U, K]` of some rows: these bytes are read, and no others.
@@ -113,49 +133,84 @@ class Shard:
             layers: trace layers.
 
         Raises:
-            StoreError: the file was cut since it was opened.
+            StoreError: the file is damaged, or was changed since it was opened.
         """
-        ids_LUK = np.empty((len(layers), len(rows_U), self.info.topk), self.dtype)
-        if not len(rows_U):
-            return ids_LUK
-        bounds = np.flatnonzero(np.diff(rows_U) != 1) + 1
-        starts = [0, *bounds.tolist()]
-        ends = [*bounds.tolist(), len(rows_U)]
-        row_bytes = self.info.topk * self.dtype.itemsize
-        for index, layer in enumerate(layers):
-            for start, end in zip(starts, ends, strict=True):
-                row = layer * self.num_rows + int(rows_U[start])
-                self._read(ids_LUK[index, start:end], row * row_bytes)
+        ids_LUK = self._read_rows("routes", rows_U, layers, self.info.topk)
+        self.bytes_read += ids_LUK.nbytes
         return ids_LUK
+
+    def _read_rows(
+        self, name: str, rows_U: np.ndarray, layers: Sequence[int], items: int
+    ) -> np.ndarray:
+        """`[len(layers), U, items]` of a tensor that has rows; one read for each run of rows.
+
+        Example: of the rows 4 5 6 9 10 the runs are 4 5 6 and 9 10. If rollout 1 has the rows 4 5
+        and rollout 2 the rows 6 7 8, the first run covers rollout 1 whole, and compares it.
+        """
+        entry = self.header.entries[name]
+        read: np.ndarray = np.empty((len(layers), len(rows_U), items), DTYPES[entry.dtype])
+        if not len(rows_U):
+            return read
+        row_bytes = items * read.itemsize
+        cuts = (np.flatnonzero(np.diff(rows_U) != 1) + 1).tolist()
+        runs = [*zip([0, *cuts], [*cuts, len(rows_U)], strict=True)]
+        for index, layer in enumerate(layers):
+            for start, end in runs:
+                row = layer * self.num_rows + int(rows_U[start])
+                self.file.read(read[index, start:end], entry.begin + row * row_bytes)
+        self.file.check_unchanged()
+        for start, end in runs:
+            first, bounds = self._whole(int(rows_U[start]), int(rows_U[end - 1]) + 1)
+            for layer, rows in zip(layers, read[:, start:end], strict=True) if bounds[1:] else ():
+                self._compare(name, layer, first, rows, bounds)
+        return read
+
+    def _whole(self, begin: int, end: int) -> tuple[int, list[int]]:
+        """The first rollout all of whose rows lie in `begin` to `end`, and where such rollouts
+        begin, counted from `begin` on, and the last one ends.
+        """
+        first = int(np.searchsorted(self.row_start_M, begin, side="left"))
+        last = int(np.searchsorted(self.row_start_M, end, side="right"))
+        return first, (self.row_start_M[first:last] - begin).tolist()
+
+    def _compare(
+        self, name: str, layer: int, rollout: int, part: np.ndarray, bounds: Sequence[int]
+    ) -> None:
+        """Refuse rollouts that are not what was stored; version 2 has no sums of them.
+
+        Args:
+            layer: of `routes`, else 0.
+            rollout: the first one of those that lie in `part` between the `bounds`.
+        """
+        if not self.has_blocks:
+            return
+        column = layer if name == "routes" else len(self.info.moe_layers) + _COLUMNS[name]
+        sums = [zlib_ng.crc32(part[start:end].data) for start, end in pairwise(bounds)]
+        stored = self._kept["block_crc32"][rollout : rollout + len(sums), column].tolist()
+        if sums != stored:
+            wrong = rollout + next(i for i, crc32 in enumerate(sums) if crc32 != stored[i])
+            what = f"the routes of MoE layer {layer}" if name == "routes" else repr(name)
+            raise self.damaged(f"rollout {wrong}: checksum of {what}")
+
+    def damaged(self, what: str) -> StoreError:
+        """The error for bytes that are not those that were stored."""
+        return StoreError(
+            f"{self.path}: {what} differs: the shard is damaged, or was changed while it is in "
+            "use: copy it again or remove it"
+        )
 
     def turns(self, rollout: int) -> np.ndarray:
         """First token and end of each of a rollout's turns, int32 `[U, 2]`."""
         bounds = slice(2 * self.turn_start_M[rollout], 2 * self.turn_start_M[rollout + 1])
-        return np.array(self.tensors["turns"][bounds]).reshape(-1, 2)
+        return self._kept["turns"][bounds].reshape(-1, 2).copy()
 
     def verify(self) -> None:
         """Read everything: checksums, values, the range of every id, that no row repeats one.
 
         Raises:
-            ValueError: naming the file, and for a wrong id the rollout, layer and token.
+            ValueError: naming the file, and for a wrong value or id the rollout, layer and token.
         """
-        for name in (name for name in _DTYPES if name not in _PER_ROLLOUT):
-            self._check_sum(name, self.tensors[name])
-        self._check_values()
-        recorded_R = self.tensors["recorded"].astype(bool)
-        crc32, every_row = 0, np.arange(self.num_rows)
-        wrong: list[int] = []
-        for layer in range(len(self.info.moe_layers)):
-            ids_LRK = self.read_routes(every_row, [layer])
-            crc32 = zlib_ng.crc32(ids_LRK.data, crc32)
-            try:
-                check_ids(ids_LRK, self.info.num_experts, recorded_R)
-            except RoutesError:
-                wrong.append(layer)
-        if crc32 != self._crc32["routes"]:
-            self._damaged("routes")
-        for layer in wrong:
-            self._blame(layer, recorded_R)
+        verify_shard(self)
 
     def check_tokens(self, vocab_size: int) -> None:
         """Refuse token ids outside a vocabulary.
@@ -163,19 +218,9 @@ class Shard:
         Raises:
             StoreError: naming the file, the rollout and the token.
         """
-        tokens = self.tensors["tokens"]
-        foreign = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-        if len(foreign):
-            rollout, token = self.locate_token(int(foreign[0]))
-            raise StoreError(
-                f"{self.path}: rollout {rollout}: token {token} is id {tokens[foreign[0]]}; the "
-                f"vocabulary has {vocab_size}"
-            )
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of an expert id."""
-        return id_dtype(self.info.num_experts)
+        if wrong := wrong_token(self.tensors["tokens"], vocab_size):
+            rollout, token = self.locate_token(wrong[0])
+            raise StoreError(f"{self.path}: rollout {rollout}: token {token} {wrong[1]}")
 
     def locate_token(self, token: int) -> tuple[int, int]:
         """The rollout of a token of this shard, and its place in it."""
@@ -187,93 +232,38 @@ class Shard:
         rollout = int(np.searchsorted(self.row_start_M, row, side="right")) - 1
         return rollout, row - int(self.row_start_M[rollout])
 
-    def _read(self, into: np.ndarray, offset: int) -> None:
-        if self._file is None:
-            self._file = os.open(self.path, os.O_RDONLY)
-        rest = memoryview(into.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
-        offset += self._routes_begin
-        while len(rest):
-            count = os.preadv(self._file, [rest], offset)
-            if not count:
-                raise StoreError(f"{self.path}: it was cut while it is in use; copy it again")
-            rest, offset = rest[count:], offset + count
-            self.bytes_read += count
+    def read_compared(self, name: str) -> np.ndarray:
+        """All of a tensor that has a number for each token, each rollout's part compared."""
+        tensor = self.read_whole(name)
+        self.file.check_unchanged()
+        start_M = self.row_start_M if name == "recorded" else self.token_start_M
+        self._compare(name, 0, 0, tensor, start_M.tolist())
+        return tensor
 
-    def _check_sum(self, name: str, tensor: np.ndarray) -> None:
-        if checksum(tensor) != self._crc32[name]:
-            self._damaged(name)
 
-    def _damaged(self, name: str) -> None:
+class _Tensors(Mapping[str, np.ndarray]):
+    """A shard's tensors by name: in memory, or read when they are asked for."""
+
+    def __init__(self, shard: Shard, kept: Mapping[str, np.ndarray]) -> None:
+        self.shard, self.kept = shard, kept
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name in BLOCKS:
+            return self.shard.read_compared(name)
+        return self.kept[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.kept, *BLOCKS])
+
+    def __len__(self) -> int:
+        return len(self.kept) + len(BLOCKS)
+
+
+def _reopened(path: Path, identity: str, state: tuple[int, int, int]) -> Shard:
+    """The shard that another process had opened."""
+    shard = Shard(path)
+    if shard.identity != identity or shard.file.state[:2] != state[:2]:
         raise StoreError(
-            f"{self.path}: checksum of {name!r} differs: the shard is damaged; copy it again "
-            "or remove it"
+            f"{path}: was changed or replaced while it is in use: put it back, and start again"
         )
-
-    def _check_dtypes(self) -> None:
-        for name, dtype in _DTYPES.items():
-            tensor = self.tensors[name]
-            if tensor.dtype != dtype or tensor.ndim != 1:
-                raise StoreError(
-                    f"{self.path}: {name} is {tensor.dtype} of {tensor.ndim} dimensions; expected "
-                    f"{np.dtype(dtype)} of 1"
-                )
-
-    def _check_counts(self) -> None:
-        if not self.num_rollouts or (self.tensors["num_tokens"] < 2).any():
-            raise StoreError(f"{self.path}: a shard has rollouts, and each has at least 2 tokens")
-        if (self.tensors["num_turns"] < 0).any():
-            raise StoreError(f"{self.path}: num_turns must not be negative")
-        self._refuse_infinite("reward")
-
-    def _check_values(self) -> None:
-        self._refuse_infinite("logprobs")
-        for name in ("response", "recorded"):
-            if (self.tensors[name] > 1).any():
-                raise StoreError(f"{self.path}: {name} must be 0 or 1")
-        starts_U = np.repeat(self.token_start_M[:-1], self.tensors["num_turns"])
-        ends_U = np.repeat(self.token_start_M[1:], self.tensors["num_turns"])
-        turns_U2 = self.tensors["turns"].reshape(-1, 2) + starts_U[:, None]
-        inside = (turns_U2[:, 0] >= starts_U).all() and (turns_U2[:, 1] <= ends_U).all()
-        sampled = sampled_tokens(turns_U2, int(self.token_start_M[-1])) if inside else None
-        if sampled is None or not np.array_equal(sampled, self.tensors["response"]):
-            raise StoreError(f"{self.path}: its turns are not the tokens that its response names")
-
-    def _refuse_infinite(self, name: str) -> None:
-        if not np.isfinite(self.tensors[name]).all():
-            raise StoreError(f"{self.path}: {name} must be finite")
-
-    def _check_shapes(self, routes: tuple[int, ...], routes_dtype: str) -> None:
-        num_tokens = int(self.token_start_M[-1])
-        lengths = {
-            **dict.fromkeys(_PER_ROLLOUT, self.num_rollouts),
-            **dict.fromkeys(_PER_TOKEN, num_tokens),
-            "turns": 2 * int(self.turn_start_M[-1]),
-        }
-        for name, length in lengths.items():
-            if len(self.tensors[name]) != length:
-                raise StoreError(
-                    f"{self.path}: {len(self.tensors[name])} {name}; its rollouts need {length}"
-                )
-        expected = (len(self.info.moe_layers), self.num_rows, self.info.topk)
-        if routes != expected or len(self.tensors["recorded"]) != self.num_rows:
-            raise StoreError(
-                f"{self.path}: routes {routes} for rollouts that need {expected}: "
-                "one row for every token of a rollout but its last"
-            )
-        if DTYPES.get(routes_dtype) != self.dtype:
-            raise StoreError(
-                f"{self.path}: {routes_dtype} ids for {self.info.num_experts} experts; expected "
-                f"{self.dtype}"
-            )
-
-    def _blame(self, layer: int, recorded_R: np.ndarray) -> None:
-        """Say the error again, with the rollout and the token inside it."""
-        for rollout in range(self.num_rollouts):
-            rows_U = np.arange(self.row_start_M[rollout], self.row_start_M[rollout + 1])
-            check_ids(
-                self.read_routes(rows_U, [layer]),
-                self.info.num_experts,
-                recorded_R[rows_U],
-                f"{self.path}: rollout {rollout}",
-                first_layer=layer,
-            )
+    return shard

@@ -19,9 +19,9 @@ from demo.model import arguments
 from megatron_r3.cpu.worker import TreeWorker
 from megatron_r3.routes import Routes
 from megatron_r3.seams.training import NOT_WITH_ROLLOUTS
-from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.store import RolloutStore, SamplingSettings, write_shard
 from megatron_r3.store.shard import Shard
-from megatron_r3.store.writer import metadata_of
+from megatron_r3.store.writer import block_sums, metadata_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +54,27 @@ def test_options_that_would_not_replay_exactly(
     assert reason in refused(patched, policy.arguments(*OPTIONS[reason]))
 
 
+def unknown_names(rank: int) -> list[str]:
+    """The fields of this tree's config that say something of routing, and are not in the list."""
+    import dataclasses
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_r3.seams import known_options as known
+
+    return [
+        field.name
+        for field in dataclasses.fields(TransformerConfig)
+        if known._ABOUT_ROUTING.search(field.name)
+        and not known._OURS.match(field.name)
+        and field.name not in known.KNOWN_NAMES
+    ]
+
+
+def test_every_routing_option_of_this_tree_was_looked_at(patched: TreeWorker) -> None:
+    assert patched.run(unknown_names, 1) == [[]]
+
+
 SHARDED = ["--use-distributed-optimizer", "--ckpt-format", "fsdp_dtensor"]
 SHARDED += ["--data-parallel-sharding-strategy", "optim_grads_params"]
 ROLLOUTS = {
@@ -65,6 +86,7 @@ ROLLOUTS = {
     "--hybrid-context-parallel: it moves": ["--hybrid-context-parallel"],
     "--use-megatron-fsdp: replay was not proved": ["--use-megatron-fsdp", *SHARDED],
     "--use-torch-fsdp2: replay was not proved": ["--use-torch-fsdp2"],
+    "--iterations-to-skip: the step that skips": ["--iterations-to-skip", "2"],
 }
 
 
@@ -121,7 +143,7 @@ def test_a_rollout_longer_than_the_sequence(patched: TreeWorker, policy: Policy)
 
 def test_a_token_outside_the_vocabulary(patched: TreeWorker, policy: Policy) -> None:
     text = refused(patched, policy.arguments("--vocab-size", "8"))
-    assert "the vocabulary has 8" in text
+    assert "the vocabulary has ids 0 to 7" in text
 
 
 def test_a_missing_store(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
@@ -158,6 +180,7 @@ def rewritten(policy: Policy, tmp_path: Path, change: Any) -> Path:
     source = policy.store / "shard-00000.safetensors"
     tensors = load_file(source)
     tensors.update(change(tensors))
+    tensors["block_crc32"] = block_sums(tensors)
     target = tmp_path / "store" / source.name
     target.parent.mkdir()
     save_file(tensors, target, metadata_of(Shard(source).info, tensors))
@@ -291,3 +314,54 @@ def test_rollouts_without_replay_train_live_and_say_so_once(
     done = run_script(patched_tree, argv, processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("routing live, not replaying") == 1
+
+
+def sampled(policy: Policy, folder: Path, **settings: float) -> Path:
+    """The policy's store, saying that it was sampled with these settings."""
+    plain = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=13)
+    how = replace(plain, **settings)
+    return changed_store(policy.store, folder, lambda routes: routes, sampling=how)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"temperature": 0.7}, "temperature 0.7"),
+        ({"top_p": 0.9, "top_k": 20}, "top_p 0.9, top_k 20"),
+        ({"min_p": 0.1}, "min_p 0.1"),
+    ],
+)
+def test_sampling_that_the_loss_does_not_know_is_refused_or_accepted_by_name(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, settings: dict[str, float], named: str
+) -> None:
+    store = sampled(policy, tmp_path / "s", **settings)
+    text = refused(patched, policy.arguments(store=store))
+    assert f"sampled with {named}, while the policy loss takes all log-probs at temperature" in text
+    assert "--rollouts-sampling any" in text
+    argv = policy.arguments("--rollouts-sampling", "any", store=store)
+    assert patched.run(parse, 1, argv) == [""]
+    plain = sampled(policy, tmp_path / "plain", max_tokens=5)
+    assert patched.run(parse, 1, policy.arguments(store=plain)) == [""]
+
+
+def test_what_a_user_should_know_is_said_at_the_start(
+    patched_tree: Path, policy: Policy, tmp_path: Path
+) -> None:
+    known = changed_store(
+        policy.store,
+        tmp_path / "s",
+        lambda routes: routes,
+        vocab_size=40,
+        sampling=SamplingSettings(temperature=0.7),
+    )
+    more = ("--rollouts-sampling", "any", "--mock-data")
+    done = run_script(patched_tree, policy.arguments(*more, store=known))
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if "> rollouts:" in line]
+    padded = next(line for line in said if "softmax has 40 rows, the trainer's " in line)
+    assert padded.count("warning:") == 1
+    assert any("warning: sampled with temperature 0.7, and trained on" in line for line in said)
+    assert any("--data-path and --mock-data are not trained on" in line for line in said)
+    plain = run_script(patched_tree, policy.arguments())  # control: nothing to say of it
+    assert "softmax has" not in plain.stdout
+    assert "--mock-data are not trained on" not in plain.stdout

@@ -8,38 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from training import Policy, train
+from training import Policy, fails, parts, same, steps_on, train
 
-from megatron_r3.cpu.errors import RankError
 from megatron_r3.cpu.worker import TreeWorker
-from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
+from megatron_r3.store import write_shard
 
 EP2 = ["--expert-model-parallel-size", "2"]
-STEP = 8  # rollouts
-
-
-def parts(policy: Policy) -> tuple[StoreInfo, list[list[Rollout]]]:
-    """The policy's 32 rollouts as four shards, each with whole groups, of four versions."""
-    store = RolloutStore([policy.store])
-    rollouts = [store.rollout(index) for index in range(len(store))]
-    rollouts.sort(key=lambda rollout: rollout.group)
-    shards = [rollouts[i : i + STEP] for i in range(0, len(rollouts), STEP)]
-    return store.info, [
-        [replace(rollout, policy_version=version) for rollout in shard]
-        for version, shard in enumerate(shards)
-    ]
-
-
-def arguments(policy: Policy, store: Path, steps: int, *more: str) -> list[str]:
-    batch = ["--micro-batch-size", "4", "--global-batch-size", str(STEP)]
-    argv = policy.arguments(*batch, "--train-iters", str(steps), *more, store=store)
-    return [*argv, "--lr-decay-style", "constant"]
-
-
-def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
@@ -52,7 +26,7 @@ def test_a_store_that_grows_trains_as_the_whole_one(
         write_shard(tmp_path / "whole", unstamped, shard)
     more = ("--num-workers", workers)
     want = patched.run(
-        train, 2, arguments(policy, tmp_path / "whole", 4, *more, *EP2), timeout_s=120
+        train, 2, steps_on(policy, tmp_path / "whole", 4, *more, *EP2), timeout_s=120
     )
 
     def sample() -> None:
@@ -63,14 +37,14 @@ def test_a_store_that_grows_trains_as_the_whole_one(
     sampler = threading.Thread(target=sample)
     sampler.start()
     follow = ("--rollouts-follow", "60", *more, *EP2)
-    got = patched.run(train, 2, arguments(policy, tmp_path / "grows", 4, *follow), timeout_s=120)
+    got = patched.run(train, 2, steps_on(policy, tmp_path / "grows", 4, *follow), timeout_s=120)
     sampler.join()
     assert same(want, got)
     shards[1], shards[2] = shards[2], shards[1]
     for version, shard in enumerate(shards):
         swapped = [replace(rollout, policy_version=version) for rollout in shard]
         write_shard(tmp_path / "swapped", unstamped, swapped)
-    control = arguments(policy, tmp_path / "swapped", 4, *more, *EP2)
+    control = steps_on(policy, tmp_path / "swapped", 4, *more, *EP2)
     assert not same(want, patched.run(train, 2, control, timeout_s=120))
 
 
@@ -81,23 +55,16 @@ def test_an_interrupted_training_goes_on_at_the_next_rollout(
     info, shards = parts(policy)
     for shard in shards:
         write_shard(tmp_path / "store", info, shard)
-    whole = arguments(policy, tmp_path / "store", 4, *follow)
+    whole = steps_on(policy, tmp_path / "store", 4, *follow)
     want = patched.run(train, 1, whole, timeout_s=120)
     saved = ["--save", str(tmp_path / "saved"), "--save-interval", "2"]
-    half = [*arguments(policy, tmp_path / "store", 4, *follow), *saved, "--exit-interval", "2"]
+    half = [*steps_on(policy, tmp_path / "store", 4, *follow), *saved, "--exit-interval", "2"]
     patched.run(train, 1, half, timeout_s=120)
-    again = arguments(policy, tmp_path / "store", 4, *follow)
+    again = steps_on(policy, tmp_path / "store", 4, *follow)
     for name in ("--finetune", "--no-load-optim", "--no-load-rng"):
         again.remove(name)
     again[again.index("--load") + 1] = str(tmp_path / "saved")
     assert same(want, patched.run(train, 1, again, timeout_s=120))
-
-
-def fails(patched: TreeWorker, argv: list[str]) -> str:
-    with pytest.raises(RankError) as failure:
-        patched.run(train, 1, argv, timeout_s=120)
-    assert "SystemExit: 1" in str(failure.value)
-    return str(failure.value)
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
@@ -107,13 +74,13 @@ def test_what_never_comes_and_what_is_foreign_end_the_training_with_a_reason(
     info, shards = parts(policy)
     more = ("--num-workers", workers, "--rollouts-follow", "1")
     write_shard(tmp_path / "short", info, shards[0])
-    short = fails(patched, arguments(policy, tmp_path / "short", 2, *more))
+    short = fails(patched, steps_on(policy, tmp_path / "short", 2, *more))
     assert "error: " in short
     assert "rollout 8 did not come within 1 s; it has 8 rollouts" in short
 
     write_shard(tmp_path / "split", info, shards[0][:6])
     write_shard(tmp_path / "split", info, shards[0][6:])
-    split = fails(patched, arguments(policy, tmp_path / "split", 1, *more))
+    split = fails(patched, steps_on(policy, tmp_path / "split", 1, *more))
     assert "shard-00001" in split
     assert "began in an earlier shard" in split
 
@@ -126,10 +93,10 @@ def test_a_policy_is_checked_when_its_first_rollout_is_used(
     foreign = replace(info, router_fingerprint=("0" * 16,) * len(info.moe_layers))
     write_shard(tmp_path / "s", foreign, shards[1])
     follow = ("--rollouts-follow", "1")
-    patched.run(train, 1, arguments(policy, tmp_path / "s", 1, *follow), timeout_s=120)
-    text = fails(patched, arguments(policy, tmp_path / "s", 2, *follow))
+    patched.run(train, 1, steps_on(policy, tmp_path / "s", 1, *follow), timeout_s=120)
+    text = fails(patched, steps_on(policy, tmp_path / "s", 2, *follow))
     assert "sampled from another policy" in text
     anyone = ("--rollouts-policy", "any")
-    patched.run(train, 1, arguments(policy, tmp_path / "s", 2, *anyone), timeout_s=120)
-    old = fails(patched, arguments(policy, tmp_path / "s", 2, *anyone, "--rollouts-max-lag", "0"))
+    patched.run(train, 1, steps_on(policy, tmp_path / "s", 2, *anyone), timeout_s=120)
+    old = fails(patched, steps_on(policy, tmp_path / "s", 2, *anyone, "--rollouts-max-lag", "0"))
     assert "policy version 0 while 1 samples: more than --rollouts-max-lag 0 behind" in old

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from demo.model import arguments
 from fidelity.off import hide_megatron_r3, weights
 from megatron_r3 import launch
+from megatron_r3.cpu.errors import RankError
+from megatron_r3.cpu.worker import TreeWorker
 from megatron_r3.routes import Routes
-from megatron_r3.store import RolloutStore, StoreInfo, write_shard
+from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
 
 STEP = ["--micro-batch-size", "4", "--global-batch-size", "32", "--train-iters", "1"]
 STEP += ["--lr", "1e-3", "--moe-router-load-balancing-type", "none", "--calculate-per-token-loss"]
@@ -123,3 +126,36 @@ def changed_store(
         ],
     )
     return target
+
+
+PART = 8  # rollouts of a step, and of a shard
+
+
+def parts(policy: Policy) -> tuple[StoreInfo, list[list[Rollout]]]:
+    """The policy's 32 rollouts as four shards, each with whole groups, of four versions."""
+    store = RolloutStore([policy.store])
+    rollouts = [store.rollout(index) for index in range(len(store))]
+    rollouts.sort(key=lambda rollout: rollout.group)
+    shards = [rollouts[i : i + PART] for i in range(0, len(rollouts), PART)]
+    return store.info, [
+        [replace(rollout, policy_version=version) for rollout in shard]
+        for version, shard in enumerate(shards)
+    ]
+
+
+def steps_on(policy: Policy, store: Path, steps: int, *more: str) -> list[str]:
+    batch = ["--micro-batch-size", "4", "--global-batch-size", str(PART)]
+    argv = policy.arguments(*batch, "--train-iters", str(steps), *more, store=store)
+    return [*argv, "--lr-decay-style", "constant"]
+
+
+def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
+
+
+def fails(patched: TreeWorker, argv: list[str]) -> str:
+    with pytest.raises(RankError) as failure:
+        patched.run(train, 1, argv, timeout_s=120)
+    assert "SystemExit: 1" in str(failure.value)
+    return str(failure.value)

@@ -14,7 +14,9 @@ LENGTHS = [5, 9, 3, 17, 4, 2, 16, 8]
 
 @pytest.fixture
 def store(tmp_path):
-    rollouts = [make_rollout(n, seed=n, group=n % 2, reward=n / 10) for n in LENGTHS]
+    rollouts = [
+        make_rollout(n, seed=n, group=n % 2, reward=n / 10, sample=i) for i, n in enumerate(LENGTHS)
+    ]
     write_shard(tmp_path / "s", INFO, rollouts)
     return RolloutStore([tmp_path / "s"])
 

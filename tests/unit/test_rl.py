@@ -79,3 +79,40 @@ def test_agreement():
 def test_direction_matters():
     a, b, mask = torch.tensor([-1.0]), torch.tensor([-2.0]), torch.ones(1)
     assert agreement_sums(a, b, mask)["k3_kl"] != agreement_sums(b, a, mask)["k3_kl"]
+
+
+@pytest.mark.parametrize("sampled", [-64.0, -95.0, -9999.0, 1e-5])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0, 30.0])
+def test_the_loss_and_its_gradient_are_finite_for_every_log_prob(sampled, advantage):
+    lp = torch.tensor([-0.5, -200.0, -3e38], requires_grad=True)
+    given = torch.tensor([sampled, 0.0, sampled])
+    loss = clipped_policy_loss(lp, given, torch.full((3,), advantage), torch.ones(3), 0.2)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(lp.grad).all()
+    sums = agreement_sums(lp.detach()[:2], given[:2], torch.ones(2))
+    assert all(math.isfinite(value) for value in sums.values())
+
+
+def test_an_unbounded_ratio_is_not_finite():
+    lp = torch.tensor([-0.5], requires_grad=True)
+    loss = ((lp + 9999.0).exp() * 0.0).sum()  # what the bound keeps away
+    loss.backward()
+    assert torch.isnan(loss)
+    assert torch.isnan(lp.grad).all()
+
+
+def test_the_bound_moves_no_ratio_that_training_can_use_and_counts_the_others():
+    lp, given = torch.tensor([-1.0, -1.0, -60.0]), torch.tensor([-1.5, -20.9, -1.0])
+    mask = torch.ones(3)
+    sums = agreement_sums(lp, given, mask)
+    assert sums["bounded_ratio"].item() == 1  # 59 is beyond 20, 19.9 is not
+    assert sums["abs_dlogp"].item() == pytest.approx(0.5 + 19.9 + 59.0)
+    loss = clipped_policy_loss(lp[:2], given[:2], -mask[:2], mask[:2], 0.2)
+    assert loss.item() == pytest.approx(math.exp(0.5) + math.exp(19.9), rel=1e-5)
+
+
+def test_a_trainer_that_computes_nan_is_not_hidden():
+    lp = torch.tensor([-0.5, float("nan")])
+    given, mask = torch.tensor([-0.5, -0.5]), torch.ones(2)
+    assert torch.isnan(clipped_policy_loss(lp, given, mask, mask, 0.2))

@@ -17,7 +17,7 @@ from megatron_r3.fingerprint import router_digest
 from megatron_r3.rollouts.inspect import inspect_store
 from megatron_r3.routes import Routes
 from megatron_r3.store import RolloutStore, write_shard
-from megatron_r3.store.writer import metadata_of
+from megatron_r3.store.writer import block_sums, metadata_of
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -160,7 +160,8 @@ def test_verify_names_what_is_wrong(store, model, capsys):
     routes = tensors["routes"].copy()
     routes[1, 3 + 2, 0] = 99
     changed = {**tensors, "routes": routes}
-    save_file(changed, path, metadata_of(info, changed))
+    changed["block_crc32"] = block_sums(changed)
+    save_file(changed, path, metadata_of(info, changed, number=1))
     error = refused(capsys, store)
     assert f"{path}: rollout 1: " in error
     assert "at MoE layer 1, token 2" in error
@@ -178,7 +179,7 @@ def test_verify_names_what_is_wrong(store, model, capsys):
         ({"mlp_only_layers": [0, 1, 3, 4]}, "MoE layers [1, 2, 5]; model has [2, 5]"),
         ({"num_experts": 32}, "experts 16; model has 32"),
         ({"num_experts_per_tok": 2}, "top-k 4; model has 2"),
-        ({"vocab_size": 40}, "the vocabulary has 40"),
+        ({"vocab_size": 40}, "the vocabulary has ids 0 to 39"),
     ],
 )
 def test_another_model_is_refused(store, model, capsys, change, message):

@@ -1,18 +1,16 @@
 """The store: what goes in comes out, and what is damaged or foreign is refused by name."""
 
-import os
 import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from stored import INFO, ROLLOUTS, make_rollout, opened
+from stored import INFO, OTHER, ROLLOUTS, make_rollout, opened, rewrite
 
 from megatron_r3.routes import RoutesError
 from megatron_r3.store import RolloutStore, StoreError, write_shard
 from megatron_r3.store.dataset import RolloutDataset
-from megatron_r3.store.writer import metadata_of
 
 
 def test_round_trip_over_shards(store_dir):
@@ -82,7 +80,7 @@ def test_mutated_shards_are_the_same_or_refused(store_dir):
     """Some of a shard's bytes changed, cut, repeated or moved: never other rollouts."""
     path = store_dir / "shard-00001.safetensors"
     whole, rng = path.read_bytes(), np.random.default_rng(1)
-    kept = 0
+    kept, errors = 0, []
     for _ in range(1500):
         data = bytearray(whole)
         for _ in range(int(rng.integers(1, 4))):
@@ -100,7 +98,8 @@ def test_mutated_shards_are_the_same_or_refused(store_dir):
         path.write_bytes(data)
         try:
             store = opened(store_dir)
-        except (StoreError, RoutesError):
+        except (StoreError, RoutesError) as error:
+            errors.append(str(error))
             continue
         kept += 1
         for index in range(2, 5):
@@ -108,12 +107,7 @@ def test_mutated_shards_are_the_same_or_refused(store_dir):
             assert np.array_equal(got.tokens_N, want.tokens_N)
             assert np.array_equal(got.routes.ids_LTK, want.routes.ids_LTK)
     assert kept < 50, "hardly any mutation was noticed"
-
-
-def rewrite(path, **changes):
-    """A shard with other tensors, and checksums that fit them: only its meaning is wrong."""
-    tensors = {**load_file(path), **changes}
-    save_file(tensors, path, metadata_of(INFO, tensors))
+    assert [e for e in errors if not e.startswith(f"{path}: ") or not e.isprintable()] == []
 
 
 def test_ids_out_of_range_and_twice_name_file_rollout_layer_token(store_dir):
@@ -131,40 +125,6 @@ def test_ids_out_of_range_and_twice_name_file_rollout_layer_token(store_dir):
         opened(store_dir)
 
 
-def test_rows_short_by_one(store_dir):
-    path = store_dir / "shard-00000.safetensors"
-    tensors = load_file(path)
-    rewrite(path, routes=tensors["routes"][:, :-1].copy(), recorded=tensors["recorded"][:-1])
-    with pytest.raises(StoreError, match=r"routes \(3, 11, 4\) .* \(3, 12, 4\)"):
-        opened(store_dir)
-
-
-WRONG = {
-    "logprobs must be finite": {"logprobs": np.full(14, np.nan, np.float32)},
-    "reward must be finite": {"reward": np.array([1, np.inf], np.float32)},
-    "at least 2 tokens": {"num_tokens": np.array([-5, 19])},
-    "2 rollouts, and each": {"num_tokens": np.array([1, 13])},
-    "num_tokens is float64": {"num_tokens": np.array([5.0, 9.0])},
-    "of 2 dimensions": {"num_tokens": np.array([[5, 9]])},
-    "recorded must be 0 or 1": {"recorded": np.full(12, 2, np.uint8)},
-    "1 reward; its rollouts need 2": {"reward": np.ones(1, np.float32)},
-    "I64 ids for 16 experts": {"routes": np.zeros((3, 12, 4), np.int64)},
-    "C64 ids for 16 experts": {"routes": np.zeros((3, 12, 4), np.complex64)},
-    "not a shard of this version": {"reward": np.ones(2, np.complex64)},
-    "turns are not the tokens": {"turns": np.array([2, 5, 3, 9], np.int32)},
-    "its turns are not": {"turns": np.array([2, 6, 3, 9], np.int32)},
-    "4 turns; its rollouts need 6": {"num_turns": np.array([1, 2])},
-    "num_turns must not": {"num_turns": np.array([-1, 3])},
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_impossible_values_with_fitting_checksums(store_dir, message):
-    rewrite(store_dir / "shard-00000.safetensors", **WRONG[message])
-    with pytest.raises(StoreError, match=f"shard-00000.*{message.replace('2 rollouts, ', '')}"):
-        opened(store_dir)
-
-
 def test_a_store_named_twice(store_dir):
     with pytest.raises(StoreError, match="named twice"):
         RolloutStore([store_dir, f"{store_dir}/../{store_dir.name}"])
@@ -172,21 +132,22 @@ def test_a_store_named_twice(store_dir):
 
 def test_policies_mix_only_on_request(tmp_path):
     write_shard(tmp_path / "a", INFO, ROLLOUTS[:1])
-    write_shard(tmp_path / "b", replace(INFO, router_fingerprint=("x", "y", "z")), ROLLOUTS[:1])
+    write_shard(tmp_path / "b", replace(INFO, router_fingerprint=OTHER), ROLLOUTS[:1])
     assert len(RolloutStore([tmp_path / "a", tmp_path / "b"], mixed_policies=True)) == 2
 
 
 def test_stores_of_different_models_do_not_mix(tmp_path):
     write_shard(tmp_path / "a", INFO, ROLLOUTS[:1])
-    write_shard(tmp_path / "b", replace(INFO, router_fingerprint=("x", "y", "z")), ROLLOUTS[:1])
+    write_shard(tmp_path / "b", replace(INFO, router_fingerprint=OTHER), ROLLOUTS[:1])
     with pytest.raises(StoreError, match="b/shard-00000"):
         RolloutStore([tmp_path / "a", tmp_path / "b"])
 
 
 def test_groups_of_two_collections_are_not_mixed(tmp_path):
-    for name in ("a", "b"):
-        write_shard(tmp_path / name, INFO, ROLLOUTS[:2])
-        write_shard(tmp_path / name, INFO, ROLLOUTS[2:3])  # another shard, the same group 1
+    for number, name in enumerate(("a", "b")):
+        scored = [replace(rollout, reward=float(number)) for rollout in ROLLOUTS]
+        write_shard(tmp_path / name, INFO, scored[:2])
+        write_shard(tmp_path / name, INFO, scored[2:3])  # another shard, the same group 1
     write_shard(tmp_path / "b", INFO, [replace(ROLLOUTS[0], policy_version=8)])
     groups = RolloutStore([tmp_path / "a", tmp_path / "b"]).groups().tolist()
     assert [r.group for r in ROLLOUTS[:3]] == [1, 1, 1]
@@ -231,11 +192,3 @@ def test_a_rank_reads_its_layers_and_rows_and_no_other_byte(store_dir):
     rows = np.arange(3)
     mine, theirs = (shard.read_routes(rows, [1]) for shard in (again, store.shards[0]))
     assert np.array_equal(mine, theirs)
-
-
-def test_a_shard_that_is_cut_while_in_use(store_dir):
-    store = RolloutStore([store_dir])
-    path = store_dir / "shard-00000.safetensors"
-    os.truncate(path, 600)
-    with pytest.raises(StoreError, match=r"shard-00000.*was cut while it is in use"):
-        store.routes(store.row_ids(0), [2])

@@ -1,12 +1,13 @@
 """A store that grows while it is read."""
 
+import os
 import threading
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from stored import INFO, ROLLOUTS
+from stored import INFO, OTHER, ROLLOUTS
 
 from megatron_r3.store import RolloutStore, StoreError, write_shard
 
@@ -17,7 +18,7 @@ def test_a_store_that_grows_is_followed(tmp_path):
         write_shard(tmp_path / "s", INFO, ROLLOUTS[:2])
         time.sleep(0.3)
         newer = [replace(r, policy_version=8) for r in ROLLOUTS[2:]]
-        write_shard(tmp_path / "s", replace(INFO, router_fingerprint=("x", "y", "z")), newer)
+        write_shard(tmp_path / "s", replace(INFO, router_fingerprint=OTHER), newer)
 
     writer = threading.Thread(target=write_later)
     writer.start()
@@ -32,7 +33,7 @@ def test_a_store_that_grows_is_followed(tmp_path):
     assert other.shards_of(rows) == [1]
     with pytest.raises(StoreError, match=r"rollout 5 did not come within 0 s; it has 5 rollouts"):
         other.wait_for(5)
-    write_shard(tmp_path / "s", INFO, ROLLOUTS[:1])
+    write_shard(tmp_path / "s", INFO, [replace(ROLLOUTS[0], sample=9)])
     with pytest.raises(StoreError, match=r"shard-00002.*policy version 7 after 8"):
         other.wait_for(5)
 
@@ -46,7 +47,43 @@ def test_one_store_can_be_followed(store_dir, tmp_path):
 
 def test_a_store_that_is_not_followed_stays_as_it_was(store_dir):
     store = RolloutStore([store_dir])
-    write_shard(store_dir, INFO, ROLLOUTS[:1])
+    write_shard(store_dir, INFO, [replace(ROLLOUTS[0], sample=9)])
     store.refresh()
     assert len(store) == 5
     assert len(RolloutStore([store_dir])) == 6
+
+
+def test_shards_that_come_in_another_order_have_the_row_ids_of_their_numbers(tmp_path):
+    """As rsync, parallel copies or two writers may bring them: every process sees one order."""
+    whole, grows = tmp_path / "whole", tmp_path / "grows"
+    grows.mkdir()
+    for number in range(4):
+        write_shard(whole, INFO, [replace(r, policy_version=number) for r in ROLLOUTS[number:]])
+    want = RolloutStore([whole])
+    names = [shard.path.name for shard in want.shards]
+    store = None
+    for arrived, taken in ((0, 1), (2, 1), (3, 1), (1, 4)):
+        os.link(whole / names[arrived], grows / names[arrived])
+        store = store or RolloutStore([grows], follow_s=0)
+        store.refresh()
+        assert len(store.shards) == taken
+        if arrived == 3:
+            missing = f"has 5 rollouts, {names[1]} is missing and {names[2]} is there: is the sampl"
+            with pytest.raises(
+                StoreError, match=f"rollout 5 did not come within 0 s; it {missing}"
+            ):
+                store.wait_for(5)
+    assert [shard.path.name for shard in store.shards] == names
+    assert len(store) == len(want) == 5 + 4 + 3 + 2
+    for rollout in range(len(want)):
+        assert np.array_equal(store.row_ids(rollout), want.row_ids(rollout))
+        assert np.array_equal(store.fields(rollout)["tokens"], want.fields(rollout)["tokens"])
+        rows = want.row_ids(rollout)
+        assert np.array_equal(store.routes(rows, [1])[0], want.routes(rows, [1])[0])
+
+
+def test_the_first_shard_of_a_followed_store_is_number_0(store_dir):
+    (store_dir / "shard-00000.safetensors").rename(store_dir / "kept")
+    missing = "has 0 rollouts, shard-00000.safetensors is missing and shard-00001.safetensors is"
+    with pytest.raises(StoreError, match=f"the first shard did not come within 0 s; it {missing}"):
+        RolloutStore([store_dir], follow_s=0)

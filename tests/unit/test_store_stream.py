@@ -15,7 +15,8 @@ def written(path):
     whole = np.concatenate(PIECES)
     routes = stream.Streamed(whole.dtype, whole.shape, [PIECES[:2500], PIECES[2500:]])
     with path.open("wb", buffering=0) as file:
-        stream.write_safetensors(file, {"routes": routes}, lambda crc32: {"crc32": str(crc32)})
+        written = stream.write_tensors(file, {"routes": routes}, {"crc32": "9" * 10})
+        written.write_header({"crc32": str(written.crc32["routes"])})
     return load_file(path)["routes"]
 
 

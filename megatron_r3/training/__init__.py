@@ -1,0 +1,1 @@
+"""Training on rollouts: what is checked before an update, and what a checkpoint remembers."""

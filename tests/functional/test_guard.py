@@ -1,0 +1,127 @@
+"""Nothing that is not finite, and no routes that nobody took, gets into a weight."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training import STEP, Policy, steps_on, train
+
+from megatron_r3 import launch
+from megatron_r3.cpu.errors import RankError
+from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.store import RolloutStore, write_shard
+
+PP2 = ["--pipeline-model-parallel-size", "2"]
+OVERLAP = ["--bf16", "--overlap-moe-expert-parallel-comm", "--expert-model-parallel-size", "2"]
+
+
+def poisoned(rank: int, argv: list[str], poison: str, token: int = 0) -> None:
+    """Train with something wrong in the model; the first iteration of the process finds it."""
+    from demo.pretrain import datasets, forward_step
+
+    def spoil(models: list[torch.nn.Module]) -> None:
+        for name, parameter in ((n, p) for model in models for n, p in model.named_parameters()):
+            if poison == "embedding" and "word_embeddings" in name:
+                parameter.data[token] = float("nan")
+            if poison == "gradient" and name.endswith("layers.1.mlp.router.weight"):
+                parameter.register_hook(lambda gradient: gradient * float("nan"))
+        if poison == "routing":
+            from megatron.core.transformer.moe.router import TopKRouter
+
+            TopKRouter.routing = _asks_nobody(TopKRouter.routing)
+
+    sys.argv = ["pretrain.py", *argv]
+    launch.train(datasets, forward_step, spoil)
+
+
+def _asks_nobody(original: Any) -> Any:
+    def routing(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        hook, self.router_replay, self.config.moe_router_replay = self.router_replay, None, False
+        try:
+            return original(self, logits, *args, **kwargs)
+        finally:
+            self.router_replay, self.config.moe_router_replay = hook, True
+
+    return routing
+
+
+def refused(patched: TreeWorker, ranks: int, argv: list[str], *poison: Any) -> str:
+    """What the rank that speaks said."""
+    with pytest.raises(RankError) as failure:
+        patched.run(poisoned, ranks, argv, *poison, timeout_s=120)
+    text = str(failure.value)
+    assert "SystemExit: 1" in text
+    (line,) = {line for line in text.splitlines() if line.startswith("error: ")}
+    return line
+
+
+def saves(policy: Policy, folder: Path, *more: str) -> list[str]:
+    saved = ["--save", str(folder), "--save-interval", "1"]
+    return steps_on(policy, policy.store, 1, *saved, *more)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, PP2)])
+def test_a_log_prob_that_is_not_finite_names_rollout_and_token_in_the_first_iteration(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, ranks: int, layout: list[str]
+) -> None:
+    store = RolloutStore([policy.store])
+    rollout = store.rollout(2)  # of the first micro-batch; not its first
+    earlier = {int(t) for index in (0, 1) for t in store.rollout(index).tokens_N}
+    token = next((int(t) for t in rollout.tokens_N[:-1] if int(t) not in earlier), None)
+    if token is None:
+        token = int(rollout.tokens_N[0])
+    inputs = [store.rollout(i).tokens_N[:-1] for i in range(8)]
+    first = next(i for i, tokens in enumerate(inputs) if token in tokens)
+    line = refused(patched, ranks, saves(policy, tmp_path / "s", *layout), "embedding", token)
+    assert f"rollout {first}, token " in line
+    assert str(policy.store) in line
+    assert "the trainer's log-prob is nan" in line
+    assert "Iteration 1 changed no weight" in line
+    assert not (tmp_path / "s" / "latest_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, PP2)])
+def test_a_gradient_that_is_not_finite_names_its_parameter_and_the_rollouts(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, ranks: int, layout: list[str]
+) -> None:
+    line = refused(patched, ranks, saves(policy, tmp_path / "s", *layout), "gradient")
+    assert "layers.1.mlp.router.weight is not finite" in line
+    assert "rollout 0 to " in line
+    assert not (tmp_path / "s" / "latest_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.parametrize("layout", [[], OVERLAP])
+def test_a_framework_that_replaces_routing_cannot_train_live(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, layout: list[str]
+) -> None:
+    ranks = 2 if layout else 1
+    line = refused(patched, ranks, saves(policy, tmp_path / "s", *layout), "routing")
+    assert "no router took them" in line
+    assert not (tmp_path / "s" / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_the_same_training_without_poison_saves(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    patched.run(poisoned, 1, saves(policy, tmp_path / "s"), "nothing", timeout_s=120)
+    assert (tmp_path / "s" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_log_probs_at_the_bound_of_a_store_train_to_finite_weights(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    store = RolloutStore([policy.store])
+    rollouts = [store.rollout(index) for index in range(len(store))]
+    lowest = [
+        replace(r, logprobs_N=np.where(r.response_N, -64.0, 0.0).astype(np.float32))
+        for r in rollouts
+    ]
+    write_shard(tmp_path / "lowest", store.info, lowest)
+    (weights,) = patched.run(train, 1, policy.arguments(*STEP, store=tmp_path / "lowest"))
+    assert all(torch.isfinite(weight).all() for weight in weights.values())

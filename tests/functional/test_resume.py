@@ -1,0 +1,167 @@
+"""A checkpoint remembers which rollouts it was trained on."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from training import PART, Policy, fails, parts, same, steps_on, train
+
+from demo.report import series_of
+from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.store import RolloutStore, write_shard
+
+FOREIGN = ("0" * 16,) * 4
+
+
+def stores(policy: Policy, folder: Path) -> Path:
+    """The four parts as one store, one policy version each; not stamped."""
+    info, shards = parts(policy)
+    for shard in shards:
+        write_shard(folder / "store", replace(info, router_fingerprint=()), shard)
+    return folder / "store"
+
+
+def half(patched: TreeWorker, policy: Policy, store: Path, folder: Path, *more: str) -> Path:
+    """Two of four steps, saved."""
+    saved = ["--save", str(folder / "saved"), "--save-interval", "2", "--exit-interval", "2"]
+    patched.run(train, 1, steps_on(policy, store, 4, *more, *saved), timeout_s=120)
+    return folder / "saved"
+
+
+def resumed(policy: Policy, store: Path, saved: Path, *more: str) -> list[str]:
+    argv = steps_on(policy, store, 4, *more)
+    for name in ("--finetune", "--no-load-optim", "--no-load-rng"):
+        argv.remove(name)
+    argv[argv.index("--load") + 1] = str(saved)
+    return argv
+
+
+@pytest.fixture
+def interrupted(patched: TreeWorker, policy: Policy, tmp_path: Path) -> tuple[Path, Path]:
+    store = stores(policy, tmp_path)
+    return store, half(patched, policy, store, tmp_path)
+
+
+def test_the_same_store_goes_on_wherever_it_lies_now(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, interrupted: tuple[Path, Path]
+) -> None:
+    store, saved = interrupted
+    want = patched.run(train, 1, steps_on(policy, store, 4), timeout_s=120)
+    moved = store.rename(tmp_path / "moved")
+    assert same(want, patched.run(train, 1, resumed(policy, moved, saved), timeout_s=120))
+    again = steps_on(policy, moved, 4)  # control: the first rollouts again are other weights
+    assert not same(want, patched.run(train, 1, [*again, "--train-iters", "2"], timeout_s=120))
+
+
+def test_a_store_that_lost_or_changed_a_shard_is_refused(
+    patched: TreeWorker, policy: Policy, interrupted: tuple[Path, Path]
+) -> None:
+    store, saved = interrupted
+    argv = resumed(policy, store, saved)
+    last = store / "shard-00003.safetensors"
+    kept = last.read_bytes()
+    last.unlink()
+    assert "shard-00003.safetensors is gone, which the checkpoint was trained on" in fails(
+        patched, argv
+    )
+    info, shards = parts(policy)
+    changed = [replace(rollout, reward=rollout.reward + 1) for rollout in shards[3]]
+    write_shard(store, replace(info, router_fingerprint=()), changed)
+    assert "it is not the shard-00003.safetensors that the checkpoint was trained on" in fails(
+        patched, argv
+    )
+    last.write_bytes(kept)  # control: as it was
+    patched.run(train, 1, argv, timeout_s=120)
+
+
+def test_another_store_begins_at_its_first_rollout_and_its_policy_is_checked(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, interrupted: tuple[Path, Path]
+) -> None:
+    _, saved = interrupted
+    info, shards = parts(policy)
+    plain = replace(info, router_fingerprint=())
+    for number, shard in enumerate(shards):
+        marked = [replace(r, reward=100.0 * number + i) for i, r in enumerate(shard)]
+        write_shard(tmp_path / "next", plain, marked)
+        write_shard(tmp_path / "foreign", replace(info, router_fingerprint=FOREIGN), marked)
+    events = ["--tensorboard-dir", str(tmp_path / "events")]
+    patched.run(train, 1, resumed(policy, tmp_path / "next", saved, *events), timeout_s=120)
+    rewards = series_of(tmp_path / "events")["reward"]
+    # steps 3 and 4 of the training take the first two parts of the new store
+    assert rewards == pytest.approx([(PART - 1) / 2, 100 + (PART - 1) / 2])
+
+    told = fails(patched, resumed(policy, tmp_path / "foreign", saved))
+    assert "sampled from another policy" in told
+    anyone = resumed(policy, tmp_path / "foreign", saved, "--rollouts-policy", "any")
+    patched.run(train, 1, anyone, timeout_s=120)
+
+
+def test_a_policy_that_was_trained_on_before_is_refused_where_routers_say_nothing(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    info, shards = parts(policy)
+    old, new = (
+        replace(info, router_fingerprint=(), policy_stamp=digit * 16) for digit in ("a", "b")
+    )
+    for shard in shards:
+        one_policy = [replace(rollout, policy_version=0) for rollout in shard]
+        write_shard(tmp_path / "old", old, one_policy)
+    write_shard(tmp_path / "stale", old, shards[3])
+    write_shard(tmp_path / "new", new, shards[3])
+    saved = half(patched, policy, tmp_path / "old", tmp_path)
+    told = fails(patched, resumed(policy, tmp_path / "stale", saved))
+    assert "which this training has updated since: sample from the new policy" in told
+    fresh = resumed(policy, tmp_path / "new", saved)
+    patched.run(train, 1, fresh, timeout_s=120)
+
+
+def test_samples_in_another_order_are_refused(
+    patched: TreeWorker, policy: Policy, interrupted: tuple[Path, Path]
+) -> None:
+    store, saved = interrupted
+    packed = ["--rollouts-pack", "--micro-batch-size", "1"]
+    told = fails(patched, resumed(policy, store, saved, *packed))
+    assert "the checkpoint took its samples as single, this training as single packs of" in told
+
+
+def test_a_store_that_grew_goes_on_within_its_first_epoch_only(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    info, shards = parts(policy)
+    plain = replace(info, router_fingerprint=())
+    for shard in shards[:2]:
+        write_shard(tmp_path / "grows", plain, shard)
+    # two steps are the whole store; the third begins its second epoch
+    saved = half(patched, policy, tmp_path / "grows", tmp_path)
+    saves = ["--save", str(tmp_path / "later"), "--save-interval", "1", "--exit-interval", "3"]
+    patched.run(train, 1, resumed(policy, tmp_path / "grows", saved, *saves), timeout_s=120)
+    for shard in shards[2:]:
+        write_shard(tmp_path / "grows", plain, shard)
+    patched.run(train, 1, resumed(policy, tmp_path / "grows", saved), timeout_s=120)
+    told = fails(patched, resumed(policy, tmp_path / "grows", tmp_path / "later"))
+    assert "it has grown since the checkpoint" in told
+
+
+def test_a_training_without_rollouts_before_begins_at_the_first(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    """The policy's own checkpoint was made by ordinary training, which consumed samples."""
+    argv = steps_on(policy, policy.store, 61)  # it was saved after 60
+    argv.remove("--finetune")
+    events = ["--tensorboard-dir", str(tmp_path)]
+    patched.run(train, 1, [*argv, *events], timeout_s=120)
+    store = RolloutStore([policy.store])
+    (reward,) = series_of(tmp_path)["reward"]
+    assert reward == pytest.approx(float(store.column("reward")[:PART].mean()))
+
+
+def test_a_checkpoint_that_was_copied_elsewhere_still_remembers(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, interrupted: tuple[Path, Path]
+) -> None:
+    store, saved = interrupted
+    shutil.copytree(saved, tmp_path / "copied")
+    (store / "shard-00003.safetensors").unlink()
+    assert "is gone" in fails(patched, resumed(policy, store, tmp_path / "copied"))
