@@ -50,7 +50,11 @@ def prepare(shared: Path) -> None:
 
 def attempt(rng: random.Random, folder: Path, state: None) -> Verdict:
     """Write a config with something wrong in it, and read the model and its shape."""
-    config = {"architectures": ["A"], "hidden_size": 64, **json.loads(json.dumps(rng.choice(_FAMILIES)))}
+    config = {
+        "architectures": ["A"],
+        "hidden_size": 64,
+        **json.loads(json.dumps(rng.choice(_FAMILIES))),
+    }
     must = False
     how = rng.random()
     if how < 0.05:

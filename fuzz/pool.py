@@ -1,4 +1,4 @@
-"""Tries in processes that may die: each worker is forked, and one that dies or hangs is replaced."""
+"""Tries in processes that may die: workers are forked; one that dies or hangs is replaced."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -122,7 +123,7 @@ class _Worker:
             self.process.join()
             code = self.process.exitcode or 0
             by = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-            verdict = Verdict(CRASH, f"the process ended by {by}\n{_output(self.place)[-3000:]}")
+            verdict = Verdict(CRASH, f"the process ended by {by}\n{_output(self.place)[:3000]}")
         return Result(self.number, noted(self.folder), verdict), False
 
     def end(self) -> None:
@@ -139,7 +140,9 @@ def _serve(kind: Kind, state: Any, seed: int, place: Path, connection: Connectio
     descriptor = os.open(place / "output", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    faulthandler.enable()
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(descriptor)
     warnings.simplefilter("always")
     most = _virtual_memory() + (kind.memory_mb << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

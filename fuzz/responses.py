@@ -41,7 +41,9 @@ ODD: list[Any] = [
 
 def prepare(shared: Path) -> dict[str, Callable[..., list[Sample]]]:
     """The decoders."""
-    return {name: import_module(f"megatron_r3.engines.{name}").decode for name in ("vllm", "sglang")}
+    return {
+        name: import_module(f"megatron_r3.engines.{name}").decode for name in ("vllm", "sglang")
+    }
 
 
 def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdict:
@@ -125,7 +127,9 @@ def decode_difference(got: list[Sample], wanted: list[dict[str, Any]]) -> str | 
             "tokens_N": sample.tokens_N.tolist(),
             "prompt_length": sample.prompt_length,
             "logprobs_G": sample.logprobs_G.tolist(),
-            "routes": sample.routes.ids_LTK.tolist() if sample.routes.recorded_T.all() else "missing",
+            "routes": sample.routes.ids_LTK.tolist()
+            if sample.routes.recorded_T.all()
+            else "missing",
             "turns": sample.turns.tolist(),
             "group": sample.group,
         }
@@ -256,7 +260,16 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 # what tells nothing of a sample, and what other parts repeat: changed, it leaves the sample as it was
-_NO_VALUE = ("created", "id", "usage", "stop_reason", "text", "text_offset", "top_logprobs", "bytes")
+_NO_VALUE = (
+    "created",
+    "id",
+    "usage",
+    "stop_reason",
+    "text",
+    "text_offset",
+    "top_logprobs",
+    "bytes",
+)
 
 
 def _odd_field(body: Any, rng: random.Random) -> tuple[Any, str]:
@@ -276,7 +289,9 @@ def _odd_field(body: Any, rng: random.Random) -> tuple[Any, str]:
         parent[f"{last}_"] = parent.pop(last)
     else:
         old, odd = parent[last], copy.deepcopy(rng.choice(ODD))
-        alike = _is_number(odd) and _is_number(old) or isinstance(odd, str) and isinstance(old, str)
+        alike = (_is_number(odd) and _is_number(old)) or (
+            isinstance(odd, str) and isinstance(old, str)
+        )
         if alike and last not in _NO_VALUE:
             odd = [odd]  # another text or number may be another possible value
         parent[last] = odd
@@ -346,7 +361,9 @@ def _damaged_base64(body: Any, rng: random.Random) -> tuple[Any, str]:
     body = copy.deepcopy(body)
     parent, key = rng.choice(_routes_places(body))
     raw = bytearray(base64.b64decode(parent[key]))
-    kind = rng.choice(("flip", "flip", "header", "header", "cut", "longer", "letter", "cut text", "line"))
+    kind = rng.choice(
+        ("flip", "flip", "header", "header", "cut", "longer", "letter", "cut text", "line")
+    )
     where = rng.randrange(len(raw))
     if kind in ("flip", "header"):
         where = rng.randrange(min(128, len(raw))) if kind == "header" else where

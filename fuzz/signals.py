@@ -130,7 +130,9 @@ def _ended(
         outcome = CRASH if "Traceback" in error else SILENT
         raise _Fault(outcome, f"exit status {status}, not {sorted(allowed)}: {error[-1500:]}")
     lines = error.splitlines()
-    if begun and ("Traceback" in error or len(lines) > 3 or not all(x.isprintable() for x in lines)):
+    if begun and (
+        "Traceback" in error or len(lines) > 3 or not all(x.isprintable() for x in lines)
+    ):
         raise _Fault(BAD_MESSAGE, f"it says {error[-1500:]!a}")
     if begun and status == 128 + number and not any("interrupted" in line for line in lines):
         raise _Fault(BAD_MESSAGE, f"no word of an interruption: {error[-1500:]!a}")

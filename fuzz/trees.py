@@ -59,7 +59,9 @@ def prepare(shared: Path) -> State:
     whole, _ = unpatched_copy(None, shared / "whole")
     matrix = read_matrix(patches_folder())
     paths = {path for line in matrix.lines for path in read_series(line.folder).blobs}
-    trees = {(form, done): shared / f"{form}-{done}" for form in ("plain", "git") for done in (0, 1)}
+    trees = {
+        (form, done): shared / f"{form}-{done}" for form in ("plain", "git") for done in (0, 1)
+    }
     plain = trees["plain", False]
     for path in [*paths, *_AROUND]:
         if (whole / path).is_file():
@@ -223,7 +225,9 @@ def _git_folder(state: State, rng: random.Random, tree: Path) -> tuple[str, bool
     elif kind == "head":
         (git / "HEAD").write_bytes(rng.choice((b"", b"ref: refs/heads/none\n", b"\xff\xfe")))
     elif kind == "config":
-        (git / "config").write_bytes(rng.choice((b"[core\n", b"\xff\xfe[", b"[include]\npath = /etc")))
+        (git / "config").write_bytes(
+            rng.choice((b"[core\n", b"\xff\xfe[", b"[include]\npath = /etc"))
+        )
     else:
         (git / "index").unlink()
     return f"git: {kind}", False
