@@ -317,7 +317,8 @@ def _layout(shard: ShardFile, rng: random.Random) -> bytes:
     data = shard.file()
     begin = 8 + int.from_bytes(data[:8], "little")
     text = rng.choice((
-        b"", b"{}", b"[]", b"null", b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe{", b"\xef\xbb\xbf{}",
+        b"", b"{}", b"[]", b"null", b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe{",
+        b"\xef\xbb\xbf{}",
         b'{"__metadata__": 3}', b'{"__metadata__": {"megatron_r3": 3}}', b"9" * 6000,
         b'{"__metadata__": {"megatron_r3": "{}", "crc32": "2745614147"}}',
         b'{"tokens": null}', b'{"tokens": {"dtype": "I32"}}', b'{"tokens": []}',

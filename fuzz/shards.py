@@ -1,4 +1,4 @@
-"""Rollout shards: bytes changed, headers forged with right checksums, files swapped, lost, replaced.
+"""Rollout shards: noise, forged values with right checksums, files swapped, lost or replaced.
 
 A store that opens and verifies gives exactly what was written, read rollout by rollout and row by
 row; anything else is an error that names the store.

@@ -243,7 +243,7 @@ _CHANGES: list[Callable[[State, random.Random, Path], tuple[str, bool]]] = [
 
 
 def attempt(rng: random.Random, folder: Path, state: State) -> Verdict:
-    """Change a tree, then give commands; the last ones bring it back where that must be possible."""
+    """Change a tree, then give commands; the last ones bring it back where they must be able to."""
     form, done = rng.choice([*state.trees])
     tree = folder / "tree"
     shutil.copytree(state.trees[form, done], tree, symlinks=True)

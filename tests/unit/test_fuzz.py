@@ -87,8 +87,8 @@ def planted(what: str) -> None:
 PLANTED = {
     "attribute": CRASH, "system": CRASH, "unicode": CRASH, "exit": CRASH, "segfault": CRASH,
     "memory": CRASH, "killed": CRASH, "sleep": HANG, "two lines": BAD_MESSAGE,
-    "prints": BAD_MESSAGE, "no name": BAD_MESSAGE, "accepts all": SILENT, "refuses all": WRONGLY_REFUSED,
-    "refused": REFUSED, "fine": RIGHT,
+    "prints": BAD_MESSAGE, "no name": BAD_MESSAGE, "accepts all": SILENT,
+    "refuses all": WRONGLY_REFUSED, "refused": REFUSED, "fine": RIGHT,
 }  # fmt: skip
 
 
