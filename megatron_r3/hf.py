@@ -4,7 +4,8 @@ As a script it exports a checkpoint, in one process:
 
     torchrun --nproc-per-node 1 megatron_r3/hf.py --hf-export DIR --load CKPT <model arguments>
 
-or, with `--hf-import DIR --save CKPT --save-interval 1`, writes one.
+or, with `--hf-import DIR --save CKPT --save-interval 1`, writes one. What is written is there
+whole or not at all, and holds what was loaded, or the script ends with one line and status 1.
 
 Names of Megatron's local layer spec are known, and those of its Transformer Engine spec (fused
 norms, grouped experts); the latter was not run.
@@ -15,6 +16,7 @@ Shape suffixes: G query groups, D head dimension, H hidden.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_r3.checkpoint import check_load, check_save, load_whole, save_whole
 from megatron_r3.fingerprint import router_digest
 from megatron_r3.launch import build_model, initialize
 from megatron_r3.seams.layers import moe_layer_indices
+from megatron_r3.untrusted import one_line, read_json
 
 __all__ = ["from_hf", "hf_config", "router_fingerprint", "to_hf"]
 
@@ -42,6 +46,11 @@ _NORMS = {
     "self_attn.o_proj.weight": ("self_attention.linear_proj.weight",),
     "mlp.gate.weight": ("mlp.router.weight",),
 }
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# of config.json: what the shapes of the tensors do not show
+_NO_SHAPES = {"head_dim", "model_type", "norm_topk_prob", "num_attention_heads"}
+_NO_SHAPES |= {"num_experts_per_tok", "num_key_value_heads", "rms_norm_eps"}
+_NO_SHAPES |= {"rope_theta", "vocab_size"}
 _ROOT = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "model.norm.weight": "decoder.final_layernorm.weight",
@@ -71,7 +80,7 @@ def _check(config: Any) -> None:
 
 
 def hf_config(
-    config: Any, vocab_size: int, rope_theta: float, max_positions: int
+    config: Any, vocab_size: int | None, rope_theta: float | None, max_positions: int
 ) -> dict[str, Any]:
     """transformers' config.json of a Megatron config.
 
@@ -168,6 +177,24 @@ def _split(name: str, tensor: Tensor, config: Any) -> list[Tensor]:
     return list(tensor.chunk(2)) if "linear_fc1" in name else [tensor]
 
 
+def _check_described(expected: Mapping[str, Any], directory: Path) -> None:
+    """Refuse a directory whose config.json says what the shapes of its tensors do not show."""
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{directory}: no config.json")
+    theirs = read_json(file.read_bytes(), str(file))
+    if not isinstance(theirs, dict):
+        raise ValueError(f"{file}: expected an object")
+    rope = theirs.get("rope_parameters")  # transformers 5; before: beside the other fields
+    theirs = {**theirs, **(rope if isinstance(rope, dict) else {})}
+    for name, ours in {**expected, **expected["rope_parameters"]}.items():
+        if name in _NO_SHAPES and ours is not None and theirs.get(name, ours) != ours:
+            raise ValueError(
+                f"{file}: {name} is {one_line(repr(theirs[name]), 100)}; Megatron's arguments "
+                f"make it {ours!r}: other model arguments"
+            )
+
+
 def _join(name: str, parts: list[Tensor], config: Any) -> Tensor:
     """The inverse of `_split`."""
     if name.endswith("linear_qkv.weight"):
@@ -180,9 +207,16 @@ def _join(name: str, parts: list[Tensor], config: Any) -> Tensor:
 def to_hf(model: torch.nn.Module, directory: Path, config_json: dict[str, Any]) -> None:
     """Write a whole (one-process) GPTModel as a transformers directory in bfloat16.
 
+    `directory` is there whole or not at all.
+
     Args:
         config_json: `hf_config(...)`; vocabulary padding is cut off to its vocab_size.
+
+    Raises:
+        ValueError: `directory` is in use or cannot be written, a weight is not finite, or the
+            model is no Qwen3-MoE.
     """
+    check_target(directory)
     config, state = model.config, model.state_dict()
     _check(config)
     names = _Names(config, state)
@@ -193,9 +227,44 @@ def to_hf(model: torch.nn.Module, directory: Path, config_json: dict[str, Any]) 
             tensors[part] = tensor.detach().cpu().to(torch.bfloat16).contiguous().clone()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][: config_json["vocab_size"]].clone()
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config_json, indent=2) + "\n")
+    for name, tensor in tensors.items():
+        _refuse_non_finite(name, tensor, "the model")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as t:
+            whole = Path(t) / "whole"
+            whole.mkdir()  # with the permissions of any new folder; the one around it is private
+            save_file(tensors, whole / "model.safetensors", {"format": "pt"})
+            (whole / "config.json").write_text(json.dumps(config_json, indent=2) + "\n")
+            whole.rename(directory)  # over an empty folder too
+    except (SafetensorError, OSError) as error:
+        text = one_line(str(error), 500)
+        raise ValueError(
+            f"{directory}: cannot be written; nothing is left there ({text})"
+        ) from error
+
+
+def check_target(directory: Path) -> None:
+    """Refuse to write a transformers directory over something.
+
+    Raises:
+        ValueError: `directory` is a file, or not empty.
+    """
+    if directory.is_symlink() or (
+        directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    ):
+        raise ValueError(
+            f"{directory}: there is something already: move it away, or choose another folder"
+        )
+
+
+def _refuse_non_finite(name: str, tensor: Tensor, where: object) -> None:
+    finite = tensor.isfinite()
+    if not finite.all():
+        count = tensor.numel() - int(finite.sum())
+        raise ValueError(
+            f"{where}: {count} of the {tensor.numel()} values of {name} are not finite in bfloat16"
+        )
 
 
 def _read(directory: Path, part: str = "") -> dict[str, Tensor]:
@@ -212,14 +281,24 @@ def _read(directory: Path, part: str = "") -> dict[str, Tensor]:
     return tensors
 
 
-def from_hf(model: torch.nn.Module, directory: Path) -> None:
+def from_hf(
+    model: torch.nn.Module,
+    directory: Path,
+    vocab_size: int | None = None,
+    rope_theta: float | None = None,
+) -> None:
     """Load a transformers Qwen3-MoE directory into a whole (one-process) GPTModel.
 
+    Args:
+        vocab_size, rope_theta: what config.json must say, where they are known.
+
     Raises:
-        ValueError: a tensor is missing or has another shape; the model is then unchanged.
+        ValueError: a tensor is missing, has another shape or dtype or is not finite, or
+            config.json says another model; the model is then unchanged.
     """
     config, state = model.config, model.state_dict()
     _check(config)
+    _check_described(hf_config(config, vocab_size, rope_theta, 0), directory)
     names = _Names(config, state)
     names.check_covers()
     theirs, loaded = _read(directory), {}
@@ -230,6 +309,10 @@ def from_hf(model: torch.nn.Module, directory: Path) -> None:
         missing = [part for part in parts if part not in theirs]
         if missing:
             raise ValueError(f"{directory}: no tensor {missing[0]} (of Megatron's {name})")
+        for part in parts:
+            if theirs[part].dtype not in _DTYPES:
+                raise ValueError(f"{directory}: {part} is {theirs[part].dtype}; expected {_DTYPES}")
+            _refuse_non_finite(part, theirs[part], directory)
         tensor = _join(name, [theirs[part] for part in parts], config)
         rows = state[name].shape[0] - tensor.shape[0]
         if rows > 0 and name in (_ROOT["model.embed_tokens.weight"], _ROOT["lm_head.weight"]):
@@ -251,37 +334,50 @@ def router_fingerprint(directory: Path, moe_layers: tuple[int, ...]) -> tuple[st
 
 
 def _main() -> None:
-    """Export or import a checkpoint with Megatron's own arguments."""
-    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+    """Export or import a checkpoint with Megatron's own arguments.
 
+    Raises:
+        SystemExit: status 1, with one line that says what is wrong.
+    """
+    try:
+        _run()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {one_line(str(error))}") from None
+
+
+def _run() -> None:
     def add_arguments(parser: Any) -> Any:
         group = parser.add_argument_group(title="hf")
         group.add_argument("--hf-export", type=Path, metavar="DIR")
         group.add_argument("--hf-import", type=Path, metavar="DIR")
         return parser
 
-    args = initialize(add_arguments)
+    try:
+        args = initialize(add_arguments)
+    except AssertionError as error:
+        text = one_line(str(error)) or "no reason is given"
+        raise ValueError(f"Megatron refuses these arguments: {text}") from error
     if (args.hf_export is None) == (args.hf_import is None):
-        raise SystemExit(
-            "error: give --hf-export DIR (with --load) or --hf-import DIR (with --save)"
-        )
-    if args.vocab_size is None and args.hf_export is not None:
-        raise SystemExit("error: --hf-export needs --vocab-size, the vocabulary without padding")
+        raise ValueError("give --hf-export DIR (with --load) or --hf-import DIR (with --save)")
     if args.world_size != 1:
-        raise SystemExit("error: run it in one process; the checkpoint loads in any layout")
+        raise ValueError("run it in one process; the checkpoint loads in any layout")
+    if args.hf_export is None:
+        check_save(args)
+        model = build_model(args)
+        whole = getattr(model, "module", model)  # out of the 16-bit wrapper
+        from_hf(whole, args.hf_import, args.vocab_size, args.rotary_base)
+        save_whole(model, args)
+        return
+    if args.vocab_size is None:
+        raise ValueError("--hf-export needs --vocab-size, the vocabulary without padding")
+    check_target(args.hf_export)
+    check_load(args)
     model = build_model(args)
-    whole = getattr(model, "module", model)  # out of the 16-bit wrapper
-    if args.hf_export is not None:
-        load_checkpoint([model], None, None)
-        positions = args.max_position_embeddings
-        to_hf(
-            whole,
-            args.hf_export,
-            hf_config(whole.config, args.vocab_size, args.rotary_base, positions),
-        )
-    else:
-        from_hf(whole, args.hf_import)
-        save_checkpoint(0, [model], None, None, 0)
+    whole = getattr(model, "module", model)
+    positions = args.max_position_embeddings
+    described = hf_config(whole.config, args.vocab_size, args.rotary_base, positions)
+    load_whole(model, args)
+    to_hf(whole, args.hf_export, described)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,23 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_r3.patching.cleanroom import has_commit, is_checkout
 from megatron_r3.patching.compute import compute
 from megatron_r3.patching.conflict import five_lines, upstream_commits
+from megatron_r3.patching.dirty import dirty_files, left_out_files
 from megatron_r3.patching.errors import PatchingError, names
-from megatron_r3.patching.git import dirty_files, has_commit, is_checkout
 from megatron_r3.patching.index import PatchFailed
 from megatron_r3.patching.matrix import Matrix, read_matrix
 from megatron_r3.patching.tree import TreeState, TreeStatus, identify
 from megatron_r3.patching.write import locked, remove_leftovers, replace_files
 
-__all__ = ["Change", "apply_series", "revert_series"]
+__all__ = ["Change", "apply_series", "revert_series", "why_not"]
+
+# with the setting alone git keeps the files that it believes to be up to date
+_NO_CRLF = (
+    "git config core.autocrlf false, then check out again "
+    "(git rm -r --cached --quiet . && git reset --hard); not a checkout: unpack it with LF"
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,10 @@ def _move(root: Path, patches: Path, line: str, goal: TreeState) -> Change:
     except OSError as error:
         raise PatchingError(f"{root}: {error}") from error
     if after.state is not goal:
-        raise PatchingError(f"{root} is {after.state.value} after all was written: who else is?")
+        raise PatchingError(
+            f"{root} is {after.state.value} again, after all its files were written: another "
+            "program writes there; stop that program, then give the same command again"
+        )
     return Change(status.state, after, tuple(changes))
 
 
@@ -88,7 +98,8 @@ def _compute(
 ) -> dict[str, bytes | None]:
     """The new contents of the files of a known tree; any other one is refused with the reason."""
     known = status.state is not TreeState.UNKNOWN
-    if not known and (reverse or status.patched or not (status.num_recognised or line)):
+    hopeless = reverse or status.patched or not (status.num_recognised or line)
+    if not known and (hopeless or status.crlf or _left_out(status)):
         raise PatchingError(why_not(status, matrix))  # where a patch fails would tell nothing
     try:
         contents = compute(status, reverse=reverse).contents
@@ -104,7 +115,24 @@ def _compute(
 
 def why_not(status: TreeStatus, matrix: Matrix) -> str:
     """Why an unknown tree is refused: each file that is wrong, and the trees that are known."""
-    wrong = [f"\n  {path}: {status.why_unknown(path)}" for path in status.unknown]
+    left_out = _left_out(status)
+    why = {path: status.why_unknown(path) for path in status.unknown}
+    why |= dict.fromkeys(left_out, "left out of the checkout (git sparse-checkout)")
+    if status.num_recognised and left_out and len(left_out) == len(why):
+        return (
+            f"{status.root} is a sparse checkout of {status.tree.name}, without {names(left_out)}: "
+            "git sparse-checkout disable"
+        )
+    if status.crlf and len(status.crlf) == len(why):
+        return (
+            f"{status.root} is {status.tree.name} with CRLF line ends in {names(status.crlf)}: "
+            + _NO_CRLF
+        )
+    wrong = [f"\n  {path}: {reason}" for path, reason in why.items()]
+    if status.crlf:
+        wrong.append(f"\nCRLF line ends: {_NO_CRLF}")
+    if left_out:
+        wrong.append("\nfiles left out: git sparse-checkout disable")
     if status.num_recognised:
         return (
             f"{status.root} is not {status.tree.name}, nor what this megatron-r3 makes of it; "
@@ -114,6 +142,14 @@ def why_not(status: TreeStatus, matrix: Matrix) -> str:
         f"{line.name}: {names([tree.name for tree in line.trees])}" for line in matrix.lines
     )
     return f"{status.root} is no tree of a known release line ({known}):" + "".join(wrong)
+
+
+def _left_out(status: TreeStatus) -> list[str]:
+    """The files of the series that git has and a sparse checkout has not."""
+    missing = [path for path in status.unknown if status.files[path].data is None]
+    if not missing or not is_checkout(status.root):
+        return []
+    return left_out_files(status.root, missing)
 
 
 def _refuse_uncommitted(status: TreeStatus) -> None:

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_r3.patching.cleanroom import resolve
 from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.export import export_commits, write_series
-from megatron_r3.patching.git import resolve
 from megatron_r3.patching.history import am_in_progress, commits_above, refuse_unfinished
 from megatron_r3.patching.mail import MailFailed, am
 from megatron_r3.patching.matrix import Line, Matrix, parse_matrix, read_matrix

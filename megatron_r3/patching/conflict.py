@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_r3.patching.git import commits_since
+from megatron_r3.patching.cleanroom import commits_since
 from megatron_r3.patching.index import PatchFailed
 
 __all__ = ["five_lines", "upstream_commits"]

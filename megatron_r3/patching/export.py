@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_r3.patching.cleanroom import borrow_objects
 from megatron_r3.patching.errors import PatchingError
-from megatron_r3.patching.git import borrow_objects, run_git
+from megatron_r3.patching.git import run_git
 from megatron_r3.patching.history import commits_above, find_base, refuse_unfinished
 from megatron_r3.patching.mail import am, format_commits
 from megatron_r3.patching.matrix import KnownTree, Matrix, read_matrix

@@ -8,9 +8,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
+from megatron_r3.patching.cleanroom import clean_room
 from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.git import run_git
 from megatron_r3.patching.matrix import KnownTree
@@ -51,11 +55,26 @@ def clone_tree(tree: KnownTree, url: str, target: Path) -> None:
             root.mkdir()
             run_git("init", "--quiet", "--template=", cwd=root)
             git = partial(run_git, cwd=root, git_dir=root / ".git")
-            git("fetch", "--quiet", "--depth=1", url, tree.commit, env=ca)
+            with _source(url) as source:
+                git("fetch", "--quiet", "--depth=1", source, tree.commit, env=ca)
             git("checkout", "--quiet", "--detach", tree.commit)
             root.rename(target)
     except OSError as error:
         raise PatchingError(f"{target}: {error}") from error
+
+
+@contextmanager
+def _source(url: str) -> Iterator[str]:
+    """What git fetches from: a clean room for a repository of this machine, else `url`.
+
+    From a folder git fetches by running a second git there, with the configuration there.
+    """
+    path = Path(unquote(url.removeprefix("file://")) if url.startswith("file://") else url)
+    if not path.is_dir():
+        yield url
+        return
+    with clean_room(path) as room:
+        yield str(room)
 
 
 def fetch_tree(tree: KnownTree, out: Path) -> Path:

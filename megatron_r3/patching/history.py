@@ -5,16 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_r3.patching.cleanroom import git_path, has_commit, is_checkout, read_git, resolve
+from megatron_r3.patching.dirty import dirty_files
 from megatron_r3.patching.errors import PatchingError, names
-from megatron_r3.patching.git import (
-    dirty_files,
-    find_git_dir,
-    git_path,
-    has_commit,
-    is_checkout,
-    resolve,
-    run_git,
-)
 from megatron_r3.patching.matrix import KnownTree, Line, Matrix
 
 __all__ = ["Base", "am_in_progress", "commits_above", "find_base", "refuse_unfinished"]
@@ -108,8 +101,7 @@ def _is_below(root: Path, base: str) -> bool:
     if not has_commit(root, base):
         return False
     arguments = ("merge-base", "--is-ancestor", base, "HEAD")
-    result = run_git(*arguments, cwd=root, git_dir=find_git_dir(root), check=False)
-    return result.returncode == 0
+    return read_git(root, *arguments, check=False).returncode == 0
 
 
 def _distance(root: Path, base: str) -> int:
@@ -117,5 +109,4 @@ def _distance(root: Path, base: str) -> int:
 
 
 def _list(root: Path, *args: str) -> list[str]:
-    listed = run_git("rev-list", *args, cwd=root, git_dir=find_git_dir(root))
-    return listed.stdout.decode().splitlines()
+    return read_git(root, "rev-list", *args).stdout.decode().splitlines()

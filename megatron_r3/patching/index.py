@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from megatron_r3.patching.cleanroom import borrow_objects
 from megatron_r3.patching.errors import PatchingError
-from megatron_r3.patching.git import borrow_objects, run_git
+from megatron_r3.patching.git import run_git
 from megatron_r3.patching.series import FileChange, Patch
 from megatron_r3.patching.tree import FileOnDisk
 

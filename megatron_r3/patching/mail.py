@@ -7,8 +7,9 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megatron_r3.patching.cleanroom import borrow_objects, git_path
 from megatron_r3.patching.errors import PatchingError
-from megatron_r3.patching.git import borrow_objects, git_path, run_git
+from megatron_r3.patching.git import run_git
 
 __all__ = ["COMMITTER", "MailFailed", "am", "format_commits"]
 

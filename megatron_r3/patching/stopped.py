@@ -6,8 +6,10 @@ import shlex
 import tempfile
 from pathlib import Path
 
+from megatron_r3.patching.cleanroom import git_path, has_commit, resolve
 from megatron_r3.patching.conflict import five_lines, upstream_commits
-from megatron_r3.patching.git import dirty_files, git_path, has_commit, resolve, run_git
+from megatron_r3.patching.dirty import dirty_files
+from megatron_r3.patching.git import run_git
 from megatron_r3.patching.index import Index, PatchFailed
 from megatron_r3.patching.series import Patch, Series
 from megatron_r3.patching.workplace import Job

@@ -44,6 +44,13 @@ class FileOnDisk:
         """Its git blob id."""
         return None if self.data is None else blob_id(self.data)
 
+    @cached_property
+    def lf_blob(self) -> str | None:
+        """The blob id that it would have with LF for CRLF; None where it has no CRLF."""
+        if self.data is None or b"\r\n" not in self.data:
+            return None
+        return blob_id(self.data.replace(b"\r\n", b"\n"))
+
 
 @dataclass(frozen=True)
 class TreeStatus:
@@ -87,11 +94,20 @@ class TreeStatus:
 
     @property
     def num_recognised(self) -> int:
-        """How many existing files are known: 0 says that this is another version altogether."""
-        return sum(
+        """How many existing files are known: 0 says that this is another version altogether.
+
+        A file with CRLF line ends is known by what it would be with LF.
+        """
+        return len(self.crlf) + sum(
             place is not None and self.files[path].data is not None
             for path, place in self.places.items()
         )
+
+    @property
+    def crlf(self) -> list[str]:
+        """The files of `unknown` that would be known with LF for CRLF."""
+        lf = {path: self.files[path].lf_blob for path in self.unknown}
+        return [path for path, blob in lf.items() if blob is not None and blob in self.blobs[path]]
 
     def why_unknown(self, path: str) -> str:
         """What is wrong with a file of `unknown`, in a few words."""
@@ -100,8 +116,8 @@ class TreeStatus:
             return "missing"
         if self.blobs[path] == (None,):
             return f"{self.tree.name} has no such file"
-        if blob_id(data.replace(b"\r\n", b"\n")) in self.blobs[path]:
-            return "has CRLF line ends (core.autocrlf?)"
+        if path in self.crlf:
+            return "has CRLF line ends"
         return "neither the base nor the patched file"
 
 

@@ -10,9 +10,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_r3.patching.cleanroom import find_git_dir, has_commit, resolve
 from megatron_r3.patching.compute import run_series
 from megatron_r3.patching.errors import PatchingError, names
-from megatron_r3.patching.git import find_git_dir, has_commit, resolve
 from megatron_r3.patching.index import Index
 from megatron_r3.patching.matrix import KnownTree, Line, Matrix
 from megatron_r3.patching.rules import broken_rules, unequal_numbers

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from megatron_r3.patching.cleanroom import borrow_objects, read_git
 from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.git import run_git
 from megatron_r3.patching.matrix import Line
@@ -14,6 +16,7 @@ from megatron_r3.patching.matrix import Line
 __all__ = ["Job", "open_workplace"]
 
 _NOTE = "megatron-r3-bump"
+_TAGS = "refs/tags/"
 # a person goes on with git am there, and her own configuration must not resolve anything
 _CONFIG = {
     "am.threeWay": "false",
@@ -42,7 +45,7 @@ class Job:
 
 
 def open_workplace(work: Path, repo: Path, job: Job) -> None:
-    """Make `work` a clone of `repo` at the job's commit, or find that it is the one of this job.
+    """Make `work` a checkout of `repo` at the job's commit, or find that it is the one of this job.
 
     It shares the objects of `repo`, which itself is not changed. It is there whole or not at all.
 
@@ -51,6 +54,8 @@ def open_workplace(work: Path, repo: Path, job: Job) -> None:
     """
     if work.exists() and (not work.is_dir() or any(work.iterdir())):
         note = work / ".git" / _NOTE
+        if work.stat().st_uid != os.geteuid():  # git runs there, with the configuration there
+            raise PatchingError(f"{work} belongs to another user: choose another --work")
         if not note.is_file() or note.read_text() != job.note:
             raise PatchingError(
                 f"{work} is something else than the checkout of this bump: choose another --work, "
@@ -60,10 +65,16 @@ def open_workplace(work: Path, repo: Path, job: Job) -> None:
     work.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{work.name}-", dir=work.parent) as temp:
         clone = Path(temp) / "clone"
-        config = [word for pair in _CONFIG.items() for word in ("--config", "=".join(pair))]
-        flags = ("--quiet", "--shared", "--no-checkout", "--template=")
-        run_git("clone", *flags, *config, "--", str(repo), str(clone), cwd=Path(temp))
+        clone.mkdir()
+        run_git("init", "--quiet", "--template=", cwd=clone)
         git_dir = clone / ".git"
-        run_git("checkout", "--quiet", "--detach", job.commit, cwd=clone, git_dir=git_dir)
+        git = partial(run_git, cwd=clone, git_dir=git_dir)
+        for key, value in _CONFIG.items():
+            git("config", key, value)
+        # not git clone: that runs a second git in `repo`, with the configuration of `repo`
+        borrow_objects(repo, git_dir)
+        tags = read_git(repo, "for-each-ref", "--format=create %(refname) %(objectname)", _TAGS)
+        git("update-ref", "--stdin", stdin=tags.stdout)
+        git("checkout", "--quiet", "--detach", job.commit)
         (git_dir / _NOTE).write_text(job.note)
         clone.rename(work)

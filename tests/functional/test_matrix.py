@@ -14,8 +14,8 @@ from fidelity.line_checks import CHECKS, Checked
 from fidelity.matrix import main
 from fidelity.trees import ROOT
 from megatron_r3.patching.apply import apply_series
+from megatron_r3.patching.cleanroom import resolve
 from megatron_r3.patching.fetch import tree_folder
-from megatron_r3.patching.git import resolve
 from megatron_r3.patching.matrix import patches_folder, read_matrix
 
 LINE = "core_r0.19.0"
