@@ -128,8 +128,9 @@ class _Worker:
 
     def end(self) -> None:
         """End it, and all processes that it started."""
+        assert self.process.pid is not None  # it was started
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)  # its own group: see `_serve`
+            os.killpg(self.process.pid, signal.SIGKILL)  # its own group: see `_serve`
         self.process.kill()
         self.process.join()
         self.connection.close()
