@@ -15,8 +15,11 @@ OLD      ?=
 NEW      ?=
 # export: 1 writes nothing and says whether a byte would change
 CHECK    ?=
-# cases of fidelity whose name has this in it
+# cases of fidelity whose name has this in it; one class of fuzz
 ONLY     ?=
+# fuzz: how many tries, and which ones
+TRIES    ?= 10000
+SEED     ?= 0
 # steps of each way in bench-dispatch
 ROUNDS   ?= 10
 # tokens of all rollouts in bench-store
@@ -39,7 +42,7 @@ IMAGE := PYTHONPATH=. $(PYTHON) -m docker.image --docker "$(DOCKER)" --source $(
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix bench-dispatch bench-store \
-	bench-gpu image image-vllm-cpu image-test image-matrix test lint clean
+	bench-gpu image image-vllm-cpu image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -122,6 +125,9 @@ image-matrix:  ## build and test the images of all release lines (BASE_IMAGE=, M
 
 test: lint megatron  ## lint, then all tests
 	$(VENV)/bin/python -m pytest
+
+fuzz: megatron  ## bad input, thousands of times; fails on what is neither right nor one clear line (TRIES=, SEED=, ONLY=CLASS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fuzz.run --tries $(TRIES) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)")
 
 lint: setup  ## formatting, style, types
 	$(VENV)/bin/ruff format --check .

@@ -1,0 +1,292 @@
+"""Bodies of vLLM and SGLang around samples that are made up, as their released servers write them.
+
+Shapes were taken from the recorded responses in tests/data/vllm and from tests/unit/engine_bodies.
+
+Shape suffixes: T rows, H hidden layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.engines.shape import ModelShape
+
+__all__ = ["DIALECTS", "SHAPE", "VOCABULARY", "Choice", "Dialect", "Told", "made", "made_rows"]
+
+VOCABULARY = 64
+EVERY_LAYER = ModelShape(3, (0, 1, 2), 16, 4)
+SHAPE = ModelShape(5, (1, 2, 4), 16, 4)
+if "vocab_size" in ModelShape.__dataclass_fields__:
+    EVERY_LAYER, SHAPE = (
+        ModelShape(s.num_hidden_layers, s.moe_layers, 16, 4, vocab_size=VOCABULARY)
+        for s in (EVERY_LAYER, SHAPE)
+    )
+
+
+@dataclass
+class Choice:
+    """One sample; any value may be one that cannot be.
+
+    Attributes:
+        rows: `[T, H, K]` ids, or whatever is sent in their place.
+        names: what the log-probs call their tokens; None: by their ids.
+        reason: why it ended.
+    """
+
+    tokens: list[Any]
+    logprobs: list[Any]
+    rows: Any
+    names: list[Any] | None = None
+    reason: Any = "length"
+
+
+@dataclass
+class Told:
+    """What a server tells: one prompt, and `n` choices."""
+
+    prompt: list[int]
+    choices: list[Choice]
+    returned_prompt: Any = None
+    model: Any = "tiny"
+    max_tokens: int = 8
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def made_rows(rng: random.Random, rows: int, shape: ModelShape) -> np.ndarray:
+    """`[T, H, K]` int32 of all hidden layers; dense ones are zero."""
+    numbers = np.random.default_rng(rng.getrandbits(64))
+    ids = numbers.random((rows, shape.num_hidden_layers, shape.num_experts)).argsort(-1)
+    ids = ids[..., : shape.topk].astype(np.int32)
+    ids[:, [i for i in range(shape.num_hidden_layers) if i not in shape.moe_layers]] = 0
+    return ids
+
+
+def made(rng: random.Random, shape: ModelShape, choices: int) -> Told:
+    """A prompt and samples of it that are possible."""
+    prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 7))]
+    told = Told(prompt, [])
+    for _ in range(choices):
+        count = rng.randint(1, 6)
+        tokens = [rng.randrange(VOCABULARY) for _ in range(count)]
+        logprobs = [rng.choice((0.0, -rng.random(), -8 * rng.random(), -60.0)) for _ in tokens]
+        rows = made_rows(rng, len(prompt) + count - 1, shape)
+        told.choices.append(Choice(tokens, logprobs, rows))
+    return told
+
+
+# -- how routes are sent
+
+
+def npy(rows: Any) -> Any:
+    """vLLM from 0.22 on: a `.npy` in base64, of uint8 up to 256 experts."""
+    if not isinstance(rows, np.ndarray):
+        return rows
+    stream = io.BytesIO()
+    small = rows.dtype.kind == "i" and rows.size and rows.min() >= 0 and rows.max() < 256
+    np.save(stream, rows.astype(np.uint8) if small else rows)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def int32(rows: Any) -> Any:
+    """SGLang: the tensor's bytes in base64, nothing beside them."""
+    if not isinstance(rows, np.ndarray):
+        return rows
+    return base64.b64encode(rows.astype("<i4").tobytes()).decode()
+
+
+def _plain(rows: Any) -> Any:
+    return rows.tolist() if isinstance(rows, np.ndarray) else rows
+
+
+# -- the parts of OpenAI's routes
+
+
+def _names(choice: Choice) -> list[Any]:
+    return [f"token_id:{one}" for one in choice.tokens] if choice.names is None else choice.names
+
+
+def _listed(choice: Choice) -> dict[str, Any]:
+    return {
+        "text_offset": [0] * len(choice.tokens),
+        "token_logprobs": choice.logprobs,
+        "tokens": _names(choice),
+        "top_logprobs": [{name: value} for name, value in zip(map(str, _names(choice)),
+                                                              choice.logprobs, strict=False)],
+    }  # fmt: skip
+
+
+def _content(choice: Choice) -> dict[str, Any]:
+    pairs = zip_longest(_names(choice)[: len(choice.logprobs)], choice.logprobs, fillvalue="odd")
+    return {"content": [{"token": n, "logprob": v, "bytes": None} for n, v in pairs]}
+
+
+def _openai(told: Told, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    body = {"id": "b2b8", "object": kind, "created": 1795225217, "model": told.model}
+    return {**body, "choices": choices, "usage": {"prompt_tokens": len(told.prompt)}, **told.extra}
+
+
+def _asked(told: Told, **more: Any) -> dict[str, Any]:
+    request = {"model": "tiny", "max_tokens": told.max_tokens, "n": len(told.choices)}
+    return {**request, "return_token_ids": True, **more}
+
+
+def _returned(told: Told) -> Any:
+    return told.prompt if told.returned_prompt is None else told.returned_prompt
+
+
+# -- the dialects
+
+
+def completions(told: Told) -> tuple[Any, dict[str, Any]]:
+    """vLLM's /v1/completions, routes as base64."""
+    choices = [
+        {
+            "index": i, "text": "made up", "logprobs": _listed(one), "finish_reason": one.reason,
+            "stop_reason": None, "token_ids": one.tokens, "prompt_token_ids": _returned(told),
+            "routed_experts": npy(one.rows),
+        }
+        for i, one in enumerate(told.choices)
+    ]  # fmt: skip
+    return _openai(told, "text_completion", choices), _asked(told, prompt=told.prompt, logprobs=1)
+
+
+def nested(told: Told) -> tuple[Any, dict[str, Any]]:
+    """vLLM 0.21: nested lists, the prompt's rows beside the choices, MoE layers only."""
+    body, request = completions(told)
+    for one, choice in zip(told.choices, body["choices"], strict=True):
+        rows = _plain(one.rows)
+        choice["routed_experts"] = rows[len(told.prompt) :] if isinstance(rows, list) else rows
+        if isinstance(rows, list):
+            body["prompt_routed_experts"] = rows[: len(told.prompt)]
+    return body, request
+
+
+def chat(told: Told) -> tuple[Any, dict[str, Any]]:
+    """vLLM's /v1/chat/completions; what the prompt's tokens are, the response says."""
+    choices = [
+        {
+            "index": i, "message": {"role": "assistant", "content": "made up"},
+            "logprobs": _content(one), "finish_reason": one.reason, "token_ids": one.tokens,
+            "routed_experts": npy(one.rows),
+        }
+        for i, one in enumerate(told.choices)
+    ]  # fmt: skip
+    body = _openai(told, "chat.completion", choices) | {"prompt_token_ids": _returned(told)}
+    messages = [{"role": "user", "content": "say something"}]
+    return body, _asked(told, messages=messages, logprobs=True)
+
+
+def generate(told: Told) -> tuple[Any, dict[str, Any]]:
+    """vLLM's /inference/v1/generate."""
+    choices = [
+        {
+            "index": i, "logprobs": _content(one), "finish_reason": one.reason,
+            "token_ids": one.tokens, "routed_experts": npy(one.rows),
+        }
+        for i, one in enumerate(told.choices)
+    ]  # fmt: skip
+    body = _openai(told, "generate", choices)
+    params = {"max_tokens": told.max_tokens, "logprobs": 1, "n": len(told.choices)}
+    return body, {"model": "tiny", "token_ids": told.prompt, "sampling_params": params}
+
+
+def stream(told: Told) -> tuple[Any, dict[str, Any]]:
+    """The same streamed: an event for each token, routes in the last one of a choice."""
+    events = []
+    for index, one in enumerate(told.choices):
+        entries = _content(one)["content"]
+        count = max(len(one.tokens), len(entries), 1)
+        for i in range(count):
+            last = i == count - 1
+            part = {
+                "index": index, "logprobs": {"content": entries[i : i + 1]},
+                "finish_reason": one.reason if last else None, "token_ids": one.tokens[i : i + 1],
+                "routed_experts": npy(one.rows) if last else None,
+            }  # fmt: skip
+            events.append({"request_id": "b2b8", "model": told.model, "choices": [part]})
+    text = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events])
+    _, request = generate(told)
+    return f"{text}data: [DONE]\n\n", {**request, "stream": True}
+
+
+def sglang(told: Told) -> tuple[Any, dict[str, Any]]:
+    """SGLang's /generate."""
+    items = [
+        {
+            "text": "made up", "output_ids": one.tokens,
+            "meta_info": {
+                "id": "b2b8", "finish_reason": {"type": one.reason, "length": len(one.tokens)},
+                "prompt_tokens": len(_returned(told)) if isinstance(_returned(told), list) else -1,
+                "weight_version": "default", "num_retractions": 0,
+                "output_token_logprobs": [
+                    [value, named, None]
+                    for value, named in zip_longest(
+                        one.logprobs,
+                        (one.tokens if one.names is None else one.names)[: len(one.logprobs)],
+                        fillvalue=3,
+                    )
+                ],
+                "completion_tokens": len(one.tokens), "cached_tokens": 0,
+                "routed_experts": int32(one.rows),
+            },
+            **told.extra,
+        }
+        for one in told.choices
+    ]  # fmt: skip
+    request = {
+        "input_ids": told.prompt, "return_logprob": True, "return_routed_experts": True,
+        "sampling_params": {"max_new_tokens": told.max_tokens, "n": len(told.choices)},
+    }  # fmt: skip
+    return (items[0] if len(items) == 1 else items), request
+
+
+def sglang_openai(told: Told) -> tuple[Any, dict[str, Any]]:
+    """SGLang's /v1/completions: `sglext` for one choice, `meta_info` in each of several."""
+    body, request = completions(told)
+    for one, choice in zip(told.choices, body["choices"], strict=True):
+        del choice["routed_experts"]
+        if len(told.choices) > 1:
+            choice["meta_info"] = {"routed_experts": int32(one.rows), "num_retractions": 0}
+        else:
+            body["sglext"] = {"routed_experts": int32(one.rows), "cached_tokens_details": None}
+    return body, {**request, "return_routed_experts": True, "return_meta_info": True}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one route of one engine answers.
+
+    Attributes:
+        engine: whose decoder reads it.
+        build: body and request of what is told.
+        names_tokens: whether log-probs say which tokens they are of.
+        names_model: whether the body says which model sampled.
+        returns_prompt: whether the body repeats the prompt's tokens, and how many there are.
+    """
+
+    engine: str
+    build: Callable[[Told], tuple[Any, dict[str, Any]]]
+    shape: ModelShape = SHAPE
+    names_tokens: bool = True
+    names_model: bool = True
+    returns_prompt: bool = True
+
+
+DIALECTS = {
+    "completions": Dialect("vllm", completions),
+    "nested": Dialect("vllm", nested, EVERY_LAYER),
+    "chat": Dialect("vllm", chat, returns_prompt=False),
+    "generate": Dialect("vllm", generate, returns_prompt=False),
+    "stream": Dialect("vllm", stream, names_model=False, returns_prompt=False),
+    "sglang": Dialect("sglang", sglang, names_model=False),
+    "sglang openai": Dialect("sglang", sglang_openai),
+}

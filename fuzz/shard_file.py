@@ -1,0 +1,102 @@
+"""A shard taken apart and put together again, with every checksum right: as a hostile writer would.
+
+Written from docs/rollout-store.md and the safetensors format, without the code under test.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+__all__ = ["ShardFile"]
+
+_DTYPES = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I32": "<i4", "I64": "<i8", "F32": "<f4"}
+_PER_TOKEN = ("tokens", "response", "logprobs", "recorded")  # in the order of `block_crc32`
+_SINCE_3 = ("prompt_digest", "block_crc32")
+_INFO_OF_2 = (
+    "num_experts", "topk", "moe_layers", "engine", "engine_version", "model", "router_fingerprint",
+)  # fmt: skip
+
+
+@dataclass
+class ShardFile:
+    """The parts of a shard; change them, then ask for the `file`.
+
+    Attributes:
+        tensors: by name, in the order in which they lie in the file.
+        body: the shard's own header.
+        entries: what the safetensors header says of a tensor in place of the truth.
+        edit_header: changes the safetensors header after all checksums were put in.
+        edit_text: changes its bytes.
+    """
+
+    tensors: dict[str, np.ndarray]
+    body: dict[str, Any]
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    edit_header: Callable[[dict[str, Any]], None] = lambda header: None
+    edit_text: Callable[[bytes], bytes] = lambda text: text
+
+    @classmethod
+    def of(cls, data: bytes) -> ShardFile:
+        """The parts of a shard that is whole."""
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:begin])
+        body = json.loads(header.pop("__metadata__")["megatron_r3"])
+        tensors = {}
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            first, last = (begin + offset for offset in entry["data_offsets"])
+            flat = np.frombuffer(data[first:last], _DTYPES[entry["dtype"]])
+            tensors[name] = flat.reshape(entry["shape"]).copy()
+        return cls(tensors, body)
+
+    def file(self) -> bytes:
+        """The shard, its lengths, offsets and checksums those of its parts."""
+        self._sum_blocks()
+        self.body["crc32"] = {
+            name: zlib.crc32(self.tensors[name].tobytes())
+            for name in self.body.get("crc32", {})
+            if name in self.tensors
+        }
+        return self.file_of(json.dumps(self.body, sort_keys=True))
+
+    def file_of(self, text: str) -> bytes:
+        """The same with this text as the shard's own header, and its checksum right."""
+        sum_of_text = str(zlib.crc32(text.encode(errors="surrogatepass")))
+        header: dict[str, Any] = {"__metadata__": {"megatron_r3": text, "crc32": sum_of_text}}
+        end, kinds = 0, {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+        for name, tensor in self.tensors.items():
+            begin, end = end, end + tensor.nbytes
+            entry = {"dtype": kinds[tensor.dtype], "shape": [*tensor.shape]}
+            header[name] = {**entry, "data_offsets": [begin, end], **self.entries.get(name, {})}
+        self.edit_header(header)
+        written = self.edit_text(json.dumps(header).encode())
+        written = written.ljust(-(-len(written) // 8) * 8)
+        data = b"".join(tensor.tobytes() for tensor in self.tensors.values())
+        return len(written).to_bytes(8, "little") + written + data
+
+    def _sum_blocks(self) -> None:
+        """From version 3 on each rollout's rows and slices have sums of their own."""
+        if not {"block_crc32", "num_tokens", "routes", *_PER_TOKEN} <= self.tensors.keys():
+            return
+        counts = [int(count) for count in self.tensors["num_tokens"].reshape(-1)]
+        sliced = [*self.tensors["routes"], *(self.tensors[name] for name in _PER_TOKEN)]
+        sums = self.tensors["block_crc32"]
+        for column, tensor in enumerate(sliced[: sums.shape[1]]):
+            per_row = column < len(self.tensors["routes"]) or column == len(sliced) - 1
+            bounds = pairwise(accumulate([0, *(count - per_row for count in counts)]))
+            for row, (begin, end) in enumerate([*bounds][: len(sums)]):
+                sums[row, column] = zlib.crc32(tensor[begin:end].tobytes())
+
+    def as_version_2(self) -> bytes:
+        """The same rollouts as version 2 has them; it knows no blocks, prompts and numbers."""
+        old = ShardFile({n: t for n, t in self.tensors.items() if n not in _SINCE_3}, {})
+        info = {name: self.body["info"][name] for name in _INFO_OF_2}
+        old.body = {"format": self.body["format"], "version": 2, "info": info}
+        old.body["crc32"] = dict.fromkeys(old.tensors, 0)
+        return old.file()

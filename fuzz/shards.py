@@ -1,0 +1,265 @@
+"""Rollout shards: noise, forged values with right checksums, files swapped, lost or replaced.
+
+A store that opens and verifies gives exactly what was written, read rollout by rollout and row by
+row; anything else is an error that names the store.
+
+Shape suffixes: M rollouts, N tokens, L MoE layers, T rows, K top-k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fuzz import shard_changes, shard_files
+from fuzz.outcome import BAD_MESSAGE, REFUSED, RIGHT, SILENT, Kind, Verdict, bad_line, judged, note
+from fuzz.shard_file import ShardFile
+from megatron_r3.cli import main as megatron_r3
+from megatron_r3.routes import Routes
+from megatron_r3.store import Rollout, RolloutStore, SamplingSettings, StoreInfo, write_shard
+
+__all__ = ["KIND", "Base", "contents", "difference"]
+
+VOCABULARY = 64
+_LONG_AGO = 1_700_000_000  # no file of a training is as old as its store is new
+
+
+@dataclass(frozen=True)
+class Base:
+    """A store that is whole.
+
+    Attributes:
+        files: the bytes of each shard by its name.
+        expected: its contents.
+        other: a valid store of other rollouts of the same model, with as many shards.
+        numbered: each shard says which number it has (from version 3 on).
+    """
+
+    files: dict[str, bytes]
+    expected: dict[str, Any]
+    other: dict[str, bytes]
+    numbered: bool
+
+
+def _info(experts: int, topk: int, layers: tuple[int, ...], stamped: bool) -> StoreInfo:
+    return StoreInfo(
+        num_experts=experts,
+        topk=topk,
+        moe_layers=layers,
+        engine="vllm",
+        engine_version="0.30.0",
+        model="tiny",
+        router_fingerprint=tuple(f"{layer:016x}" for layer in layers) if stamped else (),
+        policy_stamp="ab" * 8 if stamped else "",
+        engine_policy="step-3" if stamped else "",
+        vocab_size=VOCABULARY if stamped else 0,
+        sampling=SamplingSettings(1.0, 1.0, 0, 0.0, 16),
+    )
+
+
+def _rollout(info: StoreInfo, rng: np.random.Generator, group: int, sample: int) -> Rollout:
+    num_tokens = int(rng.integers(3, 13))
+    shape = (len(info.moe_layers), num_tokens - 1)
+    ids_LTK = rng.random((*shape, info.num_experts)).argsort(-1)[..., : info.topk]
+    recorded_T = rng.random(num_tokens - 1) > 0.1
+    response_N = np.arange(num_tokens) >= rng.integers(1, num_tokens)
+    if num_tokens > 8:  # two turns, with a token between them that was given
+        response_N[3], response_N[4], response_N[5] = True, False, True
+    return Rollout(
+        tokens_N=rng.integers(0, VOCABULARY, num_tokens).astype(np.int32),
+        response_N=response_N,
+        logprobs_N=np.where(response_N, -4 * rng.random(num_tokens), 0).astype(np.float32),
+        reward=float(np.float32(rng.normal())),
+        group=group,
+        policy_version=7,
+        routes=Routes.from_array(ids_LTK, info.num_experts, recorded_T),
+        sample=sample,
+        prompt_digest=1 + group,
+    )
+
+
+def _write(folder: Path, info: StoreInfo, shards: int, seed: int) -> dict[str, bytes]:
+    rng = np.random.default_rng(seed)
+    for shard in range(shards):
+        groups = range(2 * shard, 2 * shard + 2)
+        rollouts = [_rollout(info, rng, group, sample) for group in groups for sample in range(2)]
+        write_shard(folder, info, rollouts)
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def prepare(shared: Path) -> list[Base]:
+    """Stores of one to three shards, of one- and two-byte ids, of both versions."""
+    small = _info(16, 4, (1, 2, 5), stamped=True)
+    wide = _info(300, 2, (0,), stamped=False)
+    bases = []
+    for index, (info, shards) in enumerate(((small, 3), (small, 2), (wide, 1))):
+        folder, elsewhere = shared / f"store{index}", shared / f"other{index}"
+        files, other = (
+            _write(f, info, shards, s) for f, s in ((folder, index), (elsewhere, index + 100))
+        )
+        numbered = "number" in ShardFile.of(files["shard-00000.safetensors"]).body
+        bases.append(Base(files, contents(RolloutStore([folder])), other, numbered))
+    if bases[0].numbered:
+        old, expected = shared / "old", dict(bases[0].expected)
+        old.mkdir()
+        files = {n: ShardFile.of(data).as_version_2() for n, data in bases[0].files.items()}
+        other = {n: ShardFile.of(data).as_version_2() for n, data in bases[0].other.items()}
+        for name, data in files.items():
+            (old / name).write_bytes(data)
+        got = contents(RolloutStore([old]))
+        kept = {k for k in got if not k.startswith("info.") and not k.endswith("prompt_digest")}
+        assert difference({k: expected[k] for k in kept}, {k: got[k] for k in kept}) is None
+        bases.append(Base(files, got, other, False))
+    return bases
+
+
+def contents(store: RolloutStore, verify: bool = True) -> dict[str, Any]:
+    """All that training can read of a store: by rollout, and by row id."""
+    if verify:
+        store.verify()
+    found: dict[str, Any] = {f"info.{k}": v for k, v in asdict(store.info).items()}
+    layers = range(len(store.info.moe_layers))
+    for index in range(len(store)):
+        one, fields = store.rollout(index), store.fields(index)
+        ids_LTK, recorded_T = store.routes(store.row_ids(index), layers)
+        found |= {f"{index}.{name}": value for name, value in fields.items()}
+        found |= {f"{index}.ids": ids_LTK, f"{index}.recorded by row": recorded_T}
+        for name in ("reward", "group", "sample", "policy_version", "prompt_digest"):
+            found[f"{index}.{name}"] = getattr(one, name)
+        found[f"{index}.turns"] = one.spans_U2
+        # what two ways of reading give is the same, where a row has routes
+        pairs = (
+            (one.tokens_N, fields["tokens"]),
+            (one.response_N, fields["response"]),
+            (one.logprobs_N, fields["logprobs"]),
+            (one.routes.ids_LTK, np.where(recorded_T[:, None], ids_LTK, 0)),
+        )
+        for ours, theirs in pairs:
+            found[f"{index}.two readings agree"] = np.array_equal(ours, theirs)
+    found["groups"] = store.groups()
+    found["reward"] = store.column("reward")
+    return found
+
+
+def difference(got: dict[str, Any], expected: dict[str, Any]) -> str | None:
+    """Where two contents differ, or None."""
+    if got.keys() != expected.keys():
+        odd = sorted(got.keys() ^ expected.keys())
+        return f"it has {len(odd)} fields more or less than it must, {odd[0]} the first"
+    for name, wanted in expected.items():
+        value = got[name]
+        if isinstance(wanted, np.ndarray):
+            same = isinstance(value, np.ndarray) and value.dtype == wanted.dtype
+            same = same and value.shape == wanted.shape and value.tobytes() == wanted.tobytes()
+        else:
+            same = type(value) is type(wanted) and value == wanted
+        if not same:
+            return f"{name} is {value!r:.200}, not {wanted!r:.200}"
+    return None
+
+
+def attempt(rng: random.Random, folder: Path, bases: list[Base]) -> Verdict:
+    """Change a store, or its files while it is open, then read all of it."""
+    base, store = rng.choice(bases), folder / "store"
+    store.mkdir()
+    for name, data in base.files.items():
+        (store / name).write_bytes(data)
+        os.utime(store / name, (_LONG_AGO, _LONG_AGO))
+    how = rng.random()
+    if how < 0.02:
+        note(folder, "nothing is changed")
+        return _read(store, base, must=True)
+    if how < 0.04:  # then a forged shard is not refused for how it was put together
+        name = rng.choice([*base.files])
+        (store / name).write_bytes(ShardFile.of(base.files[name]).file())
+        note(folder, "put together again")
+        return _read(store, base, must=True)
+    if how < 0.3:
+        name = rng.choice([*base.files])
+        data, what = shard_changes.changed_bytes(base.files[name], rng)
+        (store / name).write_bytes(data)
+    elif how < 0.8:
+        name = rng.choice([*base.files])
+        data, what = shard_changes.forged(base.files[name], rng)
+        (store / name).write_bytes(data)
+    elif how < 0.9:
+        return _with_other_files(rng, folder, store, base)
+    else:
+        return _while_open(rng, folder, store, base)
+    note(folder, what)
+    verdict = _read(store, base)
+    return _by_command(store, verdict) if rng.random() < 0.25 else verdict
+
+
+def _read(store: Path, base: Base, must: bool = False) -> Verdict:
+    return judged(
+        lambda: contents(RolloutStore([store])),
+        lambda got: difference(got, base.expected),
+        [str(store)],
+        must,
+    )
+
+
+def _with_other_files(rng: random.Random, folder: Path, store: Path, base: Base) -> Verdict:
+    what, directories, change = shard_files.change(rng, store, base)
+    follow_s = 0.01 if not directories and rng.random() < 0.2 else None
+    note(folder, f"files{' of a followed store' if follow_s else ''}: {what}")
+    directories = directories or [store]
+
+    def wrong(got: dict[str, Any]) -> str | None:
+        if change == "shorter" or follow_s:  # lost at its end: it has not grown so far yet
+            mine = {key: value for key, value in got.items() if key[0].isdigit()}
+            return difference(mine, {k: v for k, v in base.expected.items() if k in mine})
+        return difference(got, base.expected)
+
+    return judged(
+        lambda: contents(RolloutStore(directories, follow_s=follow_s)),
+        wrong,
+        [str(one) for one in directories],
+    )
+
+
+def _while_open(rng: random.Random, folder: Path, store: Path, base: Base) -> Verdict:
+    opened = RolloutStore([store])
+    verified = rng.random() < 0.5
+    if verified:  # a training does it once, then reads for hours
+        opened.verify()
+    for shard in opened.shards if rng.random() < 0.3 else ():  # routes are read from then on
+        shard.read_routes(np.arange(min(1, shard.num_rows)), [0])
+    note(folder, f"while it is open: {shard_files.change_open(rng, store, base)}")
+    return judged(
+        lambda: contents(opened, verify=not verified),
+        lambda got: difference(got, base.expected),
+        [str(store)],
+    )
+
+
+def _by_command(store: Path, verdict: Verdict) -> Verdict:
+    """The same answer from `rollouts verify`; and `inspect` says what it says in lines."""
+    if verdict.outcome not in (RIGHT, REFUSED):
+        return verdict
+    for command, wanted in (("verify", int(verdict.outcome == REFUSED)), ("inspect", None)):
+        out, error = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            status = megatron_r3(["rollouts", command, str(store)])
+        said = error.getvalue().removesuffix("\n")
+        if wanted is not None and status != wanted:
+            return Verdict(SILENT, f"{command} ends with {status}; reading it: {verdict}")
+        wrong = bad_line(said, [str(store)]) if status else None
+        if wrong is None and status and not said.startswith("error: "):
+            wrong = "no `error:` before it"
+        if wrong is None and not status and not out.getvalue().replace("\n", "").isprintable():
+            wrong, said = "its output has characters that are not printable", out.getvalue()
+        if wrong is not None:
+            return replace(verdict, outcome=BAD_MESSAGE, detail=f"{command}: {wrong}: {said!a}")
+    return verdict
+
+
+KIND = Kind("shards", 420, 30.0, 1024, prepare, attempt)
