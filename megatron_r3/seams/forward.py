@@ -72,9 +72,9 @@ class RolloutStep:
         chunk = unwrapped(model)
         try:
             prepared = self._next(data_iterator, chunk)
+            self._check_policies(chunk, prepared.shards)
         except StoreError as error:  # from a worker it comes with its traceback
             refuse(str(error).strip().splitlines()[-1].rpartition("StoreError: ")[2])
-        self._check_policies(chunk, prepared.shards)
         batch = prepared.batch
         self.guard.add_rows(batch["rows"])
         microbatch = self._microbatch(chunk, prepared)

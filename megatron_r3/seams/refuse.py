@@ -7,6 +7,8 @@ import sys
 import time
 from typing import NoReturn
 
+from megatron_r3.untrusted import one_line
+
 __all__ = ["refuse"]
 
 SILENCE_S = 30.0  # how long a rank leaves an error to the one that speaks
@@ -25,5 +27,5 @@ def refuse(message: str, speaks: bool | None = None) -> NoReturn:
         speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     if not speaks:
         time.sleep(SILENCE_S)
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
     raise SystemExit(1)

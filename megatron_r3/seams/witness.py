@@ -18,7 +18,9 @@ from torch import Tensor
 
 from megatron_r3.replay import MicrobatchRoutes, active_microbatch
 from megatron_r3.seams.layers import local_moe_layers
+from megatron_r3.seams.refuse import refuse
 from megatron_r3.store.reader import RolloutStore
+from megatron_r3.store.schema import StoreError
 
 if TYPE_CHECKING:
     from megatron_r3.seams.metrics import StepMetrics
@@ -116,7 +118,10 @@ class DispatchWitness:
                 continue
             rollout, at = self.store.locate(row)
             if rollout not in rollouts:
-                rollouts[rollout] = self.store.rollout(rollout).routes
+                try:
+                    rollouts[rollout] = self.store.rollout(rollout).routes
+                except StoreError as error:  # in a backward pass nobody else would catch it
+                    refuse(str(error))
             if rollouts[rollout].recorded_T[at]:
                 routes[token] = rollouts[rollout].ids_LTK[trace, at]
         return routes

@@ -1,0 +1,110 @@
+"""A store that changes while it is trained on ends the training with one line, whatever changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import Policy, parts, steps_on
+
+from megatron_r3 import launch
+from megatron_r3.cpu.errors import RankError
+from megatron_r3.cpu.worker import TreeWorker
+from megatron_r3.store import write_shard
+
+
+def replaced(store: Path, other: Path) -> None:
+    """Each shard by rename, with another valid one of equal size."""
+    for shard in sorted(store.glob("*.safetensors")):
+        os.replace(other / shard.name, shard)
+
+
+def overwritten(store: Path, other: Path) -> None:
+    for shard in sorted(store.glob("*.safetensors")):
+        with shard.open("r+b") as file:
+            file.seek(shard.stat().st_size // 3)
+            file.write(bytes(shard.stat().st_size // 3))
+
+
+def truncated(store: Path, other: Path) -> None:
+    for shard in sorted(store.glob("*.safetensors")):
+        os.truncate(shard, shard.stat().st_size // 3)
+
+
+def removed(store: Path, other: Path) -> None:
+    shutil.rmtree(store)
+
+
+def unchanged(store: Path, other: Path) -> None:
+    """The control."""
+
+
+CHANGES = {change.__name__: change for change in (replaced, overwritten, truncated, removed)}
+
+
+def changed_while_training(rank: int, argv: list[str], change: str, folder: str) -> None:
+    """Train; at the second micro-batch the store is changed."""
+    from demo.pretrain import datasets, forward_step
+
+    store, other = Path(folder) / "store", Path(folder) / "other"
+    calls = []
+
+    def before_forward(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            {**CHANGES, "unchanged": unchanged}[change](store, other)
+
+    def watch(models: list[torch.nn.Module]) -> None:
+        models[0].register_forward_pre_hook(before_forward)
+
+    sys.argv = ["pretrain.py", *argv]
+    launch.train(datasets, forward_step, watch)
+
+
+def two_stores(policy: Policy, folder: Path) -> Path:
+    """The four parts of the policy's rollouts, twice: the other time with other routes."""
+    info, shards = parts(policy)
+    plain = replace(info, router_fingerprint=())
+    for shard in shards:
+        write_shard(folder / "store", plain, shard)
+        swapped = [r.routes for r in shard]
+        other = [
+            replace(r, routes=replace(s, ids_LTK=s.ids_LTK[::-1].copy()))
+            for r, s in zip(shard, swapped, strict=True)
+        ]
+        write_shard(folder / "other", plain, other)
+    return folder / "store"
+
+
+def run(patched: TreeWorker, argv: list[str], change: str, folder: Path) -> str:
+    with pytest.raises(RankError) as failure:
+        patched.run(changed_while_training, 1, argv, change, str(folder), timeout_s=120)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["witness", "plain"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_store_is_one_error(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, change: str, verify: bool
+) -> None:
+    argv = steps_on(policy, two_stores(policy, tmp_path), 10)
+    if not verify:
+        argv.remove("--moe-router-replay-verify-dispatch")
+    told = run(patched, argv, change, tmp_path)
+    assert "SystemExit: 1" in told
+    (line,) = {line for line in told.splitlines() if line.startswith("error: ")}
+    assert str(tmp_path / "store" / "shard-0000") in line
+    assert "while it is in use" in line
+
+
+def test_the_same_training_on_a_store_that_stays_ends_well(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    argv = steps_on(policy, two_stores(policy, tmp_path), 10)
+    patched.run(changed_while_training, 1, argv, "unchanged", str(tmp_path), timeout_s=120)
