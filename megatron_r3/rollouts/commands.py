@@ -183,7 +183,8 @@ def run_verify(args: argparse.Namespace) -> int:
         if model is not None:
             stamped = model.router_fingerprint and store.info.router_fingerprint
             what += f", {one_line(model.name)}'s shape"
-            what += " and router weights" if stamped else ""
+            whole = model.policy_stamp and store.info.policy_stamp
+            what += (" and weights" if whole else " and router weights") if stamped else ""
         print(f"{name}: {len(store)} rollouts in {len(store.shards)} shards, {what}")
         if model is not None and not stamped:
             print(f"{name}: router weights not compared: no fingerprint", file=sys.stderr)

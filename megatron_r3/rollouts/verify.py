@@ -6,12 +6,13 @@ from pathlib import Path
 
 from megatron_r3.rollouts.model import Model
 from megatron_r3.store import RolloutStore, StoreError
+from megatron_r3.store.shard import Shard
 
 __all__ = ["verify_store"]
 
 
 def verify_store(directory: Path, model: Model | None = None) -> RolloutStore:
-    """Read all of a store; with a model, compare its MoE layers and router weights too.
+    """Read all of a store; with a model, compare its MoE layers and its weights too.
 
     Returns:
         The store, which is whole.
@@ -40,8 +41,17 @@ def _check_model(store: RolloutStore, model: Model) -> None:
         ):
             if got != wanted:
                 raise StoreError(f"{shard.path}: {name} {got}; {model.name} has {wanted}")
-        if not info.router_fingerprint or not model.router_fingerprint:
-            continue
+        _refuse_other_routers(shard, model)
+        if info.policy_stamp and model.policy_stamp and info.policy_stamp != model.policy_stamp:
+            raise StoreError(
+                f"{shard.path}: sampled by other weights than {model.name}'s, whose routers are the "
+                f"same: stamp {info.policy_stamp} there, {model.policy_stamp} here"
+            )
+
+
+def _refuse_other_routers(shard: Shard, model: Model) -> None:
+    info, shape = shard.info, model.shape
+    if info.router_fingerprint and model.router_fingerprint:
         pairs = zip(info.router_fingerprint, model.router_fingerprint, strict=True)
         other = [shape.moe_layers[i] for i, (a, b) in enumerate(pairs) if a != b]
         if other:

@@ -15,6 +15,7 @@ from stored import INFO, make_rollout
 from megatron_r3.cli import main
 from megatron_r3.fingerprint import router_digest
 from megatron_r3.rollouts.inspect import inspect_store
+from megatron_r3.rollouts.model import read_model
 from megatron_r3.rollouts.table import table
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, write_shard
@@ -269,3 +270,16 @@ def test_other_router_weights_are_refused(store, model, capsys):
     assert "in 1 of 3 MoE layers, the first is hidden layer 2" in error
     save_torch({"x": torch.zeros(1)}, model / "model.safetensors")
     assert "goes without a router fingerprint" in refused(capsys, store, "--model", model)
+
+
+def test_other_weights_are_refused_where_the_routers_are_the_same(tmp_path, model, capsys):
+    weights = read_model(model)
+    info = replace(
+        INFO, router_fingerprint=weights.router_fingerprint, policy_stamp=weights.policy_stamp
+    )
+    write_shard(tmp_path / "same", info, ROLLOUTS)
+    assert main(["rollouts", "verify", str(tmp_path / "same"), "--model", str(model)]) == 0
+    assert "model's shape and weights" in capsys.readouterr().out
+    write_shard(tmp_path / "other", replace(info, policy_stamp="0" * 16), ROLLOUTS)
+    error = refused(capsys, tmp_path / "other", "--model", model)
+    assert "sampled by other weights than model's, whose routers are the same: stamp 000" in error
