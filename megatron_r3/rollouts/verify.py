@@ -44,8 +44,8 @@ def _check_model(store: RolloutStore, model: Model) -> None:
         _refuse_other_routers(shard, model)
         if info.policy_stamp and model.policy_stamp and info.policy_stamp != model.policy_stamp:
             raise StoreError(
-                f"{shard.path}: sampled by other weights than {model.name}'s, whose routers are the "
-                f"same: stamp {info.policy_stamp} there, {model.policy_stamp} here"
+                f"{shard.path}: sampled by other weights than {model.name}'s, whose routers are "
+                f"the same: stamp {info.policy_stamp} there, {model.policy_stamp} here"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training import STEP, Policy, steps_on, train
+from training import STEP, Policy, parts, steps_on, train
 
 from megatron_r3 import launch
 from megatron_r3.cpu.errors import RankError
@@ -104,6 +105,31 @@ def test_a_framework_that_replaces_routing_cannot_train_live(
     line = refused(patched, ranks, saves(policy, tmp_path / "s", *layout), "routing")
     assert "no router took them" in line
     assert not (tmp_path / "s" / "latest_checkpointed_iteration.txt").exists()
+
+
+def other_folders(rank: int, argv: list[str], folder: str) -> None:
+    """Two nodes that have another store under the same name."""
+    os.chdir(Path(folder) / f"node{rank}")
+    train(rank, argv)
+
+
+def test_ranks_that_see_other_shards_end_before_an_update(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    info, shards = parts(policy)
+    plain = replace(info, router_fingerprint=())
+    for node, order in (("node0", (0, 1, 2)), ("node1", (0, 2, 1))):
+        for version, index in enumerate(order):
+            moved = [replace(rollout, policy_version=version) for rollout in shards[index]]
+            write_shard(tmp_path / node / "store", plain, moved)
+    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
+    follow = ["--rollouts-follow", "5", "--expert-model-parallel-size", "2"]
+    argv = steps_on(policy, Path("store"), 2, *saved, *follow)
+    with pytest.raises(RankError) as failure:
+        patched.run(other_folders, 2, argv, str(tmp_path), timeout_s=120)
+    assert "the ranks do not see the same shards" in str(failure.value)
+    # the first shard is the same on both: that step was updated, and the second one was not
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
 def test_the_same_training_without_poison_saves(
