@@ -38,6 +38,7 @@ NOT_WITH_ROLLOUTS = {
     "use_torch_fsdp2": "replay was not proved on sharded modules",
     "iterations_to_skip": "the step that skips reads the script's own batches; leave the "
     "rollouts that you do not want out of the store",
+    "phase_transition_iterations": "each phase would begin at the first rollout again",
 }
 
 

@@ -87,6 +87,7 @@ ROLLOUTS = {
     "--use-megatron-fsdp: replay was not proved": ["--use-megatron-fsdp", *SHARDED],
     "--use-torch-fsdp2: replay was not proved": ["--use-torch-fsdp2"],
     "--iterations-to-skip: the step that skips": ["--iterations-to-skip", "2"],
+    "--phase-transition-iterations: each phase": ["--phase-transition-iterations", "1"],
 }
 
 
