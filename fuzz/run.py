@@ -102,7 +102,7 @@ def _say_by_what(results: Sequence[Result]) -> None:
     for result in results:
         what = result.what.partition(":")[0]
         by_what.setdefault(what, Counter())[result.verdict.outcome] += 1
-        said[what] = result.verdict.detail or said.get(what, "")
+        said[what] = " ".join(result.verdict.detail.split()) or said.get(what, "")
     for what, counts in sorted(by_what.items()):
         told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
         example = f"; such as: {said[what][:200]}" if said[what] else ""
