@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,8 +110,9 @@ class StepGuard:
         told = torch.cat([weight.to(torch.int64)[None], same])
         if size > 1:
             torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-        on_host = torch.cat([told.double(), weight[None].double(), places.double()]).cpu()
-        heaviest, most, least, mine = on_host[:4].tolist()
+        on_device = torch.cat([told.double(), weight[None].double(), places.double()])
+        on_host = on_device.cpu().numpy()  # the one wait
+        heaviest, most, least, mine = on_host[:4]
         if most != -least:
             refuse(
                 f"{self.store.directories[0]}: the ranks do not see the same shards in it; was it "
@@ -138,7 +140,7 @@ class StepGuard:
         self,
         untaken: list[int],
         losses: list[_Loss],
-        places: Tensor,
+        places: np.ndarray,
         models: list[Any],
         rows: list[Tensor],
     ) -> str:

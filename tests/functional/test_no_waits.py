@@ -1,4 +1,4 @@
-"""Nothing of ours reads a device tensor back between two logged steps.
+"""Between two logged steps one copy goes to the host: that of the check before the update.
 
 On a CPU a read costs nothing, so it is counted: every call by which Python gets a tensor's values,
 made by our code while a training step runs. Values on the host are read through numpy, which
@@ -49,8 +49,8 @@ def counting(counts: Counter[tuple[int, str]]) -> None:
         setattr(torch.Tensor, name, read)
 
 
-def trained_and_counted(rank: int, argv: list[str]) -> dict[int, int]:
-    """How many reads each iteration made."""
+def trained_and_counted(rank: int, argv: list[str]) -> dict[int, dict[str, int]]:
+    """The reads of each iteration, by the call that made them."""
     from megatron.training import training
 
     counts: Counter[tuple[int, str]] = Counter()
@@ -64,10 +64,10 @@ def trained_and_counted(rank: int, argv: list[str]) -> dict[int, int]:
 
     training.train_step = counted_step
     train(rank, argv)
-    reads: Counter[int] = Counter()
-    for (iteration, _), count in counts.items():
-        reads[iteration] += count
-    return dict(reads)
+    reads: dict[int, dict[str, int]] = {}
+    for (iteration, name), count in counts.items():
+        reads.setdefault(iteration, {})[name] = count
+    return reads
 
 
 LAYOUTS = {
@@ -81,12 +81,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_replayed_step_reads_nothing_back(
+def test_a_replayed_step_reads_back_once_before_its_update(
     patched: TreeWorker, policy: Policy, layout: str
 ) -> None:
     ranks, more = LAYOUTS[layout]
     argv = [a for a in policy.arguments(*more, *QUIET, "6") if "verify-dispatch" not in a]
     argv += ["--max-position-embeddings", "64", "--global-batch-size", "8"]
     for reads in patched.run(trained_and_counted, ranks, argv, timeout_s=240):
-        assert not {iteration: n for iteration, n in reads.items() if iteration in (1, 2, 3, 4)}
-        assert reads[5] > 0, "the report of the last step was not counted: does counting work?"
+        assert [reads[iteration] for iteration in (1, 2, 3, 4)] == [{"cpu": 1}] * 4
+        assert sum(reads[5].values()) > 1, "the report of the last step was not counted"
