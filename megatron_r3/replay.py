@@ -6,7 +6,7 @@ run once, twice or never, in any order and from any thread, it sees the same rou
 active microbatch every router is live, so an evaluation, a reference model or a critic never
 replays by accident, and an exception leaves nothing behind.
 
-Routes that were given and that no router took are an error, when the block ends.
+A block in which routes were given and no router took any is an error, when the block ends.
 
 Shape suffixes: L layers, T tokens of this rank in the router's order, E experts, K top-k.
 """
@@ -43,9 +43,9 @@ class ReplayError(RuntimeError):
 class MicrobatchRoutes:
     """The routes that one rank needs for one microbatch: its layers, its tokens, its order.
 
-    One forward pass uses it, and the recomputes of that pass. `fresh()` makes another one of the
-    same routes, for the next forward pass: what a token without a recorded route chose, and what
-    was measured, belongs to a pass.
+    Where tokens are chosen live or counted, one forward pass uses it, and the recomputes of that
+    pass: what a token without a recorded route chose, and what was measured, belongs to a pass.
+    `fresh()` makes another one of the same routes, for the next forward pass.
 
     Attributes:
         ids: for each layer number (Megatron's, from 1) the ids `[T, K]` on the device, of any
@@ -55,8 +55,9 @@ class MicrobatchRoutes:
         counted_T: bool, tokens that count in the mismatch statistics. None: measure nothing.
         replay: False observes only: the router stays live and is compared with `ids`.
         record: a layer without routes is chosen live at its first pass, and that is kept in `ids`.
-        padding_T: bool, tokens that are none: left out of the router's load. None: as the model
-            was told.
+        padding_T: bool, True for padding, which is left out of the router's load. Its ids must be
+            a route too: distinct experts, spread over all of them (`rows.spread_padding`). None:
+            the padding mask that the model was given is used.
         plan: the dispatch sizes of each layer, by its number. None: they are learned on the device.
         verify_plan: compare the plan with what a layer would learn, at every pass.
         mean_tokens: the tokens that are not padding, on average over the ranks that share the
@@ -99,14 +100,15 @@ class MicrobatchRoutes:
         self.mean_tokens = mean_tokens
         self.used: Counter[int] = Counter()
         self._given = dict(ids)
-        self._settled: dict[int, _Pass | None] = {}  # by which forward pass
+        # the forward pass in which each layer first took its routes
+        self._settled: dict[int, _Pass | None] = {}
         self._check = not checked
         self._wrong_LT: Tensor | None = None  # on a device, until somebody reads it
 
     def fresh(self) -> MicrobatchRoutes:
         """The same routes for another forward pass: nothing chosen, nothing measured."""
         other = MicrobatchRoutes(
-            self.ids if self.record or not self._given else self._given,
+            self._given or self.ids,
             live_T=self.live_T,
             counted_T=self.counted_T,
             replay=self.replay,
@@ -197,8 +199,7 @@ class MicrobatchRoutes:
                 "its row ids say"
             )
         self._refuse_second_pass(layer_number)
-        if self._check:
-            self._check = False
+        if self._check and self._wrong_LT is None:
             self._check_ids(num_experts)
             ids_TK = self.ids[layer_number]
         self.used[layer_number] += 1
@@ -250,19 +251,23 @@ class MicrobatchRoutes:
             self.ids[layer] = ids_TK.to(self.ids[layer].dtype)
 
     def raise_wrong_ids(self) -> None:
-        """Read what the check on the device has found, if that was not done yet.
+        """Read what the check has found, if that was not done yet; wrong ids stay wrong.
 
         Raises:
             ReplayError: naming the layer and the token of the first wrong row, and its ids.
         """
-        wrong_LT, self._wrong_LT = self._wrong_LT, None
-        if wrong_LT is None or not wrong_LT.any():
+        wrong_LT = self._wrong_LT
+        if wrong_LT is None:
+            return
+        if not wrong_LT.any():
+            self._wrong_LT, self._check = None, False
             return
         index, token = wrong_LT.nonzero()[0].tolist()
         layer = list(self._given)[index]
         raise ReplayError(
             f"layer {layer}, token {token}: ids {self._given[layer][token].tolist()}; a route is "
-            f"distinct experts from 0 to {self._num_experts - 1} ({int(wrong_LT.sum())} such rows)"
+            f"distinct experts from 0 to {self._num_experts - 1}, that of padding too "
+            f"({int(wrong_LT.sum())} such rows)"
         )
 
     def _record_live(

@@ -36,12 +36,12 @@ def _captures_router(config: Any) -> bool:
     return not names or bool(names - harmless)
 
 
-def refusals(config: Any, fields: Any = None) -> list[str]:
+def refusals(config: Any, megatrons: Any = None) -> list[str]:
     """Why this config cannot replay exactly, and what to do; empty if it can.
 
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments (same names).
-        fields: for arguments the class TransformerConfig, which knows the defaults.
+        megatrons: the class TransformerConfig, which knows the defaults.
     """
     on = lambda name: bool(getattr(config, name, None))  # noqa: E731
     balancing = getattr(config, "moe_router_load_balancing_type", "none")
@@ -76,7 +76,7 @@ def refusals(config: Any, fields: Any = None) -> list[str]:
             getattr(config, "transformer_impl", None) == "inference_optimized"
         ),
     }
-    unknown = unknown_options(config, fields)
+    unknown = unknown_options(config, megatrons)
     reasons[
         f"{', '.join(unknown)}: nobody here has looked at what this does to a router, so it could "
         "go past the recorded routes; unset it, or report it with your Megatron-LM version to have "
@@ -102,7 +102,9 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: every reason, a line each.
     """
-    found = refusals(config)
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    found = refusals(config, TransformerConfig)
     if replaced := _replaced_routing():
         found.append(
             f"{replaced} has replaced TopKRouter.routing, and what it put there asks for no "

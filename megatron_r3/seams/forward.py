@@ -132,7 +132,10 @@ class RolloutStep:
         )
         self.guard.add_loss(rows_BS, -output_BS, batch["loss_mask"], result[0])
         rejections = {torch.isnan: "NaN", torch.isinf: "Inf"}
-        for rejected, name in rejections.items() if args.check_for_nan_in_loss_and_grad else ():
+        # where it does not rerun a step it ends it with a traceback, before `check` can say more
+        validates = getattr(args, "rerun_mode", "validate_results") != "disabled"
+        validates = validates and args.check_for_nan_in_loss_and_grad
+        for rejected, name in rejections.items() if validates else ():
             get_rerun_state_machine().validate_result(
                 result=result[0],
                 rejection_func=rejected,

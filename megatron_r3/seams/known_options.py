@@ -64,28 +64,35 @@ KNOWN_VALUES = {
 }
 
 
-def unknown_options(config: Any, fields: Any = None) -> list[str]:
+def unknown_options(config: Any, megatrons: Any = None) -> list[str]:
     """The options about routing that are set here and that nobody has looked at, as `name=value`.
 
     Args:
-        config: a TransformerConfig, or Megatron's parsed arguments.
-        fields: the dataclass whose fields say which options there are, and their defaults; left
-            out: `config` itself.
+        config: a TransformerConfig or a framework's subclass of it, or Megatron's parsed arguments.
+        megatrons: the class TransformerConfig: its defaults are those that mean "not set", also
+            where a subclass has others.
     """
-    fields = config if fields is None else fields
+    defaults = {**_defaults(config), **_defaults(megatrons)}
     found = []
-    for field in dataclasses.fields(fields) if dataclasses.is_dataclass(fields) else ():
-        value = getattr(config, field.name, None)
-        known = field.name in KNOWN_NAMES or _OURS.match(field.name)
-        if known or not _ABOUT_ROUTING.search(field.name) or value is None:
+    for name, default in defaults.items():
+        value = getattr(config, name, None)
+        if name in KNOWN_NAMES or _OURS.match(name) or not _ABOUT_ROUTING.search(name):
             continue
-        made = field.default_factory
-        default = field.default if made is dataclasses.MISSING else made()
-        if value != default:
-            found.append(f"{field.name}={value!r:.80}")
+        if value is not None and value != default:
+            found.append(f"{name}={value!r:.80}")
     for name, known_values in KNOWN_VALUES.items():
         given = getattr(config, name, known_values[0])
         for value in given if isinstance(given, list) else [given]:
             if value not in known_values:
                 found.append(f"{name}={value!r:.80}")
     return found
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """Each field's default; none for what is no dataclass."""
+    return {
+        field.name: field.default
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
+        for field in (dataclasses.fields(config) if dataclasses.is_dataclass(config) else ())
+    }

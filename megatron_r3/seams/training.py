@@ -39,6 +39,7 @@ NOT_WITH_ROLLOUTS = {
     "iterations_to_skip": "the step that skips reads the script's own batches; leave the "
     "rollouts that you do not want out of the store",
     "phase_transition_iterations": "each phase would begin at the first rollout again",
+    "override_ckpt_iteration": "the checkpoint's own iteration says which rollouts it has used",
 }
 
 
@@ -94,6 +95,11 @@ def _check_options(args: Any) -> None:
     for other in (name for name in NOT_WITH_ROLLOUTS if getattr(args, name, None)):
         reason = NOT_WITH_ROLLOUTS[other]
         raise ValueError(f"{where}: not together with --{other.replace('_', '-')}: {reason}")
+    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+        raise ValueError(
+            f"{where}: not together with --non-persistent-ckpt-type local: which rollouts such a "
+            "checkpoint was trained on could not be read when training is resumed; use global"
+        )
     if args.dataloader_type == "external":
         raise ValueError(f"{where}: not together with --dataloader-type external")
     if args.rollouts_follow is not None and args.rollouts_pack:
@@ -158,7 +164,7 @@ def use_rollouts(
 
     from megatron_r3.seams.forward import RolloutStep
     from megatron_r3.store.dataset import FollowedRollouts, PackedRollouts, RolloutDataset
-    from megatron_r3.training.ledger import Ledger
+    from megatron_r3.training.ledger import Ledger, alignment
 
     if args.rollouts is None:
         refuse("--moe-router-replay has nothing to replay: give --rollouts DIR, a rollout store")
@@ -184,7 +190,7 @@ def use_rollouts(
         if args.rollouts_follow is not None:
             return FollowedRollouts(store, args.seq_length, num_samples, ledger.start)
         if args.rollouts_pack:
-            align = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+            align = alignment(args)
             return PackedRollouts(store, args.seq_length, num_samples, align, ledger.start)
         return RolloutDataset(store, args.seq_length, num_samples, ledger.start)
 

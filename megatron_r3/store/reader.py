@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +69,14 @@ class RolloutStore:
         self._first_rollout, self._first_row = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._wait(lambda: bool(self.shards), "the first shard")
         self.info: StoreInfo = self.shards[0].info
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process gets: all but the lock, which it makes anew."""
+        return {name: value for name, value in vars(self).items() if name != "_refreshing"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take it, in the other process."""
+        vars(self).update(state, _refreshing=threading.Lock())
 
     def refresh(self) -> None:
         """Open the shards that have come since, if the store is followed: another stays as it was.

@@ -4,14 +4,15 @@
 validation of losses and gradients does not look at the first iteration of a process
 (megatron/core/rerun_state_machine.py, `validate_result`), and names no rollout.
 
-A step costs one all-reduce of three numbers and one wait of the host, right before the optimizer,
-which waits for the gradient's norm anyway.
+A step costs one pass over its gradients, one all-reduce of three numbers and one wait of the host,
+right before the optimizer, which waits for the gradient's norm anyway.
 
 Shape suffixes: B batch, S sequence of this context-parallel rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -78,20 +79,21 @@ class StepGuard:
             wrong = (counted_BS & ~torch.isfinite(logprobs_BS)).reshape(-1)
             # where the log-probs are finite and the loss is not, its first response token stands
             # for it
-            told = wrong.any() | torch.isfinite(loss)
-            wrong = torch.where(told, wrong, counted_BS.reshape(-1))
+            explained = wrong.any() | torch.isfinite(loss)
+            wrong = torch.where(explained, wrong, counted_BS.reshape(-1))
             first = wrong.int().argmax()
             place = torch.where(wrong.any(), first, -1).double()
-            value = logprobs_BS.detach().reshape(-1)[first].double()
+            # an index that is a tensor of no dimensions would be read by the host
+            value = logprobs_BS.detach().reshape(-1).gather(0, first[None])[0].double()
         self._losses.append(_Loss(rows_BS, torch.stack([place, value])))
 
-    def check(self, models: list[Any], iteration: int, agreed: int) -> None:
+    def check(self, models: list[Any], iteration: int, same_everywhere: int) -> None:
         """End training before the update, on all ranks, where one of them found something.
 
         Args:
             models: this rank's model chunks, with their gradients reduced.
             iteration: that is about to be updated, from 1.
-            agreed: a number that must be the same on all ranks.
+            same_everywhere: a number that must be the same on all ranks.
         """
         losses, given, rows = self._losses, self._given, self._rows
         self._losses, self._given, self._rows = [], [], []
@@ -106,7 +108,7 @@ class StepGuard:
         weight = torch.where(torch.isfinite(gradients), 0, size - rank)
         weight = torch.where((places >= 0).any(), 2 * size - rank, weight)
         weight = torch.full_like(weight, 3 * size - rank) if untaken else weight
-        same = torch.tensor([agreed, -agreed], dtype=torch.int64).to(device, non_blocking=True)
+        same = torch.tensor([same_everywhere, -same_everywhere]).to(device, non_blocking=True)
         told = torch.cat([weight.to(torch.int64)[None], same])
         if size > 1:
             torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
@@ -155,7 +157,11 @@ class StepGuard:
             rollout, token = self.store.locate(row)
             # position t of the input predicts token t + 1
             name, value = f"{self.store.name(rollout)}, token {token + 1}", float(one.found[1])
-            return f"{name}: the trainer's log-prob is {value:g}, and the policy loss is not finite"
+            if not math.isfinite(value):
+                return f"{name}: the trainer's log-prob is {value:g}, which is not finite"
+            return (
+                f"the policy loss of a micro-batch is not finite; its first response is in {name}"
+            )
         named = (name for model in models for name in _wrong_parameters(model))
         return (
             f"the gradient of {next(named, 'a parameter')} is not finite, in a step on "

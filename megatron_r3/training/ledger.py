@@ -24,7 +24,12 @@ import torch
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError, StoreInfo
 
-__all__ = ["Ledger", "policy_name"]
+__all__ = ["Ledger", "alignment", "policy_name"]
+
+
+def alignment(args: Any) -> int:
+    """To what multiple each rollout of a pack is padded: context parallelism splits it so."""
+    return 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
 
 
 def policy_name(info: StoreInfo) -> str:
@@ -97,9 +102,22 @@ class Ledger:
         return max(0, int(self.args.consumed_train_samples) - self.start)
 
     def _order(self) -> str:
-        """What decides which rollouts a sample has."""
-        pack = f" packs of {self.args.seq_length}" if self.args.rollouts_pack else ""
-        return f"{self.args.dataloader_type or 'single'}{pack}"
+        """What decides which rollouts a sample has.
+
+        A pack depends on how its rollouts are padded for context parallelism. A shuffled order
+        (cyclic) depends on how many samples are drawn, and on how the ranks share them out.
+        """
+        args = self.args
+        order = args.dataloader_type or "single"
+        if order != "single":
+            order += (
+                f" over {args.train_samples or args.train_iters * args.global_batch_size} samples, "
+                f"{args.data_parallel_size} data-parallel ranks, micro-batches of "
+                f"{args.micro_batch_size}, data sharding {getattr(args, 'data_sharding', None)}"
+            )
+        if args.rollouts_pack:
+            order += f", packs of {args.seq_length} aligned to {alignment(args)}"
+        return order
 
     def _continues(self, last: dict[str, Any]) -> bool:
         """Whether the store is meant to be the one that was used last, whole or not.
@@ -114,6 +132,11 @@ class Ledger:
 
     def _check_same(self, last: dict[str, Any], consumed: int) -> None:
         where = " ".join(map(str, self.store.directories))
+        if consumed < last["start"]:
+            raise StoreError(
+                f"{where}: the checkpoint began with this store at sample {last['start']}, and "
+                f"{consumed} samples are said to be used: begin anew with --finetune"
+            )
         again = (
             "train on the store as it was, or begin anew with --finetune; new rollouts belong into "
             "another directory"
@@ -134,16 +157,16 @@ class Ledger:
         if last["order"] != self._order():
             raise StoreError(
                 f"{where}: the checkpoint took its samples as {last['order']}, this training as "
-                f"{self._order()}, so it would repeat some and leave others out: give the same "
-                "--dataloader-type, --rollouts-pack and --seq-length, or begin anew with --finetune"
+                f"{self._order()}, so it would repeat some and leave others out: give the options "
+                "of before that differ there, or begin anew with --finetune"
             )
         rollouts = sum(rollouts for _, _, rollouts in last["shards"])
         grown = len(now) > len(last["shards"])
-        whole_epoch = consumed - last["start"] > rollouts or "packs" in last["order"]
+        whole_epoch = consumed - last["start"] > rollouts or last["order"] != "single"
         if grown and self.args.rollouts_follow is None and whole_epoch:
             raise StoreError(
-                f"{where}: it has grown since the checkpoint, which had gone through all of it or "
-                f"took it in packs: sample numbers now name other rollouts; {again}"
+                f"{where}: it has grown since the checkpoint, which had gone through all of it, or "
+                f"took it in packs or shuffled: sample numbers now name other rollouts; {again}"
             )
 
     def _check_other(self, remembered: list[dict[str, Any]]) -> None:

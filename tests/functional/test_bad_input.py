@@ -88,6 +88,11 @@ ROLLOUTS = {
     "--use-torch-fsdp2: replay was not proved": ["--use-torch-fsdp2"],
     "--iterations-to-skip: the step that skips": ["--iterations-to-skip", "2"],
     "--phase-transition-iterations: each phase": ["--phase-transition-iterations", "1"],
+    "--override-ckpt-iteration: the checkpoint's own": ["--override-ckpt-iteration", "7"],
+    "--non-persistent-ckpt-type local: which": [
+        *("--non-persistent-ckpt-type", "local", "--non-persistent-save-interval", "5"),
+        *("--non-persistent-local-ckpt-dir", "/nowhere"),
+    ],
 }
 
 

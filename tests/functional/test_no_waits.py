@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import Policy, train
 
 from megatron_r3.cpu.worker import TreeWorker
@@ -30,6 +31,23 @@ def caller_is_ours(depth: int = 2) -> bool:
             return name.startswith("megatron_r3")
         frame = frame.f_back
     return False
+
+
+class Scalars(TorchDispatchMode):
+    """Counts what C++ reads for itself: an index that is a tensor without dimensions, say."""
+
+    def __init__(self, counts: Counter[tuple[int, str]]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        from megatron.training import get_args
+
+        if func is torch.ops.aten._local_scalar_dense.default and caller_is_ours():
+            self.counts[get_args().curr_iteration, "scalar"] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def counting(counts: Counter[tuple[int, str]]) -> None:
@@ -60,7 +78,8 @@ def trained_and_counted(rank: int, argv: list[str]) -> dict[int, dict[str, int]]
         if not started:
             started.append(True)
             counting(counts)
-        return step(*args, **kwargs)
+        with Scalars(counts):
+            return step(*args, **kwargs)
 
     training.train_step = counted_step
     train(rank, argv)

@@ -61,3 +61,12 @@ def test_arguments_are_compared_with_the_defaults_of_the_config() -> None:
     given.moe_n_hash_layers = 3
     assert unknown_options(given, Newer) == ["moe_n_hash_layers=3"]
     assert unknown_options(given) == []  # control: without the defaults nobody can tell
+
+
+def test_a_framework_cannot_turn_an_unknown_option_on_by_its_own_default() -> None:
+    @dataclass
+    class Framework(Newer):
+        moe_n_hash_layers: int = 3
+
+    assert unknown_options(Framework(), Newer) == ["moe_n_hash_layers=3"]
+    assert unknown_options(Framework(moe_n_hash_layers=0), Newer) == []

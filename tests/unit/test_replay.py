@@ -202,3 +202,21 @@ def test_wrong_ids_name_layer_and_token():
         chosen(MicrobatchRoutes({1: ids[1].float()}), scores())
     with pytest.raises(ReplayError, match="routes of other shapes"):
         chosen(MicrobatchRoutes({1: ids[1], 2: ids[1][:-1]}), scores())
+
+
+def test_wrong_ids_stay_wrong_for_a_second_pass_and_for_fresh():
+    ids = some_routes()
+    ids[3] = ids[3, 0]
+    given = MicrobatchRoutes({1: ids})
+    for microbatch in (given, given, given.fresh(), given.fresh().fresh()):
+        with pytest.raises(ReplayError, match="layer 1, token 3"), replaying(microbatch):
+            chosen(microbatch, scores())
+    interrupted = MicrobatchRoutes({1: ids})
+    with pytest.raises(KeyError), replaying(interrupted):  # before a router asks
+        raise KeyError
+    with pytest.raises(ReplayError, match="layer 1, token 3"), replaying(interrupted.fresh()) as m:
+        chosen(m, scores())
+    right = MicrobatchRoutes({1: some_routes()})
+    for microbatch in (right, right, right.fresh()):
+        with replaying(microbatch):
+            chosen(microbatch, scores())

@@ -218,3 +218,15 @@ def test_files_are_closed(store_dir):
     assert "shard-00001" in str(refusal.value)
     del refusal
     assert descriptors() == before
+
+
+def test_a_store_goes_to_a_process_that_is_spawned(tmp_path):
+    write_shard(tmp_path / "s", INFO, ROLLOUTS)
+    store = RolloutStore([tmp_path / "s"], follow_s=0.0)
+    there = pickle.loads(pickle.dumps(store))
+    more = [replace(rollout, group=rollout.group + 100) for rollout in ROLLOUTS]
+    write_shard(tmp_path / "s", INFO, more)
+    there.wait_for(len(store))  # takes the lock that it has made anew
+    assert len(there) == 2 * len(store)
+    for index in range(len(store)):
+        assert np.array_equal(there.rollout(index).tokens_N, store.rollout(index).tokens_N)
