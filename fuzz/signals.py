@@ -25,6 +25,7 @@ __all__ = ["KIND"]
 
 _WORKERS = 8
 _LIMIT_S = 30.0
+_ON_THE_WAY = 3 * _WORKERS  # requests that may be sent while a signal is
 _SIGNALS = (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
 
 
@@ -43,7 +44,7 @@ class _Fault(Exception):
 
 def attempt(rng: random.Random, folder: Path, server_of_tests: ModuleType) -> Verdict:
     """Collect, send signals, look at the store, and collect the rest."""
-    prompts, n = rng.randint(4, 14), rng.choice((2, 4, 6))
+    prompts, n = rng.choice((rng.randint(4, 14), 40)), rng.choice((2, 4, 6))
     shard_size, number = rng.choice((1, 7, 1000)), rng.choice(_SIGNALS)
     server_of_tests.write_inputs(folder, prompts)
     seen: list[Any] = []
@@ -62,8 +63,13 @@ def attempt(rng: random.Random, folder: Path, server_of_tests: ModuleType) -> Ve
             late = "as it starts" if not begun else "when all is answered" if whole else "at work"
             note(folder, f"{number.name}: {late}, after {server.answered.total()} answers")
             twice = rng.random() < 0.1
+            asked = server.asked.total()
             _send(process, number, rng.uniform(0, 0.05) if twice else None)
-            _ended(process, folder, number, begun, whole, twice)
+            status = _ended(process, folder, number, begun, whole, twice)
+            more = server.asked.total() - asked
+            if more > _ON_THE_WAY:
+                lost = f"it went on: {more} requests after the signal, exit status {status}"
+                return Verdict(SILENT, lost)
             shards = _stored(folder, n, shard_size)
             _resume(command, folder, shards)
         except _Fault as fault:
@@ -113,8 +119,8 @@ def _ended(
     begun: bool,
     whole: bool,
     twice: bool,
-) -> None:
-    """Refuse another end than the documented one."""
+) -> int:
+    """How it ended; refuses another end than the documented one."""
     try:
         status = process.wait(_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -136,6 +142,7 @@ def _ended(
         raise _Fault(BAD_MESSAGE, f"it says {error[-1500:]!a}")
     if begun and status == 128 + number and not any("interrupted" in line for line in lines):
         raise _Fault(BAD_MESSAGE, f"no word of an interruption: {error[-1500:]!a}")
+    return status
 
 
 def _stored(folder: Path, n: int, shard_size: int) -> dict[str, bytes]:

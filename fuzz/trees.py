@@ -202,9 +202,13 @@ def _leftover(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
     return "leftover of a killed one", True
 
 
+def _killed(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
+    raise AssertionError("it is not the tree that is changed: see `_kill`")
+
+
 def _git_folder(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
     git = tree / ".git"
-    kind = rng.choice(("filter", "hook", "monitor", "head", "no index", "nowhere", "config"))
+    kind = rng.choice((*["filter"] * 4, "hook", "monitor", "head", "no index", "nowhere", "config"))
     if not git.exists() or kind == "nowhere":
         shutil.rmtree(git, ignore_errors=True)
         git.write_text("gitdir: /nowhere/at/all\n")
@@ -235,7 +239,7 @@ def _git_folder(state: State, rng: random.Random, tree: Path) -> tuple[str, bool
 
 _CHANGES: list[Callable[[State, random.Random, Path], tuple[str, bool]]] = [
     _nothing, _flip, _delete, _crlf, _odd_file, _mode, _untracked, _other_file, _half, _half,
-    _staged, _leftover, _git_folder, _git_folder,
+    _staged, _leftover, _git_folder, _git_folder, _git_folder, *[_killed] * 6,
 ]  # fmt: skip
 
 
@@ -245,16 +249,19 @@ _CHANGES: list[Callable[[State, random.Random, Path], tuple[str, bool]]] = [
 def attempt(rng: random.Random, folder: Path, state: State) -> Verdict:
     """Change a tree, then give commands; the last ones bring it back where they must be able to."""
     form, done = rng.choice([*state.trees])
+    change = rng.choice(_CHANGES)
+    first = rng.choice(("apply", "apply", "revert", "status"))
+    if change is _git_folder and rng.random() < 0.7:  # only there git looks into the tree
+        form, done, first = "git", False, "apply"
     tree = folder / "tree"
     shutil.copytree(state.trees[form, done], tree, symlinks=True)
-    first = rng.choice(("apply", "revert", "status"))
-    if rng.random() < 0.3:
+    if change is _killed:
         first = rng.choice(("apply", "revert"))
         note(folder, f"killed: {first} of {form}, {'patched' if done else 'unpatched'}")
         _kill(rng, first, tree, folder)
         must, commands = True, [rng.choice(("status", "apply")), "apply", "revert"]
     else:
-        said, must = rng.choice(_CHANGES)(state, rng, tree)
+        said, must = change(state, rng, tree)
         note(folder, f"{said}; {first}, {form}, {'patched' if done else 'unpatched'}")
         commands = [first, "apply", "revert"] if must else [first]
     verdict = Verdict(RIGHT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -231,7 +232,7 @@ def fake(script):
             (folder / f"{name}.err").open("wb") as error,
         ):
             words = [sys.executable, "-c", script, *arguments]
-            return subprocess.Popen(words, stdout=out, stderr=error)
+            return subprocess.Popen(words, cwd=folder, stdout=out, stderr=error)
 
     return start
 
@@ -269,3 +270,33 @@ def test_a_collection_that_is_wrong(tmp_path, monkeypatch, script, expected):
     monkeypatch.setattr(signals, "_SIGNALS", (15,) if expected == HANG else signals._SIGNALS)
     verdict = signals.attempt(random.Random(0), tmp_path, signals.prepare(tmp_path))
     assert verdict.outcome == expected, verdict
+
+
+GOES_ON = """
+import json, signal, sys, urllib.request
+signal.signal(signal.SIGTERM, lambda *_: None)
+url = sys.argv[sys.argv.index("--url") + 1]
+prompt = json.loads(open("prompts.jsonl").readline())["prompt"]
+for seed in range(100):
+    body = json.dumps({"prompt": prompt, "seed": seed, "model": "served"}).encode()
+    urllib.request.urlopen(url + "/v1/completions", body).read()
+sys.stderr.write("interrupted\\n")
+sys.exit(143)
+"""
+
+
+def test_a_collection_that_goes_on_after_a_signal(tmp_path, monkeypatch):
+    """It ends as it must, but only after one of its workers took all the rest."""
+
+    def when_it_asks(rng, process, server, total, seen):
+        signals._until(lambda: bool(seen), process)
+        return True
+
+    monkeypatch.setattr(signals, "start", fake(GOES_ON))
+    monkeypatch.setattr(signals, "_wait", when_it_asks)
+    monkeypatch.setattr(signals, "_SIGNALS", (signal.SIGTERM,))
+    rng = random.Random(0)
+    monkeypatch.setattr(rng, "random", lambda: 0.5)  # the signal is sent once
+    verdict = signals.attempt(rng, tmp_path, signals.prepare(tmp_path))
+    assert verdict.outcome == SILENT, verdict
+    assert "requests after the signal" in verdict.detail, verdict
