@@ -116,3 +116,10 @@ def test_a_pack_does_not_go_through_recurrent_layers(name):
 def test_legacy_models_have_routers_that_would_not_ask():
     told = refused_with_rollouts(use_legacy_models=True)
     assert "not together with --use-legacy-models" in told
+
+
+def test_checkpoints_that_cannot_say_what_was_used():
+    told = refused_with_rollouts(override_ckpt_iteration=7)
+    assert "not together with --override-ckpt-iteration: the checkpoint's own iteration" in told
+    told = refused_with_rollouts(non_persistent_ckpt_type="local")
+    assert "not together with --non-persistent-ckpt-type local" in told
