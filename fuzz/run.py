@@ -87,7 +87,7 @@ def _say_faults(kind: Kind, results: Sequence[Result], seed: int, out: Path) -> 
     faults = sorted((r for r in results if r.verdict.outcome in FAULTS), key=lambda r: r.number)
     for fault in faults[:_SHOWN]:
         detail = fault.verdict.detail.strip().replace("\n", "\n      ")
-        print(f"  {fault.verdict.outcome}: {fault.what}\n      {detail[:1500]}")
+        print(f"  {fault.verdict.outcome}: {fault.what}\n      {detail[:800]}")
         again = f"python -m fuzz.run --only {kind.name} --seed {seed} --try {fault.number}"
         print(f"      again: {again}; input: {out / f'{kind.name}-{seed}-{fault.number}'}")
     if len(faults) > _SHOWN:
