@@ -33,7 +33,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 LAYOUTS = [(ep, recompute) for ep in (1, 2, 4) for recompute in (False, True)]
 HEAD = (
     f"{'EP':>2} {'recompute':9} {'':7} {WAITS:>10} {'copies':>7} {'metadata':>8} {'plan':>5} "
-    f"{'step':>8} {'of live':>8} {'spread':>13} {'planning':>20}"
+    f"{'step':>8} {'of live':>8} {'spread':>13} {'check':>7} {'planning':>20}"
 )
 
 
@@ -122,6 +122,7 @@ def summarise(result: dict[str, Any]) -> list[dict[str, Any]]:
             "step_ms": 1e3 * step,
             "step_of_live": statistics.median(ratios),
             "spread": [min(ratios), max(ratios)],
+            "checking_share_of_step": result["checking_s"] / step,
         }
         if mode == "plan":
             row["planning_share_of_step"] = result["planning_s"] / step
@@ -141,7 +142,8 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['ep']:>2} {'full' if row['recompute'] else 'none':9} {row['mode']:7} "
         f"{row[WAITS]:>10.2f} {row[COPIES]:>7.2f} {row[GATHERS]:>8.2f} {row[PLANS]:>5.2f} "
-        f"{row['step_ms']:>5.0f} ms {row['step_of_live']:>8.3f} {low:>6.3f}-{high:.3f} {planning}"
+        f"{row['step_ms']:>5.0f} ms {row['step_of_live']:>8.3f} {low:>6.3f}-{high:.3f} "
+        f"{row['checking_share_of_step']:>7.2%} {planning}"
     )
 
 

@@ -115,6 +115,7 @@ def timed(rank: int, argv: list[str], rounds: int) -> dict[str, Any]:
         "layer_passes": passes["experts"] / steps,
         "plan_collectives": counts[PLANS] / planning["plans"],
         "planning_s": planning["seconds"] / planning["steps"],
+        "checking_s": planning["checking"] / steps,
         "tokens": ROLLOUTS // args.data_parallel_size * args.seq_length,
     }
 
@@ -134,12 +135,16 @@ def _count_passes(models: list[torch.nn.Module], passes: Counter[str]) -> list[t
 
 
 def _alternate(microbatches: int) -> dict[str, float]:
-    """Prepare each step's microbatches in its way; the CPU time of planning, in total."""
+    """Prepare each step's microbatches in its way; the CPU time of planning and checking, in total.
+
+    Checking is what looks at a step before its update (megatron_r3/training/guard.py).
+    """
     from megatron_r3.seams.ahead import Planner, Prepared
     from megatron_r3.seams.forward import RolloutStep
+    from megatron_r3.training.guard import StepGuard
 
     prepare, plan = RolloutStep._prepare, Planner.plan
-    spent = {"seconds": 0.0, "steps": 0.0, "plans": 0.0}
+    spent = {"seconds": 0.0, "steps": 0.0, "plans": 0.0, "checking": 0.0}
     number = {"prepared": 0}
 
     def prepare_in_turn(self: Any, layers: Any, whole: Any, planner: Any = None) -> Prepared:
@@ -157,6 +162,16 @@ def _alternate(microbatches: int) -> dict[str, float]:
         spent["plans"] += 1
         return made
 
+    def timed_check(original: Any) -> Any:
+        def checked(*args: Any) -> None:
+            begin = time.thread_time()
+            original(*args)
+            spent["checking"] += time.thread_time() - begin
+
+        return checked
+
+    StepGuard.add_loss = timed_check(StepGuard.add_loss)  # type: ignore[method-assign]
+    StepGuard.check = timed_check(StepGuard.check)  # type: ignore[method-assign]
     RolloutStep._prepare = prepare_in_turn  # type: ignore[method-assign]
     Planner.plan = timed_plan  # type: ignore[method-assign]
     return spent
