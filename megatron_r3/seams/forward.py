@@ -94,7 +94,7 @@ class RolloutStep:
                 )
         except ReplayError as error:
             refuse(str(error))
-        return output, partial(self._loss, batch, prepared.batch["rows"])
+        return output, partial(self._loss, batch, prepared.batch)
 
     def check(self, models: list[Any]) -> None:
         """Look at a step after its last backward pass; it ends training, or returns."""
@@ -122,15 +122,19 @@ class RolloutStep:
         text = " ".join(shard.identity for shard in shards)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
 
-    def _loss(self, batch: dict[str, Tensor], rows_BS: Tensor, output_BS: Tensor) -> Any:
-        """The policy loss, validated as pretrain_gpt.py validates its own."""
+    def _loss(self, batch: dict[str, Tensor], host: dict[str, Tensor], output_BS: Tensor) -> Any:
+        """The policy loss, validated as pretrain_gpt.py validates its own.
+
+        Args:
+            batch, host: the batch on the device and on the host.
+        """
         from megatron.core.rerun_state_machine import get_rerun_state_machine
 
         args = self.args
         result = policy_loss(
             batch, args.rollouts_clip_eps, args.calculate_per_token_loss, output_BS
         )
-        self.guard.add_loss(rows_BS, -output_BS, batch["loss_mask"], result[0])
+        self.guard.add_loss(host, output_BS, batch["loss_mask"], result[0])
         rejections = {torch.isnan: "NaN", torch.isinf: "Inf"}
         # where it does not rerun a step it ends it with a traceback, before `check` can say more
         validates = getattr(args, "rerun_mode", "validate_results") != "disabled"

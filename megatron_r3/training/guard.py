@@ -12,7 +12,6 @@ Shape suffixes: B batch, S sequence of this context-parallel rank.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -30,16 +29,32 @@ __all__ = ["StepGuard"]
 
 @dataclass(frozen=True)
 class _Loss:
-    """What the loss of one microbatch was made of.
+    """What the loss of one micro-batch was made of, until the step is looked at.
 
     Attributes:
         rows_BS: the row id of each position, on the host.
-        found: float64 `[2]` on the device: the first position whose log-prob, or whose loss, is
-            not finite (-1: none), counted in `rows_BS.reshape(-1)`; and the log-prob there.
+        mask_BS: 1 on response tokens, else 0, on the host.
+        values: on the device Megatron's loss of each position, which is minus its log-prob (0
+            outside the response), and then the policy loss. It is a copy: schedules free or change
+            what they were given.
     """
 
     rows_BS: Tensor
-    found: Tensor
+    mask_BS: Tensor
+    values: Tensor
+
+
+def _wrong_places(losses: list[_Loss]) -> tuple[Tensor, Tensor]:
+    """For each micro-batch M the first value that is not finite: its place, and it; float64 `[M]`.
+
+    A place is an index of `values`; -1: all are finite. The micro-batches of a step have one shape,
+    so all of them are looked at together, without a wait.
+    """
+    values_MV = torch.stack([one.values for one in losses])
+    wrong_MV = ~values_MV.isfinite()
+    first_M = wrong_MV.int().argmax(1)
+    places_M = torch.where(wrong_MV.any(1), first_M, -1)
+    return places_M.double(), values_MV.gather(1, first_M[:, None])[:, 0].double()
 
 
 class StepGuard:
@@ -65,27 +80,21 @@ class StepGuard:
         """Keep which tokens a microbatch has, on the host, for an error that names them."""
         self._rows.append(rows_BS)
 
-    def add_loss(self, rows_BS: Tensor, logprobs_BS: Tensor, mask_BS: Tensor, loss: Tensor) -> None:
-        """Look for the first number of a microbatch's loss that is not finite; no wait.
+    def add_loss(
+        self, host: dict[str, Tensor], losses_BS: Tensor, mask_BS: Tensor, loss: Tensor
+    ) -> None:
+        """Keep a copy of what the loss of a micro-batch was made of; no wait.
 
         Args:
-            rows_BS: int64 on the host.
-            logprobs_BS: the trainer's, before they are bounded.
-            mask_BS: 1 on response tokens, else 0.
-            loss: a scalar.
+            host: the batch on the host, with `rows` and `loss_mask`.
+            losses_BS: minus the trainer's log-probs, before they are bounded.
+            mask_BS: 1 on response tokens, else 0; on the device, as the other two.
+            loss: the policy loss, a scalar.
         """
         with torch.no_grad():
-            counted_BS = mask_BS > 0
-            wrong = (counted_BS & ~torch.isfinite(logprobs_BS)).reshape(-1)
-            # where the log-probs are finite and the loss is not, its first response token stands
-            # for it
-            explained = wrong.any() | torch.isfinite(loss)
-            wrong = torch.where(explained, wrong, counted_BS.reshape(-1))
-            first = wrong.int().argmax()
-            place = torch.where(wrong.any(), first, -1).double()
-            # an index that is a tensor of no dimensions would be read by the host
-            value = logprobs_BS.detach().reshape(-1).gather(0, first[None])[0].double()
-        self._losses.append(_Loss(rows_BS, torch.stack([place, value])))
+            response_BS = torch.where(mask_BS > 0, losses_BS.float(), 0.0)
+            values = torch.cat([response_BS.reshape(-1), loss.float()[None]])
+        self._losses.append(_Loss(host["rows"], host["loss_mask"], values))
 
     def check(self, models: list[Any], iteration: int, same_everywhere: int) -> None:
         """End training before the update, on all ranks, where one of them found something.
@@ -100,7 +109,8 @@ class StepGuard:
         device = torch.cuda.current_device()
         untaken = next((left for layers, used in given if (left := _untaken(layers, used))), [])
         gradients = self._gradients(models, device)
-        places = torch.stack([one.found[0] for one in losses]) if losses else gradients.new_zeros(0)
+        nothing = gradients.new_zeros(0)
+        places, values = _wrong_places(losses) if losses else (nothing, nothing)
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         # What was found, as one number of which the largest of all ranks speaks: routes that nobody
         # took before a loss, a loss before the gradients that it spoils, and among ranks the first.
@@ -112,7 +122,7 @@ class StepGuard:
         told = torch.cat([weight.to(torch.int64)[None], same])
         if size > 1:
             torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-        on_device = torch.cat([told.double(), weight[None].double(), places.double()])
+        on_device = torch.cat([told.double(), weight[None].double(), places, values])
         on_host = on_device.cpu().numpy()  # the one wait
         heaviest, most, least, mine = on_host[:4]
         if most != -least:
@@ -142,7 +152,7 @@ class StepGuard:
         self,
         untaken: list[int],
         losses: list[_Loss],
-        places: np.ndarray,
+        found: np.ndarray,
         models: list[Any],
         rows: list[Tensor],
     ) -> str:
@@ -150,15 +160,19 @@ class StepGuard:
             return (
                 f"the routes of layers {untaken} were given, and no router took them. {WHY_UNTAKEN}"
             )
-        for one, place in zip(losses, places.tolist(), strict=True):
+        # the places of all micro-batches, then the values there
+        for one, place, value in zip(losses, *np.split(found, 2), strict=True):
             if place < 0:
                 continue
-            row = int(one.rows_BS.reshape(-1)[int(place)])
-            rollout, token = self.store.locate(row)
+            rows, of_token = one.rows_BS.reshape(-1), place < one.rows_BS.numel()
+            # where all log-probs are finite and the policy loss is not, its first response token
+            # stands for it
+            position = int(place) if of_token else int(one.mask_BS.reshape(-1).argmax())
+            rollout, token = self.store.locate(int(rows[position]))
             # position t of the input predicts token t + 1
-            name, value = f"{self.store.name(rollout)}, token {token + 1}", float(one.found[1])
-            if not math.isfinite(value):
-                return f"{name}: the trainer's log-prob is {value:g}, which is not finite"
+            name = f"{self.store.name(rollout)}, token {token + 1}"
+            if of_token:
+                return f"{name}: the trainer's log-prob is {-value:g}, which is not finite"
             return (
                 f"the policy loss of a micro-batch is not finite; its first response is in {name}"
             )
