@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from typing import Any
 
 import numpy as np
 
-__all__ = ["MOST_DEPTH", "one_line", "read_json"]
+__all__ = ["MOST_DEPTH", "one_line", "quoted", "read_json", "said"]
 
 MOST_DEPTH = 64  # brackets inside brackets; the deepest real body (vLLM's chat log-probs) has 9
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -67,3 +68,23 @@ def one_line(text: str, most: int = 4000) -> str:
     text = text if len(text) <= most else f"{text[:most]}..."
     text = " ".join(text.split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def quoted(value: Any, most: int = 80) -> str:
+    """The beginning of `repr(value)`, as one line; it never raises.
+
+    Neither a whole number of 5,000 digits (Python refuses to print it) nor lists in lists without
+    end, nor a text of a gigabyte, which would be copied before it is cut, can do harm.
+    """
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = most
+    short.maxlist = short.maxtuple = short.maxdict = 20
+    try:
+        return one_line(short.repr(value), most)
+    except Exception:  # another library's object: its errors are its own
+        return f"a {type(value).__name__}"
+
+
+def said(value: Any, most: int = 500) -> str:
+    """What a server wrote for people: a text as it is, anything else quoted."""
+    return one_line(value, most) if isinstance(value, str) else quoted(value, most)

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pybase64
 
-from megatron_r3.engines.quote import said
 from megatron_r3.engines.shape import EngineError
+from megatron_r3.untrusted import said
 
 __all__ = ["bare_array", "integer_array", "npy_array", "number_array", "token_array"]
 

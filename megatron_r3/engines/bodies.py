@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.engines.array import number_array, token_array
-from megatron_r3.engines.quote import quoted, said
 from megatron_r3.engines.shape import EngineError
+from megatron_r3.untrusted import quoted, said
 from megatron_r3.values import MOST_TOKEN_ID
 
 __all__ = [

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_r3.engines.array import npy_array
-from megatron_r3.engines.quote import quoted, said
 from megatron_r3.engines.shape import EngineError
 from megatron_r3.routes import Routes, RoutesError, id_dtype
+from megatron_r3.untrusted import quoted, said
 from megatron_r3.values import wrong_count, wrong_logprob, wrong_text, wrong_token
 
 __all__ = ["EngineError", "Sample", "Source", "read_samples", "read_source", "write_samples"]

@@ -21,10 +21,10 @@ import numpy as np
 from megatron_r3.engines import bodies
 from megatron_r3.engines.array import bare_array, number_array, token_array
 from megatron_r3.engines.checks import checked_routes, checked_tokens
-from megatron_r3.engines.quote import quoted
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.engines.stitch import Increment
+from megatron_r3.untrusted import quoted
 
 __all__ = ["PROMPT_FIELDS", "decode", "decode_increments"]
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.engines.quote import quoted
-from megatron_r3.untrusted import read_json
+from megatron_r3.untrusted import quoted, read_json
 from megatron_r3.values import MOST_TOKEN_ID
 
 __all__ = ["EngineError", "ModelShape"]

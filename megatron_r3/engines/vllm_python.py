@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_r3.engines import bodies, vllm
-from megatron_r3.engines.quote import quoted
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.engines.stitch import Increment
+from megatron_r3.untrusted import quoted
 
 __all__ = ["decode", "decode_increments"]
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_r3.engines.bodies import whole_number
-from megatron_r3.engines.quote import said
 from megatron_r3.engines.shape import EngineError
-from megatron_r3.untrusted import read_json
+from megatron_r3.untrusted import read_json, said
 
 __all__ = ["joined_stream"]
 

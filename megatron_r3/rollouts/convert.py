@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.engines.quote import quoted, said
 from megatron_r3.engines.sample import Sample
 from megatron_r3.engines.shape import EngineError
 from megatron_r3.rollouts.dialects import decoder
@@ -19,6 +18,7 @@ from megatron_r3.rollouts.reward import RewardError, RewardFunction, RewardSampl
 from megatron_r3.rollouts.rollout import to_rollout
 from megatron_r3.store import Rollout, StoreInfo, write_shard
 from megatron_r3.store.schema import SamplingSettings
+from megatron_r3.untrusted import quoted, said
 from megatron_r3.values import wrong_name, wrong_reward, wrong_text
 
 __all__ = ["Recording", "convert_responses"]

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.engines import bodies
-from megatron_r3.engines.quote import quoted
 from megatron_r3.engines.shape import EngineError
 from megatron_r3.engines.vllm_stream import joined_stream
 from megatron_r3.rollouts.dialects import answer_of
 from megatron_r3.rollouts.prompts import prompt_digest
 from megatron_r3.store.schema import SamplingSettings
-from megatron_r3.untrusted import read_json
+from megatron_r3.untrusted import quoted, read_json
 
 __all__ = ["answers_of", "digests_of", "read_lines", "settings_of"]
 

@@ -7,7 +7,8 @@ validation of losses and gradients does not look at the first iteration of a pro
 A step costs one pass over its gradients, one all-reduce of three numbers and one wait of the host,
 right before the optimizer, which waits for the gradient's norm anyway.
 
-Shape suffixes: B batch, S sequence of this context-parallel rank.
+Shape suffixes: B batch, S sequence of this context-parallel rank, M micro-batches of a step,
+V values of a micro-batch.
 """
 
 from __future__ import annotations
