@@ -22,12 +22,10 @@ from benchmarks.dispatch_ranks import MODES, Recorded, record, timed
 from benchmarks.machine import machine_of
 from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 from demo.model import arguments
+from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
-from megatron_r3.cpu.worker import TreeWorker
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, StoreInfo, write_shard
-
-__all__ = ["main"]
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 LAYOUTS = [(ep, recompute) for ep in (1, 2, 4) for recompute in (False, True)]

@@ -19,8 +19,6 @@ import torch
 
 from benchmarks.waits import PLANS, instrument, mark_host
 
-__all__ = ["MODES", "Recorded", "record", "timed"]
-
 MODES = ("live", "replay", "plan")
 ROLLOUTS, BATCH = 64, 8
 
@@ -139,9 +137,9 @@ def _alternate(microbatches: int) -> dict[str, float]:
 
     Checking is what looks at a step before its update (megatron_r3/training/guard.py).
     """
-    from megatron_r3.seams.ahead import Planner, Prepared
-    from megatron_r3.seams.forward import RolloutStep
     from megatron_r3.training.guard import StepGuard
+    from megatron_r3.training.lookahead import Planner, Prepared
+    from megatron_r3.training.step import RolloutStep
 
     prepare, plan = RolloutStep._prepare, Planner.plan
     spent = {"seconds": 0.0, "steps": 0.0, "plans": 0.0, "checking": 0.0}

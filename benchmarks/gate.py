@@ -24,8 +24,6 @@ from benchmarks.gate_time import Time, Timer
 from benchmarks.gate_ways import MODELS, Inputs, floor, ways
 from benchmarks.machine import device_of, machine_of, write_results
 
-__all__ = ["main"]
-
 TOKENS = (1024, 4096, 16384, 65536)
 FLOOR = "(d) copies"
 UNFUSED = "(a) unfused"

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Time", "Timer"]
-
 
 @dataclass(frozen=True)
 class Time:

@@ -19,10 +19,8 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor
 
-from megatron_r3.gate import replayed_topk
-from megatron_r3.kernels import replayed_gate
-
-__all__ = ["MODELS", "Inputs", "Model", "floor", "ways"]
+from megatron_r3.gate import replayed_gate
+from megatron_r3.gate.reference import replayed_topk
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits to probabilities and map, both [T, E]
 

@@ -29,8 +29,6 @@ from benchmarks.layers_model import QWEN3_30B_A3B, TINY, WAYS, Sizes, Stack, sta
 from benchmarks.machine import device_of, machine_of, write_results
 from benchmarks.waits import COPIES, WAITS
 
-__all__ = ["main"]
-
 HEAD = (
     f"{'recompute':9} {'way':14} {'step ms':>8} {'10%':>8} {'90%':>8} {'beside':>11} {'ratio':>6} "
     f"{'10%-90%':>13} {'waits':>6} {'copies':>6} {'peak MB':>8} {'gradient':>8}"

@@ -14,8 +14,6 @@ import torch
 from benchmarks.layers_model import WAYS, Stack
 from benchmarks.waits import COPIES, WAITS, instrument, mark_host
 
-__all__ = ["Case", "check", "count_waits", "peak_memory", "reference_gate", "timed"]
-
 Case = tuple[str, bool]  # a way's name, whether with full recompute
 SYNCHRONISE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 TO_HOST = "Memcpy DtoH"

@@ -16,8 +16,6 @@ from torch import Tensor
 from megatron_r3.plan import ExpertRanks, count_tokens, layer_sizes
 from megatron_r3.replay import MicrobatchRoutes, recording, replaying
 
-__all__ = ["QWEN3_30B_A3B", "TINY", "WAYS", "Sizes", "Stack", "Way", "start"]
-
 
 @dataclass(frozen=True)
 class Sizes:

@@ -11,8 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["device_of", "machine_of", "write_results"]
-
 
 def machine_of() -> dict[str, str]:
     """Architecture, processor and Python."""

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["COPIES", "GATHERS", "PLANS", "WAITS", "instrument", "mark_host"]
-
 WAITS, COPIES = "host waits", "copies to the host"
 GATHERS, PLANS = "metadata collectives", "plan collectives"
 

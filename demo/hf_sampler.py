@@ -25,12 +25,10 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_r3.engines.sample import EngineError, Sample, read_samples, write_samples
+from megatron_r3.engines.conversation import EngineError, Sample, write_samples
 from megatron_r3.engines.shape import ModelShape
 from megatron_r3.engines.transformers import CapturedRoutes, capture_routes
 from megatron_r3.routes import Routes
-
-__all__ = ["Prompt", "load_model", "progress", "read_prompts", "read_samples", "sample"]
 
 
 @dataclass(frozen=True)

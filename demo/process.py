@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Failed", "run", "stop_group"]
-
 
 class Failed(RuntimeError):
     """A child ended in failure; the message shows the end of its log."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["measured", "picture", "series_of", "table"]
-
 _TAGS = {
     "k3_kl": "k3 kl",
     "extreme_2": "extreme",

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BUILD", "VERSION", "ServerError", "install", "tail", "watch"]
-
 VERSION = "0.30.0"  # before it no routes on CPU, after it Triton with a CPU backend
 TORCH = "torch==2.13.0"
 LOCK = Path(__file__).with_name("vllm.lock")

@@ -28,10 +28,8 @@ import httpx
 from demo.hf_sampler import Prompt, arguments, progress, read_prompts
 from demo.vllm_install import BUILD, VERSION, ServerError, install, tail, watch
 from megatron_r3.engines import vllm
-from megatron_r3.engines.sample import Sample, write_samples
+from megatron_r3.engines.conversation import Sample, write_samples
 from megatron_r3.engines.shape import ModelShape
-
-__all__ = ["ServerError", "install", "sample", "serve"]
 
 READY_SECONDS = 600
 STOP_SECONDS = 4  # it takes 2; one that still starts does not listen, and is killed

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import megatron_r3
 from docker.pip_settings import build_secrets
-from megatron_r3.patching.matrix import KnownTree, Line, patches_folder, read_matrix
+from megatron_r3.patching.versions import KnownTree, Line, patches_folder, read_matrix
 
 ROOT = Path(__file__).parents[1]
 BUILT = ROOT / "build" / "image"  # the tag that was built last

@@ -16,8 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["build_secrets"]
-
 INDICES, LINKS = ("index-url", "extra-index-url"), ("find-links",)
 
 

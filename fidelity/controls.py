@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["CONTROLS", "shift_token", "swap_layers", "swap_rollouts"]
-
 
 def shift_token(routes: list[np.ndarray]) -> list[np.ndarray]:
     """Each token gets the routes of the one before; `routes` are `[L, T, K]`, one a rollout."""

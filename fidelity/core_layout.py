@@ -16,13 +16,11 @@ from fidelity import core_only
 from fidelity.gradients import collect
 from fidelity.layout import RankResult, biases, forward_only, keep_dispatch_metric, switch_routes
 from fidelity.observe import Observer
-from megatron_r3.seams.forward import RolloutStep
-from megatron_r3.seams.metrics import report
-from megatron_r3.store.dataset import PackedRollouts, RolloutDataset
 from megatron_r3.store.reader import RolloutStore
+from megatron_r3.training.dataset import PackedRollouts, RolloutDataset
 from megatron_r3.training.ledger import Ledger
-
-__all__ = ["run_core_layout"]
+from megatron_r3.training.metrics import report
+from megatron_r3.training.step import RolloutStep
 
 
 def run_core_layout(

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["build_chunks", "forward_backward", "initialize", "is_core_only", "wrap"]
-
 # config fields that have another name on the command line, or a way of their own
 _FLAGS: dict[str, dict[str, Any]] = {
     "--num-experts": {"type": int, "dest": "num_moe_experts"},

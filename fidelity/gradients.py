@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Piece", "assemble", "collect"]
-
 
 @dataclass(frozen=True)
 class Piece:

@@ -18,8 +18,6 @@ from fidelity.observe import Observed
 from fidelity.reference import Reference
 from fidelity.rollouts import Sampled
 
-__all__ = ["Judge", "gradient_error"]
-
 Pair = tuple[int, int]
 
 

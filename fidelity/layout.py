@@ -23,15 +23,6 @@ from fidelity.reference import CLIP_EPS
 from megatron_r3.launch import train, watch_models
 from megatron_r3.store.reader import RolloutStore
 
-__all__ = [
-    "RankResult",
-    "biases",
-    "forward_only",
-    "keep_dispatch_metric",
-    "run_layout",
-    "switch_routes",
-]
-
 
 @dataclass
 class RankResult:
@@ -185,7 +176,7 @@ def forward_only(args: Any, forward_step: Any, data: Any, model: Any) -> Any:
 
 def keep_dispatch_metric(result: RankResult, observer: Observer) -> None:
     """Keep what --moe-router-replay-verify-dispatch reports of each step."""
-    from megatron_r3.seams.metrics import StepMetrics
+    from megatron_r3.training.metrics import StepMetrics
 
     scalars = StepMetrics.scalars
 
@@ -208,7 +199,7 @@ def _gradients(models: list[torch.nn.Module]) -> dict[int, torch.Tensor]:
 
 def biases(models: list[torch.nn.Module]) -> dict[int, np.ndarray]:
     """The expert bias of every local layer that has one."""
-    from megatron_r3.seams.layers import local_routers
+    from megatron_r3.training.layers import local_routers
 
     routers = [item for model in models for item in local_routers(model).items()]
     return {

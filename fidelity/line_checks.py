@@ -12,19 +12,17 @@ import torch
 
 from fidelity.cases import CASES
 from fidelity.off import train_off
+from fidelity.rig.worker import TreeWorker
 from fidelity.table import Table, passed
 from fidelity.trees import training_or_core, unpatched_copy
-from fidelity.upstream_api import use_router_replay
 from megatron_r3.cpu.errors import RankError
-from megatron_r3.cpu.worker import TreeWorker
 from megatron_r3.patching.apply import apply_series, revert_series
-from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.export import reexport
-from megatron_r3.patching.matrix import KnownTree, Line
+from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import read_series
 from megatron_r3.patching.verify import verify_tree
-
-__all__ = ["CHECKS", "Checked"]
+from megatron_r3.patching.versions import KnownTree, Line
+from tests.upstream.api import use_router_replay
 
 Result = tuple[bool, str]
 

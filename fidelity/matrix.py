@@ -19,11 +19,9 @@ from pathlib import Path
 from fidelity.line_checks import CHECKS, Checked
 from fidelity.trees import ROOT
 from megatron_r3.patching.cleanroom import find_git_dir, has_commit, resolve
-from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.fetch import fetch_tree
-from megatron_r3.patching.matrix import KnownTree, Line, Matrix, patches_folder, read_matrix
-
-__all__ = ["main"]
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.versions import KnownTree, Line, Matrix, patches_folder, read_matrix
 
 
 def main(argv: list[str] | None = None) -> int:

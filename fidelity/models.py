@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megatron_r3.cpu import CPU_ARGS
 
-__all__ = ["MODELS", "SEQ_LENGTH", "VOCAB_SIZE", "Model"]
-
 SEQ_LENGTH = 32
 VOCAB_SIZE = 63  # 64 with the NullTokenizer of 0.17, and after padding everywhere
 EXPERTS, TOPK = 8, 2

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_r3.seams.layers import local_moe_layers
-
-__all__ = ["Observed", "Observer"]
+from megatron_r3.training.layers import local_moe_layers
 
 
 @dataclass(frozen=True)

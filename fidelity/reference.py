@@ -21,9 +21,7 @@ from fidelity.gradients import Piece, collect
 from fidelity.rollouts import Sampled
 from megatron_r3.launch import build_model, initialize
 from megatron_r3.replay import MicrobatchRoutes, replaying
-from megatron_r3.seams.layers import local_moe_layers
-
-__all__ = ["Reference", "build", "build_and_save", "make_reference"]
+from megatron_r3.training.layers import local_moe_layers
 
 CLIP_EPS = 0.9
 

@@ -20,8 +20,6 @@ from fidelity.models import EXPERTS, SEQ_LENGTH, TOPK, VOCAB_SIZE, Model
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, StoreInfo, write_shard
 
-__all__ = ["NUM_ROLLOUTS", "Sampled", "make_rollouts", "write_stores"]
-
 NUM_ROLLOUTS = 12
 
 

@@ -15,14 +15,12 @@ import time
 from pathlib import Path
 
 from fidelity.cases import CASES, Case
+from fidelity.rig.worker import TreeWorker
 from fidelity.table import Table, passed
 from fidelity.trees import patched_copy, training_or_core, unpatched_copy
-from megatron_r3.cpu.worker import TreeWorker
-from megatron_r3.patching.errors import PatchingError
-from megatron_r3.patching.matrix import patches_folder, read_matrix
+from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.tree import identify
-
-__all__ = ["main"]
+from megatron_r3.patching.versions import patches_folder, read_matrix
 
 HEAD = (
     f"{'case':38} ranks {'dispatched':>10} {'loss error':>10} {'grad error':>10} bitwise controls"

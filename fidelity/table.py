@@ -15,13 +15,11 @@ from fidelity.judge import Judge
 from fidelity.layout import RankResult, run_layout
 from fidelity.models import MODELS
 from fidelity.reference import make_reference
+from fidelity.rig.worker import TreeWorker
 from fidelity.rollouts import NUM_ROLLOUTS, make_rollouts, write_stores
 from megatron_r3.cpu.errors import RankError
-from megatron_r3.cpu.worker import TreeWorker
-from megatron_r3.store.dataset import PackedRollouts
 from megatron_r3.store.reader import RolloutStore
-
-__all__ = ["Table", "passed"]
+from megatron_r3.training.dataset import PackedRollouts
 
 TIMEOUT_S = 180.0
 BIAS = "expert_bias_matches"

@@ -7,11 +7,9 @@ import subprocess
 from pathlib import Path
 
 from megatron_r3.patching.apply import apply_series
-from megatron_r3.patching.errors import PatchingError
 from megatron_r3.patching.fetch import fetch_tree
-from megatron_r3.patching.matrix import patches_folder, read_matrix
-
-__all__ = ["ROOT", "patched_copy", "training_or_core", "unpatched_copy"]
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.versions import patches_folder, read_matrix
 
 ROOT = Path(__file__).parents[1]
 

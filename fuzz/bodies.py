@@ -1,6 +1,7 @@
 """Bodies of vLLM and SGLang around samples that are made up, as their released servers write them.
 
-Shapes were taken from the recorded responses in tests/data/vllm and from tests/unit/engine_bodies.
+Shapes were taken from the recorded responses in tests/data/vllm and from
+tests/support/engine_bodies.
 
 Shape suffixes: T rows, H hidden layers, K top-k.
 """
@@ -19,8 +20,6 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.engines.shape import ModelShape
-
-__all__ = ["DIALECTS", "SHAPE", "VOCABULARY", "Choice", "Dialect", "Told", "made", "made_rows"]
 
 VOCABULARY = 64
 EVERY_LAYER = ModelShape(3, (0, 1, 2), 16, 4)

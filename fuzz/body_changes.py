@@ -10,8 +10,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CHANGES", "ODD", "changed_text"]
-
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 5, 2**31, 2**63, -(2**70), 0.0, 1.5, math.nan, math.inf, "", "a",
     "AAAA", "\x1b[2J", "\ud800", "\u202e", [], {}, [[]], [[[]]], [None], [1, [2]], [[1], [2, 3]],

@@ -12,8 +12,6 @@ from types import ModuleType
 
 from fuzz.outcome import bad_line
 
-__all__ = ["ROOT", "bad_stderr", "borrowed", "start"]
-
 ROOT = Path(__file__).parents[1]
 _MOST_LINES = 60
 
@@ -51,8 +49,8 @@ def bad_stderr(text: str, names: Sequence[str]) -> str | None:
 
 
 def borrowed(name: str) -> ModuleType:
-    """A module of tests/unit, which is no package."""
-    spec = util.spec_from_file_location(name, ROOT / "tests" / "unit" / f"{name}.py")
+    """A module of tests/support, which is no package."""
+    spec = util.spec_from_file_location(name, ROOT / "tests" / "support" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = util.module_from_spec(spec)

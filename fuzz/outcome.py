@@ -9,25 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = [
-    "BAD_MESSAGE",
-    "CRASH",
-    "FAULTS",
-    "HANG",
-    "OUTCOMES",
-    "REFUSED",
-    "RIGHT",
-    "SILENT",
-    "WRONGLY_REFUSED",
-    "Kind",
-    "Verdict",
-    "bad_line",
-    "judged",
-    "note",
-    "noted",
-    "refusal",
-]
-
 RIGHT = "right"  # accepted, with the content that it must have
 REFUSED = "refused"  # with one clear line
 WRONGLY_REFUSED = "wrong refusal"  # of input that has nothing wrong with it

@@ -23,8 +23,6 @@ from typing import Any
 
 from fuzz.outcome import BAD_MESSAGE, CRASH, FAULTS, HANG, Kind, Verdict, noted
 
-__all__ = ["Result", "run_tries"]
-
 _FORK = multiprocessing.get_context("fork")  # a worker has what was prepared, and starts at once
 
 

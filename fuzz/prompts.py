@@ -15,8 +15,6 @@ from typing import Any
 from fuzz.outcome import Kind, Verdict, judged, note
 from megatron_r3.rollouts.prompts import read_prompts
 
-__all__ = ["KIND", "meant"]
-
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 2**70, 10**400, 1.5, 3.0, math.nan,
     math.inf, "", "a", "7", "\x1b[2J", "\ud800", "\u202ea", "a\nb", [], {}, [[]], [None], [1, "a"],

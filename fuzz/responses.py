@@ -26,10 +26,8 @@ from fuzz import bodies
 from fuzz.bodies import VOCABULARY, Dialect, Told
 from fuzz.body_changes import CHANGES, ODD, changed_text
 from fuzz.outcome import Kind, Verdict, judged, note
-from megatron_r3.engines.sample import Sample
+from megatron_r3.engines.conversation import Sample
 from megatron_r3.untrusted import read_json
-
-__all__ = ["KIND", "decode_all"]
 
 WHERE = "prompts.jsonl, line 3, sample 1"
 

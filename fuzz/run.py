@@ -18,8 +18,6 @@ from pathlib import Path
 from fuzz.outcome import FAULTS, OUTCOMES, Kind
 from fuzz.pool import Result, run_tries
 
-__all__ = ["CLASSES", "load", "main", "shares"]
-
 CLASSES = ("shards", "responses", "prompts", "configs", "trees", "signals")
 _SHOWN = 12  # faults of a class; the others are counted
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from fuzz.shard_file import ShardFile
 
-__all__ = ["changed_bytes", "forged"]
-
 _WRAP = 2**62  # four of them are 0 in 64 bits
 ODD: list[Any] = [
     None, True, False, -1, 0, 2**31, 2**63, 2**70, -(2**63), 10**400, 1.5, 4.0, math.nan, math.inf,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fuzz.shards import Base
 
-__all__ = ["change", "change_open"]
 
 _NAMES = (
     "shard-00000 (copy).safetensors", "shard-00000.bak.safetensors", "shard-00009.safetensors",

@@ -25,8 +25,6 @@ from megatron_r3.cli import main as megatron_r3
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, SamplingSettings, StoreInfo, write_shard
 
-__all__ = ["KIND", "Base", "contents", "difference"]
-
 VOCABULARY = 64
 _LONG_AGO = 1_700_000_000  # no file of a training is as old as its store is new
 

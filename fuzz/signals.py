@@ -21,8 +21,6 @@ from fuzz.command import borrowed, start
 from fuzz.outcome import BAD_MESSAGE, CRASH, HANG, RIGHT, SILENT, Kind, Verdict, note
 from megatron_r3.store import RolloutStore
 
-__all__ = ["KIND"]
-
 _WORKERS = 8
 _LIMIT_S = 30.0
 _ON_THE_WAY = 3 * _WORKERS  # requests that may be sent while a signal is

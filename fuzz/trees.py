@@ -30,10 +30,8 @@ from fuzz.outcome import (
     Verdict,
     note,
 )
-from megatron_r3.patching.matrix import patches_folder, read_matrix
 from megatron_r3.patching.series import read_series
-
-__all__ = ["KIND"]
+from megatron_r3.patching.versions import patches_folder, read_matrix
 
 _AROUND = ("pyproject.toml", "megatron/core/__init__.py", "megatron/core/package_info.py")
 _MARK = "RUN-BY-THE-TREE"

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from megatron_r3.untrusted import one_line
 
-__all__ = ["check_load", "check_save", "load_whole", "save_whole"]
-
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _PARTS = ("embedding", "encoder", "decoder", "mtp", "output_layer")  # not optimizer, rng_state
 # what the shapes of a model do not show; hf_config writes them

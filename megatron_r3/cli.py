@@ -10,11 +10,8 @@ import sys
 from collections.abc import Sequence
 
 import megatron_r3
-from megatron_r3.patching.commands import add_commands
-from megatron_r3.patching.maintenance import add_maintenance
-from megatron_r3.rollouts.commands import add_rollouts
-
-__all__ = ["main"]
+from megatron_r3.patching.cli import add_commands, add_maintenance
+from megatron_r3.rollouts.cli import add_rollouts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,7 +32,6 @@ from megatron_r3.untrusted import read_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["policy_stamp", "router_digest", "router_fingerprint"]
 
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 _ADAPTER = "adapter_model.safetensors"

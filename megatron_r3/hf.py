@@ -27,12 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_r3.checkpoint import check_load, check_save, load_whole, save_whole
-from megatron_r3.fingerprint import router_fingerprint
 from megatron_r3.launch import build_model, initialize
-from megatron_r3.seams.layers import moe_layer_indices
+from megatron_r3.training.layers import moe_layer_indices
 from megatron_r3.untrusted import one_line, read_json
-
-__all__ = ["from_hf", "hf_config", "router_fingerprint", "to_hf"]
 
 _NORMS = {
     # transformers' name: Megatron's local spec, Transformer Engine spec

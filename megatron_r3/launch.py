@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["build_model", "gpt_specs", "initialize", "train", "watch_models"]
-
 Parser = Callable[[Any], Any]  # adds a script's own arguments to an ArgumentParser
 
 

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ExpertRanks", "LayerSizes", "PlanError", "count_tokens", "layer_sizes"]
-
 
 class PlanError(RuntimeError):
     """A plan that cannot be: the message names layer and rank."""

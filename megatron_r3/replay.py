@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.gate import replayed_topk
+from megatron_r3.gate.reference import replayed_topk
 from megatron_r3.plan import LayerSizes
 
 __all__ = [

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Routes", "RoutesError", "check_ids", "distinct_rows", "id_dtype", "layer_major"]
-
 
 class RoutesError(ValueError):
     """Routes that must not be trained on; the message names layer, token and what was expected."""

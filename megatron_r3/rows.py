@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["PADDING", "router_order", "spread_padding"]
-
 PADDING = -1
 
 

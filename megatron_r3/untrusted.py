@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MOST_DEPTH", "one_line", "quoted", "read_json", "said"]
-
 MOST_DEPTH = 64  # brackets inside brackets; the deepest real body (vLLM's chat log-probs) has 9
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))

@@ -13,17 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "LEAST_LOGPROB",
-    "MOST_TOKEN_ID",
-    "wrong_count",
-    "wrong_logprob",
-    "wrong_name",
-    "wrong_reward",
-    "wrong_text",
-    "wrong_token",
-]
-
 # A token with a log-prob below this was not drawn by the policy: one draw hits one of V such tokens
 # with a chance of at most V * exp(-64). With V = 1e6 that is 1.6e-22; in a collection of 1e12
 # tokens it happens with a chance of 1.6e-10.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
-from megatron_r3.cpu.worker import TreeWorker
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

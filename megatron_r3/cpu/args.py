@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CPU_ARGS"]
-
 CPU_ARGS: tuple[str, ...] = (
     "--distributed-backend=gloo",
     "--use-cpu-initialization",

@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from megatron_r3.cpu.errors import NotEmulated
 
-__all__ = ["patch", "thd_index", "zigzag"]
-
 
 def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Positions of a sequence that a CP rank holds: the rank-th chunk of 2*CP and its mirror."""

@@ -17,8 +17,6 @@ import torch.cuda.random
 
 from megatron_r3.cpu.errors import NotEmulated
 
-__all__ = ["TABLE", "install"]
-
 _MEMORY = 8 << 30  # what a device is said to have
 _UNTOUCHED = {"is_initialized", "cudaStatus"}  # says False, and holds constants
 

@@ -20,8 +20,6 @@ import torch.distributed as dist
 
 from megatron_r3.cpu.errors import NotEmulated
 
-__all__ = ["Buffer", "EventHandle", "EventOverlap", "Handle", "provide"]
-
 # tuning and streams, which have no meaning here
 _IGNORED = {"config", "previous_event", "async_finish", "allocate_on_comm_stream"}
 

@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 from megatron_r3.cpu import cuda_table
 from megatron_r3.cpu.errors import InstallError, NotEmulated
 
-__all__ = ["CudaToCpu", "install", "installed"]
-
 CPU = torch.device("cpu")
 _IS_CUDA: Any = vars(torch._C.TensorBase)[
     "is_cuda"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["InstallError", "NotEmulated", "RankError", "RankTimeout", "WorkerError"]
-
 
 class InstallError(RuntimeError):
     """Megatron cannot run on the CPU in this process; the message says what to do."""

@@ -13,8 +13,6 @@ from torch.distributed import distributed_c10d
 
 from megatron_r3.cpu.errors import NotEmulated
 
-__all__ = ["patch"]
-
 _MAX_IN_FLIGHT = 256
 _in_flight: deque[tuple[Any, torch.Tensor]] = deque()
 

@@ -26,8 +26,6 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
 from megatron_r3.cpu.errors import NotEmulated
 
-__all__ = ["spec"]
-
 
 def _use_torch_norm() -> None:
     """Two norms are no part of a hybrid spec, but Transformer Engine's by name.

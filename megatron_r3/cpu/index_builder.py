@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["patch"]
-
 _NAME = "helpers_cpp"
 
 

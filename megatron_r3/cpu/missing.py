@@ -18,8 +18,6 @@ import torch
 import torch._dynamo.config
 import typing_extensions
 
-__all__ = ["disable_compiler", "patch", "provide_override"]
-
 
 def provide_override() -> None:
     """typing.override is of Python 3.12; Megatron's training loop imports it from 0.17 on."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["patch"]
-
 
 def patch() -> None:
     """Let WrappedTorchNorm take sequence parallelism, by marking its weights.

@@ -7,8 +7,6 @@ import os
 import random
 import socket
 
-__all__ = ["describe_rank", "free_port", "lost_its_peer", "usable_cores"]
-
 
 def describe_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
     """The environment of one of `world_size` ranks, all of them on this machine."""

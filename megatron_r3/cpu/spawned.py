@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["cover_spawned"]
-
 
 def _install_in_child(path: list[str]) -> None:
     from megatron_r3.cpu import install

@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.engines.bodies import most_tokens
+from megatron_r3.engines.body import most_tokens
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.routes import Routes, RoutesError
 from megatron_r3.values import wrong_token
-
-__all__ = ["checked_routes", "checked_tokens"]
 
 _NOT_CAPTURED = (
     "Known to return zeros: vLLM 0.22-0.26 on CPU, vLLM before 0.27 with FlashInfer TRTLLM "

@@ -16,15 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.engines import bodies
-from megatron_r3.engines.array import integer_array, number_array
+from megatron_r3.engines import body as bodies
+from megatron_r3.engines.body import integer_array, number_array
 from megatron_r3.engines.checks import checked_routes, checked_tokens
-from megatron_r3.engines.sample import Sample
+from megatron_r3.engines.conversation import Increment, Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
-from megatron_r3.engines.stitch import Increment
 from megatron_r3.untrusted import quoted, said
-
-__all__ = ["decode", "decode_increments"]
 
 _DTYPES = ("int16", "int32", "int64")
 _ASK_IDS = "0.17's /v1/completions returns none; chat: ask with return_tokenized_data true"

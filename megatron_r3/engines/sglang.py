@@ -18,15 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.engines import bodies
-from megatron_r3.engines.array import bare_array, number_array, token_array
+from megatron_r3.engines import body as bodies
+from megatron_r3.engines.body import bare_array, number_array, token_array
 from megatron_r3.engines.checks import checked_routes, checked_tokens
-from megatron_r3.engines.sample import Sample
+from megatron_r3.engines.conversation import Increment, Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
-from megatron_r3.engines.stitch import Increment
 from megatron_r3.untrusted import quoted
-
-__all__ = ["PROMPT_FIELDS", "decode", "decode_increments"]
 
 PROMPT_FIELDS = ("input_ids", "text", "prompt")  # of a request: the first that is there counts
 

@@ -13,8 +13,6 @@ from typing import Any
 from megatron_r3.untrusted import quoted, read_json
 from megatron_r3.values import MOST_TOKEN_ID
 
-__all__ = ["EngineError", "ModelShape"]
-
 
 class EngineError(ValueError):
     """What an engine returned cannot be used; the message names request, token and layer."""

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from megatron_r3.engines.shape import EngineError
 
-__all__ = ["CapturedRoutes", "capture_routes", "routes_from_router_logits"]
-
 _ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_r3.engines import bodies, vllm
-from megatron_r3.engines.sample import Sample
+from megatron_r3.engines import body as bodies
+from megatron_r3.engines import vllm
+from megatron_r3.engines.conversation import Increment, Sample
 from megatron_r3.engines.shape import EngineError, ModelShape
-from megatron_r3.engines.stitch import Increment
 from megatron_r3.untrusted import quoted
-
-__all__ = ["decode", "decode_increments"]
 
 
 def decode(

@@ -6,17 +6,12 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_r3.patching.cleanroom import has_commit, is_checkout
-from megatron_r3.patching.compute import compute
-from megatron_r3.patching.conflict import five_lines, upstream_commits
-from megatron_r3.patching.dirty import dirty_files, left_out_files
-from megatron_r3.patching.errors import PatchingError, names
-from megatron_r3.patching.index import PatchFailed
-from megatron_r3.patching.matrix import Matrix, read_matrix
-from megatron_r3.patching.tree import TreeState, TreeStatus, identify
+from megatron_r3.patching.cleanroom import commits_since, has_commit, is_checkout
+from megatron_r3.patching.git import PatchingError, names
+from megatron_r3.patching.index import PatchFailed, compute
+from megatron_r3.patching.tree import TreeState, TreeStatus, dirty_files, identify, left_out_files
+from megatron_r3.patching.versions import Matrix, read_matrix
 from megatron_r3.patching.write import locked, remove_leftovers, replace_files
-
-__all__ = ["Change", "apply_series", "revert_series", "why_not"]
 
 # with the setting alone git keeps the files that it believes to be up to date
 _NO_CRLF = (
@@ -190,3 +185,30 @@ def _next_command(failed: PatchFailed, status: TreeStatus) -> str:
     if base and is_checkout(status.root):
         return f"git -C {shlex.quote(str(status.root))} checkout {base[1]}  # {base[0]}"
     return "megatron-r3 megatron  # fetches a known tree"
+
+
+# What a user is told where a patch does not fit: five lines, the last one what to do.
+
+
+def five_lines(failed: PatchFailed, num_patches: int, commits: str, next_command: str) -> str:
+    """Which patch, where, what it is for, which upstream `commits` touched it, and what to do."""
+    return "\n".join(
+        (
+            f"patch {failed.number} of {num_patches} does not apply: {failed.patch.file.name}",
+            f"  at: {failed.where}",
+            f"  subject: {failed.patch.subject}",
+            f"  upstream commits: {commits}",
+            f"  next: {next_command}",
+        )
+    )
+
+
+def upstream_commits(
+    repo: Path, base: tuple[str, str], path: str, head: str = "HEAD", most: int = 3
+) -> str:
+    """The newest commits that touched `path` since `base`, which is a name and a commit."""
+    name, commit = base
+    commits = commits_since(repo, commit, path, head)
+    shown = "; ".join(commits[:most]) or "none"
+    more = f" and {len(commits) - most} more" if len(commits) > most else ""
+    return f"{shown}{more} since {name}"

@@ -21,21 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_r3.patching.errors import PatchingError
-from megatron_r3.patching.git import run_git
-
-__all__ = [
-    "borrow_objects",
-    "clean_room",
-    "commits_since",
-    "find_git_dir",
-    "git_path",
-    "has_commit",
-    "is_checkout",
-    "read_git",
-    "resolve",
-    "setting",
-]
+from megatron_r3.patching.git import PatchingError, run_git
 
 # settings that say how the work tree and the files of the git directory are kept; nothing is
 # written to the room's configuration but these names, with one of these values

@@ -15,11 +15,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from megatron_r3.patching.cleanroom import clean_room
-from megatron_r3.patching.errors import PatchingError
-from megatron_r3.patching.git import run_git
-from megatron_r3.patching.matrix import KnownTree
-
-__all__ = ["UPSTREAM", "clone_tree", "fetch_tree", "tree_folder"]
+from megatron_r3.patching.git import PatchingError, run_git
+from megatron_r3.patching.versions import KnownTree
 
 UPSTREAM = "https://github.com/NVIDIA/Megatron-LM.git"
 

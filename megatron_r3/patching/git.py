@@ -11,11 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-
-from megatron_r3.patching.errors import PatchingError
-
-__all__ = ["blob_id", "run_git"]
 
 _PINS = {
     "am.threeWay": "false",
@@ -82,3 +79,16 @@ def run_git(
         what = result.stderr.decode(errors="replace").strip()
         raise PatchingError(f"git {args[0]} failed in {cwd}: {what}")
     return result
+
+
+# What the user of the patching tool is told: every refusal is a PatchingError.
+
+
+class PatchingError(ValueError):
+    """A refusal; the message names the file and what to do. The tree is as it was before."""
+
+
+def names(items: Sequence[str], most: int = 5) -> str:
+    """The items as one line of text: at most `most` of them, then how many more there are."""
+    text = ", ".join(items[:most])
+    return text if len(items) <= most else f"{text} and {len(items) - most} more"

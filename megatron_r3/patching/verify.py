@@ -11,15 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_r3.patching.cleanroom import find_git_dir, has_commit, resolve
-from megatron_r3.patching.compute import run_series
-from megatron_r3.patching.errors import PatchingError, names
-from megatron_r3.patching.index import Index
-from megatron_r3.patching.matrix import KnownTree, Line, Matrix
-from megatron_r3.patching.rules import broken_rules, unequal_numbers
-from megatron_r3.patching.series import Series, read_series
+from megatron_r3.patching.git import PatchingError, names
+from megatron_r3.patching.index import Index, run_series
+from megatron_r3.patching.series import Series, broken_rules, read_series, unequal_numbers
 from megatron_r3.patching.tree import TreeState, TreeStatus, compare
-
-__all__ = ["TreeCheck", "Verified", "check_rules", "verify_repo", "verify_tree"]
+from megatron_r3.patching.versions import KnownTree, Line, Matrix
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_r3.patching.errors import PatchingError, names
+from megatron_r3.patching.git import PatchingError, names
 from megatron_r3.patching.tree import FileOnDisk
-
-__all__ = ["locked", "remove_leftovers", "replace_files"]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.rollouts.fresh import new_store, writing
+from megatron_r3.rollouts.resume import new_store, writing
 from megatron_r3.rollouts.reward import checked_reward
 from megatron_r3.store import Rollout, RolloutStore, StoreError, write_shard
 from megatron_r3.store.shard import Shard
@@ -26,7 +26,6 @@ try:
 except ImportError as missing:  # an extra: training does not need it
     raise ValueError("parquet takes pyarrow: pip install 'megatron-r3[parquet]'") from missing
 
-__all__ = ["from_parquet", "to_parquet"]
 
 KEY = ("policy_version", "group", "sample")
 ROWS = 1024  # read at a time

@@ -10,8 +10,6 @@ from tqdm import tqdm
 
 from megatron_r3.untrusted import one_line
 
-__all__ = ["Progress"]
-
 
 @dataclass
 class Progress:

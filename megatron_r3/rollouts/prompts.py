@@ -15,8 +15,6 @@ import numpy as np
 from megatron_r3.untrusted import one_line, read_json
 from megatron_r3.values import MOST_TOKEN_ID, wrong_token
 
-__all__ = ["Prompt", "PromptError", "prompt_digest", "read_prompts"]
-
 
 class PromptError(ValueError):
     """A prompt that cannot be used; the message names file and line."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -13,10 +16,9 @@ import numpy as np
 
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.store import RolloutStore, StoreError, StoreInfo
+from megatron_r3.store.files import SHARD_GLOB
 from megatron_r3.store.schema import differences
-from megatron_r3.store.writer import SHARD_GLOB
-
-__all__ = ["Stored", "only_writer", "stored_samples"]
+from megatron_r3.untrusted import one_line
 
 LOCK = ".collect.lock"
 
@@ -170,3 +172,68 @@ def _check_prompts(store: RolloutStore, mine_M: np.ndarray, prompts: Sequence[Pr
                 f"{name} has another prompt: other prompts take another --out, or a `group` of "
                 "their own"
             )
+
+
+# A new store, whole or not at all, and what is said where it cannot be written.
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name what was being written in the error of a full disk or a folder that may not be written.
+
+    Raises:
+        StoreError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or one_line(str(error), 300)
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            why = f"{error.filename} is no directory"
+        raise StoreError(f"{path}: cannot be written ({why})") from error
+
+
+@contextmanager
+def new_store(directory: Path) -> Iterator[Path]:
+    """A folder to write shards to, which becomes `directory` when the block ends well.
+
+    Raises:
+        StoreError: something is there already, or it cannot be written.
+    """
+    with writing(directory):
+        if directory.is_symlink() or (directory.exists() and not _empty(directory)):
+            raise StoreError(f"{directory}: is there already; a conversion writes a new store")
+        parent = directory.absolute().parent
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=parent, prefix=f".{directory.name}-"))
+    try:
+        yield folder
+        with writing(directory):
+            folder.chmod(0o755)
+            os.rename(folder, directory)  # over an empty folder, no other
+    except StoreError as error:  # of a shard in a folder that nobody has asked for
+        raise StoreError(str(error).replace(str(folder), str(directory))) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _empty(directory: Path) -> bool:
+    return directory.is_dir() and not any(directory.iterdir())
+
+
+# Memory that is freed stays with the process: the next shard's routes go where the last ones were.
+#
+# glibc gives freed memory back to the system, which clears every page of it before it lends it
+# again;
+# of decoding and storing routes that was a fifth of the time.
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes no more
+
+
+def keep_freed_memory() -> None:
+    """Tell the allocator; for commands that move many rollouts and then end. No glibc: nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

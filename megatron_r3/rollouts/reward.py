@@ -16,16 +16,6 @@ from typing import Any
 from megatron_r3.untrusted import one_line
 from megatron_r3.values import wrong_reward
 
-__all__ = [
-    "RewardError",
-    "RewardFunction",
-    "RewardSample",
-    "RewardThread",
-    "checked_reward",
-    "load_reward",
-    "score",
-]
-
 
 class RewardError(ValueError):
     """A reward function that cannot be used; the message names it and the prompt."""

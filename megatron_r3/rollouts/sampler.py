@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megatron_r3.engines.sample import Sample
+from megatron_r3.engines.conversation import Sample
 from megatron_r3.engines.shape import EngineError
-from megatron_r3.rollouts.body import answer_limit
-from megatron_r3.rollouts.client import Client, NoAnswer
-from megatron_r3.rollouts.dialects import (
+from megatron_r3.rollouts.client import Client, NoAnswer, answer_limit
+from megatron_r3.rollouts.convert import to_rollout
+from megatron_r3.rollouts.progress import Progress
+from megatron_r3.rollouts.prompts import Prompt
+from megatron_r3.rollouts.requests import (
+    Sampling,
     answer_of,
     build_request,
     decoder,
     policies_of,
     refuse_nameless,
 )
-from megatron_r3.rollouts.plan import Plan
-from megatron_r3.rollouts.policy import EnginePolicy
-from megatron_r3.rollouts.progress import Progress
-from megatron_r3.rollouts.prompts import Prompt
-from megatron_r3.rollouts.reward import RewardSample, RewardThread, score
-from megatron_r3.rollouts.rollout import to_rollout
-from megatron_r3.rollouts.server import Watch
-from megatron_r3.store import Rollout
-
-__all__ = ["GivenUp", "Sampler"]
+from megatron_r3.rollouts.reward import RewardFunction, RewardSample, RewardThread, score
+from megatron_r3.rollouts.server import EnginePolicy, Identity, Watch
+from megatron_r3.rollouts.verify import Model
+from megatron_r3.store import Rollout, StoreInfo
 
 
 class GivenUp(Exception):
@@ -144,3 +143,73 @@ class Sampler:
         rollout.check(where)
         self.progress.tokens += decoded.response_length
         return rollout
+
+
+# What to collect: prompts, how to sample, what rewards, and where it goes.
+
+BIAS = (
+    "the policy loss takes all log-probs at temperature 1 over the whole vocabulary, so its ratio "
+    "would compare two distributions and its gradient would be biased"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to collect.
+
+    Attributes:
+        prompts, n: so many samples of each prompt.
+        sampling: how.
+        reward: of each response.
+        model: that the server runs.
+        out: the store; what it has of this policy version is not sampled again.
+        policy_version: which policy samples.
+        shard_size: rollouts of a shard, or more, so that groups stay whole; a kill loses those that
+            wait for theirs to be full.
+        refused_retries: how often a sample is asked for again after a response that cannot be used.
+        biased_sampling: take sampling that the policy loss does not know.
+    """
+
+    prompts: Sequence[Prompt]
+    n: int
+    sampling: Sampling
+    reward: RewardFunction
+    model: Model
+    out: Path
+    policy_version: int = 0
+    shard_size: int = 128
+    refused_retries: int = 2
+    biased_sampling: bool = False
+
+    def check(self, engine: str) -> None:
+        """Refuse what no server needs to be asked about.
+
+        Raises:
+            ValueError: sampling that the loss does not know, or a prompt that cannot be asked.
+        """
+        unknown = self.sampling.settings.unknown_to_the_loss()
+        if unknown and not self.biased_sampling:
+            raise ValueError(
+                f"{', '.join(unknown)}: {BIAS}; --biased-sampling collects all the same"
+            )
+        for prompt in self.prompts:
+            build_request(engine, prompt, self.sampling, None, "")
+            prompt.check_vocabulary(self.model.vocab_size)
+            prompt.check_json()
+
+    def store_info(self, engine: str, server: Identity) -> StoreInfo:
+        """What the store says of all its rollouts."""
+        model = self.model
+        return StoreInfo(
+            num_experts=model.shape.num_experts,
+            topk=model.shape.topk,
+            moe_layers=model.shape.moe_layers,
+            engine=engine,
+            engine_version=server.version or "unknown",
+            model=model.name,
+            router_fingerprint=model.router_fingerprint,
+            policy_stamp=model.policy_stamp,
+            engine_policy=server.policy,
+            vocab_size=model.vocab_size or 0,
+            sampling=self.sampling.settings,
+        )

@@ -9,8 +9,6 @@ from pathlib import Path
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.store import Rollout, StoreError, StoreInfo, write_shard
 
-__all__ = ["Shelf"]
-
 
 class Shelf:
     """Rollouts that are not stored yet.

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["Interrupted", "Stop", "end_tasks", "raising"]
-
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # `timeout` signals a process and then its group: the same signal twice within a moment
 _ONE_SIGNAL_S = 0.5

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from megatron_r3.replay import bind_to_microbatch
 
-__all__ = ["install"]
-
 
 def install() -> None:
     """Bind every recompute and schedule node from now on to the microbatch it is made for.

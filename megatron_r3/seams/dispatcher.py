@@ -15,8 +15,6 @@ from torch import Tensor
 from megatron_r3.plan import LayerSizes, PlanError
 from megatron_r3.replay import active_microbatch
 
-__all__ = ["PlanHook"]
-
 
 class PlanHook:
     """Answers a token dispatcher with the sizes of its layer, if the active microbatch has a plan.

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.kernels import has_kernel, replayed_gate
-from megatron_r3.kernels.arguments import MAX_EXPERTS, MAX_TOPK
+from megatron_r3.gate import has_kernel, replayed_gate
+from megatron_r3.gate.options import MAX_EXPERTS, MAX_TOPK
 from megatron_r3.replay import MicrobatchRoutes
-
-__all__ = ["fused_gate", "settle_fusion"]
 
 _said: set[str] = set()
 

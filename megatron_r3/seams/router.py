@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_r3.replay import MicrobatchRoutes, ReplayError, active_microbatch
-from megatron_r3.seams.config import check_config
 from megatron_r3.seams.fused import fused_gate
-
-__all__ = ["RouterHook", "check_hook", "keep_live"]
+from megatron_r3.seams.option import check_config
 
 
 class RouterHook:

@@ -18,7 +18,6 @@ from megatron_r3.values import MOST_TOKEN_ID, wrong_count, wrong_name, wrong_rew
 if TYPE_CHECKING:
     from megatron_r3.store.shard import Shard
 
-__all__ = ["check_opened", "check_shapes", "verify_shard"]
 
 _PIECE = 1 << 24  # bytes of a tensor that is only summed
 

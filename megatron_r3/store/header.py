@@ -17,21 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.store.held import HeldFile
-from megatron_r3.store.names import shard_name, shard_number
+from megatron_r3.store.files import HeldFile, shard_name, shard_number
 from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, SamplingSettings, StoreError, StoreInfo
 from megatron_r3.untrusted import one_line, read_json
-
-__all__ = [
-    "BLOCKS",
-    "DTYPES",
-    "ITEM_BYTES",
-    "PER_ROLLOUT",
-    "TENSORS",
-    "Entry",
-    "Header",
-    "read_header",
-]
 
 DTYPES: dict[str, type] = {
     **{"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "BOOL": np.bool_},

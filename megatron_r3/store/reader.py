@@ -19,11 +19,9 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.routes import Routes
-from megatron_r3.store.names import SHARD_GLOB, listed_shards, shard_name, shards_in_order
+from megatron_r3.store.files import SHARD_GLOB, listed_shards, shard_name, shards_in_order
 from megatron_r3.store.schema import Rollout, StoreError, StoreInfo, differences
 from megatron_r3.store.shard import Shard
-
-__all__ = ["RolloutStore"]
 
 POLL_S = 0.2  # between two looks at a store that is followed
 

@@ -24,19 +24,6 @@ from megatron_r3.values import (
     wrong_token,
 )
 
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "Rollout",
-    "SamplingSettings",
-    "StoreError",
-    "StoreInfo",
-    "differences",
-    "sampled_tokens",
-    "turns_of",
-    "wrong_logprobs",
-]
-
 FORMAT = "megatron-r3 rollouts"
 FORMAT_VERSION = 3
 

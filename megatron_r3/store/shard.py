@@ -16,13 +16,11 @@ from zlib_ng import zlib_ng
 
 from megatron_r3.routes import id_dtype
 from megatron_r3.store.checks import check_opened, check_shapes, verify_shard
+from megatron_r3.store.files import HeldFile
 from megatron_r3.store.header import BLOCKS, DTYPES, PER_ROLLOUT, read_header
-from megatron_r3.store.held import HeldFile
 from megatron_r3.store.schema import StoreError
 from megatron_r3.store.writer import checksum
 from megatron_r3.values import wrong_token
-
-__all__ = ["Shard"]
 
 _COLUMNS = {name: index for index, name in enumerate(BLOCKS)}  # of `block_crc32`, after the layers
 

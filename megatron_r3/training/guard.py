@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron_r3.replay import WHY_UNTAKEN, MicrobatchRoutes
-from megatron_r3.seams.refuse import refuse
 from megatron_r3.store.reader import RolloutStore
-
-__all__ = ["StepGuard"]
+from megatron_r3.training.refuse import refuse
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,6 @@ import torch
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError, StoreInfo
 
-__all__ = ["Ledger", "alignment", "policy_name"]
-
 
 def alignment(args: Any) -> int:
     """To what multiple each rollout of a pack is padded: context parallelism splits it so."""

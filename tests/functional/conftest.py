@@ -10,7 +10,7 @@ from training import Policy, export, train
 from demo import hf_sampler, task
 from demo.model import arguments
 from demo.stages import write_store
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 
 PRETRAIN = ["--micro-batch-size", "32", "--global-batch-size", "32", "--train-iters", "60"]
 PRETRAIN += ["--lr", "3e-3", "--save-interval", "1000"]

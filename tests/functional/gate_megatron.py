@@ -30,7 +30,7 @@ BREAKS = ("nothing", "id", "rows", "scale")
 
 def compare(function: Callable[..., Any], options: dict[str, Any], broken: str) -> dict[str, Any]:
     """Wrong entries of the map, and errors by those of rounding."""
-    from megatron_r3.kernels.gate import replayed_gate_triton
+    from megatron_r3.gate.triton import replayed_gate_triton
 
     options = dict(options)
     topk, dtype = options.pop("topk", K), options.pop("dtype")

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 from training import STEP, Policy, changed_store, parse
 
 from demo.model import arguments
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.routes import Routes
-from megatron_r3.seams.training import NOT_WITH_ROLLOUTS
+from megatron_r3.seams.pretrain import NOT_WITH_ROLLOUTS
 from megatron_r3.store import RolloutStore, SamplingSettings, write_shard
 from megatron_r3.store.shard import Shard
 from megatron_r3.store.writer import block_sums, metadata_of
@@ -60,7 +60,7 @@ def unknown_names(rank: int) -> list[str]:
 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_r3.seams import known_options as known
+    from megatron_r3 import replayable as known
 
     return [
         field.name
@@ -102,7 +102,7 @@ def test_options_that_do_not_go_with_rollouts(
 
 def test_every_option_that_does_not_go_with_rollouts_is_in_the_list() -> None:
     named = " ".join(ROLLOUTS)
-    elsewhere = {"use_legacy_models", "override_ckpt_iteration"}  # tests/unit/test_config.py
+    elsewhere = {"use_legacy_models", "override_ckpt_iteration"}  # tests/unit/seams/test_option.py
     names = NOT_WITH_ROLLOUTS.keys() - elsewhere
     assert all(f"--{name.replace('_', '-')}:" in named for name in names)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.cpu import device
 from megatron_r3.cpu.errors import RankError
-from megatron_r3.cpu.worker import TreeWorker
 
 
 def failing(rank: int) -> None:

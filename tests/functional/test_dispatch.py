@@ -12,8 +12,8 @@ import pytest
 import torch
 from training import Policy, train
 
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.cpu.errors import RankError
-from megatron_r3.cpu.worker import TreeWorker
 from megatron_r3.plan import LayerSizes
 from megatron_r3.routes import Routes
 from megatron_r3.store import RolloutStore, write_shard
@@ -78,7 +78,7 @@ def test_a_missing_row_on_one_rank_sends_all_ranks_the_ordinary_way(
 
 def train_by_a_wrong_plan(rank: int, argv: list[str], field: str) -> None:
     """One number of layer 2 on rank 1 is one too large."""
-    from megatron_r3.seams.ahead import Planner
+    from megatron_r3.training.lookahead import Planner
 
     plan = Planner.plan
 
@@ -115,7 +115,7 @@ def test_a_wrong_plan_fails_loudly_without_the_check(
 
 
 def count_one_too_many(rank: int, argv: list[str]) -> None:
-    from megatron_r3.seams import ahead
+    from megatron_r3.training import lookahead as ahead
 
     count = ahead.count_tokens
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import BATCH, SEQUENCE, batch, config, loss_and_gradients, model, start
 
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay import MicrobatchRoutes, active_microbatch, recording, replaying
 
 RECOMPUTE = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fidelity.cases import CASES, Case
+from fidelity.rig.worker import TreeWorker
 from fidelity.run import run
 from fidelity.table import Table, passed
-from megatron_r3.cpu.worker import TreeWorker
 
 QUICK = [case for case in CASES if case.quick and not case.script]  # PyPI has no script
 

@@ -12,7 +12,7 @@ import torch
 from tiny import BATCH, SEQUENCE, batch, config, model, start
 
 from fidelity.observe import Observer
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay import MicrobatchRoutes, replaying
 
 EP2: dict[str, Any] = {

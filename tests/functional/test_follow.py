@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from training import Policy, fails, parts, same, steps_on, train
 
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.store import write_shard
 
 EP2 = ["--expert-model-parallel-size", "2"]

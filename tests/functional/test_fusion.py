@@ -1,7 +1,7 @@
 """Replay under moe_router_fusion: the one-kernel gate in real routers, and without a GPU none.
 
-The kernel itself is tested in tests/unit/test_kernels_gate.py. Here its torch reference runs where
-the kernel would, so that the seam around it is the one that a GPU has.
+The kernel itself is tested in tests/unit/gate/test_interpreted.py. Here its torch reference runs
+where the kernel would, so that the seam around it is the one that a GPU has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from training import Policy, train
 
 from demo.report import measured
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay import MicrobatchRoutes, recording, replaying
 
 RECOMPUTE = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay import MicrobatchRoutes, replaying
 from megatron_r3.seams.router import RouterHook
 

@@ -19,7 +19,7 @@ from tiny import SEQUENCE, VOCABULARY, batch, config, model, start
 from training import Policy, export
 
 from demo.model import arguments
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.fingerprint import router_digest
 from megatron_r3.hf import from_hf, hf_config, router_fingerprint, to_hf
 

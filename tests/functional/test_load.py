@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import batch, config, loss_and_gradients, model, start
 
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay import MicrobatchRoutes, replaying
 from megatron_r3.rows import spread_padding
 

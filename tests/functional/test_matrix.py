@@ -16,7 +16,7 @@ from fidelity.trees import ROOT
 from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.cleanroom import resolve
 from megatron_r3.patching.fetch import tree_folder
-from megatron_r3.patching.matrix import patches_folder, read_matrix
+from megatron_r3.patching.versions import patches_folder, read_matrix
 
 LINE = "core_r0.19.0"
 

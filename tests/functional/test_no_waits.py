@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import Policy, train
 
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 
 READS = ["item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"]
 QUIET = ["--train-iters", "6", "--log-interval", "6", "--moe-router-replay-log-mismatch-interval"]

@@ -11,7 +11,7 @@ import pytest
 from training import PART, Policy, fails, parts, same, steps_on, train
 
 from demo.report import series_of
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.store import RolloutStore, write_shard
 from megatron_r3.training.ledger import Ledger
 

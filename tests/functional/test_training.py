@@ -14,7 +14,7 @@ from training import Policy, changed_store, train
 from demo.model import arguments
 from demo.report import measured, series_of
 from fidelity.controls import CONTROLS
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.routes import Routes
 from megatron_r3.store import RolloutStore, write_shard
 

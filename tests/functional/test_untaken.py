@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import BATCH, SEQUENCE, batch, config, loss_and_gradients, model, start
 
-from megatron_r3.cpu.worker import TreeWorker
+from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay import MicrobatchRoutes, ReplayError, recording, replaying
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -1,7 +1,7 @@
 """Inputs for the gate kernel, and how far it may be from the float64 reference.
 
 Runs natively on a CUDA device, else under Triton's interpreter if TRITON_INTERPRET=1 was set
-before Triton was imported: tests/unit/test_kernels_gate.py does that.
+before Triton was imported: tests/unit/gate/test_interpreted.py does that.
 
 Shape suffixes: T tokens, E experts, K top-k.
 """
@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_r3.kernels import GateOutput, replayed_gate_reference
+from megatron_r3.gate import GateOutput, replayed_gate_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 needs_a_way_to_run = pytest.mark.skipif(
     not INTERPRETED and DEVICE == "cpu",
-    reason="no CUDA device here, and no TRITON_INTERPRET=1 (see tests/unit/test_kernels_gate.py)",
+    reason="no CUDA device here, and no TRITON_INTERPRET=1 (tests/unit/gate/test_interpreted.py)",
 )
 # name -> options
 FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernel(*args: Any, **options: Any) -> GateOutput:
-    from megatron_r3.kernels.gate import replayed_gate_triton
+    from megatron_r3.gate.triton import replayed_gate_triton
 
     return replayed_gate_triton(*args, **options)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gate_cases import DEVICE, DTYPES, FUNCTIONS, Case, holds, kernel, make, worst
 
-from megatron_r3.kernels import GateOutput, replayed_gate_reference
+from megatron_r3.gate import GateOutput, replayed_gate_reference
 
 pytestmark = gate_cases.needs_a_way_to_run
 BIASED = {"score_function": "sigmoid", "bias": True, "scaling_factor": 2.5}

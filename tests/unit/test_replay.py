@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from megatron_r3.gate import replayed_topk
+from megatron_r3.gate.reference import replayed_topk
 from megatron_r3.replay import (
     MicrobatchRoutes,
     ReplayError,

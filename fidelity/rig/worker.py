@@ -1,0 +1,197 @@
+"""A process that has imported one Megatron tree, and forks the ranks of each case from it.
+
+Two trees cannot be imported in one process; a test session has one worker for each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_r3
+from fidelity.rig.forkserver import run_ranks
+from fidelity.rig.rank_process import die_with_parent, to_bytes
+from megatron_r3.cpu import install
+from megatron_r3.cpu.errors import InstallError, RankError, WorkerError
+
+IMPORT_S = 600.0  # what importing a tree may take, on a busy machine
+REPLY_S = 30.0  # what a reply may take beyond the case itself
+END_S = 10.0  # what ending may take before it is killed
+
+
+class TreeWorker:
+    """Run functions on N ranks with the Megatron of `tree`, imported once.
+
+    Use it as a context manager: `with TreeWorker(tree) as worker: worker.run(case, 2)`.
+
+    Args:
+        tree: a Megatron-LM checkout or the unpacked sources of megatron-core.
+        preload: more modules to import before the first case.
+    """
+
+    def __init__(self, tree: Path, preload: Sequence[str] = ()) -> None:
+        self.tree = tree.resolve()
+        self._folder = tempfile.TemporaryDirectory(prefix="worker-")
+        self._log = Path(self._folder.name) / "worker.log"
+        self._pipe, its_end = Pipe()
+        with its_end, self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(its_end.fileno()), str(os.getpid())],
+                pass_fds=[its_end.fileno()],
+                start_new_session=True,  # Ctrl-C is ours to handle
+                cwd=self._folder.name,  # nothing there that an import could find
+                env=_environment(self.tree),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._ask((str(self.tree), tuple(preload)), IMPORT_S)
+        except InstallError:
+            self.close()
+            raise
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout_s: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        log_dir: Path | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `fn(rank, *args, **kwargs)` on every rank; return their results in rank order.
+
+        Args:
+            fn: a function at the top of a module, which the ranks import by its name: a module
+                that imports Megatron does so inside the function, if the caller imports it too.
+            world_size: how many ranks.
+            args: more arguments, which must pickle; as must the result.
+            timeout_s: seconds after which the ranks are killed.
+            env: more environment variables for the ranks.
+            log_dir: where to leave each rank's output.
+            kwargs: more arguments, by name.
+
+        Raises:
+            RankError: a rank failed (RankTimeout: did not end in time); the worker goes on.
+            WorkerError: the worker itself has ended.
+        """
+        call = pickle.dumps((fn, args, kwargs))
+        how = {"timeout_s": timeout_s, "env": env, "log_dir": log_dir}
+        request = (call, _import_folder(fn), world_size, how)
+        results = self._ask(request, timeout_s + REPLY_S)
+        # a script that ended itself, by sys.exit(0), has none
+        return [None if result is None else pickle.loads(result) for result in results]
+
+    def close(self) -> None:
+        """End the process and what it runs."""
+        self._pipe.close()
+        self._process.terminate()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> TreeWorker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _ask(self, request: Any, timeout_s: float) -> Any:
+        """The answer to one request; where it does not come, the worker ends."""
+        try:
+            self._pipe.send(request)
+            if not self._pipe.poll(timeout_s):
+                raise TimeoutError(f"no answer in {timeout_s} s")
+            answer = self._pipe.recv()
+        except BaseException as error:
+            text = self._log.read_text(errors="replace")[-4000:]
+            self.close()
+            if isinstance(error, (OSError, EOFError)):
+                raise WorkerError(f"the worker of {self.tree} has gone:\n{text}") from error
+            raise
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    """Only this Megatron on the path, and one thread: forked ranks inherit no others."""
+    ours = Path(megatron_r3.__file__).parents[1]
+    given = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    others = [entry.resolve() for entry in given if not (entry / "megatron" / "core").is_dir()]
+    path = os.pathsep.join(str(entry) for entry in (tree, ours, *others))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def _import_folder(fn: Callable[..., Any]) -> str:
+    """The folder that must be on sys.path for the module of `fn` to be importable by its name."""
+    if fn.__module__ == "__main__":
+        raise ValueError(f"the ranks cannot import {fn.__name__}: put it into a module")
+    file = Path(inspect.getfile(fn)).resolve()
+    inside_package = fn.__module__.count(".") + (file.name == "__init__.py")
+    return str(file.parents[inside_package])
+
+
+def _call(rank: int, call: bytes, folder: str) -> bytes:
+    """In a rank: import the function, call it, and pickle its result for who asked."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+    fn, args, kwargs = pickle.loads(call)
+    return to_bytes(fn(rank, *args, **kwargs))
+
+
+def _import_tree(tree: str, preload: Sequence[str]) -> None:
+    """Import Megatron, and make sure that it is the one of the tree."""
+    install()
+    for name in preload:
+        importlib.import_module(name)
+    core = Path(str(importlib.import_module("megatron.core").__file__))
+    if Path(tree) not in core.resolve().parents:
+        raise InstallError(f"{tree} has no megatron.core: it was imported from {core.parent}")
+
+
+def _answer(request: Any) -> Any:
+    """The results of one case, or the error that says why there are none."""
+    call, folder, world_size, how = request
+    try:
+        return run_ranks(lambda rank: _call(rank, call, folder), world_size, **how)
+    except (RankError, OSError) as error:
+        return error
+
+
+def serve(pipe: Connection) -> None:
+    """Import the tree that the first request names; then run one case for each request."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the ranks are ended too
+    with suppress(EOFError):
+        try:
+            _import_tree(*pipe.recv())
+        except InstallError as error:
+            pipe.send(error)
+            return
+        pipe.send(None)
+        while True:
+            pipe.send(_answer(pipe.recv()))
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    serve(Connection(int(sys.argv[1])))

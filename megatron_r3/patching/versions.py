@@ -1,0 +1,187 @@
+"""versions.toml, the only matrix: which release lines have patches, and their known trees.
+
+default = "<name of the tree that `megatron-r3 megatron` fetches>"
+
+[lines."<release line>"]        # its patches lie in the folder of the same name
+python = ">=3.12"               # what upstream asks for
+image = "<image:tag>"           # what upstream builds its own on (docker/.ngc_version.dev)
+status = "supported"
+
+[[lines."<release line>".trees]]
+name = "core_v0.19.0"           # how messages call it
+commit = "<40 hex>"             # for a tree that is in upstream's git
+pypi = "megatron-core==0.19.2"  # for a tree that is on PyPI, with
+sdist_sha256 = "<64 hex>"
+absent = ["<path>", ...]        # files of the series that this tree lacks: named and skipped
+blobs = { "<path>" = ["<40 hex>", ...] }  # files whose base is not the one the patches name:
+                                # the blob ids before, between and after its patches
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.patching.git import PatchingError, names
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_STRINGS = {"name", "commit", "pypi", "sdist_sha256"}
+
+
+@dataclass(frozen=True)
+class KnownTree:
+    """One version of a release line; the fields are those of versions.toml."""
+
+    name: str
+    commit: str = ""
+    pypi: str = ""
+    sdist_sha256: str = ""
+    absent: tuple[str, ...] = ()
+    blobs: Mapping[str, tuple[str, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One release line: the folder of its patches, and the trees they are made for."""
+
+    name: str
+    folder: Path
+    python: str
+    image: str
+    status: str
+    trees: tuple[KnownTree, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """versions.toml of `folder`, checked."""
+
+    folder: Path
+    lines: tuple[Line, ...]
+    default: KnownTree
+
+    def line(self, name: str) -> Line:
+        """The release line of this name.
+
+        Raises:
+            PatchingError: there is none; the message lists those there are.
+        """
+        for line in self.lines:
+            if line.name == name:
+                return line
+        known = names([line.name for line in self.lines])
+        raise PatchingError(f"{name} is no release line of versions.toml; known: {known}")
+
+    @property
+    def default_line(self) -> Line:
+        """The release line of the default tree."""
+        return next(line for line in self.lines if self.default in line.trees)
+
+    def find(self, name: str, source: str) -> tuple[Line, KnownTree]:
+        """The tree of a name, or of a release line's name, that this source has.
+
+        Args:
+            source: git or pypi.
+
+        Raises:
+            PatchingError: there is none; the message lists those there are.
+        """
+        trees = [(line, tree) for line in self.lines for tree in line.trees]
+        there = [(li, t) for li, t in trees if (t.commit if source == "git" else t.pypi)]
+        for line, tree in there:
+            if name in (tree.name, line.name):
+                return line, tree
+        known = names([f"{tree.name} ({line.name})" for line, tree in there])
+        raise PatchingError(f"{name} is no tree that versions.toml knows from {source}: {known}")
+
+
+def patches_folder() -> Path:
+    """The patches that came with this package: inside it in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "patches", package.parent / "patches"):
+        if (folder / "versions.toml").is_file():
+            return folder
+    raise PatchingError(f"no patches/versions.toml in or beside {package}: reinstall megatron-r3")
+
+
+def read_matrix(folder: Path) -> Matrix:
+    """Read and check `folder`/versions.toml.
+
+    Raises:
+        PatchingError: naming the file and the key that is missing, unknown or of a wrong type.
+    """
+    file = folder / "versions.toml"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PatchingError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise PatchingError(f"{file}: {error}") from None
+    return parse_matrix(text, folder)
+
+
+def parse_matrix(text: str, folder: Path) -> Matrix:
+    """Check `text` as if it were that of `folder`/versions.toml; see `read_matrix`."""
+    file = folder / "versions.toml"
+    try:
+        data = tomllib.loads(text)
+    except ValueError as error:
+        raise PatchingError(f"{file}: {error}") from None
+    _check_keys(data, {"default", "lines"}, set(), str(file))
+    lines = tuple(_line(name, table, folder, file) for name, table in data["lines"].items())
+    default = [t for line in lines for t in line.trees if t.pypi and t.name == data["default"]]
+    if len(default) != 1:
+        raise PatchingError(f"{file}: default = {data['default']!r} is not one tree with pypi")
+    return Matrix(folder, lines, default[0])
+
+
+def _line(name: str, table: dict[str, Any], folder: Path, file: Path) -> Line:
+    where = f"{file}: lines.{name}"
+    _check_keys(table, {"python", "image", "status", "trees"}, set(), where)
+    trees = tuple(_tree(entry, f"{where}.trees") for entry in table["trees"])
+    return Line(name, folder / name, table["python"], table["image"], table["status"], trees)
+
+
+def _tree(entry: dict[str, Any], where: str) -> KnownTree:
+    _check_keys(entry, {"name"}, _STRINGS | {"absent", "blobs"}, where)
+    where = f"{where}.{entry['name']}"
+    for key in _STRINGS & entry.keys():
+        if not isinstance(entry[key], str):
+            raise PatchingError(f"{where}: {key} is a string")
+    if not entry.keys() & {"commit", "pypi"}:
+        raise PatchingError(f"{where}: needs a commit or a pypi requirement")
+    if "pypi" in entry and not re.fullmatch(r"[\w.-]+==[\w.]+", entry["pypi"]):
+        raise PatchingError(f"{where}: pypi is 'name==version'; got {entry['pypi']!r}")
+    if "pypi" in entry or "sdist_sha256" in entry:
+        _check_hex(entry.get("sdist_sha256", ""), 64, f"{where}: sdist_sha256")
+    if "commit" in entry:
+        _check_hex(entry["commit"], 40, f"{where}: commit")
+    blobs = {path: tuple(ids) for path, ids in entry.get("blobs", {}).items()}
+    for path, ids in blobs.items():
+        for blob in ids:
+            _check_hex(blob, 40, f"{where}: blobs of {path}")
+    strings = {key: entry[key] for key in _STRINGS & entry.keys()}
+    return KnownTree(**strings, absent=tuple(entry.get("absent", ())), blobs=blobs)
+
+
+def _check_keys(table: Any, needed: set[str], allowed: set[str], where: str) -> None:
+    if not isinstance(table, dict):
+        raise PatchingError(f"{where}: is a table")
+    # a misspelt key would be a rule that silently does not hold
+    for key in sorted(table.keys() - needed - allowed):
+        raise PatchingError(f"{where}: unknown key {key!r}")
+    for key in sorted(needed - table.keys()):
+        raise PatchingError(f"{where}: no {key}")
+
+
+def _check_hex(text: str, digits: int, where: str) -> None:
+    if not re.fullmatch(f"[0-9a-f]{{{digits}}}", str(text)):
+        raise PatchingError(f"{where} is {digits} hex digits; got {text!r}")

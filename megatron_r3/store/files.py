@@ -1,0 +1,177 @@
+"""The names of shards: `shard-NNNNN.safetensors`, numbered 0, 1, 2 ... without a gap.
+
+The number of a shard stands in its name and, from format version 3 on, in its header. So a shard
+that was copied, renamed or lost in between is noticed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import stat
+from pathlib import Path
+
+import numpy as np
+
+from megatron_r3.store.schema import StoreError
+
+SHARD_GLOB = "shard-[0-9]*.safetensors"
+# one number has one name: 7 is 00007, never 000007
+_NAME = re.compile(r"shard-([0-9]{5}|[1-9][0-9]{5,8})\.safetensors")
+
+
+def shard_name(number: int) -> str:
+    """The name of a shard's file."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def shard_number(path: Path) -> int:
+    """The number in the name of a shard's file.
+
+    Raises:
+        StoreError: it is not the name of a shard.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise StoreError(
+            f"{path}: not the name of a shard ({shard_name(0)}, {shard_name(1)}, ...): give the "
+            "file its own name again, or move it out of the store"
+        )
+    return int(match[1])
+
+
+def listed_shards(directory: Path) -> dict[int, Path]:
+    """The shards of a directory by number, in the order of their numbers.
+
+    Raises:
+        StoreError: a safetensors file has another name: which rollouts it holds is not known.
+    """
+    shards = {shard_number(path): path for path in directory.glob("*.safetensors")}
+    return dict(sorted(shards.items()))
+
+
+def shards_in_order(directory: Path) -> list[Path]:
+    """The shards of a directory that nobody writes to: each from number 0 on.
+
+    Raises:
+        StoreError: a file of another name, or a number that is missing.
+    """
+    shards = listed_shards(directory)
+    for expected, path in enumerate(shards.values()):
+        if expected not in shards:
+            raise StoreError(
+                f"{directory / shard_name(expected)}: is missing, though {path.name} is there: "
+                "copy the missing shard again"
+            )
+    return [*shards.values()]
+
+
+# A file that stays open from its check to its use.
+#
+# Everything is read from one descriptor, by position. So another file that takes the name of
+# this one
+# is never read, and a file that was cut is a short read: a mapping would end the process by SIGBUS.
+
+
+class HeldFile:
+    """A regular file, open for reading.
+
+    Attributes:
+        size: in bytes, when it was opened.
+        state: size, time of the last change and inode, when it was opened.
+
+    Raises:
+        StoreError: there is no such file, it cannot be opened, or it is a device or a pipe.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+        try:
+            self._descriptor = _open(path)
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            advice = "copy it again or remove it"
+            if error.errno == errno.EMFILE:
+                advice = "raise `ulimit -n`: a store has as many open files as shards"
+            raise StoreError(f"{path}: cannot be opened ({error.strerror}): {advice}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreError(f"{path}: not a file; a shard is one: remove it")
+        self.state = (status.st_size, status.st_mtime_ns, status.st_ino)
+        self.size = status.st_size
+
+    def __del__(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def read(self, into: np.ndarray, offset: int) -> None:
+        """Fill an array with the bytes from `offset` on.
+
+        The caller asks `check_unchanged` after its last read. A change that a read could see has
+        moved the time of the last change by then; a question before the read could come too early.
+
+        Args:
+            into: C-contiguous, of any dtype.
+
+        Raises:
+            StoreError: the file is shorter than it was, or cannot be read any more.
+        """
+        rest = memoryview(into.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
+        while len(rest):
+            try:
+                count = os.preadv(self._descriptor, [rest], offset)
+            except OSError as error:
+                raise self._unreadable(error) from error
+            if not count:
+                self.check_unchanged()
+                raise self._changed()
+            rest, offset = rest[count:], offset + count
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on with a file that somebody changed or removed.
+
+        Example: a file that is replaced by a rename keeps its bytes and its descriptor, and loses
+        its last name: it has no link left. A file that is written in place gets another time.
+
+        Raises:
+            StoreError: saying which.
+        """
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if not status.st_nlink:
+            raise StoreError(
+                f"{self.path}: was removed or replaced while it is in use: put it back, and start "
+                "again"
+            )
+        if (status.st_size, status.st_mtime_ns) != self.state[:2]:
+            raise self._changed()
+
+    def _changed(self) -> StoreError:
+        return StoreError(
+            f"{self.path}: was changed while it is in use: copy it again, and start again"
+        )
+
+    def _unreadable(self, error: OSError) -> StoreError:
+        return StoreError(
+            f"{self.path}: cannot be read any more ({error.strerror}): was it removed or replaced "
+            "while it is in use? Put it back, and start again"
+        )
+
+
+def _open(path: Path) -> int:
+    # a pipe would wait for its writer without O_NONBLOCK; files do not care
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    # a store has as many open files as shards; most systems allow 1024 until one asks for more
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return os.open(path, flags)

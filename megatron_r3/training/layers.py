@@ -1,0 +1,86 @@
+"""Which MoE layers a model has, and which of them this rank holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_r3.store.schema import StoreInfo
+
+
+def hybrid_pattern(config: Any) -> str:
+    """The layers of a hybrid model, a letter each; empty for another one. Renamed with 0.17."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return next((pattern for name in names if (pattern := getattr(config, name, None))), "")
+
+
+def moe_layer_indices(config: Any) -> tuple[int, ...]:
+    """The 0-based indices of the MoE layers among the decoder layers.
+
+    Megatron's rule (megatron/core/models/gpt/gpt_layer_specs.py): an integer frequency f makes
+    layer i MoE where i % f == 0; a list is the pattern itself. A hybrid model is its pattern, in
+    which `|` parts pipeline stages and `/` begins MTP (models/hybrid/hybrid_layer_allocation.py).
+
+    Args:
+        config: a TransformerConfig (not of a hybrid model) or the parsed arguments.
+    """
+    pattern = hybrid_pattern(config)
+    if pattern:
+        layers = pattern.split("/")[0].replace("|", "")
+        return tuple(i for i, kind in enumerate(layers) if kind == "E")
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return tuple(i for i in range(config.num_layers) if i % frequency == 0)
+    return tuple(i for i, moe in enumerate(frequency) if moe)
+
+
+def shape_differences(args: Any, info: StoreInfo) -> list[str]:
+    """In what the sampler's model differs from the trainer's; empty if its routes fit."""
+    layers = moe_layer_indices(args)
+    pairs = {
+        "MoE layers (0-based)": (list(info.moe_layers), list(layers)),
+        "topk": (info.topk, args.moe_router_topk),
+        "experts": (info.num_experts, args.num_experts),
+    }
+    return [f"{name} {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
+
+
+def local_routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
+    """This model chunk's decoder routers by Megatron's layer number (from 1, pipeline included)."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return _by_number(model, TopKRouter)
+
+
+def local_moe_layers(model: torch.nn.Module) -> dict[int, BaseMoELayer]:
+    """This model chunk's decoder MoE layers by Megatron's layer number."""
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    return _by_number(model, BaseMoELayer)
+
+
+def _by_number(model: torch.nn.Module, kind: Any) -> dict[int, Any]:
+    """The modules of a kind, but for those of MTP layers.
+
+    These are known by where they are: before 0.17 a router in one does not know, and its number is
+    that of a decoder layer (0.15) or of none (0.16).
+    """
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    modules: list[Any] = [*model.modules()]
+    mtp_layers = [module for module in modules if isinstance(module, MultiTokenPredictionLayer)]
+    in_mtp = {module for layer in mtp_layers for module in layer.modules()}
+    found = [module for module in modules if isinstance(module, kind) and module not in in_mtp]
+    return {module.layer_number: module for module in found}
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model chunk without its wrappers: some schedules hand over the one, some the other."""
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(model)

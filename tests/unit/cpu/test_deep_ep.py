@@ -1,0 +1,286 @@
+"""DeepEP's stand-in: who receives which rows, what comes back, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fidelity.rig.forkserver import run_ranks
+from megatron_r3.cpu import NotEmulated, deep_ep
+
+RANKS, EXPERTS, HIDDEN = 2, 6, 4
+LOCAL = EXPERTS // RANKS
+# -1 is no expert: of a token, of a whole token; token 0 of rank 0 has both experts on one rank
+IDS = [
+    [[0, 2], [1, 4], [5, -1], [-1, -1], [3, 0]],
+    [[4, 5], [2, 3], [-1, 1]],
+]
+
+
+def tokens(rank: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A rank's activations, experts and weights: any process can make those of any rank."""
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    ids = torch.tensor(IDS[rank]).view(-1, 2)
+    x = torch.randn(len(ids), HIDDEN, generator=generator)
+    return x, ids, torch.rand(ids.shape, generator=generator)
+
+
+def expert(number: int, x: torch.Tensor) -> torch.Tensor:
+    return (number + 1) * x + number
+
+
+def on_gloo(case: Callable[[int, deep_ep.Buffer], Any], world_size: int = RANKS) -> list[Any]:
+    def run(rank: int) -> Any:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+        return case(rank, deep_ep.Buffer(dist.group.WORLD))
+
+    return run_ranks(run, world_size, timeout_s=60)
+
+
+def dispatch(buffer: deep_ep.Buffer, x: torch.Tensor, ids: torch.Tensor, weights: Any) -> Any:
+    """As Megatron calls it."""
+    per_rank, per_rdma_rank, per_expert, in_rank, event = buffer.get_dispatch_layout(
+        ids, EXPERTS, previous_event=None, async_finish=True, allocate_on_comm_stream=True
+    )
+    return buffer.dispatch(
+        x,
+        topk_idx=ids,
+        topk_weights=weights,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_rdma_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        previous_event=event,
+        async_finish=True,
+        allocate_on_comm_stream=True,
+    )
+
+
+def expected(rank: int) -> tuple[list[Any], list[Any], list[Any], list[int]]:
+    """What a rank receives, token by token; without any communication."""
+    rows, ids, weights, counts = [], [], [], [0] * LOCAL
+    for sender in range(RANKS):
+        for row, row_ids, row_weights in zip(*(t.tolist() for t in tokens(sender)), strict=True):
+            mine = [e // LOCAL == rank and e >= 0 for e in row_ids]
+            if any(mine):
+                rows.append(row)
+                ids.append([e % LOCAL if m else -1 for e, m in zip(row_ids, mine, strict=True)])
+                weights.append([w if m else 0 for w, m in zip(row_weights, mine, strict=True)])
+                for local in ids[-1]:
+                    counts[local] += local >= 0
+    return rows, ids, weights, counts
+
+
+def arrivals(rank: int, buffer: deep_ep.Buffer) -> Any:
+    x, ids, weights, counts, _, event = dispatch(buffer, *tokens(rank))
+    event.current_stream_wait()
+    return x.tolist(), ids.tolist(), weights.tolist(), counts
+
+
+def test_a_rank_receives_one_row_of_each_token_that_has_an_expert_there() -> None:
+    assert on_gloo(arrivals) == [expected(0), expected(1)]
+    assert expected(0)[1][0] == [0, 2]  # one row for two experts
+
+
+def test_swapped_ranks_show() -> None:
+    """The negative control: with the group's ranks in another order, rows land elsewhere."""
+
+    def case(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.rank = 1 - rank
+        return arrivals(rank, buffer)
+
+    swapped = on_gloo(case)
+    for rank in range(RANKS):
+        assert swapped[rank][0] == expected(rank)[0]
+        assert swapped[rank][1:] != expected(rank)[1:]
+
+
+def test_a_layout() -> None:
+    def case(rank: int, buffer: deep_ep.Buffer) -> Any:
+        layout = buffer.get_dispatch_layout(torch.tensor(IDS[rank]), EXPERTS)
+        dtypes = [layout[i].dtype for i in (0, 2, 3)]
+        assert dtypes == [torch.int32, torch.int32, torch.bool]
+        return layout[0].tolist(), layout[1], layout[2].tolist(), layout[3].int().tolist()
+
+    first, second = on_gloo(case)
+    goes_to = [[1, 0], [1, 1], [0, 1], [0, 0], [1, 1]]
+    assert first == ([3, 3], None, [2, 1, 1, 1, 1, 1], goes_to)
+    assert second == ([2, 2], None, [0, 1, 1, 1, 1, 1], [[0, 1], [1, 1], [1, 0]])
+
+
+def experts_of(rank: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+    """Each row's weighted sum over this rank's experts."""
+    output = torch.zeros_like(x)
+    for row, slot in (ids >= 0).nonzero().tolist():
+        number = rank * LOCAL + int(ids[row, slot])
+        output[row] += weights[row, slot] * expert(number, x[row])
+    return output
+
+
+def round_trip(rank: int, buffer: deep_ep.Buffer) -> tuple[torch.Tensor, torch.Tensor]:
+    x, ids, weights, _, handle, _ = dispatch(buffer, *tokens(rank))
+    combined, back, _ = buffer.combine(
+        experts_of(rank, x, ids, weights), handle, topk_weights=weights
+    )
+    assert back is not None
+    return combined, back
+
+
+def test_a_round_trip_is_every_expert_in_one_process() -> None:
+    for rank, (combined, weights) in enumerate(on_gloo(round_trip)):
+        x, ids, gates = tokens(rank)
+        want = torch.zeros_like(x)
+        for token, slot in (ids >= 0).nonzero().tolist():
+            number = int(ids[token, slot])
+            want[token] += gates[token, slot] * expert(number, x[token])
+        torch.testing.assert_close(combined, want, atol=1e-6, rtol=0)
+        # each weight went to one rank only; those of no expert do not come back
+        assert torch.equal(weights, gates.masked_fill(ids < 0, 0))
+
+
+def test_a_cached_dispatch_sends_other_tokens_the_same_way() -> None:
+    def case(rank: int, buffer: deep_ep.Buffer) -> list[bool]:
+        *_, handle, _ = dispatch(buffer, *tokens(rank))
+        other, ids, weights = tokens(rank, seed=1)
+        rows, *nothing, event = buffer.dispatch(other, handle=handle, async_finish=True)
+        event.current_stream_wait()
+        assert nothing == [None] * 4
+        return [torch.equal(rows, dispatch(buffer, other, ids, weights)[0])]
+
+    assert on_gloo(case) == [[True]] * 2
+
+
+def test_dispatch_and_combine_are_each_others_gradient() -> None:
+    """<dispatch(x), y> = <x, combine(y)>, over all ranks: what the backward passes rely on."""
+
+    def case(rank: int, buffer: deep_ep.Buffer) -> list[float]:
+        x, ids, weights = (t.double() if t.is_floating_point() else t for t in tokens(rank))
+        rows, *_, handle, _ = dispatch(buffer, x, ids, weights.float())
+        y = torch.randn(rows.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(rank))
+        return [(rows * y).sum().item(), (x * buffer.combine(y, handle)[0]).sum().item()]
+
+    sent, back = torch.tensor(on_gloo(case), dtype=torch.float64).sum(0)
+    assert sent.item() == pytest.approx(back.item(), abs=1e-12)
+
+
+def test_the_handle_of_another_dispatch_shows() -> None:
+    """The negative control: a handle with the same counts, of other tokens."""
+
+    def case(rank: int, buffer: deep_ep.Buffer) -> tuple[bool, bool]:
+        x, ids, weights = tokens(rank)
+        rows, *_, handle, _ = dispatch(buffer, x, ids, weights)
+        *_, other, _ = dispatch(buffer, x, ids.flip(0).contiguous(), weights)
+        assert other.sent == handle.sent
+        combined = buffer.combine(rows, handle)[0]
+        return (
+            torch.equal(buffer.combine(rows, other)[0], combined),
+            torch.equal(buffer.dispatch(x, handle=other)[0], rows),
+        )
+
+    assert on_gloo(case) == [(False, False)] * 2
+
+
+@pytest.mark.parametrize("ids", [[[-1, -1]], [[0, 1]], [[4, -1]]])
+def test_ranks_that_send_or_receive_nothing(ids: list[list[int]]) -> None:
+    def case(rank: int, buffer: deep_ep.Buffer) -> Any:
+        some = torch.tensor(ids if rank == 0 else []).long().view(-1, 2)
+        x = torch.ones(len(some), HIDDEN)
+        rows, local, _, counts, handle, _ = dispatch(buffer, x, some, torch.ones(some.shape))
+        back = buffer.combine(rows, handle)[0]
+        return rows.shape, local.tolist(), counts, back[:, 0].tolist()
+
+    got = on_gloo(case)
+    for rank in range(RANKS):
+        local = [[e - rank * LOCAL if e >= 0 and e // LOCAL == rank else -1 for e in ids[0]]]
+        local = [row for row in local if row != [-1, -1]]
+        counts = [sum(row.count(e) for row in local) for e in range(LOCAL)]
+        back = [float(max(ids[0]) >= 0)] if rank == 0 else []
+        assert got[rank] == ((len(local), HIDDEN), local, counts, back)
+
+
+def test_bfloat16_is_added_up_in_float32() -> None:
+    """1 + 2^-8 + 2^-8: each step alone rounds back to 1 in bfloat16."""
+
+    def case(rank: int, buffer: deep_ep.Buffer) -> tuple[torch.dtype, float]:
+        x, ids = torch.ones(1, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 2, 4]])
+        rows, *_, handle, _ = dispatch(buffer, x, ids, torch.ones(1, 3))
+        output = buffer.combine(rows if rank == 0 else rows * 2**-8, handle)[0]
+        return output.dtype, output[0, 0].item()
+
+    assert on_gloo(case, 3) == [(torch.bfloat16, 1 + 2**-7)] * 3
+
+
+REFUSED = {
+    "float32": lambda b, x, i, w: dispatch(b, x, i, w.bfloat16()),
+    "shape of topk_idx": lambda b, x, i, w: dispatch(b, x, i, w[:, :1]),
+    "experts for": lambda b, x, i, w: dispatch(b, x[:1], i, w),
+    "int64": lambda b, x, i, w: b.get_dispatch_layout(i.int(), EXPERTS),
+    "divisible by 2 ranks": lambda b, x, i, w: b.get_dispatch_layout(i, 7),
+    "one of 4 experts": lambda b, x, i, w: b.get_dispatch_layout(i, 4),
+    "FP8": lambda b, x, i, w: dispatch(b, (x, w), i, w),
+    "contiguous": lambda b, x, i, w: dispatch(b, x.t().contiguous().t(), i, w),
+    "without a handle": lambda b, x, i, w: b.dispatch(x),
+    "not that of topk_idx": lambda b, x, i, w: b.dispatch(
+        x, None, *stale_layout(b, i), topk_idx=i, topk_weights=w
+    ),
+    "expert_alignment": lambda b, x, i, w: b.dispatch(x, expert_alignment=128),
+    "low_latency_mode": lambda b, x, i, w: deep_ep.Buffer(b.group, low_latency_mode=True),
+    "sends x alone": lambda b, x, i, w: b.dispatch(x, dispatch(b, x, i, w)[4], topk_idx=i),
+    "tokens for a handle of": lambda b, x, i, w: b.dispatch(x[1:], dispatch(b, x, i, w)[4]),
+    "rows for a handle": lambda b, x, i, w: b.combine(x[:1], dispatch(b, x, i, w)[4]),
+    "among 2 ranks": lambda b, x, i, w: b.combine(x, (1, 2, 3)),
+    "no bias": lambda b, x, i, w: b.combine(x, dispatch(b, x, i, w)[4], bias=x),
+}
+
+
+def stale_layout(buffer: deep_ep.Buffer, ids: torch.Tensor) -> tuple[Any, ...]:
+    per_rank, nothing, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids.flip(0), EXPERTS)
+    return per_rank, nothing, in_rank, per_expert
+
+
+def test_what_it_refuses() -> None:
+    def case(rank: int, buffer: deep_ep.Buffer) -> dict[str, str]:
+        messages = {}
+        for text, call in REFUSED.items():
+            with pytest.raises(NotEmulated) as error:
+                call(buffer, *tokens(rank))
+            messages[text] = str(error.value)
+        return messages
+
+    for messages in on_gloo(case):
+        for text, message in messages.items():
+            assert text in message
+
+
+def provide_and_import(code: str, folder: Path) -> str:
+    """What a fresh process prints."""
+    code = f"from megatron_r3.cpu import deep_ep as ours; ours.provide(); {code}"
+    path = f"import sys; sys.path.insert(0, {str(folder)!r}); "
+    command = [sys.executable, "-c", path + code]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_it_is_imported_as_deep_ep(tmp_path: Path) -> None:
+    code = (
+        "ours.provide(); from deep_ep import Buffer; import importlib.util; "
+        "from deep_ep.utils import EventHandle, EventOverlap; "
+        "EventOverlap(EventHandle()).current_stream_wait(); "
+        "print(Buffer is ours.Buffer, importlib.util.find_spec('deep_ep').name, "
+        "hasattr(sys.modules['deep_ep'], 'HybridEPBuffer'))"
+    )
+    assert provide_and_import(code, tmp_path) == "True deep_ep False"
+
+
+def test_a_real_deep_ep_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "deep_ep").mkdir()
+    (tmp_path / "deep_ep" / "__init__.py").write_text("Buffer = 'the real one'")
+    assert provide_and_import("import deep_ep; print(deep_ep.Buffer)", tmp_path) == "the real one"

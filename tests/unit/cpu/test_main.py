@@ -1,0 +1,103 @@
+"""`python -m megatron_r3.cpu`: what it says and how it ends where nothing can be run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fidelity.rig.forkserver import RankError, run_ranks
+from fidelity.rig.worker import TreeWorker
+from megatron_r3.cpu import CPU_ARGS, InstallError
+from megatron_r3.cpu import __main__ as cli
+from megatron_r3.cpu.attention import zigzag
+
+REPO = Path(cli.__file__).parents[2]
+
+
+def run(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_r3.cpu", *args],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_no_script_is_a_usage_error(tmp_path: Path) -> None:
+    done = run(folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == cli.USAGE
+
+
+def test_help_lists_the_arguments_that_megatron_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(argument in text for argument in CPU_ARGS)
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    done = run("no_such.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no such script: no_such.py\n\nusage: ")
+
+
+def test_no_megatron(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit('it ran')")
+    done = run("script.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "error: Megatron-LM is not importable: put its tree on PYTHONPATH"
+    )
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_worker_says_so_too(tmp_path: Path) -> None:
+    with pytest.raises(InstallError, match="Megatron-LM is not importable"):
+        TreeWorker(tmp_path)
+
+
+def caught(error_from: object, *args: object) -> Exception:
+    with pytest.raises(Exception) as caught:
+        error_from(*args)  # type: ignore[operator]
+    return caught.value
+
+
+def test_whose_mistake_it_is() -> None:
+    assert cli.is_users_mistake(caught(zigzag, 3, 2, 0))
+    assert not cli.is_users_mistake(caught(int, "x"))  # not from here
+    assert not cli.is_users_mistake(caught(zigzag, "3", 2, 0))  # a TypeError is ours
+
+
+def ends_with(error: Exception, *argv: str) -> str:
+    """What a rank says that ends with this error."""
+
+    def case(rank: int) -> None:
+        sys.argv = ["script.py", *argv]
+        cli._report(error)
+
+    with pytest.raises(RankError, match="exit status 1") as caught:
+        run_ranks(case, 1, timeout_s=60)
+    return caught.value.text.partition("--- log of rank 0\n")[2]
+
+
+def test_a_users_mistake_is_one_line() -> None:
+    message = "a sequence of 3 tokens does not split into 2 * CP2 parts"
+    assert ends_with(caught(zigzag, 3, 2, 0)) == f"error: {message}"
+
+
+def test_another_error_has_its_traceback_and_names_the_arguments_it_may_lack() -> None:
+    text = ends_with(caught(int, "x"), "--transformer-impl", "local", *CPU_ARGS[3:])
+    assert text.startswith("Traceback")
+    hint = text.splitlines()[-1]
+    assert hint.startswith("hint: ")
+    assert hint.endswith("--distributed-backend=gloo --use-cpu-initialization")
+    assert "hint" not in ends_with(ModuleNotFoundError("no six"))
+    full = ends_with(caught(int, "x"), *CPU_ARGS)
+    assert "hint" not in full
+    assert "ValueError: invalid literal" in full

@@ -1,0 +1,183 @@
+"""Plain arrays, vLLM's Python objects, and streams of /inference/v1/generate."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import engine_bodies as made
+import numpy as np
+import pytest
+
+from megatron_r3.engines import own as arrays
+from megatron_r3.engines import vllm, vllm_python
+from megatron_r3.engines.shape import EngineError, ModelShape
+from tests.unit.engines.test_vllm import DENSE0, QWEN_DENSE0, REJECT, load
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda rows: rows,
+        lambda rows: rows.tolist(),
+        lambda rows: rows[:, list(made.SHAPE.moe_layers)].astype(np.uint16),
+        lambda rows: np.asfortranarray(rows).astype(">i8"),
+        made.npy_text,
+    ],
+)
+def test_arrays_of_any_form(form):
+    rows = made.made_rows()
+    sequences, request = made.arrays(form(rows))
+    for response in (sequences, sequences[0], [*sequences, *sequences]):
+        for sample in arrays.decode(response, request, made.SHAPE, "request 7"):
+            assert sample.tokens_N.tolist() == made.PROMPT + made.RESPONSE
+            assert sample.logprobs_G.tolist() == made.LOGPROBS
+            assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
+
+
+def test_array_increments():
+    rows = made.made_rows()
+    sequences, request = made.arrays(rows[5:])
+    (one,) = arrays.decode_increments(sequences, {**request, "start": 5}, made.SHAPE, "request 7")
+    assert (one.routes.ids_LTK == made.moe_ids(rows)[:, 5:]).all()
+    with pytest.raises(EngineError, match="start at token 5: stitch"):
+        arrays.decode(sequences, {**request, "start": 5}, made.SHAPE, "request 7")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"routes": None}, "'routes'. missing"),
+        ({"routes": made.made_rows(8)}, "8 rows of routes for 10 tokens"),
+        ({"routes": made.made_rows().transpose(1, 0, 2)}, "5 rows of routes"),
+        ({"routes": made.made_rows().astype(object)}, "ids are integers; got int"),
+        ({"routes": 3}, "a list or an array; got int"),
+        ({"token_ids": np.array([1.0])}, "ids are integers"),
+        ({"logprobs": ["a"] * 4}, "a list of numbers; got str"),
+        ({"logprobs": made.LOGPROBS[1:]}, "3 log-probs for 4 response tokens"),
+        ({"logprobs": [-1.0, -(10**400), -1.0, -1.0]}, "numbers|even table"),
+        ({"logprobs": [-1.0, -1e300, -1.0, -1.0]}, "token 7 is .*not finite"),
+        ({"prompt_token_ids": [1]}, "not the prompt of the request"),
+    ],
+)
+def test_wrong_sequences_are_refused(change, message):
+    sequences, request = made.arrays(made.made_rows())
+    wrong = [sequences[0], {**sequences[0], **change}]
+    with pytest.raises(EngineError, match=f"request 7, choice 1.*{message}"):
+        arrays.decode(wrong, request, made.SHAPE, "request 7")
+
+
+def test_one_long_text_does_not_widen_the_table():
+    """Numpy would make every element as wide as the longest: a gigabyte here."""
+    sequences, request = made.arrays([[[0] * 4] * 5] * 8 + [[[0] * 4] * 4 + [["a" * 10**6] * 4]])
+    with pytest.raises(EngineError, match="ids are integers; got int, str"):
+        arrays.decode(sequences, request, made.SHAPE, "request 7")
+
+
+def test_python_outputs():
+    rows = made.made_rows()
+    response, request = made.vllm_python(rows)
+    (sample,) = vllm_python.decode(response, request, made.SHAPE, "request 7")
+    assert sample.tokens_N.tolist() == made.PROMPT + made.RESPONSE
+    assert sample.logprobs_G.tolist() == made.LOGPROBS
+    assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
+    response.outputs[0].routed_experts = rows[4:]
+    (one,) = vllm_python.decode_increments(
+        response, {"routed_experts_prompt_start": 4}, made.SHAPE, "request 7"
+    )
+    assert (one.routes.ids_LTK == made.moe_ids(rows)[:, 4:]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"routed_experts": None}, "no routed_experts"),
+        ({"logprobs": None}, r"SamplingParams\(logprobs=1\)"),
+        ({"logprobs": [{}] * 4}, "has no log-prob"),
+        ({"logprobs": [{}] * 3}, "3 log-probs for 4"),
+        ({"token_ids": [[1]] * 4}, "is no id"),
+        ({"index": None}, "index"),
+    ],
+)
+def test_wrong_python_outputs_are_refused(change, message):
+    response, request = made.vllm_python(made.made_rows())
+    vars(response.outputs[0]).update(change)
+    with pytest.raises(EngineError, match=f"request 7.*{message}"):
+        vllm_python.decode(response, request, made.SHAPE, "request 7")
+
+
+def test_physical_ids_of_vllm_014():
+    response, request = made.vllm_python(made.made_rows())
+    for version in (None, "0.14.1"):
+        with pytest.raises(EngineError, match=r"with EPLB vLLM .* physical"):
+            vllm_python.decode(
+                response, request, made.SHAPE, "request 7", eplb=True, version=version
+            )
+    for options in ({"eplb": True, "version": "0.15.0"}, {"version": "0.14.0"}):
+        assert vllm_python.decode(response, request, made.SHAPE, "request 7", **options)
+    response.finished = False
+    with pytest.raises(EngineError, match="not finished"):
+        vllm_python.decode(response, request, made.SHAPE, "request 7")
+    with pytest.raises(EngineError, match="outputs and prompt_token_ids"):
+        vllm_python.decode(SimpleNamespace(), request, made.SHAPE, "request 7")
+
+
+def test_a_real_stream_with_routes_decodes():
+    payload = load(QWEN_DENSE0, "24_generate_tito_stream")
+    for body in (payload["response"], payload["response"]["_raw_text"]):
+        (sample,) = vllm.decode(body, payload["request"], DENSE0, "request 7")
+        assert sample.tokens_N.tolist()[:21] == payload["request"]["token_ids"]
+        assert (len(sample.tokens_N), sample.routes.num_rows) == (24, 23)
+        assert (sample.logprobs_G < 0).all()
+    payload = load(REJECT, "24_generate_tito_stream")
+    shape = ModelShape(4, (0, 1, 2, 3), 16, 4)
+    with pytest.raises(EngineError, match="did not capture routes"):
+        vllm.decode(payload["response"], payload["request"], shape, "request 7")
+
+
+def events(text):
+    return [line for line in text.split("\n\n") if line]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: lines[:-1], "was cut off"),
+        (lambda lines: [], "was cut off"),
+        (lambda lines: [*lines[:3], lines[-1]], "ends before the choice does"),
+        (lambda lines: [*lines[:4], lines[3], lines[-1]], "goes on after the choice's end"),
+        (lambda lines: ["data: {", *lines], "event 0: not JSON"),
+        (lambda lines: ["data: " + "[" * 100000, *lines], "more than 64 brackets"),
+        (lambda lines: ["data: 3", *lines], "no JSON object"),
+        (lambda lines: ["data: {}", *lines], "has no choices"),
+        (lambda lines: ['data: {"choices": [{"index": 0}]}', *lines], "has no token_ids"),
+        (lambda lines: ['data: {"error": {"message": "out of memory"}}', *lines], "out of memory"),
+        (lambda lines: lines[1:], "9 rows of routes for 9 tokens"),
+        (lambda lines: [lines[0], *lines], "9 rows of routes for 11 tokens"),
+        (
+            lambda lines: [lines[0].replace("null", '"AAAA"', 2), *lines[1:]],
+            "after the choice's end|twice",
+        ),
+    ],
+)
+def test_broken_streams_are_refused(change, message):
+    text, request = made.vllm_stream(made.made_rows())
+    assert vllm.decode(text, request, made.SHAPE, "request 7")
+    with pytest.raises(EngineError, match=f"request 7.*({message})"):
+        vllm.decode("\n\n".join(change(events(text))), request, made.SHAPE, "request 7")
+
+
+def test_a_stream_of_two_choices():
+    rows = [made.made_rows(seed=i) for i in range(2)]
+    lines = [events(made.vllm_stream(each)[0]) for each in rows]
+    second = []
+    for line in lines[1][:-1]:
+        event = json.loads(line[6:])
+        event["choices"][0]["index"] = 1
+        second.append("data: " + json.dumps(event))
+    mixed = [line for pair in zip(lines[0][:-1], second, strict=True) for line in pair]
+    request = made.vllm_stream(rows[0])[1]
+    request["sampling_params"]["n"] = 2
+    text = "\n\n".join([*mixed, "data: [DONE]"])
+    for sample, each in zip(vllm.decode(text, request, made.SHAPE, "request 7"), rows, strict=True):
+        assert (sample.routes.ids_LTK == made.moe_ids(each)).all()

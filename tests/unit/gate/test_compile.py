@@ -1,0 +1,87 @@
+"""What Triton makes of the gate kernels for a Hopper GPU, which compiling does not need."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+# name -> E, K, dtype of logits, dtype of ids, function, live and counted rows, dense
+MODELS: dict[str, tuple[int, int, str, str, str, bool, bool]] = {
+    "Qwen3-30B-A3B": (128, 8, "bf16", "u8", "softmax", False, False),
+    "DeepSeek-V3, everything": (256, 8, "fp32", "u8", "sigmoid", True, False),
+    "Kimi-K2, dense": (384, 8, "bf16", "i16", "sigmoid", True, True),
+    "largest": (1024, 64, "fp32", "i16", "sqrtsoftplus", True, False),
+    "largest, dense": (1024, 64, "fp32", "i16", "sigmoid", False, True),
+}
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
+    """For sm_90, pointers and `*_stride_t` divisible by 16 as those of contiguous tensors are."""
+    from megatron_r3.gate.triton import COMPILED
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or name == "logits_stride_t"
+    }
+    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options=COMPILED)
+
+
+def both(model: tuple[int, int, str, str, str, bool, bool]) -> list[Any]:
+    from megatron_r3.gate.options import GateOptions
+    from megatron_r3.gate.triton import _launch
+    from megatron_r3.gate.triton_kernels import gate_backward, gate_forward
+
+    num_experts, topk, dtype, ids_dtype, function, rows, dense = model
+    _, sizes = _launch(1000, num_experts, topk, GateOptions(function, 1.0, dense))
+    types = dict.fromkeys(gate_forward.arg_names + gate_backward.arg_names, "i32")
+    types |= {name: "*u8" for name in types if name.endswith("_ptr")}
+    types |= dict.fromkeys(("logits_ptr", "probs_ptr", "dprobs_ptr", "dlogits_ptr"), f"*{dtype}")
+    types |= {"ids_ptr": f"*{ids_dtype}", "used_ptr": f"*{ids_dtype}"}
+    types |= {"bias_ptr": "*fp32", "scale": "fp32"}
+    last = {"logits_stride_e": 1, "ids_stride_k": 1}
+    none = [] if rows else ["live_ptr", "counted_ptr", "used_ptr", "differs_ptr"]
+    none += [] if rows and function != "softmax" else ["bias_ptr"]
+    none += ["map_ptr"] if dense else []
+    block_k = triton.next_power_of_2(topk)
+    forward = {**sizes, **last, "BLOCK_K": block_k, **dict.fromkeys(none)}
+    backward = {**sizes, **last, "dprobs_stride_e": 1}
+    return [compiled(gate_forward, types, forward), compiled(gate_backward, types, backward)]
+
+
+def stack_bytes(kernel: Any, folder: Path) -> int:
+    """What did not fit into registers, as ptxas says."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    argv = [str(tool), "-res-usage", str(cubin)]
+    said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", said))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiles_for_hopper(name: str, tmp_path: Path) -> None:
+    for kernel in both(MODELS[name]):
+        assert stack_bytes(kernel, tmp_path) == 0
+        ptx = kernel.asm["ptx"]
+        assert "ld.global.v4.b32" in ptx  # a row, 16 bytes for each lane
+        assert not re.search(r"\b(atom|red)\.", ptx)
+
+
+def test_the_check_for_spills_can_fail(tmp_path: Path) -> None:
+    from megatron_r3.gate.triton_kernels import gate_backward
+
+    sizes = {"E": 1024, "K": 64, "BLOCK_T": 2, "W": 32, "FUNCTION": "sigmoid", "DENSE": False}
+    strides = {"logits_stride_e": 1, "ids_stride_k": 1, "dprobs_stride_e": 1}
+    types = dict.fromkeys(gate_backward.arg_names, "i32") | {"scale": "fp32", "ids_ptr": "*i16"}
+    types |= dict.fromkeys(("logits_ptr", "dprobs_ptr", "dlogits_ptr"), "*fp32")
+    assert stack_bytes(compiled(gate_backward, types, sizes | strides), tmp_path) > 0

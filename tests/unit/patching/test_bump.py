@@ -1,0 +1,229 @@
+"""Starting a release line from another one: a clean bump, conflicts, and what is in the way."""
+
+import os
+import subprocess
+
+import pytest
+from patching_bump import CONFLICT, NEXT, NEXT_TAG, bump, everything, release, skip, stop
+from patching_hostile import hostile
+from patching_upstream import (
+    LINE,
+    OTHER,
+    ROUTER,
+    SCHEDULE,
+    git,
+    make_upstream,
+    refused,
+    snapshot,
+    write,
+)
+
+from megatron_r3.cli import main
+from megatron_r3.patching.bump import bump_line
+from megatron_r3.patching.export import export_series
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.verify import check_rules, verify_repo
+from megatron_r3.patching.versions import read_matrix
+
+
+@pytest.fixture
+def upstream(tmp_path):
+    return make_upstream(tmp_path)
+
+
+# --- a bump without conflicts
+
+
+def test_a_clean_bump(upstream):
+    new = release(upstream, {ROUTER: ("line 1\n", "line one\n"), OTHER: ("1", "2")})
+    before, patches = everything(upstream.checkout), snapshot(upstream.patches)
+    versions = (upstream.patches / "versions.toml").read_text()
+    done = bump(upstream)
+    assert everything(upstream.checkout) == before  # no worktree, no branch, no object
+    assert (done.line, done.again, done.left_out) == (NEXT, False, ())
+    assert done.names == tuple(file.name for file in upstream.series)
+    assert (upstream.patches / "versions.toml").read_text() == (
+        f"""{versions}
+[lines."{NEXT}"]
+python = ">=3.10"
+image = "some/image:1"
+status = "new"
+
+[[lines."{NEXT}".trees]]
+name = "{NEXT_TAG}"
+commit = "{new}"
+"""
+    )
+    after = snapshot(upstream.patches)
+    assert {name: after[name] for name in patches if name != "versions.toml"} == {
+        name: patches[name] for name in patches if name != "versions.toml"
+    }
+    matrix = read_matrix(upstream.patches)
+    assert check_rules(matrix) == []
+    assert all(c.verified for c in verify_repo(upstream.checkout, matrix) if c.tree.commit)
+    work = upstream.patches.parent / "work"
+    assert export_series(work, upstream.patches, check=True).folder == upstream.patches / NEXT
+
+
+def test_again(upstream):
+    release(upstream, {OTHER: ("1", "2")})
+    first = bump(upstream)
+    before = snapshot(upstream.patches, mtimes=True)
+    again = bump(upstream)
+    assert again.again
+    assert again.names == first.names
+    (upstream.patches.parent / "work").rename(upstream.patches.parent / "gone")
+    assert bump(upstream).again
+    assert not (upstream.patches.parent / "work").exists()
+    assert snapshot(upstream.patches, mtimes=True) == before
+
+
+def test_the_users_git_configuration_changes_nothing(upstream, tmp_path, monkeypatch):
+    release(upstream, {ROUTER: ("line 28\n", "line twenty-eight\n")})
+    git("clone", "--quiet", str(upstream.checkout), "theirs", cwd=tmp_path)
+    # the negative control: with am.threeWay git resolves what nobody has looked at
+    git("-c", "am.threeWay=true", "am", *map(str, upstream.series), cwd=tmp_path / "theirs")
+    hostile(tmp_path, monkeypatch, upstream.checkout)
+    lines = stop(upstream)
+    assert lines[0] == "patch 2 of 4 does not apply: 0002-Bind-the-hook-to-the-microbatch.patch"
+    for name in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_EXTERNAL_DIFF"):
+        monkeypatch.delenv(name)
+    work = tmp_path / "work"
+    text = (work / ROUTER).read_text()
+    assert "hook = None   \n" in text
+    write(work, ROUTER, text.replace("line 30\n", "line 30\nbind(hook)\n"))
+    # as the user goes on, with the user's own configuration
+    user = {**os.environ, "GIT_COMMITTER_NAME": "A Person", "GIT_COMMITTER_EMAIL": "p@example.com"}
+    for command in (["add", ROUTER, SCHEDULE], ["am", "--continue"]):
+        done = subprocess.run(["git", *command], cwd=work, env=user, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    assert bump(upstream).names == tuple(file.name for file in upstream.series)
+    assert check_rules(read_matrix(upstream.patches)) == []
+    (check,) = verify_repo(upstream.checkout, read_matrix(upstream.patches), NEXT)
+    assert check.verified
+    assert b"\r" not in (upstream.patches / NEXT / upstream.series[1].name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["--bare", "--depth=1", "worktree"])
+def test_any_clone_and_a_work_folder_with_spaces(upstream, tmp_path, kind):
+    release(upstream, {OTHER: ("1", "2")})
+    repo = tmp_path / "their clone"
+    if kind == "worktree":
+        git("worktree", "add", "--quiet", "--detach", str(repo), cwd=upstream.checkout)
+    else:
+        git("clone", "--quiet", kind, f"file://{upstream.checkout}", str(repo), cwd=tmp_path)
+    arguments = {"line": NEXT, "work": tmp_path / "a place/for 'ü"}
+    done = bump_line(LINE, "HEAD", repo, upstream.patches, **arguments)
+    assert len(done.names) == 4
+    tree = read_matrix(upstream.patches).line(NEXT).trees[0]
+    assert tree.name == tree.commit[:12]  # HEAD is no name that stays
+
+
+# --- what is in the way
+
+
+def test_a_line_is_never_overwritten(upstream, tmp_path):
+    release(upstream, {OTHER: ("1", "2")})
+    with refused(upstream.patches, "is there already", LINE, "--name"):
+        bump(upstream, line=LINE)
+    assert not (tmp_path / "work").exists()
+    write(upstream.patches, f"{NEXT}/0001-Mine.patch", "mine\n")
+    with refused(upstream.patches, str(upstream.patches / NEXT), "not overwritten", "move it"):
+        bump(upstream)
+    (upstream.patches / NEXT / "0001-Mine.patch").unlink()
+    bump(upstream)
+    work = tmp_path / "work"
+    write(work, OTHER, "other = 3\n")
+    git("add", "--all", cwd=work)
+    git("commit", "--quiet", "--amend", "--no-edit", cwd=work)
+    with refused(upstream.patches, "not overwritten", f"megatron-r3 export {work} --line {NEXT}"):
+        bump(upstream)
+
+
+def test_an_export_that_was_killed_is_finished(upstream):
+    release(upstream, {OTHER: ("1", "2")})
+    bump(upstream)
+    versions = upstream.patches / "versions.toml"
+    whole = versions.read_text()
+    versions.write_text(whole.partition(f'\n[lines."{NEXT}"]')[0])
+    (upstream.patches / NEXT / upstream.series[2].name).unlink()
+    assert not bump(upstream).again
+    assert versions.read_text() == whole
+    assert len(list((upstream.patches / NEXT).iterdir())) == 4
+
+
+def test_a_work_folder_that_is_something_else(upstream, tmp_path):
+    release(upstream, {OTHER: ("1", "2")})
+    release(upstream, {OTHER: ("2", "3")}, "core_v9.3.0")
+    bump(upstream)
+    for work in (upstream.package, upstream.checkout, tmp_path / "work", tmp_path / "work/.git"):
+        with refused(work, "something else", str(work)):
+            bump(upstream, new="core_v9.3.0", work=work)
+    (tmp_path / "file").write_text("mine\n")
+    with refused(tmp_path, "something else"):
+        bump(upstream, new="core_v9.3.0", work=tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    bump(upstream, new="core_v9.3.0", work=tmp_path / "empty")
+
+
+def test_uncommitted_changes_in_the_work_folder(upstream, tmp_path):
+    release(upstream, CONFLICT)
+    stop(upstream)
+    skip(tmp_path / "work")
+    write(tmp_path / "work", OTHER, "mine\n")
+    with refused(tmp_path, OTHER, "uncommitted changes"):
+        bump(upstream)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"new": "core_v9.9.9"}, "has no commit 'core_v9.9.9'"),
+        ({"new": "--all"}, "has no commit '--all'"),
+        ({"old": "core_r1"}, "core_r1 is no release line"),
+        ({"new": "HEAD"}, "give --name"),
+        ({"line": "../elsewhere"}, "is no name for a release line"),
+        ({"line": ".hidden"}, "is no name for a release line"),
+    ],
+)
+def test_arguments_that_are_wrong(upstream, tmp_path, arguments, message):
+    release(upstream, {OTHER: ("1", "2")})
+    with refused(tmp_path, message):
+        bump(upstream, **arguments)
+
+
+def test_a_clone_that_is_killed_leaves_nothing(upstream, tmp_path, monkeypatch):
+    release(upstream, {OTHER: ("1", "2")})
+    from megatron_r3.patching import bump as workplace
+
+    def failing(*args, **kwargs):
+        raise PatchingError("no disk")
+
+    with monkeypatch.context() as patch, refused(tmp_path, "no disk"):
+        patch.setattr(workplace, "run_git", failing)
+        bump(upstream)
+    bump(upstream)
+
+
+# --- the command
+
+
+def test_the_command(upstream, tmp_path, capsys, monkeypatch):
+    release(upstream, CONFLICT)
+    monkeypatch.chdir(tmp_path)
+    repo = str(upstream.checkout)
+    arguments = ["bump", LINE, NEXT_TAG, "--repo", repo, "--patches", str(upstream.patches)]
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: patch 2 of 4 does not apply")
+    work = tmp_path / "build/bump" / NEXT
+    skip(work)
+    assert main(arguments) == 0
+    first, left_out, following = capsys.readouterr().out.splitlines()
+    assert first == f"{NEXT} is new, from {LINE}: 3 patches in {upstream.patches / NEXT}"
+    assert left_out == f"not in it: {upstream.series[1].name}"
+    assert following == f"next: megatron-r3 verify {repo} --line {NEXT}, then make matrix"
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith(f"{NEXT} was there already: 3 patches")
+    assert main(["verify", repo, "--line", NEXT, "--patches", str(upstream.patches)]) == 0

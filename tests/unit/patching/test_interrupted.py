@@ -1,0 +1,180 @@
+"""Killed, out of disk, not allowed to write: all files are patched, none is, or status says so."""
+
+import ctypes
+import errno
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from patching_upstream import (
+    FILES,
+    KILLED,
+    ROUTER,
+    make_upstream,
+    refused,
+    run_cli,
+    snapshot,
+)
+
+from megatron_r3.patching import apply, write
+from megatron_r3.patching.apply import apply_series, revert_series
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.tree import TreeState, identify
+from megatron_r3.patching.versions import read_matrix
+
+
+@pytest.fixture
+def upstream(tmp_path):
+    return make_upstream(tmp_path)
+
+
+def state(upstream):
+    return identify(upstream.checkout, read_matrix(upstream.patches)).state
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize("killed", ["apply", "revert"])
+@pytest.mark.parametrize("then", [apply_series, revert_series])
+def test_killed_between_two_files(upstream, n, killed, then):
+    tree, patches = upstream.checkout, upstream.patches
+    pristine = snapshot(tree)
+    apply_series(tree, patches)
+    applied = snapshot(tree)
+    if killed == "apply":
+        revert_series(tree, patches)
+    done = run_cli(killed, tree, "--patches", patches, prelude=KILLED.format(n=n))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    untouched = TreeState.PRISTINE if killed == "apply" else TreeState.APPLIED
+    assert state(upstream) is (TreeState.HALF_APPLIED if n else untouched)
+    told = run_cli("status", tree, "--patches", patches)
+    assert told.returncode == (1 if n else 0)
+    assert ("apply finishes it, revert undoes it" in told.stdout) == bool(n)
+    then(tree, patches)
+    assert snapshot(tree) == (applied if then is apply_series else pristine)
+
+
+def failing(real, after, error, times=10**6):
+    """`real`, but its calls after the first `after` fail, `times` times."""
+    calls = 0
+
+    def call(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if after < calls <= after + times:
+            raise error
+        return real(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("move", [apply_series, revert_series])
+def test_a_rename_that_fails_brings_all_back(upstream, monkeypatch, move, after):
+    if move is revert_series:
+        apply_series(upstream.checkout, upstream.patches)
+    before = snapshot(upstream.checkout)
+    error = OSError(errno.EACCES, "Permission denied")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing(os.replace, after, error, times=1))
+        with pytest.raises(PatchingError) as told:
+            move(upstream.checkout, upstream.patches)
+    assert snapshot(upstream.checkout) == before
+    assert any(
+        f"cannot write {upstream.checkout / path}: Perm" in str(told.value) for path in FILES
+    )
+    move(upstream.checkout, upstream.patches)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 100])
+def test_a_full_disk_is_found_before_anything_changes(upstream, monkeypatch, most_bytes):
+    def replace_files_on_a_full_disk(*args):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+        try:
+            write.replace_files(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    with monkeypatch.context() as patch, refused(upstream.checkout, "too large", "megatron/core"):
+        patch.setattr(apply, "replace_files", replace_files_on_a_full_disk)
+        apply_series(upstream.checkout, upstream.patches)
+    apply_series(upstream.checkout, upstream.patches)
+
+
+def test_ctrl_c_brings_all_back(upstream, monkeypatch):
+    before = snapshot(upstream.checkout)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing(os.replace, 2, KeyboardInterrupt(), times=1))
+        with pytest.raises(KeyboardInterrupt):
+            apply_series(upstream.checkout, upstream.patches)
+    assert snapshot(upstream.checkout) == before
+
+
+def test_what_cannot_be_brought_back_is_named(upstream, monkeypatch):
+    pristine = snapshot(upstream.checkout)
+    error = OSError(errno.EROFS, "Read-only file system")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing(os.replace, 1, error))
+        with pytest.raises(PatchingError) as told:
+            apply_series(upstream.checkout, upstream.patches)
+    assert "is half applied" in str(told.value)
+    assert any(path in str(told.value) for path in FILES)
+    assert state(upstream) is TreeState.HALF_APPLIED
+    revert_series(upstream.checkout, upstream.patches)
+    assert snapshot(upstream.checkout) == pristine
+
+
+def bound_by_permissions():
+    """In the child: root passes over permission bits, so it gives that up for good."""
+    if os.geteuid() == 0:
+        drop, dac_override, dac_read_search = 24, 1, 2
+        libc = ctypes.CDLL(None, use_errno=True)
+        for capability in (dac_override, dac_read_search):
+            if libc.prctl(drop, capability, 0, 0, 0):
+                raise OSError(ctypes.get_errno(), "cannot give up a capability")
+
+
+@pytest.mark.parametrize("command", ["apply", "revert"])
+def test_a_read_only_tree(upstream, command):
+    tree = upstream.checkout
+    if command == "revert":
+        apply_series(tree, upstream.patches)
+    before = snapshot(tree, mtimes=True)
+    folder = (tree / ROUTER).parent
+    folder.chmod(0o555)
+    done = run_cli(command, tree, "--patches", upstream.patches, preexec_fn=bound_by_permissions)
+    folder.chmod(0o755)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot write {folder}")
+    assert "Permission denied; nothing was changed" in done.stderr
+    assert snapshot(tree, mtimes=True) == before
+
+
+def test_an_unreadable_file(upstream):
+    (upstream.checkout / ROUTER).chmod(0)
+    done = run_cli(
+        *("status", upstream.checkout, "--patches", upstream.patches),
+        preexec_fn=bound_by_permissions,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"error: {upstream.checkout / ROUTER}: Permission denied\n"
+
+
+def test_a_read_only_file_in_a_folder_that_can_be_written(upstream):
+    (upstream.checkout / ROUTER).chmod(0o444)
+    before = snapshot(upstream.checkout)
+    apply_series(upstream.checkout, upstream.patches)
+    assert (upstream.checkout / ROUTER).stat().st_mode & 0o777 == 0o444
+    revert_series(upstream.checkout, upstream.patches)
+    assert snapshot(upstream.checkout) == before
+
+
+def test_what_a_killed_process_left_is_removed(upstream):
+    pristine = snapshot(upstream.checkout)
+    arguments = ("apply", upstream.checkout, "--patches", upstream.patches)
+    run_cli(*arguments, prelude=KILLED.format(n=0))
+    assert len(list(Path(upstream.checkout).rglob("*.megatron-r3-new"))) > 1
+    assert revert_series(upstream.checkout, upstream.patches).files == ()
+    assert snapshot(upstream.checkout) == pristine

@@ -1,0 +1,54 @@
+"""Which modules of a model are its decoder's routers and MoE layers."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_r3.training.layers import local_moe_layers, local_routers
+
+
+class TopKRouter(torch.nn.Module):
+    """A router before 0.17: it does not know whether it is in an MTP layer."""
+
+    def __init__(self, layer_number):
+        super().__init__()
+        self.layer_number = layer_number
+
+
+class BaseMoELayer(torch.nn.Module):
+    def __init__(self, layer_number):
+        super().__init__()
+        self.layer_number = layer_number
+        self.router = TopKRouter(layer_number)
+
+
+class MultiTokenPredictionLayer(torch.nn.Module):
+    def __init__(self, layer_number):
+        super().__init__()
+        self.transformer_layer = torch.nn.ModuleDict({"mlp": BaseMoELayer(layer_number)})
+
+
+PLACES = {
+    TopKRouter: "megatron.core.transformer.moe.router",
+    BaseMoELayer: "megatron.core.transformer.moe.moe_layer",
+    MultiTokenPredictionLayer: "megatron.core.transformer.multi_token_prediction",
+}
+
+
+@pytest.fixture(autouse=True)
+def megatron(monkeypatch):
+    for kind, place in PLACES.items():
+        module = ModuleType(place)
+        setattr(module, kind.__name__, kind)
+        monkeypatch.setitem(sys.modules, place, module)
+
+
+@pytest.mark.parametrize("mtp_number", [1, 5], ids=["0.15", "0.16"])
+def test_those_of_mtp_layers_are_left_out_whatever_their_number(mtp_number):
+    decoder = torch.nn.ModuleList(BaseMoELayer(number) for number in (1, 2, 4))
+    mtp = torch.nn.ModuleList([MultiTokenPredictionLayer(mtp_number)])
+    model = torch.nn.ModuleDict({"decoder": decoder, "mtp": mtp})
+    assert local_moe_layers(model) == {1: decoder[0], 2: decoder[1], 4: decoder[2]}
+    assert local_routers(model) == {layer.layer_number: layer.router for layer in decoder}
