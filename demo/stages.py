@@ -15,7 +15,7 @@ from tqdm import tqdm
 from demo import process, task
 from demo.model import GRPO, MODEL, PRETRAIN, arguments
 from megatron_r3.engines.conversation import Sample, read_samples, read_source
-from megatron_r3.hf import router_fingerprint
+from megatron_r3.fingerprint import router_fingerprint
 from megatron_r3.rollouts.convert import to_rollout
 from megatron_r3.store import Rollout, StoreInfo, write_shard
 

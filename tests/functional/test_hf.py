@@ -20,8 +20,8 @@ from training import Policy, export
 
 from demo.model import arguments
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.fingerprint import router_digest
-from megatron_r3.hf import from_hf, hf_config, router_fingerprint, to_hf
+from megatron_r3.fingerprint import router_digest, router_fingerprint
+from megatron_r3.hf import from_hf, hf_config, to_hf
 
 
 def write(rank: int, folder: str) -> tuple[torch.Tensor, list[str]]:
