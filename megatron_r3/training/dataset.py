@@ -1,7 +1,4 @@
-"""Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids.
-
-Shape suffixes: N tokens of a rollout, S sequence length, D documents of a pack.
-"""
+"""Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ class RolloutDataset(torch.utils.data.Dataset):
         seq_length: S, to which samples are padded on the right.
         num_samples: how many samples training will draw; more than there are rollouts is more
             than one epoch.
-        start: the sample of the training that is the first rollout of the store; samples before it
-            came from another store, in a training that was resumed.
+        start: the sample of the training that is the first rollout of the store. In a training that
+            was resumed with a new store, the samples before it came from another store.
     """
 
     def __init__(
@@ -57,8 +54,9 @@ class RolloutDataset(torch.utils.data.Dataset):
         """Fields of length S: tokens, labels, position_ids and rows int64; loss_mask,
         sampled_logprobs and advantages float32; and the rewards.
 
-        Position t predicts token t + 1, and its loss_mask, log-prob and advantage are
-        those of token t + 1.
+        Position t predicts token t + 1, and its loss_mask, log-prob and advantage are those of
+        token t + 1. Example: prompt [5, 6], response [7, 8], S = 4:
+        tokens [5, 6, 7, 0], labels [6, 7, 8, 0], loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
         """
         return self._sample([(index - self.start) % len(self.store)], [self.seq_length])
 

@@ -1,10 +1,10 @@
 """Watch what really reached each expert, after dispatch, and compare it with the store.
 
-A dispatcher moves hidden states without arithmetic, so a token's row is recognised at the expert by
-its bytes. Neither the router nor the replay is asked what they did. Two tokens with the same bytes
-are the same computation, so counting them as a multiset loses nothing.
+A dispatcher moves hidden states without arithmetic, so a token's hidden state is recognised at the
+expert by its bytes. Neither the router nor the replay is asked what it did. Two tokens with the
+same bytes are the same computation, so counting them as a multiset loses nothing.
 
-Shape suffixes: T tokens of this rank, H hidden, P (token, expert) pairs, K top-k.
+Shape suffixes (docs/glossary.md): T, H, P, K.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.replay import MicrobatchRoutes, active_microbatch
+from megatron_r3.microbatch import MicrobatchRoutes
+from megatron_r3.replay import active_microbatch
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.training.layers import local_moe_layers
