@@ -18,6 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_r3.training.layers import moe_layer_indices
+from megatron_r3.training.options import RolloutOptions
+
 # config fields that have another name on the command line, or a way of their own
 _FLAGS: dict[str, dict[str, Any]] = {
     "--num-experts": {"type": int, "dest": "num_moe_experts"},
@@ -170,14 +173,34 @@ def initialize(argv: list[str]) -> argparse.Namespace:
     )
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    # what RolloutStep asks of Megatron's own arguments
-    args.num_experts, args.transformer_impl, args.log_interval = args.num_moe_experts, "local", 1
-    args.moe_router_replay_log_mismatch_interval, args.curr_iteration = None, 0
-    args.check_for_nan_in_loss_and_grad, args.rollouts_policy = True, "same"
-    args.rollouts_follow, args.rollouts_max_lag, args.consumed_train_samples = None, None, 0
-    args.fp16 = False
+    args.num_experts, args.transformer_impl = args.num_moe_experts, "local"
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     return args
+
+
+def rollout_options(args: argparse.Namespace) -> RolloutOptions:
+    """What a training on rollouts is asked to do by these arguments."""
+    dispatchers = ("alltoall", "allgather")
+    asks_for_plans = getattr(args, "moe_token_dispatcher_type", "allgather") in dispatchers
+    return RolloutOptions(
+        directories=tuple(args.rollouts),
+        replay=args.moe_router_replay,
+        pack=args.rollouts_pack,
+        clip_eps=args.rollouts_clip_eps,
+        use_plan=args.moe_router_replay_dispatch_plan and asks_for_plans,
+        verify_plan=args.moe_router_replay_verify_plan,
+        verify_dispatch=args.moe_router_replay_verify_dispatch,
+        num_layers=args.num_layers,
+        moe_layers=moe_layer_indices(args),
+        topk=args.moe_router_topk,
+        num_experts=args.num_experts,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        tensor_parallel=args.tensor_model_parallel_size,
+        context_parallel=args.context_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        per_token_loss=args.calculate_per_token_loss,
+    )
 
 
 def _config(args: argparse.Namespace) -> Any:

@@ -11,12 +11,10 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from fidelity.controls import CONTROLS
 from fidelity.gradients import assemble
-from fidelity.layout import RankResult
-from fidelity.observe import Observed
+from fidelity.observe import Observed, RankResult
 from fidelity.reference import Reference
-from fidelity.rollouts import Sampled
+from fidelity.rollouts import CONTROLS, Sampled
 
 Pair = tuple[int, int]
 

@@ -17,7 +17,7 @@ from fidelity import core_only
 from fidelity.models import MODELS, VOCAB_SIZE
 
 # what the test itself needs to run Megatron here
-_SEEN = ("megatron_r3.cpu", "megatron_r3.launch")
+_SEEN = ("megatron_r3.cpu", "megatron_r3.launch", "megatron_r3.pretrain")
 
 
 class _Hidden(importlib.abc.MetaPathFinder):
@@ -70,7 +70,7 @@ def train_off(rank: int, arguments: str, seed: int) -> dict[str, torch.Tensor]:
     from megatron_r3 import launch
 
     hide_megatron_r3()
-    from demo.pretrain import datasets, forward_step
+    from fidelity.script import datasets, forward_step
 
     sys.argv = ["off.py", *argv]
     models: list[torch.nn.Module] = []
