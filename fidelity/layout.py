@@ -1,7 +1,8 @@
 """One layout: Megatron's own training loop, four steps over the same rollouts.
 
 The first step replays the right routes. Each other step replays the routes of one control. The
-learning rate is too small to change a weight. Megatron is imported only inside the functions that ranks run.
+learning rate is too small to change a weight. Megatron is imported only inside the functions that
+ranks run.
 """
 
 from __future__ import annotations
