@@ -46,7 +46,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--moe-router-replay-verify-dispatch": {"action": "store_true"},
     "--moe-router-replay-verify-plan": {"action": "store_true"},
 }
-# with the CPU layer and without a training loop these say nothing: flag, number of values
+# flags without a meaning for the CPU layer and without a training loop: flag, number of values
 _WITHOUT_MEANING = {
     "--tokenizer-type": 1,
     "--num-workers": 1,
@@ -85,13 +85,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     from megatron.core.transformer import TransformerConfig
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for flag, how in _FLAGS.items():
-        parser.add_argument(flag, **how)
+    for flag, options in _FLAGS.items():
+        parser.add_argument(flag, **options)
     taken = {action.dest for action in parser._actions}
     hints = typing.get_type_hints(TransformerConfig)
     for field in dataclasses.fields(TransformerConfig):
         if field.name not in taken:
-            parser.add_argument(f"--{field.name.replace('_', '-')}", **_how(hints[field.name]))
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}", **_argparse_options(hints[field.name])
+            )
     rest = iter(argv)
     known = []
     for word in rest:
@@ -103,18 +105,24 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(known)
 
 
-def _how(hint: Any) -> dict[str, Any]:
-    """How argparse reads a config field; one that is not given keeps the config's default."""
-    how: dict[str, Any] = {"default": argparse.SUPPRESS}
-    options = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
-    if bool in options:
-        return {**how, "action": "store_true"}
-    scalar = next((kind for kind in (int, float) if kind in options), str)
-    items = [typing.get_args(o)[0] for o in options if typing.get_origin(o) is list]
+def _argparse_options(hint: Any) -> dict[str, Any]:
+    """How argparse reads a config field. A field that is not given keeps the config's default."""
+    # SUPPRESS leaves a flag that is not given out of the namespace, and so out of the config
+    options: dict[str, Any] = {"default": argparse.SUPPRESS}
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
+    if bool in kinds:
+        return {**options, "action": "store_true"}
+    scalar = next((kind for kind in (int, float) if kind in kinds), str)
+    items = [typing.get_args(o)[0] for o in kinds if typing.get_origin(o) is list]
     if not items:
-        return {**how, "type": scalar}
+        return {**options, "type": scalar}
     item = next((kind for kind in (int, float) if kind in items), str)
-    return {**how, "nargs": "+", "type": item, "action": _OneOrMore if item in options else "store"}
+    return {
+        **options,
+        "nargs": "+",
+        "type": item,
+        "action": _OneOrMore if item in kinds else "store",
+    }
 
 
 class _OneOrMore(argparse.Action):
@@ -213,7 +221,8 @@ def _config(args: argparse.Namespace) -> Any:
     values |= {
         "use_cpu_initialization": True,
         "pipeline_dtype": args.params_dtype,
-        # two stages with chunks exchange in both directions: a batch would mix them up
+        # With virtual stages, two ranks send to each other in both directions at once. A batched
+        # exchange would pair the wrong messages, so each message goes alone.
         "overlap_p2p_comm": args.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": args.virtual_pipeline_model_parallel_size is None,
         "deallocate_pipeline_outputs": True,
@@ -279,9 +288,9 @@ def wrap(args: argparse.Namespace, chunks: list[torch.nn.Module]) -> list[torch.
         finalize_model_grads,
     )
 
-    how = DistributedDataParallelConfig()
+    ddp_config = DistributedDataParallelConfig()
     models = [
-        DistributedDataParallel(_whole(chunk).config, how, chunk, disable_bucketing=i > 0)
+        DistributedDataParallel(_whole(chunk).config, ddp_config, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     ]
     for model in models:

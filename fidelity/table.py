@@ -119,11 +119,11 @@ def _batch_size(argv: list[str], store: Path) -> int:
     """All rollouts in one step: so many samples."""
     if "--rollouts-pack" not in argv:
         return NUM_ROLLOUTS
-    value = dict(itertools.pairwise(argv))  # the last one counts
-    align = 2 * int(value.get("--context-parallel-size", 1))
-    packed = PackedRollouts(
-        RolloutStore([store]), int(value["--seq-length"]), None, align if align > 2 else 1
-    )
+    # each word with the word after it; of an option that is given twice the last value stays
+    value = dict(itertools.pairwise(argv))
+    context_parallel = int(value.get("--context-parallel-size", 1))
+    multiple = 2 * context_parallel if context_parallel > 1 else 1
+    packed = PackedRollouts(RolloutStore([store]), int(value["--seq-length"]), None, multiple)
     return len(packed.packs)
 
 
