@@ -47,8 +47,8 @@ class Model:
 
 
 FOUR = tuple(range(4))
-# A rounding to bfloat16 changes a value by up to 2^-9 of it, and some hundred roundings lie behind a
-# gradient: their errors add up to some sqrt(100) * 2^-9 = 2e-2 of it.
+# A rounding to bfloat16 changes a value by up to 2^-9 of it, and some hundred roundings lie behind
+# a gradient: their errors add up to some sqrt(100) * 2^-9 = 2e-2 of it.
 BF16 = 5e-2
 
 MODELS = {

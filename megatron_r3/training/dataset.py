@@ -92,7 +92,8 @@ class RolloutDataset(torch.utils.data.Dataset):
 class FollowedRollouts(RolloutDataset):
     """Sample i is rollout i - start of a store that grows: one that is not there is waited for.
 
-    Advantages are normalised over a whole group, so a group lies in one shard.
+    Advantages are normalised over a whole group, so a group lies in one shard: a group whose second
+    half came with the next shard would have been normalised without that half.
 
     Args:
         num_samples: how many samples training will draw.
@@ -129,6 +130,7 @@ class FollowedRollouts(RolloutDataset):
                     "shard: in a store that is followed a group lies in one"
                 )
             reward = shard.tensors["reward"]
+            # a group counts inside a policy version: number the pairs 0, 1, ...
             number = np.unique(np.stack([versions, groups], 1), axis=0, return_inverse=True)[1]
             self.reward = np.append(self.reward, reward)
             advantage = group_normalised(reward, number.reshape(-1))
@@ -158,7 +160,7 @@ class PackedRollouts(RolloutDataset):
         super().__init__(store, seq_length, num_samples, start)
         assert seq_length % align == 0, f"{seq_length} is no multiple of {align}"
         inputs = store.column("num_tokens") - 1
-        self.lengths = -(-inputs // align) * align
+        self.lengths = -(-inputs // align) * align  # rounded up: 13 becomes 16 with align 8
         self.packs: list[list[int]] = []
         room = 0
         for rollout, length in enumerate(self.lengths.tolist()):
@@ -170,7 +172,11 @@ class PackedRollouts(RolloutDataset):
         self.num_samples = max(num_samples or 0, start + len(self.packs))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """As a RolloutDataset's; and cu_seqlens, int32 `[D + 1]`, where the documents begin."""
+        """A RolloutDataset's fields, and cu_seqlens, int32 `[D + 1]`: where the documents begin.
+
+        Example with S = 64 and rollouts of 16 and 24 tokens: cu_seqlens is [0, 16, 40, 64], and the
+        third document is padding alone.
+        """
         rollouts = self.packs[(index - self.start) % len(self.packs)]
         lengths = self.lengths[rollouts].tolist()
         tail = self.seq_length - sum(lengths)

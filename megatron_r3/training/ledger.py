@@ -78,6 +78,7 @@ class Ledger:
     def note(self) -> None:
         """Write down the shards that are open; again whenever a followed store has grown."""
         shards = self.store.shards
+        # a shard never changes and is never taken away, so the number says whether any came
         if self.entries and len(self.entries[-1].get("shards", ())) == len(shards):
             return
         self.entries[-1] = {
@@ -115,7 +116,8 @@ class Ledger:
             "train on the store as it was, or begin anew with --finetune; new rollouts belong into "
             "another directory"
         )
-        if self.options.follow_s is not None:  # what was there then may still be on its way
+        # A followed store may be a copy that is still under way: wait for what was there before.
+        if self.options.follow_s is not None:
             self.store.wait_for(sum(rollouts for _, _, rollouts in last["shards"]) - 1)
         now = self.store.shards
         for index, (name, identity, _) in enumerate(last["shards"]):
@@ -135,6 +137,9 @@ class Ledger:
                 "the options of before that differ there, or begin anew with --finetune"
             )
         rollouts = sum(rollouts for _, _, rollouts in last["shards"])
+        # Sample i is rollout i modulo the number of rollouts. Within the first epoch of a store
+        # that grew, the numbers name the same rollouts as before. Beyond it they do not: of 128
+        # rollouts sample 130 was rollout 2, of 256 it is rollout 130.
         grown = len(now) > len(last["shards"])
         whole_epoch = consumed - last["start"] > rollouts or last["order"] != "single"
         if grown and self.options.follow_s is None and whole_epoch:
