@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_r3.microbatch import Mode
 from megatron_r3.plan import LayerSizes, PlanError
 from megatron_r3.replay import active_microbatch
 
@@ -39,7 +40,7 @@ class PlanHook:
         microbatch = active_microbatch()
         if self._comparing or microbatch is None or microbatch.plan is None:
             return None
-        if not microbatch.replays or not self.router.router_replay.replays:
+        if microbatch.mode is not Mode.REPLAY or not self.router.router_replay.replays:
             return None
         sizes = microbatch.plan[self.router.layer_number]
         if microbatch.verify_plan:

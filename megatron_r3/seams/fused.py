@@ -49,7 +49,7 @@ def fused_gate(
     chooses = microbatch.live_T is not None or microbatch.counted_T is not None
     if chooses and options.get("group_topk") is not None:
         return None
-    ids_TK, live_T, counted_T = microbatch.unsettled(layer_number, logits_TE, topk)
+    ids_TK, live_T, counted_T = microbatch.begin_layer(layer_number, logits_TE, topk)
     score_function = options["score_function"]
     out = replayed_gate(
         logits_TE,
@@ -61,7 +61,7 @@ def fused_gate(
         live_T=live_T,
         counted_T=counted_T,
     )
-    microbatch.settle(layer_number, out.ids_TK, out.differs_T)
+    microbatch.end_layer(layer_number, out.ids_TK, out.differs_T)
     assert out.routing_map is not None
     return out.probs, out.routing_map
 

@@ -1,3 +1,3 @@
 """Temporary name, until the patches call the new one."""
 
-from megatron_r3.training.metrics import report  # noqa: F401
+from megatron_r3.seams.pretrain import log_step as report  # noqa: F401

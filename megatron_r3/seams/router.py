@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.replay import MicrobatchRoutes, ReplayError, active_microbatch
+from megatron_r3.microbatch import MicrobatchRoutes, Mode, ReplayError
+from megatron_r3.replay import active_microbatch
 from megatron_r3.seams.fused import fused_gate
 from megatron_r3.seams.option import check_config
 
@@ -91,7 +92,7 @@ class RouterHook:
         microbatch = active_microbatch()
         if microbatch is None or not self.replays:
             return upstream(logits, topk, **options)
-        if microbatch.replays and not self._bias_is_live():
+        if microbatch.mode is Mode.REPLAY and not self._bias_is_live():
             assert self.layer_number is not None, "the router has no layer number yet"
             routed = fused_gate(microbatch, self.layer_number, logits, topk, options)
             if routed is not None:
@@ -170,7 +171,7 @@ class RouterHook:
 
     def _replaying(self) -> bool:
         microbatch: MicrobatchRoutes | None = active_microbatch()
-        return self.replays and microbatch is not None and microbatch.replays
+        return self.replays and microbatch is not None and microbatch.mode is Mode.REPLAY
 
 
 def check_hook(router: Any) -> None:
