@@ -67,10 +67,10 @@ def commands(text: str) -> Iterator[Command]:
     for line in re.findall(r"^    ((?:[A-Z_]+=\S+ )*python3? -m .*)", FENCE.sub("", text), re.M):
         yield Command(without_environment(shlex.split(line)), whole=True)
     for span in spans(text):
-        for part in re.split(r"\s&&\s", span):
-            if " " in part and (words := without_environment(shlex.split(part))):
-                if words[0] in PROGRAMS and words[1:] != ["-m"]:
-                    yield Command(words, whole=False)
+        for part in re.split(r"\s&&\s", span) if " " in span else ():
+            words = without_environment(shlex.split(part))
+            if words and words[0] in PROGRAMS and words[1:] not in ([], ["-m"]):
+                yield Command(words, whole=False)
 
 
 def without_environment(words: list[str]) -> list[str]:
@@ -107,7 +107,7 @@ RUN_BY = [
     (r"megatron-r3 rollouts\b", HERE),
     (r"python -m pytest\b", "ci make test"),
     (r"python -m fuzz\.run\b", "ci make fuzz"),
-    (r"python -m benchmarks\.(gate|layers)\b", "ci make bench-gpu"),
+    (r"python -m benchmarks\.\w+", "ci make bench-gpu"),
     (r"python -m demo\.collect_vllm\b", "by hand: it takes a vLLM server for minutes"),
     (r"python -m megatron_r3\.cpu\b", "ci make demo"),
     (r"python -m tests\.upstream\.driver\b", "tests/upstream/test_driver.py::test_rows_say_what"),
