@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_r3.seams.option import refusals
+from megatron_r3.replayable import refusals
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.store.shard import Shard
 from megatron_r3.training.layers import hybrid_pattern, shape_differences
+from megatron_r3.training.metrics import report as log_step  # noqa: F401  until the merge
 from megatron_r3.training.refuse import refuse
 
 if TYPE_CHECKING:
