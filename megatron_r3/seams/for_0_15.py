@@ -10,7 +10,6 @@ Shape suffixes (docs/glossary.md): T, E.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import ClassVar
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_r3.seams.load import RouterLoad
+from megatron_r3.seams.router import TopK
 
 
 def z_loss_of_real_tokens(
@@ -61,13 +61,14 @@ class RouterReplay:
     """Records or replays the top-k of one router; the routers of a process are a global list."""
 
     global_router_replay_instances: ClassVar[list[RouterReplay]] = []
+    target_topk_idx: Tensor | None
+    recorded_topk_idx: Tensor | None
+    replay_backward_list: list[Tensor]
 
     def __init__(self) -> None:
         """Joins the global list, in the order in which routers are built."""
-        self.router_replay_action: RouterReplayAction | None = None
-        self.target_topk_idx: Tensor | None = None
-        self.recorded_topk_idx: Tensor | None = None
-        self.replay_backward_list: list[Tensor] = []
+        self.clear_router_replay_action()
+        self.clear_indices()
         RouterReplay.global_router_replay_instances.append(self)
 
     @staticmethod
@@ -128,13 +129,13 @@ class RouterReplay:
         self.recorded_topk_idx = None
         self.replay_backward_list = []
 
-    def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
-        """Set the action of this router."""
+    def set_router_replay_action(self, router_replay_action: RouterReplayAction | None) -> None:
+        """Set the action of this router; None lets it route live."""
         self.router_replay_action = router_replay_action
 
     def clear_router_replay_action(self) -> None:
         """Let this router route live."""
-        self.router_replay_action = None
+        self.set_router_replay_action(None)
 
     def get_replay_topk(
         self,
@@ -142,7 +143,7 @@ class RouterReplay:
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return scores and indices of the top-k, as the action says."""
         if self.router_replay_action == RouterReplayAction.REPLAY_FORWARD:

@@ -39,7 +39,7 @@ class RouterLoad:
         return values_TE if padding_T is None else values_TE * ~padding_T[:, None]
 
     def real_tokens(self, num_tokens: int) -> int | Tensor:
-        """How many of this rank's `num_tokens` are not padding: counted on the device."""
+        """How many of this rank's `num_tokens` are not padding, counted on the device."""
         padding_T = self.padding_mask(None)
         return num_tokens if padding_T is None else (~padding_T).sum()
 
@@ -90,15 +90,15 @@ class RouterLoad:
         # A pass without gradients updates no bias (router.py, `_apply_expert_bias`).
         if not follows_live or not torch.is_grad_enabled() or hook.replayed_microbatch() is None:
             return routed_TE
-        with torch.no_grad():
-            return self.live_map(logits_TE)
+        return self.live_map(logits_TE)
 
+    @torch.no_grad()
     def live_map(self, logits_TE: Tensor) -> Tensor:
         """Where the tokens would go without replay, bool `[T, E]`."""
         from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
         router = self.router
-        _, live_TE = topk_routing_with_score_function(
+        return topk_routing_with_score_function(
             logits_TE,
             router.topk,
             use_pre_softmax=router.config.moe_router_pre_softmax,
@@ -106,5 +106,4 @@ class RouterLoad:
             group_topk=router.config.moe_router_group_topk,
             score_function=router.score_function,
             expert_bias=router.expert_bias,
-        )
-        return live_TE
+        )[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import Any
@@ -9,14 +10,12 @@ from typing import Any
 from megatron_r3.replayable import refusals
 from megatron_r3.seams import deferred
 
-_warned: set[str] = set()
-
 
 def prepare_config(config: Any) -> None:
     """Check a config, settle what fusion means for it, and have deferred work bound.
 
     Called where a config is made, and again where a router is made with it: frameworks set
-    `config.moe_router_replay` in between. The second call changes nothing.
+    `config.moe_router_replay` in between. Another call changes nothing.
 
     Raises:
         ValueError: as `check_config`.
@@ -53,17 +52,15 @@ def _module_that_replaced_routing() -> str | None:
 
 
 def settle_fusion(config: Any) -> None:
-    """Write down whether replayed layers try the fused gate, and keep the others off a kernel that is
-    not there.
+    """Turn `moe_router_fusion` off where upstream has no kernel for it, and note that it was on.
 
-    Where Transformer Engine has no fused router, upstream would raise at the first live pass or
-    auxiliary loss. There `moe_router_fusion` is turned off, but what the user gave is still wanted
-    for the replayed gate, which has a kernel of its own: `moe_router_replay_fused_gate` keeps it.
+    Without a fused router in Transformer Engine upstream would raise at the first live pass or
+    auxiliary loss. The replayed gate has a kernel of its own and stays fused. Example:
 
         given: moe_router_fusion=True,  moe_router_replay_fused_gate=None
         after: moe_router_fusion=False, moe_router_replay_fused_gate=True   (no Transformer Engine)
 
-    Both are fields, so a config that is rebuilt from its fields gives the same again, and a
+    Both are fields: a config that is rebuilt from its fields is settled in the same way again. A
     `moe_router_replay_fused_gate` that the user has set stays.
     """
     if not config.moe_router_fusion:
@@ -86,8 +83,8 @@ def _upstream_fuses() -> bool:
     return fused_topk_with_score_function is not None
 
 
+@functools.cache
 def _warn_once(message: str) -> None:
-    """Log a warning on the first rank, once in a process."""
-    if message not in _warned and os.environ.get("RANK", "0") == "0":
+    """Log a warning on the first rank; the cache ends each later call with the same message."""
+    if os.environ.get("RANK", "0") == "0":
         logging.getLogger(__name__).warning(message)
-    _warned.add(message)

@@ -6,6 +6,7 @@ Shape suffixes (docs/glossary.md): T, E, K.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, float64
@@ -14,6 +15,8 @@ from megatron_r3.gate import has_kernel, replayed_gate
 from megatron_r3.gate.options import MAX_EXPERTS, MAX_TOPK
 from megatron_r3.replay import MicrobatchRoutes, ReplayError, active_microbatch
 from megatron_r3.seams.option import prepare_config
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterHook:
@@ -55,36 +58,30 @@ class RouterHook:
         return microbatch if microbatch is not None and microbatch.replays else None
 
     def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, live: TopK
     ) -> tuple[Tensor, Tensor]:
         """Scores and expert ids `[T, K]` of `scores` `[T, E]`: replayed, or live without routes.
 
-        Protocol: megatron/core/transformer/moe/moe_utils.py, `compute_topk`.
+        Called by position (megatron/core/transformer/moe/moe_utils.py, `compute_topk`).
+
+        Args:
+            live: the top-k that upstream would take.
 
         Raises:
             ReplayError: the layer has no routes, or not as many as the router has tokens.
         """
-        assert default_compute_topk is not None
-        assert self.layer_number is not None, "the router has no layer number yet"
-
-        def live_topk() -> tuple[Tensor, Tensor]:
-            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-
+        live_topk = partial(live, scores, topk, num_groups=num_groups, group_topk=group_topk)
         microbatch = self.microbatch()
         if microbatch is None:
             return live_topk()
+        assert self.layer_number is not None, "the router has no layer number yet"
         return microbatch.topk(self.layer_number, scores, topk, live_topk)
 
     def route(self, logits: Tensor, topk: int, **options: Any) -> tuple[Tensor, Tensor]:
         """Probabilities and routing map `[T, E]`; called as `topk_routing_with_score_function` is.
 
-        Without a microbatch that function runs as upstream calls it. With one its fused path, which
-        chooses experts in a kernel that knows no routes, is not taken: a replayed layer tries the
+        Without a microbatch that function runs as upstream calls it. With one its fused path is
+        left out, which chooses experts in a kernel that knows no routes: a replayed layer tries the
         fused gate, and the unfused path, which asks `get_replay_topk`, does the rest.
 
         Raises:
@@ -104,11 +101,6 @@ class RouterHook:
         self, logits_TE: Tensor, topk: int, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor] | None:
         """Probabilities and routing map `[T, E]` of a replayed layer, from one kernel.
-
-        A replayed gate has nothing to choose: weights and map follow from logits and ids.
-
-        Args:
-            options: what Megatron gives `topk_routing_with_score_function` by name.
 
         Returns:
             None where the kernel does not do it: nothing is replayed now, there is no Triton or
@@ -143,9 +135,7 @@ class RouterHook:
 
 
 def check_hook(router: Any) -> None:
-    """Refuse a router whose config was changed after the router was made.
-
-    Called at every pass of a router whose config has `moe_router_replay`.
+    """Refuse a router whose config was changed since it was made; called at each of its passes.
 
     Raises:
         ReplayError: the option was not set yet when the router was made, or upstream's own replay
