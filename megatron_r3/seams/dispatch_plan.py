@@ -35,6 +35,7 @@ class PlanHook:
         Raises:
             PlanError: with `verify_plan`, the plan is not what the map says.
         """
+        # A router that stays live (MTP) sends other tokens than any plan says.
         microbatch = self.router.router_replay.replayed_microbatch()
         if self._comparing or microbatch is None or microbatch.plan is None:
             return None
@@ -68,6 +69,7 @@ class PlanHook:
         for name, value in learned.items():
             in_plan = np.asarray(getattr(planned, name))
             in_map = torch.as_tensor(value).cpu().numpy()
+            # The dispatcher keeps some of them in another shape: only the numbers are compared.
             if not np.array_equal(in_plan.ravel(), in_map.ravel()):
                 raise PlanError(
                     f"dispatch plan: layer {self.router.layer_number}, rank "

@@ -29,6 +29,8 @@ class RouterLoad:
 
     def padding_mask(self, given_T: Tensor | None) -> Tensor | None:
         """Which tokens are padding, bool: as the active microbatch says, else what was given."""
+        # Megatron hands its own mask only to some layers and schedules; the microbatch is always
+        # there, and its mask is in the order of this router's tokens.
         microbatch = active_microbatch()
         padding_T = None if microbatch is None else microbatch.padding_T
         return given_T if padding_T is None else padding_T
@@ -48,7 +50,8 @@ class RouterLoad:
 
         Upstream scales the auxiliary loss by the rank's own count (router.py,
         `attach_and_log_load_balancing_loss`), which is the same where no token is padding. Example:
-        6 real tokens and 2 of padding on two ranks are 4 and 2 real ones; each rank scales by 3.
+        of 8 tokens on two ranks the last 2 are padding. The ranks' own counts are 4 and 2, and both
+        ranks scale by 3.
 
         Args:
             local: the rank's own count; used where the microbatch does not know the mean.
@@ -84,6 +87,7 @@ class RouterLoad:
             routed_TE: where the tokens go.
         """
         config, hook = self.router.config, self.router.router_replay
+        # Without an expert bias the map is counted for nobody, so the live one is not made.
         follows_live = config.moe_router_enable_expert_bias and (
             config.moe_router_replay_expert_bias == "live"
         )

@@ -31,6 +31,7 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: all reasons in one message.
     """
+    # Imported here: Megatron calls this while that module's class makes an object.
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     reasons = refusals(config, TransformerConfig)
@@ -47,6 +48,7 @@ def _module_that_replaced_routing() -> str | None:
     """The module of a `TopKRouter.routing` that is not Megatron's own; None if it is its own."""
     from megatron.core.transformer.moe import router
 
+    # Example: verl's apply_router_replay_patch puts a function of its own module there.
     module = getattr(router.TopKRouter.routing, "__module__", router.__name__)
     return None if module == router.__name__ else str(module)
 

@@ -94,7 +94,7 @@ class RouterHook:
             routed = self._fused_gate(logits, topk, options) if self.fused else None
             if routed is not None:
                 return routed
-            options["fused"] = False
+            options["fused"] = False  # Transformer Engine's top-k would not ask the hook
         return upstream.topk_routing_with_score_function(logits, topk, **options)
 
     def _fused_gate(
@@ -112,6 +112,7 @@ class RouterHook:
         too_large = logits_TE.shape[1] > MAX_EXPERTS or topk > MAX_TOPK
         if microbatch is None or too_large or logits_TE.dtype == float64:
             return None
+        # The kernel chooses and counts by a top-k over all experts, which knows no groups.
         chooses = microbatch.live_T is not None or microbatch.counted_T is not None
         if not has_kernel(logits_TE.device) or (chooses and options["group_topk"] is not None):
             return None
@@ -129,6 +130,7 @@ class RouterHook:
             live_T=live_T,
             counted_T=counted_T,
         )
+        # What live tokens chose is kept with the ids: a recompute repeats it.
         microbatch.settle(self.layer_number, out.ids_TK, out.differs_T)
         assert out.routing_map is not None
         return out.probs, out.routing_map
