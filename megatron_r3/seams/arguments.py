@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_r3.seams.option import refusals
+from megatron_r3.replayable import refusals
 from megatron_r3.training.open_store import open_store
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.refuse import refuse

@@ -1,4 +1,0 @@
-"""Temporary name, until the patches call the new one."""
-
-from megatron_r3.seams.arguments import check_args  # noqa: F401
-from megatron_r3.seams.pretrain import check_step, use_rollouts  # noqa: F401
