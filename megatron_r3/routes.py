@@ -32,11 +32,14 @@ class Origin(NamedTuple):
     token: int = 0
 
 
+_FIRST = Origin()
+
+
 def id_dtype(num_experts: int) -> np.dtype:
     """The stored dtype of expert ids: uint8 up to 256 experts, else uint16.
 
     Raises:
-        RoutesError: no experts, or more than 32,768: a device has no uint16, so ids are int16 there.
+        RoutesError: not 1 to 32,768 experts: ids are int16 on a device.
     """
     if not 1 <= num_experts <= 32768:
         raise RoutesError(f"{num_experts} experts: ids need 1 to 32,768 experts")
@@ -48,7 +51,7 @@ def check_ids(
     num_experts: int,
     recorded_T: np.ndarray | None = None,
     where: str = "routes",
-    origin: Origin = Origin(),
+    origin: Origin = _FIRST,
 ) -> None:
     """Refuse ids that are out of range or repeated inside a recorded row.
 
@@ -83,7 +86,7 @@ def _check_range(
     signed = ids_LTK.dtype.kind == "i"
     # the largest and the smallest id are found many times faster than a mask of all ids is made
     if ids_LTK.size and (ids_LTK.max() >= num_experts or (signed and ids_LTK.min() < 0)):
-        wrong_LT = ((ids_LTK < 0) | (ids_LTK >= num_experts)).any(-1)
+        wrong_LT = np.asarray(((ids_LTK < 0) | (ids_LTK >= num_experts)).any(-1))
         fault = f"an expert id outside 0..{num_experts - 1}"
         _refuse_rows(ids_LTK, wrong_LT, recorded_T, fault, where, origin)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_r3.seams.option import refusals
+from megatron_r3.store.follow import open_stores
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.store.shard import Shard
@@ -68,7 +69,7 @@ _verified: set[tuple[Any, ...]] = set()
 
 
 def _open(args: Any) -> RolloutStore:
-    return RolloutStore(
+    return open_stores(
         args.rollouts,
         mixed_policies=args.rollouts_policy == "any" or args.rollouts_follow is not None,
         follow_s=args.rollouts_follow,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from stored import INFO, OTHER, ROLLOUTS
 
-from megatron_r3.store import RolloutStore, StoreError, write_shard
+from megatron_r3.store import RolloutStore, StoreError, open_stores, write_shard
 
 
 def test_a_store_that_grows_is_followed(tmp_path):
@@ -22,8 +22,8 @@ def test_a_store_that_grows_is_followed(tmp_path):
 
     writer = threading.Thread(target=write_later)
     writer.start()
-    store = RolloutStore([tmp_path / "s"], mixed_policies=True, follow_s=20)
-    other = RolloutStore([tmp_path / "s"], mixed_policies=True, follow_s=0)
+    store = open_stores([tmp_path / "s"], mixed_policies=True, follow_s=20)
+    other = open_stores([tmp_path / "s"], mixed_policies=True, follow_s=0)
     assert len(store) == len(other) == 2
     store.wait_for(4)
     writer.join()
@@ -40,9 +40,9 @@ def test_a_store_that_grows_is_followed(tmp_path):
 
 def test_one_store_can_be_followed(store_dir, tmp_path):
     with pytest.raises(StoreError, match="one store can be followed"):
-        RolloutStore([store_dir, tmp_path], follow_s=1)
+        open_stores([store_dir, tmp_path], follow_s=1)
     with pytest.raises(StoreError, match="the first shard did not come"):
-        RolloutStore([tmp_path / "none"], follow_s=0)
+        open_stores([tmp_path / "none"], follow_s=0)
 
 
 def test_a_store_that_is_not_followed_stays_as_it_was(store_dir):
@@ -64,7 +64,7 @@ def test_shards_that_come_in_another_order_have_the_row_ids_of_their_numbers(tmp
     store = None
     for arrived, taken in ((0, 1), (2, 1), (3, 1), (1, 4)):
         os.link(whole / names[arrived], grows / names[arrived])
-        store = store or RolloutStore([grows], follow_s=0)
+        store = store or open_stores([grows], follow_s=0)
         store.refresh()
         assert len(store.shards) == taken
         if arrived == 3:
@@ -86,4 +86,4 @@ def test_the_first_shard_of_a_followed_store_is_number_0(store_dir):
     (store_dir / "shard-00000.safetensors").rename(store_dir / "kept")
     missing = "has 0 rollouts, shard-00000.safetensors is missing and shard-00001.safetensors is"
     with pytest.raises(StoreError, match=f"the first shard did not come within 0 s; it {missing}"):
-        RolloutStore([store_dir], follow_s=0)
+        open_stores([store_dir], follow_s=0)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from megatron_r3.store import writer as stream
+from megatron_r3.store import writer
 
 PIECES = [np.arange(i % 7, dtype=np.uint8) for i in range(3000)]  # empty ones too
 
 
 def written(path):
     whole = np.concatenate(PIECES)
-    routes = stream.Streamed(whole.dtype, whole.shape, [PIECES[:2500], PIECES[2500:]])
+    routes = writer.Streamed(whole.dtype, whole.shape, [PIECES[:2500], PIECES[2500:]])
     with path.open("wb", buffering=0) as file:
-        written = stream.write_tensors(file, {"routes": routes}, {"crc32": "9" * 10})
+        written = writer.write_tensors(file, {"routes": routes}, {"crc32": "9" * 10})
         written.write_header({"crc32": str(written.crc32["routes"])})
     return load_file(path)["routes"]
 
@@ -30,5 +30,5 @@ def test_a_short_write_is_gone_on_with(tmp_path, monkeypatch, most):
     def short(descriptor, pieces):
         return os.write(descriptor, b"".join(pieces)[:most])
 
-    monkeypatch.setattr(stream.os, "writev", short)
+    monkeypatch.setattr(writer.os, "writev", short)
     assert np.array_equal(written(tmp_path / "file"), np.concatenate(PIECES))
