@@ -1,6 +1,6 @@
-"""What a rollout store holds: rollouts, and what is the same for all of them.
+"""What a rollout store holds: rollouts, and what all of them share.
 
-Shape suffixes: N tokens of a rollout, U turns, L MoE layers, T rows (N - 1), K top-k.
+Shape suffixes (docs/glossary.md): N, U.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the engine drew tokens; None where nobody knows.
+    """How the engine drew tokens; a setting that nobody knows is None.
 
     Attributes:
-        temperature: by which the logits were divided.
-        top_p, top_k, min_p: what cut the distribution off; top_k 0: nothing.
-        max_tokens: after which a response was ended.
+        temperature: what the logits were divided by.
+        top_p, top_k, min_p: what the distribution was cut off by; top_k 0 cuts nothing off.
+        max_tokens: the length at which a response was ended.
     """
 
     temperature: float | None = None
@@ -67,9 +67,10 @@ class SamplingSettings:
                 _check_whole(f"{where}: sampling.{name}", value, least, 2**31 - 1)
 
     def unknown_to_the_loss(self) -> list[str]:
-        """The settings that make the log-probs of the store other than those that were drawn from.
+        """The settings under which tokens were not drawn from the distribution of the log-probs.
 
-        The policy loss divides two probabilities at temperature 1 over the whole vocabulary.
+        The policy loss divides two probabilities at temperature 1 over the whole vocabulary, and
+        the store has log-probs of that distribution. Example: `["temperature 0.7", "top_k 20"]`.
         """
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         given = {name: getattr(self, name) for name in plain}
@@ -156,27 +157,27 @@ def differences(there: StoreInfo, here: StoreInfo) -> list[str]:
 
     Example: `["topk 4 there, 2 here", "router of layer 3 0f.. there, 1b.. here (and 46 more)"]`.
     """
-    found = []
+    different = []
     for field in fields(StoreInfo):
         a, b = getattr(there, field.name), getattr(here, field.name)
         if a == b:
             continue
         if field.name == "sampling":
-            pairs = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(a)]
-            found += [
-                f"{name} {_short(x)} there, {_short(y)} here" for name, x, y in pairs if x != y
+            settings = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(a)]
+            different += [
+                f"{name} {_short(x)} there, {_short(y)} here" for name, x, y in settings if x != y
             ]
         elif field.name == "router_fingerprint" and len(a) == len(b) == len(there.moe_layers):
-            wrong = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
-            first = wrong[0]
-            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            layer = there.moe_layers[first]
-            found.append(f"router of layer {layer} {a[first]} there, {b[first]} here{more}")
+            layers = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+            first = layers[0]
+            more = f" (and {len(layers) - 1} more)" if len(layers) > 1 else ""
+            number = there.moe_layers[first]
+            different.append(f"router of layer {number} {a[first]} there, {b[first]} here{more}")
         elif field.name == "router_fingerprint":
-            found.append(f"{len(a)} router digests there, {len(b)} here")
+            different.append(f"{len(a)} router digests there, {len(b)} here")
         else:
-            found.append(f"{field.name} {_short(a)} there, {_short(b)} here")
-    return found
+            different.append(f"{field.name} {_short(a)} there, {_short(b)} here")
+    return different
 
 
 def _short(value: Any) -> str:
@@ -188,7 +189,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_whole(name: str, value: Any, least: int, most: int) -> None:
-    """Refuse what is no whole number of this range; True and 4.0 are none."""
+    """Refuse what is not a whole number in this range; True and 4.0 are no whole numbers here."""
     if type(value) is not int or not least <= value <= most:
         raise _wrong(name, f"a whole number from {least} to {most}", value)
 
@@ -286,28 +287,31 @@ class Rollout:
 
 
 def wrong_logprobs(logprobs_N: np.ndarray, response_N: np.ndarray) -> tuple[int, str] | None:
-    """The first log-prob that cannot be: its token, and what is wrong with it.
+    """The first log-prob that cannot be: its token, and what is wrong with it. None if all can be.
 
     Args:
-        response_N: bool; the log-probs of other tokens are 0.
+        response_N: bool; every token that is False must have the log-prob 0.
     """
     sampled = np.flatnonzero(response_N)
     if wrong := wrong_logprob(logprobs_N[sampled]):
         return int(sampled[wrong[0]]), f"its log-prob {wrong[1]}"
-    for token in np.flatnonzero((logprobs_N != 0) & ~response_N)[:1]:
-        return int(token), f"its log-prob is {logprobs_N[token]:g}; it was not sampled, so 0"
+    wrong_N = (logprobs_N != 0) & ~response_N
+    if wrong_N.any():
+        token = int(wrong_N.argmax())
+        return token, f"its log-prob is {logprobs_N[token]:g}; it was not sampled, so 0"
     return None
 
 
 def turns_of(response_N: np.ndarray) -> np.ndarray:
     """First token and end of each run of sampled tokens, int32 `[U, 2]`."""
+    # Example: of 0 1 1 0 1 the steps are 0 +1 0 -1 +1 -1, so the runs are [1, 3] and [4, 5].
     edges = np.diff(np.asarray(response_N, np.int8), prepend=0, append=0)
     return np.stack([np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)], 1).astype(np.int32)
 
 
 def sampled_tokens(turns_U2: np.ndarray, num_tokens: int) -> np.ndarray | None:
-    """The tokens that these turns name; None if they overlap or lie outside."""
-    bounds = turns_U2.reshape(-1)
+    """The tokens that these turns name, bool `[N]`; None if turns overlap or lie outside."""
+    bounds = turns_U2.reshape(-1)  # begin, end, begin, end, ... of turns in order never go down
     ordered = (turns_U2[:, 0] < turns_U2[:, 1]).all() and (np.diff(bounds)[1::2] >= 0).all()
     if not ordered or (len(bounds) and (bounds[0] < 0 or bounds[-1] > num_tokens)):
         return None
