@@ -1,6 +1,6 @@
-"""What a rollout store holds: rollouts, and what all of them share.
+"""What a rollout store holds: rollouts, and what is the same for all of them.
 
-Shape suffixes (docs/glossary.md): N, U.
+Shape suffixes: N tokens of a rollout, U turns, L MoE layers, T rows (N - 1), K top-k.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_whole(name: str, value: Any, least: int, most: int) -> None:
-    """Refuse what is not a whole number in this range; True and 4.0 are no whole numbers here."""
+    """Refuse what is no whole number of this range; True and 4.0 are none."""
     if type(value) is not int or not least <= value <= most:
         raise _wrong(name, f"a whole number from {least} to {most}", value)
 
@@ -287,31 +287,28 @@ class Rollout:
 
 
 def wrong_logprobs(logprobs_N: np.ndarray, response_N: np.ndarray) -> tuple[int, str] | None:
-    """The first log-prob that cannot be: its token, and what is wrong with it. None if all can be.
+    """The first log-prob that cannot be: its token, and what is wrong with it.
 
     Args:
-        response_N: bool; every token that is False must have the log-prob 0.
+        response_N: bool; the log-probs of other tokens are 0.
     """
     sampled = np.flatnonzero(response_N)
     if wrong := wrong_logprob(logprobs_N[sampled]):
         return int(sampled[wrong[0]]), f"its log-prob {wrong[1]}"
-    wrong_N = (logprobs_N != 0) & ~response_N
-    if wrong_N.any():
-        token = int(wrong_N.argmax())
-        return token, f"its log-prob is {logprobs_N[token]:g}; it was not sampled, so 0"
+    for token in np.flatnonzero((logprobs_N != 0) & ~response_N)[:1]:
+        return int(token), f"its log-prob is {logprobs_N[token]:g}; it was not sampled, so 0"
     return None
 
 
 def turns_of(response_N: np.ndarray) -> np.ndarray:
     """First token and end of each run of sampled tokens, int32 `[U, 2]`."""
-    # Example: of 0 1 1 0 1 the steps are 0 +1 0 -1 +1 -1, so the runs are [1, 3] and [4, 5].
     edges = np.diff(np.asarray(response_N, np.int8), prepend=0, append=0)
     return np.stack([np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)], 1).astype(np.int32)
 
 
 def sampled_tokens(turns_U2: np.ndarray, num_tokens: int) -> np.ndarray | None:
-    """The tokens that these turns name, bool `[N]`; None if turns overlap or lie outside."""
-    bounds = turns_U2.reshape(-1)  # begin, end, begin, end, ... of turns in order never go down
+    """The tokens that these turns name; None if they overlap or lie outside."""
+    bounds = turns_U2.reshape(-1)
     ordered = (turns_U2[:, 0] < turns_U2[:, 1]).all() and (np.diff(bounds)[1::2] >= 0).all()
     if not ordered or (len(bounds) and (bounds[0] < 0 or bounds[-1] > num_tokens)):
         return None
