@@ -45,10 +45,65 @@ def test_one_store_can_be_followed(store_dir, tmp_path):
         open_stores([tmp_path / "none"], follow_s=0)
 
 
+@pytest.mark.parametrize("follow_s", [None, 0])
+def test_every_shard_is_checked_before_it_is_used(store_dir, follow_s):
+    checked = []
+    store = open_stores([store_dir], follow_s=follow_s, check=lambda s: checked.append(s.path.name))
+    assert checked == [shard.path.name for shard in store.shards]
+
+    def refuse(shard):
+        if shard.path.name == checked[1]:
+            raise ValueError(f"{shard.path}: not for this model")
+
+    error = ValueError if follow_s is None else StoreError
+    with pytest.raises(error, match=f"{checked[1]}: not for this model"):
+        open_stores([store_dir], follow_s=follow_s, check=refuse)
+
+
+def test_a_shard_that_was_refused_is_not_in_the_store(tmp_path):
+    def refuse(shard):
+        if 8 in shard.tensors["policy_version"]:
+            raise ValueError(f"{shard.path}: not for this model")
+
+    write_shard(tmp_path, INFO, ROLLOUTS)
+    store = open_stores([tmp_path], follow_s=0, check=refuse)
+    write_shard(tmp_path, INFO, [replace(rollout, policy_version=8) for rollout in ROLLOUTS])
+    for _ in range(2):  # and it is refused again, not taken for a copy of itself
+        with pytest.raises(StoreError, match=r"shard-00001.*: not for this model"):
+            store.wait_for(5)
+        assert len(store) == len(ROLLOUTS)
+
+
+def test_readers_in_other_threads_see_whole_shards(tmp_path):
+    """While one thread takes new shards, another finds each row in the shard that holds it."""
+    write_shard(tmp_path, INFO, ROLLOUTS)
+    store, wrong = open_stores([tmp_path], follow_s=20), []
+
+    def read():
+        while len(store) < 150:
+            rollout = len(store) - 1
+            expected = ROLLOUTS[rollout % 5].tokens_N
+            if not np.array_equal(store.fields(rollout)["tokens"], expected):
+                wrong.append(rollout)
+            if store.locate(int(store.row_ids(rollout)[0])) != (rollout, 0):
+                wrong.append(rollout)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for version in range(8, 8 + 29):
+        write_shard(tmp_path, INFO, [replace(r, policy_version=version) for r in ROLLOUTS])
+        store.refresh()
+    reader.join()
+    assert wrong == []
+
+
 def test_a_store_that_is_not_followed_stays_as_it_was(store_dir):
     store = RolloutStore([store_dir])
     write_shard(store_dir, INFO, [replace(ROLLOUTS[0], sample=9)])
     store.refresh()
+    store.wait_for(4)
+    with pytest.raises(StoreError, match=f"{store_dir}: has no rollout 5, only 5"):
+        store.wait_for(5)
     assert len(store) == 5
     assert len(RolloutStore([store_dir])) == 6
 
