@@ -104,17 +104,17 @@ def layer_sizes(
     # What arrives is in the columns of this rank's experts. Megatron's `preprocess` has them in the
     # order [tensor-parallel rank, expert-parallel rank, expert of this rank], so here it is
     # [layer, tensor-parallel rank, expert-parallel rank, expert of this rank].
-    local = counts_RLE[:, :, first : first + num_local]
-    local = local.reshape(ranks.expert_size, ranks.tensor_size, num_layers, num_local)
-    local = np.ascontiguousarray(local.transpose(2, 1, 0, 3))
-    per_rank = local.sum(3)
+    counts_RLO = counts_RLE[:, :, first : first + num_local]
+    by_rank = counts_RLO.reshape(ranks.expert_size, ranks.tensor_size, num_layers, num_local)
+    received = np.ascontiguousarray(by_rank.transpose(2, 1, 0, 3))
+    per_rank = received.sum(3)
     return {
         number: LayerSizes(
             input_splits=input_splits[index],
             output_splits=per_rank[index, ranks.tensor_rank],
             output_splits_tp=per_rank[index].sum(1),
-            received=torch.from_numpy(local[index].reshape(num_ranks, num_local)),
-            tokens_per_expert=torch.from_numpy(local[index].sum((0, 1))),
+            received=torch.from_numpy(received[index].reshape(num_ranks, num_local)),
+            tokens_per_expert=torch.from_numpy(received[index].sum((0, 1))),
         )
         for index, number in enumerate(layer_numbers)
     }

@@ -4,7 +4,7 @@ A row id counts the rows of all shards in the order of their numbers, so one int
 token of which rollout it is. Example: shard 0 has rollouts of 5 and 9 tokens, so 4 + 8 rows, and
 the row ids 0 to 11; row id 5 is row 1 of rollout 1, and the first row of shard 1 has row id 12.
 
-Shape suffixes (docs/glossary.md): T, L, K, N, M.
+Shape suffixes (docs/glossary.md): T, L, K, M.
 """
 
 from __future__ import annotations

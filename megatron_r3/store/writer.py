@@ -5,7 +5,7 @@ in memory, as the safetensors library's own writer would need. The header holds 
 that was written; therefore it comes last, into a space that was kept free for it. A shard gets its
 name when all its bytes are on disk, so readers see it whole or not at all. No shard is overwritten.
 
-Shape suffixes (docs/glossary.md): T, L, K, M.
+Shape suffixes (docs/glossary.md): T, L, K, N, U.
 """
 
 from __future__ import annotations
