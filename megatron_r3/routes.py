@@ -106,6 +106,8 @@ def _refuse_rows(
     where: str,
     origin: Origin,
 ) -> None:
+    if not wrong_LT.any():
+        return
     if recorded_T is not None:
         wrong_LT = wrong_LT & recorded_T
     if wrong_LT.any():
