@@ -255,13 +255,8 @@ class Kinship:
             first = others[0]
             expected = first.info
             if self.mixed_policies:
-                fingerprint, stamp, version = shard.info.policy
-                expected = replace(
-                    expected,
-                    router_fingerprint=fingerprint,
-                    policy_stamp=stamp,
-                    engine_policy=version,
-                )
+                names = ("router_fingerprint", "policy_stamp", "engine_policy")
+                expected = replace(expected, **{n: getattr(shard.info, n) for n in names})
             if different := differences(expected, shard.info):
                 raise StoreError(
                     f"{shard.path}: does not belong to {first.path}: {'; '.join(different)}: keep "

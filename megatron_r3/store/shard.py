@@ -28,8 +28,8 @@ _PIECE = 1 << 24  # bytes of an unknown tensor that are in memory at a time
 class Shard:
     """A shard's tensors by name (docs/rollout-store.md), and what its store says.
 
-    All reads are from the file that was opened, even if another file has its name by then. A rollout
-    that is read whole is compared with its checksums; `verify` reads and compares everything.
+    All reads are from the file that was opened, even if another file has its name by then. Each
+    rollout that is read whole is compared with its checksums; `verify` compares everything.
 
     Attributes:
         info: what its store says.
