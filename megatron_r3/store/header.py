@@ -43,7 +43,7 @@ PER_ROLLOUT = {
 # `block_crc32` has a sum of each rollout's rows in every layer of `routes`, then of its slice of
 # each of these, in this order.
 PER_TOKEN = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"}
-_TENSORS = {**PER_ROLLOUT, **PER_TOKEN, "turns": "I32", "routes": ""}  # "": of `id_dtype`
+_TENSORS = {**PER_ROLLOUT, **PER_TOKEN, "turns": "I32", "routes": ""}  # "": see `id_dtype`
 _SINCE_3 = {"prompt_digest": "I64", "block_crc32": "U32"}
 
 _DTYPE_NAME = re.compile("[A-Z0-9_]{1,16}")

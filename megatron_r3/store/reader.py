@@ -243,7 +243,7 @@ class Kinship:
         self._names.setdefault(shard.path.parent, set()).update(_names(shard))
 
     def check(self, shard: Shard, others: Sequence[Shard]) -> None:
-        """Refuse a shard of another model, engine or policy, a copy, and a rollout that is known.
+        """Refuse a shard of another model, engine or policy, a copy, and a rollout's name twice.
 
         Args:
             others: the shards that were added.

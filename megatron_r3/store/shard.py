@@ -219,7 +219,7 @@ class Shard:
     def _compare(
         self, name: str, layer: int, rollout: int, part: np.ndarray, bounds: Sequence[int]
     ) -> None:
-        """Refuse rollouts that are not what was stored; version 2 has no sums of them.
+        """Refuse rollouts that are not what was stored. A shard of version 2 has no sums to compare.
 
         Args:
             layer: of `routes`; 0 for any other tensor.
