@@ -219,7 +219,7 @@ class Shard:
     def _compare(
         self, name: str, layer: int, rollout: int, part: np.ndarray, bounds: Sequence[int]
     ) -> None:
-        """Refuse rollouts that are not what was stored. A shard of version 2 has no sums to compare.
+        """Refuse rollouts that are not as they were stored. Shards of version 2 have no such sums.
 
         Args:
             layer: of `routes`; 0 for any other tensor.
