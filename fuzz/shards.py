@@ -23,7 +23,14 @@ from fuzz.outcome import BAD_MESSAGE, REFUSED, RIGHT, SILENT, Kind, Verdict, bad
 from fuzz.shard_file import ShardFile
 from megatron_r3.cli import main as megatron_r3
 from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, RolloutStore, SamplingSettings, StoreInfo, write_shard
+from megatron_r3.store import (
+    Rollout,
+    RolloutStore,
+    SamplingSettings,
+    StoreInfo,
+    open_stores,
+    write_shard,
+)
 
 VOCABULARY = 64
 _LONG_AGO = 1_700_000_000  # no file of a training is as old as its store is new
@@ -218,7 +225,7 @@ def _with_other_files(rng: random.Random, folder: Path, store: Path, base: Base)
         return difference(got, base.expected)
 
     return judged(
-        lambda: contents(RolloutStore(directories, follow_s=follow_s)),
+        lambda: contents(open_stores(directories, follow_s=follow_s)),
         wrong,
         [str(one) for one in directories],
     )

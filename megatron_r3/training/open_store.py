@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_r3.store.follow import open_stores
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.shard import Shard
 from megatron_r3.training.layers import shape_differences
@@ -31,7 +32,7 @@ def open_store(options: RolloutOptions) -> RolloutStore:
             nothing to replay. The message names the shard, and the rollout and token where there
             is one.
     """
-    store = RolloutStore(
+    store = open_stores(
         list(options.directories),
         mixed_policies=options.any_policy or options.follow_s is not None,
         follow_s=options.follow_s,

@@ -102,7 +102,9 @@ def nobody_takes_them(rank: int) -> dict[str, str]:
         "no routes": refusal(lambda: loss_and_gradients(off, replaying(MicrobatchRoutes({})))),
         "live": refusal(lambda: loss_and_gradients(off, replaying(None))),
         "observed": refusal(
-            lambda: loss_and_gradients(off, replaying(MicrobatchRoutes(routes(), mode=Mode.OBSERVE)))
+            lambda: loss_and_gradients(
+                off, replaying(MicrobatchRoutes(routes(), mode=Mode.OBSERVE))
+            )
         ),
     }
 

@@ -1,8 +1,8 @@
-"""A Megatron checkpoint loaded whole or not at all, and saved so.
+"""Load a Megatron checkpoint whole or not at all, and save one so.
 
-Megatron's `load_checkpoint` goes on where a training could: without a checkpoint it leaves the
-random weights, a tensor that the checkpoint lacks stays random, one that the model lacks is
-dropped, missing rows of the vocabulary become zeros, and where it does give up it may exit with
+Megatron's `load_checkpoint` continues wherever a training could. Without a checkpoint it keeps the
+random weights; a tensor that the checkpoint lacks stays random; a tensor that the model lacks is
+dropped; missing rows of the vocabulary become zeros; and where Megatron gives up, it may exit with
 status 0. Here each of these is an error.
 """
 
@@ -17,16 +17,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_r3.untrusted import one_line
+from megatron_r3.weights.qwen3_moe import VOCABULARY
 
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-_PARTS = ("embedding", "encoder", "decoder", "mtp", "output_layer")  # not optimizer, rng_state
-# what the shapes of a model do not show; hf_config writes them
+Shapes = Mapping[str, tuple[int, ...]]
+
+# CheckpointException derives from BaseException, so `except Exception` alone would let it pass.
+_FAILURES = (Exception, CheckpointException)
+# the beginnings of the names of weights; others, e.g. `optimizer` and `rng_state`, are not weights
+_WEIGHTS = ("embedding", "encoder", "decoder", "mtp", "output_layer")
+# Arguments that the shapes of a model do not show. The epsilon's name differs by release.
 _NO_SHAPES = (
     *("kv_channels", "num_query_groups", "moe_router_topk", "moe_router_pre_softmax"),
-    *("layernorm_epsilon", "norm_epsilon", "rotary_base", "vocab_size"),  # epsilon: by release
+    *("layernorm_epsilon", "norm_epsilon", "rotary_base", "vocab_size"),
 )
 
 
@@ -48,24 +53,24 @@ def check_load(args: Any) -> None:
 def load_whole(model: torch.nn.Module, args: Any) -> None:
     """Load the checkpoint `args.load` into a whole (one-process) model, all of it.
 
-    Every parameter is NaN before, so one that was not loaded is seen afterwards.
-
     Raises:
         ValueError: the checkpoint cannot be read, or has other tensors, shapes or settings than
             the model; the model is then useless.
     """
     from megatron.training.checkpointing import load_checkpoint
 
-    args.finetune = False  # with it Megatron does not compare its arguments with the checkpoint's
+    args.finetune = False  # else Megatron does not compare its arguments with the checkpoint's
     args.no_load_optim = args.no_load_rng = True
-    _fill_with_nan(model)
+    # a value that is still NaN afterwards was not loaded
+    for tensor in _floats(model.state_dict()).values():
+        tensor.detach().fill_(float("nan"))
     where = f"--load {args.load}"
     try:
         with _comparing(model, args):
             load_checkpoint([model], None, None)
     except SystemExit:  # its status may be 0
         raise ValueError(f"{where}: Megatron cannot load it; its reason is above") from None
-    except (Exception, CheckpointException) as error:  # whatever a damaged file makes of a loader
+    except _FAILURES as error:  # a damaged file can make a loader raise anything
         raise ValueError(f"{where}: not a checkpoint of this model: {_reason(error)}") from error
     for name, tensor in _floats(model.state_dict()).items():
         if count := int(tensor.isnan().sum()):
@@ -78,12 +83,13 @@ def load_whole(model: torch.nn.Module, args: Any) -> None:
 def _reason(error: BaseException) -> str:
     """Why a checkpoint was not read or written, in one line."""
     text = str(error).strip()
-    if isinstance(error, CheckpointException):  # torch's: tracebacks, the reason in the last line
+    if isinstance(error, CheckpointException):  # its text is tracebacks; the last line says why
         text = text.splitlines()[-1]
     return one_line(text, 1000) or type(error).__name__
 
 
 def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of a state dict, without Transformer Engine's `_extra_state`."""
     return {
         name: tensor
         for name, tensor in state.items()
@@ -93,51 +99,54 @@ def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _fill_with_nan(model: torch.nn.Module) -> None:
-    for tensor in _floats(model.state_dict()).values():
-        tensor.detach().fill_(float("nan"))
-
-
 @contextmanager
 def _comparing(model: Any, args: Any) -> Iterator[None]:
-    """Compare, where Megatron is about to load, what the checkpoint has with what the model has."""
+    """While this is open, compare a checkpoint with the model before it is loaded.
+
+    Megatron offers no hook for that. So three functions are replaced that its `load_checkpoint`
+    (megatron/training/checkpointing.py) calls: the loader of distributed checkpoints, the
+    comparison of arguments, and the model's own `load_state_dict` for checkpoints in one file.
+    """
     from megatron.training import checkpointing
 
     dist = checkpointing.dist_checkpointing
-    load, check, into = dist.load, checkpointing.check_checkpoint_args, model.load_state_dict
+    dist_load, check_args = dist.load, checkpointing.check_checkpoint_args
+    into_model = model.load_state_dict
 
-    def compared_load(state: Any, directory: Any, *rest: Any, **more: Any) -> Any:
-        theirs = dist.load_tensors_metadata(str(directory))
-        ours = {key: shape for key, shape in _sharded(state["model"]) if _is_model(key)}
-        shapes = {k: tuple(t.global_shape) for k, t in theirs.items() if _is_model(k)}
-        _compare(ours, shapes, args.vocab_size)
-        return load(state, directory, *rest, **more)
+    def compared_dist_load(state: Any, directory: Any, *rest: Any, **more: Any) -> Any:
+        saved = dist.load_tensors_metadata(str(directory))
+        theirs = {k: tuple(t.global_shape) for k, t in saved.items() if _is_weight(k)}
+        ours = {key: shape for key, shape in _sharded(state["model"]) if _is_weight(key)}
+        _compare(ours, theirs, args.vocab_size)
+        return dist_load(state, directory, *rest, **more)
 
-    def compared_check(saved: Any, **more: Any) -> None:
-        check(saved, **more)
+    def compared_args(saved: Any, **more: Any) -> None:
+        check_args(saved, **more)
         for name in _NO_SHAPES:
             then, now = getattr(saved, name, None), getattr(args, name, None)
             if then is not None and now is not None and then != now:
                 raise ValueError(f"it has {name} {then}, the arguments say {now}")
 
-    def load_state_dict(state: Mapping[str, Any], strict: bool = True) -> Any:
-        # Megatron asks again, not strictly, where a strict load fails
+    def compared_load_state_dict(state: Mapping[str, Any], strict: bool = True) -> Any:
         theirs = {name: tuple(tensor.shape) for name, tensor in _floats(state).items()}
         ours = {n: tuple(tensor.shape) for n, tensor in _floats(model.state_dict()).items()}
         _compare(ours, theirs)
-        return into(state, strict=False)  # of what is left, extra states alone may differ
+        # Weights are the same on both sides now; extra states may differ. Megatron itself tries a
+        # second time with strict=False where a strict load fails.
+        return into_model(state, strict=False)
 
-    dist.load, checkpointing.check_checkpoint_args = compared_load, compared_check
-    model.load_state_dict = load_state_dict
+    dist.load, checkpointing.check_checkpoint_args = compared_dist_load, compared_args
+    model.load_state_dict = compared_load_state_dict
     try:
         yield
     finally:
-        dist.load, checkpointing.check_checkpoint_args = load, check
-        del model.load_state_dict
+        dist.load, checkpointing.check_checkpoint_args = dist_load, check_args
+        del model.load_state_dict  # uncovers the method of its class
 
 
-def _is_model(key: str) -> bool:
-    return key.partition(".")[0] in _PARTS and not key.rpartition(".")[2].startswith("_extra_state")
+def _is_weight(key: str) -> bool:
+    first, last = key.partition(".")[0], key.rpartition(".")[2]
+    return first in _WEIGHTS and not last.startswith("_extra_state")
 
 
 def _sharded(state: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -147,29 +156,28 @@ def _sharded(state: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     if isinstance(state, (list, tuple)):
         for value in state:
             yield from _sharded(value)
-    elif hasattr(state, "build"):  # a factory: gate and up, which are one tensor here
+    elif hasattr(state, "build"):  # a ShardedTensorFactory: gate and up, one tensor in Megatron
         yield from _sharded(state.build())
-    elif hasattr(state, "global_shape") and hasattr(state, "dtype"):
+    elif hasattr(state, "global_shape") and hasattr(state, "dtype"):  # a ShardedTensor
         yield state.key, tuple(state.global_shape)
 
 
-def _compare(
-    ours: Mapping[str, tuple[int, ...]],
-    theirs: Mapping[str, tuple[int, ...]],
-    vocab_size: int | None = None,
-) -> None:
+def _compare(ours: Shapes, theirs: Shapes, vocab_size: int | None = None) -> None:
     """Compare the tensors of the model with those of the checkpoint, by name and shape.
 
     Args:
-        vocab_size: rows that a tensor of the vocabulary needs; padding beyond it may differ.
+        vocab_size: how many rows a tensor of the vocabulary must have at least; padding beyond them
+            may differ. None: all rows must be the same in number.
     """
     if missing := sorted(ours.keys() - theirs.keys()):
         raise ValueError(f"it has no {missing[0]} (tensors that it lacks: {len(missing)})")
-    if left := sorted(theirs.keys() - ours.keys()):
-        raise ValueError(f"the model has no place for its {left[0]} (such tensors: {len(left)})")
+    if unknown := sorted(theirs.keys() - ours.keys()):
+        raise ValueError(
+            f"the model has no place for its {unknown[0]} (such tensors: {len(unknown)})"
+        )
     for name, shape in ours.items():
         want, got = shape, theirs[name]
-        if vocab_size is not None and name in _VOCABULARY and got[0] >= vocab_size:
+        if vocab_size is not None and name in VOCABULARY and got[0] >= vocab_size:
             want, got = want[1:], got[1:]
         if want != got:
             raise ValueError(
@@ -193,11 +201,11 @@ def check_save(args: Any) -> None:
             f"--save {folder}: there is a checkpoint already: choose another folder, or move it"
         )
     try:
-        made = not folder.exists()
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        if made:
+        if is_new:  # an import that is refused later leaves nothing behind
             folder.rmdir()
     except OSError as error:
         raise ValueError(f"--save {folder}: cannot be written ({error.strerror})") from error
@@ -207,19 +215,21 @@ def save_whole(model: torch.nn.Module, args: Any) -> None:
     """Save a whole (one-process) model as iteration 0 of the new checkpoint `args.save`.
 
     Raises:
-        ValueError: it cannot be written; then it is not there.
+        ValueError: the checkpoint cannot be written; then it is not there.
     """
     from megatron.training.checkpointing import get_checkpoint_tracker_filename, save_checkpoint
 
-    args.async_save = False  # this process ends when it is saved
+    args.async_save = False  # this process ends right after the save
     folder = Path(args.save)
     try:
         save_checkpoint(0, [model], None, None, 0)
-    except (Exception, CheckpointException) as error:  # a full disk gives several
+    except _FAILURES as error:
         with suppress(OSError):
             shutil.rmtree(_iteration_0(folder))
-        text = f"the checkpoint cannot be written (is the disk full?): {_reason(error)}"
-        raise ValueError(f"--save {folder}: {text}") from error
+        raise ValueError(
+            f"--save {folder}: the checkpoint cannot be written (is the disk full?): "
+            f"{_reason(error)}"
+        ) from error
     if not Path(get_checkpoint_tracker_filename(args.save)).is_file():
         raise ValueError(f"--save {folder}: Megatron wrote no checkpoint there")
 
