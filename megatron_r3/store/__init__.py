@@ -1,7 +1,8 @@
 """Rollouts on disk: a directory of safetensors shards."""
 
+from megatron_r3.rollout import Rollout
 from megatron_r3.store.reader import RolloutStore
-from megatron_r3.store.schema import Rollout, SamplingSettings, StoreError, StoreInfo
+from megatron_r3.store.schema import SamplingSettings, StoreError, StoreInfo
 from megatron_r3.store.writer import write_shard
 
 __all__ = ["Rollout", "RolloutStore", "SamplingSettings", "StoreError", "StoreInfo", "write_shard"]

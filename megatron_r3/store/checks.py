@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from zlib_ng import zlib_ng
 
+from megatron_r3.rollout import sampled_tokens, wrong_logprobs
 from megatron_r3.routes import RoutesError, check_ids
 from megatron_r3.store.header import BLOCKS, DTYPES, PER_ROLLOUT
-from megatron_r3.store.schema import StoreError, sampled_tokens, wrong_logprobs
+from megatron_r3.store.schema import StoreError
 from megatron_r3.values import MOST_TOKEN_ID, wrong_count, wrong_name, wrong_reward
 
 if TYPE_CHECKING:

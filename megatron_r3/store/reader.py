@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_r3.rollout import Rollout
 from megatron_r3.routes import Routes
 from megatron_r3.store.files import SHARD_GLOB, listed_shards, shard_name, shards_in_order
-from megatron_r3.store.schema import Rollout, StoreError, StoreInfo, differences
+from megatron_r3.store.schema import StoreError, StoreInfo, differences
 from megatron_r3.store.shard import Shard
 
 POLL_S = 0.2  # between two looks at a store that is followed

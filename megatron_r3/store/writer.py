@@ -19,9 +19,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from zlib_ng import zlib_ng
 
+from megatron_r3.rollout import Rollout, RolloutError
 from megatron_r3.store.files import shard_name, shards_in_order
 from megatron_r3.store.header import BLOCKS
-from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, Rollout, StoreError, StoreInfo
+from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreInfo
 
 _MOST_NUMBER = 10**9 - 1  # of a shard
 
@@ -71,7 +72,10 @@ def _publish(directory: Path, info: StoreInfo, tensors: Mapping[str, Streamed]) 
 
 
 def _check(rollout: Rollout, info: StoreInfo, where: str) -> None:
-    rollout.check(where, info.vocab_size)
+    try:
+        rollout.check(where, info.vocab_size)
+    except RolloutError as error:
+        raise StoreError(str(error)) from error
     routes = rollout.routes
     got = (routes.num_layers, routes.topk, routes.num_experts)
     expected = (len(info.moe_layers), info.topk, info.num_experts)

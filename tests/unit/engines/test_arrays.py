@@ -9,9 +9,7 @@ import engine_bodies as made
 import numpy as np
 import pytest
 
-from megatron_r3.engines import own as arrays
-from megatron_r3.engines import vllm, vllm_python
-from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.engines import EngineError, ModelShape, decode, decode_increments
 from tests.unit.engines.test_vllm import DENSE0, QWEN_DENSE0, REJECT, load
 
 
@@ -29,19 +27,19 @@ def test_arrays_of_any_form(form):
     rows = made.made_rows()
     sequences, request = made.arrays(form(rows))
     for response in (sequences, sequences[0], [*sequences, *sequences]):
-        for sample in arrays.decode(response, request, made.SHAPE, "request 7"):
+        for sample in decode("own", response, request, made.SHAPE, "request 7"):
             assert sample.tokens_N.tolist() == made.PROMPT + made.RESPONSE
-            assert sample.logprobs_G.tolist() == made.LOGPROBS
+            assert made.logprobs_of(sample).tolist() == made.LOGPROBS
             assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
 
 
 def test_array_increments():
     rows = made.made_rows()
     sequences, request = made.arrays(rows[5:])
-    (one,) = arrays.decode_increments(sequences, {**request, "start": 5}, made.SHAPE, "request 7")
+    (one,) = decode_increments("own", sequences, {**request, "start": 5}, made.SHAPE, "request 7")
     assert (one.routes.ids_LTK == made.moe_ids(rows)[:, 5:]).all()
     with pytest.raises(EngineError, match="start at token 5: stitch"):
-        arrays.decode(sequences, {**request, "start": 5}, made.SHAPE, "request 7")
+        decode("own", sequences, {**request, "start": 5}, made.SHAPE, "request 7")
 
 
 @pytest.mark.parametrize(
@@ -64,26 +62,26 @@ def test_wrong_sequences_are_refused(change, message):
     sequences, request = made.arrays(made.made_rows())
     wrong = [sequences[0], {**sequences[0], **change}]
     with pytest.raises(EngineError, match=f"request 7, choice 1.*{message}"):
-        arrays.decode(wrong, request, made.SHAPE, "request 7")
+        decode("own", wrong, request, made.SHAPE, "request 7")
 
 
 def test_one_long_text_does_not_widen_the_table():
     """Numpy would make every element as wide as the longest: a gigabyte here."""
     sequences, request = made.arrays([[[0] * 4] * 5] * 8 + [[[0] * 4] * 4 + [["a" * 10**6] * 4]])
     with pytest.raises(EngineError, match="ids are integers; got int, str"):
-        arrays.decode(sequences, request, made.SHAPE, "request 7")
+        decode("own", sequences, request, made.SHAPE, "request 7")
 
 
 def test_python_outputs():
     rows = made.made_rows()
     response, request = made.vllm_python(rows)
-    (sample,) = vllm_python.decode(response, request, made.SHAPE, "request 7")
+    (sample,) = decode("vllm", response, request, made.SHAPE, "request 7")
     assert sample.tokens_N.tolist() == made.PROMPT + made.RESPONSE
-    assert sample.logprobs_G.tolist() == made.LOGPROBS
+    assert made.logprobs_of(sample).tolist() == made.LOGPROBS
     assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
     response.outputs[0].routed_experts = rows[4:]
-    (one,) = vllm_python.decode_increments(
-        response, {"routed_experts_prompt_start": 4}, made.SHAPE, "request 7"
+    (one,) = decode_increments(
+        "vllm", response, {"routed_experts_prompt_start": 4}, made.SHAPE, "request 7"
     )
     assert (one.routes.ids_LTK == made.moe_ids(rows)[:, 4:]).all()
 
@@ -103,36 +101,34 @@ def test_wrong_python_outputs_are_refused(change, message):
     response, request = made.vllm_python(made.made_rows())
     vars(response.outputs[0]).update(change)
     with pytest.raises(EngineError, match=f"request 7.*{message}"):
-        vllm_python.decode(response, request, made.SHAPE, "request 7")
+        decode("vllm", response, request, made.SHAPE, "request 7")
 
 
 def test_physical_ids_of_vllm_014():
     response, request = made.vllm_python(made.made_rows())
     for version in (None, "0.14.1"):
         with pytest.raises(EngineError, match=r"with EPLB vLLM .* physical"):
-            vllm_python.decode(
-                response, request, made.SHAPE, "request 7", eplb=True, version=version
-            )
+            decode("vllm", response, request, made.SHAPE, "request 7", eplb=True, version=version)
     for options in ({"eplb": True, "version": "0.15.0"}, {"version": "0.14.0"}):
-        assert vllm_python.decode(response, request, made.SHAPE, "request 7", **options)
+        assert decode("vllm", response, request, made.SHAPE, "request 7", **options)
     response.finished = False
     with pytest.raises(EngineError, match="not finished"):
-        vllm_python.decode(response, request, made.SHAPE, "request 7")
+        decode("vllm", response, request, made.SHAPE, "request 7")
     with pytest.raises(EngineError, match="outputs and prompt_token_ids"):
-        vllm_python.decode(SimpleNamespace(), request, made.SHAPE, "request 7")
+        decode("vllm", SimpleNamespace(), request, made.SHAPE, "request 7")
 
 
 def test_a_real_stream_with_routes_decodes():
     payload = load(QWEN_DENSE0, "24_generate_tito_stream")
     for body in (payload["response"], payload["response"]["_raw_text"]):
-        (sample,) = vllm.decode(body, payload["request"], DENSE0, "request 7")
+        (sample,) = decode("vllm", body, payload["request"], DENSE0, "request 7")
         assert sample.tokens_N.tolist()[:21] == payload["request"]["token_ids"]
         assert (len(sample.tokens_N), sample.routes.num_rows) == (24, 23)
-        assert (sample.logprobs_G < 0).all()
+        assert (made.logprobs_of(sample) < 0).all()
     payload = load(REJECT, "24_generate_tito_stream")
-    shape = ModelShape(4, (0, 1, 2, 3), 16, 4)
+    shape = ModelShape(16, 4, (0, 1, 2, 3), 4)
     with pytest.raises(EngineError, match="did not capture routes"):
-        vllm.decode(payload["response"], payload["request"], shape, "request 7")
+        decode("vllm", payload["response"], payload["request"], shape, "request 7")
 
 
 def events(text):
@@ -162,9 +158,9 @@ def events(text):
 )
 def test_broken_streams_are_refused(change, message):
     text, request = made.vllm_stream(made.made_rows())
-    assert vllm.decode(text, request, made.SHAPE, "request 7")
+    assert decode("vllm", text, request, made.SHAPE, "request 7")
     with pytest.raises(EngineError, match=f"request 7.*({message})"):
-        vllm.decode("\n\n".join(change(events(text))), request, made.SHAPE, "request 7")
+        decode("vllm", "\n\n".join(change(events(text))), request, made.SHAPE, "request 7")
 
 
 def test_a_stream_of_two_choices():
@@ -179,5 +175,7 @@ def test_a_stream_of_two_choices():
     request = made.vllm_stream(rows[0])[1]
     request["sampling_params"]["n"] = 2
     text = "\n\n".join([*mixed, "data: [DONE]"])
-    for sample, each in zip(vllm.decode(text, request, made.SHAPE, "request 7"), rows, strict=True):
+    for sample, each in zip(
+        decode("vllm", text, request, made.SHAPE, "request 7"), rows, strict=True
+    ):
         assert (sample.routes.ids_LTK == made.moe_ids(each)).all()
