@@ -20,6 +20,7 @@ from megatron_r3.rollout import Rollout
 
 __all__ = ["EngineError", "Increment", "ModelShape", "decode", "decode_increments", "stitch"]
 
+# transformers.py is not among them: it watches a model that runs here, and importing it loads torch
 _DECODERS: dict[str, Callable[..., list[Increment]]] = {
     "megatron": megatron.decode_increments,
     "own": own.decode_increments,

@@ -71,8 +71,10 @@ def most_tokens(request: Mapping[str, Any]) -> int | None:
 
 def refuse_failure(response: Mapping[str, Any]) -> None:
     """Refuse a response in which the server says what went wrong."""
+    # {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail": ...} (FastAPI's own), or
+    # {"object": "error", "message": ...} (SGLang's OpenAI routes)
     failed = response.get("error") or response.get("detail")
-    if not failed and response.get("object") == "error":  # SGLang's OpenAI routes
+    if not failed and response.get("object") == "error":
         failed = response
     if failed:
         message = failed.get("message", failed) if isinstance(failed, Mapping) else failed
@@ -227,7 +229,7 @@ def sampled_logprobs(
             names = [entry.get("token") for entry in content]
     if not isinstance(values, list) or not values:
         raise EngineError(f"no log-probs; {hint}")
-    if any(value is None for value in values):
+    if any(value is None for value in values):  # JSON has no NaN: some servers write null
         raise EngineError("a response token has no log-prob")
     _refuse_other_names(names, response_G, prompt_length)
     return number_array(values, "log-probs")

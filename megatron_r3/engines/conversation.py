@@ -140,18 +140,15 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
     # the sort is stable: of two responses of one length, the retry comes second
     ordered = sorted(increments, key=lambda increment: len(increment.tokens_N))
     tokens_N = ordered[-1].tokens_N
+    # Most rollouts are one response that decode_increments has checked already. It is checked again
+    # because an increment may be made by hand, or kept and changed between two turns.
     for increment in ordered:
         with naming(increment.where):
             increment.check()
             _refuse_other_tokens(increment, tokens_N, ordered[-1].where)
     routes = _joined_rows(ordered, len(tokens_N) - 1)
-    if holes == "refuse" and not routes.recorded_T.all():
-        token = int(np.argmin(routes.recorded_T))
-        raise EngineError(
-            f"{where}: no response brought the row of token {token} "
-            f"({int((~routes.recorded_T).sum())} of {routes.num_rows} rows are missing); ask the "
-            "next turn with a start of the previous length - 1"
-        )
+    if holes == "refuse":
+        _refuse_holes(routes, where)
     turns_U2, response_N, logprobs_N = _turns(ordered, len(tokens_N))
     rollout = Rollout(
         tokens_N=tokens_N,
@@ -166,6 +163,16 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
     if wrong := rollout.wrong_parts():
         raise EngineError(f"{where}: {wrong}")
     return rollout
+
+
+def _refuse_holes(routes: Routes, where: str) -> None:
+    if not routes.recorded_T.all():
+        token = int(np.argmin(routes.recorded_T))  # False is less than True: the first False
+        raise EngineError(
+            f"{where}: no response brought the row of token {token} "
+            f"({int((~routes.recorded_T).sum())} of {routes.num_rows} rows are missing); ask the "
+            "next turn with a start of the previous length - 1"
+        )
 
 
 def _refuse_other_tokens(increment: Increment, tokens_N: np.ndarray, other: str) -> None:
@@ -209,6 +216,7 @@ def _refuse_other_rows(increment: Increment, known_LTK: np.ndarray, again_T: np.
     """Refuse a row that differs from the one that is known; the order inside a row may differ."""
     if not again_T.any():
         return
+    # [3, 0] and [0, 3] are one set of experts: a retry may well return its rows in another order
     before, now = (np.sort(ids[:, again_T], -1) for ids in (known_LTK, increment.routes.ids_LTK))
     differs_LT = (before != now).any(-1)
     if differs_LT.any():

@@ -38,6 +38,12 @@ from megatron_r3.engines.conversation import Increment, read_choices
 from megatron_r3.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.untrusted import quoted, said
 
+# A choice of /v1/completions from 0.18 on, without what is not read here:
+#
+#   {"index": 0, "prompt_token_ids": [5, 9], "generation_token_ids": [7, 3], "num_evictions": 0,
+#    "generation_log_probs": [-0.5, -1.2],
+#    "moe_topk_indices": ["ndarray", {"data": [3 rows of L lists of K ids], "dtype": "int16"}]}
+
 _DTYPES = ("int16", "int32", "int64")
 _ASK_IDS = "0.17's /v1/completions returns none; chat: ask with return_tokenized_data true"
 _ASK_LOGPROBS = "ask with logprobs 1 (chat: true)"

@@ -22,6 +22,14 @@ from megatron_r3.engines.checks import checked_routes, checked_tokens
 from megatron_r3.engines.conversation import Increment, read_choices
 from megatron_r3.engines.shape import EngineError, ModelShape, naming
 
+# Example: a prompt of two tokens and two sampled ones, in a model of two MoE layers with top-2.
+#
+#   request   {"prompt": [5, 9]}
+#   response  {"token_ids": [7, 3], "logprobs": [-0.5, -1.2],
+#              "routes": [[[0, 3], [1, 2]], [[2, 0], [3, 1]], [[1, 3], [0, 2]]]}
+#
+# The three rows are those of the tokens 5, 9 and 7.
+
 
 def decode_increments(
     response: Any, request: Mapping[str, Any], shape: ModelShape, where: str

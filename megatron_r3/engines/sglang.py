@@ -39,6 +39,16 @@ from megatron_r3.engines.conversation import Increment, read_choices
 from megatron_r3.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.untrusted import quoted
 
+# A sample of /generate, and a response of /v1/completions, without what is not read here:
+#
+#   {"output_ids": [7, 3], "meta_info": {
+#       "prompt_tokens": 2, "finish_reason": {"type": "length"}, "num_retractions": 0,
+#       "output_token_logprobs": [[-0.5, 7, null], [-1.2, 3, null]],
+#       "routed_experts": "AwAAAAEAAAA..."}}
+#
+#   {"choices": [{"index": 0, "token_ids": [7, 3], "prompt_token_ids": [5, 9], "logprobs": {...}}],
+#    "sglext": {"routed_experts": "AwAAAAEAAAA..."}}
+
 PROMPT_FIELDS = ("input_ids", "text", "prompt")  # of a request: the first that is there counts
 
 _ASK_PROMPT = "send input_ids, not text"
@@ -96,6 +106,7 @@ def _samples_of_one(request: Mapping[str, Any]) -> Any:
     params = request.get("sampling_params")
     if not isinstance(params, list):
         return option(request, "n", 1)
+    # a list has one entry for each prompt: [{"n": 2}, {"n": 2}]
     counts = [one.get("n", 1) if isinstance(one, Mapping) else None for one in params]
     if not counts or any(count != counts[0] for count in counts):
         raise EngineError("n differs between the prompts of one request")
@@ -133,6 +144,7 @@ def _openai_items(response: Mapping[str, Any], expected: int) -> list[dict[str, 
     extension = response.get("sglext")
     extension = extension if isinstance(extension, Mapping) else {}
     choices = choices_in_order(response.get("choices"), expected)
+    # 0.5.23 with return_output_ids_in_sglext: one list of ids for each choice
     outputs = extension.get("output_ids")
     outputs = outputs if isinstance(outputs, list) and len(outputs) == expected else None
     items = []
@@ -186,7 +198,7 @@ def _increment(
     if counted is not None and counted != len(prompt):
         raise EngineError(f"{quoted(counted, 20)} prompt tokens; {len(prompt)} were sent")
     tokens, logprobs_G = item["token_ids"], None
-    if meta.get("output_token_logprobs") is not None:
+    if meta.get("output_token_logprobs") is not None:  # they name their tokens by id, always
         named_G, logprobs_G = _native_logprobs(meta["output_token_logprobs"])
         tokens = named_G if tokens is None else tokens
     response_G = id_array(tokens, "output_ids", item["hint"])

@@ -121,7 +121,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], st
 def _integer(
     config: Mapping[str, Any], name: str, least: int, most: int, default: int | None = None
 ) -> int:
-    value = config.get(name)
+    value = config.get(name)  # an explicit null means the same as a field that is not there
     value = default if value is None else value
     if value is None:
         raise EngineError(f"`{name}` is missing")

@@ -42,6 +42,16 @@ from megatron_r3.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.routes import Routes
 from megatron_r3.untrusted import quoted, read_json, said
 
+# A response of /v1/completions, without what is not read here; "k05VTVBZ" is how base64 of a .npy
+# begins:
+#
+#   {"model": "tiny", "choices": [{
+#       "index": 0, "finish_reason": "length", "prompt_token_ids": [5, 9], "token_ids": [7, 3],
+#       "logprobs": {"token_logprobs": [-0.5, -1.2], "tokens": ["token_id:7", "token_id:3"]},
+#       "routed_experts": "k05VTVBZ..."}]}              3 rows: of the tokens 5, 9 and 7
+#
+# vLLM 0.21 sends "prompt_routed_experts" with 2 rows beside the choices, and 1 row in the choice.
+
 PROMPT_FIELDS = ("token_ids", "prompt")  # of a request: the first that is there counts
 
 _ASK_IDS = "ask with return_token_ids true"
@@ -173,7 +183,7 @@ def _prompt_and_response_rows(
         raise EngineError(f"{name}: {len(prompt_TYK)} rows for {prompt_length} prompt tokens")
     routed = choice.get("routed_experts")
     if routed is None or (isinstance(routed, (list, tuple)) and not routed):
-        return prompt_TYK  # one response token, which has no row of its own
+        return prompt_TYK  # one response token: the last token of all, which has no row
     response_TYK = integer_array(routed, "routed_experts")
     if response_TYK.shape[1:] != prompt_TYK.shape[1:]:
         raise EngineError(
@@ -246,6 +256,8 @@ def joined_stream(text: str) -> dict[str, Any]:
         EngineError: an event is broken, the stream or a choice of it does not end, a choice has
             routes twice, or the events name two models.
     """
+    # an event: {"model": "tiny", "choices": [{"index": 1, "token_ids": [7], "logprobs": {...},
+    # "finish_reason": null, "routed_experts": null}]}; the events of several choices are mixed
     choices: dict[int, dict[str, Any]] = {}
     model = None
     for event in _events(text):
