@@ -32,8 +32,8 @@ from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
 
 LAYERS, EXPERTS, TOPK = 48, 128, 8
-SHAPE = ModelShape(LAYERS, tuple(range(LAYERS)), EXPERTS, TOPK)
-INFO = StoreInfo(EXPERTS, TOPK, SHAPE.moe_layers, "made up", "1")
+SHAPE = ModelShape(EXPERTS, TOPK, tuple(range(LAYERS)), LAYERS)
+INFO = StoreInfo.of_model(SHAPE, "made up", "1")
 TOKENS = 2000  # of a rollout
 SHARD = 32  # rollouts
 TOKEN_BYTES = LAYERS * TOPK
@@ -108,7 +108,7 @@ def _ours(num_rollouts: int, folder: Path) -> Iterator[dict[str, Any]]:
 
     def decode(number: int) -> Routes:
         choice = {"routed_experts": payloads[number % len(payloads)]}
-        return decode_routes(choice, TOKENS, SHAPE, f"rollout {number}")
+        return decode_routes(choice, TOKENS, SHAPE)
 
     spent = _copied([decode(i).ids_LTK for i in range(len(payloads))], num_rollouts)
     yield _row("numpy memcpy of the same bytes", spent, num_tokens, TOKEN_BYTES)

@@ -22,13 +22,8 @@ import numpy as np
 from megatron_r3.engines.shape import ModelShape
 
 VOCABULARY = 64
-EVERY_LAYER = ModelShape(3, (0, 1, 2), 16, 4)
-SHAPE = ModelShape(5, (1, 2, 4), 16, 4)
-if "vocab_size" in ModelShape.__dataclass_fields__:
-    EVERY_LAYER, SHAPE = (
-        ModelShape(s.num_hidden_layers, s.moe_layers, 16, 4, vocab_size=VOCABULARY)
-        for s in (EVERY_LAYER, SHAPE)
-    )
+EVERY_LAYER = ModelShape(16, 4, (0, 1, 2), 3, VOCABULARY)
+SHAPE = ModelShape(16, 4, (1, 2, 4), 5, VOCABULARY)
 
 
 @dataclass

@@ -16,7 +16,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,16 @@ from fuzz import bodies
 from fuzz.bodies import VOCABULARY, Dialect, Told
 from fuzz.body_changes import CHANGES, ODD, changed_text
 from fuzz.outcome import Kind, Verdict, judged, note
-from megatron_r3.engines.conversation import Sample
+from megatron_r3 import engines
+from megatron_r3.rollout import Rollout
 from megatron_r3.untrusted import read_json
 
 WHERE = "prompts.jsonl, line 3, sample 1"
 
 
-def prepare(shared: Path) -> dict[str, Callable[..., list[Sample]]]:
+def prepare(shared: Path) -> dict[str, Callable[..., list[Rollout]]]:
     """The decoders."""
-    return {
-        name: import_module(f"megatron_r3.engines.{name}").decode for name in ("vllm", "sglang")
-    }
+    return {name: partial(engines.decode, name) for name in ("vllm", "sglang")}
 
 
 def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdict:
@@ -74,7 +73,7 @@ def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdi
         wanted.append(_samples(expected, dialect))
     decode = decoders[dialect.engine]
 
-    def difference(got: list[Sample]) -> str | None:
+    def difference(got: list[Rollout]) -> str | None:
         if not possible:
             return f"accepted, and it cannot be: {said}"
         found = [decode_difference(got, one) for one in wanted]
@@ -84,8 +83,8 @@ def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdi
 
 
 def decode_all(
-    decode: Callable[..., list[Sample]], text: str, request: dict[str, Any], dialect: Dialect
-) -> list[Sample]:
+    decode: Callable[..., list[Rollout]], text: str, request: dict[str, Any], dialect: Dialect
+) -> list[Rollout]:
     """What a collection does with a body: parse it within bounds, then decode it."""
     streamed = bool(request.get("stream"))
     response = text if streamed else read_json(text, WHERE)
@@ -119,7 +118,7 @@ def _moe_rows(rows: Any, dialect: Dialect) -> list[Any] | None:
     return rows.swapaxes(0, 1).tolist()
 
 
-def decode_difference(got: list[Sample], wanted: list[dict[str, Any]]) -> str | None:
+def decode_difference(got: list[Rollout], wanted: list[dict[str, Any]]) -> str | None:
     """Where decoded samples are not those that were told."""
     if len(got) != len(wanted):
         return f"{len(got)} samples, not {len(wanted)}"
@@ -127,11 +126,11 @@ def decode_difference(got: list[Sample], wanted: list[dict[str, Any]]) -> str | 
         found = {
             "tokens_N": sample.tokens_N.tolist(),
             "prompt_length": sample.prompt_length,
-            "logprobs_G": sample.logprobs_G.tolist(),
+            "logprobs_G": sample.logprobs_N[sample.response_N].tolist(),
             "routes": sample.routes.ids_LTK.tolist()
             if sample.routes.recorded_T.all()
             else "missing",
-            "turns": sample.turns.tolist(),
+            "turns": sample.spans_U2.tolist(),
             "group": sample.group,
         }
         for name, value in fields.items():

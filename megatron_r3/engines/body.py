@@ -1,4 +1,11 @@
-"""What the requests and responses of all engines have in common: prompts, choices, options."""
+"""What the requests and responses of all engines have in common: options, prompts, choices, arrays.
+
+Errors are raised without saying of which request: `decode_increments` adds that (`shape.naming`).
+Nothing is unpickled, and nothing is allocated that the data does not hold: the shape that a header
+claims is compared with the bytes that are there before an array is made.
+
+Shape suffixes (docs/glossary.md): G, V.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +24,15 @@ from megatron_r3.values import MOST_TOKEN_ID
 
 _MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 _TOKEN_ID = re.compile(r"token_id:(\d{1,10})")
+_NUMBERS = (int, float, np.integer, np.floating)
+# The header of a .npy as numpy itself writes it. numpy's reader evaluates the header as Python,
+# which takes as long as a fifth of the routes that follow; and a regular expression cannot recurse.
+_NPY = re.compile(
+    rb"\x93NUMPY\x01\x00..\{ ?'descr': ?'(?P<descr>[|<>=]\w{1,15})', ?"
+    rb"'fortran_order': ?(?P<fortran>True|False), ?"
+    rb"'shape': ?\((?P<shape>[\d, ]{0,100})\),? ?\} *\n",
+    re.DOTALL,
+)
 
 
 def option(request: Mapping[str, Any], name: str, default: int) -> Any:
@@ -28,155 +44,179 @@ def option(request: Mapping[str, Any], name: str, default: int) -> Any:
     return default if value is None else value
 
 
-def whole_number(value: Any, name: str, where: str, least: int = 0) -> int:
+def whole_number(value: Any, name: str, least: int = 0) -> int:
     """`value`, if it is a whole number from `least` on, of 31 bits."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKEN_ID:
-        raise EngineError(f"{where}: {name} is a whole number from {least} on; got {quoted(value)}")
+        raise EngineError(f"{name} is a whole number from {least} on; got {quoted(value)}")
     return value
 
 
-def most_tokens(request: Mapping[str, Any], where: str) -> int | None:
-    """How many tokens a response may have, where the request says it.
+def most_tokens(request: Mapping[str, Any]) -> int | None:
+    """How many tokens a response may have; None if the request does not say it.
 
     Engines disagree on which name counts where a request has two of them, so the larger number
     does. `sampling_params` may be a list with one entry for each prompt (SGLang): likewise.
     """
     nested = request.get("sampling_params")
     holders = [request, *(nested if isinstance(nested, list) else [nested])]
-    said_so = [
-        whole_number(holder[name], name, where)
+    limits = [
+        whole_number(holder[name], name)
         for holder in holders
         if isinstance(holder, Mapping)
         for name in _MOST_TOKENS
         if holder.get(name) is not None
     ]
-    return max(said_so, default=None)
+    return max(limits, default=None)
 
 
-def failure(response: Mapping[str, Any]) -> str | None:
-    """What a server says that went wrong, or None."""
+def refuse_failure(response: Mapping[str, Any]) -> None:
+    """Refuse a response in which the server says what went wrong."""
+    # {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail": ...} (FastAPI's own), or
+    # {"object": "error", "message": ...} (SGLang's OpenAI routes)
     failed = response.get("error") or response.get("detail")
-    if not failed and response.get("object") == "error":  # SGLang's OpenAI routes
+    if not failed and response.get("object") == "error":
         failed = response
-    if not failed:
-        return None
-    text = failed.get("message", failed) if isinstance(failed, Mapping) else failed
-    return f"the server refused the request: {said(text)}"
+    if failed:
+        message = failed.get("message", failed) if isinstance(failed, Mapping) else failed
+        raise EngineError(f"the server refused the request: {said(message)}")
 
 
-def refuse_other_model(response: Mapping[str, Any], request: Mapping[str, Any], where: str) -> None:
-    """Refuse a response that names another model than its request does, where both name one."""
+def refuse_other_model(response: Mapping[str, Any], request: Mapping[str, Any]) -> None:
+    """Refuse a response that names another model than its request, where both name one."""
     asked, got = request.get("model"), response.get("model")
     if asked and got and asked != got:
-        raise EngineError(
-            f"{where}: a response of the model {quoted(got)}; {quoted(asked)} was asked for"
-        )
+        raise EngineError(f"a response of the model {quoted(got)}; {quoted(asked)} was asked for")
 
 
-def refuse_half_way(reason: Any, where: str) -> None:
-    """Refuse what the engine gave up: it is not what the policy would have sampled."""
+def refuse_half_way(reason: Any) -> None:
+    """Refuse a choice that the engine gave up: the policy would have sampled on.
+
+    Args:
+        reason: the finish reason, a text (vLLM, Megatron) or an object with a `type` (SGLang).
+    """
     message = reason.get("message") if isinstance(reason, Mapping) else None
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
     if kind in ("abort", "error"):
-        told = f": {said(message)}" if message else ""
-        raise EngineError(f"{where}: the engine ended it with {kind!r}, half-way{told}")
+        why = f": {said(message)}" if message else ""
+        raise EngineError(f"the engine ended it with {kind!r}, half-way{why}")
 
 
-def refuse_echo(request: Mapping[str, Any], where: str) -> None:
+def refuse_echo(request: Mapping[str, Any]) -> None:
     """Refuse a response that repeats its prompt among what was sampled."""
     if request.get("echo"):
-        raise EngineError(f"{where}: echo mixes prompt and response; ask with echo false")
+        raise EngineError("echo mixes prompt and response; ask with echo false")
 
 
-def prompts(request: Mapping[str, Any], names: tuple[str, ...], where: str) -> list[Any]:
+def refuse_physical_ids(engine: str, version: str | None, first_logical: tuple[int, ...]) -> None:
+    """Refuse routes of a server that balances experts (EPLB) and is not known to be new enough.
+
+    Such a server moves expert 3 to place 7, say, and older versions send the 7.
+
+    Args:
+        engine: its name.
+        version: of the server; None if nobody knows.
+        first_logical: the first version that sends the ids of before the experts were moved.
+    """
+    given = (version or "").split(".")[:3]
+    parts = tuple(int(part) for part in given if re.fullmatch("[0-9]{1,6}", part))
+    if len(parts) < 2 or parts < first_logical:
+        raise EngineError(
+            f"with EPLB {engine} {said(version or 'of unknown version', 80)} returns physical "
+            f"expert ids; logical ones from {'.'.join(map(str, first_logical))} on"
+        )
+
+
+def prompts(request: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
     """Token ids of each prompt of a request; None for a text or a chat.
 
-    Arguments are those of `prompt_contents`.
+    The arguments are those of `prompt_contents`.
     """
-    contents = prompt_contents(request, names, where)
-    return [None if _is_text(one) or _is_chat(one) else one for one in contents]
+    contents = prompt_contents(request, names)
+    return [None if isinstance(one, str) or _is_chat(one) else one for one in contents]
 
 
-def prompt_contents(request: Mapping[str, Any], names: tuple[str, ...], where: str) -> list[Any]:
+def prompt_contents(request: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
     """Each prompt of a request as it was sent: token ids, a text, or the messages of a chat.
 
     Args:
         request: the body that was sent.
-        names: the fields that may hold prompts, the first that is there counts.
-        where: what errors call the request.
+        names: the fields that may hold prompts; the first one that is there counts.
     """
     if "messages" in request:
         messages = request["messages"]
         if not _is_chat(messages) or not all(isinstance(one, Mapping) for one in messages):
-            raise EngineError(f"{where}: `messages` is a list of objects; got {quoted(messages)}")
+            raise EngineError(f"`messages` is a list of objects; got {quoted(messages)}")
         return [messages]
     prompt = next((request[name] for name in names if request.get(name) is not None), None)
-    if _is_text(prompt):
+    if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, (list, np.ndarray)) or not len(prompt):
-        raise EngineError(f"{where}: the request has no prompt")
+        raise EngineError("the request has no prompt")
+    # [5, 6] is one prompt of two tokens; [[5, 6], [7]] and ["a", "b"] are two prompts
     return [prompt] if isinstance(prompt[0], (int, np.integer)) else list(prompt)
-
-
-def _is_text(prompt: Any) -> bool:
-    return isinstance(prompt, str)
 
 
 def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def choices_in_order(choices: Any, expected: int, where: str) -> list[Mapping[str, Any]]:
-    """The choices of a response, each once, by their index."""
+def choices_in_order(choices: Any, expected: int) -> list[Mapping[str, Any]]:
+    """The choices of a response, each once, in the order of their `index`."""
     if not isinstance(choices, list) or not choices:
-        raise EngineError(f"{where}: the response has no choices")
+        raise EngineError("the response has no choices")
     if not all(isinstance(choice, Mapping) for choice in choices):
-        raise EngineError(f"{where}: a choice is not an object")
-    by_index = {
-        whole_number(choice.get("index"), "a choice's index", where): choice for choice in choices
-    }
+        raise EngineError("a choice is not an object")
+    by_index = {whole_number(choice.get("index"), "a choice's index"): choice for choice in choices}
     if len(choices) != expected or sorted(by_index) != list(range(len(choices))):
         raise EngineError(
-            f"{where}: choices {[choice.get('index') for choice in choices[:20]]}; the request "
-            f"asks for {expected}, 0 to {expected - 1}"
+            f"choices {[choice.get('index') for choice in choices[:20]]}; the request asks for "
+            f"{expected}, 0 to {expected - 1}"
         )
     return [by_index[i] for i in range(expected)]
 
 
-def id_array(value: Any, name: str, hint: str, where: str) -> np.ndarray:
+def id_array(value: Any, name: str, hint: str) -> np.ndarray:
     """Token ids that a response must hold; `hint` says how to ask for them."""
     if value is None:
-        raise EngineError(f"{where}: no {name}; {hint}")
-    return token_array(value, f"{where}: {name}")
+        raise EngineError(f"no {name}; {hint}")
+    return token_array(value, name)
 
 
-def prompt_array(asked: Any, returned: Any, hint: str, where: str) -> np.ndarray:
-    """The prompt's token ids: what was asked, which what was returned must not contradict."""
+def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
+    """The prompt's token ids, int32: those of the request, if it has them.
+
+    Args:
+        asked: the prompt of the request; None for a text or a chat.
+        returned: the prompt's ids in the response, which must not contradict `asked`; None if the
+            response has none.
+        hint: how to ask for them.
+    """
     if asked is None:
-        return id_array(returned, "prompt_token_ids", hint, where)
-    asked_P = token_array(asked, f"{where}: prompt")
-    if returned is not None:
-        got_P = token_array(returned, f"{where}: prompt_token_ids")
-        if not np.array_equal(asked_P, got_P):
-            raise EngineError(f"{where}: prompt_token_ids are not the prompt of the request")
-    return asked_P
+        return id_array(returned, "prompt_token_ids", hint)
+    prompt = token_array(asked, "prompt")
+    if returned is not None and not np.array_equal(
+        prompt, token_array(returned, "prompt_token_ids")
+    ):
+        raise EngineError("prompt_token_ids are not the prompt of the request")
+    return prompt
 
 
 def sampled_logprobs(
-    logprobs: Any, response_G: np.ndarray, hint: str, where: str, first: int = 0
+    logprobs: Any, response_G: np.ndarray, hint: str, prompt_length: int
 ) -> np.ndarray:
-    """Float32 log-probs of the sampled tokens, from either form that OpenAI's routes have.
+    """Float32 log-probs `[G]` of the sampled tokens, from either form that OpenAI's routes have.
 
-    Where they name their tokens by id (vLLM: /inference/v1/generate always, the others with
+    The two forms are `{"token_logprobs": [-0.5], "tokens": ["token_id:9"]}` (completions) and
+    `{"content": [{"logprob": -0.5, "token": "token_id:9"}]}` (chat). Where the log-probs name their
+    tokens by id (vLLM: /inference/v1/generate always, the others with
     `return_tokens_as_token_ids`), these must be the tokens of the response. Names that are texts
-    tell nothing: several tokens have one text.
+    prove nothing, because several tokens have one text: such names are not looked at.
 
     Args:
         logprobs: of a choice.
         response_G: the sampled tokens.
         hint: how to ask for log-probs.
-        where: what errors call the choice.
-        first: the index in the sequence of the first sampled token.
+        prompt_length: the index of the first sampled token in the sequence, for errors.
     """
     values, names = None, None
     if isinstance(logprobs, Mapping):
@@ -184,194 +224,146 @@ def sampled_logprobs(
         content = logprobs.get("content")
         if values is None and isinstance(content, list):
             if not all(isinstance(entry, Mapping) for entry in content):
-                raise EngineError(f"{where}: a log-prob is not an object")
+                raise EngineError("a log-prob is not an object")
             values = [entry.get("logprob") for entry in content]
             names = [entry.get("token") for entry in content]
     if not isinstance(values, list) or not values:
-        raise EngineError(f"{where}: no log-probs; {hint}")
-    if any(value is None for value in values):
-        raise EngineError(f"{where}: a response token has no log-prob")
-    _refuse_other_names(names, response_G, where, first)
-    return number_array(values, f"{where}: log-probs")
+        raise EngineError(f"no log-probs; {hint}")
+    if any(value is None for value in values):  # JSON has no NaN: some servers write null
+        raise EngineError("a response token has no log-prob")
+    _refuse_other_names(names, response_G, prompt_length)
+    return number_array(values, "log-probs")
 
 
-def _refuse_other_names(names: Any, response_G: np.ndarray, where: str, first: int) -> None:
+def _refuse_other_names(names: Any, response_G: np.ndarray, prompt_length: int) -> None:
     if not isinstance(names, list):
         return
     ids = [_TOKEN_ID.fullmatch(name) if isinstance(name, str) else None for name in names]
     for index, (token, named) in enumerate(zip(response_G.tolist(), ids, strict=False)):
         if named is not None and int(named[1]) != token:
             raise EngineError(
-                f"{where}: the log-prob of token {first + index} is that of id {named[1]}; the "
+                f"the log-prob of token {prompt_length + index} is that of id {named[1]}; the "
                 f"response has id {token} there"
             )
     if any(ids) and len(ids) != len(response_G):
-        raise EngineError(
-            f"{where}: log-probs of {len(ids)} tokens; the response has {len(response_G)}"
-        )
+        raise EngineError(f"log-probs of {len(ids)} tokens; the response has {len(response_G)}")
 
 
-def refuse_physical_ids(
-    engine: str, version: str | None, first_logical: tuple[int, ...], where: str
-) -> None:
-    """Refuse routes of a server that balances experts (EPLB) and is not known to be new enough.
-
-    Args:
-        engine: its name.
-        version: of the server; None if nobody knows.
-        first_logical: the first version whose ids are logical, before experts were moved.
-        where: what errors call the request.
-    """
-    given = (version or "").split(".")[:3]
-    parts = tuple(int(part) for part in given if re.fullmatch("[0-9]{1,6}", part))
-    if len(parts) < 2 or parts < first_logical:
-        raise EngineError(
-            f"{where}: with EPLB {engine} {said(version or 'of unknown version', 80)} returns "
-            f"physical expert ids; logical ones from {'.'.join(map(str, first_logical))} on"
-        )
-
-
-# Arrays out of what engines send: base64 of a `.npy` or of bare bytes, nested lists, or arrays.
-#
-# Nothing is unpickled, and nothing is allocated that the data does not hold: the shape that a
-# header
-# claims is compared with the bytes that are there before an array is made.
-#
-# Shape suffixes: G numbers of a list.
-
-_NUMBERS = (int, float, np.integer, np.floating)
-
-
-def integer_array(value: Any, what: str) -> np.ndarray:
+def integer_array(value: Any, name: str) -> np.ndarray:
     """Three axes of integers from base64 of a `.npy`, nested lists, or an array.
 
     Raises:
-        EngineError: naming `what`; numpy's own errors never escape and nothing is unpickled.
+        EngineError: naming `name`; numpy's own errors never escape.
     """
     if isinstance(value, str):
-        array = npy_array(_bytes(value, what), what)
+        array = _npy_array(_decoded(value, name), name)
     else:
-        array = _integers(_plain(value, what), what)
+        array = _integers(_plain(value, name), name)
     if array.ndim != 3:
-        raise EngineError(f"{what}: routes are [tokens, layers, topk]; got shape {array.shape}")
+        raise EngineError(f"{name}: routes are [tokens, layers, topk]; got shape {array.shape}")
     return array
 
 
-def bare_array(text: Any, dtype: str, what: str) -> np.ndarray:
+def bare_array(text: Any, dtype: str, name: str) -> np.ndarray:
     """One axis of numbers from base64 of their bytes, which say neither shape nor dtype."""
-    raw = _bytes(text, what)
+    raw = _decoded(text, name)
     if len(raw) % np.dtype(dtype).itemsize:
-        raise EngineError(f"{what}: {len(raw)} bytes are no whole number of {dtype}")
+        raise EngineError(f"{name}: {len(raw)} bytes are no whole number of {dtype}")
     return np.frombuffer(raw, dtype)
 
 
-def token_array(value: Any, what: str) -> np.ndarray:
+def token_array(value: Any, name: str) -> np.ndarray:
     """Token ids as int32."""
-    array = _integers(_plain(value, what), what)
-    if array.ndim != 1 or not array.size or array.min() < 0 or array.max() > 2**31 - 1:
-        raise EngineError(f"{what}: token ids are a list of at least one, from 0 on")
+    array = _integers(_plain(value, name), name)
+    if array.ndim != 1 or not array.size or array.min() < 0 or array.max() > MOST_TOKEN_ID:
+        raise EngineError(f"{name}: token ids are a list of at least one, from 0 on")
     return array.astype(np.int32)
 
 
-def number_array(value: Any, what: str) -> np.ndarray:
-    """Numbers of a list as float32; what is too large for it is infinite."""
-    array_G = _plain(value, what)
-    if array_G.ndim != 1 or array_G.dtype.kind not in "iuf":
-        raise EngineError(f"{what}: a list of numbers; got {_kinds(array_G)}")
+def number_array(value: Any, name: str) -> np.ndarray:
+    """Numbers of a list as float32; a number that is too large for float32 becomes infinite."""
+    array_V = _plain(value, name)
+    if array_V.ndim != 1 or array_V.dtype.kind not in "iuf":
+        raise EngineError(f"{name}: a list of numbers; got {_kinds(array_V)}")
     with np.errstate(over="ignore"):
-        return array_G.astype(np.float32)
+        return array_V.astype(np.float32)
 
 
-def _bytes(text: Any, what: str) -> bytes:
+def _decoded(text: Any, name: str) -> bytes:
     if not isinstance(text, str):
-        raise EngineError(f"{what}: base64 text; got {type(text).__name__}")
+        raise EngineError(f"{name}: base64 text; got {type(text).__name__}")
     try:
         return pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise EngineError(f"{what}: not whole base64 ({_short(error)})") from error
+        raise EngineError(f"{name}: not whole base64 ({_short(error)})") from error
 
 
-# the header as numpy writes it; numpy's own reader parses it as Python, which takes as long as a
-# fifth of the routes that follow
-_NPY = re.compile(
-    rb"\x93NUMPY\x01\x00..\{ ?'descr': ?'(?P<descr>[|<>=]\w{1,15})', ?"
-    rb"'fortran_order': ?(?P<fortran>True|False), ?"
-    rb"'shape': ?\((?P<shape>[\d, ]{0,100})\),? ?\} *\n",
-    re.DOTALL,
-)
-
-
-def npy_array(raw: bytes | bytearray, what: str, kinds: str = "iu") -> np.ndarray:
-    """The array of a `.npy` file's bytes, which it shares.
-
-    Args:
-        raw: the whole file.
-        what: what errors call it.
-        kinds: of numpy's dtypes ("iu": integers), those that may be in it.
+def _npy_array(raw: bytes, name: str) -> np.ndarray:
+    """The integers of a `.npy` file's bytes, which the array shares.
 
     Raises:
-        EngineError: naming `what`: a header that numpy does not write, or not the size it says.
+        EngineError: a header that numpy does not write, or another size than the header says.
     """
+    broken = f"{name}: not a whole .npy of numbers"
     header = _NPY.match(raw)
     if header is None:
-        raise EngineError(
-            f"{what}: not a whole .npy of numbers (it begins with {_short(bytes(raw[:120]))})"
-        )
+        raise EngineError(f"{broken} (it begins with {_short(raw[:120])})")
     try:
         dtype = np.dtype(header["descr"].decode())
         shape = tuple(int(axis) for axis in header["shape"].split(b",") if axis.strip())
     except (TypeError, ValueError) as error:
-        raise EngineError(f"{what}: not a whole .npy of numbers ({_short(error)})") from error
-    if dtype.kind not in kinds:
-        expected_kind = "ids are integers" if kinds == "iu" else f"dtypes of kind {kinds!r}"
-        raise EngineError(f"{what}: {expected_kind}; got {_short(dtype)}")
+        raise EngineError(f"{broken} ({_short(error)})") from error
+    if dtype.kind not in "iu":
+        raise EngineError(f"{name}: ids are integers; got {_short(dtype)}")
+    # math.prod, because Python's numbers do not wrap: a header of (2**32, 2**32) would claim 0
+    # elements in int64
     expected, got = math.prod(shape) * dtype.itemsize, len(raw) - header.end()
     if expected != got:
-        raise EngineError(
-            f"{what}: not a whole .npy of numbers ({got} bytes for {shape} of {dtype})"
-        )
+        raise EngineError(f"{broken} ({got} bytes for {shape} of {dtype})")
     try:
         flat = np.frombuffer(raw, dtype, offset=header.end()) if got else np.empty(0, dtype)
         return flat.reshape(shape, order="F" if header["fortran"] == b"True" else "C")
-    except ValueError as error:  # an empty shape may have axes that no array has
-        raise EngineError(f"{what}: not a whole .npy of numbers ({error})") from error
+    except ValueError as error:  # (0, 2**40, 2**40) is empty, and numpy still has no such array
+        raise EngineError(f"{broken} ({error})") from error
 
 
-def _plain(value: Any, what: str) -> np.ndarray:
-    """An array; of lists that hold anything but numbers one of objects."""
+def _plain(value: Any, name: str) -> np.ndarray:
+    """An array; lists that hold anything but numbers become an array of objects."""
     if isinstance(value, (list, tuple)):
-        return _from_lists(value, what)
+        return _from_lists(value, name)
     if not hasattr(value, "__array__"):
-        raise EngineError(f"{what}: a list or an array; got {type(value).__name__}")
+        raise EngineError(f"{name}: a list or an array; got {type(value).__name__}")
     try:
         return np.asarray(value)
-    except Exception as error:  # another library's array: its errors are its own
-        raise EngineError(f"{what}: not an array of numbers ({_short(error)})") from error
+    except Exception as error:  # another library's array may raise anything
+        raise EngineError(f"{name}: not an array of numbers ({_short(error)})") from error
 
 
-def _from_lists(value: list[Any] | tuple[Any, ...], what: str) -> np.ndarray:
+def _from_lists(value: list[Any] | tuple[Any, ...], name: str) -> np.ndarray:
+    uneven = f"{name}: not an even table of numbers"
     try:
-        # as objects: numpy would pad every element to the longest text among them
+        # As objects: np.array([["a" * 10**6, 1, 2]]) would be three texts of a million characters
+        # each, because numpy pads every element to the longest one.
         objects = np.array(value, dtype=object)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise EngineError(f"{what}: not an even table of numbers ({_short(error)})") from error
+        raise EngineError(f"{uneven} ({_short(error)})") from error
     if objects.ndim > 8:  # numpy itself walks no more than 32 axes
-        raise EngineError(f"{what}: not an even table of numbers ({objects.ndim} axes)")
+        raise EngineError(f"{uneven} ({objects.ndim} axes)")
     kinds = set(map(type, objects.flat))
-    if kinds & {list, tuple}:
-        raise EngineError(f"{what}: not an even table of numbers (lists inside {objects.shape})")
+    if kinds & {list, tuple}:  # [[1], [2, 3]] is an array of two lists
+        raise EngineError(f"{uneven} (lists inside {objects.shape})")
     if bool in kinds or not all(issubclass(kind, _NUMBERS) for kind in kinds):
         return objects
     whole = all(issubclass(kind, (int, np.integer)) for kind in kinds)
     try:
         return objects.astype(np.int64 if whole else np.float64)
     except (OverflowError, TypeError, ValueError) as error:
-        raise EngineError(f"{what}: not an even table of numbers ({_short(error)})") from error
+        raise EngineError(f"{uneven} ({_short(error)})") from error
 
 
-def _integers(array: np.ndarray, what: str) -> np.ndarray:
+def _integers(array: np.ndarray, name: str) -> np.ndarray:
     if array.size and array.dtype.kind not in "iu":
-        raise EngineError(f"{what}: ids are integers; got {_kinds(array)}")
+        raise EngineError(f"{name}: ids are integers; got {_kinds(array)}")
     return array
 
 

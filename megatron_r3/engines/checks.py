@@ -1,6 +1,6 @@
 """What the tokens and routes of one response must satisfy, whichever engine sent them.
 
-Shape suffixes: T rows, P prompt tokens, G sampled tokens, L MoE layers, H layers as sent, K top-k.
+Shape suffixes (docs/glossary.md): T, N, G, L, Y, K.
 """
 
 from __future__ import annotations
@@ -22,123 +22,99 @@ _NOT_CAPTURED = (
 
 
 def checked_tokens(
-    prompt_P: np.ndarray,
-    response_G: np.ndarray,
-    request: Mapping[str, Any],
-    shape: ModelShape,
-    where: str,
+    prompt: np.ndarray, response_G: np.ndarray, request: Mapping[str, Any], shape: ModelShape
 ) -> np.ndarray:
-    """Prompt and response as one sequence, int32 `[P + G]`.
+    """Prompt and response as one sequence, int32 `[N]`.
 
     Raises:
         EngineError: an id that the model's vocabulary does not have, or more sampled tokens than
             the request allows.
     """
-    most = most_tokens(request, where)
+    most = most_tokens(request)
     if most is not None and len(response_G) > most:
-        raise EngineError(
-            f"{where}: {len(response_G)} response tokens; at most {most} were asked for"
-        )
-    tokens = np.concatenate([prompt_P, response_G])
-    wrong = wrong_token(tokens, shape.vocab_size)
+        raise EngineError(f"{len(response_G)} response tokens; at most {most} were asked for")
+    tokens_N = np.concatenate([prompt, response_G])
+    wrong = wrong_token(tokens_N, shape.vocab_size)
     if wrong is not None:
-        raise EngineError(f"{where}: token {wrong[0]} {wrong[1]}")
-    return tokens
+        raise EngineError(f"token {wrong[0]} {wrong[1]}")
+    return tokens_N
 
 
 def checked_routes(
-    rows_THK: np.ndarray,
-    num_tokens: int,
-    shape: ModelShape,
-    where: str,
-    start: int,
-    cached_rows: str = "refuse",
+    rows_TYK: np.ndarray, num_tokens: int, shape: ModelShape, start: int = 0
 ) -> Routes:
-    """Routes of a rollout's tokens from `start` on, out of `[T, layers, K]` ids.
+    """Routes of a rollout's tokens from `start` on, `[L, N - 1 - start, K]`.
 
     Args:
-        rows_THK: all hidden layers (dense ones are zero), or the MoE layers alone.
-        num_tokens: N, prompt and response; N - 1 - start rows are expected.
+        rows_TYK: ids of all hidden layers (those of dense layers are zero), or of the MoE layers
+            alone.
+        num_tokens: N, prompt and response; N - 1 - start rows are expected, because the last token
+            was never forwarded.
         shape: of the model that the engine runs.
-        where: what errors call the data.
         start: the token of row 0.
-        cached_rows: of tokens whose ids are zero in every layer: "refuse", or "missing" to take
-            them as not recorded.
 
     Raises:
         EngineError: wrong rows, layers or top-k, wrong ids, or rows that were not captured.
     """
-    if cached_rows not in ("refuse", "missing"):
-        raise EngineError(f"{where}: cached rows are refuse or missing; got {cached_rows!r}")
-    _check_rows(rows_THK, num_tokens, shape, where, start)
-    rows_TLK = _moe_layers(rows_THK, shape, where)
-    recorded_T = None
-    if cached_rows == "missing" and shape.topk > 1:
-        recorded_T = np.asarray(rows_TLK.any((1, 2)))
-    if shape.topk == 1:  # zero is expert 0 unless it is all that there is
-        _refuse_not_captured(rows_TLK, shape, where, start)
+    _check_rows(rows_TYK, num_tokens, shape, start)
+    rows_TLK = _moe_layers(rows_TYK, shape)
+    # With K = 1 a row [0] is expert 0 and a possible route, so Routes would take it: look first.
+    # With K > 1 a row of zeros has expert 0 twice, so Routes refuses it, and the search for a
+    # better reason is left to the responses that are wrong.
+    if shape.topk == 1:
+        _refuse_not_captured(rows_TLK, shape, start)
     try:
-        return Routes.from_array(
-            rows_TLK.transpose(1, 0, 2), shape.num_experts, recorded_T, where, start
-        )
-    except RoutesError as error:
-        _refuse_not_captured(rows_TLK, shape, where, start, recorded_T)
-        raise EngineError(str(error)) from error
+        return Routes.from_array(rows_TLK.transpose(1, 0, 2), shape.num_experts, first_token=start)
+    except RoutesError:
+        _refuse_not_captured(rows_TLK, shape, start)
+        raise
 
 
-def _check_rows(
-    rows_THK: np.ndarray, num_tokens: int, shape: ModelShape, where: str, start: int
-) -> None:
+def _check_rows(rows_TYK: np.ndarray, num_tokens: int, shape: ModelShape, start: int) -> None:
     expected = num_tokens - 1 - start
-    rows, _, topk = rows_THK.shape
+    rows, _, topk = rows_TYK.shape
     if rows != expected:
         ignored = start > 0 and rows == num_tokens - 1
         raise EngineError(
-            f"{where}: {rows} rows of routes for {num_tokens} tokens from token {start} on; "
+            f"{rows} rows of routes for {num_tokens} tokens from token {start} on; "
             f"expected {expected}"
             + ("; the server ignored routed_experts_prompt_start" if ignored else "")
         )
     if topk != shape.topk:
-        raise EngineError(f"{where}: top-{topk} routes; the model is top-{shape.topk}")
+        raise EngineError(f"top-{topk} routes; the model is top-{shape.topk}")
 
 
-def _moe_layers(rows_THK: np.ndarray, shape: ModelShape, where: str) -> np.ndarray:
-    layers, num_moe = rows_THK.shape[1], len(shape.moe_layers)
+def _moe_layers(rows_TYK: np.ndarray, shape: ModelShape) -> np.ndarray:
+    """The rows of the MoE layers, `[T, L, K]`."""
+    layers, num_moe = rows_TYK.shape[1], len(shape.moe_layers)
     if layers == num_moe:
-        return rows_THK
+        return rows_TYK
     if layers != shape.num_hidden_layers:
         raise EngineError(
-            f"{where}: routes of {layers} layers; the model has {shape.num_hidden_layers}, "
-            f"{num_moe} of them MoE layers"
+            f"routes of {layers} layers; the model has {shape.num_hidden_layers}, {num_moe} of "
+            "them MoE layers"
         )
-    dense = [i for i in range(layers) if i not in shape.moe_layers]
-    for layer in dense:
-        if rows_THK[:, layer].any():
+    # engines leave the rows of dense layers at zero, so another number there means that the server
+    # runs a model with other MoE layers than the config that is read here
+    for layer in range(layers):
+        if layer not in shape.moe_layers and rows_TYK[:, layer].any():
             raise EngineError(
-                f"{where}: routes at hidden layer {layer}, which is dense in the model's config: "
-                "the server runs another model"
+                f"routes at hidden layer {layer}, which is dense in the model's config: the server "
+                "runs another model"
             )
-    return rows_THK[:, list(shape.moe_layers)]
+    return rows_TYK[:, list(shape.moe_layers)]
 
 
-def _refuse_not_captured(
-    rows_TLK: np.ndarray,
-    shape: ModelShape,
-    where: str,
-    start: int,
-    recorded_T: np.ndarray | None = None,
-) -> None:
-    """A row of zeros is no route: ids are distinct. With K = 1 only a whole response can tell."""
+def _refuse_not_captured(rows_TLK: np.ndarray, shape: ModelShape, start: int) -> None:
+    """Refuse rows of zeros, which engines return where they captured nothing."""
     zero_TL = ~rows_TLK.any(-1)
-    if shape.topk == 1:
+    if shape.topk == 1:  # one row [0] may be expert 0; a whole response of them is not believed
         zero_TL &= zero_TL.all() and shape.num_experts > 1
-    if recorded_T is not None:
-        zero_TL &= recorded_T[:, None]
     if not zero_TL.any():
         return
-    row, trace_layer = (int(i) for i in np.argwhere(zero_TL)[0])
+    row, moe_layer = (int(i) for i in np.argwhere(zero_TL)[0])
     raise EngineError(
-        f"{where}: the engine did not capture routes: {int(zero_TL.sum())} of {zero_TL.size} rows "
-        f"are zeros, the first at token {row + start}, hidden layer "
-        f"{shape.moe_layers[trace_layer]}. {_NOT_CAPTURED}"
+        f"the engine did not capture routes: {int(zero_TL.sum())} of {zero_TL.size} rows are "
+        f"zeros, the first at token {row + start}, hidden layer {shape.moe_layers[moe_layer]}. "
+        f"{_NOT_CAPTURED}"
     )

@@ -3,10 +3,12 @@
 /v1/completions and /v1/chat/completions of the dynamic text generation server: `moe_topk_indices`
 of each choice, nested lists in 0.17, `["ndarray", {data, dtype}]` with int16 from 0.18 on. They
 hold the MoE layers in the order in which routers were made: the decoder's, then those of MTP.
-0.17's /v1/completions returns no token ids and cannot be read. `prompt_moe_topk_indices` repeats
-what the other field says, or is cut off in the middle, and is not looked at.
+0.17's /v1/completions returns no token ids and cannot be read.
 
-Shape suffixes: T rows, N tokens, P prompt tokens, G response tokens, L layers as sent, K top-k.
+No command reads these: this file is for a framework that samples with Megatron-LM and calls
+`engines.decode`.
+
+Shape suffixes (docs/glossary.md): T, G, L, K.
 """
 
 from __future__ import annotations
@@ -16,44 +18,35 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.engines import body as bodies
-from megatron_r3.engines.body import integer_array, number_array
+from megatron_r3.engines.body import (
+    choices_in_order,
+    id_array,
+    integer_array,
+    number_array,
+    option,
+    prompt_array,
+    prompts,
+    refuse_echo,
+    refuse_failure,
+    refuse_half_way,
+    refuse_other_model,
+    sampled_logprobs,
+    whole_number,
+)
 from megatron_r3.engines.checks import checked_routes, checked_tokens
-from megatron_r3.engines.conversation import Increment, Sample
-from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.engines.conversation import Increment, read_choices
+from megatron_r3.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.untrusted import quoted, said
+
+# A choice of /v1/completions from 0.18 on, without what is not read here:
+#
+#   {"index": 0, "prompt_token_ids": [5, 9], "generation_token_ids": [7, 3], "num_evictions": 0,
+#    "generation_log_probs": [-0.5, -1.2],
+#    "moe_topk_indices": ["ndarray", {"data": [3 rows of L lists of K ids], "dtype": "int16"}]}
 
 _DTYPES = ("int16", "int32", "int64")
 _ASK_IDS = "0.17's /v1/completions returns none; chat: ask with return_tokenized_data true"
 _ASK_LOGPROBS = "ask with logprobs 1 (chat: true)"
-
-
-def decode(
-    response: Any,
-    request: Mapping[str, Any],
-    shape: ModelShape,
-    where: str,
-    *,
-    num_mtp_layers: int = 0,
-) -> list[Sample]:
-    """The samples of one response, in the order of its choices.
-
-    Args:
-        response: the body that the server returned.
-        request: the body that was sent.
-        shape: of the model that the server runs.
-        where: what errors call the request.
-        num_mtp_layers: MoE layers of multi-token prediction in the server's model; their routes
-            come last and are dropped.
-
-    Returns:
-        One sample for each choice; `group` is the index of its prompt in the request.
-
-    Raises:
-        EngineError: naming `where` and the choice, and token and layer where there is one.
-    """
-    found = decode_increments(response, request, shape, where, num_mtp_layers=num_mtp_layers)
-    return [one.whole() for one in found]
 
 
 def decode_increments(
@@ -64,87 +57,82 @@ def decode_increments(
     *,
     num_mtp_layers: int = 0,
 ) -> list[Increment]:
-    """What each choice tells of its conversation, always from token 0 on.
+    """What each choice adds to its conversation, always from token 0 on.
+
+    Args:
+        response: the body that the server returned.
+        request: the body that was sent.
+        shape: of the model that the server runs.
+        where: what errors call the request.
+        num_mtp_layers: MoE layers of multi-token prediction in the server's model; their routes
+            come last and are dropped.
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one.
     """
-    if not isinstance(response, Mapping):  # an error's body is a bare text
-        raise EngineError(f"{where}: the server refused the request: {said(response)}")
-    failed = bodies.failure(response)
-    if failed:
-        raise EngineError(f"{where}: {failed}")
-    if request.get("stream"):
-        raise EngineError(f"{where}: a streamed response is not read; ask with stream false")
-    bodies.refuse_echo(request, where)
-    if response.get("model") != "EMPTY":  # what it calls any model
-        bodies.refuse_other_model(response, request, where)
-    prompts = bodies.prompts(request, ("prompt",), where)
-    chat_count = bodies.option(request, "n", 1) if "messages" in request else 1
-    count = bodies.whole_number(chat_count, "n", where, 1)
-    choices = bodies.choices_in_order(response.get("choices"), count * len(prompts), where)
-    return [
-        _increment(
-            choice, request, prompts[i // count], i // count, shape, num_mtp_layers,
-            f"{where}, choice {i}",
-        )
-        for i, choice in enumerate(choices)
-    ]  # fmt: skip
+    with naming(where):
+        if not isinstance(response, Mapping):  # the body of an error is a bare text
+            raise EngineError(f"the server refused the request: {said(response)}")
+        refuse_failure(response)
+        if request.get("stream"):
+            raise EngineError("a streamed response is not read; ask with stream false")
+        refuse_echo(request)
+        if response.get("model") != "EMPTY":  # the server's name for any model
+            refuse_other_model(response, request)
+        asked = prompts(request, ("prompt",))
+        # /v1/completions ignores n: there is one choice for each prompt
+        count = whole_number(option(request, "n", 1) if "messages" in request else 1, "n", 1)
+        choices = choices_in_order(response.get("choices"), count * len(asked))
+
+    def read(choice: Mapping[str, Any], number: int) -> Increment:
+        group = number // count
+        return _increment(choice, request, asked[group], group, shape, num_mtp_layers)
+
+    return read_choices(choices, where, read)
 
 
 def _increment(
     choice: Mapping[str, Any],
     request: Mapping[str, Any],
-    prompt: Any,
+    asked: Any,
     group: int,
     shape: ModelShape,
     num_mtp_layers: int,
-    where: str,
 ) -> Increment:
-    bodies.refuse_half_way(choice.get("finish_reason"), where)
+    refuse_half_way(choice.get("finish_reason"))
+    # chat: 0.19 says ids and log-probs in the message only, 0.17 in the choice too
     message = choice.get("message")
-    told = {**(message if isinstance(message, Mapping) else {}), **choice}
-    evictions = told.get("num_evictions")
+    fields = {**(message if isinstance(message, Mapping) else {}), **choice}
+    evictions = fields.get("num_evictions")
     if evictions:
-        raise EngineError(
-            f"{where}: evicted {quoted(evictions, 20)} times and resumed: its routes are lost"
-        )
-    prompt_P = bodies.prompt_array(prompt, told.get("prompt_token_ids"), _ASK_IDS, where)
-    response_G = bodies.id_array(
-        told.get("generation_token_ids"), "generation_token_ids", _ASK_IDS, where
-    )
-    tokens_N = checked_tokens(prompt_P, response_G, request, shape, where)
-    rows_TLK = _rows(choice.get("moe_topk_indices"), shape, num_mtp_layers, where)
-    increment = Increment(
-        tokens_N,
-        len(prompt_P),
-        _logprobs(told, response_G, len(prompt_P), where),
-        checked_routes(rows_TLK, len(tokens_N), shape, where, 0),
-        0,
-        group,
-        where,
-    )
-    increment.check()
-    return increment
+        raise EngineError(f"evicted {quoted(evictions, 20)} times and resumed: its routes are lost")
+    prompt = prompt_array(asked, fields.get("prompt_token_ids"), _ASK_IDS)
+    response_G = id_array(fields.get("generation_token_ids"), "generation_token_ids", _ASK_IDS)
+    tokens_N = checked_tokens(prompt, response_G, request, shape)
+    # prompt_moe_topk_indices is not looked at: it repeats the first rows of moe_topk_indices, and
+    # from 0.18 on the server slices the pair ["ndarray", {...}] as if the pair were the rows
+    rows_TLK = _rows(choice.get("moe_topk_indices"), shape, num_mtp_layers)
+    logprobs_G = _logprobs(fields, response_G, len(prompt))
+    routes = checked_routes(rows_TLK, len(tokens_N), shape)
+    return Increment(tokens_N, len(prompt), logprobs_G, routes, 0, group)
 
 
-def _logprobs(
-    told: Mapping[str, Any], response_G: np.ndarray, prompt_length: int, where: str
-) -> np.ndarray:
-    values = told.get("generation_log_probs")
+def _logprobs(fields: Mapping[str, Any], response_G: np.ndarray, prompt_length: int) -> np.ndarray:
+    values = fields.get("generation_log_probs")
     if isinstance(values, list) and values:
-        return number_array(values, f"{where}: generation_log_probs")
-    logprobs = told.get("logprobs")
+        return number_array(values, "generation_log_probs")
+    logprobs = fields.get("logprobs")
     if isinstance(logprobs, Mapping):
         values = logprobs.get("token_logprobs")
-        if isinstance(values, list) and values[:1] == [None]:  # not of a token: a place before it
+        # [None, -0.5, -1.2] for two sampled tokens: the server puts a place before the first one
+        if isinstance(values, list) and values[:1] == [None]:
             logprobs = {"token_logprobs": values[1:]}
-    return bodies.sampled_logprobs(logprobs, response_G, _ASK_LOGPROBS, where, prompt_length)
+    return sampled_logprobs(logprobs, response_G, _ASK_LOGPROBS, prompt_length)
 
 
-def _rows(value: Any, shape: ModelShape, num_mtp_layers: int, where: str) -> np.ndarray:
-    """The decoder's layers of `[T, L, K]` ids."""
-    name = f"{where}: moe_topk_indices"
+def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
+    """The ids of the decoder's layers, `[T, L, K]`."""
+    name = "moe_topk_indices"
     if value is None:
         raise EngineError(
             f"{name}: there are none; start the server with --moe-enable-routing-replay (an "
@@ -161,6 +149,7 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int, where: str) -> np.
 
 
 def _array(value: Any, name: str) -> np.ndarray:
+    """The ids of one of three forms: lists, `["ndarray", {data, dtype}]`, `["tensor", lists]`."""
     tagged = isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)
     if not tagged:
         return integer_array(value, name)

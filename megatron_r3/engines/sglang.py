@@ -1,14 +1,13 @@
-"""What an SGLang server returns with `--enable-return-routed-experts`, decoded into samples.
+"""What an SGLang server returns with `--enable-return-routed-experts`.
 
 Asked with `return_routed_experts`, from 0.5.7 on /generate (`meta_info.routed_experts`, of every
 sample), from 0.5.9 on OpenAI's routes (`sglext.routed_experts`, of the first choice only; with
-`return_meta_info`, from 0.5.18, of every choice). It is base64 of bare little-endian int32, all
-hidden layers, and says neither shape nor start: `routed_experts_start_len` is taken from 0.5.8 on
-and ignored until 0.5.12, so the size tells which rows they are.
+`return_meta_info`, from 0.5.18, of every choice).
 
-Up to 0.5.9 the ids are physical: where experts were moved (EPLB), they are not the model's.
+The routes are base64 of bare little-endian int32 of all hidden layers: neither a shape nor a start
+stands beside them.
 
-Shape suffixes: T rows, N tokens, P prompt tokens, G response tokens, H hidden layers, K top-k.
+Shape suffixes (docs/glossary.md): T, G, Y, K.
 """
 
 from __future__ import annotations
@@ -18,54 +17,43 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.engines import body as bodies
-from megatron_r3.engines.body import bare_array, number_array, token_array
+from megatron_r3.engines.body import (
+    bare_array,
+    choices_in_order,
+    id_array,
+    number_array,
+    option,
+    prompt_array,
+    prompts,
+    refuse_echo,
+    refuse_failure,
+    refuse_half_way,
+    refuse_other_model,
+    refuse_physical_ids,
+    sampled_logprobs,
+    token_array,
+    whole_number,
+)
 from megatron_r3.engines.checks import checked_routes, checked_tokens
-from megatron_r3.engines.conversation import Increment, Sample
-from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.engines.conversation import Increment, read_choices
+from megatron_r3.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.untrusted import quoted
+
+# A sample of /generate, and a response of /v1/completions, without what is not read here:
+#
+#   {"output_ids": [7, 3], "meta_info": {
+#       "prompt_tokens": 2, "finish_reason": {"type": "length"}, "num_retractions": 0,
+#       "output_token_logprobs": [[-0.5, 7, null], [-1.2, 3, null]],
+#       "routed_experts": "AwAAAAEAAAA..."}}
+#
+#   {"choices": [{"index": 0, "token_ids": [7, 3], "prompt_token_ids": [5, 9], "logprobs": {...}}],
+#    "sglext": {"routed_experts": "AwAAAAEAAAA..."}}
 
 PROMPT_FIELDS = ("input_ids", "text", "prompt")  # of a request: the first that is there counts
 
 _ASK_PROMPT = "send input_ids, not text"
 _ASK_IDS = "ask with return_token_ids true (0.5.23; chat: return_prompt_token_ids), or /generate"
 _ASK_LOGPROBS = "ask with return_logprob true (OpenAI's routes: logprobs 1, chat: true)"
-
-
-def decode(
-    response: Any,
-    request: Mapping[str, Any],
-    shape: ModelShape,
-    where: str,
-    *,
-    eplb: bool = False,
-    version: str | None = None,
-    accept_retracted: bool = False,
-) -> list[Sample]:
-    """The samples of one response, in the order of the request: each prompt's `n` together.
-
-    Args:
-        response: the body that the server returned.
-        request: the body that was sent.
-        shape: of the model that the server runs.
-        where: what errors call the request.
-        eplb: the server balances experts (`--enable-eplb`, `--init-expert-location`).
-        version: of SGLang; asked for with `eplb` only.
-        accept_retracted: take samples that were retracted and prefilled again: the routes of their
-            first tokens are the new ones, their log-probs the old ones.
-
-    Returns:
-        One sample for each prompt and n; `group` is the index of its prompt in the request.
-
-    Raises:
-        EngineError: naming `where` and the choice, and token and layer where there is one; routes
-            that start late (`routed_experts_start_len`) are for `decode_increments`.
-    """
-    found = decode_increments(
-        response, request, shape, where,
-        eplb=eplb, version=version, accept_retracted=accept_retracted,
-    )  # fmt: skip
-    return [one.whole() for one in found]
 
 
 def decode_increments(
@@ -78,62 +66,73 @@ def decode_increments(
     version: str | None = None,
     accept_retracted: bool = False,
 ) -> list[Increment]:
-    """What each sample of one response tells of its conversation; arguments are those of `decode`.
+    """What each sample adds to its conversation, in the order of the request: the `n` of a prompt.
+
+    Args:
+        response: the body that the server returned.
+        request: the body that was sent; `routed_experts_start_len` is the token of the first row.
+        shape: of the model that the server runs.
+        where: what errors call the request.
+        eplb: the server balances experts (`--enable-eplb`, `--init-expert-location`). Up to 0.5.9
+            the ids of moved experts are not the model's.
+        version: of SGLang; looked at with `eplb` only.
+        accept_retracted: take samples that were retracted and prefilled again: the routes of their
+            first tokens are the new ones, their log-probs the old ones.
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one.
     """
-    if eplb:
-        bodies.refuse_physical_ids("SGLang", version, (0, 5, 10), where)
-    if isinstance(response, str) or request.get("stream"):
-        raise EngineError(f"{where}: a streamed response is not read; ask with stream false")
-    prompts = bodies.prompts(request, PROMPT_FIELDS, where)
-    count = bodies.whole_number(_samples_of_one(request, where), "n", where, 1)
-    start = request.get("routed_experts_start_len")
-    start = bodies.whole_number(0 if start is None else start, "start", where)
-    items = _items(response, request, count * len(prompts), where)
-    found = []
-    for i, item in enumerate(items):
-        name = f"{where}, choice {i}"
-        _refuse_unusable(item["meta_info"], accept_retracted, name)
-        found.append(_increment(item, request, prompts[i // count], i // count, start, shape, name))
-    return found
+    with naming(where):
+        if eplb:
+            refuse_physical_ids("SGLang", version, (0, 5, 10))
+        if isinstance(response, str) or request.get("stream"):
+            raise EngineError("a streamed response is not read; ask with stream false")
+        asked = prompts(request, PROMPT_FIELDS)
+        count = whole_number(_samples_of_one(request), "n", 1)
+        start = request.get("routed_experts_start_len")
+        start = whole_number(0 if start is None else start, "start")
+        items = _items(response, request, count * len(asked))
+
+    def read(item: Mapping[str, Any], number: int) -> Increment:
+        group = number // count
+        _refuse_unusable(item["meta_info"], accept_retracted)
+        return _increment(item, request, asked[group], group, start, shape)
+
+    return read_choices(items, where, read)
 
 
-def _samples_of_one(request: Mapping[str, Any], where: str) -> Any:
+def _samples_of_one(request: Mapping[str, Any]) -> Any:
+    """How many samples of each prompt were asked for."""
     params = request.get("sampling_params")
     if not isinstance(params, list):
-        return bodies.option(request, "n", 1)
+        return option(request, "n", 1)
+    # a list has one entry for each prompt: [{"n": 2}, {"n": 2}]
     counts = [one.get("n", 1) if isinstance(one, Mapping) else None for one in params]
     if not counts or any(count != counts[0] for count in counts):
-        raise EngineError(f"{where}: n differs between the prompts of one request")
+        raise EngineError("n differs between the prompts of one request")
     return counts[0]
 
 
-def _items(
-    response: Any, request: Mapping[str, Any], expected: int, where: str
-) -> list[dict[str, Any]]:
-    """The samples of either form: tokens, prompt, log-probs as OpenAI has them, meta_info."""
+def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dict[str, Any]]:
+    """The samples of either route: token ids, prompt, log-probs as OpenAI has them, meta_info."""
     if isinstance(response, Mapping):
-        failed = bodies.failure(response)
-        if failed:
-            raise EngineError(f"{where}: {failed}")
+        refuse_failure(response)
         if "meta_info" not in response:
-            bodies.refuse_echo(request, where)
-            bodies.refuse_other_model(response, request, where)
-            return _openai_items(response, expected, where)
-        response = [response]
+            refuse_echo(request)
+            refuse_other_model(response, request)
+            return _openai_items(response, expected)
+        response = [response]  # /generate, asked for one sample
     if not isinstance(response, list) or len(response) != expected:
         count = len(response) if isinstance(response, list) else type(response).__name__
-        raise EngineError(f"{where}: {count} samples; the request asks for {expected}")
+        raise EngineError(f"{count} samples; the request asks for {expected}")
     for item in response:
         if not isinstance(item, Mapping) or not isinstance(item.get("meta_info"), Mapping):
-            raise EngineError(f"{where}: a sample of /generate has a meta_info")
+            raise EngineError("a sample of /generate has a meta_info")
     return [
         {
             "token_ids": item.get("output_ids"),
             "prompt_token_ids": item.get("prompt_token_ids"),
-            "logprobs": None,
+            "logprobs": None,  # they are in meta_info
             "meta_info": item["meta_info"],
             "hint": _ASK_PROMPT,
         }
@@ -141,10 +140,11 @@ def _items(
     ]
 
 
-def _openai_items(response: Mapping[str, Any], expected: int, where: str) -> list[dict[str, Any]]:
+def _openai_items(response: Mapping[str, Any], expected: int) -> list[dict[str, Any]]:
     extension = response.get("sglext")
     extension = extension if isinstance(extension, Mapping) else {}
-    choices = bodies.choices_in_order(response.get("choices"), expected, where)
+    choices = choices_in_order(response.get("choices"), expected)
+    # 0.5.23 with return_output_ids_in_sglext: one list of ids for each choice
     outputs = extension.get("output_ids")
     outputs = outputs if isinstance(outputs, list) and len(outputs) == expected else None
     items = []
@@ -153,7 +153,7 @@ def _openai_items(response: Mapping[str, Any], expected: int, where: str) -> lis
         if not isinstance(meta, Mapping):
             if expected > 1:
                 raise EngineError(
-                    f"{where}: routes of the first of {expected} choices only; ask for one, with "
+                    f"routes of the first of {expected} choices only; ask for one, with "
                     "return_meta_info, or /generate"
                 )
             meta = {"routed_experts": extension.get("routed_experts")}
@@ -174,79 +174,79 @@ def _openai_items(response: Mapping[str, Any], expected: int, where: str) -> lis
     return items
 
 
-def _refuse_unusable(meta: Mapping[str, Any], accept_retracted: bool, where: str) -> None:
-    bodies.refuse_half_way(meta.get("finish_reason"), where)
-    retracted = meta.get("num_retractions", meta.get("total_retractions"))  # 0.5.9 has the latter
+def _refuse_unusable(meta: Mapping[str, Any], accept_retracted: bool) -> None:
+    refuse_half_way(meta.get("finish_reason"))
+    retracted = meta.get("num_retractions", meta.get("total_retractions"))  # its name in 0.5.9
     if retracted and not accept_retracted:
         raise EngineError(
-            f"{where}: retracted {quoted(retracted, 20)} times: routes of its second prefill "
-            "beside log-probs of before; accept_retracted takes it"
+            f"retracted {quoted(retracted, 20)} times: routes of its second prefill beside "
+            "log-probs of before; accept_retracted takes it"
         )
 
 
 def _increment(
     item: Mapping[str, Any],
     request: Mapping[str, Any],
-    prompt: Any,
+    asked: Any,
     group: int,
     start: int,
     shape: ModelShape,
-    where: str,
 ) -> Increment:
     meta = item["meta_info"]
-    prompt_P = bodies.prompt_array(prompt, item["prompt_token_ids"], item["hint"], where)
-    told = meta.get("prompt_tokens")
-    if told is not None and told != len(prompt_P):
-        raise EngineError(f"{where}: {quoted(told, 20)} prompt tokens; {len(prompt_P)} were sent")
+    prompt = prompt_array(asked, item["prompt_token_ids"], item["hint"])
+    counted = meta.get("prompt_tokens")
+    if counted is not None and counted != len(prompt):
+        raise EngineError(f"{quoted(counted, 20)} prompt tokens; {len(prompt)} were sent")
     tokens, logprobs_G = item["token_ids"], None
-    if meta.get("output_token_logprobs") is not None:
-        sampled_G, logprobs_G = _native_logprobs(meta["output_token_logprobs"], where)
-        tokens = sampled_G if tokens is None else tokens
-    response_G = bodies.id_array(tokens, "output_ids", item["hint"], where)
+    if meta.get("output_token_logprobs") is not None:  # they name their tokens by id, always
+        named_G, logprobs_G = _native_logprobs(meta["output_token_logprobs"])
+        tokens = named_G if tokens is None else tokens
+    response_G = id_array(tokens, "output_ids", item["hint"])
     if logprobs_G is None:
-        logprobs_G = bodies.sampled_logprobs(
-            item["logprobs"], response_G, _ASK_LOGPROBS, where, len(prompt_P)
-        )
-    elif not np.array_equal(response_G, sampled_G):
-        raise EngineError(f"{where}: output_token_logprobs are not those of output_ids")
-    tokens_N = checked_tokens(prompt_P, response_G, request, shape, where)
-    rows_THK = _rows(meta.get("routed_experts"), len(tokens_N), start, shape, where)
-    routes = checked_routes(rows_THK, len(tokens_N), shape, where, start)
-    increment = Increment(tokens_N, len(prompt_P), logprobs_G, routes, start, group, where)
-    increment.check()
-    return increment
+        logprobs_G = sampled_logprobs(item["logprobs"], response_G, _ASK_LOGPROBS, len(prompt))
+    elif not np.array_equal(response_G, named_G):
+        raise EngineError("output_token_logprobs are not those of output_ids")
+    tokens_N = checked_tokens(prompt, response_G, request, shape)
+    rows_TYK = _rows(meta.get("routed_experts"), len(tokens_N), start, shape)
+    routes = checked_routes(rows_TYK, len(tokens_N), shape, start)
+    return Increment(tokens_N, len(prompt), logprobs_G, routes, start, group)
 
 
-def _native_logprobs(entries: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and log-probs of `[[log-prob, token id, text or None], ...]`."""
+def _native_logprobs(entries: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and log-probs, `[G]` each, of `[[log-prob, token id, text or None], ...]`."""
     if not isinstance(entries, list) or not entries:
-        raise EngineError(f"{where}: no log-probs; {_ASK_LOGPROBS}")
+        raise EngineError(f"no log-probs; {_ASK_LOGPROBS}")
     if not all(isinstance(entry, (list, tuple)) and len(entry) >= 2 for entry in entries):
-        raise EngineError(f"{where}: output_token_logprobs are [log-prob, token id, text]")
+        raise EngineError("output_token_logprobs are [log-prob, token id, text]")
     if any(entry[0] is None for entry in entries):
-        raise EngineError(f"{where}: a response token has no log-prob (JSON has no NaN)")
-    name = f"{where}: output_token_logprobs"
+        raise EngineError("a response token has no log-prob (JSON has no NaN)")
+    name = "output_token_logprobs"
     return (
         token_array([entry[1] for entry in entries], name),
         number_array([entry[0] for entry in entries], name),
     )
 
 
-def _rows(text: Any, num_tokens: int, start: int, shape: ModelShape, where: str) -> np.ndarray:
+def _rows(text: Any, num_tokens: int, start: int, shape: ModelShape) -> np.ndarray:
+    """The ids of all hidden layers from token `start` on, `[T, Y, K]`, out of bare bytes.
+
+    The size alone says where they begin. Example: 10 tokens asked with a start of 4, in 5 layers
+    with top-4. 100 ids are 5 rows, from token 4 on; 180 ids are 9 rows, from token 0 on, and the
+    first 4 are dropped: 0.5.8 to 0.5.11 take `routed_experts_start_len` and ignore it.
+    """
     if text is None:
         raise EngineError(
-            f"{where}: no routed_experts; start the server with --enable-return-routed-experts, "
-            "ask with return_routed_experts true"
+            "no routed_experts; start the server with --enable-return-routed-experts, ask with "
+            "return_routed_experts true"
         )
-    flat = bare_array(text, "<i4", f"{where}: routed_experts")
+    flat = bare_array(text, "<i4", "routed_experts")
     layers, topk = shape.num_hidden_layers, shape.topk
     rows, rest = divmod(flat.size, layers * topk)
     whole, asked = num_tokens - 1, num_tokens - 1 - start
     if rest or rows not in (whole, asked):
         raise EngineError(
-            f"{where}: {flat.size} expert ids fit neither {asked} rows from token {start} on nor "
-            f"{whole} from token 0 on, of {layers} layers and top-{topk}"
+            f"{flat.size} expert ids fit neither {asked} rows from token {start} on nor {whole} "
+            f"from token 0 on, of {layers} layers and top-{topk}"
         )
-    rows_THK = flat.reshape(rows, layers, topk)
-    # a server before 0.5.12 ignores the start
-    return rows_THK[start:] if rows != asked else rows_THK
+    rows_TYK = flat.reshape(rows, layers, topk)
+    return rows_TYK if rows == asked else rows_TYK[start:]

@@ -1,97 +1,36 @@
-"""Routes out of a transformers model: from its router logits, or from its routers as they run.
+"""Routes out of a transformers model: the ids that its routers choose while the model runs.
 
-Shape suffixes: T tokens, L MoE layers, E experts, K top-k.
+Ids are `[T, K]` for one router and `[L, T, K]` for a model (docs/glossary.md).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megatron_r3.engines.shape import EngineError
 
+# Class names of transformers 5: Qwen3MoeTopKRouter, DeepseekV3TopkRouter, GptOssTopKRouter, ...;
+# module names: model.layers.3.mlp.gate
 _ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
-
-def routes_from_router_logits(
-    router_logits: Sequence[Tensor],
-    topk: int,
-    *,
-    score: str = "softmax",
-    bias_LE: Sequence[Tensor] | None = None,
-    num_groups: int = 1,
-    topk_groups: int = 1,
-) -> np.ndarray:
-    """Ids `[L, T, K]` from what `output_router_logits=True` returns, chosen as the model does.
-
-    Args:
-        router_logits: one `[T, E]` tensor (or `[B, S, E]`) for each MoE layer. Probabilities, which
-            transformers 5.0-5.4 returned under this name for Qwen3-MoE, give the same ids.
-        topk: K.
-        score: "softmax" in fp32 (Qwen3-MoE), or "sigmoid" (DeepSeek-V3).
-        bias_LE: each layer's correction bias, added to the scores for the choice.
-        num_groups, topk_groups: experts are chosen from the best groups (by their two best) only.
-
-    Raises:
-        EngineError: logits that do not fit together or an unknown score.
-    """
-    if not router_logits:
-        raise EngineError("no router logits: was the model called with output_router_logits=True?")
-    num_experts = router_logits[0].shape[-1]
-    ids_LTK = []
-    for layer, logits in enumerate(router_logits):
-        if logits.shape != router_logits[0].shape or not 1 <= topk <= num_experts:
-            raise EngineError(
-                f"MoE layer {layer}: router logits {tuple(logits.shape)} for top-{topk}; "
-                f"layer 0 has {tuple(router_logits[0].shape)}"
-            )
-        scores_TE = _scores(logits.detach().reshape(-1, num_experts).float(), score)
-        if bias_LE is not None:
-            scores_TE = scores_TE + bias_LE[layer].to(scores_TE)
-        scores_TE = _keep_best_groups(scores_TE, num_groups, topk_groups)
-        ids_LTK.append(torch.topk(scores_TE, topk, dim=-1).indices)
-    return torch.stack(ids_LTK).cpu().numpy()
-
-
-def _scores(logits_TE: Tensor, score: str) -> Tensor:
-    if score == "softmax":
-        return torch.softmax(logits_TE, -1)
-    if score == "sigmoid":
-        return torch.sigmoid(logits_TE)
-    raise EngineError(f"router scores are softmax or sigmoid; got {score!r}")
-
-
-def _keep_best_groups(scores_TE: Tensor, num_groups: int, topk_groups: int) -> Tensor:
-    if num_groups == 1:
-        return scores_TE
-    grouped = scores_TE.unflatten(-1, (num_groups, -1))
-    best = grouped.topk(2, dim=-1).values.sum(-1).topk(topk_groups, dim=-1).indices
-    keep = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=best.device)
-    keep.scatter_(1, best, True)
-    return grouped.masked_fill(~keep[..., None], float("-inf")).flatten(1)
 
 
 class CapturedRoutes:
     """The ids that a model's routers chose, one entry for each forward call.
 
     Attributes:
-        moe_layers: for each trace layer the 0-based hidden layer that it belongs to.
+        moe_layers: the 0-based hidden layers that have a router, ascending.
     """
 
     def __init__(self, moe_layers: tuple[int, ...]) -> None:
         self.moe_layers = moe_layers
         self._calls: list[list[Tensor]] = [[] for _ in moe_layers]
-
-    def __len__(self) -> int:
-        """How many forward calls are held."""
-        return len(self._calls[0])
 
     def take(self) -> list[Tensor]:
         """`[L, T, K]` ids of every forward call since the last take, oldest first.
@@ -114,6 +53,7 @@ class CapturedRoutes:
 
     def _hook(self, layer: int) -> Any:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
+            # a router returns (logits, weights, ids), or ids alone, depending on the model
             ids = output[-1] if isinstance(output, tuple) else output
             if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2:
                 raise EngineError(
@@ -145,17 +85,18 @@ def capture_routes(model: nn.Module) -> Iterator[CapturedRoutes]:
 
 
 def _routers(model: nn.Module) -> dict[int, nn.Module]:
-    found: dict[int, nn.Module] = {}
+    """The router of each hidden layer that has one, in the order of the layers."""
+    routers: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         layer = _LAYER.search(name)
         if layer is None or not _ROUTER.search(type(module).__name__):
             continue
-        if int(layer[1]) in found:
+        if int(layer[1]) in routers:
             raise EngineError(f"{name}: a second router in layer {layer[1]}")
-        found[int(layer[1])] = module
-    if not found:
+        routers[int(layer[1])] = module
+    if not routers:
         raise EngineError(
             f"{type(model).__name__} has no top-k router module; it takes transformers 5 and an "
             "MoE model"
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(routers.items()))

@@ -1,11 +1,15 @@
-"""What a vLLM server returns with `--enable-return-routed-experts`, decoded into samples.
+"""What vLLM returns with `--enable-return-routed-experts`: a server's JSON, or Python objects.
 
-/v1/completions, /v1/chat/completions and /inference/v1/generate, asked with `return_token_ids` and
-`logprobs`; streamed, /inference/v1/generate alone carries routes. They come as base64 of a `.npy`
-(0.22 on), as nested lists with the prompt's rows apart (0.21), or as an array (the Python API, see
-`engines.vllm_python`). Every fault is an `EngineError`: no row is ever guessed.
+A server: /v1/completions, /v1/chat/completions and /inference/v1/generate, asked with
+`return_token_ids` and `logprobs`; streamed, /inference/v1/generate alone carries routes. They are
+base64 of a `.npy` (0.22 on), or nested lists with the prompt's rows apart (0.21).
 
-Shape suffixes: T rows, N tokens, P prompt tokens, G response tokens, L MoE layers, K top-k.
+The Python API, `LLM(..., enable_return_routed_experts=True)`, from 0.14 on: the
+`CompletionOutput.routed_experts` are an int32 array of all hidden layers until 0.20, later one of
+the forms that a server sends. vLLM itself is not imported: the objects are read by their
+attributes.
+
+Shape suffixes (docs/glossary.md): T, G, Y, K.
 """
 
 from __future__ import annotations
@@ -16,82 +20,135 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.engines import body as bodies
-from megatron_r3.engines.body import integer_array, whole_number
+from megatron_r3.engines.body import (
+    choices_in_order,
+    id_array,
+    integer_array,
+    most_tokens,
+    option,
+    prompt_array,
+    prompts,
+    refuse_echo,
+    refuse_failure,
+    refuse_half_way,
+    refuse_other_model,
+    refuse_physical_ids,
+    sampled_logprobs,
+    whole_number,
+)
 from megatron_r3.engines.checks import checked_routes, checked_tokens
-from megatron_r3.engines.conversation import Increment, Sample
-from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.engines.conversation import Increment, read_choices
+from megatron_r3.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.routes import Routes
-from megatron_r3.untrusted import read_json, said
+from megatron_r3.untrusted import quoted, read_json, said
+
+# A response of /v1/completions, without what is not read here; "k05VTVBZ" is how base64 of a .npy
+# begins:
+#
+#   {"model": "tiny", "choices": [{
+#       "index": 0, "finish_reason": "length", "prompt_token_ids": [5, 9], "token_ids": [7, 3],
+#       "logprobs": {"token_logprobs": [-0.5, -1.2], "tokens": ["token_id:7", "token_id:3"]},
+#       "routed_experts": "k05VTVBZ..."}]}              3 rows: of the tokens 5, 9 and 7
+#
+# vLLM 0.21 sends "prompt_routed_experts" with 2 rows beside the choices, and 1 row in the choice.
 
 PROMPT_FIELDS = ("token_ids", "prompt")  # of a request: the first that is there counts
 
 _ASK_IDS = "ask with return_token_ids true"
 _ASK_LOGPROBS = "ask with logprobs 1 (chat: true)"
-
-
-def decode(
-    response: Mapping[str, Any] | str, request: Mapping[str, Any], shape: ModelShape, where: str
-) -> list[Sample]:
-    """The samples of one response, in the order of its choices.
-
-    Args:
-        response: the body that the server returned; the text of a streamed one.
-        request: the body that was sent.
-        shape: of the model that the server runs.
-        where: what errors call the request.
-
-    Returns:
-        One sample for each choice; `group` is the index of its prompt in the request.
-
-    Raises:
-        EngineError: naming `where` and the choice, and token and layer where there is one; routes
-            that start late (`routed_experts_prompt_start`) are for `decode_increments`.
-    """
-    return [one.whole() for one in decode_increments(response, request, shape, where)]
+_NO_ROUTES = "a streamed response carries no routes; ask with stream false"
 
 
 def decode_increments(
-    response: Mapping[str, Any] | str,
+    response: Any,
     request: Mapping[str, Any],
     shape: ModelShape,
     where: str,
     *,
-    cached_rows: str = "refuse",
+    eplb: bool = False,
+    version: str | None = None,
 ) -> list[Increment]:
-    """What each choice of one response tells of its conversation: rows from the start on.
+    """What each choice of one response adds to its conversation: rows from the start on.
 
     Args:
-        response, request, shape, where: those of `decode`.
-        cached_rows: of prefix-cached tokens, whose rows are zeros in 0.21: "refuse", or "missing"
-            for a response whose conversation already has them.
+        response: the body that the server returned, the text of a streamed one, or a finished
+            `RequestOutput` of a request with `SamplingParams(logprobs=1)`.
+        request: the body that was sent; of a `RequestOutput` only what the object does not say:
+            `routed_experts_prompt_start`, `n`, `max_tokens`, or nothing.
+        shape: of the model that the engine runs.
+        where: what errors call the request.
+        eplb: the engine balances experts (`enable_eplb`). 0.14 returns ids that are not the
+            model's where experts were moved.
+        version: of vLLM; looked at with `eplb` only.
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one.
     """
-    body = _body(response, request, where)
-    start = bodies.whole_number(
-        bodies.option(request, "routed_experts_prompt_start", 0), "start", where
-    )
-    count = bodies.whole_number(bodies.option(request, "n", 1), "n", where, 1)
-    prompts = bodies.prompts(request, PROMPT_FIELDS, where)
-    choices = bodies.choices_in_order(body.get("choices"), count * len(prompts), where)
-    return [
-        _increment(
-            body, choice, request, prompts[i // count], i // count, start, shape,
-            f"{where}, choice {i}", cached_rows,
-        )
-        for i, choice in enumerate(choices)
-    ]  # fmt: skip
+    with naming(where):
+        if eplb:
+            refuse_physical_ids("vLLM", version, (0, 15))
+        if isinstance(response, (Mapping, str)):
+            body = _body(response, request)
+        else:
+            body, request = _from_python(response, request)
+        start = whole_number(option(request, "routed_experts_prompt_start", 0), "start")
+        count = whole_number(option(request, "n", 1), "n", 1)
+        asked = prompts(request, PROMPT_FIELDS)
+        choices = choices_in_order(body.get("choices"), count * len(asked))
+
+    def read(choice: Mapping[str, Any], number: int) -> Increment:
+        group = number // count
+        return _increment(body, choice, request, asked[group], group, start, shape)
+
+    return read_choices(choices, where, read)
+
+
+def _body(response: Mapping[str, Any] | str, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The JSON object of a response, streamed or not, that is no refusal."""
+    if isinstance(response, Mapping) and isinstance(response.get("_raw_text"), str):
+        response = response["_raw_text"]  # a stream in a recording, where a line is a JSON object
+    streamed = isinstance(response, str)
+    if isinstance(response, str):
+        if "token_ids" not in request:
+            raise EngineError(_NO_ROUTES)
+        response = joined_stream(response)
+    refuse_failure(response)
+    if request.get("stream") and not streamed:
+        raise EngineError(_NO_ROUTES)
+    refuse_echo(request)
+    refuse_other_model(response, request)
+    return response
+
+
+def _increment(
+    body: Mapping[str, Any],
+    choice: Mapping[str, Any],
+    request: Mapping[str, Any],
+    asked: Any,
+    group: int,
+    start: int,
+    shape: ModelShape,
+) -> Increment:
+    refuse_half_way(choice.get("finish_reason"))
+    # completions have the prompt's ids in each choice, chat has them once, beside the choices
+    returned = choice.get("prompt_token_ids")
+    returned = body.get("prompt_token_ids") if returned is None else returned
+    prompt = prompt_array(asked, returned, _ASK_IDS)
+    response_G = id_array(choice.get("token_ids"), "token_ids", _ASK_IDS)
+    tokens_N = checked_tokens(prompt, response_G, request, shape)
+    logprobs_G = sampled_logprobs(choice.get("logprobs"), response_G, _ASK_LOGPROBS, len(prompt))
+    if body.get("prompt_routed_experts") is None:
+        routes = decode_routes(choice, len(tokens_N), shape, start)
+    elif start:
+        raise EngineError("vLLM 0.21 knows no routed_experts_prompt_start")
+    else:
+        rows_TYK = _prompt_and_response_rows(body, choice, len(prompt), shape)
+        routes = checked_routes(rows_TYK, len(tokens_N), shape)
+    return Increment(tokens_N, len(prompt), logprobs_G, routes, start, group)
 
 
 def decode_routes(
-    choice: Mapping[str, Any],
-    num_tokens: int,
-    shape: ModelShape,
-    where: str,
-    start: int = 0,
-    cached_rows: str = "refuse",
+    choice: Mapping[str, Any], num_tokens: int, shape: ModelShape, start: int = 0
 ) -> Routes:
     """The routes of one choice, from token `start` (`routed_experts_prompt_start`) on.
 
@@ -99,152 +156,144 @@ def decode_routes(
         choice: an entry of a response's `choices`.
         num_tokens: N, prompt and response.
         shape: of the model that the server runs.
-        where: what errors call the choice.
         start: the first token that has a row.
-        cached_rows: that of `decode_increments`.
 
     Returns:
         `N - 1 - start` rows; row 0 is token `start`.
 
     Raises:
-        EngineError: wrong rows, layers or top-k, wrong ids, or rows that were not captured.
+        EngineError, RoutesError: wrong rows, layers or top-k, wrong ids, or rows that were not
+            captured; `shape.naming` adds of which request, and makes both an EngineError.
     """
     routed = choice.get("routed_experts")
     if routed is None:
-        raise EngineError(
-            f"{where}: no routed_experts; start the server with --enable-return-routed-experts"
-        )
-    rows_THK = integer_array(routed, f"{where}: routed_experts")
-    return checked_routes(rows_THK, num_tokens, shape, where, start, cached_rows)
-
-
-def _body(
-    response: Mapping[str, Any] | str, request: Mapping[str, Any], where: str
-) -> Mapping[str, Any]:
-    text = response.get("_raw_text") if isinstance(response, Mapping) else response
-    if isinstance(text, str):
-        if "token_ids" not in request:
-            raise EngineError(
-                f"{where}: a streamed response carries no routes; ask with stream false"
-            )
-        response = joined_stream(text, where)
-    if not isinstance(response, Mapping):
-        raise EngineError(f"{where}: a response is a JSON object; got {type(response).__name__}")
-    failed = bodies.failure(response)
-    if failed:
-        raise EngineError(f"{where}: {failed}")
-    if request.get("stream") and not isinstance(text, str):
-        raise EngineError(f"{where}: a streamed response carries no routes; ask with stream false")
-    bodies.refuse_echo(request, where)
-    bodies.refuse_other_model(response, request, where)
-    return response
-
-
-def _increment(
-    response: Mapping[str, Any],
-    choice: Mapping[str, Any],
-    request: Mapping[str, Any],
-    prompt: Any,
-    group: int,
-    start: int,
-    shape: ModelShape,
-    where: str,
-    cached_rows: str,
-) -> Increment:
-    bodies.refuse_half_way(choice.get("finish_reason"), where)
-    returned = choice.get("prompt_token_ids")
-    returned = response.get("prompt_token_ids") if returned is None else returned
-    prompt_P = bodies.prompt_array(prompt, returned, _ASK_IDS, where)
-    response_G = bodies.id_array(choice.get("token_ids"), "token_ids", _ASK_IDS, where)
-    tokens_N = checked_tokens(prompt_P, response_G, request, shape, where)
-    logprobs_G = bodies.sampled_logprobs(
-        choice.get("logprobs"), response_G, _ASK_LOGPROBS, where, len(prompt_P)
-    )
-    if response.get("prompt_routed_experts") is not None:
-        if start:
-            raise EngineError(f"{where}: vLLM 0.21 knows no routed_experts_prompt_start")
-        rows_THK = _prompt_and_response_rows(response, choice, len(prompt_P), shape, where)
-        routes = checked_routes(rows_THK, len(tokens_N), shape, where, 0, cached_rows)
-    else:
-        routes = decode_routes(choice, len(tokens_N), shape, where, start, cached_rows)
-    increment = Increment(tokens_N, len(prompt_P), logprobs_G, routes, start, group, where)
-    increment.check()
-    return increment
+        raise EngineError("no routed_experts; start the server with --enable-return-routed-experts")
+    return checked_routes(integer_array(routed, "routed_experts"), num_tokens, shape, start)
 
 
 def _prompt_and_response_rows(
-    response: Mapping[str, Any],
-    choice: Mapping[str, Any],
-    prompt_length: int,
-    shape: ModelShape,
-    where: str,
+    body: Mapping[str, Any], choice: Mapping[str, Any], prompt_length: int, shape: ModelShape
 ) -> np.ndarray:
-    """vLLM 0.21: P prompt rows beside the choices, G - 1 rows in each; MoE layers only."""
+    """vLLM 0.21: the prompt's rows beside the choices, G - 1 rows in each; MoE layers only."""
     if shape.moe_layers != tuple(range(shape.num_hidden_layers)):
-        raise EngineError(f"{where}: vLLM 0.21 misplaces the layers of a model with dense layers")
-    name = f"{where}: prompt_routed_experts"
-    prompt_THK = integer_array(response["prompt_routed_experts"], name)
-    if len(prompt_THK) != prompt_length:
-        raise EngineError(f"{name}: {len(prompt_THK)} rows for {prompt_length} prompt tokens")
+        raise EngineError("vLLM 0.21 misplaces the layers of a model with dense layers")
+    name = "prompt_routed_experts"
+    prompt_TYK = integer_array(body[name], name)
+    if len(prompt_TYK) != prompt_length:
+        raise EngineError(f"{name}: {len(prompt_TYK)} rows for {prompt_length} prompt tokens")
     routed = choice.get("routed_experts")
     if routed is None or (isinstance(routed, (list, tuple)) and not routed):
-        return prompt_THK  # one response token: no row of its own
-    response_THK = integer_array(routed, f"{where}: routed_experts")
-    if response_THK.shape[1:] != prompt_THK.shape[1:]:
+        return prompt_TYK  # one response token: the last token of all, which has no row
+    response_TYK = integer_array(routed, "routed_experts")
+    if response_TYK.shape[1:] != prompt_TYK.shape[1:]:
         raise EngineError(
-            f"{where}: prompt rows are {prompt_THK.shape[1:]}, response rows "
-            f"{response_THK.shape[1:]} [layers, topk]"
+            f"prompt rows are {prompt_TYK.shape[1:]}, response rows {response_TYK.shape[1:]} "
+            "[layers, topk]"
         )
-    return np.concatenate([prompt_THK, response_THK])
+    return np.concatenate([prompt_TYK, response_TYK])
 
 
-# The text of a streamed /inference/v1/generate response, joined into the body it would have been.
-#
-# Each event holds some tokens of one choice; the last event of a choice holds its routes.
+def _from_python(
+    response: Any, request: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A `RequestOutput` as the body and the request of a server."""
+    outputs = getattr(response, "outputs", None)
+    prompt = getattr(response, "prompt_token_ids", None)
+    if not isinstance(outputs, (list, tuple)) or prompt is None:
+        raise EngineError(
+            "a response is a JSON object, the text of a stream, or a RequestOutput, which has "
+            f"outputs and prompt_token_ids; got {type(response).__name__}"
+        )
+    if getattr(response, "finished", True) is not True:
+        raise EngineError("the request is not finished")
+    body = {
+        "choices": [_python_choice(output) for output in outputs],
+        "prompt_routed_experts": getattr(response, "prompt_routed_experts", None),
+    }
+    asked = {
+        "max_tokens": most_tokens(request),
+        "prompt": list(prompt) if isinstance(prompt, tuple) else prompt,
+        "n": option(request, "n", len(outputs)),
+        "routed_experts_prompt_start": option(request, "routed_experts_prompt_start", 0),
+    }
+    return body, asked
 
 
-def joined_stream(text: str, where: str) -> dict[str, Any]:
-    """A response body with the choices of all events.
+def _python_choice(output: Any) -> dict[str, Any]:
+    index = getattr(output, "index", None)
+    tokens = getattr(output, "token_ids", None)
+    tokens = list(tokens) if isinstance(tokens, tuple) else tokens
+    with naming(f"choice {quoted(index)}"):
+        logprobs = _python_logprobs(tokens, getattr(output, "logprobs", None))
+    return {
+        "index": index,
+        "token_ids": tokens,
+        "logprobs": {"token_logprobs": logprobs},
+        "routed_experts": getattr(output, "routed_experts", None),
+        "finish_reason": getattr(output, "finish_reason", None),
+    }
+
+
+def _python_logprobs(tokens: Any, entries: Any) -> list[Any]:
+    """The sampled token's log-prob out of each `{token id: Logprob}`, which holds others too."""
+    if not isinstance(tokens, list) or not isinstance(entries, (list, tuple)):
+        raise EngineError("no log-probs; ask with SamplingParams(logprobs=1)")
+    if len(tokens) != len(entries) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise EngineError(f"{len(entries)} log-probs for {len(tokens)} response tokens")
+    try:
+        sampled = [entry.get(token) for token, entry in zip(tokens, entries, strict=True)]
+    except TypeError as error:  # a list as a key
+        raise EngineError(f"a response token is no id ({quoted(error)})") from error
+    return [getattr(one, "logprob", one) for one in sampled]
+
+
+def joined_stream(text: str) -> dict[str, Any]:
+    """The body that a streamed /inference/v1/generate response would have been in one piece.
+
+    Each event holds some tokens of one choice; the last event of a choice holds its routes.
 
     Raises:
         EngineError: an event is broken, the stream or a choice of it does not end, a choice has
             routes twice, or the events name two models.
     """
+    # an event: {"model": "tiny", "choices": [{"index": 1, "token_ids": [7], "logprobs": {...},
+    # "finish_reason": null, "routed_experts": null}]}; the events of several choices are mixed
     choices: dict[int, dict[str, Any]] = {}
     model = None
-    for event in _events(text, where):
+    for event in _events(text):
         if event.get("error"):
             return {"error": event["error"]}
         if model and event.get("model") not in (None, model):
-            raise EngineError(f"{where}: the events of the stream are of two models")
+            raise EngineError("the events of the stream are of two models")
         model = model or event.get("model")
         parts = event.get("choices")
         if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-            raise EngineError(f"{where}: an event of the stream has no choices")
+            raise EngineError("an event of the stream has no choices")
         for part in parts:
-            index = whole_number(part.get("index"), "a choice's index", where)
-            _join(choices.setdefault(index, _empty(index)), part, f"{where}, choice {index}")
+            index = whole_number(part.get("index"), "a choice's index")
+            with naming(f"choice {index}"):
+                _join(choices.setdefault(index, _empty_choice(index)), part)
     for index, choice in choices.items():
         if choice["finish_reason"] is None:
-            raise EngineError(f"{where}, choice {index}: the stream ends before the choice does")
+            raise EngineError(f"choice {index}: the stream ends before the choice does")
     return {"model": model, "choices": list(choices.values())}
 
 
-def _events(text: str, where: str) -> list[Mapping[str, Any]]:
-    # not splitlines: a token's text may hold other line ends, U+2028 for one
+def _events(text: str) -> list[Mapping[str, Any]]:
+    # not splitlines(), which also splits at U+2028 and others: a token's text may hold one of them
     lines = [line[5:].strip() for line in re.split(r"\r\n|\r|\n", text) if line[:5] == "data:"]
     if not lines or lines[-1] != "[DONE]":
-        raise EngineError(f"{where}: the stream does not end with [DONE]: it was cut off")
+        raise EngineError("the stream does not end with [DONE]: it was cut off")
     try:
-        events = [read_json(line, f"{where}, event {i}") for i, line in enumerate(lines[:-1])]
+        events = [read_json(line, f"event {i}") for i, line in enumerate(lines[:-1])]
     except ValueError as error:
         raise EngineError(said(str(error), 4000)) from error
     if not all(isinstance(event, Mapping) for event in events):
-        raise EngineError(f"{where}: an event of the stream is no JSON object")
+        raise EngineError("an event of the stream is no JSON object")
     return events
 
 
-def _empty(index: int) -> dict[str, Any]:
+def _empty_choice(index: int) -> dict[str, Any]:
     return {
         "index": index,
         "token_ids": [],
@@ -254,19 +303,19 @@ def _empty(index: int) -> dict[str, Any]:
     }
 
 
-def _join(choice: dict[str, Any], part: Mapping[str, Any], where: str) -> None:
+def _join(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
     if choice["finish_reason"] is not None:
-        raise EngineError(f"{where}: the stream goes on after the choice's end")
+        raise EngineError("the stream goes on after the choice's end")
     logprobs = part.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, Mapping) else []
     tokens = part.get("token_ids")
     if not isinstance(tokens, list) or not isinstance(content, list):
-        raise EngineError(f"{where}: an event of the stream has no token_ids")
+        raise EngineError("an event of the stream has no token_ids")
     choice["token_ids"] += tokens
     choice["logprobs"]["content"] += content
     choice["finish_reason"] = part.get("finish_reason")
     routed = part.get("routed_experts")
     if routed is not None:
         if choice["routed_experts"] is not None:
-            raise EngineError(f"{where}: the stream carries routes twice")
+            raise EngineError("the stream carries routes twice")
         choice["routed_experts"] = routed

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.engines import body as bodies
-from megatron_r3.engines.conversation import Sample
-from megatron_r3.engines.shape import EngineError
+from megatron_r3.engines.shape import EngineError, naming
 from megatron_r3.engines.vllm import joined_stream
+from megatron_r3.rollout import Rollout
 from megatron_r3.rollouts.prompts import prompt_digest
 from megatron_r3.rollouts.requests import answer_of, decoder
 from megatron_r3.rollouts.resume import new_store, writing
 from megatron_r3.rollouts.reward import RewardError, RewardFunction, RewardSample, score
 from megatron_r3.rollouts.verify import Model
-from megatron_r3.store import Rollout, StoreInfo, write_shard
+from megatron_r3.store import StoreInfo, write_shard
 from megatron_r3.store.schema import SamplingSettings
 from megatron_r3.untrusted import quoted, read_json, said
 from megatron_r3.values import wrong_name, wrong_reward, wrong_text
@@ -94,12 +94,10 @@ def _info(recording: Recording) -> StoreInfo:
         if wrong := wrong_text(name):
             raise EngineError(f"{option} {quoted(name)}: what a store calls it is {wrong}")
     shape = recording.model.shape
-    return StoreInfo(
-        num_experts=shape.num_experts,
-        topk=shape.topk,
-        moe_layers=shape.moe_layers,
-        engine=recording.engine,
-        engine_version=recording.engine_version,
+    return StoreInfo.of_model(
+        shape,
+        recording.engine,
+        recording.engine_version,
         model=recording.model.name,
         router_fingerprint=recording.model.router_fingerprint,
         policy_stamp=recording.model.policy_stamp,
@@ -165,7 +163,7 @@ class _Reader:
     def _rollouts(
         self,
         line: dict[str, Any],
-        decoded: list[Sample],
+        decoded: list[Rollout],
         answers: list[tuple[str, str]],
         digests: list[int],
         where: str,
@@ -182,8 +180,14 @@ class _Reader:
             tokens, length = one.tokens_N.tolist(), one.prompt_length
             seen = RewardSample(line, tokens[:length], tokens[length:], text, reason, group, sample)
             reward = self._reward(line, index, len(decoded), seen, where)
-            rollout = to_rollout(one, reward, group, sample, version)
-            yield replace(rollout, prompt_digest=digests[one.group])
+            yield replace(
+                one,
+                reward=reward,
+                group=group,
+                sample=sample,
+                policy_version=version,
+                prompt_digest=digests[one.group],
+            )
 
     def _first_group(self, line: dict[str, Any], prompts: int, where: str) -> int:
         """The group of the line's first prompt."""
@@ -280,12 +284,14 @@ def settings_of(request: Mapping[str, Any], where: str) -> SamplingSettings:
     top_k = _one(request, "top_k", where)
     if top_k is not None and (top_k != int(top_k) or top_k < -1):
         raise EngineError(f"{where}: top_k is a whole number from -1 on; got {quoted(top_k)}")
+    with naming(where):
+        max_tokens = bodies.most_tokens(request)
     return SamplingSettings(
         temperature=_one(request, "temperature", where),
         top_p=_one(request, "top_p", where, 1.0),
         top_k=None if top_k is None else max(int(top_k), 0),  # -1 and 0: nothing is cut off
         min_p=_one(request, "min_p", where, 1.0),
-        max_tokens=bodies.most_tokens(request, where),
+        max_tokens=max_tokens,
     )
 
 
@@ -318,7 +324,8 @@ def answers_of(response: Any, count: int, where: str) -> list[tuple[str, str]]:
     """
     streamed = response.get("_raw_text") if isinstance(response, Mapping) else response
     if isinstance(streamed, str):
-        response = joined_stream(streamed, where)
+        with naming(where):
+            response = joined_stream(streamed)
     answers = [answer_of(response, i, where) for i in range(count)]
     for index, answer in enumerate(answers):
         if not all(isinstance(one, str) for one in answer):
@@ -332,30 +339,6 @@ def answers_of(response: Any, count: int, where: str) -> list[tuple[str, str]]:
 def digests_of(engine: str, request: Mapping[str, Any], where: str) -> list[int]:
     """The digest of each prompt of a request (`Rollout.prompt_digest`)."""
     fields = import_module(f"megatron_r3.engines.{engine}").PROMPT_FIELDS
-    return [prompt_digest(one) for one in bodies.prompt_contents(request, fields, where)]
-
-
-# A decoded sample and its reward as a rollout of the store.
-
-
-def to_rollout(
-    decoded: Sample,
-    reward: float,
-    group: int,
-    sample: int,
-    policy_version: int,
-    prompt_digest: int = 0,
-) -> Rollout:
-    """The rollout of a sample: (group, sample, policy_version) names it."""
-    return Rollout(
-        tokens_N=decoded.tokens_N,
-        response_N=decoded.response_N,
-        logprobs_N=decoded.logprobs_N,
-        reward=reward,
-        group=group,
-        policy_version=policy_version,
-        routes=decoded.routes,
-        sample=sample,
-        turns_U2=decoded.turns,
-        prompt_digest=prompt_digest,
-    )
+    with naming(where):
+        contents = bodies.prompt_contents(request, fields)
+    return [prompt_digest(content) for content in contents]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
 from typing import Any
 
-from megatron_r3.engines.conversation import Sample
+from megatron_r3 import engines
 from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.rollout import Rollout
 from megatron_r3.rollouts.prompts import Prompt, PromptError
 from megatron_r3.store import SamplingSettings
 from megatron_r3.values import wrong_text
 
 ENGINES = ("vllm", "sglang")
-Decode = Callable[[Mapping[str, Any], Mapping[str, Any], ModelShape, str], list[Sample]]
+Decode = Callable[[Mapping[str, Any], Mapping[str, Any], ModelShape, str], list[Rollout]]
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,8 @@ class Sampling:
 
 
 def decoder(engine: str) -> Decode:
-    """The engine's `decode`."""
-    decode: Decode = import_module(f"megatron_r3.engines.{engine}").decode
-    return decode
+    """`engines.decode` for one engine."""
+    return partial(engines.decode, engine)
 
 
 def build_request(

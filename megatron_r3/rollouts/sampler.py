@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.engines.conversation import Sample
 from megatron_r3.engines.shape import EngineError
+from megatron_r3.rollout import Rollout
 from megatron_r3.rollouts.client import Client, NoAnswer, answer_limit
-from megatron_r3.rollouts.convert import to_rollout
 from megatron_r3.rollouts.progress import Progress
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.rollouts.requests import (
@@ -24,7 +23,7 @@ from megatron_r3.rollouts.requests import (
 from megatron_r3.rollouts.reward import RewardFunction, RewardSample, RewardThread, score
 from megatron_r3.rollouts.server import EnginePolicy, Identity, Watch
 from megatron_r3.rollouts.verify import Model
-from megatron_r3.store import Rollout, StoreInfo
+from megatron_r3.store import StoreInfo
 
 
 class GivenUp(Exception):
@@ -35,7 +34,7 @@ class GivenUp(Exception):
 class _Answer:
     """What is kept of a response: the body itself may be many times as large."""
 
-    decoded: Sample
+    decoded: Rollout
     text: str
     reason: str
     policies: list[str]
@@ -137,11 +136,16 @@ class Sampler:
             index,
         )
         reward = await self._rewards.run(score, plan.reward, seen, where)
-        rollout = to_rollout(
-            decoded, reward, prompt.group, index, plan.policy_version, prompt.digest
+        rollout = replace(
+            decoded,
+            reward=reward,
+            group=prompt.group,
+            sample=index,
+            policy_version=plan.policy_version,
+            prompt_digest=prompt.digest,
         )
         rollout.check(where)
-        self.progress.tokens += decoded.response_length
+        self.progress.tokens += int(rollout.response_N.sum())
         return rollout
 
 
@@ -200,12 +204,10 @@ class Plan:
     def store_info(self, engine: str, server: Identity) -> StoreInfo:
         """What the store says of all its rollouts."""
         model = self.model
-        return StoreInfo(
-            num_experts=model.shape.num_experts,
-            topk=model.shape.topk,
-            moe_layers=model.shape.moe_layers,
-            engine=engine,
-            engine_version=server.version or "unknown",
+        return StoreInfo.of_model(
+            model.shape,
+            engine,
+            server.version or "unknown",
             model=model.name,
             router_fingerprint=model.router_fingerprint,
             policy_stamp=model.policy_stamp,

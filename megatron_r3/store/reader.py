@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_r3.rollout import Rollout
 from megatron_r3.routes import Routes
 from megatron_r3.store.files import SHARD_GLOB, shards_in_order
-from megatron_r3.store.schema import Rollout, StoreError, StoreInfo, differences
+from megatron_r3.store.schema import StoreError, StoreInfo, differences
 from megatron_r3.store.shard import Shard
 
 

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from zlib_ng import zlib_ng
 
+from megatron_r3.rollout import sampled_tokens, wrong_logprobs
 from megatron_r3.routes import Origin, RoutesError, check_ids, id_dtype
 from megatron_r3.store.files import HeldFile
 from megatron_r3.store.header import DTYPES, PER_ROLLOUT, PER_TOKEN, read_header
-from megatron_r3.store.schema import StoreError, sampled_tokens, wrong_logprobs
+from megatron_r3.store.schema import StoreError
 from megatron_r3.values import MOST_TOKEN_ID, wrong_count, wrong_name, wrong_reward, wrong_token
 
 _PIECE = 1 << 24  # bytes of an unknown tensor that are in memory at a time

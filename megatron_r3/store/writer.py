@@ -24,9 +24,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from zlib_ng import zlib_ng
 
+from megatron_r3.rollout import Rollout, RolloutError
 from megatron_r3.store.files import shard_name, shards_in_order
 from megatron_r3.store.header import PER_TOKEN
-from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, Rollout, StoreError, StoreInfo
+from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreInfo
 
 _LARGEST_NUMBER = 10**9 - 1  # of a shard: nine digits, the most that its name can have
 _LARGEST_CRC32 = 2**32 - 1
@@ -74,7 +75,10 @@ def _check_rollouts(where: str, info: StoreInfo, rollouts: Sequence[Rollout]) ->
     expected = (len(info.moe_layers), info.topk, info.num_experts)
     names: dict[tuple[int, int, int], int] = {}
     for index, rollout in enumerate(rollouts):
-        rollout.check(f"{where}: rollout {index}", info.vocab_size)
+        try:
+            rollout.check(f"{where}: rollout {index}", info.vocab_size)
+        except RolloutError as error:
+            raise StoreError(str(error)) from error
         got = (rollout.routes.num_layers, rollout.routes.topk, rollout.routes.num_experts)
         if got != expected:
             raise StoreError(

@@ -92,6 +92,7 @@ def nobody_takes_them(rank: int) -> dict[str, str]:
     start()
     given = MicrobatchRoutes(routes())
     off, late = model(config(moe_router_replay=False)), model(config(moe_router_replay=False))
+    observed = MicrobatchRoutes(routes(), mode=Mode.OBSERVE)
     late.config.moe_router_replay = True
     upstreams = model(config(moe_router_replay=False, **FULL))
     return {

@@ -1,7 +1,8 @@
 """Bodies as each engine's released serializer writes them, around made-up routes.
 
-All go through JSON, so that a decoder sees what a client sees. Shape suffixes: T rows, H hidden
-layers, K top-k.
+All go through JSON, so that a decoder sees what a client sees.
+
+Shape suffixes (docs/glossary.md): T, G, Y, K.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.engines.shape import ModelShape
+from megatron_r3.rollout import Rollout
 
 EXPERTS, TOPK, HIDDEN = 16, 4, 5
-SHAPE = ModelShape(HIDDEN, (1, 2, 4), EXPERTS, TOPK)
+SHAPE = ModelShape(EXPERTS, TOPK, (1, 2, 4), HIDDEN)
 PROMPT, RESPONSE = [11, 12, 13, 14, 15, 16], [21, 22, 23, 24]
 ROWS = len(PROMPT) + len(RESPONSE) - 1
 LOGPROBS = [-0.5, -1.25, -2.0, -0.125]
 
 
 def made_rows(rows: int = ROWS, seed: int = 0, shape: ModelShape = SHAPE) -> np.ndarray:
-    """`[T, H, K]` int32 of all hidden layers; dense ones are zero."""
+    """`[T, Y, K]` int32 of all hidden layers; dense ones are zero."""
     rng = np.random.default_rng(seed)
     ids = rng.random((rows, shape.num_hidden_layers, shape.num_experts)).argsort(-1)
     ids = ids[..., : shape.topk].astype(np.int32)
@@ -33,9 +35,15 @@ def made_rows(rows: int = ROWS, seed: int = 0, shape: ModelShape = SHAPE) -> np.
     return ids
 
 
-def moe_ids(rows_THK: np.ndarray, shape: ModelShape = SHAPE) -> np.ndarray:
+def moe_ids(rows_TYK: np.ndarray, shape: ModelShape = SHAPE) -> np.ndarray:
     """What must come out: `[L, T, K]`."""
-    return rows_THK[:, list(shape.moe_layers)].transpose(1, 0, 2)
+    return rows_TYK[:, list(shape.moe_layers)].transpose(1, 0, 2)
+
+
+def logprobs_of(rollout: Rollout) -> np.ndarray:
+    """The log-probs `[G]` of the sampled tokens; those of all others must be 0."""
+    assert not rollout.logprobs_N[~rollout.response_N].any()
+    return rollout.logprobs_N[rollout.response_N]
 
 
 def sent(body: Any) -> Any:

@@ -19,23 +19,20 @@ import numpy as np
 import pytest
 from engine_mutations import mutated, mutated_object
 
-from megatron_r3.engines import conversation as stitch
-from megatron_r3.engines import megatron, sglang, vllm, vllm_python
-from megatron_r3.engines import own as arrays
-from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.engines import EngineError, ModelShape, decode, decode_increments, stitch
 
 ROUNDS = 3000
-NO_DENSE = ModelShape(3, (0, 1, 2), made.EXPERTS, made.TOPK)  # what 0.21 can be read of
-ENGINES: dict[str, tuple[Callable, Callable]] = {
-    "vllm": (vllm.decode, made.vllm),
-    "vllm-0.21": (vllm.decode, made.vllm_021),
-    "vllm-stream": (vllm.decode, made.vllm_stream),
-    "vllm-python": (vllm_python.decode, made.vllm_python),
-    "sglang": (sglang.decode, made.sglang),
-    "sglang-openai": (sglang.decode, made.sglang_openai),
-    "megatron": (megatron.decode, made.megatron),
-    "megatron-0.17": (megatron.decode, lambda rows: made.megatron(rows, None)),
-    "arrays": (arrays.decode, lambda rows: made.arrays(rows.tolist())),
+NO_DENSE = ModelShape(made.EXPERTS, made.TOPK, (0, 1, 2), 3)  # what 0.21 can be read of
+ENGINES: dict[str, tuple[str, Callable]] = {
+    "vllm": ("vllm", made.vllm),
+    "vllm-0.21": ("vllm", made.vllm_021),
+    "vllm-stream": ("vllm", made.vllm_stream),
+    "vllm-python": ("vllm", made.vllm_python),
+    "sglang": ("sglang", made.sglang),
+    "sglang-openai": ("sglang", made.sglang_openai),
+    "megatron": ("megatron", made.megatron),
+    "megatron-0.17": ("megatron", lambda rows: made.megatron(rows, None)),
+    "arrays": ("own", lambda rows: made.arrays(rows.tolist())),
 }
 
 
@@ -77,7 +74,7 @@ def _of_layers(rows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.filterwarnings("ignore")
 def test_mutated_bodies(name):
-    decode, make = ENGINES[name]
+    engine, make = ENGINES[name]
     rows, shape = made.made_rows(), NO_DENSE if name == "vllm-0.21" else made.SHAPE
     body, request = make(rows)
     expected = made.moe_ids(rows)
@@ -87,7 +84,7 @@ def test_mutated_bodies(name):
     for round_ in range(ROUNDS):
         wrong = mutate(body, rng)
         try:
-            (sample,) = decode(wrong, request, shape, "fuzz")
+            (sample,) = decode(engine, wrong, request, shape, "fuzz")
         except EngineError as error:
             refused.append(str(error))
             continue
@@ -105,7 +102,7 @@ def test_mutated_bodies(name):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_mutated_requests(name):
-    decode, make = ENGINES[name]
+    engine, make = ENGINES[name]
     rows, shape = made.made_rows(), NO_DENSE if name == "vllm-0.21" else made.SHAPE
     body, request = make(rows)
     request = json.loads(json.dumps(request, default=lambda array: array.tolist()))
@@ -115,7 +112,7 @@ def test_mutated_requests(name):
     for round_ in range(ROUNDS // 4):
         wrong = mutated(request, rng)
         try:
-            samples = decode(body, wrong, shape, "fuzz")
+            samples = decode(engine, body, wrong, shape, "fuzz")
         except EngineError:
             continue
         decoded += 1
@@ -149,9 +146,9 @@ def test_mutated_increments():
             turns.append((sequence, asked))
         rng.shuffle(turns)
         try:
-            found = [arrays.decode_increments(*each, made.SHAPE, "fuzz")[0] for each in turns]
+            found = [decode_increments("own", *each, made.SHAPE, "fuzz")[0] for each in turns]
             found = found[: rng.choice((2, 3, 3))]
-            sample = stitch.stitch(found, "fuzz")
+            sample = stitch(found, "fuzz")
         except EngineError:
             continue
         stitched += 1

@@ -6,12 +6,12 @@ import engine_bodies as made
 import numpy as np
 import pytest
 
-from megatron_r3.engines import megatron
+from megatron_r3 import engines
 from megatron_r3.engines.shape import EngineError, ModelShape
 
 
 def decode(body, request, **options):
-    return megatron.decode(body, request, made.SHAPE, "request 7", **options)
+    return engines.decode("megatron", body, request, made.SHAPE, "request 7", **options)
 
 
 @pytest.mark.parametrize("dtype", ["int16", "int32", None])
@@ -19,8 +19,8 @@ def test_every_form_decodes(dtype):
     rows = made.made_rows()
     (sample,) = decode(*made.megatron(rows, dtype))
     assert sample.tokens_N.tolist() == made.PROMPT + made.RESPONSE
-    assert sample.logprobs_G.tolist() == made.LOGPROBS
-    assert sample.turns.tolist() == [[6, 10]]
+    assert made.logprobs_of(sample).tolist() == made.LOGPROBS
+    assert sample.spans_U2.tolist() == [[6, 10]]
     assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
     assert sample.routes.ids_LTK.dtype == np.uint8
 
@@ -61,7 +61,7 @@ def test_layers_of_multi_token_prediction_come_last_and_are_dropped():
 def test_log_probs_of_the_openai_field():
     body, request = made.megatron(made.made_rows())
     del body["choices"][0]["generation_log_probs"]
-    assert decode(body, request)[0].logprobs_G.tolist() == made.LOGPROBS
+    assert made.logprobs_of(decode(body, request)[0]).tolist() == made.LOGPROBS
     del body["choices"][0]["logprobs"]
     with pytest.raises(EngineError, match="no log-probs"):
         decode(body, request)
@@ -155,4 +155,4 @@ def test_a_stream_and_another_models_shape_are_refused():
     with pytest.raises(EngineError, match="stream"):
         decode(body, {**request, "stream": True})
     with pytest.raises(EngineError, match="3 layers; the model has 4 MoE layers"):
-        megatron.decode(body, request, ModelShape(5, (0, 1, 2, 4), 16, 4), "request 7")
+        engines.decode("megatron", body, request, ModelShape(16, 4, (0, 1, 2, 4), 5), "request 7")

@@ -6,14 +6,12 @@ import base64
 import json
 import struct
 import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import engine_bodies as made
 import pytest
 
-from megatron_r3.engines import megatron, vllm
-from megatron_r3.engines.shape import EngineError
+from megatron_r3.engines import EngineError, decode
 from tests.unit.engines.test_fuzz import ENGINES
 
 
@@ -56,19 +54,19 @@ def test_memory_is_bounded_by_what_was_sent(what):
         "ndarray",
         {"data": hostile, "dtype": "int16"},
     ]
-    for decode, body, request in (
-        (vllm.decode, vllm_body, vllm_request),
-        (megatron.decode, megatron_body, megatron_request),
+    for engine, body, request in (
+        ("vllm", vllm_body, vllm_request),
+        ("megatron", megatron_body, megatron_request),
     ):
-        peak = peak_of(decode, body, request)
+        peak = peak_of(engine, body, request)
         assert peak < 2**20 + 16 * size, (what, peak, size)
 
 
-def peak_of(decode: Callable, body: Any, request: dict[str, Any]) -> int:
+def peak_of(engine: str, body: Any, request: dict[str, Any]) -> int:
     tracemalloc.start()
     try:
         with pytest.raises(EngineError):
-            decode(body, request, made.SHAPE, "fuzz")
+            decode(engine, body, request, made.SHAPE, "fuzz")
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -77,7 +75,7 @@ def peak_of(decode: Callable, body: Any, request: dict[str, Any]) -> int:
 @pytest.mark.parametrize("name", ["vllm", "sglang", "arrays"])
 def test_memory_of_large_good_bodies(name):
     """Four megabytes of ids: what is held beside them stays a small multiple."""
-    decode, make = ENGINES[name]
+    engine, make = ENGINES[name]
     rows = made.made_rows(50_009)
     body, request = make(rows[:9])
     tokens = list(range(1, 50_011))
@@ -92,7 +90,7 @@ def test_memory_of_large_good_bodies(name):
         body[0] |= {"routes": rows, "token_ids": response}
     sent = rows.size * (1 if name == "vllm" else 4)
     tracemalloc.start()
-    (sample,) = decode(body, request, made.SHAPE, "fuzz")
+    (sample,) = decode(engine, body, request, made.SHAPE, "fuzz")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()

@@ -9,12 +9,12 @@ import engine_bodies as made
 import numpy as np
 import pytest
 
-from megatron_r3.engines import sglang
+from megatron_r3 import engines
 from megatron_r3.engines.shape import EngineError, ModelShape
 
 
 def decode(body, request, shape=made.SHAPE, **options):
-    return sglang.decode(body, request, shape, "request 7", **options)
+    return engines.decode("sglang", body, request, shape, "request 7", **options)
 
 
 def with_text(body, text):
@@ -30,8 +30,8 @@ def test_both_routes_decode(make):
     for response in (body, [body]) if make is made.sglang else (body,):
         (sample,) = decode(response, request)
         assert sample.tokens_N.tolist() == made.PROMPT + made.RESPONSE
-        assert sample.turns.tolist() == [[6, 10]]
-        assert sample.logprobs_G.tolist() == made.LOGPROBS
+        assert sample.spans_U2.tolist() == [[6, 10]]
+        assert made.logprobs_of(sample).tolist() == made.LOGPROBS
         assert sample.routes.ids_LTK.dtype == np.uint8
         assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
 
@@ -65,7 +65,7 @@ def test_a_start_is_honoured_or_ignored(start, honoured):
     body, request = made.sglang(rows)
     body = with_text(body, made.int32_text(rows[start:] if honoured else rows))
     request["routed_experts_start_len"] = start
-    (increment,) = sglang.decode_increments(body, request, made.SHAPE, "request 7")
+    (increment,) = engines.decode_increments("sglang", body, request, made.SHAPE, "request 7")
     assert increment.start == start
     assert (increment.routes.ids_LTK == made.moe_ids(rows)[:, start:]).all()
     if start:
@@ -223,8 +223,8 @@ def test_bodies_that_are_none(body, message):
 def test_another_models_shape_is_refused():
     body, request = made.sglang(made.made_rows())
     with pytest.raises(EngineError, match="fit neither"):
-        decode(body, request, ModelShape(6, (1, 2, 4), 16, 4))
+        decode(body, request, ModelShape(16, 4, (1, 2, 4), 6))
     with pytest.raises(EngineError, match="hidden layer 2, which is dense"):
-        decode(body, request, ModelShape(5, (1, 4), 16, 4))
+        decode(body, request, ModelShape(16, 4, (1, 4), 5))
     with pytest.raises(EngineError, match="did not capture routes"):
-        decode(body, request, ModelShape(5, (0, 1, 2, 4), 16, 4))
+        decode(body, request, ModelShape(16, 4, (0, 1, 2, 4), 5))

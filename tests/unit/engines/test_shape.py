@@ -45,7 +45,7 @@ DEEPSEEK = {
     ],
 )
 def test_moe_layers(base, change, layers):
-    assert ModelShape.from_hf_config({**base, **change}) == ModelShape(6, layers, 16, 4)
+    assert ModelShape.from_hf_config({**base, **change}) == ModelShape(16, 4, layers, 6)
 
 
 def test_both_names_of_the_number_of_experts():
@@ -79,9 +79,9 @@ def test_unreadable_configs_are_refused(tmp_path, text):
         (QWEN3, {"num_experts": None}, "number of experts is missing"),
         (QWEN3, {"num_experts_per_tok": None}, "`num_experts_per_tok` is missing"),
         (QWEN3, {"num_hidden_layers": "6"}, "`num_hidden_layers` is a whole number"),
-        (QWEN3, {"num_experts_per_tok": 17}, "top-17 of 16"),
+        (QWEN3, {"num_experts_per_tok": 17}, "topk must be a whole number from 1 to 16; got 17"),
         (QWEN3, {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
-        (QWEN3, {"decoder_sparse_step": 7}, "at least one"),
+        (QWEN3, {"decoder_sparse_step": 7}, r"moe_layers must be the numbers .*; got \[\]"),
         (QWEN3, {"mlp_layer_types": ["sparse"]}, "`mlp_layer_types`"),
         (DEEPSEEK, {"first_k_dense_replace": None}, "`first_k_dense_replace` is missing"),
         (DEEPSEEK, {"moe_layer_freq": [1]}, "1 entries for 6 layers"),
@@ -96,4 +96,4 @@ def test_incomplete_configs_are_refused(base, change, message):
 @pytest.mark.parametrize("layers", [(), (2, 1), (1, 1), (-1, 0), (5, 6)])
 def test_layers_that_no_model_has_are_refused(layers):
     with pytest.raises(EngineError):
-        ModelShape(6, layers, 16, 4)
+        ModelShape(16, 4, layers, 6)

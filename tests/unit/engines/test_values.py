@@ -14,10 +14,9 @@ import engine_bodies as made
 import numpy as np
 import pytest
 
-from megatron_r3.engines import body as bodies
-from megatron_r3.engines import conversation as stitch
-from megatron_r3.engines import megatron, sglang, vllm, vllm_python
-from megatron_r3.engines.shape import EngineError
+from megatron_r3 import engines
+from megatron_r3.engines import EngineError, stitch
+from megatron_r3.engines import body as common
 from tests.unit.engines.test_fuzz import ENGINES, NO_DENSE
 from tests.unit.engines.test_vllm import ALL, QWEN, load
 
@@ -38,7 +37,9 @@ def shape_of(name: str, vocab_size: int | None = None) -> Any:
 
 
 def decode(name: str, body: Any, request: dict[str, Any], vocab_size: int | None = None) -> Any:
-    (one,) = ENGINES[name][0](body, request, shape_of(name, vocab_size), "request 7")
+    (one,) = engines.decode(
+        ENGINES[name][0], body, request, shape_of(name, vocab_size), "request 7"
+    )
     return one
 
 
@@ -63,7 +64,7 @@ def test_impossible_logprobs_are_refused(name, value):
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("value", [0.0, 1e-6, -63.9])
 def test_possible_ones_are_not(name, value):
-    assert decode(name, *with_logprob(name, value)).logprobs_G[2] == np.float32(value)
+    assert decode(name, *with_logprob(name, value)).logprobs_N[8] == np.float32(value)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -99,9 +100,9 @@ def test_more_tokens_than_asked_are_refused(name, option, nested):
 
 
 def test_the_larger_of_two_limits_counts_and_each_prompt_has_its_own():
-    assert bodies.most_tokens({"max_tokens": 3, "max_completion_tokens": 9}, "") == 9
-    assert bodies.most_tokens({"sampling_params": [{"max_new_tokens": 3}, None]}, "") == 3
-    assert bodies.most_tokens({"sampling_params": {}}, "") is None
+    assert common.most_tokens({"max_tokens": 3, "max_completion_tokens": 9}) == 9
+    assert common.most_tokens({"sampling_params": [{"max_new_tokens": 3}, None]}) == 3
+    assert common.most_tokens({"sampling_params": {}}) is None
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-stream", "vllm-0.21", "sglang-openai", "megatron"])
@@ -168,12 +169,12 @@ def test_a_recorded_stream_names_its_tokens():
     payload = load("vllm-0.30.0-qwen3moe-dense0-bf16", "24_generate_tito_stream")
     text, request = payload["response"]["_raw_text"], payload["request"]
     shape = replace(ALL, moe_layers=(1, 2, 3), vocab_size=512)
-    (sample,) = vllm.decode(text, request, shape, "request 7")
+    (sample,) = engines.decode("vllm", text, request, shape, "request 7")
     token = int(sample.tokens_N[-1])
     assert text.count(f'"token_id:{token}"') == 1 or text.count(f'"token":"token_id:{token}"')
     wrong = text.replace(f"token_id:{token}", f"token_id:{token + 1}")
     with pytest.raises(EngineError, match=f"is that of id {token + 1}; the response has id"):
-        vllm.decode(wrong, request, shape, "request 7")
+        engines.decode("vllm", wrong, request, shape, "request 7")
 
 
 def test_a_line_end_inside_a_text_of_a_stream_is_no_end_of_an_event():
@@ -206,7 +207,7 @@ def test_real_requests_say_how_many_tokens_they_want():
     payload = load(QWEN, "14_p12_g10_n2")
     request = {**payload["request"], "max_tokens": 9}
     with pytest.raises(EngineError, match="choice 0: 10 response tokens; at most 9 were"):
-        vllm.decode(payload["response"], request, ALL, "request 7")
+        engines.decode("vllm", payload["response"], request, ALL, "request 7")
 
 
 @pytest.mark.parametrize(
@@ -217,10 +218,10 @@ def test_real_requests_say_how_many_tokens_they_want():
         {"detail": "\x1b[31mred"},
     ],
 )
-@pytest.mark.parametrize("module", [vllm, sglang, megatron])
-def test_what_a_server_says_is_one_short_line(module, error):
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "megatron"])
+def test_what_a_server_says_is_one_short_line(engine, error):
     with pytest.raises(EngineError) as caught:
-        module.decode(error, {"prompt": [1]}, made.SHAPE, "request 7")
+        engines.decode(engine, error, {"prompt": [1]}, made.SHAPE, "request 7")
     message = str(caught.value)
     assert message.startswith("request 7: the server refused the request: ")
     assert message.isprintable()
@@ -236,7 +237,7 @@ def test_values_of_any_size_are_named_in_a_short_line():
     for value in (10**5000, -(10**5000), deep, "\x1b" * 10**6, {"a": deep}):
         for wrong in ({"n": value}, {"max_tokens": value}, {"routed_experts_prompt_start": value}):
             with pytest.raises(EngineError) as caught:
-                vllm.decode(body, {**request, **wrong}, made.SHAPE, "request 7")
+                engines.decode("vllm", body, {**request, **wrong}, made.SHAPE, "request 7")
             assert len(str(caught.value)) < 300
             assert str(caught.value).isprintable()
 
@@ -244,31 +245,34 @@ def test_values_of_any_size_are_named_in_a_short_line():
 def test_versions_that_a_server_makes_up():
     for version in ("²·³", "9" * 5000 + ".1", "\x1b[2J", "1", "0.5.9"):
         with pytest.raises(EngineError) as caught:
-            bodies.refuse_physical_ids("SGLang", version, (0, 5, 10), "request 7")
+            common.refuse_physical_ids("SGLang", version, (0, 5, 10))
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 300
-    bodies.refuse_physical_ids("SGLang", "0.5.10", (0, 5, 10), "request 7")
+    common.refuse_physical_ids("SGLang", "0.5.10", (0, 5, 10))
 
 
 def test_stitched_increments_and_samples_are_checked_again():
     body, request = made.vllm(made.made_rows())
-    (one,) = vllm.decode_increments(body, request, made.SHAPE, "turn 1")
+    (one,) = engines.decode_increments("vllm", body, request, made.SHAPE, "turn 1")
     wrong = replace(one, logprobs_G=np.array([-1, -1, -9999, -1], np.float32))
     with pytest.raises(EngineError, match="turn 1, choice 0: the log-prob of token 8 is -9999"):
-        stitch.stitch([wrong], "conversation")
+        stitch([wrong], "conversation")
     with pytest.raises(EngineError, match="turn 1, choice 0: token 0 is id -1"):
+        stitch([replace(one, tokens_N=one.tokens_N * 0 - 1)], "conversation")
+    with pytest.raises(EngineError, match=r"^token 0 is id -1"):
         replace(one, tokens_N=one.tokens_N * 0 - 1).check()
-    sample = one.whole()
-    with pytest.raises(EngineError, match="here: the log-prob of token 6 is 5"):
-        replace(sample, logprobs_G=np.full(4, 5, np.float32)).check("here")
-    with pytest.raises(EngineError, match="here: token 0 is id -1"):
-        replace(sample, tokens_N=sample.tokens_N * 0 - 1).check("here")
+    whole = one.whole()
+    assert whole.wrong_parts() is None
+    wrong = replace(whole, logprobs_N=np.where(whole.response_N, 5, 0).astype(np.float32))
+    assert str(wrong.wrong_parts()).startswith("token 6: its log-prob is 5: a probability above 1")
+    wrong = replace(whole, tokens_N=whole.tokens_N * 0 - 1)
+    assert str(wrong.wrong_parts()).startswith("token 0 is id -1")
 
 
 def test_routes_of_a_python_object_are_read_with_its_limit():
     response, request = made.vllm_python(made.made_rows())
     with pytest.raises(EngineError, match="4 response tokens; at most 2 were asked for"):
-        vllm_python.decode(response, {**request, "max_tokens": 2}, made.SHAPE, "request 7")
+        engines.decode("vllm", response, {**request, "max_tokens": 2}, made.SHAPE, "request 7")
 
 
 def test_json_that_is_deep_or_endless_in_an_event_is_refused():
@@ -276,6 +280,6 @@ def test_json_that_is_deep_or_endless_in_an_event_is_refused():
     for inside in ("[" * 5000 + "]" * 5000, "9" * 5000, '"' + base64.b64encode(b"x").decode()):
         wrong = text.replace('"usage": null', f'"usage": {inside}', 1)
         assert wrong != text
-        with pytest.raises(EngineError, match="request 7, event 0: "):
-            vllm.decode(wrong, request, made.SHAPE, "request 7")
+        with pytest.raises(EngineError, match="request 7: event 0: "):
+            engines.decode("vllm", wrong, request, made.SHAPE, "request 7")
     assert json.loads(text.split("\n")[0][5:])["usage"] is None

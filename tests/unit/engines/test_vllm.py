@@ -9,15 +9,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import engine_bodies as made
 import numpy as np
 import pytest
 
-from megatron_r3.engines import vllm
+from megatron_r3 import engines
 from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.engines.vllm import decode_routes
 
 DATA = Path(__file__).parents[2] / "data" / "vllm"
-ALL = ModelShape(4, (0, 1, 2, 3), 16, 4)
-DENSE0 = ModelShape(4, (1, 2, 3), 16, 4)
+ALL = ModelShape(16, 4, (0, 1, 2, 3), 4)
+DENSE0 = ModelShape(16, 4, (1, 2, 3), 4)
 QWEN = "vllm-0.30.0-qwen3moe-bf16"
 QWEN_DENSE0 = "vllm-0.30.0-qwen3moe-dense0-bf16"
 DEEPSEEK = "vllm-0.30.0-deepseekv3-bf16"
@@ -29,12 +31,12 @@ def load(folder: str, name: str) -> dict[str, Any]:
 
 
 def decode(payload: dict[str, Any], shape: ModelShape = ALL) -> list:
-    return vllm.decode(payload["response"], payload["request"], shape, "request 7")
+    return engines.decode("vllm", payload["response"], payload["request"], shape, "request 7")
 
 
-def decode_increments(payload: dict[str, Any], shape: ModelShape = ALL, **options: Any) -> list:
-    return vllm.decode_increments(
-        payload["response"], payload["request"], shape, "request 7", **options
+def decode_increments(payload: dict[str, Any], shape: ModelShape = ALL) -> list:
+    return engines.decode_increments(
+        "vllm", payload["response"], payload["request"], shape, "request 7"
     )
 
 
@@ -83,9 +85,9 @@ def test_real_responses(folder, name, shape, prompts, groups):
         response = choice["token_ids"]
         assert sample.tokens_N.dtype == np.int32
         assert sample.tokens_N[sample.prompt_length :].tolist() == response
-        assert sample.logprobs_G.dtype == np.float32
-        assert len(sample.logprobs_G) == len(response)
-        assert (sample.logprobs_G < 0).all()
+        assert sample.logprobs_N.dtype == np.float32
+        assert len(made.logprobs_of(sample)) == len(response)
+        assert (made.logprobs_of(sample) < 0).all()
         rows = len(shape.moe_layers), len(sample.tokens_N) - 1, 4
         assert sample.routes.ids_LTK.shape == rows
         assert sample.routes.ids_LTK.dtype == np.uint8
@@ -118,7 +120,7 @@ def test_values_are_what_the_server_sent(two):
         choice = two["response"]["choices"][index]
         assert (sample.routes.ids_LTK == rows_of(two, index).transpose(1, 0, 2)).all()
         expected = np.array(choice["logprobs"]["token_logprobs"], np.float32)
-        assert (sample.logprobs_G == expected).all()
+        assert (made.logprobs_of(sample) == expected).all()
     # the two samples share their prompt's rows and no more
     ids = [sample.routes.ids_LTK for sample in samples]
     assert (ids[0][:, :12] == ids[1][:, :12]).all()
@@ -161,7 +163,7 @@ def test_rows_from_a_later_start_are_the_whole_ones():
     whole = decode(load(QWEN, "07_p200_g20_cold"))[0].routes.ids_LTK
     later = load(QWEN, "10_p200_g20_prefix_hit_start150")
     choice = later["response"]["choices"][0]
-    routes = vllm.decode_routes(choice, 220, ALL, "request 7", start=150)
+    routes = decode_routes(choice, 220, ALL, start=150)
     assert routes.ids_LTK.shape == (4, 69, 4)
     assert (np.sort(routes.ids_LTK[:, :49]) == np.sort(whole[:, 150:199])).mean() > 0.99
     with pytest.raises(EngineError, match="start at token 150: stitch"):
@@ -170,7 +172,7 @@ def test_rows_from_a_later_start_are_the_whole_ones():
     assert (increment.start, increment.prompt_length, increment.routes.num_rows) == (150, 200, 69)
     assert (increment.routes.ids_LTK == routes.ids_LTK).all()
     with pytest.raises(EngineError, match="69 rows of routes for 220 tokens from token 0"):
-        vllm.decode_routes(choice, 220, ALL, "request 7")
+        decode_routes(choice, 220, ALL)
 
 
 def test_nested_start_of_generate_is_seen():
@@ -178,7 +180,7 @@ def test_nested_start_of_generate_is_seen():
     with pytest.raises(EngineError, match="start at token 180"):
         decode(payload, DENSE0)
     choice = payload["response"]["choices"][0]
-    assert vllm.decode_routes(choice, 209, DENSE0, "request 7", start=180).num_rows == 28
+    assert decode_routes(choice, 209, DENSE0, start=180).num_rows == 28
 
 
 def split_form(payload: dict[str, Any]) -> dict[str, Any]:
@@ -215,14 +217,14 @@ def test_a_server_that_captured_nothing_is_refused():
     ignored = load(REJECT, "25_generate_tito_start180")
     choice = ignored["response"]["choices"][0]
     with pytest.raises(EngineError, match="did not capture routes"):
-        vllm.decode_routes(choice, 209, ALL, "request 7", start=180)
+        decode_routes(choice, 209, ALL, start=180)
 
 
 def test_streams_of_openai_routes_are_refused():
     payload = load(QWEN, "22_stream")
     for body in (payload["response"], payload["response"]["_raw_text"]):
         with pytest.raises(EngineError, match="request 7: a streamed response carries no routes"):
-            vllm.decode(body, payload["request"], ALL, "request 7")
+            engines.decode("vllm", body, payload["request"], ALL, "request 7")
 
 
 def test_errors_of_the_server_are_passed_on():
@@ -239,4 +241,4 @@ def test_another_models_shape_is_refused():
     with pytest.raises(EngineError, match=r"did not capture routes.*token 0, hidden layer 0"):
         decode(payload, ALL)
     with pytest.raises(EngineError, match="hidden layer 1, which is dense"):
-        decode(payload, ModelShape(4, (2, 3), 16, 4))
+        decode(payload, ModelShape(16, 4, (2, 3), 4))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_r3.engines import vllm
 from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.engines.vllm import decode_routes
 from tests.unit.engines.test_vllm import QWEN, decode, load, npy, rows_of, with_routes
 
 
@@ -97,13 +97,13 @@ def test_flipped_bytes_are_refused_or_read_never_a_traceback(two):
 
 
 def test_one_expert_of_many_may_be_expert_zero(two):
-    top1 = ModelShape(4, (0, 1, 2, 3), 16, 1)
+    top1 = ModelShape(16, 1, (0, 1, 2, 3), 4)
     rows = rows_of(two)[..., :1].copy()
     rows[3] = 0
     choice = {"routed_experts": rows}
-    assert vllm.decode_routes(choice, 22, top1, "request 7").topk == 1
+    assert decode_routes(choice, 22, top1).topk == 1
     with pytest.raises(EngineError, match="did not capture"):
-        vllm.decode_routes({"routed_experts": rows * 0}, 22, top1, "request 7")
+        decode_routes({"routed_experts": rows * 0}, 22, top1)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_the_beginning_of_a_refusal():
 
 
 def test_the_limit_follows_what_was_asked():
-    shape = ModelShape(48, tuple(range(48)), 128, 8)
+    shape = ModelShape(128, 8, tuple(range(48)), 48)
     asked = Prompt("line 1", 0, [1] * 1000, {})
     limit = answer_limit(shape, asked, 1024)
     as_lists = 2023 * 48 * 8 * len("127, ")  # routes at their longest
@@ -127,7 +127,7 @@ def test_the_limit_follows_what_was_asked():
     assert answer_limit(shape, text, 1024) > answer_limit(
         shape, Prompt("", 0, [1] * 3000, {}), 1024
     )
-    tiny = answer_limit(ModelShape(4, (0, 1, 2, 3), 16, 4), Prompt("", 0, [1] * 12, {}), 1024)
+    tiny = answer_limit(ModelShape(16, 4, (0, 1, 2, 3), 4), Prompt("", 0, [1] * 12, {}), 1024)
     assert tiny < 3 * MB
 
 

@@ -24,7 +24,7 @@ from megatron_r3.store import RolloutStore
 from megatron_r3.store.schema import SamplingSettings
 from tests.unit.rollouts.test_convert import convert, payload
 
-MODEL = Model("tiny", ModelShape(4, (0, 1, 2, 3), 16, 4, 512), (), 512)
+MODEL = Model("tiny", ModelShape(16, 4, (0, 1, 2, 3), 4, 512), (), 512)
 
 
 def error_of(capsys: pytest.CaptureFixture[str]) -> str:
