@@ -102,11 +102,7 @@ def nobody_takes_them(rank: int) -> dict[str, str]:
         # controls: without routes, and live, the same models run
         "no routes": refusal(lambda: loss_and_gradients(off, replaying(MicrobatchRoutes({})))),
         "live": refusal(lambda: loss_and_gradients(off, replaying(None))),
-        "observed": refusal(
-            lambda: loss_and_gradients(
-                off, replaying(MicrobatchRoutes(routes(), mode=Mode.OBSERVE))
-            )
-        ),
+        "observed": refusal(lambda: loss_and_gradients(off, replaying(observed))),
     }
 
 
