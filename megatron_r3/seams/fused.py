@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.gate import has_kernel, replayed_gate
+from megatron_r3.gate import GateInputs, GateOptions, has_kernel, replayed_gate
 from megatron_r3.gate.options import MAX_EXPERTS, MAX_TOPK
 from megatron_r3.replay import MicrobatchRoutes
 
@@ -51,19 +51,13 @@ def fused_gate(
         return None
     ids_TK, live_T, counted_T = microbatch.unsettled(layer_number, logits_TE, topk)
     score_function = options["score_function"]
+    bias_E = None if score_function == "softmax" else options["expert_bias"]
     out = replayed_gate(
-        logits_TE,
-        ids_TK,
-        score_function=score_function,
-        use_pre_softmax=options["use_pre_softmax"],
-        scaling_factor=options["scaling_factor"],
-        expert_bias_E=None if score_function == "softmax" else options["expert_bias"],
-        live_T=live_T,
-        counted_T=counted_T,
+        GateInputs(logits_TE, ids_TK, bias_E, live_T, counted_T),
+        GateOptions(score_function, options["use_pre_softmax"], options["scaling_factor"]),
     )
     microbatch.settle(layer_number, out.ids_TK, out.differs_T)
-    assert out.routing_map is not None
-    return out.probs, out.routing_map
+    return out.probs_TE, out.routing_map_TE
 
 
 def settle_fusion(config: Any) -> None:

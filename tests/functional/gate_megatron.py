@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_r3.gate import GateInputs, GateOptions
+
 T, E, K = 37, 64, 6
 CASES: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -54,16 +56,16 @@ def compare(function: Callable[..., Any], options: dict[str, Any], broken: str) 
         ids_TK[live_T] = 0  # not read
     ours = logits_TE.clone().requires_grad_()
     bias_E = options.pop("expert_bias", None)
-    out = replayed_gate_triton(ours, ids_TK, expert_bias_E=bias_E, live_T=live_T, **options)
-    out.probs.backward(upstream_TE)
-    assert out.routing_map is not None
+    inputs = GateInputs(ours, ids_TK, expert_bias_E=bias_E, live_T=live_T)
+    out = replayed_gate_triton(inputs, GateOptions(**options))
+    out.probs_TE.backward(upstream_TE)
     assert ours.grad is not None
     assert theirs.grad is not None
     probs_T = want_TE.detach().double().abs().amax(dim=1, keepdim=True)
     upstream_T = upstream_TE.double().abs().amax(dim=1, keepdim=True)
     return {
-        "map": int((out.routing_map != map_TE).sum()),
-        "probs": error(out.probs, want_TE, probs_T),
+        "map": int((out.routing_map_TE != map_TE).sum()),
+        "probs": error(out.probs_TE, want_TE, probs_T),
         "gradient": error(ours.grad, theirs.grad, probs_T * upstream_T),
     }
 

@@ -9,14 +9,20 @@ Shape suffixes: T tokens, E experts, K top-k.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_r3.gate import GateOutput, replayed_gate_reference
+from megatron_r3.gate import (
+    Gate,
+    GateInputs,
+    GateOptions,
+    GateOutput,
+    replayed_gate_reference,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -34,10 +40,22 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def kernel(*args: Any, **options: Any) -> GateOutput:
-    from megatron_r3.gate.triton import replayed_gate_triton
+def call(gate: Gate, logits_TE: Tensor, ids_TK: Tensor, **options: Any) -> GateOutput:
+    """Call a gate with everything by name: fields of GateOptions and of GateInputs."""
+    names = {field.name for field in fields(GateOptions)} & options.keys()
+    gate_options = GateOptions(**{name: options.pop(name) for name in names})
+    return gate(GateInputs(logits_TE, ids_TK, **options), gate_options)
 
-    return replayed_gate_triton(*args, **options)
+
+def kernel(logits_TE: Tensor, ids_TK: Tensor, **options: Any) -> GateOutput:
+    """The Triton kernel, called with everything by name."""
+    return call(_kernel(), logits_TE, ids_TK, **options)
+
+
+def _kernel() -> Gate:
+    from megatron_r3.gate.triton import replayed_gate_triton  # imports Triton
+
+    return replayed_gate_triton
 
 
 @dataclass
@@ -52,8 +70,10 @@ class Case:
     def run(self, gate: Any = None, dtype: torch.dtype | None = None) -> tuple[GateOutput, Tensor]:
         """The output of a gate (default: the kernel) and the gradient of the logits."""
         logits = self.logits.detach().to(dtype or self.logits.dtype).requires_grad_()
-        out = (gate or kernel)(logits, self.ids, **self.options)
-        (gradient,) = torch.autograd.grad(out.probs, logits, self.upstream.to(out.probs.dtype))
+        out = call(gate or _kernel(), logits, self.ids, **self.options)
+        (gradient,) = torch.autograd.grad(
+            out.probs_TE, logits, self.upstream.to(out.probs_TE.dtype)
+        )
         return out, gradient
 
 
@@ -71,8 +91,7 @@ def make(
     generator = torch.Generator().manual_seed(seed)
     logits_TE = spread * torch.randn(num_tokens, num_experts, generator=generator)
     ids_TK = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :topk]
-    width = topk if options.get("dense_output") else num_experts
-    upstream = torch.randn(num_tokens, width, generator=generator)
+    upstream = torch.randn(num_tokens, num_experts, generator=generator)
     if options.pop("bias", False):
         options["expert_bias_E"] = torch.randn(num_experts, generator=generator).to(DEVICE)
     for name in ("live_T", "counted_T"):
@@ -102,9 +121,9 @@ def worst(case: Case, got: tuple[GateOutput, Tensor]) -> dict[str, float]:
     map_TE = torch.zeros(case.logits.shape, dtype=torch.bool, device=DEVICE)
     map_TE.scatter_(1, out.ids_TK.long(), True)
     result = {
-        "map": 0.0 if out.routing_map is None else float((out.routing_map != map_TE).sum()),
+        "map": float((out.routing_map_TE != map_TE).sum()),
         "ids": _wrong_ids(case, out),
-        "probs": _ratio(out.probs, want.probs, _relative(case) * want.probs),
+        "probs": _ratio(out.probs_TE, want.probs_TE, _relative(case) * want.probs_TE),
         "gradient": _ratio(
             gradient_TE, want_gradient_TE, _relative(case) * _magnitude(replay, want, map_TE)
         ),
@@ -142,18 +161,16 @@ def _ratio(got: Tensor, want: Tensor, allowed: Tensor) -> float:
 
 def _magnitude(case: Case, want: GateOutput, map_TE: Tensor) -> Tensor:
     """The gradient with its two terms added, not subtracted: what rounding errors scale with."""
-    options = {**case.options, "scaling_factor": None, "dense_output": False}
+    options = {**case.options, "scaling_factor": None}
     factor = case.options.get("scaling_factor") or 1.0
     upstream = case.upstream.double().abs() * factor
-    if case.options.get("dense_output"):
-        upstream = torch.zeros_like(case.logits.double()).scatter(1, case.ids.long(), upstream)
     upstream = upstream * map_TE
     logits_TE = case.logits.double()
     function = options.get("score_function", "softmax")
     if function == "softmax" and options.get("use_pre_softmax"):
         weights_TE = logits_TE.softmax(dim=1)
     else:
-        weights_TE = replayed_gate_reference(logits_TE, case.ids, **options).probs
+        weights_TE = call(replayed_gate_reference, logits_TE, case.ids, **options).probs_TE
     common_T = (weights_TE * upstream).sum(dim=1, keepdim=True)
     if function == "softmax":
         return weights_TE * (upstream + common_T)
