@@ -18,6 +18,13 @@ from training import Policy, train
 
 from demo.report import measured
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.gate import (
+    GateInputs,
+    GateOptions,
+    GateOutput,
+    replayed_gate_reference,
+    substitute_gate,
+)
 from megatron_r3.replay import MicrobatchRoutes, recording, replaying
 
 RECOMPUTE = {
@@ -69,20 +76,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def kernels_everywhere(shift: int = 0) -> Iterator[list[int]]:
-    """The seam finds a kernel on the CPU: its reference. Yields one entry for each call."""
-    from megatron_r3.seams import fused
+    """Run the reference on the CPU where a GPU runs the kernel; yield one entry for each call.
 
-    before, calls = (fused.has_kernel, fused.replayed_gate), []
+    With `shift` a token gets the routes of the token so many places before it.
+    """
+    calls: list[int] = []
 
-    def gate(logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
-        calls.append(len(ids))
-        return before[1](logits, ids.roll(shift, 0), **options)
+    def gate(inputs: GateInputs, options: GateOptions) -> GateOutput:
+        calls.append(len(inputs.ids_TK))
+        shifted = inputs._replace(ids_TK=inputs.ids_TK.roll(shift, 0))
+        return replayed_gate_reference(shifted, options)
 
-    fused.has_kernel, fused.replayed_gate = (lambda device: True), gate
-    try:
+    with substitute_gate(gate):
         yield calls
-    finally:
-        fused.has_kernel, fused.replayed_gate = before
 
 
 def routes_of(gpt: Any) -> dict[int, torch.Tensor]:
