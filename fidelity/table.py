@@ -15,9 +15,9 @@ from fidelity.judge import Judge
 from fidelity.layout import RankResult, run_layout
 from fidelity.models import MODELS
 from fidelity.reference import make_reference
+from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from fidelity.rollouts import NUM_ROLLOUTS, make_rollouts, write_stores
-from megatron_r3.cpu.errors import RankError
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import PackedRollouts
 
