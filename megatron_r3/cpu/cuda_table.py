@@ -1,4 +1,7 @@
-"""`torch.cuda` on the CPU: a table of what has a meaning there; all the rest raises NotEmulated."""
+"""`torch.cuda` on the CPU: a table of the names that have a meaning there.
+
+Whatever else of torch.cuda acts on a device raises NotEmulated when it is called.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ import torch.cuda.random
 
 from megatron_r3.cpu.errors import NotEmulated
 
-_MEMORY = 8 << 30  # what a device is said to have
-_UNTOUCHED = {"is_initialized", "cudaStatus"}  # says False, and holds constants
+_MEMORY = 8 << 30  # bytes that a device claims to have
+_UNTOUCHED = {"is_initialized", "cudaStatus"}  # the first may return False, the second is constants
 
 
 class Event:
-    """CPU work is done when its call returns: an event is a moment."""
+    """A moment in time: CPU work is done when its call returns, so there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = 0.0
@@ -38,7 +41,7 @@ class Event:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """It has happened."""
+        """Whether the recorded work is done; it always is."""
         return True
 
     def elapsed_time(self, end: Event) -> float:
@@ -47,7 +50,7 @@ class Event:
 
 
 class Stream:
-    """The only stream: everything happens in program order. All streams are equal."""
+    """The only stream: everything happens in program order, so all Stream objects are equal."""
 
     cuda_stream, device, device_index = 0, torch.device("cpu"), 0
 
@@ -76,7 +79,7 @@ class Stream:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """All of its work is done."""
+        """Whether all work of the stream is done; it always is."""
         return True
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -87,7 +90,7 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """No priorities."""
+        """The lowest and the highest priority: there are none."""
         return (0, 0)
 
 
@@ -99,7 +102,7 @@ class Device(contextlib.nullcontext):
 
 
 class Properties:
-    """A device of the Hopper generation, so that Megatron refuses nothing for its age."""
+    """The properties of a Hopper GPU, so that Megatron refuses nothing for the age of the GPU."""
 
     name, major, minor, multi_processor_count, total_memory = "cpu", 9, 0, 1, _MEMORY
 
@@ -123,7 +126,7 @@ def _is(value: Any) -> Callable[..., Any]:
 
 
 def _each(value: Any, *names: str) -> dict[str, Any]:
-    """A function of its own for each name: torch.compile looks functions up by identity."""
+    """A separate function for each name, because torch.compile looks functions up by identity."""
     return {name: _is(value) for name in names}
 
 
@@ -173,7 +176,7 @@ TABLE: dict[str, Any] = {
 
 
 def install() -> None:
-    """Put the table into `torch.cuda`, and a refusal in place of everything else it can do."""
+    """Put the table into `torch.cuda`, and a refusal for everything else that acts on a device."""
     for name in dir(torch.cuda):
         value = getattr(torch.cuda, name)
         if name not in TABLE and _does_something(name, value):
@@ -196,11 +199,11 @@ def _does_something(name: str, value: Any) -> bool:
     if name.startswith("_") or name in _UNTOUCHED or not own or not callable(value):
         return False
     passive = isinstance(value, type) and issubclass(value, Exception)
-    return not passive and not name.endswith("Storage")  # the storages are names for pickles
+    return not passive and not name.endswith("Storage")  # pickles name the storages
 
 
 def _refusal(name: str, value: Any) -> Any:
-    """What raises NotEmulated when called; for a class a class, so that isinstance still works."""
+    """A function that raises NotEmulated; for a class, a class, so that isinstance still works."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotEmulated(f"torch.cuda.{name} is not emulated on the CPU")
