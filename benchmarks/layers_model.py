@@ -171,14 +171,16 @@ class Stack:
             self.gpt(tokens, positions, None, labels=labels)
         self._numbers = sorted(recorded.ids)
         ids_LTK = torch.stack([recorded.ids[number] for number in self._numbers]).cpu()
+        # one byte for an id, as in a store, if there are so few experts
         ids_LTK = ids_LTK.to(torch.uint8 if self.sizes.experts <= 256 else torch.int16)
-        self._ids_LTK = ids_LTK.pin_memory()
+        self._ids_LTK = ids_LTK.pin_memory()  # only pinned memory is copied without waiting
         self._all_T = torch.ones(ids_LTK.shape[1], dtype=torch.bool).cuda()
         self.route_bytes = sum(ids.nbytes for ids in self._on_device().values())
         self.plan()
 
     def plan(self) -> None:
         """Work out the dispatch plan from the routes, as a training does ahead of a step."""
+        # one rank has all experts: the counts of its own tokens are the counts of all ranks
         counts_LE = count_tokens(self._ids_LTK.numpy(), self.sizes.experts)
         alone = ExpertRanks(expert_size=1, expert_rank=0, tensor_size=1, tensor_rank=0)
         self._plan = layer_sizes(counts_LE[None], alone, self._numbers)

@@ -45,13 +45,13 @@ def instrument(counts: Counter[str]) -> None:
         _wrap_read(counts, name)
     for name in SAME_PLACE:
         _keep_place(name)
-    transposed = torch.Tensor.T
+    transposed = torch.Tensor.T  # a property, so it is replaced by one
     torch.Tensor.T = property(lambda self: _marked(transposed.__get__(self), _is_host(self)))
     _wrap_copies(counts)
     from_numpy = torch.from_numpy
     torch.from_numpy = lambda array: _marked(from_numpy(array), True)
-    for event in (torch.cuda.Event, torch.cuda.Stream):
-        _wrap_synchronize(counts, event)
+    for kind in (torch.cuda.Event, torch.cuda.Stream):
+        _wrap_synchronize(counts, kind)
     for name in COLLECTIVES:
         if hasattr(dist, name):
             _wrap_collective(counts, name)
@@ -68,7 +68,7 @@ def _inside_moe() -> bool:
     """
     if getattr(_state, "depth", 0) > 1:
         return False
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(2)  # neither this function nor the one that replaces torch's
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(PLACE):
             return True
@@ -128,6 +128,7 @@ def _keep_place(name: str) -> None:
 def _wrap_copies(counts: Counter[str]) -> None:
     to, cpu = torch.Tensor.to, torch.Tensor.cpu
 
+    # what a copy returns is on the host, so that reading it later is no second wait
     def counted(self: torch.Tensor, waits: bool, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
         if not _is_host(self) and _inside_moe():
             counts[COPIES] += 1
@@ -164,10 +165,12 @@ def _wrap_collective(counts: Counter[str], name: str) -> None:
     original = getattr(dist, name)
 
     def collective(*args: Any, **kwargs: Any) -> Any:
+        # the first argument of a gather is its output; integers are sizes, not activations
         output = args[0] if args else None
         if isinstance(output, torch.Tensor) and not output.is_floating_point():
             if _inside_moe():
                 counts[GATHERS] += 1
+            # a plan is made by this project, outside of any layer
             elif sys._getframe(1).f_globals.get("__name__", "").startswith("megatron_r3"):
                 counts[PLANS] += 1
         return original(*args, **kwargs)

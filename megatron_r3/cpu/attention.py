@@ -165,21 +165,31 @@ def _check_emulated(module: Any, kind: Any, attention_bias: Any) -> None:
 
 def patch() -> None:
     """Give Megatron's DotProductAttention context parallelism and packed sequences."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    init, forward_alone = DotProductAttention.__init__, DotProductAttention.forward
+    DotProductAttention.__init__ = _init_with_cp(DotProductAttention.__init__)
+    DotProductAttention.forward = _forward_with_cp(DotProductAttention.forward)
 
-    def init_with_cp(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        # upstream's class only refuses CP, and would do so in its constructor
+
+def _init_with_cp(upstream: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of DotProductAttention without its only use of CP, which is to refuse it."""
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron.core import parallel_state
+
         without_cp = copy.copy(config)
         without_cp.context_parallel_size = 1
-        init(self, without_cp, *args, **kwargs)
+        upstream(self, without_cp, *args, **kwargs)
         self.config = config
-        groups = kwargs.get("pg_collection")
-        self.cp_group = getattr(groups, "cp", None)
+        self.cp_group = getattr(kwargs.get("pg_collection"), "cp", None)
         if self.cp_group is None:
             self.cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
+
+    return init
+
+
+def _forward_with_cp(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The forward pass of DotProductAttention; with CP or packed sequences it is emulated."""
 
     def forward(
         self: Any,
@@ -196,7 +206,7 @@ def patch() -> None:
         group = getattr(packed_seq_params, "cp_group", None) or self.cp_group
         cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
         if cp_size == 1 and not packed:
-            return forward_alone(
+            return upstream(
                 self, query, key, value, attention_mask, attn_mask_type, attention_bias, **kwargs
             )
         _check_emulated(self, attn_mask_type or self.attn_mask_type, attention_bias)
@@ -211,4 +221,4 @@ def patch() -> None:
         output = _attend(self, query, key, value, seen_QZ)
         return output.squeeze(1) if packed else output
 
-    DotProductAttention.__init__, DotProductAttention.forward = init_with_cp, forward
+    return forward

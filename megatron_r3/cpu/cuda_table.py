@@ -24,38 +24,40 @@ _MEMORY = 8 << 30  # bytes that a device claims to have
 _UNTOUCHED = {"is_initialized", "cudaStatus"}  # the first may return False, the second is constants
 
 
-class Event:
-    """A moment in time: CPU work is done when its call returns, so there is nothing to wait for."""
+class _Done:
+    """CPU work, which is done when the call that does it returns: there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = 0.0
 
-    def record(self, stream: Any = None) -> None:
-        """Remember this moment."""
-        self._seconds = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, other: Any = None) -> None:
         """Nothing to wait for."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """Whether the recorded work is done; it always is."""
+        """Whether the work is done; it always is."""
         return True
+
+
+class Event(_Done):
+    """A moment in time."""
+
+    def record(self, stream: Any = None) -> None:
+        """Remember this moment."""
+        self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this event to `end`."""
         return 1e3 * (end._seconds - self._seconds)
 
 
-class Stream:
+class Stream(_Done):
     """The only stream: everything happens in program order, so all Stream objects are equal."""
 
     cuda_stream, device, device_index = 0, torch.device("cpu"), 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    wait_stream = wait_event = _Done.wait
 
     def __enter__(self) -> Stream:
         return self
@@ -68,19 +70,6 @@ class Stream:
 
     def __hash__(self) -> int:
         return 0
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Whether all work of the stream is done; it always is."""
-        return True
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record `event`, or a new one."""
@@ -155,6 +144,7 @@ TABLE: dict[str, Any] = {
     **_MEMORY_STATE,
     "is_available": _is(True),
     "is_bf16_supported": _is(True),
+    # Megatron wants a device for each rank of a machine
     "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     "current_device": _is(0),
     "get_device_capability": _is((Properties.major, Properties.minor)),
@@ -168,8 +158,10 @@ TABLE: dict[str, Any] = {
     "Stream": Stream,
     "Event": Event,
     "default_generators": Generators(),
+    # torch keeps such calls until CUDA starts; here nothing has to start
     "_lazy_call": lambda function, **kwargs: function(),
     "_lazy_init": _is(None),
+    # torch.cuda.FloatTensor and its like are torch.FloatTensor and its like
     **{name: getattr(torch, name) for name in dir(torch.cuda) if name.endswith("Tensor")},
 }
 """What `torch.cuda.NAME` is on the CPU."""
@@ -181,6 +173,7 @@ def install() -> None:
         value = getattr(torch.cuda, name)
         if name not in TABLE and _does_something(name, value):
             setattr(torch.cuda, name, _refusal(name, value))
+    # torch.cuda imports some of its functions from these modules, and callers may do the same
     for module, names in (
         (torch.cuda, TABLE),
         (torch.cuda.random, _RANDOM),

@@ -59,14 +59,11 @@ class EventHandle:
         """There is nothing to wait for."""
 
 
-class EventOverlap:
+class EventOverlap(EventHandle):
     """An event that a caller may wait for, also as a context manager."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:
         self.event, self.extra_tensors = event, extra_tensors
-
-    def current_stream_wait(self) -> None:
-        """There is nothing to wait for."""
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -96,12 +93,10 @@ class _Config:
     """The sizes of buffers, which are 0 here: there are no buffers."""
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Nothing to allocate for NVLink."""
+        """Nothing to allocate, neither for NVLink nor for RDMA."""
         return 0
 
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Nothing to allocate for RDMA."""
-        return 0
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
 
 
 class Buffer:

@@ -32,7 +32,7 @@ def _is_cuda_device(device: object) -> bool:
         return device.type == "cuda"
     if isinstance(device, str):
         return device.split(":")[0] == "cuda"
-    return type(device) is int
+    return type(device) is int  # torch reads an index as a CUDA device; True is no index
 
 
 class CudaToCpu(TorchFunctionMode):
@@ -43,6 +43,7 @@ class CudaToCpu(TorchFunctionMode):
     ) -> Any:
         """The call `func(*args, **kwargs)`, with the CPU for every CUDA device."""
         kwargs = dict(kwargs or {})
+        # Megatron asserts `tensor.is_cuda` and then calls CUDA: here every tensor is a CUDA tensor
         if func == _IS_CUDA:
             return True
         if func is torch.Tensor.cuda:

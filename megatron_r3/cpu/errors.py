@@ -34,6 +34,7 @@ def is_users_mistake(error: BaseException) -> bool:
 
 def lost_its_peer(message: str) -> bool:
     """Whether an error only says that another rank has gone: that other rank knows why."""
-    # what gloo and sockets say when the other end closes
+    # What gloo and sockets say when the other end closes. A rank that fails closes all of its
+    # connections, so each of the others fails with one of these.
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     return any(sign in message for sign in signs)

@@ -54,6 +54,7 @@ def _uneven_all_gather(
     """One broadcast for each rank's tensor."""
     for rank, output in enumerate(tensor_list):
         part = tensor if dist.get_rank(group) == rank else output
+        # broadcast writes into what it is given: never into the tensor of the caller
         part = part.detach().contiguous().clone()
         dist.broadcast(part, group=group, group_src=rank)
         output.copy_(part)
@@ -68,7 +69,7 @@ def _uneven_reduce_scatter(
 ) -> None:
     """One all-reduce for each rank's tensor."""
     for rank, part in enumerate(input_list):
-        total = part.detach().contiguous().clone()
+        total = part.detach().contiguous().clone()  # reduced in place, and the input must stay
         dist.all_reduce(total, op=op, group=group)
         if dist.get_rank(group) == rank:
             output.copy_(total)

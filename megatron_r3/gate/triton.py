@@ -7,7 +7,7 @@ Shape suffixes (docs/glossary.md): T, E, K.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -59,27 +59,10 @@ class _Gate(torch.autograd.Function):
         map_TE = torch.empty_like(probs_TE, dtype=torch.bool)
         used_TK = None if live_T is None else ids_TK.new_empty(ids_TK.shape)
         differs_T = None if counted_T is None else torch.empty_like(counted_T)
-        if len(logits_TE):  # a grid of no programs cannot be launched
-            grid, constants = launch_constants(logits_TE.shape, ids_TK.shape[1], options)
-            with _current(logits_TE.device):
-                gate_forward[grid](
-                    logits_TE,
-                    ids_TK,
-                    expert_bias_E,
-                    _as_bytes(live_T),
-                    _as_bytes(counted_T),
-                    probs_TE,
-                    _as_bytes(map_TE),
-                    used_TK,
-                    _as_bytes(differs_T),
-                    len(logits_TE),
-                    options.scale,
-                    *logits_TE.stride(),
-                    *ids_TK.stride(),
-                    **constants,
-                    BLOCK_K=triton.next_power_of_2(ids_TK.shape[1]),
-                    **COMPILE_OPTIONS,
-                )
+        given = (logits_TE, ids_TK, expert_bias_E, _as_bytes(live_T), _as_bytes(counted_T))
+        made = (probs_TE, _as_bytes(map_TE), used_TK, _as_bytes(differs_T))
+        block_k = triton.next_power_of_2(ids_TK.shape[1])
+        _launch(gate_forward, (*given, *made), (logits_TE, ids_TK), options, BLOCK_K=block_k)
         # backward replays what live rows chose; it does not choose again
         ctx.save_for_backward(logits_TE, ids_TK if used_TK is None else used_TK)
         ctx.options = options
@@ -95,23 +78,36 @@ class _Gate(torch.autograd.Function):
             return (None,) * 6
         logits_TE, ids_TK = ctx.saved_tensors
         dlogits_TE = logits_TE.new_empty(logits_TE.shape)
-        if len(logits_TE):
-            grid, constants = launch_constants(logits_TE.shape, ids_TK.shape[1], ctx.options)
-            with _current(logits_TE.device):
-                gate_backward[grid](
-                    logits_TE,
-                    ids_TK,
-                    dprobs_TE,
-                    dlogits_TE,
-                    len(logits_TE),
-                    ctx.options.scale,
-                    *logits_TE.stride(),
-                    *ids_TK.stride(),
-                    *dprobs_TE.stride(),
-                    **constants,
-                    **COMPILE_OPTIONS,
-                )
+        strided = (logits_TE, ids_TK, dprobs_TE)
+        _launch(gate_backward, (*strided, dlogits_TE), strided, ctx.options)
         return dlogits_TE, None, None, None, None, None
+
+
+def _launch(
+    kernel: Any,
+    tensors: tuple[Tensor | None, ...],
+    strided: tuple[Tensor, ...],
+    options: GateOptions,
+    **constants: int,
+) -> None:
+    """Launch a kernel on its tensors, followed by the strides of those that may have any."""
+    logits_TE, ids_TK = strided[:2]
+    if not len(logits_TE):  # a grid of no programs cannot be launched
+        return
+    grid, sizes = launch_constants(logits_TE.shape, ids_TK.shape[1], options)
+    strides = [stride for tensor in strided for stride in tensor.stride()]
+    # Triton launches on the current device, not on that of the tensors
+    on_gpu = logits_TE.device.type == "cuda"
+    with torch.cuda.device(logits_TE.device) if on_gpu else nullcontext():
+        kernel[grid](
+            *tensors,
+            len(logits_TE),
+            options.scale,
+            *strides,
+            **sizes,
+            **constants,
+            **COMPILE_OPTIONS,
+        )
 
 
 def launch_constants(
@@ -127,11 +123,6 @@ def launch_constants(
     block = TILE // (32 * words)
     constants = {"E": num_experts, "K": topk, "BLOCK_T": block, "W": words}
     return (triton.cdiv(num_tokens, block),), {**constants, "FUNCTION": options.function}
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the device current: Triton launches on the current device, not on its tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

@@ -1,9 +1,9 @@
 """Inputs for the gate kernel, and how far it may be from the float64 reference.
 
-Runs natively on a CUDA device, else under Triton's interpreter if TRITON_INTERPRET=1 was set
-before Triton was imported: tests/unit/gate/test_interpreted.py does that.
+The kernel runs natively on a CUDA device. Elsewhere it runs under Triton's interpreter, if
+TRITON_INTERPRET=1 was set before Triton was imported. tests/unit/gate/test_interpreted.py sets it.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes (docs/glossary.md): T, K, E.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _kernel() -> Gate:
 
 @dataclass
 class Case:
-    """Logits, ids, what is asked of the gate, and the gradient that comes back."""
+    """Logits, ids, further inputs and options of the gate by name, the gradient of its output."""
 
     logits: Tensor
     ids: Tensor
@@ -107,10 +107,10 @@ def make(
 
 
 def worst(case: Case, got: tuple[GateOutput, Tensor]) -> dict[str, float]:
-    """Wrong rows, and the largest errors by what rounding explains: see `holds`.
+    """Counts of wrong rows, and the largest errors divided by what rounding explains: see `holds`.
 
-    The expectation is the float64 reference for the experts that `got` used; that a live row used
-    the right ones is a number of its own.
+    The expectation is the float64 reference for the experts that `got` used. Whether a live row
+    used the right experts is counted separately, as "ids".
     """
     out, gradient_TE = got
     options = {
@@ -134,13 +134,13 @@ def worst(case: Case, got: tuple[GateOutput, Tensor]) -> dict[str, float]:
 
 
 def holds(result: dict[str, float]) -> bool:
-    """Nothing is wrong in the map, the ids and what differs; errors are those of rounding."""
+    """Whether no row is wrong, and rounding explains all errors of weights and gradients."""
     errors = ("probs", "gradient")
     return all(value <= (1.0 if name in errors else 0.0) for name, value in result.items())
 
 
 def _relative(case: Case) -> Tensor:
-    """Relative error of float32 arithmetic, by row: how it is computed bounds it.
+    """The relative error that float32 arithmetic may have, for each row.
 
     A sum of at most 64 positive weights in any order, or of 1024 as a tree over 32 each: 32 eps.
     An exponential in numerator and sum, whose argument of size s is itself rounded: 2 (2 + s) eps.
@@ -151,8 +151,11 @@ def _relative(case: Case) -> Tensor:
 
 
 def _ratio(got: Tensor, want: Tensor, allowed: Tensor) -> float:
-    """Error by what arithmetic allows, one rounding to the dtype (Triton's interpreter cuts
-    bfloat16 off: a whole eps), and the smallest number, below which a device may flush."""
+    """The largest error, divided by what is allowed.
+
+    That is what the arithmetic allows, one rounding to the dtype (a whole eps, because Triton's
+    interpreter cuts bfloat16 off), and the smallest number, below which a device may round to 0.
+    """
     info = torch.finfo(got.dtype)
     floor = max(info.smallest_normal * info.eps, torch.finfo(torch.float32).tiny)
     room = allowed.abs() + info.eps * want.abs() + floor
@@ -160,7 +163,7 @@ def _ratio(got: Tensor, want: Tensor, allowed: Tensor) -> float:
 
 
 def _magnitude(case: Case, want: GateOutput, map_TE: Tensor) -> Tensor:
-    """The gradient with its two terms added, not subtracted: what rounding errors scale with."""
+    """The gradient with its two terms added and not subtracted: rounding errors scale with it."""
     options = {**case.options, "scaling_factor": None}
     factor = case.options.get("scaling_factor") or 1.0
     upstream = case.upstream.double().abs() * factor
@@ -190,7 +193,7 @@ def _scores(logits: Tensor, function: str) -> tuple[Tensor, Tensor]:
 
 
 def selected_by(case: Case) -> tuple[Tensor, Tensor]:
-    """What live top-k goes by, in float64, and how far float32 may be off."""
+    """The selection scores of a live top-k, in float64, and how far off float32 may be."""
     logits_TE, function = case.logits.double(), case.options.get("score_function", "softmax")
     if function == "softmax" and not case.options.get("use_pre_softmax"):
         return logits_TE, torch.zeros_like(logits_TE)
@@ -206,7 +209,7 @@ def selected_by(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def _wrong_ids(case: Case, out: GateOutput) -> float:
-    """Rows whose ids are neither those given nor, where live, a top-k."""
+    """How many given rows have other ids than those given, and live rows ids that are no top-k."""
     live_T = case.options.get("live_T")
     given_T = (out.ids_TK == case.ids).all(dim=1)
     if live_T is None:
@@ -227,7 +230,7 @@ def _wrong_differs(case: Case, differs_T: Tensor, map_TE: Tensor) -> float:
 
 
 def _gap(case: Case, map_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much the best expert left is above the worst taken: at least, and at most."""
+    """How far the best expert left out is above the worst one taken: at least, and at most."""
     scores_TE, unsure_TE = selected_by(case)
 
     def gap(sign: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 What the kernel must do is in tests/gpu/test_gate_kernel*.py, which run natively on a CUDA device.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes (docs/glossary.md): T, K, E.
 """
 
 from __future__ import annotations
