@@ -104,8 +104,8 @@ bench-store: setup  ## routes from a response to a rank's slice, and as peers mo
 # on a GPU with $(PYTHON), which needs torch and triton and what Megatron imports, and MEGATRON=DIR, patched
 bench-gpu: $(if $(REHEARSE),megatron)  ## the replayed gate and a MoE stack on a GPU (MEGATRON=DIR, REHEARSE=1)
 	$(if $(REHEARSE),$(R3) apply $(TREE))
-	PYTHONPATH=. $(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.gate \
-		--out $(if $(REHEARSE),$(BUILD)/bench/gate.json --device cpu --rehearse,benchmarks/results) \
+	PYTHONPATH=. $(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.kernel \
+		--out $(if $(REHEARSE),$(BUILD)/bench/kernel.json --device cpu --rehearse,benchmarks/results) \
 		$(if $(MEGATRON),--megatron "$(MEGATRON)")
 	PYTHONPATH=. $(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.layers \
 		--megatron "$(if $(MEGATRON),$(MEGATRON),$(TREE))" \

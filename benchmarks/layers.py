@@ -1,16 +1,17 @@
-"""`make bench-gpu`: a step of Megatron's MoE layers, live, replayed, planned, with the fused gate.
+"""`make bench-gpu`, second part: a step of MoE layers, live, replayed, planned, with a fused gate.
 
     python -m benchmarks.layers --megatron TREE --out build/bench/layers.json
     python -m benchmarks.layers --megatron TREE --out FILE --device cpu --rehearse
 
-TREE is a patched Megatron-LM of 0.19. One process, its layers on the local spec, layer sizes of
-Qwen3-30B-A3B. Routes are those that the live routers of the same weights choose for the same batch:
-all ways have the same load. Steps of all ways alternate in one run, each next to one of the way it
-is compared with; "live" beside live says what two equal steps differ by. Without Transformer Engine
-attention is unfused and the host launches every expert: a step is longer than it is with it, and
-ratios are nearer to 1. Needs torch, Triton, and what TREE imports (numpy, packaging). A rehearsal
-runs tiny layers and the gate's plain reference, and says nothing about time. Exit status 1: a
-router's gradient is not that of live.
+TREE is a patched Megatron-LM of 0.19. One process runs its layers on the local spec, with the layer
+sizes of Qwen3-30B-A3B. The routes are those that the live routers of the same weights choose for
+the same batch, so that all ways have the same load. Steps of all ways alternate in one run, and
+each stands next to a step of the way that it is compared with; the way "live" is compared with live
+steps, which says what two equal steps differ by. Without Transformer Engine attention is unfused
+and the host launches every expert, so a step is longer than with it, and ratios are nearer to 1.
+The benchmark needs torch, Triton, and what TREE imports (numpy, packaging). A rehearsal runs tiny
+layers with the plain reference of the gate; its times say nothing. The exit status is 1 if the
+gradient of a router is not that of live.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from benchmarks import layers_measure as measure
 from benchmarks.layers_model import QWEN3_30B_A3B, TINY, WAYS, Sizes, Stack, start
 from benchmarks.machine import device_of, machine_of, write_results
 from benchmarks.waits import COPIES, WAITS
+from megatron_r3.gate import replayed_gate_reference, substitute_gate
 
 HEAD = (
     f"{'recompute':9} {'way':14} {'step ms':>8} {'10%':>8} {'90%':>8} {'beside':>11} {'ratio':>6} "
@@ -44,17 +47,18 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     _import_tree(args.megatron.resolve(), cuda)
     sizes = replace(TINY if args.rehearse else QWEN3_30B_A3B, **_given(args))
-    found = {**machine_of(), **device_of(args.device), "rehearsal": args.rehearse}
+    record = {**machine_of(), **device_of(args.device), "rehearsal": args.rehearse}
     start(cuda)
     stack = Stack(sizes, cuda)
-    with measure.reference_gate(not cuda):
+    # on a CPU the routers see no kernel, and would not take the fused path
+    with nullcontext() if cuda else substitute_gate(replayed_gate_reference):
         rows = measured(stack, args.rounds, cuda)
-    found |= {"megatron_core": _version(), "rounds": args.rounds, **stack.described()}
+    record |= {"megatron_core": _version(), "rounds": args.rounds, **stack.described()}
     print(_about(stack))
     print(HEAD)
     for row in rows:
         print(_line(row))
-    print(f"written: {write_results(args.out, 'layers', {**found, 'rows': rows})}")
+    print(f"written: {write_results(args.out, 'layers', {**record, 'rows': rows})}")
     torch.distributed.destroy_process_group()
     wrong = [row for row in rows if not row["agrees"]]
     for row in wrong:
@@ -64,11 +68,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="layers", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="a file or a folder")
+    parser.add_argument("--out", type=Path, required=True, help="a file or a folder to write to")
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree of 0.19")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rehearse", action="store_true", help="tiny layers: does it run?")
-    parser.add_argument("--rounds", type=int, help="pairs of steps of each way; default 10, or 3")
+    parser.add_argument("--rehearse", action="store_true", help="tiny layers, to see that it runs")
+    parser.add_argument(
+        "--rounds", type=int, help="pairs of steps of each way (default: 10, or 3 in a rehearsal)"
+    )
     for field in fields(Sizes):
         default = getattr(QWEN3_30B_A3B, field.name)
         flag = "--" + field.name.replace("_", "-")
@@ -88,8 +94,8 @@ def _given(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _import_tree(tree: Path, cuda: bool) -> None:
-    """Import Megatron from the tree, on a CPU under the layer that lets it run there."""
-    # before CUDA starts: the same sums in the same order, where that is asked for
+    """Import Megatron from the tree; on a CPU under `megatron_r3.cpu`, which lets it run there."""
+    # must be set before CUDA starts: torch.use_deterministic_algorithms asks for it
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     sys.path.insert(0, str(tree))
     if not cuda:
@@ -99,11 +105,10 @@ def _import_tree(tree: Path, cuda: bool) -> None:
         install()
     import megatron.core
 
-    found = Path(str(megatron.core.__file__)).resolve()
-    if tree not in found.parents:
-        raise SystemExit(f"error: {tree} has no megatron.core: it was imported from {found.parent}")
-    hook = "moe_router_replay"
-    if hook not in (found.parent / "transformer" / "transformer_config.py").read_text():
+    core = Path(str(megatron.core.__file__)).resolve().parent
+    if tree not in core.parents:
+        raise SystemExit(f"error: {tree} has no megatron.core: it was imported from {core}")
+    if "moe_router_replay" not in (core / "transformer" / "transformer_config.py").read_text():
         raise SystemExit(f"error: {tree} is not patched")
 
 
@@ -115,7 +120,7 @@ def _version() -> str:
 
 def measured(stack: Stack, rounds: int, cuda: bool) -> list[dict[str, Any]]:
     """A row for each way, without and with recompute."""
-    # of roundings: bfloat16 has 8 bits, and a loss is a mean
+    # what rounding explains: bfloat16 has 8 bits, and the loss is a mean over many tokens
     tolerance, gradient_tolerance = (1e-3, 2e-2) if cuda else (1e-6, 1e-4)
     checked = measure.check(stack, tolerance)
     print("every way computes the loss of live; timing", file=sys.stderr, flush=True)
@@ -139,8 +144,8 @@ def _about(stack: Stack) -> str:
         f"{stack.sizes.layers} layers, {tokens} tokens to {stack.sizes.topk} of "
         f"{stack.sizes.experts} experts; the routes of a microbatch take "
         f"{stack.route_bytes} bytes on the device\n"
-        "ratio: to a step of the way beside it, next to it in time; waits and copies to the host: "
-        "of a step"
+        "ratio: time of the step by that of the step next to it, of the way named under `beside`; "
+        "waits and copies to the host are those of one step"
     )
 
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.layers` measures of a step: that it is the same step, time, waits, memory."""
+"""What `benchmarks.layers` measures of a step: loss, gradients, time, memory, waits, copies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.layers_model import WAYS, Stack
 from benchmarks.waits import COPIES, WAITS, instrument, mark_host
+from megatron_r3.gate import GateInputs, GateOptions, GateOutput, gate_for, substitute_gate
 
 Case = tuple[str, bool]  # a way's name, whether with full recompute
 SYNCHRONISE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -20,88 +21,77 @@ TO_HOST = "Memcpy DtoH"
 
 
 @contextmanager
-def reference_gate(wanted: bool) -> Iterator[None]:
-    """For a rehearsal: inside, the seam finds a kernel on the CPU, its plain reference."""
-    from megatron_r3.seams import router as router_seam
-
-    before = router_seam.has_kernel
-    if wanted:
-        router_seam.has_kernel = lambda device: True
-    try:
-        yield
-    finally:
-        router_seam.has_kernel = before
-
-
-@contextmanager
 def _counted_calls(counts: Counter[str], stack: Stack) -> Iterator[None]:
-    """Inside, count the passes of all routers, and the calls of the fused gate."""
-    from megatron_r3.seams import router as router_seam
+    """Until the block ends, count the passes of all routers, and the calls of the fused gate."""
+    gate = gate_for(stack.routers[0].weight.device)
 
-    gate = router_seam.replayed_gate
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(inputs: GateInputs, options: GateOptions) -> GateOutput:
         counts["gate"] += 1
-        return gate(*args, **kwargs)
+        return gate(inputs, options)
 
     def passed(*_: Any) -> None:
         counts["routers"] += 1
 
-    router_seam.replayed_gate = counted
     hooks = [router.register_forward_pre_hook(passed) for router in stack.routers]
     try:
-        yield
+        with substitute_gate(counted):
+            yield
     finally:
-        router_seam.replayed_gate = gate
         for hook in hooks:
             hook.remove()
 
 
 def check(stack: Stack, tolerance: float) -> dict[Case, dict[str, Any]]:
-    """That every way computes what live does: all sums in one order, as they are not when timed.
+    """Check that every way computes what live computes.
+
+    Deterministic algorithms are on here, so that all sums are added in one order; they are off when
+    steps are timed.
 
     Returns:
-        For each case how far loss and router gradients are from those of live, as a share of these,
-        and how many tokens would have been routed otherwise (None: not counted).
+        For each case how far loss and router gradients are from those of live, as a share of those
+        of live, and how many tokens live routers would have sent elsewhere ("mismatched", None for
+        a way that does not count them).
 
     Raises:
-        AssertionError: a loss that is not live's (of the fused gate: not within `tolerance`), or a
-            step that did not run as its name says.
+        AssertionError: the loss of a way is not that of live (to the bit, or within `tolerance` for
+            the fused gate), or a step did not run as its name says.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     stack.record()
-    found = {}
+    checked = {}
     for recompute in (False, True):
-        loss, gradient = None, None
+        loss, gradient = None, None  # those of live, which is the first way
         for name, way in WAYS.items():
             calls: Counter[str] = Counter()
             with _counted_calls(calls, stack):
-                its_loss, microbatch = stack.step(way, recompute)
+                way_loss, microbatch = stack.step(way, recompute)
             passes = stack.sizes.layers * (1 + recompute)
             assert calls["routers"] == passes, f"{name}: {calls['routers']} passes, not {passes}"
             assert calls["gate"] == passes * way.fused, f"{name}: the gate was not fused"
             if loss is None or gradient is None:
-                loss, gradient = its_loss, stack.gradient()
-            error = ((its_loss - loss).abs() / loss.abs()).item()
-            assert error <= tolerance * way.fused, f"{name}: loss {its_loss}, live {loss}"
-            apart = torch.linalg.vector_norm(stack.gradient() - gradient)
+                loss, gradient = way_loss, stack.gradient()
+            error = ((way_loss - loss).abs() / loss.abs()).item()
+            # an unfused way has no tolerance: tolerance * False is 0
+            assert error <= tolerance * way.fused, f"{name}: loss {way_loss}, live {loss}"
+            distance = torch.linalg.vector_norm(stack.gradient() - gradient)
             mismatched = None
             if microbatch is not None and way.counted:
                 mismatched = sum(int(count) for count in microbatch.mismatched.values())
-            found[name, recompute] = {
+            checked[name, recompute] = {
                 "loss_error": error,
-                "gradient_error": (apart / torch.linalg.vector_norm(gradient)).item(),
+                "gradient_error": (distance / torch.linalg.vector_norm(gradient)).item(),
                 "mismatched": mismatched,
             }
     torch.use_deterministic_algorithms(False)
-    return found
+    return checked
 
 
 def timed(stack: Stack, rounds: int, tolerance: float) -> dict[Case, dict[str, Any]]:
-    """Step times of each case, each next to a step of the way it is compared with.
+    """Step times of each case, each next to a step of the way that it is compared with.
 
-    In turn: `rounds` of all cases; in every second one the neighbour goes first. Two more before,
-    to warm up.
+    Every round takes all cases in turn. In odd rounds the case goes before its neighbour, in even
+    rounds after it, so that a machine that slows down or speeds up favours neither. Two rounds
+    before the `rounds` that count warm up.
     """
     steps: dict[Case, list[tuple[float, float]]] = {}
     losses = []
@@ -130,23 +120,24 @@ def _timed_step(stack: Stack, way: Any, recompute: bool) -> tuple[float, torch.T
 
 
 def _summary(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    """Medians, 10th and 90th percentiles, of the steps and of the ratios of neighbours."""
-    taken = [1e3 * mine for mine, _ in pairs]
-    ratios = [mine / other for mine, other in pairs]
-    cuts, of_cuts = (statistics.quantiles(v, n=10, method="inclusive") for v in (taken, ratios))
+    """Median, 10th and 90th percentile, of the steps' times and of their ratios to neighbours."""
+    times_ms = [1e3 * step_s for step_s, _ in pairs]
+    ratios = [step_s / neighbour_s for step_s, neighbour_s in pairs]
+    time_deciles = statistics.quantiles(times_ms, n=10, method="inclusive")
+    ratio_deciles = statistics.quantiles(ratios, n=10, method="inclusive")
     return {
-        "step_ms": statistics.median(taken),
-        "low_ms": cuts[0],
-        "high_ms": cuts[-1],
+        "step_ms": statistics.median(times_ms),
+        "low_ms": time_deciles[0],
+        "high_ms": time_deciles[-1],
         "ratio": statistics.median(ratios),
-        "ratio_low": of_cuts[0],
-        "ratio_high": of_cuts[-1],
+        "ratio_low": ratio_deciles[0],
+        "ratio_high": ratio_deciles[-1],
     }
 
 
 def peak_memory(stack: Stack) -> dict[Case, dict[str, float]]:
-    """The most that a step of each case has allocated, in all and above what it began with."""
-    found = {}
+    """The most memory that a step of each case allocates: in all, and above what it began with."""
+    memory = {}
     for recompute in (False, True):
         for name, way in WAYS.items():
             stack.gpt.zero_grad(set_to_none=True)
@@ -156,37 +147,40 @@ def peak_memory(stack: Stack) -> dict[Case, dict[str, float]]:
             stack.step(way, recompute)
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
-            found[name, recompute] = {"peak_mb": peak / 2**20, "step_mb": (peak - before) / 2**20}
-    return found
+            memory[name, recompute] = {"peak_mb": peak / 2**20, "step_mb": (peak - before) / 2**20}
+    return memory
 
 
 def count_waits(stack: Stack, cuda: bool) -> dict[Case, dict[str, int]]:
-    """Host waits and copies to the host of one step of each case; the last thing to be done.
+    """Host waits and copies to the host of one step of each case.
 
-    On CUDA those that the profiler sees, in the whole step; on a CPU those that code of MoE layers
-    would make on CUDA (see `benchmarks.waits`), which stays instrumented.
+    On CUDA these are what the profiler sees in the whole step. On a CPU they are what the code of
+    MoE layers would do on CUDA (see `benchmarks.waits`). Call it last: torch stays instrumented.
     """
     if cuda:
-        _profile(lambda: None)  # the first one starts the profiler's own parts
+        _profile(lambda: None)  # the first profile also has the start of the profiler's own parts
     counted = _profiled if cuda else _instrumented(stack)
-    found = {}
+    counts = {}
     for recompute in (False, True):
         for name, way in WAYS.items():
 
             def step(way: Any = way, recompute: bool = recompute) -> None:
                 stack.step(way, recompute)
 
-            found[name, recompute] = counted(step)
-    return found
+            counts[name, recompute] = counted(step)
+    return counts
 
 
 def _instrumented(stack: Stack) -> Callable[[Callable[[], None]], dict[str, int]]:
     counts: Counter[str] = Counter()
     instrument(counts)
-    stack.plan()  # again: what is on the host is known from here on
+    # `instrument` knows of a tensor whether it is on the host only if it saw how it was made, so
+    # the plan is made again
+    stack.plan()
     for layer in stack.layers:
         for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
-            if hasattr(layer.token_dispatcher, name):  # its permute_idx_device
+            if hasattr(layer.token_dispatcher, name):
+                # Megatron makes it on `permute_idx_device`: the CPU without moe_permute_fusion
                 mark_host(getattr(layer.token_dispatcher, name))
 
     def counted(step: Callable[[], None]) -> dict[str, int]:
@@ -198,7 +192,11 @@ def _instrumented(stack: Stack) -> Callable[[Callable[[], None]], dict[str, int]
 
 
 def _profiled(step: Callable[[], None]) -> dict[str, int]:
-    """Less what a profile of nothing has; a profile of one read must have one more of both."""
+    """Waits and copies of a step, less those of an empty profile.
+
+    First a profile of one read of one number checks the profiler: it must have at least one wait
+    and exactly one copy more than an empty profile.
+    """
     one = torch.ones(1, device="cuda")
     nothing = _profile(lambda: None)
     read = _profile(lambda: one.item()) - nothing

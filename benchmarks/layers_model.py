@@ -1,8 +1,8 @@
 """What `benchmarks.layers` runs: a stack of Megatron's MoE layers, and the ways to take a step.
 
-Megatron is imported inside the functions: the tree is chosen first.
+Megatron is imported inside the functions, because the command line says from which tree.
 
-Shape suffixes: B batch, S sequence, L MoE layers, T tokens, K top-k, E experts.
+Shape suffixes (docs/glossary.md): B, S, L, T, K, E.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_r3.replay import MicrobatchRoutes, recording, replaying
 
 @dataclass(frozen=True)
 class Sizes:
-    """Layers, and the microbatch that goes through them."""
+    """Sizes of the layers, and of the microbatch that goes through them."""
 
     layers: int = 4
     hidden: int = 2048
@@ -31,7 +31,7 @@ class Sizes:
     ffn: int = 768
     sequence: int = 4096
     batch: int = 1
-    vocabulary: int = 1024  # small: this is about the layers
+    vocabulary: int = 1024  # small, because the benchmark is about the layers
 
 
 QWEN3_30B_A3B = Sizes()
@@ -40,11 +40,14 @@ TINY = Sizes(2, 32, 4, 2, 8, 8, 2, 16, 16, 2, 64)
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is routed, and which way its neighbour in time is taken.
+    """How a step is routed, and which way it is compared with.
 
     Attributes:
-        beside: the name of the way whose step it is compared with.
-        counted: mismatch with live routing is measured for every token.
+        beside: the name of the way that it is compared with, whose steps stand next to its own.
+        replays: the routers take the recorded routes. False: they are live.
+        plan: the dispatcher takes its split sizes from a plan.
+        fused: the routers try the fused gate.
+        counted: the mismatch with live routing is measured for every token.
     """
 
     beside: str
@@ -54,7 +57,7 @@ class Way:
     counted: bool = False
 
 
-# live beside live is what two equal steps differ by
+# the way "live" is compared with itself: that is what two equal steps differ by
 WAYS = {
     "live": Way("live", replays=False),
     "replay": Way("live"),
@@ -66,13 +69,13 @@ WAYS = {
 
 
 def start(cuda: bool) -> None:
-    """Process groups of one rank, and random streams."""
+    """Make process groups of one rank, and the random streams."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if cuda:
         torch.cuda.set_device(0)
-    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)  # any free port
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)  # port 0: any free one
     backend = "nccl" if cuda else "gloo"
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
@@ -83,7 +86,7 @@ def start(cuda: bool) -> None:
 
 
 def _config(sizes: Sizes, cuda: bool) -> Any:
-    """Nothing that needs Transformer Engine or Apex; full recompute is switched on by the step."""
+    """A config that needs neither Transformer Engine nor apex; each step sets its recompute."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -113,7 +116,7 @@ def _config(sizes: Sizes, cuda: bool) -> Any:
         params_dtype=dtype,
         bf16=cuda,
         use_cpu_initialization=not cuda,
-        init_method_std=sizes.hidden**-0.5,  # so that experts matter to the loss at any size
+        init_method_std=sizes.hidden**-0.5,  # large enough for the experts to matter to the loss
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
@@ -139,11 +142,12 @@ def _model(sizes: Sizes, config: Any) -> Any:
 class Stack:
     """A model, one batch, and the routes that its live routers take for it.
 
-    One model for all ways: two do not fit everywhere. What a way changes is what Megatron reads at
-    each pass: full recompute in the config, and whether a router's hook tries the fused gate.
+    One model serves all ways, because two do not fit on every GPU. A step changes only what is read
+    at each pass: full recompute in the config, and whether the hook of a router tries the fused
+    gate.
 
     Attributes:
-        route_bytes: of `MicrobatchRoutes.ids`, on the device.
+        route_bytes: how many bytes the ids of one microbatch take on the device.
     """
 
     def __init__(self, sizes: Sizes, cuda: bool) -> None:
@@ -151,7 +155,8 @@ class Stack:
 
         self.sizes, self.config = sizes, _config(sizes, cuda)
         assert self.config.moe_router_replay_fused_gate
-        self.config.moe_router_fusion = False  # Transformer Engine's gate, where it is installed
+        # else live routers would take Transformer Engine's fused gate, where it is installed
+        self.config.moe_router_fusion = False
         self.gpt = _model(sizes, self.config)
         self.layers = [m for m in self.gpt.modules() if isinstance(m, MoELayer)]
         self.routers = [layer.router for layer in self.layers]
@@ -160,31 +165,36 @@ class Stack:
         self._batch = _batch(sizes)
 
     def record(self) -> None:
-        """Keep what the live routers choose; to be called once, before the first replayed step."""
+        """Keep what the live routers choose. Call it once, before the first replayed step."""
         tokens, positions, labels = self._batch
         with torch.no_grad(), recording() as recorded:
             self.gpt(tokens, positions, None, labels=labels)
         self._numbers = sorted(recorded.ids)
         ids_LTK = torch.stack([recorded.ids[number] for number in self._numbers]).cpu()
+        # one byte for an id, as in a store, if there are so few experts
         ids_LTK = ids_LTK.to(torch.uint8 if self.sizes.experts <= 256 else torch.int16)
-        self._ids_LTK = ids_LTK.pin_memory()
+        self._ids_LTK = ids_LTK.pin_memory()  # only pinned memory is copied without waiting
         self._all_T = torch.ones(ids_LTK.shape[1], dtype=torch.bool).cuda()
         self.route_bytes = sum(ids.nbytes for ids in self._on_device().values())
         self.plan()
 
     def plan(self) -> None:
-        """Plan from the routes, as a training does ahead of a step."""
+        """Work out the dispatch plan from the routes, as a training does ahead of a step."""
+        # one rank has all experts: the counts of its own tokens are the counts of all ranks
         counts_LE = count_tokens(self._ids_LTK.numpy(), self.sizes.experts)
         alone = ExpertRanks(expert_size=1, expert_rank=0, tensor_size=1, tensor_rank=0)
         self._plan = layer_sizes(counts_LE[None], alone, self._numbers)
 
     def _on_device(self) -> dict[int, Tensor]:
-        """One copy, as `HostRoutes.on_device` makes; that needs the store's packages."""
+        """The ids by layer, moved in one copy as `HostRoutes.on_device` moves them.
+
+        That function is not called, because it needs the packages of the store.
+        """
         moved = self._ids_LTK.to(torch.device("cuda"), non_blocking=True, copy=True)
         return dict(zip(self._numbers, moved, strict=True))
 
     def microbatch(self, way: Way) -> MicrobatchRoutes | None:
-        """The routes on the way to the device, as at the start of a training's microbatch."""
+        """New routes of one microbatch, still being copied to the device, as in a training."""
         if not way.replays:
             return None
         microbatch = MicrobatchRoutes(
@@ -197,7 +207,10 @@ class Stack:
         return microbatch
 
     def step(self, way: Way, recompute: bool) -> tuple[Tensor, MicrobatchRoutes | None]:
-        """Forward and backward. The loss, on the device, and the microbatch after it."""
+        """Run forward and backward; return the loss, on the device, and the microbatch.
+
+        The microbatch is None for a live way. After the step it holds what was counted.
+        """
         self.config.recompute_granularity = "full" if recompute else None
         for router in self.routers:
             router.router_replay.fused = way.fused
@@ -210,11 +223,11 @@ class Stack:
         return loss.detach(), microbatch
 
     def gradient(self) -> Tensor:
-        """Of all routers' weights, after a step."""
+        """The gradients of all routers' weights, after a step."""
         return torch.stack([router.weight.grad.float() for router in self.routers])
 
     def described(self) -> dict[str, Any]:
-        """For the record of a run."""
+        """What the record of a run says of the model."""
         parameters = sum(parameter.numel() for parameter in self.gpt.parameters())
         experts = type(self.layers[0].experts).__name__
         dtype = str(self.config.params_dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What a recorded run says of its machine."""
+"""What a recorded run says of its machine, and where it is written."""
 
 from __future__ import annotations
 
@@ -25,33 +25,39 @@ def device_of(device: str) -> dict[str, Any]:
     """The device ("cuda" or "cpu"), and the packages that drive it."""
     import torch
 
-    found: dict[str, Any] = {"device": device, "torch": torch.__version__}
+    facts: dict[str, Any] = {"device": device, "torch": torch.__version__}
     for package in ("triton", "transformer_engine"):
         try:
-            found[package] = metadata.version(package)
+            facts[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
+            facts[package] = None
     if device == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-        found["driver"] = _driver()
-    return found
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        facts["driver"] = _driver()
+    return facts
 
 
-def write_results(out: Path, bench: str, found: dict[str, Any]) -> Path:
-    """Write what a bench found to the file `out`; returns where it is.
+def write_results(out: Path, bench: str, record: dict[str, Any]) -> Path:
+    """Write the record of a benchmark as JSON, and return the path of the file.
 
-    A folder gets one file for each GPU and day, in it each bench by its name.
+    Args:
+        out: a file, which then holds the record alone; or a folder, which has one file for each GPU
+            and day, for example `nvidia-h200-2026-11-21.json`. Such a file holds the records of
+            several benchmarks by name; a record of the same name is replaced.
+        bench: the name of the benchmark.
+        record: what it measured.
     """
     if out.is_dir():
-        gpu = re.sub(r"\W+", "-", str(found.get("gpu", "cpu"))).strip("-").lower()
+        gpu = re.sub(r"\W+", "-", str(record.get("gpu", "cpu"))).strip("-").lower()
         out = out / f"{gpu}-{datetime.date.today()}.json"
-        found = {**(json.loads(out.read_text()) if out.exists() else {}), bench: found}
+        record = {**(json.loads(out.read_text()) if out.exists() else {}), bench: record}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    out.write_text(json.dumps(record, indent=1) + "\n")
     return out
 
 
 def _processor() -> str:
+    # platform.processor() is only "x86_64" or empty on Linux
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -61,7 +67,7 @@ def _processor() -> str:
 def _driver() -> str | None:
     argv = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
-    return said.split("\n")[0].strip()
+    return output.split("\n")[0].strip()  # a line for each GPU

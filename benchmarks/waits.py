@@ -1,8 +1,14 @@
-"""Count what makes the host wait, or moves metadata, in MoE layers: by instrumenting torch.
+"""Count what would make the host wait for a GPU, or would move metadata, in MoE layers.
 
-On a CPU nothing waits, so calls are counted: those of code below megatron/core/transformer/moe, on
-tensors that a GPU would hold. A tensor is on the host if it came from numpy, was copied there, is
-a sum or a view of such a one, or is marked (`mark_host`): what Megatron makes on the host.
+On a CPU nothing waits, so this module replaces functions of torch by ones that count their calls:
+calls of code below megatron/core/transformer/moe, on tensors that a GPU would hold. Which tensors
+those are is tracked from the other side. A tensor is on the host if it came from numpy, if it was
+copied to the host, if it is a sum or a view of a tensor on the host, or if `mark_host` says so
+(for what Megatron makes on the host):
+
+    sizes = torch.from_numpy(...)   on the host
+    sizes.sum().item()              not counted: a sum of a tensor on the host
+    probs.sum().item()              counted: a GPU would have to finish first
 """
 
 from __future__ import annotations
@@ -20,9 +26,9 @@ import torch.distributed as dist
 WAITS, COPIES = "host waits", "copies to the host"
 GATHERS, PLANS = "metadata collectives", "plan collectives"
 
-READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero")
-# the size of what it returns is on the device
-READS += ("masked_select",)
+READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
+# the shape of what these return depends on values, so the host must wait for it
+READS += ("nonzero", "masked_select")
 SAME_PLACE = ("sum", "long", "ravel", "view", "reshape", "contiguous")
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_gather")
 PLACE = "megatron.core.transformer.moe"
@@ -30,31 +36,39 @@ _state = threading.local()
 
 
 def instrument(counts: Counter[str]) -> None:
-    """Count from now on, in this process."""
+    """Count from now on, for as long as this process lives.
+
+    Args:
+        counts: gets a number for each of WAITS, COPIES, GATHERS and PLANS.
+    """
     for name in READS:
         _wrap_read(counts, name)
     for name in SAME_PLACE:
         _keep_place(name)
-    transposed = torch.Tensor.T
+    transposed = torch.Tensor.T  # a property, so it is replaced by one
     torch.Tensor.T = property(lambda self: _marked(transposed.__get__(self), _is_host(self)))
     _wrap_copies(counts)
     from_numpy = torch.from_numpy
     torch.from_numpy = lambda array: _marked(from_numpy(array), True)
-    for event in (torch.cuda.Event, torch.cuda.Stream):
-        _wrap_synchronize(counts, event)
+    for kind in (torch.cuda.Event, torch.cuda.Stream):
+        _wrap_synchronize(counts, kind)
     for name in COLLECTIVES:
         if hasattr(dist, name):
             _wrap_collective(counts, name)
     from megatron.core.tensor_parallel import mappings
 
-    mappings.dist_all_gather_func = dist.all_gather_into_tensor  # bound when it was imported
+    # mappings has bound the function that was there when it was imported
+    mappings.dist_all_gather_func = dist.all_gather_into_tensor
 
 
 def _inside_moe() -> bool:
-    """Whether a MoE layer is being run, at any depth of the stack; calls of a call do not count."""
+    """Whether code of a MoE layer is anywhere on the stack.
+
+    False inside of a call that is being counted already: see `_call`.
+    """
     if getattr(_state, "depth", 0) > 1:
         return False
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(2)  # neither this function nor the one that replaces torch's
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(PLACE):
             return True
@@ -64,7 +78,11 @@ def _inside_moe() -> bool:
 
 @contextmanager
 def _call() -> Iterator[None]:
-    """The CPU layer's function mode makes every call again, on the CPU: count it once."""
+    """Mark that a counted call runs, so that what it calls in turn is not counted again.
+
+    On CPU tensors under `megatron_r3.cpu` a torch function mode sees `tensor.item()` first and then
+    makes the same call once more: two calls of the replaced function for one read.
+    """
     _state.depth = getattr(_state, "depth", 0) + 1
     try:
         yield
@@ -77,7 +95,7 @@ def _is_host(tensor: Any) -> bool:
 
 
 def mark_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Say that a GPU would not hold this tensor."""
+    """Say that a GPU would not hold this tensor, and return it."""
     tensor.on_host = True  # type: ignore[attr-defined]
     return tensor
 
@@ -110,6 +128,7 @@ def _keep_place(name: str) -> None:
 def _wrap_copies(counts: Counter[str]) -> None:
     to, cpu = torch.Tensor.to, torch.Tensor.cpu
 
+    # what a copy returns is on the host, so that reading it later is no second wait
     def counted(self: torch.Tensor, waits: bool, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
         if not _is_host(self) and _inside_moe():
             counts[COPIES] += 1
@@ -146,10 +165,12 @@ def _wrap_collective(counts: Counter[str], name: str) -> None:
     original = getattr(dist, name)
 
     def collective(*args: Any, **kwargs: Any) -> Any:
+        # the first argument of a gather is its output; integers are sizes, not activations
         output = args[0] if args else None
         if isinstance(output, torch.Tensor) and not output.is_floating_point():
             if _inside_moe():
                 counts[GATHERS] += 1
+            # a plan is made by this project, outside of any layer
             elif sys._getframe(1).f_globals.get("__name__", "").startswith("megatron_r3"):
                 counts[PLANS] += 1
         return original(*args, **kwargs)

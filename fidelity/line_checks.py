@@ -12,10 +12,10 @@ import torch
 
 from fidelity.cases import CASES
 from fidelity.off import train_off
+from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from fidelity.table import Table, passed
 from fidelity.trees import training_or_core, unpatched_copy
-from megatron_r3.cpu.errors import RankError
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.export import reexport
 from megatron_r3.patching.git import PatchingError

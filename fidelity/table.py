@@ -17,10 +17,10 @@ from fidelity.layout import run_layout
 from fidelity.models import MODELS
 from fidelity.observe import RankResult
 from fidelity.reference import CLIP_EPS, make_reference
+from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from fidelity.rollouts import NUM_ROLLOUTS, make_rollouts, write_stores
 from fidelity.trees import training_or_core
-from megatron_r3.cpu.errors import RankError
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import PackedRollouts
 

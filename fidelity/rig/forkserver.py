@@ -1,7 +1,8 @@
 """Fork the ranks of a case from a process that has imported everything already.
 
-The process must not have run a multi-threaded torch operation before (`torch.set_num_threads(1)`
-is the way to be sure), or what its children inherit may be a lock that nobody will open.
+The process must not have run a multi-threaded torch operation before: a fork copies no threads, so
+its children could inherit a mutex held by a thread that does not exist in them, and wait forever.
+`torch.set_num_threads(1)` at the start is the way to be sure.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from fidelity.rig.rank_process import RankProcess
-from megatron_r3.cpu.errors import RankError, RankTimeout
-from megatron_r3.cpu.ranks import describe_rank, free_port, lost_its_peer
+from fidelity.rig.rank_process import RankError, RankProcess, RankTimeout
+from megatron_r3.cpu.errors import lost_its_peer
+from megatron_r3.cpu.ranks import describe_rank, free_port
 
-GRACE_S = 1.0  # how long the other ranks may say why, once one has failed
-STACKS_S = 0.5  # how long late ranks may write where they are
+GRACE_S = 1.0  # how long the other ranks may still fail, once one has: theirs may be the cause
+STACKS_S = 0.5  # how long late ranks may take to write their stacks
 
 
 def run_ranks(
@@ -37,17 +38,18 @@ def run_ranks(
     No process is left behind, whatever happens.
 
     Args:
-        fn: what a rank does; it may be a closure, and its result must pickle.
+        fn: what a rank runs; it may be a closure, and its result must pickle.
         world_size: how many ranks, all of them on this machine.
         timeout_s: seconds after which ranks that still run are killed.
         env: more environment variables for the ranks.
-        log_dir: where each rank's output goes, as `rank0.log`...; None: it is thrown away.
+        log_dir: the folder for the output of the ranks, `rank0.log` and so on. With None the output
+            is thrown away, except for what errors quote.
 
     Returns:
         What each rank returned, in rank order.
 
     Raises:
-        RankError: a rank failed; with its traceback and the end of its log.
+        RankError: a rank failed; the message has its traceback and the end of its log.
         RankTimeout: ranks were still running after `timeout_s`.
     """
     port = free_port()
@@ -65,7 +67,7 @@ def run_ranks(
 
 
 def _collect(ranks: list[RankProcess], timeout_s: float) -> list[Any]:
-    """Every rank's result, or the error of the rank that is to blame."""
+    """The results of all ranks; raises the error of the rank that is to blame."""
     results: dict[int, Any] = {}
     failures: list[RankError] = []
     waiting = {rank.pipe: rank for rank in ranks}
@@ -89,21 +91,21 @@ def _collect(ranks: list[RankProcess], timeout_s: float) -> list[Any]:
 
 
 def _to_blame(failures: list[RankError]) -> RankError:
-    """The failure to report: not that of a rank that lost its peer, if there is another."""
+    """The failure to report: the first one that is more than the loss of another rank."""
     causes = [failure for failure in failures if not lost_its_peer(failure.text)]
     return (causes or failures)[0]
 
 
 def _late(ranks: list[RankProcess], timeout_s: float) -> RankTimeout:
-    """Which ranks did not end, and where the first of them is."""
+    """The error that names the ranks which did not end, with the stacks of the first of them."""
     names = ", ".join(str(rank.rank) for rank in ranks)
     first = ranks[0]
     return RankTimeout(first.rank, f"ranks {names} ran past {timeout_s} s{first.log_tail()}")
 
 
 def _end(ranks: list[RankProcess]) -> None:
-    """Kill what is left of the ranks, and what they started."""
-    if ranks:
+    """Kill the ranks that still run, and the processes that ranks have started."""
+    if ranks:  # all of them are in the process group of the first
         with suppress(ProcessLookupError):
             os.killpg(ranks[0].group, signal.SIGKILL)
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""One forked rank: how it is started, what it does, and how its result comes back."""
+"""One forked rank: how it is started, what it does, how its result comes back, how it fails."""
 
 from __future__ import annotations
 
@@ -17,22 +17,41 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron_r3.cpu.errors import RankError
+TAIL = 4000  # how many characters of a rank's log an error has
+# torch's own function: this module is imported before Megatron, which replaces it
+_load_from_bytes = torch.storage._load_from_bytes
 
-TAIL = 4000  # characters of a rank's log in an error
-_load_from_bytes = torch.storage._load_from_bytes  # torch's own, before Megatron is imported
+
+class RankError(RuntimeError):
+    """A rank raised, or ended without a result; the message has its traceback and its log.
+
+    Attributes:
+        rank: the number of the rank.
+        text: the message without that number.
+    """
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(rank, text)  # both, so that the error can be pickled
+        self.rank, self.text = rank, text
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.text}"
+
+
+class RankTimeout(RankError):
+    """Ranks did not end in time; the message has the stacks of the first of them."""
 
 
 class RankProcess:
     """A forked process that calls a function, and the pipe that its result comes through.
 
     Args:
-        fn: what the rank does with its number.
-        rank: its number.
-        group: the process group to join; 0: a new one.
+        fn: what the rank runs; it gets the number of the rank.
+        rank: the number of the rank.
+        group: the process group that the rank joins. 0 makes a new group.
         env: more environment variables.
-        log: the file that its output goes to.
-        stacks_after_s: when it writes its stacks to the log, if it is still running.
+        log: the file that the output of the rank goes to.
+        stacks_after_s: seconds after which the rank writes its stacks to the log, if it still runs.
     """
 
     def __init__(
@@ -51,7 +70,8 @@ class RankProcess:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            with suppress(BaseException):  # nothing of the parent's may run on in the child
+            # no exception may leave this block: the child would run on in the parent's code
+            with suppress(BaseException):
                 os.setpgid(0, group)
                 die_with_parent(parent)
                 self.pipe.close()
@@ -60,7 +80,8 @@ class RankProcess:
                 _be_rank(fn, rank, its_end)
             os._exit(1)
         self.group = group or self.pid
-        with suppress(OSError):  # both sides do it, so that it is done when either goes on
+        # parent and child both do it, so that it is done whichever of them goes on first
+        with suppress(OSError):
             os.setpgid(self.pid, self.group)
         its_end.close()
         self.reaped = False
@@ -69,28 +90,33 @@ class RankProcess:
         """What the rank returned; call it when the pipe is readable.
 
         Raises:
-            RankError: it raised, or ended without a result.
+            RankError: the rank raised, or ended without a result.
         """
         try:
-            done, value = pickle.loads(self.pipe.recv_bytes())
+            succeeded, value = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
             status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             self.reaped = True
-            how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-            raise RankError(self.rank, f"no result: {how}{self.log_tail()}") from None
-        if not done:
+            end = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            raise RankError(self.rank, f"no result: {end}{self.log_tail()}") from None
+        if not succeeded:
             raise RankError(self.rank, f"{value}{self.log_tail()}")
         return value
 
     def log_tail(self) -> str:
-        """The end of the rank's log, under a headline; or its stacks, innermost calls first."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        printed, late, stacks = text.partition("Timeout (")
-        text = printed[-TAIL:] + late + stacks[:TAIL]
-        return f"\n--- log of rank {self.rank}\n{text.strip()}" if text.strip() else ""
+        """The end of the rank's log under a headline, and its stacks if it ran too long.
+
+        An empty log gives an empty string.
+        """
+        log = self.log.read_text(errors="replace") if self.log.exists() else ""
+        # faulthandler begins with "Timeout (" and writes the innermost calls first: of what was
+        # printed the end counts, of the stacks the beginning
+        printed, headline, stacks = log.partition("Timeout (")
+        tail = (printed[-TAIL:] + headline + stacks[:TAIL]).strip()
+        return f"\n--- log of rank {self.rank}\n{tail}" if tail else ""
 
     def end(self) -> None:
-        """Kill the process, if it still runs, and reap it."""
+        """Kill the process if it still runs, and reap it."""
         self.pipe.close()
         if not self.reaped:
             os.kill(self.pid, signal.SIGKILL)
@@ -99,16 +125,21 @@ class RankProcess:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have Linux kill this process when its parent is gone, however it went."""
+    """Have Linux kill this process when its parent ends, for whatever reason.
+
+    Args:
+        parent: the process id of the parent, which the caller read before the fork.
+    """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        # if the parent ended before prctl, no signal will come
         if os.getppid() != parent:
             os._exit(1)
 
 
 def _redirect_output(log: Path, stacks_after_s: float) -> None:
-    """Send what is printed, here or in C++, to the log; the stacks too, if it hangs."""
+    """Send what this process prints, in Python or C++, to the log, and its stacks if it hangs."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -119,9 +150,10 @@ def _redirect_output(log: Path, stacks_after_s: float) -> None:
 
 
 def _be_rank(fn: Callable[[int], Any], rank: int, pipe: Connection) -> NoReturn:
-    """Call `fn`, send what came of it, and stay until all ranks are done."""
+    """Call `fn`, send its result or its traceback, and stay until all ranks are done."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)  # the parent's OpenMP threads are not here: wait for none of them
+    # a fork copies no threads: OpenMP would wait for the parent's, which are not in this process
+    torch.set_num_threads(1)
     try:
         answer = to_bytes((True, _result(fn, rank)))
     except BaseException:
@@ -130,18 +162,24 @@ def _be_rank(fn: Callable[[int], Any], rank: int, pipe: Connection) -> NoReturn:
     sys.stderr.flush()
     pipe.send_bytes(answer)
     with suppress(EOFError, OSError):
-        pipe.recv_bytes()  # rank 0 has the store of the process groups: the others may need it
+        # The parent closes its end when all ranks are done. Rank 0 serves the store of the process
+        # groups, and the other ranks may need it until then.
+        pipe.recv_bytes()
     os._exit(0)
 
 
 def to_bytes(value: Any) -> bytes:
-    """The pickle of a rank's result; Megatron's hook would make reading a tensor need Megatron."""
+    """The pickle of a rank's result.
+
+    Megatron replaces torch's function for reading tensors by one of its own, and the pickle of a
+    tensor would name it: whoever reads the pickle would have to import Megatron.
+    """
     torch.storage._load_from_bytes = _load_from_bytes
     return pickle.dumps(value)
 
 
 def _result(fn: Callable[[int], Any], rank: int) -> Any:
-    """What `fn` returns; a script that ends with sys.exit(0) has done well."""
+    """What `fn` returns, or None for a script that ended itself by sys.exit(0)."""
     try:
         return fn(rank)
     except SystemExit as end:

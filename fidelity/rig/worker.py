@@ -23,13 +23,16 @@ import torch
 
 import megatron_r3
 from fidelity.rig.forkserver import run_ranks
-from fidelity.rig.rank_process import die_with_parent, to_bytes
-from megatron_r3.cpu import install
-from megatron_r3.cpu.errors import InstallError, RankError, WorkerError
+from fidelity.rig.rank_process import RankError, die_with_parent, to_bytes
+from megatron_r3.cpu import InstallError, install
 
-IMPORT_S = 600.0  # what importing a tree may take, on a busy machine
-REPLY_S = 30.0  # what a reply may take beyond the case itself
-END_S = 10.0  # what ending may take before it is killed
+IMPORT_S = 600.0  # how long importing a tree may take, on a busy machine
+REPLY_S = 30.0  # how long a reply may take beyond the time of the case
+END_S = 10.0  # how long ending may take before the worker is killed
+
+
+class WorkerError(RuntimeError):
+    """The worker of a tree has ended by itself; the message has the end of its log."""
 
 
 class TreeWorker:
@@ -49,10 +52,16 @@ class TreeWorker:
         self._pipe, its_end = Pipe()
         with its_end, self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(its_end.fileno()), str(os.getpid())],
+                # With -c there is no main module that multiprocessing could import again in the
+                # processes that a rank spawns (every checkpoint spawns one, for its queue); with -m
+                # each of them would import this module, and torch with it.
+                [
+                    *(sys.executable, "-c", f"import {__name__} as worker; worker.main()"),
+                    *(str(its_end.fileno()), str(os.getpid())),
+                ],
                 pass_fds=[its_end.fileno()],
-                start_new_session=True,  # Ctrl-C is ours to handle
-                cwd=self._folder.name,  # nothing there that an import could find
+                start_new_session=True,  # so that Ctrl-C reaches this process alone
+                cwd=self._folder.name,  # a folder in which an import finds nothing
                 env=_environment(self.tree),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -77,28 +86,29 @@ class TreeWorker:
         """Call `fn(rank, *args, **kwargs)` on every rank; return their results in rank order.
 
         Args:
-            fn: a function at the top of a module, which the ranks import by its name: a module
-                that imports Megatron does so inside the function, if the caller imports it too.
+            fn: a function at the top of a module, which the ranks import by its name. If the caller
+                imports that module too, it must import Megatron inside of the function only.
             world_size: how many ranks.
-            args: more arguments, which must pickle; as must the result.
+            args: more arguments; they must pickle, and so must the result.
             timeout_s: seconds after which the ranks are killed.
             env: more environment variables for the ranks.
-            log_dir: where to leave each rank's output.
-            kwargs: more arguments, by name.
+            log_dir: the folder for the output of the ranks. None: the output is thrown away.
+            kwargs: more arguments, by name; they must pickle too.
 
         Raises:
-            RankError: a rank failed (RankTimeout: did not end in time); the worker goes on.
+            RankError: a rank failed, or did not end in time (RankTimeout). The worker can be used
+                again.
             WorkerError: the worker itself has ended.
         """
         call = pickle.dumps((fn, args, kwargs))
-        how = {"timeout_s": timeout_s, "env": env, "log_dir": log_dir}
-        request = (call, _import_folder(fn), world_size, how)
+        settings = {"timeout_s": timeout_s, "env": env, "log_dir": log_dir}
+        request = (call, _import_folder(fn), world_size, settings)
         results = self._ask(request, timeout_s + REPLY_S)
-        # a script that ended itself, by sys.exit(0), has none
+        # a rank whose script ended itself, by sys.exit(0), has no result
         return [None if result is None else pickle.loads(result) for result in results]
 
     def close(self) -> None:
-        """End the process and what it runs."""
+        """End the process and the ranks that it runs."""
         self._pipe.close()
         self._process.terminate()
         try:
@@ -115,17 +125,17 @@ class TreeWorker:
         self.close()
 
     def _ask(self, request: Any, timeout_s: float) -> Any:
-        """The answer to one request; where it does not come, the worker ends."""
+        """The answer to one request. If none comes in time, the worker is ended."""
         try:
             self._pipe.send(request)
             if not self._pipe.poll(timeout_s):
                 raise TimeoutError(f"no answer in {timeout_s} s")
             answer = self._pipe.recv()
         except BaseException as error:
-            text = self._log.read_text(errors="replace")[-4000:]
+            log = self._log.read_text(errors="replace")[-4000:]
             self.close()
             if isinstance(error, (OSError, EOFError)):
-                raise WorkerError(f"the worker of {self.tree} has gone:\n{text}") from error
+                raise WorkerError(f"the worker of {self.tree} has gone:\n{log}") from error
             raise
         if isinstance(answer, Exception):
             raise answer
@@ -133,16 +143,23 @@ class TreeWorker:
 
 
 def _environment(tree: Path) -> dict[str, str]:
-    """Only this Megatron on the path, and one thread: forked ranks inherit no others."""
-    ours = Path(megatron_r3.__file__).parents[1]
-    given = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    others = [entry.resolve() for entry in given if not (entry / "megatron" / "core").is_dir()]
-    path = os.pathsep.join(str(entry) for entry in (tree, ours, *others))
+    """The environment of a worker: no Megatron on the path but this tree, and one thread.
+
+    One thread, because a fork copies no others.
+    """
+    repository = Path(megatron_r3.__file__).parents[1]
+    entries = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    others = [entry.resolve() for entry in entries if not (entry / "megatron" / "core").is_dir()]
+    path = os.pathsep.join(str(entry) for entry in (tree, repository, *others))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def _import_folder(fn: Callable[..., Any]) -> str:
-    """The folder that must be on sys.path for the module of `fn` to be importable by its name."""
+    """The folder that must be on sys.path for the module of `fn` to be importable by its name.
+
+    For `tests.unit.case` in /repo/tests/unit/case.py that is /repo; for a package's `__init__.py`
+    it is one folder further up.
+    """
     if fn.__module__ == "__main__":
         raise ValueError(f"the ranks cannot import {fn.__name__}: put it into a module")
     file = Path(inspect.getfile(fn)).resolve()
@@ -151,7 +168,7 @@ def _import_folder(fn: Callable[..., Any]) -> str:
 
 
 def _call(rank: int, call: bytes, folder: str) -> bytes:
-    """In a rank: import the function, call it, and pickle its result for who asked."""
+    """In a rank: import the function, call it, and pickle its result for the caller of `run`."""
     if folder not in sys.path:
         sys.path.append(folder)
     fn, args, kwargs = pickle.loads(call)
@@ -159,7 +176,7 @@ def _call(rank: int, call: bytes, folder: str) -> bytes:
 
 
 def _import_tree(tree: str, preload: Sequence[str]) -> None:
-    """Import Megatron, and make sure that it is the one of the tree."""
+    """Import Megatron and the modules to preload, and check that it is the Megatron of the tree."""
     install()
     for name in preload:
         importlib.import_module(name)
@@ -169,10 +186,10 @@ def _import_tree(tree: str, preload: Sequence[str]) -> None:
 
 
 def _answer(request: Any) -> Any:
-    """The results of one case, or the error that says why there are none."""
-    call, folder, world_size, how = request
+    """The results of one case, or the error that `run` will raise."""
+    call, folder, world_size, settings = request
     try:
-        return run_ranks(lambda rank: _call(rank, call, folder), world_size, **how)
+        return run_ranks(lambda rank: _call(rank, call, folder), world_size, **settings)
     except (RankError, OSError) as error:
         return error
 
@@ -180,7 +197,7 @@ def _answer(request: Any) -> Any:
 def serve(pipe: Connection) -> None:
     """Import the tree that the first request names; then run one case for each request."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the ranks are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # run_ranks then ends the ranks
     with suppress(EOFError):
         try:
             _import_tree(*pipe.recv())
@@ -192,6 +209,7 @@ def serve(pipe: Connection) -> None:
             pipe.send(_answer(pipe.recv()))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Be a worker: the arguments are the number of its pipe, and the process id of its parent."""
     die_with_parent(int(sys.argv[2]))
     serve(Connection(int(sys.argv[1])))

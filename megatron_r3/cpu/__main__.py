@@ -12,11 +12,11 @@ from typing import NoReturn
 
 import torch
 
-import megatron_r3
-from megatron_r3.cpu import CPU_ARGS, InstallError, install
-from megatron_r3.cpu.ranks import describe_rank, free_port, lost_its_peer, usable_cores
+from megatron_r3.cpu.errors import InstallError, is_users_mistake, lost_its_peer
+from megatron_r3.cpu.install import CPU_ARGS, install
+from megatron_r3.cpu.ranks import describe_rank, free_port, usable_cores
 
-PATIENCE_S = 2.0
+PATIENCE_S = 2.0  # how long a rank holds back an error that may not be the cause
 USAGE = f"""\
 usage: torchrun --nproc-per-node N -m megatron_r3.cpu SCRIPT [ARGS...]
        python -m megatron_r3.cpu SCRIPT [ARGS...]          (one process)
@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
     if not script.is_file():
         _leave(2, f"error: no such script: {script}\n\n{USAGE}")
     describe_one_process()
+    # torchrun starts a rank for each of LOCAL_WORLD_SIZE: together they use each core once
     torch.set_num_threads(max(1, usable_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *argv[1:]]
@@ -55,39 +56,31 @@ def main(argv: list[str]) -> None:
 
 
 def describe_one_process() -> None:
-    """Set what torchrun would have set, where it is absent: a group of one."""
+    """Set the variables that torchrun sets, if they are not set: this process is the only rank."""
     for name, value in describe_rank(0, 1, free_port()).items():
         os.environ.setdefault(name, value)
 
 
-def is_users_mistake(error: BaseException) -> bool:
-    """Whether megatron_r3 itself refused a value: its message says all that there is to say."""
-    trace = error.__traceback__
-    if not isinstance(error, ValueError) or trace is None:
-        return False
-    *_, (frame, _) = traceback.walk_tb(trace)
-    package = Path(megatron_r3.__file__).parent
-    return package in Path(frame.f_code.co_filename).parents
-
-
 def _report(error: Exception) -> NoReturn:
-    """Say what went wrong, and leave at once: a rank that stays would hold up the others."""
+    """Print what went wrong, and leave: a rank that stays would hold up the others."""
     if lost_its_peer(str(error)):
-        time.sleep(PATIENCE_S)  # torchrun ends this rank, and leaves the word to the other
+        # the rank that knows why has time to say so; torchrun then ends this one
+        time.sleep(PATIENCE_S)
     if is_users_mistake(error):
-        # all ranks tend to refuse the same: the first to leave ends the others before they speak
+        # All ranks tend to refuse the same value. Rank 0 leaves first, and torchrun then ends the
+        # others before they print the same message again.
         time.sleep(min(0.5 * int(os.environ["LOCAL_RANK"]), PATIENCE_S))
         _leave(1, f"error: {error}\n")
     traceback.print_exception(error)
     given = {argument.split("=")[0] for argument in sys.argv[1:]}
-    lacking = [argument for argument in CPU_ARGS if argument.split("=")[0] not in given]
-    if lacking and not isinstance(error, ImportError):
-        _leave(1, f"hint: a Megatron pretrain script on the CPU needs also: {' '.join(lacking)}\n")
+    missing = [argument for argument in CPU_ARGS if argument.split("=")[0] not in given]
+    if missing and not isinstance(error, ImportError):
+        _leave(1, f"hint: a Megatron pretrain script on the CPU needs also: {' '.join(missing)}\n")
     _leave(1)
 
 
 def _leave(status: int, message: str = "") -> NoReturn:
-    """Leave without waiting for threads or other ranks."""
+    """End the process without waiting for its threads or for other ranks."""
     sys.stdout.flush()
     sys.stderr.write(message)
     sys.stderr.flush()

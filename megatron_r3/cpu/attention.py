@@ -1,9 +1,10 @@
 """Core attention with context parallelism (CP) and packed sequences (THD), which need TE upstream.
 
-A plain causal softmax(QK)V over the keys and values of all CP ranks, gathered. Without CP and
-packing Megatron's own DotProductAttention runs, untouched.
+It is a plain causal softmax(QK)V over the keys and values gathered from all CP ranks. Without CP
+and without packing Megatron's own DotProductAttention runs, unchanged. Queries are those of this
+rank, keys and values those of all ranks.
 
-Shape suffixes: Q query tokens (local), K key tokens (all ranks'), B batch, N heads, H head size.
+Shape suffixes (docs/glossary.md): B, S, A, F, Q, Z.
 """
 
 from __future__ import annotations
@@ -20,18 +21,31 @@ from megatron_r3.cpu.errors import NotEmulated
 
 
 def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Positions of a sequence that a CP rank holds: the rank-th chunk of 2*CP and its mirror."""
-    positions = torch.arange(length)
+    """The positions of a sequence that a CP rank holds: the rank-th of 2*CP chunks and its mirror.
+
+    Later tokens attend to more tokens. An early chunk together with a late one gives every rank the
+    same work. Example: 8 tokens, CP 2, four chunks of two; rank 0 holds the first and the last one,
+    positions 0, 1, 6, 7, and rank 1 holds 2, 3, 4, 5.
+
+    Raises:
+        ValueError: the length is not divisible by 2*CP (any length is fine without CP).
+    """
+    positions_S = torch.arange(length)
     if cp_size == 1:
-        return positions
+        return positions_S
     if length % (2 * cp_size):
         raise ValueError(f"a sequence of {length} tokens does not split into 2 * CP{cp_size} parts")
-    chunks = positions.view(2 * cp_size, length // (2 * cp_size))
+    chunks = positions_S.view(2 * cp_size, length // (2 * cp_size))
     return chunks[[cp_rank, 2 * cp_size - 1 - cp_rank]].flatten()
 
 
 def thd_index(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Tokens of a packed stream that a CP rank holds: each sequence is split by zigzag."""
+    """The tokens of a packed stream that a CP rank holds: each sequence is split by zigzag.
+
+    Args:
+        cu_seqlens: where each sequence begins, and the end of the last one: [0, 4, 12] is one
+            sequence of 4 tokens and one of 8.
+    """
     bounds = [int(bound) for bound in cu_seqlens]
     parts = [
         start + zigzag(end - start, cp_size, cp_rank) for start, end in itertools.pairwise(bounds)
@@ -40,7 +54,11 @@ def thd_index(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> torch.Te
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Local tokens to those of all CP ranks, in rank order; backward adds all ranks' gradients."""
+    """Gathers the tokens of all CP ranks, in the order of the ranks.
+
+    Every rank uses the keys and values of all ranks, so that a local token has a gradient from each
+    rank; backward adds them up.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: Any) -> torch.Tensor:
@@ -59,65 +77,76 @@ class _GatherSequence(torch.autograd.Function):
 def _positions(
     index_of: Callable[[int], torch.Tensor], cp_size: int, cp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of the local queries and of the gathered keys."""
+    """Positions of the local queries, and of the keys in the order in which they are gathered."""
     parts = [index_of(rank) for rank in range(cp_size)]
     return parts[cp_rank], torch.cat(parts)
 
 
-def _thd_mask_QK(packed: Any, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """What a packed query sees: the earlier tokens of its own sequence, so no padding after it."""
+def _thd_mask_QZ(packed: Any, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """What a packed query sees, bool: itself and the earlier tokens of its own sequence.
+
+    Padding stands after its sequence, so no real token sees it.
+    """
     padded = packed.cu_seqlens_q_padded
     bounds = (packed.cu_seqlens_q if padded is None else padded).long()
-    queries, keys = _positions(
+    queries_Q, keys_Z = _positions(
         lambda rank: thd_index(bounds.tolist(), cp_size, rank), cp_size, cp_rank
     )
-    if queries.numel() != tokens:
-        raise NotEmulated(f"cu_seqlens covers {queries.numel()} of a rank's {tokens} tokens")
-    sequence_Q = torch.searchsorted(bounds, queries, right=True)
-    sequence_K = torch.searchsorted(bounds, keys, right=True)
-    return (sequence_Q[:, None] == sequence_K) & (queries[:, None] >= keys)
+    if queries_Q.numel() != tokens:
+        raise NotEmulated(f"cu_seqlens covers {queries_Q.numel()} of a rank's {tokens} tokens")
+    # which sequence a token is of: with bounds [0, 4, 12] tokens 0 to 3 are in 1, 4 to 11 in 2
+    sequence_Q = torch.searchsorted(bounds, queries_Q, right=True)
+    sequence_Z = torch.searchsorted(bounds, keys_Z, right=True)
+    return (sequence_Q[:, None] == sequence_Z) & (queries_Q[:, None] >= keys_Z)
 
 
-def _causal_mask_QK(
+def _causal_mask_QZ(
     tokens: int, cp_size: int, cp_rank: int, attention_mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """What a query of a split sequence sees: the earlier tokens of the whole sequence."""
-    queries, keys = _positions(
+    """What a query of a split sequence sees, bool: itself and all earlier tokens."""
+    queries_Q, keys_Z = _positions(
         lambda rank: zigzag(tokens * cp_size, cp_size, rank), cp_size, cp_rank
     )
-    seen = queries[:, None] >= keys
-    if attention_mask is not None:  # True where hidden, keys in the order of the whole sequence
-        hidden = queries[:, None] < torch.arange(tokens * cp_size)
-        if attention_mask.shape[-2:] != hidden.shape or (attention_mask != hidden).any():
+    seen_QZ = queries_Q[:, None] >= keys_Z
+    if attention_mask is not None:
+        # a given mask is True where hidden, and has the keys in the order of the whole sequence
+        hidden_QZ = queries_Q[:, None] < torch.arange(tokens * cp_size)
+        if attention_mask.shape[-2:] != hidden_QZ.shape or (attention_mask != hidden_QZ).any():
             raise NotEmulated("with CP, only a causal attention mask is emulated on the CPU")
-    return seen
+    return seen_QZ
 
 
 def _attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen_QK: torch.Tensor
+    module: Any,
+    query_QBAF: torch.Tensor,
+    key_ZBAF: torch.Tensor,
+    value_ZBAF: torch.Tensor,
+    seen_QZ: torch.Tensor,
 ) -> torch.Tensor:
-    """softmax(QK)V of [token, batch, head, size] tensors, the softmax in float32."""
-    repeats = query.shape[2] // key.shape[2]
-    if repeats > 1:  # grouped queries
-        key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
-    scores = torch.einsum("qbnh,kbnh->bnqk", query, key).float() * module.softmax_scale
-    weights = scores.masked_fill(~seen_QK, float("-inf")).softmax(-1).to(query.dtype)
-    weights = _dropout(module, weights)
-    return torch.einsum("bnqk,kbnh->qbnh", weights, value).flatten(2)
+    """softmax(QK)V with the softmax in float32; keys and values may have fewer heads."""
+    repeats = query_QBAF.shape[2] // key_ZBAF.shape[2]
+    if repeats > 1:  # grouped queries: 4 query heads on 2 key heads use them as 0, 0, 1, 1
+        key_ZBAF = key_ZBAF.repeat_interleave(repeats, 2)
+        value_ZBAF = value_ZBAF.repeat_interleave(repeats, 2)
+    scores_BAQZ = torch.einsum("qbaf,zbaf->baqz", query_QBAF, key_ZBAF).float()
+    scores_BAQZ = scores_BAQZ * module.softmax_scale
+    weights_BAQZ = scores_BAQZ.masked_fill(~seen_QZ, float("-inf")).softmax(-1)
+    weights_BAQZ = _dropout(module, weights_BAQZ.to(query_QBAF.dtype))
+    return torch.einsum("baqz,zbaf->qbaf", weights_BAQZ, value_ZBAF).flatten(2)
 
 
 def _dropout(module: Any, weights: torch.Tensor) -> torch.Tensor:
-    """Attention dropout, from the stream of random numbers that Megatron draws it from."""
+    """Attention dropout, drawn from the random stream that Megatron uses for it."""
     from megatron.core import tensor_parallel
 
-    if module.config.sequence_parallel:  # the layer has already switched streams
+    if module.config.sequence_parallel:  # the layer has switched streams already
         return module.attention_dropout(weights)
     with tensor_parallel.get_cuda_rng_tracker().fork():
         return module.attention_dropout(weights)
 
 
 def _check_emulated(module: Any, kind: Any, attention_bias: Any) -> None:
-    """Refuse what Megatron's own attention does and this one does not."""
+    """Refuse options that Megatron's own attention has and this one has not."""
     config = module.config
     reasons = {
         "an attention bias": attention_bias is not None,
@@ -136,20 +165,31 @@ def _check_emulated(module: Any, kind: Any, attention_bias: Any) -> None:
 
 def patch() -> None:
     """Give Megatron's DotProductAttention context parallelism and packed sequences."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    init, forward_alone = DotProductAttention.__init__, DotProductAttention.forward
+    DotProductAttention.__init__ = _init_with_cp(DotProductAttention.__init__)
+    DotProductAttention.forward = _forward_with_cp(DotProductAttention.forward)
 
-    def init_with_cp(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        without_cp = copy.copy(config)  # all that upstream does with CP is to refuse it
+
+def _init_with_cp(upstream: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of DotProductAttention without its only use of CP, which is to refuse it."""
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron.core import parallel_state
+
+        without_cp = copy.copy(config)
         without_cp.context_parallel_size = 1
-        init(self, without_cp, *args, **kwargs)
+        upstream(self, without_cp, *args, **kwargs)
         self.config = config
-        groups = kwargs.get("pg_collection")
-        self.cp_group = getattr(groups, "cp", None)
+        self.cp_group = getattr(kwargs.get("pg_collection"), "cp", None)
         if self.cp_group is None:
             self.cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
+
+    return init
+
+
+def _forward_with_cp(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The forward pass of DotProductAttention; with CP or packed sequences it is emulated."""
 
     def forward(
         self: Any,
@@ -166,18 +206,19 @@ def patch() -> None:
         group = getattr(packed_seq_params, "cp_group", None) or self.cp_group
         cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
         if cp_size == 1 and not packed:
-            return forward_alone(
+            return upstream(
                 self, query, key, value, attention_mask, attn_mask_type, attention_bias, **kwargs
             )
         _check_emulated(self, attn_mask_type or self.attn_mask_type, attention_bias)
         if packed:
+            # packed tensors have no batch dimension: [Q, A, F] becomes [Q, 1, A, F]
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-            seen_QK = _thd_mask_QK(packed_seq_params, len(query), cp_size, cp_rank)
+            seen_QZ = _thd_mask_QZ(packed_seq_params, len(query), cp_size, cp_rank)
         else:
-            seen_QK = _causal_mask_QK(len(query), cp_size, cp_rank, attention_mask)
+            seen_QZ = _causal_mask_QZ(len(query), cp_size, cp_rank, attention_mask)
         if cp_size > 1:
             key, value = (_GatherSequence.apply(t, group) for t in (key, value))
-        output = _attend(self, query, key, value, seen_QK)
+        output = _attend(self, query, key, value, seen_QZ)
         return output.squeeze(1) if packed else output
 
-    DotProductAttention.__init__, DotProductAttention.forward = init_with_cp, forward
+    return forward

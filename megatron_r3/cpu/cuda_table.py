@@ -1,4 +1,7 @@
-"""`torch.cuda` on the CPU: a table of what has a meaning there; all the rest raises NotEmulated."""
+"""`torch.cuda` on the CPU: a table of the names that have a meaning there.
+
+Whatever else of torch.cuda acts on a device raises NotEmulated when it is called.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +20,44 @@ import torch.cuda.random
 
 from megatron_r3.cpu.errors import NotEmulated
 
-_MEMORY = 8 << 30  # what a device is said to have
-_UNTOUCHED = {"is_initialized", "cudaStatus"}  # says False, and holds constants
+_MEMORY = 8 << 30  # bytes that a device claims to have
+_UNTOUCHED = {"is_initialized", "cudaStatus"}  # the first may return False, the second is constants
 
 
-class Event:
-    """CPU work is done when its call returns: an event is a moment."""
+class _Done:
+    """CPU work, which is done when the call that does it returns: there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = 0.0
 
-    def record(self, stream: Any = None) -> None:
-        """Remember this moment."""
-        self._seconds = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, other: Any = None) -> None:
         """Nothing to wait for."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """It has happened."""
+        """Whether the work is done; it always is."""
         return True
+
+
+class Event(_Done):
+    """A moment in time."""
+
+    def record(self, stream: Any = None) -> None:
+        """Remember this moment."""
+        self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this event to `end`."""
         return 1e3 * (end._seconds - self._seconds)
 
 
-class Stream:
-    """The only stream: everything happens in program order. All streams are equal."""
+class Stream(_Done):
+    """The only stream: everything happens in program order, so all Stream objects are equal."""
 
     cuda_stream, device, device_index = 0, torch.device("cpu"), 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    wait_stream = wait_event = _Done.wait
 
     def __enter__(self) -> Stream:
         return self
@@ -66,19 +71,6 @@ class Stream:
     def __hash__(self) -> int:
         return 0
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """All of its work is done."""
-        return True
-
     def record_event(self, event: Event | None = None) -> Event:
         """Record `event`, or a new one."""
         event = event or Event()
@@ -87,7 +79,7 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """No priorities."""
+        """The lowest and the highest priority: there are none."""
         return (0, 0)
 
 
@@ -99,7 +91,7 @@ class Device(contextlib.nullcontext):
 
 
 class Properties:
-    """A device of the Hopper generation, so that Megatron refuses nothing for its age."""
+    """The properties of a Hopper GPU, so that Megatron refuses nothing for the age of the GPU."""
 
     name, major, minor, multi_processor_count, total_memory = "cpu", 9, 0, 1, _MEMORY
 
@@ -123,7 +115,7 @@ def _is(value: Any) -> Callable[..., Any]:
 
 
 def _each(value: Any, *names: str) -> dict[str, Any]:
-    """A function of its own for each name: torch.compile looks functions up by identity."""
+    """A separate function for each name, because torch.compile looks functions up by identity."""
     return {name: _is(value) for name in names}
 
 
@@ -152,6 +144,7 @@ TABLE: dict[str, Any] = {
     **_MEMORY_STATE,
     "is_available": _is(True),
     "is_bf16_supported": _is(True),
+    # Megatron wants a device for each rank of a machine
     "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     "current_device": _is(0),
     "get_device_capability": _is((Properties.major, Properties.minor)),
@@ -165,19 +158,22 @@ TABLE: dict[str, Any] = {
     "Stream": Stream,
     "Event": Event,
     "default_generators": Generators(),
+    # torch keeps such calls until CUDA starts; here nothing has to start
     "_lazy_call": lambda function, **kwargs: function(),
     "_lazy_init": _is(None),
+    # torch.cuda.FloatTensor and its like are torch.FloatTensor and its like
     **{name: getattr(torch, name) for name in dir(torch.cuda) if name.endswith("Tensor")},
 }
 """What `torch.cuda.NAME` is on the CPU."""
 
 
 def install() -> None:
-    """Put the table into `torch.cuda`, and a refusal in place of everything else it can do."""
+    """Put the table into `torch.cuda`, and a refusal for everything else that acts on a device."""
     for name in dir(torch.cuda):
         value = getattr(torch.cuda, name)
         if name not in TABLE and _does_something(name, value):
             setattr(torch.cuda, name, _refusal(name, value))
+    # torch.cuda imports some of its functions from these modules, and callers may do the same
     for module, names in (
         (torch.cuda, TABLE),
         (torch.cuda.random, _RANDOM),
@@ -196,11 +192,11 @@ def _does_something(name: str, value: Any) -> bool:
     if name.startswith("_") or name in _UNTOUCHED or not own or not callable(value):
         return False
     passive = isinstance(value, type) and issubclass(value, Exception)
-    return not passive and not name.endswith("Storage")  # the storages are names for pickles
+    return not passive and not name.endswith("Storage")  # pickles name the storages
 
 
 def _refusal(name: str, value: Any) -> Any:
-    """What raises NotEmulated when called; for a class a class, so that isinstance still works."""
+    """A function that raises NotEmulated; for a class, a class, so that isinstance still works."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotEmulated(f"torch.cuda.{name} is not emulated on the CPU")

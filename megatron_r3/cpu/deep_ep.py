@@ -1,10 +1,16 @@
 """DeepEP's intranode normal mode on any torch.distributed backend: layouts and sums, no kernels.
 
 Megatron's flex dispatcher imports `deep_ep`, which is CUDA only. A token goes once to each *rank*
-that has one of its experts; what it was sent as is added up on the way back. After the docstrings
-of deep_ep/buffer.py and deep_ep/utils.py in github.com/deepseek-ai/DeepEP; the order of received
-rows (by sender, then by token) and the sum in float32 are those of its intranode kernels.
-Nothing overlaps here, and DeepEP itself takes only bfloat16 (and FP8) activations.
+that has one of its experts; on the way back the rows that were sent of one token are added up.
+Example: 4 experts on 2 ranks, experts 0 and 1 on rank 0. A token for experts 0 and 1 is sent as one
+row, to rank 0; a token for experts 1 and 2 is sent as two rows, one to each rank.
+
+The module follows the docstrings of deep_ep/buffer.py and deep_ep/utils.py in
+github.com/deepseek-ai/DeepEP; the order of received rows (by sender, then by token) and the sum in
+float32 are those of its intranode kernels. Two things differ: nothing overlaps here, and DeepEP
+itself takes only bfloat16 (and FP8) activations.
+
+Shape suffixes (docs/glossary.md): T, K, E, R.
 """
 
 from __future__ import annotations
@@ -20,23 +26,26 @@ import torch.distributed as dist
 
 from megatron_r3.cpu.errors import NotEmulated
 
-# tuning and streams, which have no meaning here
+# options for tuning and for streams, which have no meaning here
 _IGNORED = {"config", "previous_event", "async_finish", "allocate_on_comm_stream"}
 
 
 def provide() -> None:
-    """Be `deep_ep` and `deep_ep.utils`, unless there is one; before Megatron looks for it."""
+    """Put this module in the place of `deep_ep` and `deep_ep.utils`, unless they are installed.
+
+    Call it before Megatron is imported, which looks for them once.
+    """
     if "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None:
         return
     utils = _module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap)
-    # it has no HybridEPBuffer: Megatron then knows that it has no such backend
+    # without a name HybridEPBuffer in it, Megatron knows that it has no HybridEP
     package = _module("deep_ep", Buffer=Buffer, EventOverlap=EventOverlap, utils=utils)
     package.__path__ = []
     sys.modules.update({"deep_ep": package, "deep_ep.utils": utils})
 
 
 def _module(name: str, **names: Any) -> ModuleType:
-    """A module with a spec: without one, who asks `find_spec` gets a ValueError."""
+    """A module with a spec: find_spec raises a ValueError for a loaded module without one."""
     module = ModuleType(name, __doc__)
     module.__spec__ = ModuleSpec(name, None, origin=__file__)
     vars(module).update(names)
@@ -50,14 +59,11 @@ class EventHandle:
         """There is nothing to wait for."""
 
 
-class EventOverlap:
+class EventOverlap(EventHandle):
     """An event that a caller may wait for, also as a context manager."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:
         self.event, self.extra_tensors = event, extra_tensors
-
-    def current_stream_wait(self) -> None:
-        """There is nothing to wait for."""
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -67,13 +73,14 @@ class EventOverlap:
 
 
 class Handle(NamedTuple):
-    """Which way the tokens of one dispatch went: for the way back, and to send others after them.
+    """Where the tokens of one dispatch went: for the way back, and to send others the same way.
 
     Attributes:
         tokens: how many tokens this rank had.
-        rows: the token of each row that it sent, by destination.
-        sent: how many rows it sent to each rank.
-        received: how many rows it got from each rank.
+        rows: the token of each row that this rank sent, sorted by destination. Tokens 0 and 2 to
+            rank 0 and token 1 to both ranks: [0, 1, 2, 1].
+        sent: how many rows this rank sent to each rank; in the example [3, 1].
+        received: how many rows this rank got from each rank.
     """
 
     tokens: int
@@ -83,25 +90,23 @@ class Handle(NamedTuple):
 
 
 class _Config:
-    """Buffer sizes: there are no buffers."""
+    """The sizes of buffers, which are 0 here: there are no buffers."""
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Nothing to allocate for NVLink."""
+        """Nothing to allocate, neither for NVLink nor for RDMA."""
         return 0
 
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Nothing to allocate for RDMA."""
-        return 0
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
 
 
 class Buffer:
-    """What DeepEP sends tokens with; here it has a group and nothing else.
+    """What DeepEP sends tokens with; here it is a process group and no memory.
 
     Args:
         group: the ranks, each with the same number of experts, in their order.
-        num_nvl_bytes: kept for who compares it.
-        num_rdma_bytes: kept for who compares it.
-        options: DeepEP's others, none of which is emulated.
+        num_nvl_bytes: stored only because Megatron compares the sizes of buffers.
+        num_rdma_bytes: stored for the same reason.
+        options: other options of DeepEP's, none of which is emulated.
     """
 
     def __init__(
@@ -132,9 +137,9 @@ class Buffer:
         """Which ranks each token goes to.
 
         Args:
-            topk_idx: each token's experts `[T, K]` int64; -1: none.
-            num_experts: of all ranks.
-            options: streams; they change nothing.
+            topk_idx: the experts of each token `[T, K]`, int64. -1 stands for no expert.
+            num_experts: how many experts all ranks have together.
+            options: streams, which change nothing.
 
         Returns:
             Tokens for each rank, None (RDMA), tokens for each expert, whether a token goes to a
@@ -148,11 +153,12 @@ class Buffer:
         )
         inside = (topk_idx >= -1) & (topk_idx < num_experts)
         _require(bool(inside.all()), f"topk_idx is -1 or one of {num_experts} experts")
-        # floor division leaves -1 below every rank
-        rank_of = topk_idx // (num_experts // self.group_size)
-        in_rank = (rank_of.unsqueeze(-1) == torch.arange(self.group_size)).any(dim=1)
-        per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
-        return in_rank.sum(0).int(), None, per_expert.int(), in_rank, EventOverlap(EventHandle())
+        # floor division takes -1 to -1, which is no rank
+        rank_TK = topk_idx // (num_experts // self.group_size)
+        in_rank_TR = (rank_TK.unsqueeze(-1) == torch.arange(self.group_size)).any(dim=1)
+        tokens_E = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts).int()
+        event = EventOverlap(EventHandle())
+        return in_rank_TR.sum(0).int(), None, tokens_E, in_rank_TR, event
 
     def dispatch(
         self,
@@ -170,20 +176,22 @@ class Buffer:
 
         Args:
             x: tokens `[T, H]`.
-            handle: that of an earlier dispatch, to send other tokens the same way (the gradients
-                of a combine); no experts and no weights then.
-            num_tokens_per_rank: what get_dispatch_layout returned, as are the next three.
-            num_tokens_per_rdma_rank: None, on one node.
-            is_token_in_rank: needed without a handle, as are all others.
-            num_tokens_per_expert: as many as there are experts.
-            topk_idx: each token's experts `[T, K]` int64; -1: none.
-            topk_weights: their weights `[T, K]` float32.
-            options: streams and tuning; they change nothing.
+            handle: the handle of an earlier dispatch, to send other tokens the same way (the
+                gradients of a combine). With a handle, leave experts and weights out; without one,
+                all of the following arguments are needed.
+            num_tokens_per_rank: `[R]`, as get_dispatch_layout returned it.
+            num_tokens_per_rdma_rank: None, because all ranks are on one node.
+            is_token_in_rank: bool `[T, R]`, as get_dispatch_layout returned it.
+            num_tokens_per_expert: `[E]`, as get_dispatch_layout returned it.
+            topk_idx: the experts of each token `[T, K]`, int64. -1 stands for no expert.
+            topk_weights: the weights of those experts `[T, K]`, float32.
+            options: streams and tuning, which change nothing.
 
         Returns:
-            The rows received, their experts as numbers of this rank's (-1: another rank's), their
-            weights (0 there), the number of tokens for each of this rank's experts, the handle,
-            and an event. With `handle`: the rows, and None for what did not change.
+            The rows received; their experts, counted from this rank's first one (-1 for an expert
+            of another rank); their weights (0 for an expert of another rank); the number of tokens
+            for each expert of this rank; the handle; an event. With `handle`: the rows, None four
+            times, and an event.
         """
         _refuse(options)
         _check_rows(x)
@@ -225,10 +233,11 @@ class Buffer:
         """Send every row back, and add up those of each token (without weights).
 
         Args:
-            x: a row for each one that the dispatch of `handle` received `[N, H]`.
-            handle: what that dispatch returned.
-            topk_weights: added up the same way `[N, K]` float32: the gradients of a dispatch.
-            options: streams and tuning; they change nothing.
+            x: a row of the hidden size for each row that the dispatch of `handle` received.
+            handle: the handle that the dispatch returned.
+            topk_weights: K float32 numbers for each row, added up in the same way: the gradients of
+                the weights of a dispatch. None: there are none.
+            options: streams and tuning, which change nothing.
 
         Returns:
             The tokens `[T, H]`, the weights `[T, K]` or None, and an event.
@@ -245,7 +254,8 @@ class Buffer:
         return self._add_up(x, handle), topk_weights, EventOverlap(EventHandle())
 
     def _make_handle(self, in_rank: torch.Tensor) -> Handle:
-        """The way of a layout; the ranks tell each other how many rows will come."""
+        """The handle of a layout; the ranks tell each other how many rows will come."""
+        # the transpose is [R, T], and nonzero goes through it row by row: sorted by destination
         rows = in_rank.t().nonzero()[:, 1]
         sent = in_rank.sum(0)
         received = torch.empty_like(sent)
@@ -262,31 +272,31 @@ class Buffer:
         return self._exchange(tokens[handle.rows], handle.sent, handle.received)
 
     def _exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """The rows for this rank, by sender."""
+        """The rows that the ranks sent to this rank, sorted by sender."""
         output = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(output, rows.detach().contiguous(), received, sent, self.group)
         return output
 
     def _add_up(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """Each token's sum of what comes back of it: in float32, where that is the wider type."""
+        """The sum of the rows that come back of each token, in float32 or a wider type."""
         back = self._exchange(rows, handle.received, handle.sent)
         wide = torch.promote_types(rows.dtype, torch.float32)
         total = back.new_zeros((handle.tokens, *rows.shape[1:]), dtype=wide)
         return total.index_add_(0, handle.rows, back.to(wide)).to(rows.dtype)
 
 
-def _require(holds: bool, what: str) -> None:
+def _require(holds: bool, requirement: str) -> None:
     if not holds:
-        raise NotEmulated(f"deep_ep on the CPU: {what}")
+        raise NotEmulated(f"deep_ep on the CPU: {requirement}")
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    """Whatever a later or another mode of DeepEP would do with these."""
+    """Refuse options of DeepEP that do more than tune it."""
     _require(options.keys() <= _IGNORED, f"no {', '.join(sorted(options.keys() - _IGNORED))}")
 
 
 def _check_rows(x: Any) -> None:
-    """DeepEP asserts the same, but for pairs of FP8 and its scales."""
+    """Refuse what DeepEP refuses, and also its pairs of FP8 values and scales."""
     _require(
         isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_contiguous(),
         "x: one contiguous tensor [T, H] (no FP8 with its scales)",

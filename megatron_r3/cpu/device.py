@@ -1,8 +1,9 @@
-"""CUDA devices on CPU tensors: what names a CUDA device in a torch call means the CPU.
+"""CUDA devices on CPU tensors: a torch call that names a CUDA device is made on the CPU.
 
 A torch function mode rewrites `device="cuda:0"`, `device=0`, `.to(0)`, `.cuda()`, `.is_cuda` and
-`.type()`. A mode lives in one thread and torch.autograd runs outside of it, so it is put back in
-new threads and around autograd's engine. The functions of `torch.cuda` are in `cuda_table`.
+`.type()`: torch.empty(2, device="cuda") makes a CPU tensor whose `is_cuda` is True. A mode holds
+for one thread, and torch.autograd runs outside of it, so the mode is entered again in new threads
+and around autograd's engine. The functions of `torch.cuda` are in `cuda_table`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from megatron_r3.cpu import cuda_table
 from megatron_r3.cpu.errors import InstallError, NotEmulated
 
 CPU = torch.device("cpu")
-_IS_CUDA: Any = vars(torch._C.TensorBase)[
-    "is_cuda"
-].__get__  # a fresh wrapper at each access: compare it with ==
+# Python makes a new wrapper at each access to `__get__`, so compare it with == and not with `is`
+_IS_CUDA: Any = vars(torch._C.TensorBase)["is_cuda"].__get__
 _state = {"installed": False}
 
 
@@ -32,7 +32,7 @@ def _is_cuda_device(device: object) -> bool:
         return device.type == "cuda"
     if isinstance(device, str):
         return device.split(":")[0] == "cuda"
-    return type(device) is int
+    return type(device) is int  # torch reads an index as a CUDA device; True is no index
 
 
 class CudaToCpu(TorchFunctionMode):
@@ -43,12 +43,14 @@ class CudaToCpu(TorchFunctionMode):
     ) -> Any:
         """The call `func(*args, **kwargs)`, with the CPU for every CUDA device."""
         kwargs = dict(kwargs or {})
+        # Megatron asserts `tensor.is_cuda` and then calls CUDA: here every tensor is a CUDA tensor
         if func == _IS_CUDA:
             return True
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.cpu or func is torch.Tensor.pin_memory:
-            return args[0].clone()  # a copy, as it is on a GPU: what follows must not write to both
+            # on a GPU these copy: a later write to one tensor must not show in the other
+            return args[0].clone()
         if func is torch.Tensor.type:
             return _tensor_type(func, *args, **kwargs)
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda_device(args[1]):
@@ -63,7 +65,7 @@ class CudaToCpu(TorchFunctionMode):
 def _tensor_type(
     func: Any, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Tensor.type(): its name says torch.cuda., and such a name is taken."""
+    """Tensor.type(): report and accept the names torch.cuda.* of tensor types."""
     if dtype is None:
         name = func(tensor)
         return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
@@ -78,7 +80,9 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Run CUDA calls on the CPU from here on, in this process and its threads; once is enough.
+    """Run CUDA calls on the CPU from here on, in this process and its threads.
+
+    A second call does nothing.
 
     Raises:
         InstallError: torch has a GPU here.
@@ -91,7 +95,8 @@ def install() -> None:
             "megatron_r3.cpu, or hide the GPU with CUDA_VISIBLE_DEVICES="
         )
     cuda_table.install()
-    # its argument parser refuses a stand-in stream before any mode sees the call
+    # torch's own method refuses a Stream of cuda_table while it parses arguments, before any mode
+    # sees the call
     torch.Tensor.record_stream = _record_stream  # type: ignore[assignment]
     _refuse_cuda_autocast()
     _cover_autograd()
@@ -103,11 +108,11 @@ def install() -> None:
 
 
 def _record_stream(self: torch.Tensor, stream: Any) -> None:
-    """Nothing is freed before it has been read."""
+    """Do nothing: CPU tensors need no stream bookkeeping."""
 
 
 def _refuse_cuda_autocast() -> None:
-    """autocast("cuda") would be entered and cast nothing: refuse it."""
+    """Refuse autocast("cuda"), which on CPU tensors would cast nothing without a word."""
     enter = torch.autocast.__enter__
 
     @functools.wraps(enter)
@@ -120,12 +125,12 @@ def _refuse_cuda_autocast() -> None:
 
 
 def _cover_autograd() -> None:
-    """torch.autograd.backward and grad run with the mode popped: put it back for the engine."""
+    """Enter the mode around autograd's engine: torch takes it off in autograd.backward and grad."""
     torch.autograd._engine_run_backward = _in_mode(torch.autograd._engine_run_backward)
 
 
 def _cover_threads() -> None:
-    """A mode belongs to one thread: every thread that starts from here on enters its own."""
+    """Have every thread that starts from here on enter a mode of its own: one covers one thread."""
     start = threading.Thread.start
 
     @functools.wraps(start)
@@ -137,7 +142,7 @@ def _cover_threads() -> None:
 
 
 def _in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run inside the mode."""
+    """The function, run inside of the mode."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,9 @@
-"""What may go wrong with Megatron on the CPU."""
+"""The errors of this package, and whose fault an error is."""
 
 from __future__ import annotations
+
+import traceback
+from pathlib import Path
 
 
 class InstallError(RuntimeError):
@@ -8,23 +11,30 @@ class InstallError(RuntimeError):
 
 
 class NotEmulated(RuntimeError):
-    """A call that has no meaning on the CPU; raised so that nothing returns junk silently."""
+    """A call that has no meaning on the CPU; raised so that nothing returns junk silently.
+
+    Examples: capturing a CUDA graph, attention with a sliding window under context parallelism, an
+    uneven collective that is asynchronous. The message says what was called.
+    """
 
 
-class RankError(RuntimeError):
-    """A rank raised, or ended without a result; the message has its traceback and its log."""
+def is_users_mistake(error: BaseException) -> bool:
+    """Whether megatron_r3 itself refused a value: its message then says all that there is to say.
 
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(rank, text)
-        self.rank, self.text = rank, text
+    Such an error is a ValueError whose innermost frame is in megatron_r3. A ValueError from another
+    package needs its traceback, and so does any other kind of error from megatron_r3.
+    """
+    trace = error.__traceback__
+    if not isinstance(error, ValueError) or trace is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(trace)
+    package = Path(__file__).parents[1]
+    return package in Path(frame.f_code.co_filename).parents
 
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.text}"
 
-
-class RankTimeout(RankError):
-    """Ranks did not end in time; the message has the stacks of the first one."""
-
-
-class WorkerError(RuntimeError):
-    """A tree's worker has ended by itself; the message has the end of its log."""
+def lost_its_peer(message: str) -> bool:
+    """Whether an error only says that another rank has gone: that other rank knows why."""
+    # What gloo and sockets say when the other end closes. A rank that fails closes all of its
+    # connections, so each of the others fails with one of these.
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return any(sign in message for sign in signs)

@@ -1,4 +1,4 @@
-"""What NCCL does and gloo does not: uneven collectives, a send that outlives its tensor."""
+"""What NCCL does and gloo does not: collectives of uneven sizes, sends of tensors freed at once."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from torch.distributed import distributed_c10d
 
 from megatron_r3.cpu.errors import NotEmulated
 
-_MAX_IN_FLIGHT = 256
+_MAX_IN_FLIGHT = 256  # how many copies may wait to be sent
 _in_flight: deque[tuple[Any, torch.Tensor]] = deque()
 
 
 def patch() -> None:
-    """Replace all_gather, reduce_scatter and isend of torch.distributed; once is enough."""
+    """Replace all_gather, reduce_scatter and isend of torch.distributed.
+
+    A second call does nothing.
+    """
     if getattr(dist.isend, "copies", False):
         return
     dist.all_gather = _with_uneven(dist.all_gather, _uneven_all_gather)
     dist.reduce_scatter = _with_uneven(dist.reduce_scatter, _uneven_reduce_scatter)
-    # batch_isend_irecv compares with the name in its own module
+    # batch_isend_irecv compares the function that it is given with the one of its own module
     dist.isend = distributed_c10d.isend = _sending_a_copy(dist.isend)
 
 
 def _with_uneven(even: Callable[..., Any], uneven: Callable[..., None]) -> Callable[..., Any]:
-    """`even`, or `uneven` where the tensors of the list differ in shape."""
+    """A collective that calls `even`, or `uneven` if the tensors of the list differ in shape."""
 
     @functools.wraps(even)
     def collective(*args: Any, **kwargs: Any) -> Any:
@@ -51,6 +54,7 @@ def _uneven_all_gather(
     """One broadcast for each rank's tensor."""
     for rank, output in enumerate(tensor_list):
         part = tensor if dist.get_rank(group) == rank else output
+        # broadcast writes into what it is given: never into the tensor of the caller
         part = part.detach().contiguous().clone()
         dist.broadcast(part, group=group, group_src=rank)
         output.copy_(part)
@@ -65,17 +69,19 @@ def _uneven_reduce_scatter(
 ) -> None:
     """One all-reduce for each rank's tensor."""
     for rank, part in enumerate(input_list):
-        total = part.detach().contiguous().clone()
+        total = part.detach().contiguous().clone()  # reduced in place, and the input must stay
         dist.all_reduce(total, op=op, group=group)
         if dist.get_rank(group) == rank:
             output.copy_(total)
 
 
 def _sending_a_copy(isend: Callable[..., Any]) -> Callable[..., Any]:
-    """`isend` of a private copy that is kept alive until it has been sent.
+    """An isend that sends a private copy and keeps it alive until it has been sent.
 
-    Megatron's pipeline schedules free a tensor as soon as isend returns. On a GPU that is safe,
-    because the stream has the order; gloo reads the tensor later, and would send junk.
+    Megatron's pipeline schedules free or overwrite a tensor as soon as isend returns
+    (`deallocate_output_tensor` in megatron/core/pipeline_parallel/schedules.py). On a GPU that is
+    safe, because the stream orders the send before what follows. Gloo reads the tensor later, in a
+    thread of its own, and would send junk.
     """
 
     @functools.wraps(isend)
@@ -90,7 +96,7 @@ def _sending_a_copy(isend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep(work: Any, copy: torch.Tensor) -> None:
-    """Hold a copy until it is sent. Waiting for the oldest bounds what is held."""
+    """Hold a copy until it is sent; if too many wait, wait for the oldest one."""
     _in_flight.append((work, copy))
     while _in_flight and (_in_flight[0][0] is None or _in_flight[0][0].is_completed()):
         _in_flight.popleft()

@@ -2,8 +2,8 @@
 
     pretrain_hybrid.py ... --hybrid-layer-pattern "*E*E" --spec megatron_r3.cpu.hybrid_spec spec
 
-Upstream's hybrid_layer_specs.py builds on Transformer Engine and mamba-ssm. As there, attention
-and MLP are layers of their own; what they are made of is that of the local GPT spec. No MTP.
+Upstream's hybrid_layer_specs.py needs Transformer Engine and mamba-ssm. As there, attention and MLP
+are layers of their own; their parts are those of the local GPT spec. MTP is not in the spec.
 Importing this module changes Megatron: see `_use_torch_norm`.
 """
 
@@ -28,35 +28,36 @@ from megatron_r3.cpu.errors import NotEmulated
 
 
 def _use_torch_norm() -> None:
-    """Two norms are no part of a hybrid spec, but Transformer Engine's by name.
+    """Replace TENorm, which upstream hard-codes in two places outside of the spec.
 
-    The final norm of the stack, and with --qk-layernorm those of queries and keys where the spec
-    leaves them to the config (attention.py refuses that without Transformer Engine).
+    hybrid_block.py makes the final norm of the stack with it, and attention.py the norms of queries
+    and keys if --qk-layernorm is given and the spec leaves them to the config.
     """
     hybrid_block.TENorm = WrappedTorchNorm
     attention.TENorm = WrappedTorchNorm
 
 
 class _NotHere(torch.nn.Module):
-    """A layer that this spec does not have: refused when it is built."""
+    """A kind of layer that this spec does not have. Building one is refused."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotEmulated("hybrid_spec has attention (*), MLP (-) and MoE (E) layers only")
 
 
 def _layer(kind: type, *names: str, num_experts: int | None = None) -> ModuleSpec:
-    """A layer of some of the local GPT layer's parts.
+    """The spec of a layer that has some parts of the local GPT layer.
 
     Args:
-        kind: what it is a layer of.
+        kind: the module class of the layer.
         names: the parts that it has.
-        num_experts: None for a dense MLP. How many does not matter: the config says.
+        num_experts: None for a dense MLP, any number for a MoE: the config says how many there are.
     """
-    # RMSNorm here means torch's norms, also where there is apex; the config says which of them
+    # "RMSNorm" chooses torch's norms even if apex is installed; which norm it is, the config says
     whole = get_gpt_layer_local_submodules(num_experts=num_experts, normalization="RMSNorm")
     parts = TransformerLayerSubmodules(**{name: getattr(whole, name) for name in names})
     if "self_attention" in names:
-        # as upstream's hybrid spec: IdentityOp would turn --qk-layernorm off in silence
+        # None as in upstream's hybrid spec: the local spec has IdentityOp here, and that would turn
+        # --qk-layernorm off without a word
         inside = parts.self_attention.submodules
         inside.q_layernorm = inside.k_layernorm = None
     return ModuleSpec(module=kind, submodules=parts)

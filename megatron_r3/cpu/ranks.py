@@ -1,4 +1,4 @@
-"""What a rank is told through its environment, as torchrun does it, and its share of the cores."""
+"""What torchrun tells a rank through its environment, a port for it, and its share of the cores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 
 
 def describe_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The environment of one of `world_size` ranks, all of them on this machine."""
+    """The environment variables of one of `world_size` ranks that all run on this machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -23,8 +23,12 @@ def describe_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
 def free_port() -> int:
     """A port of this machine that nothing listens on.
 
-    It is below those that the system hands out by itself (from 32768 on Linux): between now and the
-    start of the ranks, no connection of another process gets it.
+    It is below the ports that the system hands out by itself (from 32768 on Linux), so that no
+    connection of another process gets it between this call and the start of the ranks. It is drawn
+    at random, so that two runs that start at the same moment hardly ever draw the same one.
+
+    Raises:
+        OSError: a hundred ports were tried, and all of them are taken.
     """
     for port in random.SystemRandom().sample(range(15000, 32768), 100):
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -34,13 +38,7 @@ def free_port() -> int:
 
 
 def usable_cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
+    """How many cores this process may use, which in a container may be fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def lost_its_peer(text: str) -> bool:
-    """Whether an error only says that another rank has gone: that rank knows why."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return any(sign in text for sign in signs)

@@ -1,72 +1,71 @@
 """The gate of a replayed MoE layer in one kernel: logits and experts in, weights and map out.
 
-Importing this needs no Triton; running the kernel does.
+A live router chooses experts by top-k and then weighs them. Under replay the experts are given, so
+only the weighing is left: `replayed_gate`. Importing this package needs no Triton; running the
+kernel does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
-from megatron_r3.gate.options import GateOutput
+from megatron_r3.gate.options import GateInputs, GateOptions, GateOutput
 from megatron_r3.gate.reference import replayed_gate_reference
 
+__all__ = [
+    "Gate",
+    "GateInputs",
+    "GateOptions",
+    "GateOutput",
+    "gate_for",
+    "has_kernel",
+    "replayed_gate",
+    "replayed_gate_reference",
+    "substitute_gate",
+]
+
+Gate = Callable[[GateInputs, GateOptions], GateOutput]
+
 _HAS_TRITON = find_spec("triton") is not None
+# Set by `substitute_gate`. It is a plain variable and not a ContextVar, because on a GPU autograd
+# recomputes layers in threads of its own, which do not inherit the context of the caller.
+_substitute: Gate | None = None
 
 
 def has_kernel(device: torch.device) -> bool:
     """Whether `replayed_gate` runs as one kernel on tensors of this device."""
-    return _HAS_TRITON and device.type == "cuda"
+    return _substitute is not None or (_HAS_TRITON and device.type == "cuda")
 
 
-def replayed_gate(
-    logits_TE: Tensor,
-    ids_TK: Tensor,
-    *,
-    score_function: str = "softmax",
-    use_pre_softmax: bool = False,
-    scaling_factor: float | None = None,
-    expert_bias_E: Tensor | None = None,
-    live_T: Tensor | None = None,
-    counted_T: Tensor | None = None,
-    dense_output: bool = False,
-    group_topk: int | None = None,
-) -> GateOutput:
+def gate_for(device: torch.device) -> Gate:
+    """The function that `replayed_gate` calls for tensors of this device."""
+    if _substitute is not None:
+        return _substitute
+    if not has_kernel(device):
+        return replayed_gate_reference
+    from megatron_r3.gate.triton import replayed_gate_triton
+
+    return replayed_gate_triton
+
+
+def replayed_gate(inputs: GateInputs, options: GateOptions) -> GateOutput:
     """The weights that a router gives to experts it did not choose, and its routing map.
 
-    A Triton kernel on a CUDA device, else `replayed_gate_reference`. It equals
+    This is a Triton kernel on a CUDA device, and `replayed_gate_reference` elsewhere. It equals
     `topk_routing_with_score_function` of Megatron-LM
-    (megatron/core/transformer/moe/moe_utils.py, 0.18 and later) with its top-k replaced by
-    `ids_TK`: float32 inside, probabilities and gradient in the logits' dtype, gradient to the
-    logits alone (never to a bias). Up to 0.17 Megatron rounds the scores of bfloat16 and float16
-    logits to that dtype before it divides them; with float32 logits it is the same.
+    (megatron/core/transformer/moe/moe_utils.py, 0.18 and later) with its top-k replaced by the
+    given experts: it computes in float32, returns probabilities and gradients in the dtype of the
+    logits, and gives the logits alone a gradient, never a bias. Up to 0.17 Megatron rounds the
+    scores of bfloat16 and float16 logits to that dtype before it divides them; with float32 logits
+    the results are the same.
 
-    Every given expert has its weight and its gradient, also one that top-k would drop. No host
-    waits, no shapes that depend on data, no atomics: it can be captured in a CUDA graph, and the
-    same input gives the same bits.
-
-    Args:
-        logits_TE: bfloat16, float16 or float32; any strides. At most 1024 experts.
-        ids_TK: uint8, int16, int32 or int64; any strides; distinct in each row. At most 64. An id
-            that is no expert touches no memory outside; what its row gets is undefined, also
-            where an id is repeated.
-        score_function: "softmax", "sigmoid" or "sqrtsoftplus". The latter two are divided by their
-            sum over the row's experts where K > 1.
-        use_pre_softmax: softmax over all experts, not renormalised over those of the row.
-        scaling_factor: multiplies the probabilities; None or 0: no factor.
-        expert_bias_E: added to the scores for choosing (live and counted rows), not to weights;
-            any float dtype; sigmoid and sqrtsoftplus only.
-        live_T: bool, rows whose experts are chosen here: the top-k of the selection scores (the
-            logits for softmax after top-k, else the scores, plus the bias), the lowest index first
-            among equals, in descending order. What `ids_TK` has there is not read.
-        counted_T: bool, rows to compare with what live top-k would choose: `differs_T` says where
-            an expert that is not used has a greater selection score than one that is. Equal scores
-            are the same set; a live row never differs.
-        dense_output: probabilities `[T, K]` in the order of the ids, and no map.
-        group_topk: the router's. Group-limited top-k is not done here: the caller settles its live
-            rows, and counts, before; `live_T` and `counted_T` are then refused.
+    Every given expert has a weight and a gradient, also one that top-k would drop. The host never
+    waits, no shape depends on data, and there are no atomics: the kernel can be captured in a CUDA
+    graph, and the same input gives the same bits.
 
     Returns:
         Probabilities, map, the ids that were used, and where they differ from live.
@@ -74,20 +73,21 @@ def replayed_gate(
     Raises:
         ValueError: names the argument and says what it should be.
     """
-    gate = replayed_gate_reference
-    if has_kernel(logits_TE.device):
-        from megatron_r3.gate.triton import replayed_gate_triton
+    return gate_for(inputs.logits_TE.device)(inputs, options)
 
-        gate = replayed_gate_triton
-    return gate(
-        logits_TE,
-        ids_TK,
-        score_function=score_function,
-        use_pre_softmax=use_pre_softmax,
-        scaling_factor=scaling_factor,
-        expert_bias_E=expert_bias_E,
-        live_T=live_T,
-        counted_T=counted_T,
-        dense_output=dense_output,
-        group_topk=group_topk,
-    )
+
+@contextmanager
+def substitute_gate(gate: Gate) -> Iterator[None]:
+    """Have `replayed_gate` call `gate`, on every device, until the block ends.
+
+    This is the hook for tests and benchmarks: they count calls, or run the reference where a GPU
+    would run the kernel. Inside the block `has_kernel` is true everywhere, so that routers under
+    `moe_router_fusion` take the fused path on a CPU as well. The substitution holds for the whole
+    process, so do not open two blocks in two threads.
+    """
+    global _substitute
+    before, _substitute = _substitute, gate
+    try:
+        yield
+    finally:
+        _substitute = before

@@ -1,6 +1,6 @@
-"""What a replayed gate is given and gives back, and what it refuses.
+"""What a replayed gate takes and returns, and what it refuses.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes (docs/glossary.md): T, E, K.
 """
 
 from __future__ import annotations
@@ -17,101 +17,124 @@ MAX_EXPERTS = 1024
 MAX_TOPK = 64
 
 
+@dataclass(frozen=True)
+class GateOptions:
+    """How a router turns scores into probabilities, in Megatron's words.
+
+    Attributes:
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus". The latter two are divided by their
+            sum over the experts of a row where K > 1.
+        use_pre_softmax: with "softmax", take it over all experts, and do not renormalise over the
+            experts of a row. It changes nothing for the other score functions.
+        scaling_factor: multiplies the probabilities. None and 0 both mean that there is no factor.
+
+    Raises:
+        ValueError: another score function, or a factor that is no number.
+    """
+
+    score_function: str = "softmax"
+    use_pre_softmax: bool = False
+    scaling_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.score_function not in SCORE_FUNCTIONS:
+            raise ValueError(
+                f"score_function: one of {', '.join(SCORE_FUNCTIONS)}, not {self.score_function!r}"
+            )
+        factor = self.scaling_factor
+        # a tensor would be read on the host, which then waits for the device
+        if factor is not None and not isinstance(factor, (int, float)):
+            raise ValueError(f"scaling_factor: a number or None, not {type(factor).__name__}")
+
+    @property
+    def function(self) -> str:
+        """The score function, or "pre_softmax" for a softmax over all experts."""
+        pre_softmax = self.use_pre_softmax and self.score_function == "softmax"
+        return "pre_softmax" if pre_softmax else self.score_function
+
+    @property
+    def scale(self) -> float:
+        """What the probabilities are multiplied by; 1.0 changes nothing."""
+        # 0 means that there is no factor, because Megatron asks `if scaling_factor:`
+        return float(self.scaling_factor or 1.0)
+
+
+class GateInputs(NamedTuple):
+    """The tensors of one layer and one microbatch; all of them are on one device.
+
+    Attributes:
+        logits_TE: bfloat16, float16 or float32, with any strides. At most 1024 experts.
+        ids_TK: the recorded experts: uint8, int16, int32 or int64, with any strides, distinct in
+            each row. At most 64 for each row. An id that is no expert reads and writes no memory
+            outside of the tensors; the result of its row is undefined, as it is for a row in which
+            an id is repeated.
+        expert_bias_E: added to the scores when experts are chosen (live and counted rows), never to
+            the weights. Any float dtype; for sigmoid and sqrtsoftplus only. None: there is none.
+        live_T: bool, rows whose experts are chosen here: the top-k of the selection scores (the
+            logits for softmax after top-k, else the scores, plus the bias), in descending order,
+            and among equals the lowest index first. Their `ids_TK` are not read. None: no row.
+        counted_T: bool, rows to compare with what live top-k would choose. None: no row.
+    """
+
+    logits_TE: Tensor
+    ids_TK: Tensor
+    expert_bias_E: Tensor | None = None
+    live_T: Tensor | None = None
+    counted_T: Tensor | None = None
+
+
 class GateOutput(NamedTuple):
     """A replayed gate.
 
     Attributes:
-        probs: `[T, E]`, zero outside the chosen experts; with `dense_output` `[T, K]` in the order
-            of `ids_TK`. In the dtype of the logits.
-        routing_map: bool `[T, E]`; None with `dense_output`.
-        ids_TK: the experts used, in the dtype of the given ids: those given (the same tensor, where
-            no row is live), or chosen here. Give them to a recompute.
-        differs_T: bool, counted tokens that live top-k would send to another set of experts. None
-            where nothing was counted.
+        probs_TE: zero outside of the chosen experts, in the dtype of the logits.
+        routing_map_TE: bool, the chosen experts.
+        ids_TK: the experts that were used, in the dtype of the given ids. It is the given tensor
+            itself if `live_T` is None, else a copy with the choice of the live rows. A recompute
+            must be given these, so that it repeats the choice.
+        differs_T: bool, counted rows that live top-k would send to another set of experts: some
+            expert that is not used has a greater selection score than one that is. Experts with
+            equal scores are interchangeable, and a live row never differs. None if `counted_T`
+            is None.
     """
 
-    probs: Tensor
-    routing_map: Tensor | None
+    probs_TE: Tensor
+    routing_map_TE: Tensor
     ids_TK: Tensor
     differs_T: Tensor | None
 
 
-@dataclass(frozen=True)
-class GateOptions:
-    """How scores become probabilities.
-
-    Attributes:
-        function: "softmax" of the chosen logits, "pre_softmax" of all logits, "sigmoid" or
-            "sqrtsoftplus".
-        scale: what the probabilities are multiplied by; 1 changes nothing.
-        dense: probabilities `[T, K]`.
-    """
-
-    function: str
-    scale: float
-    dense: bool
-
-
-def check_arguments(
-    logits_TE: Tensor,
-    ids_TK: Tensor,
-    score_function: str,
-    use_pre_softmax: bool,
-    scaling_factor: float | None,
-    expert_bias_E: Tensor | None,
-    live_T: Tensor | None,
-    counted_T: Tensor | None,
-    dense_output: bool,
-    group_topk: int | None,
-) -> GateOptions:
-    """The options, after a look at shapes, dtypes and devices; never at values.
+def check_inputs(inputs: GateInputs, options: GateOptions) -> None:
+    """Check shapes, dtypes and devices. Values are never read: that would make the host wait.
 
     Raises:
-        ValueError: says which argument, and what it should be.
+        ValueError: says which argument is wrong, and what it should be.
     """
-    _check_function(score_function, use_pre_softmax, expert_bias_E)
-    if scaling_factor is not None and not isinstance(scaling_factor, (int, float)):
-        raise ValueError(f"scaling_factor: a number or None, not {type(scaling_factor).__name__}")
+    logits_TE, bias_E = inputs.logits_TE, inputs.expert_bias_E
+    if options.score_function == "softmax" and bias_E is not None:
+        raise ValueError("expert_bias_E: for sigmoid and sqrtsoftplus; softmax takes none")
     if logits_TE.ndim != 2 or not logits_TE.is_floating_point():
-        raise ValueError(f"logits_TE: floating-point [T, E], not {_said(logits_TE)}")
+        raise ValueError(f"logits_TE: floating-point [T, E], not {_describe(logits_TE)}")
     num_tokens, num_experts = logits_TE.shape
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"logits_TE: 1 to {MAX_EXPERTS} experts, not {num_experts}")
-    _check_ids(ids_TK, num_tokens, num_experts)
-    for name, mask_T in (("live_T", live_T), ("counted_T", counted_T)):
-        if mask_T is None:
-            continue
-        if mask_T.dtype != torch.bool or mask_T.shape != (num_tokens,):
-            raise ValueError(f"{name}: bool [{num_tokens}], not {_said(mask_T)}")
-        if group_topk:
-            raise ValueError(
-                f"{name}: not with group_topk={group_topk}: group-limited top-k is chosen and "
-                "compared by the caller"
-            )
-    bias_E = expert_bias_E
+    _check_ids(inputs.ids_TK, num_tokens, num_experts)
+    for name, mask_T in (("live_T", inputs.live_T), ("counted_T", inputs.counted_T)):
+        if mask_T is not None and (mask_T.dtype != torch.bool or mask_T.shape != (num_tokens,)):
+            raise ValueError(f"{name}: bool [{num_tokens}], not {_describe(mask_T)}")
     if bias_E is not None and (bias_E.shape != (num_experts,) or not bias_E.is_floating_point()):
-        raise ValueError(f"expert_bias_E: floating-point [{num_experts}], not {_said(bias_E)}")
-    _check_devices(
-        logits_TE, ids_TK=ids_TK, expert_bias_E=bias_E, live_T=live_T, counted_T=counted_T
-    )
-    function = "pre_softmax" if use_pre_softmax and score_function == "softmax" else score_function
-    # zero is none, as in Megatron: `if scaling_factor:`
-    return GateOptions(function, float(scaling_factor or 1.0), dense_output)
-
-
-def _check_function(score_function: str, pre_softmax: bool, expert_bias_E: Tensor | None) -> None:
-    if score_function not in SCORE_FUNCTIONS:
-        raise ValueError(
-            f"score_function: one of {', '.join(SCORE_FUNCTIONS)}, not {score_function!r}"
-        )
-    if score_function == "softmax" and expert_bias_E is not None:
-        raise ValueError("expert_bias_E: for sigmoid and sqrtsoftplus; softmax takes none")
+        raise ValueError(f"expert_bias_E: floating-point [{num_experts}], not {_describe(bias_E)}")
+    for name, tensor in inputs._asdict().items():
+        if tensor is not None and tensor.device != logits_TE.device:
+            raise ValueError(
+                f"{name}: on {logits_TE.device} like logits_TE, not on {tensor.device}"
+            )
 
 
 def _check_ids(ids_TK: Tensor, num_tokens: int, num_experts: int) -> None:
     if ids_TK.ndim != 2 or ids_TK.shape[0] != num_tokens or ids_TK.dtype not in ID_DTYPES:
-        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in ID_DTYPES)
-        raise ValueError(f"ids_TK: [{num_tokens}, K] of {kinds}, not {_said(ids_TK)}")
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in ID_DTYPES)
+        raise ValueError(f"ids_TK: [{num_tokens}, K] of {dtypes}, not {_describe(ids_TK)}")
     most = min(MAX_TOPK, num_experts)
     if not 1 <= ids_TK.shape[1] <= most:
         raise ValueError(f"ids_TK: 1 to {most} of {num_experts} experts, not {ids_TK.shape[1]}")
@@ -119,11 +142,6 @@ def _check_ids(ids_TK: Tensor, num_tokens: int, num_experts: int) -> None:
         raise ValueError(f"ids_TK: {ids_TK.dtype} cannot name all of {num_experts} experts")
 
 
-def _check_devices(logits_TE: Tensor, **others: Tensor | None) -> None:
-    for name, other in others.items():
-        if other is not None and other.device != logits_TE.device:
-            raise ValueError(f"{name}: on {logits_TE.device} like logits_TE, not on {other.device}")
-
-
-def _said(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
+    """The dtype and the shape, for example "float32 [3, 6]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

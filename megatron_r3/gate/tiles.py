@@ -1,10 +1,16 @@
 """Parts of the gate kernels: which experts are chosen, and what a score function makes of logits.
 
-A tile is `[T, W, B]`: tokens, words, bits. Expert e of a token is bit e % 32 of word e // 32, so
-that a token's set of experts is W integers: choosing costs K x W steps, not K x E, and next to no
-registers. The last two axes together are the experts in order, and are loaded as one row.
+A tile is `[T, W, 32]`: the rows of one program, words, bits of a word. Expert e of a row is bit
+e % 32 of word e // 32, so that the set of experts of a row is W integers. For 128 experts (W = 4)
+the set {1, 33, 34} is
 
-Shape suffixes: T tokens of one program, W words of 32 experts, B bits of a word, K top-k (padded).
+    words_TW = [[0b10, 0b110, 0, 0]]       1 = word 0, bit 1;   33, 34 = word 1, bits 1 and 2
+
+Collecting the K experts of a row costs K x W steps and not K x E, and next to no registers. The
+last two axes together are the experts in order, and are loaded as one row of memory. Triton's
+sizes are powers of two: a tile `_TK` has BLOCK_K columns, which is K rounded up.
+
+Shape suffixes (docs/glossary.md): T, K, W.
 """
 
 from __future__ import annotations
@@ -17,83 +23,142 @@ HIGHEST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def row_sum(values_TWB):
+def rows_and_experts(num_tokens, E: tl.constexpr, BLOCK_T: tl.constexpr, W: tl.constexpr):
+    """The rows of this program, which of them exist, expert numbers, and which elements exist.
+
+    Example: 10 rows in programs of BLOCK_T = 8, E = 40 experts in W = 2 words. Program 1 has rows
+    8 to 15, of which only 8 and 9 exist, and experts 0 to 63, of which only 0 to 39 exist.
+    """
+    # int64, because rows * E goes past 2**31 from 2 million rows of 1024 experts on
+    rows_T = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    in_T = rows_T < num_tokens
+    experts_1W32 = (tl.arange(0, W)[:, None] * 32 + tl.arange(0, 32)[None, :])[None, :, :]
+    inside_TW32 = in_T[:, None, None] & (experts_1W32 < E)
+    return rows_T, in_T, experts_1W32, inside_TW32
+
+
+@triton.jit
+def load_rows(ptr, stride_t, stride_e, rows_T, experts_1W32, inside_TW32):
+    """The values of this program's rows as a float32 tile; 0 where there is no row or no expert."""
+    places_TW32 = (rows_T * stride_t)[:, None, None] + experts_1W32 * stride_e
+    return tl.load(ptr + places_TW32, mask=inside_TW32, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def row_sum(values_TW32):
     """float32 `[T]`, always in the same order."""
-    return tl.sum(tl.sum(values_TWB, axis=2), axis=1)
+    return tl.sum(tl.sum(values_TW32, axis=2), axis=1)
 
 
 @triton.jit
-def row_max(values_TWB):
+def row_max(values_TW32):
     """`[T]`."""
-    return tl.max(tl.max(values_TWB, axis=2), axis=1)
+    return tl.max(tl.max(values_TW32, axis=2), axis=1)
 
 
 @triton.jit
-def row_min(values_TWB):
+def row_min(values_TW32):
     """`[T]`."""
-    return tl.min(tl.min(values_TWB, axis=2), axis=1)
+    return tl.min(tl.min(values_TW32, axis=2), axis=1)
 
 
 @triton.jit
 def load_ids(ids_ptr, wanted, E: tl.constexpr):
     """Ids as int32 of the pointers' shape; -1 for what is not wanted or is no expert."""
+    # int64 first: the id 2**40 must not become a valid one when its upper half is cut off
     ids = tl.load(ids_ptr, mask=wanted, other=0).to(tl.int64)
     return tl.where(wanted & (ids >= 0) & (ids < E), ids, -1).to(tl.int32)
 
 
 @triton.jit
 def with_ids(words_TW, ids_T):
-    """The set with one more expert for each token; -1 adds none."""
+    """The sets with one more expert for each row; the id -1 adds none."""
+    # id 34: bit 34 & 31 = 2 of word 34 >> 5 = 1.   id -1: word -1 >> 5 = -1, which no word is.
     bits_T = tl.full(ids_T.shape, 1, tl.int32) << (ids_T & 31)
     here_TW = (ids_T >> 5)[:, None] == tl.arange(0, words_TW.shape[1])[None, :]
     return words_TW | tl.where(here_TW, bits_T[:, None], 0)
 
 
 @triton.jit
-def chosen(words_TW):
-    """The set as bool `[T, W, B]`."""
+def load_set(
+    ids_ptr, stride_t, stride_k, rows_T, wanted_T, E: tl.constexpr, K: tl.constexpr, W: tl.constexpr
+):
+    """The given experts of each wanted row as a set `[T, W]`; the other rows are empty sets."""
+    words_TW = tl.zeros([rows_T.shape[0], W], tl.int32)
+    for k in tl.static_range(K):
+        words_TW = with_ids(
+            words_TW, load_ids(ids_ptr + rows_T * stride_t + k * stride_k, wanted_T, E)
+        )
+    return words_TW
+
+
+@triton.jit
+def members(words_TW):
+    """The sets as bool `[T, W, 32]`."""
     return ((words_TW[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1) != 0
 
 
 @triton.jit
-def ordered(values):
-    """int32 that compare as the floats do: -0 is 0, and NaN is above all, as in torch.topk."""
+def sort_keys(values):
+    """int32 numbers that compare as the floats do: -0 equals 0, and NaN is above all others.
+
+    That is the order of torch.topk. The bits of a positive float grow with it when they are read as
+    an integer. The bits of a negative float have the sign bit set and grow with its size, so all
+    others of its bits are flipped:
+
+         1.0  0x3f800000 -> 0x3f800000      -1.0  0xbf800000 -> 0xc07fffff (a negative integer)
+         2.0  0x40000000 -> 0x40000000      -2.0  0xc0000000 -> 0xbfffffff (a smaller one)
+    """
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ HIGHEST, bits)
     return tl.where(values != values, HIGHEST, keys)
 
 
 @triton.jit
-def choose(keys_TWB, experts_TWB, inside_TWB, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The K largest of each row, the lowest index first among equals: set and ids `[T, K]`."""
-    num_words: tl.constexpr = keys_TWB.shape[1]
-    words_TW = tl.zeros([keys_TWB.shape[0], num_words], tl.int32)
-    ids_TK = tl.zeros([keys_TWB.shape[0], BLOCK_K], tl.int32)
+def choose(keys_TW32, experts_1W32, inside_TW32, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The K largest of each row, the lowest index first among equals: sets, and ids `[T, K]`.
+
+    K rounds, each of which takes the best that is left. A row of keys [5, 9, 9, 2] gives 1 (the
+    first of the nines), then 2, then 0.
+    """
+    num_words: tl.constexpr = keys_TW32.shape[1]
+    words_TW = tl.zeros([keys_TW32.shape[0], num_words], tl.int32)
+    ids_TK = tl.zeros([keys_TW32.shape[0], BLOCK_K], tl.int32)
     for k in range(K):
-        left_TWB = inside_TWB & (chosen(words_TW) == 0)
-        best_T = row_max(tl.where(left_TWB, keys_TWB, LOWEST))
-        is_best_TWB = left_TWB & (keys_TWB == best_T[:, None, None])
-        first_T = row_min(tl.where(is_best_TWB, experts_TWB, 32 * num_words))
+        left_TW32 = inside_TW32 & (members(words_TW) == 0)
+        best_T = row_max(tl.where(left_TW32, keys_TW32, LOWEST))
+        is_best_TW32 = left_TW32 & (keys_TW32 == best_T[:, None, None])
+        first_T = row_min(tl.where(is_best_TW32, experts_1W32, 32 * num_words))
         words_TW = with_ids(words_TW, first_T)
+        # a tile in registers cannot be written at an index: every column is compared with k
         ids_TK = tl.where((tl.arange(0, BLOCK_K) == k)[None, :], first_T[:, None], ids_TK)
     return words_TW, ids_TK
 
 
 @triton.jit
-def softmax_of(logits_TWB, over_TWB):
-    """Largest logit and sum of exponentials `[T]`, over a part of the row."""
-    largest_T = row_max(tl.where(over_TWB, logits_TWB, -float("inf")))
-    largest_T = tl.where(largest_T == -float("inf"), 0.0, largest_T)  # an empty part: no NaN
-    over_logits_TWB = tl.where(over_TWB, logits_TWB, -float("inf"))
-    return largest_T, row_sum(tl.exp(over_logits_TWB - largest_T[:, None, None]))
+def softmax_of(logits_TW32, over_TW32):
+    """The largest logit and the sum of exponentials `[T]`, over a part of each row."""
+    largest_T = row_max(tl.where(over_TW32, logits_TW32, -float("inf")))
+    # an empty part has the largest logit -inf, and -inf - -inf would be NaN
+    largest_T = tl.where(largest_T == -float("inf"), 0.0, largest_T)
+    over_logits_TW32 = tl.where(over_TW32, logits_TW32, -float("inf"))
+    return largest_T, row_sum(tl.exp(over_logits_TW32 - largest_T[:, None, None]))
 
 
 @triton.jit
 def score(logits, FUNCTION: tl.constexpr):
     """Sigmoid, or the root of softplus, each to float32's own precision.
 
-    The latter is log(1 + z) as z log(u) / (u - 1) with u = 1 + z rounded: the error of u cancels.
-    Far to the left it is exp(x / 2), which is still there where exp(x) underflows.
+    The softplus is log(1 + z) with z = exp(x). Triton has no log1p, and log(1 + z) alone loses the
+    digits of a small z that do not fit beside the 1. Kahan's log1p is z log(u) / (u - 1) with
+    u = 1 + z rounded: log(u) and u - 1 belong to the same rounded u, so that its error cancels.
+
+        z = 1e-7: u = 1.00000012, and log(u) = 1.192e-7 is 19 % too large;
+                  u - 1 = 1.192e-7 too, so z log(u) / (u - 1) = 1e-7 is right
+
+    Where u is 1 the answer is z itself. Below -17 the root of softplus(x) is exp(x / 2) to all
+    digits, and exp(x / 2) is still a number where exp(x) underflows (x = -120: 8.8e-27 and 0).
+    Above 20 softplus(x) is x to all digits.
     """
     if FUNCTION == "sigmoid":
         return tl.sigmoid(logits)
@@ -107,7 +172,11 @@ def score(logits, FUNCTION: tl.constexpr):
 
 @triton.jit
 def slope(logits, scores, FUNCTION: tl.constexpr):
-    """The derivative of `score`."""
+    """The derivative of `score` at the logits, given the scores there.
+
+    The derivative of sqrt(softplus(x)) is sigmoid(x) / (2 score). Far below zero score and
+    sigmoid(x) both vanish, and the derivative of exp(x / 2), score / 2, takes its place.
+    """
     if FUNCTION == "sigmoid":
         return scores * tl.sigmoid(-logits)
     far = logits < -17.0

@@ -2,12 +2,12 @@
 
 `TRITON_INTERPRET=1`, set before Triton is imported, runs both on the CPU.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes (docs/glossary.md): T, E, K.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,17 +15,35 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_r3.gate.options import GateOptions, GateOutput, check_arguments
+from megatron_r3.gate.options import GateInputs, GateOptions, GateOutput, check_inputs
 from megatron_r3.gate.triton_kernels import gate_backward, gate_forward
 
 TILE = 1024  # logits of one program: 32 for each lane of its warp
 # Triton 3.10 will no longer fuse multiply-adds unless it is asked to
-COMPILED = {"num_warps": 1, "enable_fp_fusion": True}
+COMPILE_OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def replayed_gate_triton(inputs: GateInputs, options: GateOptions) -> GateOutput:
+    """`megatron_r3.gate.replayed_gate` on a CUDA device, or under Triton's interpreter.
+
+    Raises:
+        ValueError: as there, and for logits of a dtype other than bfloat16, float16 and float32.
+    """
+    check_inputs(inputs, options)
+    logits_TE, ids_TK, *small = inputs
+    if logits_TE.dtype not in DTYPES:
+        raise ValueError(f"logits_TE: bfloat16, float16 or float32, not {logits_TE.dtype}")
+    bias_E, live_T, counted_T = (None if t is None else t.detach().contiguous() for t in small)
+    probs_TE, map_TE, used_TK, differs_T = _Gate.apply(
+        logits_TE, ids_TK, bias_E, live_T, counted_T, options
+    )
+    # an autograd function must not return its own input, so given ids are handed on here
+    return GateOutput(probs_TE, map_TE, ids_TK if used_TK is None else used_TK, differs_T)
+
+
 class _Gate(torch.autograd.Function):
-    """Forward and backward launches; keeps the logits and the ids."""
+    """Launches forward and backward; keeps the logits and the ids, and nothing else."""
 
     @staticmethod
     def forward(
@@ -37,121 +55,76 @@ class _Gate(torch.autograd.Function):
         counted_T: Tensor | None,
         options: GateOptions,
     ) -> tuple[Tensor | None, ...]:
-        (num_tokens, num_experts), topk = logits_TE.shape, ids_TK.shape[1]
-        probs = logits_TE.new_empty(num_tokens, topk if options.dense else num_experts)
-        map_TE = None if options.dense else torch.empty_like(probs, dtype=torch.bool)
-        # given ids that no live row changes are handed on by the caller
+        probs_TE = logits_TE.new_empty(logits_TE.shape)
+        map_TE = torch.empty_like(probs_TE, dtype=torch.bool)
         used_TK = None if live_T is None else ids_TK.new_empty(ids_TK.shape)
         differs_T = None if counted_T is None else torch.empty_like(counted_T)
-        if num_tokens:
-            grid, sizes = _launch(num_tokens, num_experts, topk, options)
-            with _current(logits_TE.device):
-                gate_forward[grid](
-                    logits_TE,
-                    ids_TK,
-                    expert_bias_E,
-                    _as_bytes(live_T),
-                    _as_bytes(counted_T),
-                    probs,
-                    _as_bytes(map_TE),
-                    used_TK,
-                    _as_bytes(differs_T),
-                    num_tokens,
-                    options.scale,
-                    *logits_TE.stride(),
-                    *ids_TK.stride(),
-                    **sizes,
-                    BLOCK_K=triton.next_power_of_2(topk),
-                    **COMPILED,
-                )
+        given = (logits_TE, ids_TK, expert_bias_E, _as_bytes(live_T), _as_bytes(counted_T))
+        made = (probs_TE, _as_bytes(map_TE), used_TK, _as_bytes(differs_T))
+        block_k = triton.next_power_of_2(ids_TK.shape[1])
+        _launch(gate_forward, (*given, *made), (logits_TE, ids_TK), options, BLOCK_K=block_k)
+        # backward replays what live rows chose; it does not choose again
         ctx.save_for_backward(logits_TE, ids_TK if used_TK is None else used_TK)
         ctx.options = options
         ctx.set_materialize_grads(False)
         others = (map_TE, used_TK, differs_T)
         ctx.mark_non_differentiable(*(other for other in others if other is not None))
-        return probs, *others
+        return probs_TE, *others
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dprobs: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if dprobs is None:
+    def backward(ctx: Any, dprobs_TE: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dprobs_TE is None:
             return (None,) * 6
         logits_TE, ids_TK = ctx.saved_tensors
-        (num_tokens, num_experts), topk = logits_TE.shape, ids_TK.shape[1]
         dlogits_TE = logits_TE.new_empty(logits_TE.shape)
-        if num_tokens:
-            grid, sizes = _launch(num_tokens, num_experts, topk, ctx.options)
-            with _current(logits_TE.device):
-                gate_backward[grid](
-                    logits_TE,
-                    ids_TK,
-                    dprobs,
-                    dlogits_TE,
-                    num_tokens,
-                    ctx.options.scale,
-                    *logits_TE.stride(),
-                    *ids_TK.stride(),
-                    *dprobs.stride(),
-                    **sizes,
-                    **COMPILED,
-                )
+        strided = (logits_TE, ids_TK, dprobs_TE)
+        _launch(gate_backward, (*strided, dlogits_TE), strided, ctx.options)
         return dlogits_TE, None, None, None, None, None
 
 
 def _launch(
-    num_tokens: int, num_experts: int, topk: int, options: GateOptions
+    kernel: Any,
+    tensors: tuple[Tensor | None, ...],
+    strided: tuple[Tensor, ...],
+    options: GateOptions,
+    **constants: int,
+) -> None:
+    """Launch a kernel on its tensors, followed by the strides of those that may have any."""
+    logits_TE, ids_TK = strided[:2]
+    if not len(logits_TE):  # a grid of no programs cannot be launched
+        return
+    grid, sizes = launch_constants(logits_TE.shape, ids_TK.shape[1], options)
+    strides = [stride for tensor in strided for stride in tensor.stride()]
+    # Triton launches on the current device, not on that of the tensors
+    on_gpu = logits_TE.device.type == "cuda"
+    with torch.cuda.device(logits_TE.device) if on_gpu else nullcontext():
+        kernel[grid](
+            *tensors,
+            len(logits_TE),
+            options.scale,
+            *strides,
+            **sizes,
+            **constants,
+            **COMPILE_OPTIONS,
+        )
+
+
+def launch_constants(
+    shape_TE: tuple[int, ...], topk: int, options: GateOptions
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid, and the constants that both kernels are compiled for."""
+    """The grid, and the constants that both kernels are compiled for.
+
+    Example: 1000 rows of 384 experts need W = 16 words (12, padded to a power of two), so that
+    BLOCK_T = 1024 / (32 x 16) = 2 rows fill a program, and the grid has 500 programs.
+    """
+    num_tokens, num_experts = shape_TE
     words = triton.next_power_of_2(triton.cdiv(num_experts, 32))
     block = TILE // (32 * words)
-    sizes = {"E": num_experts, "K": topk, "BLOCK_T": block, "W": words}
-    sizes |= {"FUNCTION": options.function, "DENSE": options.dense}
-    return (triton.cdiv(num_tokens, block),), sizes
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    constants = {"E": num_experts, "K": topk, "BLOCK_T": block, "W": words}
+    return (triton.cdiv(num_tokens, block),), {**constants, "FUNCTION": options.function}
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
-    """Triton's own bool is one bit wide."""
+    """The same memory as bytes: a bool of Triton's own is one bit wide."""
     return None if mask is None else mask.view(torch.uint8)
-
-
-def replayed_gate_triton(
-    logits_TE: Tensor,
-    ids_TK: Tensor,
-    *,
-    score_function: str = "softmax",
-    use_pre_softmax: bool = False,
-    scaling_factor: float | None = None,
-    expert_bias_E: Tensor | None = None,
-    live_T: Tensor | None = None,
-    counted_T: Tensor | None = None,
-    dense_output: bool = False,
-    group_topk: int | None = None,
-) -> GateOutput:
-    """`megatron_r3.gate.replayed_gate` on a CUDA device, or under Triton's interpreter.
-
-    Raises:
-        ValueError: as there; also for logits of another dtype than bfloat16, float16, float32.
-    """
-    options = check_arguments(
-        logits_TE,
-        ids_TK,
-        score_function,
-        use_pre_softmax,
-        scaling_factor,
-        expert_bias_E,
-        live_T,
-        counted_T,
-        dense_output,
-        group_topk,
-    )
-    if logits_TE.dtype not in DTYPES:
-        raise ValueError(f"logits_TE: bfloat16, float16 or float32, not {logits_TE.dtype}")
-    small = (expert_bias_E, live_T, counted_T)
-    flat = (None if each is None else each.detach().contiguous() for each in small)
-    probs, map_TE, used_TK, differs_T = _Gate.apply(logits_TE, ids_TK, *flat, options)
-    return GateOutput(probs, map_TE, ids_TK if used_TK is None else used_TK, differs_T)

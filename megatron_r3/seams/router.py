@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, float64
 
-from megatron_r3.gate import has_kernel, replayed_gate
+from megatron_r3.gate import GateInputs, GateOptions, has_kernel, replayed_gate
 from megatron_r3.gate.options import MAX_EXPERTS, MAX_TOPK
 from megatron_r3.microbatch import MicrobatchRoutes, Mode, ReplayError
 from megatron_r3.replay import active_microbatch
@@ -119,22 +119,15 @@ class RouterHook:
             return None
         assert self.layer_number is not None, "the router has no layer number yet"
         ids_TK, live_T, counted_T = microbatch.begin_layer(self.layer_number, logits_TE, topk)
-        softmax = options["score_function"] == "softmax"
+        score_function = options["score_function"]
+        # Upstream adds no bias to the scores of a softmax router.
+        bias_E = None if score_function == "softmax" else options["expert_bias"]
         out = replayed_gate(
-            logits_TE,
-            ids_TK,
-            score_function=options["score_function"],
-            use_pre_softmax=options["use_pre_softmax"],
-            scaling_factor=options["scaling_factor"],
-            # Upstream adds no bias to the scores of a softmax router.
-            expert_bias_E=None if softmax else options["expert_bias"],
-            live_T=live_T,
-            counted_T=counted_T,
+            GateInputs(logits_TE, ids_TK, bias_E, live_T, counted_T),
+            GateOptions(score_function, options["use_pre_softmax"], options["scaling_factor"]),
         )
-        # What live tokens chose is kept with the ids: a recompute repeats it.
         microbatch.end_layer(self.layer_number, out.ids_TK, out.differs_T)
-        assert out.routing_map is not None
-        return out.probs, out.routing_map
+        return out.probs_TE, out.routing_map_TE
 
 
 def check_hook(router: Any) -> None:

@@ -1,10 +1,10 @@
 """`python gate_megatron.py`: the gate kernel against the Megatron-LM that is importable, as JSON.
 
-A process of its own, because TRITON_INTERPRET=1 must be set before Triton is imported. For each
-case the choice of Megatron's live top-k, taken from its own function, is replayed by the kernel,
-from the ids it chose and as live rows.
+The script is a process of its own, because TRITON_INTERPRET=1 must be set before Triton is
+imported. For each case the kernel replays what Megatron's live top-k chose, taken from Megatron's
+own function: from the ids, and as live rows.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes (docs/glossary.md): T, K, E.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_r3.gate import GateInputs, GateOptions
 
 T, E, K = 37, 64, 6
 CASES: dict[str, dict[str, Any]] = {
@@ -29,7 +31,7 @@ BREAKS = ("nothing", "id", "rows", "scale")
 
 
 def compare(function: Callable[..., Any], options: dict[str, Any], broken: str) -> dict[str, Any]:
-    """Wrong entries of the map, and errors by those of rounding."""
+    """Wrong entries of the map, and errors divided by those that rounding explains."""
     from megatron_r3.gate.triton import replayed_gate_triton
 
     options = dict(options)
@@ -51,28 +53,29 @@ def compare(function: Callable[..., Any], options: dict[str, Any], broken: str) 
     elif broken == "scale":
         options["scaling_factor"] = 1.001 * (options.get("scaling_factor") or 1.0)
     if live_T is not None:
-        ids_TK[live_T] = 0  # not read
+        ids_TK[live_T] = 0  # the kernel does not read the ids of live rows
     ours = logits_TE.clone().requires_grad_()
     bias_E = options.pop("expert_bias", None)
-    out = replayed_gate_triton(ours, ids_TK, expert_bias_E=bias_E, live_T=live_T, **options)
-    out.probs.backward(upstream_TE)
-    assert out.routing_map is not None
+    inputs = GateInputs(ours, ids_TK, expert_bias_E=bias_E, live_T=live_T)
+    out = replayed_gate_triton(inputs, GateOptions(**options))
+    out.probs_TE.backward(upstream_TE)
     assert ours.grad is not None
     assert theirs.grad is not None
     probs_T = want_TE.detach().double().abs().amax(dim=1, keepdim=True)
     upstream_T = upstream_TE.double().abs().amax(dim=1, keepdim=True)
     return {
-        "map": int((out.routing_map != map_TE).sum()),
-        "probs": error(out.probs, want_TE, probs_T),
+        "map": int((out.routing_map_TE != map_TE).sum()),
+        "probs": error(out.probs_TE, want_TE, probs_T),
         "gradient": error(ours.grad, theirs.grad, probs_T * upstream_T),
     }
 
 
 def error(got_TE: Tensor, want_TE: Tensor, size_T: Tensor) -> float:
-    """Largest difference by what two roundings explain: 1 and less is right.
+    """The largest difference, divided by what roundings explain: 1 and less is right.
 
-    Some sixteen roundings of float32 on each side, of numbers up to `size_T`; then one to the dtype
-    (Megatron rounds to the nearest, Triton's interpreter cuts bfloat16 off: one and a half eps).
+    Allowed are about sixteen roundings of float32 on each side, of numbers up to `size_T`, and one
+    rounding to the dtype on each side. Megatron rounds to the nearest number and Triton's
+    interpreter cuts bfloat16 off, which together is one and a half eps.
     """
     arithmetic_T = 32 * torch.finfo(torch.float32).eps * size_T
     room = arithmetic_T + 1.5 * torch.finfo(want_TE.dtype).eps * want_TE.detach().double().abs()
@@ -87,7 +90,7 @@ def results() -> Iterator[dict[str, Any]]:
     for name, options in CASES.items():
         if options.get("score_function", "softmax") not in known:
             continue  # an older line
-        # up to 0.17 scores are rounded to bfloat16 before they are compared and divided
+        # up to 0.17 Megatron rounds bfloat16 scores before it compares and divides them
         whole = "logits.float()).type_as(logits)" not in known
         for dtype in (torch.float32, torch.bfloat16) if whole else (torch.float32,):
             for broken in BREAKS if dtype == torch.float32 else BREAKS[:1]:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from training import Policy, parts, steps_on
 
+from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from megatron_r3 import launch
-from megatron_r3.cpu.errors import RankError
 from megatron_r3.store import write_shard
 
 

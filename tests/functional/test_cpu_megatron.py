@@ -258,10 +258,10 @@ def index_builder(rank: int) -> str:
     from megatron.core import datasets
     from megatron.core.datasets import utils
 
-    from megatron_r3.cpu import index_builder
+    from megatron_r3.cpu import megatron_gaps
 
     del datasets.__path__[1:]
-    index_builder.patch()  # with the cache of this case
+    megatron_gaps.patch_index_builder()  # with the cache of this case
     utils.compile_helpers()
     from megatron.core.datasets import helpers, helpers_cpp
 

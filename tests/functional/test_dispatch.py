@@ -12,8 +12,8 @@ import pytest
 import torch
 from training import Policy, train
 
+from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.cpu.errors import RankError
 from megatron_r3.plan import LayerSizes
 from megatron_r3.routes import Routes
 from megatron_r3.store import RolloutStore, write_shard

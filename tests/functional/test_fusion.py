@@ -18,6 +18,13 @@ from training import Policy, train
 
 from demo.report import measured
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.gate import (
+    GateInputs,
+    GateOptions,
+    GateOutput,
+    replayed_gate_reference,
+    substitute_gate,
+)
 from megatron_r3.replay import MicrobatchRoutes, recording, replaying
 
 RECOMPUTE = {
@@ -69,20 +76,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def kernels_everywhere(shift: int = 0) -> Iterator[list[int]]:
-    """The seam finds a kernel on the CPU: its reference. Yields one entry for each call."""
-    from megatron_r3.seams import router as router_seam
+    """Run the reference on the CPU where a GPU runs the kernel; yield one entry for each call.
 
-    before, calls = (router_seam.has_kernel, router_seam.replayed_gate), []
+    With `shift` a token gets the routes of the token so many places before it.
+    """
+    calls: list[int] = []
 
-    def gate(logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
-        calls.append(len(ids))
-        return before[1](logits, ids.roll(shift, 0), **options)
+    def gate(inputs: GateInputs, options: GateOptions) -> GateOutput:
+        calls.append(len(inputs.ids_TK))
+        shifted = inputs._replace(ids_TK=inputs.ids_TK.roll(shift, 0))
+        return replayed_gate_reference(shifted, options)
 
-    router_seam.has_kernel, router_seam.replayed_gate = (lambda device: True), gate
-    try:
+    with substitute_gate(gate):
         yield calls
-    finally:
-        router_seam.has_kernel, router_seam.replayed_gate = before
 
 
 def routes_of(gpt: Any) -> dict[int, torch.Tensor]:
@@ -162,7 +168,7 @@ def what_it_says(rank: int) -> dict[str, Any]:
 
     tiny.start()
     records: list[str] = []
-    logger = logging.getLogger("megatron_r3.seams.option")
+    logger = logging.getLogger("megatron_r3.seams.fused")
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
@@ -179,7 +185,7 @@ def test_without_transformer_engine_it_says_so_once(patched: TreeWorker) -> None
     assert len(got["said"]) == 1
     assert "moe_router_fusion: no Transformer Engine" in got["said"][0]
     assert got["upstream"] == [False, False, False]
-    assert got["gate"] == [True, True, None]
+    assert got["gate"] == [True, True, False]
 
 
 def test_a_training_without_a_gpu_falls_back(

@@ -13,9 +13,9 @@ import pytest
 import torch
 from training import STEP, Policy, parts, steps_on, train
 
+from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from megatron_r3 import launch
-from megatron_r3.cpu.errors import RankError
 from megatron_r3.store import RolloutStore, write_shard
 
 PP2 = ["--pipeline-model-parallel-size", "2"]

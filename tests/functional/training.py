@@ -17,9 +17,9 @@ import torch
 
 from demo.model import arguments
 from fidelity.off import hide_megatron_r3, weights
+from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from megatron_r3 import launch
-from megatron_r3.cpu.errors import RankError
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
 

@@ -1,22 +1,28 @@
 """Inputs for the gate kernel, and how far it may be from the float64 reference.
 
-Runs natively on a CUDA device, else under Triton's interpreter if TRITON_INTERPRET=1 was set
-before Triton was imported: tests/unit/gate/test_interpreted.py does that.
+The kernel runs natively on a CUDA device. Elsewhere it runs under Triton's interpreter, if
+TRITON_INTERPRET=1 was set before Triton was imported. tests/unit/gate/test_interpreted.py sets it.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes (docs/glossary.md): T, K, E.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_r3.gate import GateOutput, replayed_gate_reference
+from megatron_r3.gate import (
+    Gate,
+    GateInputs,
+    GateOptions,
+    GateOutput,
+    replayed_gate_reference,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -34,15 +40,27 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def kernel(*args: Any, **options: Any) -> GateOutput:
-    from megatron_r3.gate.triton import replayed_gate_triton
+def call(gate: Gate, logits_TE: Tensor, ids_TK: Tensor, **options: Any) -> GateOutput:
+    """Call a gate with everything by name: fields of GateOptions and of GateInputs."""
+    names = {field.name for field in fields(GateOptions)} & options.keys()
+    gate_options = GateOptions(**{name: options.pop(name) for name in names})
+    return gate(GateInputs(logits_TE, ids_TK, **options), gate_options)
 
-    return replayed_gate_triton(*args, **options)
+
+def kernel(logits_TE: Tensor, ids_TK: Tensor, **options: Any) -> GateOutput:
+    """The Triton kernel, called with everything by name."""
+    return call(_kernel(), logits_TE, ids_TK, **options)
+
+
+def _kernel() -> Gate:
+    from megatron_r3.gate.triton import replayed_gate_triton  # imports Triton
+
+    return replayed_gate_triton
 
 
 @dataclass
 class Case:
-    """Logits, ids, what is asked of the gate, and the gradient that comes back."""
+    """Logits, ids, further inputs and options of the gate by name, the gradient of its output."""
 
     logits: Tensor
     ids: Tensor
@@ -52,8 +70,10 @@ class Case:
     def run(self, gate: Any = None, dtype: torch.dtype | None = None) -> tuple[GateOutput, Tensor]:
         """The output of a gate (default: the kernel) and the gradient of the logits."""
         logits = self.logits.detach().to(dtype or self.logits.dtype).requires_grad_()
-        out = (gate or kernel)(logits, self.ids, **self.options)
-        (gradient,) = torch.autograd.grad(out.probs, logits, self.upstream.to(out.probs.dtype))
+        out = call(gate or _kernel(), logits, self.ids, **self.options)
+        (gradient,) = torch.autograd.grad(
+            out.probs_TE, logits, self.upstream.to(out.probs_TE.dtype)
+        )
         return out, gradient
 
 
@@ -71,8 +91,7 @@ def make(
     generator = torch.Generator().manual_seed(seed)
     logits_TE = spread * torch.randn(num_tokens, num_experts, generator=generator)
     ids_TK = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :topk]
-    width = topk if options.get("dense_output") else num_experts
-    upstream = torch.randn(num_tokens, width, generator=generator)
+    upstream = torch.randn(num_tokens, num_experts, generator=generator)
     if options.pop("bias", False):
         options["expert_bias_E"] = torch.randn(num_experts, generator=generator).to(DEVICE)
     for name in ("live_T", "counted_T"):
@@ -88,10 +107,10 @@ def make(
 
 
 def worst(case: Case, got: tuple[GateOutput, Tensor]) -> dict[str, float]:
-    """Wrong rows, and the largest errors by what rounding explains: see `holds`.
+    """Counts of wrong rows, and the largest errors divided by what rounding explains: see `holds`.
 
-    The expectation is the float64 reference for the experts that `got` used; that a live row used
-    the right ones is a number of its own.
+    The expectation is the float64 reference for the experts that `got` used. Whether a live row
+    used the right experts is counted separately, as "ids".
     """
     out, gradient_TE = got
     options = {
@@ -102,9 +121,9 @@ def worst(case: Case, got: tuple[GateOutput, Tensor]) -> dict[str, float]:
     map_TE = torch.zeros(case.logits.shape, dtype=torch.bool, device=DEVICE)
     map_TE.scatter_(1, out.ids_TK.long(), True)
     result = {
-        "map": 0.0 if out.routing_map is None else float((out.routing_map != map_TE).sum()),
+        "map": float((out.routing_map_TE != map_TE).sum()),
         "ids": _wrong_ids(case, out),
-        "probs": _ratio(out.probs, want.probs, _relative(case) * want.probs),
+        "probs": _ratio(out.probs_TE, want.probs_TE, _relative(case) * want.probs_TE),
         "gradient": _ratio(
             gradient_TE, want_gradient_TE, _relative(case) * _magnitude(replay, want, map_TE)
         ),
@@ -115,13 +134,13 @@ def worst(case: Case, got: tuple[GateOutput, Tensor]) -> dict[str, float]:
 
 
 def holds(result: dict[str, float]) -> bool:
-    """Nothing is wrong in the map, the ids and what differs; errors are those of rounding."""
+    """Whether no row is wrong, and rounding explains all errors of weights and gradients."""
     errors = ("probs", "gradient")
     return all(value <= (1.0 if name in errors else 0.0) for name, value in result.items())
 
 
 def _relative(case: Case) -> Tensor:
-    """Relative error of float32 arithmetic, by row: how it is computed bounds it.
+    """The relative error that float32 arithmetic may have, for each row.
 
     A sum of at most 64 positive weights in any order, or of 1024 as a tree over 32 each: 32 eps.
     An exponential in numerator and sum, whose argument of size s is itself rounded: 2 (2 + s) eps.
@@ -132,8 +151,11 @@ def _relative(case: Case) -> Tensor:
 
 
 def _ratio(got: Tensor, want: Tensor, allowed: Tensor) -> float:
-    """Error by what arithmetic allows, one rounding to the dtype (Triton's interpreter cuts
-    bfloat16 off: a whole eps), and the smallest number, below which a device may flush."""
+    """The largest error, divided by what is allowed.
+
+    That is what the arithmetic allows, one rounding to the dtype (a whole eps, because Triton's
+    interpreter cuts bfloat16 off), and the smallest number, below which a device may round to 0.
+    """
     info = torch.finfo(got.dtype)
     floor = max(info.smallest_normal * info.eps, torch.finfo(torch.float32).tiny)
     room = allowed.abs() + info.eps * want.abs() + floor
@@ -141,19 +163,17 @@ def _ratio(got: Tensor, want: Tensor, allowed: Tensor) -> float:
 
 
 def _magnitude(case: Case, want: GateOutput, map_TE: Tensor) -> Tensor:
-    """The gradient with its two terms added, not subtracted: what rounding errors scale with."""
-    options = {**case.options, "scaling_factor": None, "dense_output": False}
+    """The gradient with its two terms added and not subtracted: rounding errors scale with it."""
+    options = {**case.options, "scaling_factor": None}
     factor = case.options.get("scaling_factor") or 1.0
     upstream = case.upstream.double().abs() * factor
-    if case.options.get("dense_output"):
-        upstream = torch.zeros_like(case.logits.double()).scatter(1, case.ids.long(), upstream)
     upstream = upstream * map_TE
     logits_TE = case.logits.double()
     function = options.get("score_function", "softmax")
     if function == "softmax" and options.get("use_pre_softmax"):
         weights_TE = logits_TE.softmax(dim=1)
     else:
-        weights_TE = replayed_gate_reference(logits_TE, case.ids, **options).probs
+        weights_TE = call(replayed_gate_reference, logits_TE, case.ids, **options).probs_TE
     common_T = (weights_TE * upstream).sum(dim=1, keepdim=True)
     if function == "softmax":
         return weights_TE * (upstream + common_T)
@@ -173,7 +193,7 @@ def _scores(logits: Tensor, function: str) -> tuple[Tensor, Tensor]:
 
 
 def selected_by(case: Case) -> tuple[Tensor, Tensor]:
-    """What live top-k goes by, in float64, and how far float32 may be off."""
+    """The selection scores of a live top-k, in float64, and how far off float32 may be."""
     logits_TE, function = case.logits.double(), case.options.get("score_function", "softmax")
     if function == "softmax" and not case.options.get("use_pre_softmax"):
         return logits_TE, torch.zeros_like(logits_TE)
@@ -189,7 +209,7 @@ def selected_by(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def _wrong_ids(case: Case, out: GateOutput) -> float:
-    """Rows whose ids are neither those given nor, where live, a top-k."""
+    """How many given rows have other ids than those given, and live rows ids that are no top-k."""
     live_T = case.options.get("live_T")
     given_T = (out.ids_TK == case.ids).all(dim=1)
     if live_T is None:
@@ -210,7 +230,7 @@ def _wrong_differs(case: Case, differs_T: Tensor, map_TE: Tensor) -> float:
 
 
 def _gap(case: Case, map_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much the best expert left is above the worst taken: at least, and at most."""
+    """How far the best expert left out is above the worst one taken: at least, and at most."""
     scores_TE, unsure_TE = selected_by(case)
 
     def gap(sign: int) -> Tensor:

@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fidelity.rig.rank_process import RankError, RankTimeout
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
-from megatron_r3.cpu.errors import RankError, RankTimeout
 
 FOLDER = Path("tests/unit_tests/transformer/moe")
 DOWNLOADER = "tests.test_utils.python_scripts.download_unit_tests_dataset"

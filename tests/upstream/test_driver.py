@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fidelity.rig.forkserver import run_ranks
-from megatron_r3.cpu.errors import RankError, RankTimeout
+from fidelity.rig.rank_process import RankError, RankTimeout
 from tests.upstream import driver as upstream
 from tests.upstream.driver import Outcomes, Recorder, Suite, differing, read_records
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fidelity.rig import forkserver
-from fidelity.rig.forkserver import RankError, RankTimeout, run_ranks
+from fidelity.rig.forkserver import run_ranks
+from fidelity.rig.rank_process import RankError, RankTimeout
 
 
 def gone(pid: int) -> bool:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fidelity.rig.forkserver import RankError, run_ranks
+from fidelity.rig.forkserver import run_ranks
+from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.cpu import CPU_ARGS, InstallError
 from megatron_r3.cpu import __main__ as cli
 from megatron_r3.cpu.attention import zigzag
+from megatron_r3.cpu.errors import is_users_mistake
 
 REPO = Path(cli.__file__).parents[2]
 
@@ -69,9 +71,9 @@ def caught(error_from: object, *args: object) -> Exception:
 
 
 def test_whose_mistake_it_is() -> None:
-    assert cli.is_users_mistake(caught(zigzag, 3, 2, 0))
-    assert not cli.is_users_mistake(caught(int, "x"))  # not from here
-    assert not cli.is_users_mistake(caught(zigzag, "3", 2, 0))  # a TypeError is ours
+    assert is_users_mistake(caught(zigzag, 3, 2, 0))
+    assert not is_users_mistake(caught(int, "x"))  # raised outside of this package
+    assert not is_users_mistake(caught(zigzag, "3", 2, 0))  # a TypeError is a fault of the program
 
 
 def ends_with(error: Exception, *argv: str) -> str:

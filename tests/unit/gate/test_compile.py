@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 triton = pytest.importorskip("triton")
-# name -> E, K, dtype of logits, dtype of ids, function, live and counted rows, dense
-MODELS: dict[str, tuple[int, int, str, str, str, bool, bool]] = {
-    "Qwen3-30B-A3B": (128, 8, "bf16", "u8", "softmax", False, False),
-    "DeepSeek-V3, everything": (256, 8, "fp32", "u8", "sigmoid", True, False),
-    "Kimi-K2, dense": (384, 8, "bf16", "i16", "sigmoid", True, True),
-    "largest": (1024, 64, "fp32", "i16", "sqrtsoftplus", True, False),
-    "largest, dense": (1024, 64, "fp32", "i16", "sigmoid", False, True),
+# name -> E, K, dtype of logits, dtype of ids, function, live and counted rows
+MODELS: dict[str, tuple[int, int, str, str, str, bool]] = {
+    "Qwen3-30B-A3B": (128, 8, "bf16", "u8", "softmax", False),
+    "DeepSeek-V3, everything": (256, 8, "fp32", "u8", "sigmoid", True),
+    "Kimi-K2, everything": (384, 8, "bf16", "i16", "sigmoid", True),
+    "largest": (1024, 64, "fp32", "i16", "sqrtsoftplus", True),
+    "largest, no rows": (1024, 64, "fp32", "i16", "sigmoid", False),
 }
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
     """For sm_90, pointers and `*_stride_t` divisible by 16 as those of contiguous tensors are."""
-    from megatron_r3.gate.triton import COMPILED
+    from megatron_r3.gate.triton import COMPILE_OPTIONS
 
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
@@ -33,16 +33,16 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> A
     }
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options=COMPILED)
+    return triton.compile(source, target=target, options=COMPILE_OPTIONS)
 
 
-def both(model: tuple[int, int, str, str, str, bool, bool]) -> list[Any]:
+def both(model: tuple[int, int, str, str, str, bool]) -> list[Any]:
     from megatron_r3.gate.options import GateOptions
-    from megatron_r3.gate.triton import _launch
+    from megatron_r3.gate.triton import launch_constants
     from megatron_r3.gate.triton_kernels import gate_backward, gate_forward
 
-    num_experts, topk, dtype, ids_dtype, function, rows, dense = model
-    _, sizes = _launch(1000, num_experts, topk, GateOptions(function, 1.0, dense))
+    num_experts, topk, dtype, ids_dtype, function, rows = model
+    _, constants = launch_constants((1000, num_experts), topk, GateOptions(function))
     types = dict.fromkeys(gate_forward.arg_names + gate_backward.arg_names, "i32")
     types |= {name: "*u8" for name in types if name.endswith("_ptr")}
     types |= dict.fromkeys(("logits_ptr", "probs_ptr", "dprobs_ptr", "dlogits_ptr"), f"*{dtype}")
@@ -51,10 +51,9 @@ def both(model: tuple[int, int, str, str, str, bool, bool]) -> list[Any]:
     last = {"logits_stride_e": 1, "ids_stride_k": 1}
     none = [] if rows else ["live_ptr", "counted_ptr", "used_ptr", "differs_ptr"]
     none += [] if rows and function != "softmax" else ["bias_ptr"]
-    none += ["map_ptr"] if dense else []
     block_k = triton.next_power_of_2(topk)
-    forward = {**sizes, **last, "BLOCK_K": block_k, **dict.fromkeys(none)}
-    backward = {**sizes, **last, "dprobs_stride_e": 1}
+    forward = {**constants, **last, "BLOCK_K": block_k, **dict.fromkeys(none)}
+    backward = {**constants, **last, "dprobs_stride_e": 1}
     return [compiled(gate_forward, types, forward), compiled(gate_backward, types, backward)]
 
 
@@ -80,7 +79,7 @@ def test_compiles_for_hopper(name: str, tmp_path: Path) -> None:
 def test_the_check_for_spills_can_fail(tmp_path: Path) -> None:
     from megatron_r3.gate.triton_kernels import gate_backward
 
-    sizes = {"E": 1024, "K": 64, "BLOCK_T": 2, "W": 32, "FUNCTION": "sigmoid", "DENSE": False}
+    sizes = {"E": 1024, "K": 64, "BLOCK_T": 2, "W": 32, "FUNCTION": "sigmoid"}
     strides = {"logits_stride_e": 1, "ids_stride_k": 1, "dprobs_stride_e": 1}
     types = dict.fromkeys(gate_backward.arg_names, "i32") | {"scale": "fp32", "ids_ptr": "*i16"}
     types |= dict.fromkeys(("logits_ptr", "dprobs_ptr", "dlogits_ptr"), "*fp32")

@@ -2,7 +2,7 @@
 
 What the kernel must do is in tests/gpu/test_gate_kernel*.py, which run natively on a CUDA device.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes (docs/glossary.md): T, K, E.
 """
 
 from __future__ import annotations
@@ -16,8 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+from gate_cases import call
 
-from megatron_r3.gate import replayed_gate, replayed_gate_reference
+from megatron_r3.gate import (
+    GateInputs,
+    GateOptions,
+    GateOutput,
+    gate_for,
+    has_kernel,
+    replayed_gate,
+    replayed_gate_reference,
+    substitute_gate,
+)
 
 BODIES = sorted((Path(__file__).parents[2] / "gpu").glob("test_gate_kernel*.py"))
 FUNCTIONS: list[dict[str, Any]] = [
@@ -49,30 +59,30 @@ def test_importing_the_package_needs_no_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from megatron_r3.gate import replayed_gate\n"
-        "print(replayed_gate(torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.uint8)).probs.sum())"
+        "from megatron_r3.gate import GateInputs, GateOptions, replayed_gate\n"
+        "inputs = GateInputs(torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.uint8))\n"
+        "print(replayed_gate(inputs, GateOptions()).probs_TE.sum())"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout.strip() == "tensor(2.)", run.stderr
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["map", "dense"])
 @pytest.mark.parametrize("options", FUNCTIONS, ids=str)
-def test_the_reference_against_finite_differences(options: dict[str, Any], dense: bool) -> None:
+def test_the_reference_against_finite_differences(options: dict[str, Any]) -> None:
     def probs(logits: torch.Tensor) -> torch.Tensor:
-        more = {"scaling_factor": 2.5, "live_T": ROWS, "dense_output": dense}
-        return replayed_gate(logits, IDS, **options, **more).probs
+        more = {"scaling_factor": 2.5, "live_T": ROWS}
+        return call(replayed_gate, logits, IDS, **options, **more).probs_TE
 
     assert torch.autograd.gradcheck(probs, LOGITS.clone().requires_grad_())
 
 
 def test_the_reference_is_the_equation_of_the_paper() -> None:
     """Equation 5 of arXiv 2510.11370: g_i = I_i exp(s_i) / sum_j I_j exp(s_j)."""
-    out = replayed_gate_reference(LOGITS, IDS)
+    out = call(replayed_gate_reference, LOGITS, IDS)
     chosen = torch.tensor([[e in ids for e in range(E)] for ids in IDS.tolist()])
     exponentials = LOGITS.exp() * chosen
-    torch.testing.assert_close(out.probs, exponentials / exponentials.sum(1, keepdim=True))
-    assert torch.equal(out.routing_map, chosen)
+    torch.testing.assert_close(out.probs_TE, exponentials / exponentials.sum(1, keepdim=True))
+    assert torch.equal(out.routing_map_TE, chosen)
 
 
 SIGMOID = {"score_function": "sigmoid"}
@@ -106,8 +116,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "live of bytes": ({"live_T": torch.zeros(3).byte()}, r"live_T: bool \[3\], not uint8 \[3\]"),
     "rows of counted": ({"counted_T": ROWS[:2]}, r"counted_T: bool \[3\], not bool \[2\]"),
-    "live in groups": ({"live_T": ROWS, "group_topk": 2}, "live_T: not with group_topk=2"),
-    "counted in groups": ({"counted_T": ROWS, "group_topk": 2}, "counted_T: not with group_topk"),
     "another device": ({"ids_TK": IDS.to("meta")}, "ids_TK: on cpu like logits_TE, not on meta"),
 }
 
@@ -121,16 +129,30 @@ def test_wrong_arguments_are_named(name: str, gate: str) -> None:
         function = pytest.importorskip("megatron_r3.gate.triton").replayed_gate_triton
     given = {"logits_TE": LOGITS.float(), "ids_TK": IDS, **change}
     with pytest.raises(ValueError, match=f"^{said}"):
-        function(given.pop("logits_TE"), given.pop("ids_TK"), **given)
-
-
-def test_no_group_limit_is_none() -> None:
-    for none in (None, 0):
-        out = replayed_gate(LOGITS, IDS, live_T=ROWS, group_topk=none)
-        assert out.ids_TK[1].tolist() == IDS[1].tolist()
+        call(function, given.pop("logits_TE"), given.pop("ids_TK"), **given)
 
 
 def test_a_factor_of_zero_is_none_as_in_megatron() -> None:
-    assert torch.equal(
-        replayed_gate(LOGITS, IDS, scaling_factor=0.0).probs, replayed_gate(LOGITS, IDS).probs
-    )
+    inputs = GateInputs(LOGITS, IDS)
+    zero, none = (replayed_gate(inputs, GateOptions(scaling_factor=f)) for f in (0.0, None))
+    assert torch.equal(zero.probs_TE, none.probs_TE)
+
+
+def test_a_substitute_is_called_on_every_device_until_its_block_ends() -> None:
+    inputs, devices = GateInputs(LOGITS, IDS), (torch.device("cpu"), torch.device("cuda"))
+    calls: list[GateInputs] = []
+
+    def counted(inputs: GateInputs, options: GateOptions) -> GateOutput:
+        calls.append(inputs)
+        return replayed_gate_reference(inputs, options)
+
+    before = [has_kernel(device) for device in devices]
+    with substitute_gate(counted):
+        assert [gate_for(device) for device in devices] == [counted, counted]
+        assert all(has_kernel(device) for device in devices)
+        replayed_gate(inputs, GateOptions())
+    with pytest.raises(ValueError, match="score_function"), substitute_gate(counted):
+        GateOptions("relu")
+    assert [has_kernel(device) for device in devices] == before
+    replayed_gate(inputs, GateOptions())
+    assert calls == [inputs]

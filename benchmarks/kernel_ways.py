@@ -1,9 +1,9 @@
-"""The ways to a router's weights and map that `benchmarks.gate` times against each other.
+"""The ways to compute a router's weights and map that `benchmarks.kernel` compares.
 
-Needs torch, and Triton where there is a GPU; Megatron-LM and Transformer Engine only where a way
-is theirs.
+They need torch, and Triton where there is a GPU. Megatron-LM and Transformer Engine are needed only
+by the ways that call their functions.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes (docs/glossary.md): T, K, E.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor
 
-from megatron_r3.gate import replayed_gate
+from megatron_r3.gate import GateInputs, GateOptions, replayed_gate
 from megatron_r3.gate.reference import replayed_topk
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits to probabilities and map, both [T, E]
@@ -34,7 +34,7 @@ class Model:
     score_function: str
     dtype: torch.dtype
     scaling_factor: float | None = None
-    biased: bool = False  # an expert bias, which takes part in choosing only
+    biased: bool = False  # it has an expert bias, which takes part in choosing only
 
 
 # Megatron's softmax after top-k is norm_topk_prob of the Qwen3 models
@@ -47,7 +47,14 @@ MODELS = {
 
 
 class Inputs:
-    """Random logits, recorded experts as the microbatch keeps them, a gradient that comes back."""
+    """What the ways are called with, from random numbers that are the same in every run.
+
+    Attributes:
+        logits_TE: random, in the dtype of the model's router.
+        upstream_TE: the gradient of the probabilities.
+        ids_TK: recorded experts, in the integer dtype in which a microbatch keeps them.
+        bias_E: the expert bias, or None for a model without one.
+    """
 
     def __init__(self, model: Model, num_tokens: int, device: str) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -69,10 +76,23 @@ class Inputs:
 
 
 def ways(inputs: Inputs, megatron: Path | None, compiler: str) -> dict[str, Gate]:
-    """The kernel; Megatron's path (a), compiled (b); TE's live gate (c), where it is installed."""
+    """The ways by name: the kernel, (a) unfused, (b) compiled, (c) Transformer Engine's.
+
+    Args:
+        inputs: what every way is called with.
+        megatron: a tree whose own function is (a). None: (a) is the same chain of calls, from here.
+        compiler: the backend of torch.compile.
+
+    Returns:
+        Functions from logits to probabilities and map. (c) is absent if Transformer Engine is not
+        installed.
+    """
     unfused = _of_megatron(inputs, megatron) if megatron else _unfused(inputs)
-    torch._dynamo.reset()  # else the limit of recompilations is reached, and (b) is (a)
-    torch._functorch.config.donated_buffer = False  # its backward runs many times
+    # every call compiles once more; at its limit of recompilations torch.compile gives up without
+    # a word, and (b) would be (a)
+    torch._dynamo.reset()
+    # a compiled backward may reuse saved buffers for its output, and then runs only once
+    torch._functorch.config.donated_buffer = False
     named = {"kernel": _kernel(inputs), "(a) unfused": unfused}
     named["(b) compiled"] = torch.compile(unfused, backend=compiler, dynamic=False)
     fused = _of_transformer_engine(inputs)
@@ -82,7 +102,11 @@ def ways(inputs: Inputs, megatron: Path | None, compiler: str) -> dict[str, Gate
 
 
 def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
-    """(d) plain copies of the bytes that each pass must move, the few of the ids left out."""
+    """(d) plain copies of the bytes that each pass must move.
+
+    The forward pass reads the logits and writes probabilities and map; the backward pass reads
+    logits and gradient and writes a gradient. The ids are left out: they are few bytes.
+    """
     logits_TE = inputs.logits_TE.detach()
     out_TE = torch.empty_like(logits_TE)
     map_TE = torch.empty_like(logits_TE, dtype=torch.bool)
@@ -98,18 +122,13 @@ def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
 
 
 def _kernel(inputs: Inputs) -> Gate:
-    model = inputs.model
+    options = GateOptions(
+        score_function=inputs.model.score_function, scaling_factor=inputs.model.scaling_factor
+    )
 
     def gate(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        out = replayed_gate(
-            logits_TE,
-            inputs.ids_TK,
-            score_function=model.score_function,
-            scaling_factor=model.scaling_factor,
-            expert_bias_E=inputs.bias_E,
-        )
-        assert out.routing_map is not None
-        return out.probs, out.routing_map
+        out = replayed_gate(GateInputs(logits_TE, inputs.ids_TK, inputs.bias_E), options)
+        return out.probs_TE, out.routing_map_TE
 
     return gate
 
@@ -117,7 +136,7 @@ def _kernel(inputs: Inputs) -> Gate:
 def _unfused(inputs: Inputs) -> Gate:
     """What `topk_routing_with_score_function` of Megatron 0.19 does under replay.
 
-    megatron/core/transformer/moe/moe_utils.py, with `replayed_topk` in the place of its top-k.
+    It follows megatron/core/transformer/moe/moe_utils.py, with `replayed_topk` for its top-k.
     """
     model = inputs.model
 
@@ -143,7 +162,7 @@ def _unfused(inputs: Inputs) -> Gate:
 
 
 class _Replay:
-    """Megatron's protocol of a router's replay."""
+    """What Megatron asks for the experts of a router: the protocol of its `RouterReplay`."""
 
     def __init__(self, ids_TK: Tensor) -> None:
         self.ids_TK = ids_TK
@@ -166,7 +185,7 @@ def _of_megatron(inputs: Inputs, tree: Path) -> Gate:
 
 
 def _of_transformer_engine(inputs: Inputs) -> Gate | None:
-    """Live top-k: it cannot replay."""
+    """Transformer Engine's fused gate with its live top-k, as it cannot replay; None without it."""
     try:
         from transformer_engine.pytorch.router import fused_topk_with_score_function
     except ImportError:
@@ -182,6 +201,7 @@ def _of_transformer_engine(inputs: Inputs) -> Gate | None:
 
 
 def _options(inputs: Inputs) -> dict[str, Any]:
+    """Options that have the same names in Megatron and in Transformer Engine."""
     return {
         "score_function": inputs.model.score_function,
         "scaling_factor": inputs.model.scaling_factor,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gate` runs without a GPU, and on little more than torch."""
+"""`python -m benchmarks.kernel` runs without a GPU, and on little more than torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gate
+from benchmarks import kernel
 from benchmarks.machine import write_results
+from megatron_r3.gate import (
+    GateInputs,
+    GateOptions,
+    GateOutput,
+    replayed_gate_reference,
+    substitute_gate,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -22,14 +28,14 @@ def test_a_rehearsal_times_every_way_and_pass(tmp_path: Path) -> None:
     blocked = ("safetensors", "pybase64", "zlib_ng", "tqdm", "transformers")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
-        "from benchmarks.gate import main\n"
-        f"sys.exit(main({argv(tmp_path / 'gate.json')}))"
+        "from benchmarks.kernel import main\n"
+        f"sys.exit(main({argv(tmp_path / 'kernel.json')}))"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    found = json.loads((tmp_path / "gate.json").read_text())
+    found = json.loads((tmp_path / "kernel.json").read_text())
     assert found["rehearsal"]
     assert found["torch"] == torch.__version__
     timed = {(row["model"], row["way"], row["pass"]) for row in found["rows"]}
@@ -45,22 +51,14 @@ def argv(out: Path) -> list[str]:
 
 
 def test_ways_that_do_not_agree_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = gate.ways
+    def scaled(inputs: GateInputs, options: GateOptions) -> GateOutput:
+        out = replayed_gate_reference(inputs, options)
+        return out._replace(probs_TE=1.05 * out.probs_TE)
 
-    def broken(*args: Any) -> Any:
-        ways = real(*args)
-        kernel = ways["kernel"]
-
-        def scaled(logits: torch.Tensor) -> Any:
-            probs, routing_map = kernel(logits)
-            return probs * 1.05, routing_map
-
-        return {**ways, "kernel": scaled}
-
-    monkeypatch.setattr(gate, "ways", broken)
-    assert gate.main(argv(tmp_path / "gate.json")) == 1
+    with substitute_gate(scaled):
+        assert kernel.main(argv(tmp_path / "kernel.json")) == 1
     assert "error: Qwen3-30B-A3B, kernel: not what (a) computes" in capsys.readouterr().err
 
 
@@ -68,17 +66,17 @@ def test_ways_that_do_not_agree_are_an_error(
 def test_without_a_gpu_it_says_how_to_rehearse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert gate.main(["--out", str(tmp_path / "gate.json")]) == 2
+    assert kernel.main(["--out", str(tmp_path / "kernel.json")]) == 2
     assert "--device cpu --rehearse" in capsys.readouterr().err
 
 
 def test_a_folder_has_a_file_for_each_gpu_and_day(tmp_path: Path) -> None:
     found = {"gpu": "NVIDIA H200", "rows": [1]}
-    path = write_results(tmp_path, "gate", found)
+    path = write_results(tmp_path, "kernel", found)
     assert path.name.startswith("nvidia-h200-20")
     assert write_results(tmp_path, "layers", {**found, "rows": [2]}) == path
     assert {name: b["rows"] for name, b in json.loads(path.read_text()).items()} == {
-        "gate": [1],
+        "kernel": [1],
         "layers": [2],
     }
-    assert json.loads(write_results(tmp_path / "one.json", "gate", found).read_text()) == found
+    assert json.loads(write_results(tmp_path / "one.json", "kernel", found).read_text()) == found

@@ -1,0 +1,103 @@
+"""Make a process, its threads and its spawned children run Megatron on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing.spawn
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_r3.cpu import attention, deep_ep, device, gloo, megatron_gaps
+from megatron_r3.cpu.errors import InstallError
+
+CPU_ARGS: tuple[str, ...] = (
+    "--distributed-backend=gloo",
+    "--use-cpu-initialization",
+    "--transformer-impl=local",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--no-persist-layer-norm",
+)
+"""The arguments that a Megatron pretrain script needs on a machine without a GPU: gloo instead of
+NCCL, weights initialised on the CPU, and nothing of Transformer Engine or apex.
+
+Nothing adds them to a command line: the script may not be Megatron's own and may not know them.
+"""
+
+_state = {"installed": False}
+
+
+def install() -> None:
+    """Make this process, its threads and its spawned children run Megatron on the CPU.
+
+    Call it before anything imports Megatron, which must be importable. A second call does nothing.
+
+    Raises:
+        InstallError: torch has a GPU here, or Megatron is not importable.
+    """
+    if _state["installed"]:
+        return
+    # CUDA devices, typing.override and deep_ep come first: Megatron looks for them while it is
+    # imported. The rest replaces names of Megatron's own modules, and so imports them.
+    device.install()
+    megatron_gaps.provide_override()
+    megatron_gaps.disable_compiler()
+    deep_ep.provide()
+    _check_importable()
+    gloo.patch()
+    megatron_gaps.patch()
+    attention.patch()
+    _cover_spawned_processes()
+    _state["installed"] = True
+
+
+def _check_importable() -> None:
+    """Say what to do if there is no Megatron. What a Megatron lacks itself stays its own error."""
+    try:
+        importlib.import_module("megatron.core")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron"):
+            raise
+        raise InstallError(
+            "Megatron-LM is not importable: put its tree on PYTHONPATH "
+            "(PYTHONPATH=<tree> ... -m megatron_r3.cpu SCRIPT), or run a script of that tree"
+        ) from error
+
+
+def _cover_spawned_processes() -> None:
+    """Have children that multiprocessing spawns call `install` before they import anything.
+
+    A spawned child starts from nothing: it unpickles its preparation data, imports the main script
+    again, which imports Megatron, and only then unpickles its task. An `_Install` in the
+    preparation data is unpickled with it, so before Megatron is imported:
+
+        {"name": ..., "sys_path": ..., "init_main_from_path": ..., "megatron_r3.cpu": _Install()}
+
+    Without a main script there is no "init_main_from_path", and the child imports no Megatron.
+    """
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def prepare_with_install(name: str) -> dict[str, Any]:
+        data: dict[str, Any] = prepare(name)
+        if "init_main_from_path" in data:
+            data["megatron_r3.cpu"] = _Install()
+        return data
+
+    multiprocessing.spawn.get_preparation_data = prepare_with_install
+
+
+class _Install:
+    """A value whose unpickling installs: pickle calls what `__reduce__` names."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[list[str]]]:
+        return _install_in_child, (list(sys.path),)
+
+
+def _install_in_child(path: list[str]) -> None:
+    sys.path[:] = path  # without it the child could not import Megatron yet
+    install()
