@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.rollouts.requests import Sampling
+from megatron_r3.rollouts.plan import Sampling
 from megatron_r3.store import RolloutStore
 
 DATA = Path(__file__).parents[1] / "data" / "vllm" / "vllm-0.30.0-qwen3moe-bf16"
