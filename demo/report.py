@@ -34,7 +34,7 @@ def series_of(events: Path) -> dict[str, list[float]]:
 
 
 def measured(events: Path) -> dict[str, Any]:
-    """What summary.json says of one training: values of step 0, before any update, and of all steps."""
+    """What summary.json says of one training: step 0, before any update, and some of all steps."""
     series = series_of(events)
     return {
         **{name: series[tag][0] for name, tag in _TAGS.items()},

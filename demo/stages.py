@@ -1,4 +1,4 @@
-"""The demo's stages. Each makes files of files, and is not done again if its inputs are the same."""
+"""The demo's stages. Each makes files from files, and is skipped if its inputs are the same."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Stages:
         return events
 
     def grpo_arguments(self) -> list[str]:
-        """The arguments that live and replayed training share; a user's own command may begin so."""
+        """The arguments that live and replayed training share; they begin a user's own command."""
         return arguments(GRPO, ["--load", str(self.checkpoint)])
 
     def _log(self, name: str) -> Path:

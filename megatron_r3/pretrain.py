@@ -1,11 +1,11 @@
 """A training script on rollouts, for a tree that has no pretrain_gpt.py (the one on PyPI).
 
-    torchrun ... -m megatron_r3.pretrain <Megatron's arguments> --rollouts DIR --moe-router-replay
+    torchrun ... -m megatron_r3.pretrain <Megatron's arguments> --eval-iters 0 --rollouts DIR
 
 The tree must be patched: its `pretrain()` then takes data and loss from the rollouts. This script
-has no data of its own, so without --rollouts it ends with one line that says so. `forward_step`
-and `loss_func` are those of plain language modelling. A script that brings its own data can import
-them.
+has no data of its own: without --rollouts, or with --eval-iters other than 0, it ends with one line
+that says so. `forward_step` and `loss_func` are those of plain language modelling. A script that
+brings its own data can import them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def no_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
 
     if getattr(get_args(), "rollouts", None) is None:
         refuse("this script has no data of its own: give --rollouts DIR, a rollout store")
-    return None, None, None  # with --rollouts it is asked for validation data: there is none
+    # With --rollouts a script is asked for validation data alone. To return None is of no use:
+    # Megatron 0.19 then evaluates all the same, with None as the iterator.
+    refuse("this script has no data for validation: give --eval-iters 0")
 
 
 # Every rank asks. Otherwise the ranks that do not ask would wait for one that has ended.

@@ -42,11 +42,9 @@ def test_the_command_collects_from_a_server_that_answers_as_vllm(tmp_path, monke
 def test_a_collection_that_is_killed_half_way_goes_on(tmp_path):
     """The whole command, with transformers in the place of vLLM; the store is verified in it."""
     save_model(tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, "-m", "demo.collect", "--engine", "transformers", "--kill"]
-        + ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "demo.collect", "--engine", "transformers", "--kill"]
+    command += ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "killed: -9; " in done.stdout
     total = collect.NUM_PROMPTS * collect.SAMPLES_PER_PROMPT
