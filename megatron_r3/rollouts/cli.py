@@ -39,10 +39,8 @@ def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
         description=f"{summary}. The same command goes on where a killed one stopped.",
     )
     add = parser.add_argument
-    add(
-        "--engine", required=True, choices=tuple(CONCURRENCY),
-        help="a vLLM or SGLang server at --url, or transformers, which runs --model here",
-    )  # fmt: skip
+    text = "a vLLM or SGLang server at --url, or transformers, which runs --model in this process"
+    add("--engine", required=True, choices=tuple(CONCURRENCY), help=text)
     add("--url", help="address of the server, for example http://127.0.0.1:8000")
     add("--prompts", required=True, type=Path, metavar="FILE", help="the prompts, JSON lines")
     add("--out", required=True, type=Path, metavar="DIR", help="directory of the rollout store")
@@ -50,59 +48,43 @@ def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
     _add_reward(parser)
     _add_policy_version(parser)
     _add_model(parser)
-    add(
-        "--max-tokens", type=_number(int, 1), default=1024,
-        help="the largest number of tokens of a response (default: 1024)",
-    )  # fmt: skip
-    add(
-        "--temperature", type=_number(float, 0), default=1.0,
-        help="divide the logits by this; needs --biased-sampling (default: 1)",
-    )  # fmt: skip
-    add(
-        "--top-p", type=_number(float, 0, 1), default=1.0,
-        help="sample from the likeliest tokens that together have this probability; needs "
-        "--biased-sampling (default: 1, all tokens)",
-    )  # fmt: skip
-    add(
-        "--top-k", type=_number(int, 0), default=0,
-        help="sample from this many of the likeliest tokens; needs --biased-sampling (default: 0, "
-        "all tokens)",
-    )  # fmt: skip
-    add(
-        "--biased-sampling", action="store_true",
-        help="allow another --temperature, --top-p or --top-k than the default. The policy loss "
-        "takes all log-probs at temperature 1 over the whole vocabulary, so its ratio then "
-        "compares two distributions, and its gradient is biased",
-    )  # fmt: skip
-    add(
-        "--seed", type=int,
-        help="give each sample a seed made from this one (default: the engine chooses)",
-    )  # fmt: skip
     _add_shard_size(parser)
-    add(
-        "--concurrency", type=_number(int, 1),
-        help="samples that are under way at a time (default: 32; transformers: 256, in batches of "
-        "prompts of one length)",
-    )  # fmt: skip
-    add(
-        "--timeout", type=_number(float, 0.001), default=600.0,
-        help="seconds that a request to a server may take (default: 600)",
-    )  # fmt: skip
-    add(
-        "--retries", type=_number(int, 0), default=6,
-        help="how often a request is repeated after a connection error, a timeout, 429 or 5xx "
-        "(default: 6)",
-    )  # fmt: skip
-    add(
-        "--retry-pause", type=_number(float, 0), default=0.5,
-        help="seconds before the first repetition; the pause doubles each time (default: 0.5)",
-    )  # fmt: skip
-    add(
-        "--refused-retries", type=_number(int, 0), default=2,
-        help="how often a sample is asked for again after a response that cannot be used "
-        "(default: 2)",
-    )  # fmt: skip
+    for flag, kind, default, text in _collect_options():
+        add(flag, type=kind, default=default, help=text)
+    text = "allow other values of --temperature, --top-p and --top-k than the defaults. The policy "
+    text += (
+        "loss takes all log-probs at temperature 1 over the whole vocabulary, so its ratio then "
+    )
+    text += "compares two distributions, and its gradient is biased"
+    add("--biased-sampling", action="store_true", help=text)
     parser.set_defaults(run=run_collect)
+
+
+def _collect_options() -> tuple[tuple[str, Callable[[str], float], float | None, str], ...]:
+    """Flag, type, default and help of each option that is a number."""
+    return (
+        ("--max-tokens", _number(int, 1), 1024,
+         "the largest number of tokens of a response (default: 1024)"),
+        ("--temperature", _number(float, 0), 1.0,
+         "divide the logits by this; needs --biased-sampling (default: 1)"),
+        ("--top-p", _number(float, 0, 1), 1.0,
+         "sample from the likeliest tokens that together have this probability; needs "
+         "--biased-sampling (default: 1, all tokens)"),
+        ("--top-k", _number(int, 0), 0,
+         "sample from so many of the likeliest tokens; needs --biased-sampling (default: 0, all)"),
+        ("--seed", int, None, "make each sample's seed from this (default: the engine chooses)"),
+        ("--concurrency", _number(int, 1), None,
+         "samples under way at a time (default: 32; transformers: 256, which run in batches)"),
+        ("--timeout", _number(float, 0.001), 600.0,
+         "seconds that a request to a server may take (default: 600)"),
+        ("--retries", _number(int, 0), 6,
+         "how often a request is repeated after a connection error, a timeout, 429 or 5xx "
+         "(default: 6)"),
+        ("--retry-pause", _number(float, 0), 0.5,
+         "seconds before the first repetition; the pause doubles each time (default: 0.5)"),
+        ("--refused-retries", _number(int, 0), 2,
+         "how often a sample is asked for again after a response that cannot be used (default: 2)"),
+    )  # fmt: skip
 
 
 def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:

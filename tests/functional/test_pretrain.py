@@ -39,8 +39,11 @@ def test_it_trains_on_rollouts(patched_tree: Path, policy: Policy) -> None:
 def test_without_rollouts_one_line_says_so(patched_tree: Path) -> None:
     batch = ["--micro-batch-size", "4", "--global-batch-size", "4", "--train-iters", "1"]
     done = run(patched_tree, arguments(batch, ["--lr", "1e-3"]))
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert lines == [
-        "error: this script has no data of its own: give --rollouts DIR, a rollout store"
-    ]
+    expected = "this script has no data of its own: give --rollouts DIR, a rollout store"
+    assert errors_of(done) == [f"error: {expected}"]
+
+
+def test_validation_is_refused_in_one_line(patched_tree: Path, policy: Policy) -> None:
+    done = run(patched_tree, policy.arguments("--eval-iters", "1"))
+    expected = "this script has no data for validation: give --eval-iters 0"
+    assert errors_of(done) == [f"error: {expected}"]
