@@ -16,6 +16,7 @@ class Failed(RuntimeError):
 
 def stop_group(process: subprocess.Popen[str]) -> None:
     """End the child and everything that it started: SIGTERM, and SIGKILL for what is left."""
+    # SIGKILL is sent in any case: the child may have ended while what it started still runs.
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -88,7 +88,7 @@ class Stages:
         command += ["--nproc-per-node", str(processes), "-m", "megatron_r3.cpu", str(script)]
         env = {"PYTHONPATH": f"{self.megatron}:{ROOT}"}
         with tqdm(total=iterations, desc=f"{name:10}", disable=iterations is None) as bar:
-
+            # Megatron logs a line with both for each iteration.
             def on_line(line: str) -> None:
                 if " iteration " in line and "elapsed time" in line:
                     bar.update()

@@ -148,7 +148,9 @@ def _stop(process: subprocess.Popen, seconds: float = STOP_SECONDS) -> None:
 
 def _group_lives(process: subprocess.Popen) -> bool:
     """Whether a process of the group still runs. A zombie, which waits to be reaped, does not."""
-    process.poll()  # reaps the server itself
+    process.poll()  # reaps the server itself, which would be a zombie otherwise
+    # /proc/PID/stat is `PID (name) state parent group ...`. A name may hold spaces and brackets, so
+    # the line is read from its last bracket on.
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, group = stat.read_text().rpartition(")")[2].split()[:3]

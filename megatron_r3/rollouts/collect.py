@@ -66,6 +66,7 @@ async def _collect(engine: Engine, plan: Plan, concurrency: int) -> Progress:
                 sampling=plan.sampling.settings,
             )
             info.check()
+            # In this order: nobody else may add to the store between looking and writing.
             with only_writer(plan.out):
                 stored = stored_samples(plan.out, info, plan.policy_version, plan.prompts)
                 wanted = [(prompt, i) for prompt in plan.prompts for i in range(plan.n)]

@@ -211,6 +211,8 @@ class Transformers:
         for draw_B in draws_BG.to(self._device).unbind(1):
             if self._closing:
                 raise EngineError("the collection ends")
+            # The first step is the whole prompt, of whose logits only the last row is needed. The
+            # cache has its keys and values, so every later step is one token.
             output = self._model(
                 input_ids=step_BN, past_key_values=cache, use_cache=True, logits_to_keep=1
             )

@@ -93,6 +93,8 @@ def _prompts(store: RolloutStore) -> dict[str, Any]:
     reward_M = store.column("reward")
     _, group_M, counts = np.unique(store.groups(), return_inverse=True, return_counts=True)
     least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
+    # `ufunc.at`, because a group occurs several times in group_M: `least[group_M] = ...` would keep
+    # what the last rollout of each group brings.
     np.minimum.at(least, group_M, reward_M)
     np.maximum.at(most, group_M, reward_M)
     return {
@@ -179,6 +181,7 @@ def _read_routes(store: RolloutStore) -> _Routes:
         seen.rows += len(recorded_T)
         seen.missing += int((~recorded_T).sum())
         for layer, ids_TK in enumerate(ids_LTK):
+            # The result is as long as the largest id wants it, so its length shows an id out of range.
             counts = np.bincount(ids_TK[recorded_T].reshape(-1), minlength=experts)
             if len(counts) > experts:
                 raise StoreError(
@@ -186,6 +189,8 @@ def _read_routes(store: RolloutStore) -> _Routes:
                     f"{len(counts) - 1} of {experts}: damaged; rollouts verify says where"
                 )
             seen.counts_LE[layer] += counts
+        # Neighbours of one rollout that have the same row in all layers are rare. An engine that
+        # returns a stale buffer makes many of them.
         pair_T = recorded_T[1:] & recorded_T[:-1] & follows_T[1:]
         same_LT = (ids_LTK[:, 1:] == ids_LTK[:, :-1]).all(-1) & pair_T
         seen.pairs += int(pair_T.sum())

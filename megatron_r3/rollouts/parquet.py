@@ -66,6 +66,7 @@ def to_parquet(directory: Path, path: Path) -> int:
     store = RolloutStore([directory], mixed_policies=True)
     with writing(path):
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        # Beside `path`, to be renamed when it is whole: a rename does not cross file systems.
         descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
         os.close(descriptor)
         try:
@@ -103,6 +104,7 @@ def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[st
     fields = store.fields(rollout)
     return {
         **{name: int(shard.tensors[name][index]) for name in (*KEY, "prompt_digest", "num_tokens")},
+        # argmax of booleans is the first True
         "prompt_length": int(np.argmax(fields["response"])),
         "reward": float(shard.tensors["reward"][index]),
         **fields,
@@ -212,6 +214,8 @@ def _refuse_more_tokens(file: pq.ParquetFile, path: Path, known: int) -> None:
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
     ids = sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == "tokens")
+    # Parquet counts empty and missing lists as values, too, and the table may have rollouts twice.
+    # So the bound is generous: what is really there is compared row by row.
     if ids > 4 * known + (1 << 20):
         raise StoreError(f"{path}: column tokens has {ids} ids; the store has {known}")
 
@@ -227,6 +231,7 @@ def _rewarded(
     if "tokens" in row and not np.array_equal(row["tokens"], rollout.tokens_N):
         raise StoreError(f"{path}: row {row['row']}, {_text(key)}, has other tokens than {where}")
     reward = checked_reward(row["reward"], f"{path}: row {row['row']}, {_text(key)}, has reward")
+    # float32, as the store holds it: otherwise .1 would count as a change of the stored .1
     return replace(rollout, reward=float(np.float32(reward)))
 
 

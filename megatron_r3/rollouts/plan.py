@@ -51,6 +51,7 @@ class Sampling:
         """The seed of one sample, of 31 bits. It does not depend on what was sampled before."""
         if self.seed is None:
             return None
+        # A digest, so that no two samples have neighbouring seeds, which some generators mix badly.
         name = f"{self.seed} {policy_version} {group} {sample}".encode()
         return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
 

@@ -148,7 +148,9 @@ def _prompt(line: bytes, number: int, where: str) -> Prompt:
 
 def _all_ids(content: Any) -> bool:
     return isinstance(content, list) and all(
-        type(token) is int and 0 <= token <= MOST_TOKEN_ID for token in content
+        # `isinstance` would take True for 1
+        type(token) is int and 0 <= token <= MOST_TOKEN_ID
+        for token in content
     )
 
 

@@ -54,7 +54,9 @@ def _vllm(
         # Both are switched off by name: the model's generation_config.json may switch them on.
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        # Each sample is a request of its own: it has its own seed, and is repeated alone.
         "n": 1,
+        # Two ids may have the same text, so log-probs name ids: "token_id:523" instead of " the".
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }

@@ -67,7 +67,7 @@ def only_writer(directory: Path) -> Iterator[None]:
         with suppress(OSError):
             (directory / LOCK).unlink()
         os.close(descriptor)
-        with suppress(OSError):
+        with suppress(OSError):  # of a directory that is not empty, which stays
             directory.rmdir()
 
 

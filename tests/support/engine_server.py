@@ -209,7 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _send_raw(self, raw: Raw) -> None:
-        """Send all pieces, or until the client hangs up; the end of the connection ends the body."""
+        """Send all pieces, unless the client hangs up; closing the connection ends the body."""
         self.send_response(raw.status)
         for name, value in raw.headers.items():
             self.send_header(name, value)
