@@ -181,7 +181,7 @@ def _read_routes(store: RolloutStore) -> _Routes:
         seen.rows += len(recorded_T)
         seen.missing += int((~recorded_T).sum())
         for layer, ids_TK in enumerate(ids_LTK):
-            # The result is as long as the largest id wants it, so its length shows an id out of range.
+            # The result is as long as the largest id wants: its length shows an id out of range.
             counts = np.bincount(ids_TK[recorded_T].reshape(-1), minlength=experts)
             if len(counts) > experts:
                 raise StoreError(

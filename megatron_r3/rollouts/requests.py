@@ -15,7 +15,6 @@ from megatron_r3.rollouts.plan import Sampling
 from megatron_r3.rollouts.prompts import Prompt, PromptError
 from megatron_r3.values import wrong_text
 
-SERVERS = ("vllm", "sglang")  # the engines that answer over HTTP
 Decode = Callable[[Mapping[str, Any], Mapping[str, Any], ModelShape, str], list[Sample]]
 
 
