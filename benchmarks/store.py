@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.machine import machine_of
 from megatron_r3.engines.shape import ModelShape
 from megatron_r3.engines.vllm import decode_routes
-from megatron_r3.rollouts.resume import keep_freed_memory
+from megatron_r3.rollouts.writing import keep_freed_memory
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
 

@@ -1,9 +1,9 @@
-"""A policy to begin with, for a run with containers: the demo's, trained and exported.
+"""Makes the demo's policy, trained and exported, for a run with containers to begin with.
 
     python -m demo.policy --out DIR [--megatron TREE]
 
-DIR then has checkpoint/, policy/, prompts.jsonl, and a file each with the arguments of training on
-rollouts and of exporting, one argument a line.
+DIR then has checkpoint/, policy/ and prompts.jsonl. train.args has the arguments of training on
+rollouts and export.args those of exporting, one argument a line.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 from demo import task
+from demo.collect import FIRST_PROMPT, NUM_PROMPTS
 from demo.model import arguments
 from demo.process import Failed
-from demo.stages import FIRST_PROMPT, NUM_PROMPTS, WORLD_SIZE, Stages
+from demo.stages import WORLD_SIZE, Stages
 
 
 def main() -> int:
@@ -37,7 +38,9 @@ def main() -> int:
     one_process = arguments(["--micro-batch-size", "1"])
     for name, words in {"train": stages.grpo_arguments(), "export": one_process}.items():
         (args.out / f"{name}.args").write_text("\n".join(words) + "\n")
-    stages.hf.rename(args.out / "policy")  # last: whoever finds it finds the rest
+    stages.hf.rename(
+        args.out / "policy"
+    )  # last: if there is a policy/, all other files are there too
     print(f"{args.out} has a policy; NPROC={WORLD_SIZE} trains it")
     return 0
 

@@ -1,18 +1,17 @@
-"""A Megatron training script, for a tree that has no pretrain_gpt.py (PyPI's).
+"""The demo's first training: problems with their answers, so that the model and its router learn.
 
-It knows nothing of rollouts: with `--rollouts DIR` a patched `pretrain()` swaps them in. `train`
-calls it as the release wants it.
+It knows nothing of rollouts. With `--rollouts DIR` a patched `pretrain()` puts them in the place of
+the problems, as in every script that calls `pretrain()`.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 from megatron.training import get_args
 
 from demo.task import problem
 from megatron_r3.launch import train
+from megatron_r3.pretrain import forward_step
 
 
 class Problems(torch.utils.data.Dataset):
@@ -29,6 +28,8 @@ class Problems(torch.utils.data.Dataset):
         prompt, answer = problem(index)
         ids = torch.zeros(self.seq_length + 1, dtype=torch.int64)
         ids[: len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        # The label of position i is token i + 1. So the answer's first token is the label of the
+        # prompt's last position.
         loss_mask = torch.zeros(self.seq_length)
         loss_mask[len(prompt) - 1 : len(prompt) + len(answer) - 1] = 1.0
         position_ids = torch.arange(self.seq_length)
@@ -45,20 +46,7 @@ def datasets(sizes, vp_stage=None):
     return Problems(max(sizes[0], 1), get_args().seq_length), None, None
 
 
-datasets.is_distributed = True  # every rank builds them: nothing is broadcast
-
-
-def loss_func(loss_mask, output):
-    """Sum over the answer's tokens."""
-    loss, num_tokens = (output.float() * loss_mask).sum(), loss_mask.sum()
-    return loss, num_tokens.int(), {"lm loss": torch.stack([loss.detach(), num_tokens])}
-
-
-def forward_step(data_iterator, model):
-    """One microbatch of problems."""
-    batch = {k: v.cuda(non_blocking=True) for k, v in next(data_iterator).items()}
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(loss_func, batch["loss_mask"])
+datasets.is_distributed = True  # every rank makes them: nothing is broadcast
 
 
 if __name__ == "__main__":

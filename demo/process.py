@@ -1,4 +1,4 @@
-"""Run a child process so that it cannot outlive the demo, with its output in a log file."""
+"""Runs a child process that does not outlive the demo, with its output in a log file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Failed(RuntimeError):
 
 
 def stop_group(process: subprocess.Popen[str]) -> None:
-    """End the child and everything that it started."""
+    """End the child and everything that it started: SIGTERM, and SIGKILL for what is left."""
+    # SIGKILL is sent in any case: the child may have ended while what it started still runs.
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+# the names in summary.json, and the tags under which Megatron writes them to TensorBoard
 _TAGS = {
     "k3_kl": "k3 kl",
     "extreme_2": "extreme",
@@ -27,6 +28,7 @@ def series_of(events: Path) -> dict[str, list[float]]:
     """Every scalar that Megatron wrote, by iteration."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    # 0: keep all values; by default TensorBoard keeps a random choice of 10,000
     accumulator = EventAccumulator(str(events), size_guidance={"scalars": 0})
     accumulator.Reload()
     tags = accumulator.Tags()["scalars"]
@@ -34,9 +36,10 @@ def series_of(events: Path) -> dict[str, list[float]]:
 
 
 def measured(events: Path) -> dict[str, Any]:
-    """M of summary.json: at step 0, before any update; the loss and reward of every step."""
+    """What summary.json says of one training: step 0, before any update, and some of all steps."""
     series = series_of(events)
     return {
+        # [0]: step 0, at which trainer and sampler have the same weights
         **{name: series[tag][0] for name, tag in _TAGS.items()},
         "loss": series["policy loss"],
         "grad_norm": series["grad-norm"],

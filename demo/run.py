@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from demo import report
+from demo.collect import ENGINES
 from demo.process import Failed
-from demo.stages import SAMPLERS, WORLD_SIZE, Stages
+from demo.stages import WORLD_SIZE, Stages
 from megatron_r3.store import RolloutStore
 
 
 def run(stages: Stages) -> dict[str, Any]:
     """All stages; returns what goes into summary.json."""
     seconds: dict[str, float] = {}
-    installed = stages.out.parent / "venv" / ".done"  # the Makefile's
+    # The Makefile writes the seconds that the installation took into this file.
+    installed = stages.out.parent / "venv" / ".done"
     if installed.is_file() and installed.read_text().strip():
         seconds["install (once)"] = float(installed.read_text())
 
@@ -37,7 +39,7 @@ def run(stages: Stages) -> dict[str, Any]:
         yield
         seconds[name] = round(time.monotonic() - start, 1)
 
-    for name in ("pretrain", "export", "sample", "store"):
+    for name in ("pretrain", "export", "sample"):
         with timed(name):
             getattr(stages, name)()
     events = {}
@@ -58,7 +60,7 @@ def run(stages: Stages) -> dict[str, Any]:
 
 
 def megatron_version(tree: Path) -> str:
-    """The tree's own version string: for people, not its identity."""
+    """The version that the tree names. It is for people: patched trees have the same."""
     numbers = runpy.run_path(str(tree / "megatron" / "core" / "package_info.py"))
     return str(numbers["__version__"])
 
@@ -68,7 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
-    parser.add_argument("--sampler", choices=SAMPLERS, default="transformers")
+    parser.add_argument("--sampler", choices=ENGINES, default="transformers")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on ctrl-C
     try:

@@ -1,4 +1,4 @@
-"""The demo's stages, each from files to files; a finished one is not done again."""
+"""The demo's stages. Each makes files from files, and is skipped if its inputs are the same."""
 
 from __future__ import annotations
 
@@ -6,41 +6,32 @@ import hashlib
 import json
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
 
-from demo import process, task
+from demo import process
+from demo.collect import NUM_PROMPTS, ROOT, SAMPLES_PER_PROMPT
 from demo.model import GRPO, MODEL, PRETRAIN, arguments
-from megatron_r3.engines.conversation import Sample, read_samples, read_source
-from megatron_r3.fingerprint import router_fingerprint
-from megatron_r3.rollouts.convert import to_rollout
-from megatron_r3.store import Rollout, StoreInfo, write_shard
 
-ROOT = Path(__file__).parents[1]
-NUM_PROMPTS, SAMPLES_PER_PROMPT, WORLD_SIZE = 64, 8, 2
-FIRST_PROMPT = 10_000_000  # far from the problems of the training
-SAMPLERS = {"transformers": "demo.hf_sampler", "vllm": "demo.vllm_server"}
+WORLD_SIZE = 2
 
 
 class Stages:
-    """Where everything lies, and how it is made.
+    """The files of the demo, and how they are made.
 
     Args:
         out: `build/demo`.
         megatron: a patched tree.
-        sampler: a name in SAMPLERS.
+        sampler: the engine, one of `demo.collect.ENGINES`.
     """
 
     def __init__(self, out: Path, megatron: Path, sampler: str) -> None:
         self.out, self.megatron, self.sampler = out, megatron, sampler
-        self.checkpoint, self.hf = out / "checkpoint", out / "hf"
-        self.samples, self.rollouts = out / f"samples-{sampler}.npz", out / "rollouts"
+        self.checkpoint, self.hf, self.rollouts = out / "checkpoint", out / "hf", out / "rollouts"
 
     def pretrain(self) -> None:
-        """Train on the task, so that the router is a trained one."""
+        """Train the model on the task, so that its router is a trained one."""
         with self._once("pretrain", self.checkpoint, [MODEL, PRETRAIN]) as todo:
             if todo:
                 iterations = int(PRETRAIN[PRETRAIN.index("--train-iters") + 1])
@@ -57,26 +48,15 @@ class Stages:
                 self._megatron("export", 1, arguments(more), None, script)
 
     def sample(self) -> None:
-        """Sample with routes and log-probs, from the engine in its own process."""
+        """Have the engine sample the policy: `megatron-r3 rollouts collect`, in its own process."""
         inputs = [self._stamp("export"), self.sampler, NUM_PROMPTS, SAMPLES_PER_PROMPT]
-        with self._once(f"sample-{self.sampler}", self.samples, inputs) as todo:
+        with self._once("sample", self.rollouts, inputs) as todo:
             if todo:
-                prompts = self.out / "prompts.jsonl"
-                task.write_prompts(prompts, NUM_PROMPTS, FIRST_PROMPT)
-                command = [sys.executable, "-m", SAMPLERS[self.sampler], "--model", str(self.hf)]
-                command += ["--prompts", str(prompts), "--n", str(SAMPLES_PER_PROMPT)]
-                command += ["--seed", "1"]
-                command += ["--max-new-tokens", str(task.MAX_ANSWER), "--out", str(self.samples)]
-                env = {"PYTHONPATH": str(ROOT)}
+                command = [sys.executable, "-m", "demo.collect", "--engine", self.sampler]
+                command += ["--model", str(self.hf), "--out", str(self.out)]
                 print(f"sample: {self.sampler}, log {self._log('sample')}", flush=True)
+                env = {"PYTHONPATH": str(ROOT)}
                 process.run(command, self._log("sample"), env, lambda line: None)
-
-    def store(self) -> None:
-        """Reward the samples and write them as a rollout store."""
-        inputs = [self._stamp(f"sample-{self.sampler}")]
-        with self._once("store", self.rollouts, inputs) as todo:
-            if todo:
-                write_store(self.samples, self.rollouts, self.hf)
 
     def train(self, mode: str) -> Path:
         """GRPO on the rollouts, `live` or `replay`; the folder with its TensorBoard events."""
@@ -89,7 +69,7 @@ class Stages:
         return events
 
     def grpo_arguments(self) -> list[str]:
-        """What every training on the rollouts shares: a user's own command may begin so."""
+        """The arguments that live and replayed training share; they begin a user's own command."""
         return arguments(GRPO, ["--load", str(self.checkpoint)])
 
     def _log(self, name: str) -> Path:
@@ -104,11 +84,11 @@ class Stages:
         script: Path = ROOT / "demo" / "pretrain.py",
     ) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--local-addr", "127.0.0.1"]  # also where the host's name is not known
+        command += ["--local-addr", "127.0.0.1"]  # the host's own name may resolve to nothing
         command += ["--nproc-per-node", str(processes), "-m", "megatron_r3.cpu", str(script)]
         env = {"PYTHONPATH": f"{self.megatron}:{ROOT}"}
         with tqdm(total=iterations, desc=f"{name:10}", disable=iterations is None) as bar:
-
+            # Megatron logs a line with both for each iteration.
             def on_line(line: str) -> None:
                 if " iteration " in line and "elapsed time" in line:
                     bar.update()
@@ -123,7 +103,11 @@ class Stages:
 
 
 class _Once:
-    """`with _Once(...) as todo`: todo is False where the result of the same inputs is there."""
+    """`with _Once(...) as todo`: todo is False if the result exists and was made of these inputs.
+
+    The digest of the inputs is written when the block ends well. It holds the digest of the stage
+    before, so a stage that is done again makes all later ones be done again.
+    """
 
     def __init__(self, stamp: Path, stage: str, result: Path, inputs: list[object]) -> None:
         self.stamp, self.stage, self.result = stamp, stage, result
@@ -145,28 +129,3 @@ class _Once:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
             self.stamp.write_text(self.digest)
-
-
-def rollouts(samples: list[Sample]) -> Iterator[Rollout]:
-    """Samples with their rewards, numbered inside their groups."""
-    seen: Counter[int] = Counter()
-    for sample in samples:
-        tokens, prompt = sample.tokens_N.tolist(), sample.prompt_length
-        reward = task.reward(tokens[:prompt], tokens[prompt:])
-        yield to_rollout(sample, reward, sample.group, seen[sample.group], 0)
-        seen[sample.group] += 1
-
-
-def write_store(samples: Path, directory: Path, hf: Path) -> None:
-    """One shard with every sample of a file, stamped with the policy that sampled."""
-    source = read_source(samples)
-    info = StoreInfo(
-        num_experts=source.num_experts,
-        topk=source.topk,
-        moe_layers=source.moe_layers,
-        engine=source.engine,
-        engine_version=source.version,
-        model="demo",
-        router_fingerprint=router_fingerprint(hf, source.moe_layers),
-    )
-    write_shard(directory, info, [*rollouts(read_samples(samples))])

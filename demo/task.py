@@ -10,26 +10,28 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_r3.rollouts.reward import RewardSample
+
 PAD, BOS, EOS, EQUALS, FIRST_DIGIT = 0, 1, 2, 3, 4
 VOCAB_SIZE = 64
-NUM_DIGITS = (8, 12)  # at least, at most
+NUM_DIGITS = (8, 12)  # of a problem: the least and the most
 MAX_ANSWER = NUM_DIGITS[1] + 1
 SEQ_LENGTH = 32
 
 
 def problem(index: int) -> tuple[list[int], list[int]]:
-    """Prompt and answer number `index`; the same for everybody."""
+    """Prompt and answer of the problem with this number, which is the same in every process."""
     rng = np.random.default_rng(index)
     digits = rng.integers(0, 10, rng.integers(NUM_DIGITS[0], NUM_DIGITS[1] + 1)) + FIRST_DIGIT
     return [BOS, *digits.tolist(), EQUALS], [*sorted(digits.tolist()), EOS]
 
 
-def reward(prompt: list[int], response: list[int]) -> float:
-    """Share of the answer's positions that are right; 0 where its length is wrong."""
-    answer = [*sorted(prompt[1:-1]), EOS]
-    if len(response) != len(answer):
+def reward(sample: RewardSample) -> float:
+    """The share of the answer's positions that are right; 0 if the answer's length is wrong."""
+    answer = [*sorted(sample.prompt_tokens[1:-1]), EOS]
+    if len(sample.response_tokens) != len(answer):
         return 0.0
-    return float(np.mean(np.array(response) == np.array(answer)))
+    return float(np.mean(np.array(sample.response_tokens) == np.array(answer)))
 
 
 def write_prompts(path: Path, count: int, first: int) -> None:

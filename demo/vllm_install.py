@@ -1,4 +1,4 @@
-"""Installs vLLM for CPU into build/vllm, an environment of its own, once."""
+"""Installs vLLM for the CPU into build/vllm, an environment of its own, if it is not there."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-VERSION = "0.30.0"  # before it no routes on CPU, after it Triton with a CPU backend
+# Older releases return no routes on a CPU; newer ones want a Triton with a CPU backend.
+VERSION = "0.30.0"
 TORCH = "torch==2.13.0"
 LOCK = Path(__file__).with_name("vllm.lock")
 BUILD = Path(__file__).parents[1] / "build"
 
 
 class ServerError(ValueError):
-    """vLLM could not be installed, started or asked; the message says where its log is."""
+    """vLLM could not be installed or started; the message has the path and the end of its log."""
 
 
 def install(build: Path = BUILD) -> Path:
     """Install vLLM into `build`/vllm unless it is there; returns its python.
 
+    The digest of the pinned versions is written last, so an installation that was interrupted or
+    has other versions is made again.
+
     Raises:
-        ServerError: with the end of the log.
+        ServerError: pip failed; the message has the end of its log.
     """
     home = build / "vllm"
     python, marker = home / "bin" / "python", home / "installed"
@@ -65,7 +69,7 @@ def _install_step(what: str, command: list[str], output: Any, log: Path) -> None
 def watch(
     what: str, process: subprocess.Popen, ready: Callable[[], bool], limit: float = 3600
 ) -> None:
-    """Wait with a line on stderr that counts the seconds; returns when ready, ended or late."""
+    """Wait until `ready()`, the process ends or `limit` seconds are over; count on stderr."""
     started = time.monotonic()
     try:
         while not ready() and process.poll() is None and time.monotonic() - started < limit:
@@ -77,7 +81,7 @@ def watch(
 
 
 def tail(log: Path, lines: int = 15) -> str:
-    """The first error in a log and its end, for a message."""
+    """The first error of a log and its last lines, for a message."""
     text = log.read_text(encoding="utf-8", errors="replace").splitlines()
     cause = [line for line in text[:-lines] if "Error: " in line][:1]
     return "\n".join([f"from {log}:", *cause, "...", *text[-lines:]])

@@ -1,9 +1,8 @@
-"""The demo's other sampler: a real vLLM server on this machine's CPU, started and stopped here.
+"""A real vLLM server on this machine's CPU, which runs as long as a `with` block.
 
-    python -m demo.vllm_server --model DIR --prompts prompts.jsonl --n 8 --out samples.npz
-
-The first run installs vLLM into build/vllm, an environment of its own, since its pins differ from
-the trainer's. The server listens on this machine alone and is gone when the command ends.
+The first run installs vLLM into build/vllm, an environment of its own, because its pinned versions
+differ from the trainer's. The server listens on this machine alone. It is gone when the block ends,
+also if this process is killed.
 """
 
 from __future__ import annotations
@@ -16,43 +15,38 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from demo.hf_sampler import Prompt, arguments, progress, read_prompts
-from demo.vllm_install import BUILD, VERSION, ServerError, install, tail, watch
-from megatron_r3.engines import vllm
-from megatron_r3.engines.conversation import Sample, write_samples
-from megatron_r3.engines.shape import ModelShape
+from demo.vllm_install import BUILD, ServerError, install, tail, watch
 
 READY_SECONDS = 600
-STOP_SECONDS = 4  # it takes 2; one that still starts does not listen, and is killed
+# A server takes 2 s to stop. One that is still starting does not react, and is killed after this.
+STOP_SECONDS = 4
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # else the first requests wait for a C++ compiler
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first requests wait for a C++ compiler
 }
 
 
 @contextmanager
 def serve(model: str | Path, build: Path = BUILD) -> Iterator[str]:
-    """A server of `model` while the block runs; yields its address.
+    """Run a server of `model` while the block runs; yields its address.
 
     Raises:
-        ServerError: it does not come up; with the end of its log.
+        ServerError: the server does not come up; the message has the end of its log.
     """
     model, log = Path(model).resolve(), build / "vllm.log"
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     python = install(build)
-    sockets = tempfile.TemporaryDirectory(prefix="vllm-")  # it leaves its own behind
+    sockets = tempfile.TemporaryDirectory(prefix="vllm-")  # for the sockets that it leaves behind
     with log.open("wb") as output, _signals_end_the_block(), sockets as folder:
         process = subprocess.Popen(
             [str(python), *_server_arguments(model, port)],
@@ -99,7 +93,7 @@ def _healthy(url: str) -> bool:
 
 @contextmanager
 def _signals_end_the_block() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind like ctrl-C, so that the server is stopped."""
+    """Let SIGTERM and SIGHUP end the block as ctrl-C does, so that the server is stopped."""
 
     def leave(number: int, frame: Any) -> None:
         sys.exit(128 + number)
@@ -108,7 +102,7 @@ def _signals_end_the_block() -> Iterator[None]:
         before = {
             number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)
         }
-    except ValueError:  # not the main thread: signals are its caller's
+    except ValueError:  # not the main thread: only that one may set handlers
         before = {}
     try:
         yield
@@ -119,7 +113,11 @@ def _signals_end_the_block() -> Iterator[None]:
 
 @contextmanager
 def _guard(process: subprocess.Popen) -> Iterator[None]:
-    """Kill the group when this process is gone without having left the block, even by SIGKILL."""
+    """Kill the server's process group if this process ends inside the block, even by SIGKILL.
+
+    A shell reads from a pipe that this process holds. It reads the line `left` when the block ends.
+    If this process dies, the kernel closes the pipe, `read` fails, and the shell kills the group.
+    """
     waits = f"read left || kill -9 -{process.pid}"
     guard = subprocess.Popen(
         ["sh", "-c", waits],
@@ -135,7 +133,7 @@ def _guard(process: subprocess.Popen) -> Iterator[None]:
 
 
 def _stop(process: subprocess.Popen, seconds: float = STOP_SECONDS) -> None:
-    """End the whole group: asked first, then killed, whatever interrupts the asking."""
+    """End the whole process group: SIGTERM first, then SIGKILL, also if waiting is interrupted."""
     try:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -149,98 +147,13 @@ def _stop(process: subprocess.Popen, seconds: float = STOP_SECONDS) -> None:
 
 
 def _group_lives(process: subprocess.Popen) -> bool:
-    """Whether a process of the group still runs; one that only waits to be reaped does not."""
-    process.poll()  # reaps the server itself
+    """Whether a process of the group still runs. A zombie, which waits to be reaped, does not."""
+    process.poll()  # reaps the server itself, which would be a zombie otherwise
+    # /proc/PID/stat is `PID (name) state parent group ...`. A name may hold spaces and brackets, so
+    # the line is read from its last bracket on.
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
             if int(group) == process.pid and state != "Z":
                 return True
     return False
-
-
-def sample(
-    url: str,
-    model: str | Path,
-    prompts: Sequence[Prompt],
-    n: int,
-    max_tokens: int,
-    seed: int,
-    concurrency: int = 8,
-) -> list[Sample]:
-    """Ask a server of `model` to continue every prompt `n` times at temperature 1.
-
-    Returns:
-        Samples in the order of the prompts, the `n` of one prompt together.
-    """
-    shape = ModelShape.from_hf_config(model)
-    made: list[list[Sample]] = [[] for _ in prompts]
-    with (
-        httpx.Client(base_url=url, timeout=600, trust_env=False) as client,
-        ThreadPoolExecutor(concurrency) as pool,
-    ):
-        waiting = {}
-        for index, prompt in enumerate(prompts):
-            request = _request(prompt, n, max_tokens, seed + index * n)
-            waiting[pool.submit(_ask, client, request, shape, f"prompt {index}")] = index
-        try:
-            for done, future in enumerate(as_completed(waiting), 1):
-                index = waiting[future]
-                made[index] = [replace(s, group=prompts[index].group) for s in future.result()]
-                progress("prompts sampled by vLLM", done, len(prompts))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return [one for samples in made for one in samples]
-
-
-def _request(prompt: Prompt, n: int, max_tokens: int, seed: int) -> dict[str, Any]:
-    return {
-        "model": "model",
-        "prompt": prompt.tokens,
-        "n": n,
-        "max_tokens": max_tokens,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,  # all off, whatever the model's generation_config says
-        "seed": seed,
-        "logprobs": 1,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
-
-
-def _ask(
-    client: httpx.Client, request: dict[str, Any], shape: ModelShape, where: str
-) -> list[Sample]:
-    try:
-        response = client.post("/v1/completions", json=request)
-        body = response.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise ServerError(f"{where}: no answer from vLLM ({error})") from error
-    return vllm.decode(body, request, shape, where)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Start a server, sample, write the samples, stop the server."""
-    options = arguments("Sample with vLLM", argv)
-    try:
-        shape, prompts = ModelShape.from_hf_config(options.model), read_prompts(options.prompts)
-        with serve(options.model) as url:
-            samples = sample(
-                url, options.model, prompts, options.n, options.max_new_tokens, options.seed
-            )
-        write_samples(options.out, samples, shape.moe_layers, "vllm", VERSION)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; vLLM is stopped", file=sys.stderr)
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

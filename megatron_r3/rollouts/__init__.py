@@ -1,1 +1,1 @@
-"""Rollouts from an engine's responses to a store, and what the store then holds."""
+"""Rollouts from an engine to a store (collect, convert), and what stores hold (inspect, verify)."""

@@ -1,4 +1,8 @@
-"""The commands `megatron-r3 rollouts ...`; what they need is imported when they run."""
+"""The commands `megatron-r3 rollouts ...`.
+
+The parser is built without torch, numpy and httpx, which would make `megatron-r3 --help` slow. Each
+command imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
@@ -6,263 +10,152 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_r3.rollouts.engine import Engine
+    from megatron_r3.rollouts.plan import Plan
+
+Commands = argparse._SubParsersAction  # the type of what `add_subparsers` returns
+CONCURRENCY = {"vllm": 32, "sglang": 32, "transformers": 256}
 
 
 def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
     """Register `rollouts` and its commands; each sets `run`, which takes the parsed arguments."""
-    text = "collect rollouts from an engine, look at them, check and convert them"
-    parser = subparsers.add_parser("rollouts", help=text, description=text)
+    summary = "collect rollouts from an engine, inspect them, verify them and convert them"
+    parser = subparsers.add_parser("rollouts", help=summary, description=summary)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_collect(commands)
     _add_inspect(commands)
     _add_verify(commands)
-    add_convert(commands)
+    _add_convert(commands)
 
 
 def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
-    text = "sample every prompt from a vLLM or SGLang server, reward and store each response once"
+    summary = "have an engine answer every prompt, reward each response, and store it exactly once"
     parser = commands.add_parser(
         "collect",
-        help=text,
-        description=f"{text}. Run again after a kill, it goes on where it stopped.",
+        help=summary,
+        description=f"{summary}. The same command goes on where a killed one stopped.",
     )
     add = parser.add_argument
-    add("--engine", required=True, choices=("vllm", "sglang"))
-    add("--url", required=True, help="of the server: http://127.0.0.1:8000")
-    add("--prompts", required=True, type=Path, metavar="FILE", help="JSON lines")
-    add("--out", required=True, type=Path, metavar="DIR", help="the rollout store")
-    add("--n", required=True, type=number(int, 1), help="samples of each prompt")
-    add_reward(parser)
-    add_model(parser)
-    add("--max-tokens", type=number(int, 1), default=1024, help="of a response (default: 1024)")
-    add("--temperature", type=number(float, 0), default=1.0, help="default: 1")
-    add("--top-p", type=number(float, 0, 1), default=1.0, help="default: 1")
-    text = "sample from so many of the likeliest tokens (default: 0, all)"
-    add("--top-k", type=number(int, 0), default=0, help=text)
-    text = (
-        "take another temperature, top-p or top-k than the defaults all the same. What is wrong "
-        "with it: the policy loss takes all log-probs at temperature 1 over the whole vocabulary, "
-        "so its ratio compares two distributions, and its gradient is biased"
+    text = "a vLLM or SGLang server at --url, or transformers, which runs --model in this process"
+    add("--engine", required=True, choices=tuple(CONCURRENCY), help=text)
+    add("--url", help="address of the server, for example http://127.0.0.1:8000")
+    add("--prompts", required=True, type=Path, metavar="FILE", help="the prompts, JSON lines")
+    add("--out", required=True, type=Path, metavar="DIR", help="directory of the rollout store")
+    add("--n", required=True, type=_number(int, 1), help="samples of each prompt")
+    _add_reward(parser)
+    _add_policy_version(parser)
+    _add_model(parser)
+    _add_shard_size(parser)
+    for flag, kind, default, text in _collect_options():
+        add(flag, type=kind, default=default, help=text)
+    text = "allow other values of --temperature, --top-p and --top-k than the defaults. The policy "
+    text += (
+        "loss takes all log-probs at temperature 1 over the whole vocabulary, so its ratio then "
     )
+    text += "compares two distributions, and its gradient is biased"
     add("--biased-sampling", action="store_true", help=text)
-    add("--seed", type=int, help="gives each sample a seed of its own (default: the engine's)")
-    add_shard_size(parser)
-    add("--concurrency", type=number(int, 1), default=32, help="requests at a time (default: 32)")
-    add("--timeout", type=number(float, 0.001), default=600.0, help="seconds (default: 600)")
-    add("--retries", type=number(int, 0), default=6, help="after no answer (default: 6)")
-    add("--retry-pause", type=number(float, 0), default=0.5, help="first one (default: 0.5 s)")
-    text = "after a response that cannot be used (default: 2)"
-    add("--refused-retries", type=number(int, 0), default=2, help=text)
     parser.set_defaults(run=run_collect)
 
 
+def _collect_options() -> tuple[tuple[str, Callable[[str], float], float | None, str], ...]:
+    """Flag, type, default and help of each option that is a number."""
+    return (
+        ("--max-tokens", _number(int, 1), 1024,
+         "the largest number of tokens of a response (default: 1024)"),
+        ("--temperature", _number(float, 0), 1.0,
+         "divide the logits by this; needs --biased-sampling (default: 1)"),
+        ("--top-p", _number(float, 0, 1), 1.0,
+         "sample from the likeliest tokens that together have this probability; needs "
+         "--biased-sampling (default: 1, all tokens)"),
+        ("--top-k", _number(int, 0), 0,
+         "sample from so many of the likeliest tokens; needs --biased-sampling (default: 0, all)"),
+        ("--seed", int, None, "make each sample's seed from this (default: the engine chooses)"),
+        ("--concurrency", _number(int, 1), None,
+         "samples under way at a time (default: 32; transformers: 256, which run in batches)"),
+        ("--timeout", _number(float, 0.001), 600.0,
+         "seconds that a request to a server may take (default: 600)"),
+        ("--retries", _number(int, 0), 6,
+         "how often a request is repeated after a connection error, a timeout, 429 or 5xx "
+         "(default: 6)"),
+        ("--retry-pause", _number(float, 0), 0.5,
+         "seconds before the first repetition; the pause doubles each time (default: 0.5)"),
+        ("--refused-retries", _number(int, 0), 2,
+         "how often a sample is asked for again after a response that cannot be used (default: 2)"),
+    )  # fmt: skip
+
+
 def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
-    text = "say what stores hold: rollouts, rewards, lengths, sizes, how even the experts' load is"
-    parser = commands.add_parser("inspect", help=text, description=text)
-    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR")
-    parser.add_argument("--layers", action="store_true", help="the experts' load in each layer")
-    text = "compare with transformers, which runs some of the rollouts with these weights"
-    parser.add_argument("--model", type=Path, metavar="DIR", help=text)
-    text = "how many, spread over the store (default: 8)"
-    parser.add_argument("--agreement", type=number(int, 1), default=8, metavar="N", help=text)
-    parser.add_argument("--json", action="store_true", help="all of it, for programs")
+    summary = "show what stores hold: rollouts, rewards, lengths, sizes and the experts' load"
+    parser = commands.add_parser("inspect", help=summary, description=summary)
+    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR", help="rollout stores")
+    parser.add_argument("--layers", action="store_true", help="show the experts' load by layer")
+    parser.add_argument(
+        "--model", type=Path, metavar="HF_DIR",
+        help="run some rollouts through transformers with these weights, and compare the routes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--agreement", type=_number(int, 1), default=8, metavar="N",
+        help="how many rollouts --model runs, spread over the store (default: 8)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
     parser.set_defaults(run=run_inspect)
 
 
 def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
-    text = "check every byte and id of stores, and with --model that they are of its router weights"
-    parser = commands.add_parser("verify", help=text, description=text)
-    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR")
-    add_model(parser, required=False)
+    summary = "check every byte and id of stores; with --model, that its weights sampled them"
+    parser = commands.add_parser("verify", help=summary, description=summary)
+    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR", help="rollout stores")
+    _add_model(parser, required=False)
     parser.set_defaults(run=run_verify)
 
 
-def run_collect(args: argparse.Namespace) -> int:
-    """Collect, then say what the store has."""
-    from megatron_r3.rollouts.signals import Interrupted, raising
-    from megatron_r3.untrusted import one_line
+def _add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
+    summary = "make a store of recorded responses, or a parquet table of a store and back"
+    convert = commands.add_parser("convert", help=summary, description=summary)
+    kinds = convert.add_subparsers(required=True, metavar="KIND")
 
-    try:
-        with raising():
-            return _collect(args)
-    except Interrupted as error:
-        print(one_line(str(error)), file=sys.stderr)
-        return 128 + error.number
-
-
-def _collect(args: argparse.Namespace) -> int:
-    from megatron_r3.rollouts.collect import Plan, collect
-    from megatron_r3.rollouts.prompts import read_prompts
-    from megatron_r3.rollouts.requests import Sampling
-    from megatron_r3.rollouts.resume import keep_freed_memory
-    from megatron_r3.rollouts.reward import load_reward
-    from megatron_r3.rollouts.server import Server
-    from megatron_r3.rollouts.verify import read_model
-
-    keep_freed_memory()
-    server = Server(
-        args.engine, args.url, args.concurrency, args.timeout, args.retries, args.retry_pause
+    summary = "make a store of recorded responses: JSON lines {request, response, reward?, group?}"
+    parser = kinds.add_parser("responses", help=summary, description=summary)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the recorded responses")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new store")
+    parser.add_argument(
+        "--engine", required=True, choices=("vllm", "sglang"), help="the engine that sampled them"
     )
-    plan = Plan(
-        prompts=read_prompts(args.prompts),
-        n=args.n,
-        sampling=Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.seed),
-        reward=load_reward(args.reward),
-        model=read_model(args.model),
-        out=args.out,
-        policy_version=args.policy_version,
-        shard_size=args.shard_size,
-        refused_retries=args.refused_retries,
-        biased_sampling=args.biased_sampling,
+    parser.add_argument(
+        "--engine-version", default="unknown", metavar="V", help="version of that engine"
     )
-    if not plan.model.router_fingerprint:
-        print(f"{args.model} has no weights: no digest of them is stored", file=sys.stderr)
-    done = collect(server, plan)
-    print(
-        f"{args.out} has all {done.total} rollouts: {done.before} were there, {done.stored} new "
-        f"({done.tokens} tokens; {done.retries} retries, {done.refused} responses refused)"
-    )
-    return 0
-
-
-def run_inspect(args: argparse.Namespace) -> int:
-    """Print a table of the stores, then how their routes are spread."""
-    import json
-
-    from megatron_r3.rollouts.inspect import histogram, inspect_store, table, warnings_of
-    from megatron_r3.untrusted import one_line
-
-    stores = [inspect_store(directory) for directory in args.stores]
-    warnings = [warning for store in stores for warning in warnings_of(store)]
-    warnings += _agreement(args, stores) if args.model else []
-    for warning in warnings:
-        print(f"warning: {one_line(warning)}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(stores))
-        return 0
-    print(table(stores))
-    for store in stores:
-        print(f"\nrows of each expert, {one_line(store['directory'])}:")
-        print(histogram(store, args.layers, sys.stdout.encoding or ""))
-    return 0
-
-
-def _agreement(args: argparse.Namespace, stores: list[dict[str, Any]]) -> list[str]:
-    from megatron_r3.rollouts.verify import measure_agreement, warnings_of
-
-    warnings = []
-    for directory, store in zip(args.stores, stores, strict=True):
-        store["agreement"] = measure_agreement(directory, args.model, args.agreement)
-        warnings += warnings_of(directory, store["agreement"], store["moe_layers"])
-    return warnings
-
-
-def run_verify(args: argparse.Namespace) -> int:
-    """Print a line for each store that is whole."""
-    from megatron_r3.rollouts.verify import read_model, verify_store
-    from megatron_r3.untrusted import one_line
-
-    model = read_model(args.model) if args.model else None
-    for directory in args.stores:
-        store = verify_store(directory, model)
-        name = one_line(str(directory))
-        what = "every byte and id"
-        if model is not None:
-            stamped = model.router_fingerprint and store.info.router_fingerprint
-            what += f", {one_line(model.name)}'s shape"
-            whole = model.policy_stamp and store.info.policy_stamp
-            what += (" and weights" if whole else " and router weights") if stamped else ""
-        print(f"{name}: {len(store)} rollouts in {len(store.shards)} shards, {what}")
-        if model is not None and not stamped:
-            print(f"{name}: router weights not compared: no fingerprint", file=sys.stderr)
-    return 0
-
-
-# The commands `megatron-r3 rollouts convert ...`.
-
-
-def add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Register `convert` and its three ways."""
-    text = "from recorded responses to a store; between a store and parquet"
-    convert = commands.add_parser("convert", help=text, description=text)
-    ways = convert.add_subparsers(required=True, metavar="WAY")
-
-    text = "write a store of recorded responses, JSON lines {request, response, reward?, group?}"
-    parser = ways.add_parser("responses", help=text, description=text)
-    parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new store")
-    parser.add_argument("--engine", required=True, choices=("vllm", "sglang"))
-    parser.add_argument("--engine-version", default="unknown", metavar="V")
-    add_model(parser)
-    add_reward(parser, required=False)
-    add_shard_size(parser)
-    text = "leave out what cannot be decoded, and say so"
-    parser.add_argument("--skip-refused", action="store_true", help=text)
+    _add_model(parser)
+    _add_reward(parser, required=False)
+    _add_policy_version(parser)
+    _add_shard_size(parser)
+    parser.add_argument(
+        "--skip-refused", action="store_true",
+        help="leave out responses that cannot be decoded, and print why",
+    )  # fmt: skip
     parser.set_defaults(run=run_responses)
 
-    text = "write all but the routes of a store as a table, a row a rollout"
-    parser = ways.add_parser("to-parquet", help=text, description=text)
-    parser.add_argument("store", type=Path, metavar="DIR")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE")
+    summary = "write a store as a table without routes, a row for each rollout"
+    parser = kinds.add_parser("to-parquet", help=summary, description=summary)
+    parser.add_argument("store", type=Path, metavar="DIR", help="the store")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the new table")
     parser.set_defaults(run=run_to_parquet)
 
-    text = "write a new store: the old one, with the rewards of a table"
-    parser = ways.add_parser("from-parquet", help=text, description=text)
-    parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument("--store", required=True, type=Path, metavar="DIR", help="the old one")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new one")
+    summary = "write a new store: the old one with the rewards of a table"
+    parser = kinds.add_parser("from-parquet", help=summary, description=summary)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the table")
+    parser.add_argument("--store", required=True, type=Path, metavar="DIR", help="the old store")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new store")
     parser.set_defaults(run=run_from_parquet)
 
 
-def run_responses(args: argparse.Namespace) -> int:
-    """Say how many rollouts the new store has, and what was left out."""
-    from megatron_r3.rollouts.convert import Recording, convert_responses
-    from megatron_r3.rollouts.resume import keep_freed_memory
-    from megatron_r3.rollouts.reward import load_reward
-    from megatron_r3.rollouts.verify import read_model
+def _number(kind: type, least: float, most: float = float("inf")) -> Callable[[str], float]:
+    """The type of an argument that is a number from `least` to `most`.
 
-    keep_freed_memory()
-    recording = Recording(
-        path=args.file,
-        engine=args.engine,
-        engine_version=args.engine_version,
-        model=read_model(args.model),
-        policy_version=args.policy_version,
-        reward=load_reward(args.reward) if args.reward else None,
-    )
-    count, skipped = convert_responses(recording, args.out, args.shard_size, args.skip_refused)
-    for why in skipped:
-        print(f"left out: {why}", file=sys.stderr)
-    left_out = f"; lines left out: {len(skipped)}" if skipped else ""
-    print(f"{args.out} has {count} rollouts{left_out}")
-    return 0
-
-
-def run_to_parquet(args: argparse.Namespace) -> int:
-    """Say how many rows the table has."""
-    from megatron_r3.rollouts.parquet import to_parquet
-
-    print(f"{args.out} has {to_parquet(args.store, args.out)} rollouts")
-    return 0
-
-
-def run_from_parquet(args: argparse.Namespace) -> int:
-    """Say how many rewards are new."""
-    from megatron_r3.rollouts.parquet import from_parquet
-
-    changed = from_parquet(args.file, args.store, args.out)
-    print(f"{args.out} has the rollouts of {args.store}; rewards that changed: {changed}")
-    return 0
-
-
-# Arguments that several of the commands take.
-
-Commands = argparse._SubParsersAction  # what add_parser is a method of
-
-
-def number(kind: type, least: float, most: float = float("inf")) -> Callable[[str], float]:
-    """An argument's type: a number of one kind inside limits."""
+    argparse prints the function's name in its error: "invalid whole number (from 1 up) value: '0'".
+    """
 
     def parse(text: str) -> float:
         value = kind(text)
@@ -275,23 +168,200 @@ def number(kind: type, least: float, most: float = float("inf")) -> Callable[[st
     return parse
 
 
-def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """The model that sampled."""
-    text = "a transformers directory, or its config.json: then without digests of its weights"
-    parser.add_argument("--model", required=required, type=Path, metavar="HF_DIR", help=text)
-
-
-def add_reward(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """The function that rewards, and the policy version it is stored with."""
-    text = "function(sample) -> float"
-    parser.add_argument("--reward", required=required, metavar="MODULE:FUNCTION", help=text)
+def _add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
-        "--policy-version", type=number(int, 0, 2**63 - 1), default=0, metavar="N",
-        help="of the weights that sample (default: 0)",
+        "--model", required=required, type=Path, metavar="HF_DIR",
+        help="transformers directory of the model that samples. A config.json alone will do for a "
+        "server; the store then has no digests of the weights",
     )  # fmt: skip
 
 
-def add_shard_size(parser: argparse.ArgumentParser) -> None:
-    """How many rollouts a shard has."""
-    text = "rollouts of a shard, or more: groups stay whole (default: 128)"
-    parser.add_argument("--shard-size", type=number(int, 1), default=128, metavar="N", help=text)
+def _add_reward(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument(
+        "--reward", required=required, metavar="MODULE:FUNCTION",
+        help="function that takes a RewardSample and returns its reward, a number",
+    )  # fmt: skip
+
+
+def _add_policy_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy-version", type=_number(int, 0, 2**63 - 1), default=0, metavar="N",
+        help="version of the weights that sample (default: 0)",
+    )  # fmt: skip
+
+
+def _add_shard_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shard-size", type=_number(int, 1), default=128, metavar="N",
+        help="rollouts of a shard; a few more if a group would be cut (default: 128)",
+    )  # fmt: skip
+
+
+def run_collect(args: argparse.Namespace) -> int:
+    """Collect, then print what the store has; 128 and the signal's number after a signal."""
+    from megatron_r3.rollouts.signals import Interrupted, raising
+    from megatron_r3.untrusted import one_line
+
+    try:
+        with raising():
+            return _collect(args)
+    except Interrupted as error:
+        print(one_line(str(error)), file=sys.stderr)
+        return 128 + error.number
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from megatron_r3.rollouts.collect import collect
+    from megatron_r3.rollouts.plan import Plan, Sampling, read_model
+    from megatron_r3.rollouts.prompts import read_prompts
+    from megatron_r3.rollouts.reward import load_reward
+    from megatron_r3.rollouts.writing import keep_freed_memory
+
+    keep_freed_memory()
+    make_engine = _engine_maker(args)
+    prompts, reward, model = (
+        read_prompts(args.prompts), load_reward(args.reward), read_model(args.model),
+    )  # fmt: skip
+    if not model.router_fingerprint:
+        print(f"{args.model} has no weights: no digest of them is stored", file=sys.stderr)
+    plan = Plan(
+        prompts=prompts,
+        n=args.n,
+        sampling=Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.seed),
+        reward=reward,
+        model=model,
+        out=args.out,
+        policy_version=args.policy_version,
+        shard_size=args.shard_size,
+        refused_retries=args.refused_retries,
+        biased_sampling=args.biased_sampling,
+    )
+    concurrency = args.concurrency or CONCURRENCY[args.engine]
+    done = collect(make_engine(plan, concurrency), plan, concurrency)
+    print(
+        f"{args.out} has all {done.total} rollouts: {done.before} were there, {done.stored} new "
+        f"({done.tokens} tokens; {done.retries} retries, {done.refused} responses refused)"
+    )
+    return 0
+
+
+def _engine_maker(args: argparse.Namespace) -> Callable[[Plan, int], Engine]:
+    """What makes the engine that --engine names, from a plan and a concurrency.
+
+    What is missing for the engine is said here, before a prompt is read or a weight is digested.
+
+    Raises:
+        ValueError: --url is missing or does not belong there, or a package is not installed.
+    """
+    if args.engine == "transformers":
+        if args.url is not None:
+            raise ValueError("--engine transformers samples in this process: leave --url out")
+        from megatron_r3.rollouts.generate import Transformers
+
+        return lambda plan, _: Transformers(args.model, plan.model.shape, plan.sampling)
+    if args.url is None:
+        raise ValueError(f"--engine {args.engine} asks a server: give its address as --url")
+    from megatron_r3.rollouts.client import Client
+    from megatron_r3.rollouts.server import Server
+
+    def server(plan: Plan, concurrency: int) -> Server:
+        client = Client(args.url, concurrency, args.timeout, args.retries, args.retry_pause)
+        return Server(args.engine, client, plan.model.shape, plan.sampling)
+
+    return server
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Print a table of the stores, then how their routes spread over the experts."""
+    import json
+
+    from megatron_r3.rollouts.inspect import histogram, inspect_store, store_warnings, table
+    from megatron_r3.untrusted import one_line
+
+    stores = [inspect_store(directory) for directory in args.stores]
+    warnings = [warning for store in stores for warning in store_warnings(store)]
+    warnings += _compare_with_model(args, stores) if args.model else []
+    for warning in warnings:
+        print(f"warning: {one_line(warning)}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(stores))
+        return 0
+    print(table(stores))
+    for store in stores:
+        print(f"\nrows of each expert, {one_line(store['directory'])}:")
+        print(histogram(store, args.layers, sys.stdout.encoding or ""))
+    return 0
+
+
+def _compare_with_model(args: argparse.Namespace, stores: list[dict[str, Any]]) -> list[str]:
+    """Add `agreement` to each store's numbers; returns warnings."""
+    from megatron_r3.rollouts.verify import agreement_warnings, measure_agreement
+
+    warnings = []
+    for directory, store in zip(args.stores, stores, strict=True):
+        store["agreement"] = measure_agreement(directory, args.model, args.agreement)
+        warnings += agreement_warnings(directory, store["agreement"], store["moe_layers"])
+    return warnings
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Print a line for each store that is whole."""
+    from megatron_r3.rollouts.plan import read_model
+    from megatron_r3.rollouts.verify import verify_store
+    from megatron_r3.untrusted import one_line
+
+    model = read_model(args.model) if args.model else None
+    for directory in args.stores:
+        store = verify_store(directory, model)
+        name = one_line(str(directory))
+        checked = "every byte and id"
+        if model is not None:
+            stamped = model.router_fingerprint and store.info.router_fingerprint
+            checked += f", {one_line(model.name)}'s shape"
+            whole = model.policy_stamp and store.info.policy_stamp
+            checked += (" and weights" if whole else " and router weights") if stamped else ""
+        print(f"{name}: {len(store)} rollouts in {len(store.shards)} shards, {checked}")
+        if model is not None and not stamped:
+            print(f"{name}: router weights not compared: no fingerprint", file=sys.stderr)
+    return 0
+
+
+def run_responses(args: argparse.Namespace) -> int:
+    """Print how many rollouts the new store has, and what was left out."""
+    from megatron_r3.rollouts.convert import Recording, convert_responses
+    from megatron_r3.rollouts.plan import read_model
+    from megatron_r3.rollouts.reward import load_reward
+    from megatron_r3.rollouts.writing import keep_freed_memory
+
+    keep_freed_memory()
+    recording = Recording(
+        path=args.file,
+        engine=args.engine,
+        engine_version=args.engine_version,
+        model=read_model(args.model),
+        policy_version=args.policy_version,
+        reward=load_reward(args.reward) if args.reward else None,
+    )
+    count, skipped = convert_responses(recording, args.out, args.shard_size, args.skip_refused)
+    for reason in skipped:
+        print(f"left out: {reason}", file=sys.stderr)
+    left_out = f"; lines left out: {len(skipped)}" if skipped else ""
+    print(f"{args.out} has {count} rollouts{left_out}")
+    return 0
+
+
+def run_to_parquet(args: argparse.Namespace) -> int:
+    """Print how many rows the table has."""
+    from megatron_r3.rollouts.parquet import to_parquet
+
+    print(f"{args.out} has {to_parquet(args.store, args.out)} rollouts")
+    return 0
+
+
+def run_from_parquet(args: argparse.Namespace) -> int:
+    """Print how many rewards are new."""
+    from megatron_r3.rollouts.parquet import from_parquet
+
+    changed = from_parquet(args.file, args.store, args.out)
+    print(f"{args.out} has the rollouts of {args.store}; rewards that changed: {changed}")
+    return 0

@@ -1,69 +1,30 @@
-"""Collect rollouts: ask a server for every sample of every prompt, and store each exactly once.
+"""Collect rollouts: have an engine sample every prompt, and store each sample exactly once.
 
-What is stored says itself which samples it holds, and a shard appears whole or not at all. So after
-a kill the same command reads the store, and asks for the rest.
+There is one path for every engine. `concurrency` workers take the missing samples in turn; each
+waits for the engine and the reward (`Sampler`), and hands its rollout to the `Shelf`, which writes
+whole groups. However the collection ends, the groups that are whole then are stored, and the same
+command takes the rest (resume.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from megatron_r3.rollouts.client import Client
+from megatron_r3.engines.shape import EngineError
+from megatron_r3.rollouts.engine import Answer, Engine, EnginePolicy, NoAnswer
+from megatron_r3.rollouts.plan import Plan
 from megatron_r3.rollouts.progress import Progress
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.rollouts.resume import only_writer, stored_samples
-from megatron_r3.rollouts.sampler import GivenUp, Plan, Sampler
-from megatron_r3.rollouts.server import EnginePolicy, Server, Watch
-from megatron_r3.rollouts.shelf import Shelf
-from megatron_r3.rollouts.signals import Interrupted, Stop, end_tasks
+from megatron_r3.rollouts.reward import RewardSample, score
+from megatron_r3.rollouts.signals import BackgroundThread, Interrupted, Stop, end_tasks
+from megatron_r3.rollouts.writing import Shelf
+from megatron_r3.store import Rollout
 
-
-def collect(server: Server, plan: Plan) -> Progress:
-    """Sample and store what is missing; returns the counts.
-
-    Raises:
-        CollectError: rollouts are missing at the end, or the server answers no prompt.
-        ServerChanged: it became another one; groups that were whole before are stored.
-        RewardError: the reward function failed; groups that were whole before are stored.
-        Interrupted: SIGINT, SIGTERM or SIGHUP came; groups that were whole before are stored.
-        ValueError: server, store and plan do not belong together; nothing was sampled.
-    """
-    plan.check(server.engine)
-    return asyncio.run(_collect(server, plan))
-
-
-async def _collect(server: Server, plan: Plan) -> Progress:
-    progress = Progress()
-
-    def on_retry() -> None:
-        progress.retries += 1
-        progress.show()
-
-    client = Client(
-        server.url, server.concurrency, server.timeout, server.retries, server.pause, on_retry
-    )
-    with Stop() as stop:
-        async with client:
-            watch = Watch(client, server.engine)
-            info = plan.store_info(server.engine, await stop.first(watch.begin()))
-            info.check()
-            with only_writer(plan.out):
-                stored = stored_samples(plan.out, info, plan.policy_version, plan.prompts)
-                wanted = [(p, i) for p in plan.prompts for i in range(plan.n)]
-                missing = [(p, i) for p, i in wanted if (p.group, i) not in stored.samples]
-                progress.total, progress.before = len(wanted), len(wanted) - len(missing)
-                shelf = Shelf(plan.out, info, plan.prompts, plan.shard_size)
-                policy = EnginePolicy(shelf, stored.engine_policy)
-                sampler = Sampler(client, server.engine, plan, watch, policy, progress)
-                with progress:
-                    await work_all(sampler, shelf, missing, server.concurrency, stop)
-    return progress
-
-
-# All missing samples, so many at a time, and what is stored and said however it ends.
-
-HOPELESS = 8  # so many prompts in a row without a rollout: it is the server, not the prompt
+# After this many prompts in a row without a rollout, the fault is the engine's and not a prompt's.
+HOPELESS = 8
 
 
 class CollectError(ValueError):
@@ -71,25 +32,74 @@ class CollectError(ValueError):
 
 
 class _HopelessError(Exception):
-    """No more of this."""
+    """Too many prompts in a row gave no rollout: stop collecting."""
 
 
-async def work_all(
+def collect(engine: Engine, plan: Plan, concurrency: int) -> Progress:
+    """Sample and store what is missing; returns the counts.
+
+    Args:
+        engine: samples the responses; it is closed at the end.
+        plan: what to collect.
+        concurrency: how many samples are under way at a time.
+
+    Raises:
+        CollectError: rollouts are missing at the end, or the engine answers no prompt.
+        EngineChanged: the engine became another one. Groups that were whole before are stored.
+        RewardError: the reward function failed. Groups that were whole before are stored.
+        Interrupted: SIGINT, SIGTERM or SIGHUP came. Groups that were whole before are stored.
+        ValueError: engine, store and plan do not belong together. Nothing was sampled.
+    """
+    for prompt in plan.prompts:
+        engine.check(prompt)
+    return asyncio.run(_collect(engine, plan, concurrency))
+
+
+async def _collect(engine: Engine, plan: Plan, concurrency: int) -> Progress:
+    progress = Progress()
+    with Stop() as stop:
+        try:
+            identity = await stop.first(engine.begin(progress.on_retry))
+            info = plan.model.store_info(
+                engine.name,
+                identity.version or "unknown",
+                engine_policy=identity.policy,
+                sampling=plan.sampling.settings,
+            )
+            info.check()
+            # In this order: nobody else may add to the store between looking and writing.
+            with only_writer(plan.out):
+                stored = stored_samples(plan.out, info, plan.policy_version, plan.prompts)
+                wanted = [(prompt, i) for prompt in plan.prompts for i in range(plan.n)]
+                missing = [(p, i) for p, i in wanted if (p.group, i) not in stored.samples]
+                progress.total, progress.before = len(wanted), len(wanted) - len(missing)
+                shelf = Shelf(plan.out, info, plan.prompts, plan.shard_size)
+                policy = EnginePolicy(shelf, stored.engine_policy)
+                sampler = Sampler(engine, plan, policy, progress)
+                with progress:
+                    await _work_all(sampler, shelf, missing, concurrency, stop)
+        finally:
+            await engine.close()
+    return progress
+
+
+async def _work_all(
     sampler: Sampler,
     shelf: Shelf,
     missing: Sequence[tuple[Prompt, int]],
     concurrency: int,
     stop: Stop,
 ) -> None:
-    """Sample all that is missing; whatever happens, groups that are whole are stored.
+    """Sample all that is missing. Whatever happens, groups that are whole are stored.
 
     Raises:
         CollectError: samples were given up.
         Interrupted: a signal came.
-        ValueError: that of a reward, a store, or a server that changed.
+        ValueError: from a reward, a store, or an engine that changed.
     """
     shelf.expect(prompt.group for prompt, _ in missing)
     team = _Team(sampler, shelf)
+    # All workers take from one iterator, so no sample is taken twice.
     todo = iter(missing)
     number = min(concurrency, len(missing))
     workers = [asyncio.ensure_future(team.work(todo)) for _ in range(number)]
@@ -97,26 +107,105 @@ async def work_all(
     try:
         if workers:
             await stop.first(asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION))
-    except Interrupted as signal:
-        interrupted = signal
+    except Interrupted as error:
+        interrupted = error
     finally:
-        # a worker that misses its cancel looks at this before it takes the next sample
+        # A cancel may get lost (`end_tasks`). A worker that misses its own sees this before it
+        # takes the next sample.
         team.ending = True
         await end_tasks(workers)
         sampler.close()
         shelf.store()
         team.count()
-    failed = (worker.exception() for worker in workers if not worker.cancelled())
-    team.say_why([error for error in failed if error is not None], interrupted)
+    failures = (worker.exception() for worker in workers if not worker.cancelled())
+    team.raise_reason([error for error in failures if error is not None], interrupted)
+
+
+class GivenUp(Exception):
+    """There is no rollout of this sample; the message names the prompt and says why."""
+
+
+class Sampler:
+    """Makes rollouts of a plan's prompts.
+
+    Args:
+        engine: samples the responses.
+        plan: what is collected.
+        policy: compares the versions of the engine's weights.
+        progress: counts refused responses and tokens.
+    """
+
+    def __init__(
+        self, engine: Engine, plan: Plan, policy: EnginePolicy, progress: Progress
+    ) -> None:
+        self.plan, self.progress = plan, progress
+        self._engine, self._policy = engine, policy
+        self._rewards = BackgroundThread("reward")
+
+    def close(self) -> None:
+        """End the thread of the rewards, after the reward that it computes now."""
+        self._rewards.close()
+
+    async def sample(self, prompt: Prompt, index: int) -> Rollout:
+        """One rollout of a response, after which the engine confirmed to be the same.
+
+        Raises:
+            GivenUp: there is no response, or none that can be used.
+            EngineChanged: the engine or its weights are others than at the start.
+            RewardError: the reward function failed.
+        """
+        plan, where = self.plan, f"{prompt.where}, sample {index}"
+        for attempt in range(plan.refused_retries + 1):
+            try:
+                answer = await self._ask(prompt, index, where)
+            except NoAnswer as error:
+                raise GivenUp(f"{where}: {error}") from error
+            except EngineError as error:
+                self.progress.refused += 1
+                if attempt == plan.refused_retries:
+                    reason = str(error) if str(error).startswith(where) else f"{where}: {error}"
+                    raise GivenUp(f"{reason} ({attempt + 1} responses refused)") from error
+            else:
+                return await self._reward(answer, prompt, index, where)
+        raise AssertionError("unreachable")
+
+    async def _ask(self, prompt: Prompt, index: int, where: str) -> Answer:
+        """A response that can be used.
+
+        Raises:
+            EngineError: the response cannot be used.
+        """
+        seed = self.plan.sampling.seed_of(prompt.group, index, self.plan.policy_version)
+        answer = await self._engine.sample(prompt, seed, where)
+        self._policy.check(answer.policies, where)
+        await self._engine.confirm()
+        return answer
+
+    async def _reward(self, answer: Answer, prompt: Prompt, index: int, where: str) -> Rollout:
+        plan, decoded = self.plan, answer.decoded
+        text_and_reason = answer.text, answer.finish_reason
+        seen = RewardSample.of(decoded, prompt.fields, text_and_reason, prompt.group, index)
+        reward = await self._rewards.run(score, plan.reward, seen, where)
+        rollout = replace(
+            decoded,
+            reward=reward,
+            group=prompt.group,
+            sample=index,
+            policy_version=plan.policy_version,
+            prompt_digest=prompt.digest,
+        )
+        rollout.check(where)
+        self.progress.tokens += int(rollout.response_N.sum())
+        return rollout
 
 
 class _Team:
     """What the workers share.
 
     Attributes:
-        ending: no new sample is begun.
-        lost: why samples were given up.
-        in_a_row: groups that lost samples since the last rollout.
+        ending: a worker begins no new sample once this is True.
+        lost: for each sample that was given up, why.
+        in_a_row: the groups that lost samples since the last rollout came.
     """
 
     def __init__(self, sampler: Sampler, shelf: Shelf) -> None:
@@ -125,18 +214,18 @@ class _Team:
         self.in_a_row: set[int] = set()
 
     async def work(self, todo: Iterator[tuple[Prompt, int]]) -> None:
-        """Take the next sample, until there is none or it ends."""
+        """Take one sample after the other, until there is none left or the collection ends."""
         for prompt, index in todo:
-            rollout, why = None, ""
+            rollout, reason = None, ""
             try:
                 rollout = await self.sampler.sample(prompt, index)
             except GivenUp as error:
-                why = str(error)
+                reason = str(error)
             self.shelf.take(prompt.group, rollout)
             if rollout is None:
-                # not where the error was caught: what is raised there keeps it, its frames, and
-                # with them a whole response
-                self._lose(prompt.group, why)
+                # Not inside the `except`: `_lose` may raise, and an exception raised there would
+                # keep the GivenUp, its frames, and with them a whole response.
+                self._lose(prompt.group, reason)
             else:
                 self.in_a_row.clear()
             self.count()
@@ -149,19 +238,21 @@ class _Team:
         progress.stored, progress.waiting = self.shelf.stored, self.shelf.waiting
         progress.show()
 
-    def _lose(self, group: int, why: str) -> None:
-        self.lost.append(why)
-        self.sampler.progress.say(f"not stored: {why}")
+    def _lose(self, group: int, reason: str) -> None:
+        self.lost.append(reason)
+        self.sampler.progress.say(f"not stored: {reason}")
         self.in_a_row.add(group)
         if len(self.in_a_row) >= HOPELESS:
-            raise _HopelessError(why)
+            raise _HopelessError(reason)
 
-    def say_why(self, failed: Sequence[BaseException], interrupted: Interrupted | None) -> None:
-        """Raise what ended it early, or what is missing."""
+    def raise_reason(
+        self, failures: Sequence[BaseException], interrupted: Interrupted | None
+    ) -> None:
+        """Raise what ended the collection early, or what is missing; return if nothing is."""
         progress = self.sampler.progress
         have = f"{self.shelf.out} has {progress.before + progress.stored}"
         have += f" of {progress.total} rollouts"
-        for error in failed:
+        for error in failures:
             if isinstance(error, _HopelessError):
                 raise CollectError(
                     f"{HOPELESS} prompts in a row gave no rollout; {have}; the last: {error}"

@@ -1,6 +1,6 @@
-"""What a store holds, in numbers: its rollouts, and how its routes are spread.
+"""What stores hold, in numbers and as a table: rollouts, and how routes spread over the experts.
 
-Shape suffixes: L MoE layers, T rows, K top-k, E experts, M rollouts.
+Shape suffixes (docs/glossary.md): L, T, K, E, M, G.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from megatron_r3.store import RolloutStore, StoreError
 from megatron_r3.untrusted import one_line
 from megatron_r3.values import wrong_logprob
 
-CHUNK = 1 << 15  # rows read at a time
+CHUNK_ROWS = 1 << 15  # read at a time
+BARS, PLAIN_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # the second for terminals without UTF-8
+MOST_BARS = 64  # characters of a histogram
+MOST_CELL = 400  # characters of a cell of the table
 
 
 def inspect_store(directory: Path) -> dict[str, Any]:
-    """Everything about a store that JSON can hold (docs/rollout-store.md); reads all of it.
+    """All numbers about a store, ready for JSON (docs/rollout-store.md). It reads the whole store.
 
     Raises:
-        StoreError: it is damaged.
+        StoreError: the store is damaged.
     """
     store = RolloutStore([directory], mixed_policies=True)
     routes = _read_routes(store)
@@ -50,9 +53,13 @@ def inspect_store(directory: Path) -> dict[str, Any]:
     }
 
 
-def warnings_of(stats: dict[str, Any]) -> list[str]:
-    """What to look at before training on a store (`inspect_store`)."""
-    impossible = stats["impossible_logprobs"]
+def store_warnings(numbers: dict[str, Any]) -> list[str]:
+    """What to look at before training on a store; empty if there is nothing.
+
+    Args:
+        numbers: from `inspect_store`.
+    """
+    impossible = numbers["impossible_logprobs"]
     if not impossible:
         return []
     more = f" (and in {len(impossible) - 1} other rollouts)" if impossible[1:] else ""
@@ -63,29 +70,31 @@ def _source(store: RolloutStore) -> dict[str, Any]:
     info = store.info
     versions, counts = np.unique(store.column("policy_version"), return_counts=True)
     infos = [shard.info for shard in store.shards]
-    prints = {one.router_fingerprint for one in infos}
+    prints = {info.router_fingerprint for info in infos}
     return {
-        # texts, whatever the shard's header has in their place
+        # `str`, because the header of a shard may have anything in the place of a text
         "engine": str(info.engine),
         "engine_version": str(info.engine_version),
         "model": str(info.model),
         "sampling": vars(info.sampling).copy(),
         "vocab_size": info.vocab_size,
-        "policy_stamps": sorted({str(one.policy_stamp) for one in infos} - {""}),
-        "engine_policies": sorted({str(one.engine_policy) for one in infos} - {""}),
+        "policy_stamps": sorted({str(info.policy_stamp) for info in infos} - {""}),
+        "engine_policies": sorted({str(info.engine_policy) for info in infos} - {""}),
         "num_experts": info.num_experts,
         "topk": info.topk,
         "moe_layers": list(info.moe_layers),
-        "router_fingerprints": sorted(list(one) for one in prints if one),
+        "router_fingerprints": sorted(list(digests) for digests in prints if digests),
         "policy_versions": {str(v): int(c) for v, c in zip(versions, counts, strict=True)},
     }
 
 
 def _prompts(store: RolloutStore) -> dict[str, Any]:
-    """How many prompts, of how many rollouts, and how many whose rewards are all the same."""
+    """How many prompts there are, how many rollouts they have, how many have one reward only."""
     reward_M = store.column("reward")
     _, group_M, counts = np.unique(store.groups(), return_inverse=True, return_counts=True)
     least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
+    # `ufunc.at`, because a group occurs several times in group_M: `least[group_M] = ...` would keep
+    # what the last rollout of each group brings.
     np.minimum.at(least, group_M, reward_M)
     np.maximum.at(most, group_M, reward_M)
     return {
@@ -124,7 +133,15 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 
 
 def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[str, Any]:
-    """The load of a layer's experts; `uneven` is the busiest one's, in units of the mean."""
+    """How a layer's rows spread over its experts.
+
+    `uneven` is the load of the busiest expert in units of the mean load. Example: 4 experts with 5,
+    1, 1 and 1 rows have a mean of 2, so it is 2.5.
+
+    Args:
+        hidden: the hidden layer; None for the sum of all layers.
+        repeated: the share of rows that are the same as the row before.
+    """
     mean = counts_E.mean()
     return {
         "layer": hidden,
@@ -138,12 +155,14 @@ def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[st
 
 @dataclass
 class _Routes:
-    """Counts over all rows.
+    """Counts over all rows of a store.
 
     Attributes:
-        rows, missing: all, and those that the engine returned no route for.
-        pairs: rows whose previous token has a row too, both recorded.
-        repeated, repeated_L: pairs of the same row in all layers, and in each.
+        rows: all rows.
+        missing: rows that the engine returned no route for.
+        pairs: recorded rows that follow a recorded row of the same rollout.
+        repeated: pairs whose two rows are the same in all layers.
+        repeated_L: pairs whose two rows are the same in each layer.
         counts_LE: rows of each expert.
     """
 
@@ -162,6 +181,7 @@ def _read_routes(store: RolloutStore) -> _Routes:
         seen.rows += len(recorded_T)
         seen.missing += int((~recorded_T).sum())
         for layer, ids_TK in enumerate(ids_LTK):
+            # The result is as long as the largest id wants: its length shows an id out of range.
             counts = np.bincount(ids_TK[recorded_T].reshape(-1), minlength=experts)
             if len(counts) > experts:
                 raise StoreError(
@@ -169,6 +189,8 @@ def _read_routes(store: RolloutStore) -> _Routes:
                     f"{len(counts) - 1} of {experts}: damaged; rollouts verify says where"
                 )
             seen.counts_LE[layer] += counts
+        # Neighbours of one rollout that have the same row in all layers are rare. An engine that
+        # returns a stale buffer makes many of them.
         pair_T = recorded_T[1:] & recorded_T[:-1] & follows_T[1:]
         same_LT = (ids_LTK[:, 1:] == ids_LTK[:, :-1]).all(-1) & pair_T
         seen.pairs += int(pair_T.sum())
@@ -178,35 +200,32 @@ def _read_routes(store: RolloutStore) -> _Routes:
 
 
 def _chunks(store: RolloutStore) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Ids, recorded bits and whether a row follows the one before, of whole rollouts together."""
+    """Ids, recorded bits, and whether a row follows the row before it, of some rollouts at a time.
+
+    Example: rollouts of 3 and 2 rows follow as [no, yes, yes, no, yes].
+    """
     layers = range(len(store.info.moe_layers))
-    rollout, batch = 0, []
-    while rollout < len(store):
-        rows_T = store.row_ids(rollout)
-        follows_T = np.arange(len(rows_T)) > 0
-        batch.append((rows_T, follows_T))
-        rollout += 1
-        if rollout == len(store) or sum(len(rows) for rows, _ in batch) >= CHUNK:
-            rows = np.concatenate([rows for rows, _ in batch])
-            yield (*store.routes(rows, layers), np.concatenate([f for _, f in batch]))
+    batch: list[np.ndarray] = []
+    for rollout in range(len(store)):
+        batch.append(store.row_ids(rollout))
+        if rollout == len(store) - 1 or sum(map(len, batch)) >= CHUNK_ROWS:
+            follows_T = np.concatenate([np.arange(len(rows)) > 0 for rows in batch])
+            yield (*store.routes(np.concatenate(batch), layers), follows_T)
             batch = []
 
 
-# Stores side by side as text, and how their routes are spread over the experts.
-
-BARS, PLAIN_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
-WIDTH = 64  # characters of a histogram
-CELL = 400  # of a cell, at most
-
-
 def table(stores: Sequence[dict[str, Any]]) -> str:
-    """A row for each fact, a column for each store (`inspect_store`).
+    """Stores side by side as text: a row for each fact, a column for each store.
 
-    Whoever wrote a store chose the names in it: a cell is one line that a terminal shows as it is.
+    Whoever wrote a store chose the names in it, so every cell is made one line without control
+    characters.
+
+    Args:
+        stores: from `inspect_store`.
     """
     columns = [_column(store) for store in stores]
     names = list(columns[0])
-    cells = [names, *([one_line(column[name], CELL) for name in names] for column in columns)]
+    cells = [names, *([one_line(column[name], MOST_CELL) for name in names] for column in columns)]
     widths = [max(map(len, column)) for column in cells]
     lines = [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
@@ -232,7 +251,7 @@ def _column(store: dict[str, Any]) -> dict[str, str]:
         "model": store["model"] or "-",
         "sampling": _sampling(store["sampling"]),
         "vocabulary": f"{store['vocab_size'] or 'not said'}",
-        "router fingerprint": " ".join(one[0] for one in prints) if prints else "none",
+        "router fingerprint": " ".join(digests[0] for digests in prints) if prints else "none",
         "policy stamp": " ".join(stamps) if stamps else "none",
         "engine's policy": ", ".join(policies) if policies else "not said",
         "experts": experts,
@@ -256,14 +275,14 @@ def _column(store: dict[str, Any]) -> dict[str, str]:
 def _sampling(settings: dict[str, Any]) -> str:
     """Example: temperature 1, top-p 1, at most 64 tokens."""
     names = {"temperature": "temperature", "top_p": "top-p", "top_k": "top-k", "min_p": "min-p"}
-    said = [
+    words = [
         f"{text} {settings[name]:g}" if name != "top_k" or settings[name] else "top-k off"
         for name, text in names.items()
         if settings[name] is not None
     ]
     if settings["max_tokens"] is not None:
-        said.append(f"at most {settings['max_tokens']} tokens")
-    return ", ".join(said) or "not said"
+        words.append(f"at most {settings['max_tokens']} tokens")
+    return ", ".join(words) or "not said"
 
 
 def _agreement(measured: dict[str, Any]) -> dict[str, str]:
@@ -294,7 +313,11 @@ def _size(count: float) -> str:
 
 
 def histogram(store: dict[str, Any], each_layer: bool, encoding: str) -> str:
-    """Rows of each expert: a line for each layer, or one for all of them."""
+    """The rows of each expert as bars: a line for each layer, or one line for the sum of them.
+
+    Args:
+        encoding: of the terminal.
+    """
     layers = store["layers"] if each_layer else [store["all_layers"]]
     names = [f"layer {layer['layer']}" if each_layer else "all layers" for layer in layers]
     width = max(map(len, names))
@@ -307,9 +330,13 @@ def histogram(store: dict[str, Any], each_layer: bool, encoding: str) -> str:
 
 
 def _bars(counts: Sequence[int], encoding: str) -> str:
-    """A character for each expert, or for some neighbours together."""
+    """A character for each expert, or for some neighbours together if there are many experts.
+
+    Example: 128 experts make 64 characters of 2 experts each. The highest bar is the busiest; a bar
+    that is not blank has at least one row.
+    """
     bars = BARS if "utf" in encoding.lower() else PLAIN_BARS
-    each = -(-len(counts) // WIDTH)
+    each = -(-len(counts) // MOST_BARS)  # rounded up, as is the height of a bar below
     sums = [sum(counts[i : i + each]) for i in range(0, len(counts), each)]
     top = max(*sums, 1)
     return "|" + "".join(bars[-(-8 * value // top)] for value in sums) + "|"

@@ -1,6 +1,7 @@
-"""A store and a table of its rollouts: everything but the routes, a row a rollout.
+"""A store as a parquet table, a row for each rollout, and rewards back from such a table.
 
-What has one number a rollout, its reward, can come back: to score rollouts again elsewhere.
+The table has everything but the routes. Only the rewards can come back: rollouts are scored again
+elsewhere, and a new store gets the old rollouts with the new rewards.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.rollouts.resume import new_store, writing
 from megatron_r3.rollouts.reward import checked_reward
+from megatron_r3.rollouts.writing import new_store, writing
 from megatron_r3.store import Rollout, RolloutStore, StoreError, write_shard
 from megatron_r3.store.shard import Shard
 from megatron_r3.untrusted import one_line
@@ -23,13 +24,14 @@ from megatron_r3.untrusted import one_line
 try:
     import pyarrow as pa
     import pyarrow.parquet as pq
-except ImportError as missing:  # an extra: training does not need it
+except ImportError as missing:  # an optional dependency: training does not need it
     raise ValueError("parquet takes pyarrow: pip install 'megatron-r3[parquet]'") from missing
 
-
-KEY = ("policy_version", "group", "sample")
+KEY = ("policy_version", "group", "sample")  # these three name a rollout
 ROWS = 1024  # read at a time
+# the columns that a table must have, and the kind of each
 WANTED = {**dict.fromkeys(KEY, "name"), "reward": "reward"}
+# for each kind: how errors call it, and whether a column's type is of it
 _KINDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
     "name": ("whole numbers", pa.types.is_integer),
     "reward": (
@@ -64,6 +66,7 @@ def to_parquet(directory: Path, path: Path) -> int:
     store = RolloutStore([directory], mixed_policies=True)
     with writing(path):
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        # Beside `path`, to be renamed when it is whole: a rename does not cross file systems.
         descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
         os.close(descriptor)
         try:
@@ -73,7 +76,7 @@ def to_parquet(directory: Path, path: Path) -> int:
                     rows = [_row(store, shard, i, first + i) for i in range(shard.num_rollouts)]
                     writer.write_table(pa.Table.from_pylist(rows, schema=_schema()))
                     first += shard.num_rollouts
-            os.chmod(name, 0o644)
+            os.chmod(name, 0o644)  # mkstemp made it readable for its owner alone
             os.replace(name, path)
         finally:
             Path(name).unlink(missing_ok=True)
@@ -101,6 +104,7 @@ def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[st
     fields = store.fields(rollout)
     return {
         **{name: int(shard.tensors[name][index]) for name in (*KEY, "prompt_digest", "num_tokens")},
+        # argmax of booleans is the first True
         "prompt_length": int(np.argmax(fields["response"])),
         "reward": float(shard.tensors["reward"][index]),
         **fields,
@@ -113,15 +117,16 @@ def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[st
 
 
 def from_parquet(path: Path, directory: Path, out: Path) -> int:
-    """Write a new store, the old one with the table's rewards; returns how many changed.
+    """Write a new store, the old one with the table's rewards; returns how many rewards changed.
 
-    Rows are found by `policy_version`, `group` and `sample`, in any order; where the table has
-    `tokens`, they must be the store's.
+    A row is found by its `policy_version`, `group` and `sample`, so rows may come in any order. If
+    the table has `tokens`, they must be those of the store.
 
     Raises:
-        StoreError: a table that cannot be read or has columns of other types, a rollout without a
-            row, a row without a rollout, two of one name, other tokens; `out` cannot be written.
-        RewardError: a reward that is no finite number.
+        StoreError: the table cannot be read or has columns of other types; a rollout has no row, a
+            row has no rollout, two rows have one name or a row has other tokens; `out` cannot be
+            written.
+        RewardError: a reward is no finite number.
     """
     store = RolloutStore([directory], mixed_policies=True)
     rows = _rows(path, store, directory)
@@ -132,8 +137,8 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
             first += shard.num_rollouts
             old = [store.rollout(i) for i in numbers]
             new = [
-                _rewarded(one, rows, store.name(i), path)
-                for one, i in zip(old, numbers, strict=True)
+                _rewarded(rollout, rows, store.name(i), path)
+                for rollout, i in zip(old, numbers, strict=True)
             ]
             changed += sum(a.reward != b.reward for a, b in zip(old, new, strict=True))
             with writing(out):
@@ -144,10 +149,10 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
 def _rows(
     path: Path, store: RolloutStore, directory: Path
 ) -> dict[tuple[int, ...], dict[str, Any]]:
-    """The rows by name, each with its number; there are no more of them than rollouts.
+    """The rows by the name of their rollout, each with its number in the table.
 
-    A file of a kilobyte can have a billion rows that are all the same, so the first one that the
-    store does not have, or that comes again, ends the reading.
+    A file of a kilobyte can hold a billion rows that are all the same. So reading ends at the first
+    row whose rollout the store does not have, or that names a rollout once more.
     """
     known = set(zip(*(store.column(name).tolist() for name in KEY), strict=True))
     known_tokens = int(store.column("num_tokens").sum())
@@ -173,14 +178,14 @@ def _read(path: Path, known_tokens: int) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
     except StoreError:
         raise
-    except Exception as error:  # pyarrow's are of many kinds: OSError, KeyError, OverflowError
+    except Exception as error:  # pyarrow raises many kinds: OSError, KeyError, OverflowError
         raise StoreError(
             f"{path}: not a readable parquet file ({one_line(str(error), 300)})"
         ) from error
 
 
 def _columns(file: pq.ParquetFile, path: Path, known_tokens: int) -> list[str]:
-    """The columns to read, of types that they can have."""
+    """The names of the columns to read, whose types have been checked."""
     schema = file.schema_arrow
     missing = [name for name in WANTED if name not in schema.names]
     if missing:
@@ -201,13 +206,16 @@ def _columns(file: pq.ParquetFile, path: Path, known_tokens: int) -> list[str]:
 
 
 def _refuse_more_tokens(file: pq.ParquetFile, path: Path, known: int) -> None:
-    """Look at how many ids the file says that it has, before they are unpacked.
+    """Compare the number of ids that the file's metadata names with the store's, before unpacking.
 
-    An id that repeats takes next to nothing there, and 28 bytes here.
+    An id that repeats takes next to nothing in the file, and 28 bytes as a Python number. Example:
+    a list of a million zeros is some bytes there and 36 MB here.
     """
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
     ids = sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == "tokens")
+    # Parquet counts empty and missing lists as values, too, and the table may have rollouts twice.
+    # So the bound is generous: what is really there is compared row by row.
     if ids > 4 * known + (1 << 20):
         raise StoreError(f"{path}: column tokens has {ids} ids; the store has {known}")
 
@@ -215,7 +223,7 @@ def _refuse_more_tokens(file: pq.ParquetFile, path: Path, known: int) -> None:
 def _rewarded(
     rollout: Rollout, rows: dict[tuple[int, ...], dict[str, Any]], where: str, path: Path
 ) -> Rollout:
-    """The rollout with its row's reward; the row is taken out."""
+    """The rollout with the reward of its row, which is taken out of `rows`."""
     key = (rollout.policy_version, rollout.group, rollout.sample)
     row = rows.pop(key, None)
     if row is None:
@@ -223,6 +231,7 @@ def _rewarded(
     if "tokens" in row and not np.array_equal(row["tokens"], rollout.tokens_N):
         raise StoreError(f"{path}: row {row['row']}, {_text(key)}, has other tokens than {where}")
     reward = checked_reward(row["reward"], f"{path}: row {row['row']}, {_text(key)}, has reward")
+    # float32, as the store holds it: otherwise .1 would count as a change of the stored .1
     return replace(rollout, reward=float(np.float32(reward)))
 
 

@@ -1,4 +1,4 @@
-"""How far a collection is: counts, and a bar where stderr is a terminal."""
+"""How far a collection is: its counts, and a bar if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import sys
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from tqdm import tqdm
-
 from megatron_r3.untrusted import one_line
+
+try:
+    from tqdm import tqdm
+except ImportError as missing:  # an optional dependency: a trainer does not need it
+    raise ValueError(
+        "collecting rollouts takes tqdm: pip install 'megatron-r3[collect]'"
+    ) from missing
 
 
 @dataclass
@@ -16,10 +21,13 @@ class Progress:
     """Counts, and shows them.
 
     Attributes:
-        total, before: rollouts that the store shall have, and those it had.
-        stored, waiting: those it got, and those that wait for their shard.
-        retries, refused: requests that were repeated; responses that the decoder refused.
-        tokens: of the responses taken.
+        total: rollouts that the store is to have in the end.
+        before: rollouts that the store had at the start.
+        stored: rollouts that were written since.
+        waiting: rollouts that wait for their group or their shard.
+        retries: requests that were repeated.
+        refused: responses that could not be used.
+        tokens: sampled tokens of the responses that were taken.
     """
 
     total: int = 0
@@ -32,7 +40,7 @@ class Progress:
     _bar: tqdm | None = field(default=None, repr=False)
 
     def __enter__(self) -> Progress:
-        """Show the bar."""
+        """Show the bar. `disable=None` means: only on a terminal."""
         self._bar = tqdm(
             total=self.total, initial=self.before, unit=" rollouts", file=sys.stderr, disable=None
         )
@@ -44,10 +52,15 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave it as it is."""
+        """Leave the bar on the screen as it is."""
         assert self._bar is not None
         self.show()
         self._bar.close()
+
+    def on_retry(self) -> None:
+        """Count a request that is repeated."""
+        self.retries += 1
+        self.show()
 
     def show(self) -> None:
         """Bring the bar up to date."""
@@ -57,5 +70,5 @@ class Progress:
             self._bar.update(self.before + self.stored + self.waiting - self._bar.n)
 
     def say(self, text: str) -> None:
-        """A line of its own on stderr, terminal or not."""
+        """Print a line of its own on stderr, above the bar if there is one."""
         tqdm.write(one_line(text), file=sys.stderr)

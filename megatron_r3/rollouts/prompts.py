@@ -1,4 +1,4 @@
-"""Prompts as JSON lines: what is asked, and what names it in the store."""
+"""Prompts as JSON lines: what an engine is asked, and the group that names it in the store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prompt:
 
     Attributes:
         where: file and line, for messages.
-        group: what the store calls it.
+        group: the number that the rollouts of this prompt share in the store.
         content: token ids, a text, or the messages of a chat.
         fields: the whole line, as the reward function gets it.
     """
@@ -38,23 +38,23 @@ class Prompt:
 
     @property
     def tokens(self) -> list[int] | None:
-        """The token ids, where the line gives them."""
+        """The token ids; None if the prompt is a text or a chat."""
         if isinstance(self.content, str) or isinstance(self.content[0], dict):
             return None
         return self.content  # type: ignore[return-value]
 
     @property
     def is_chat(self) -> bool:
-        """Whether the engine's chat template makes a prompt of it."""
+        """Whether the prompt is messages, which the model's chat template turns into a text."""
         return not isinstance(self.content, str) and isinstance(self.content[0], dict)
 
     @cached_property
     def digest(self) -> int:
-        """What is asked, as a number."""
+        """The content as a number (`prompt_digest`)."""
         return prompt_digest(self.content)
 
     def check_json(self) -> None:
-        """Refuse a text or chat that JSON has no way to send: NaN, or half of a surrogate pair.
+        """Refuse a text or chat that JSON cannot carry: NaN, or half of a surrogate pair.
 
         Raises:
             PromptError: naming the line.
@@ -67,7 +67,7 @@ class Prompt:
             ) from error
 
     def check_vocabulary(self, vocab_size: int | None) -> None:
-        """Refuse token ids that the model does not have.
+        """Refuse token ids outside the model's vocabulary; None for `vocab_size`: it is not known.
 
         Raises:
             PromptError: naming the token.
@@ -80,10 +80,11 @@ class Prompt:
 
 
 def prompt_digest(content: list[int] | str | list[dict[str, Any]]) -> int:
-    """What tells prompts apart: 63 bits of the SHA-256 of a prompt as canonical JSON, never 0.
+    """A number that tells prompts apart: 63 bits of the SHA-256 of canonical JSON. It is never 0.
 
-    Example: the JSON of token ids is `["tokens",[1,5,9]]`; a text has "text", a chat "messages", so
-    the text "[1,5,9]" is another prompt.
+    A store writes 0 where no digest is known. Example: the JSON of token ids is
+    `["tokens",[1,5,9]]`. A text has "text" in the first place and a chat "messages", so the text
+    "[1,5,9]" is another prompt.
 
     Args:
         content: token ids, a text, or the messages of a chat.
@@ -100,15 +101,16 @@ def prompt_digest(content: list[int] | str | list[dict[str, Any]]) -> int:
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of JSON lines `{"prompt": ids or text}` or `{"messages": [...]}`.
 
-    The group is the line's `group`, else its `id` (a text: the first 63 bits of its SHA-256), else
-    the line's number, from 0 on.
+    The group of a prompt is the line's `group`. Without one it is the line's `id`, of which a text
+    counts as the first 63 bits of its SHA-256. Without both it is the line's number, from 0 on.
 
     Raises:
-        PromptError: a line that is no prompt, or two of one group.
+        PromptError: a line is no prompt, or two lines have one group.
     """
     prompts: dict[int, Prompt] = {}
     try:
-        lines = path.read_bytes().split(b"\n")  # JSON may hold other line ends
+        # Not `splitlines`: a text in JSON may hold other characters that end a line, as U+2028.
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise PromptError(f"{path}: not readable ({error})") from error
     for number, line in enumerate(lines):
@@ -137,7 +139,7 @@ def _prompt(line: bytes, number: int, where: str) -> Prompt:
     if "prompt" in fields:
         if not isinstance(content, str) and not _all_ids(content):
             raise PromptError(f"{where}: `prompt` is a text or a list of token ids from 0 on")
-    elif not isinstance(content, list) or not all(isinstance(one, dict) for one in content):
+    elif not isinstance(content, list) or not all(isinstance(message, dict) for message in content):
         raise PromptError(f"{where}: `messages` is a list of objects")
     if not content:
         raise PromptError(f"{where}: the prompt is empty")
@@ -146,7 +148,9 @@ def _prompt(line: bytes, number: int, where: str) -> Prompt:
 
 def _all_ids(content: Any) -> bool:
     return isinstance(content, list) and all(
-        type(token) is int and 0 <= token <= MOST_TOKEN_ID for token in content
+        # `isinstance` would take True for 1
+        type(token) is int and 0 <= token <= MOST_TOKEN_ID
+        for token in content
     )
 
 
@@ -165,5 +169,5 @@ def _group(fields: Mapping[str, Any], number: int, where: str) -> int:
 
 
 def _number_of(data: bytes) -> int:
-    """The first 63 bits of a SHA-256."""
+    """The first 63 bits of a SHA-256, a number that int64 can hold."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 1

@@ -1,56 +1,26 @@
-"""How each engine is asked for one sample with its routes, and what its answer says beside them."""
+"""How vLLM and SGLang are asked for a sample, and what they answer beside tokens and routes.
+
+`convert` reads recorded answers with the second half of this file.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from megatron_r3 import engines
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.rollout import Rollout
+from megatron_r3.rollouts.plan import Sampling
 from megatron_r3.rollouts.prompts import Prompt, PromptError
-from megatron_r3.store import SamplingSettings
 from megatron_r3.values import wrong_text
 
-ENGINES = ("vllm", "sglang")
 Decode = Callable[[Mapping[str, Any], Mapping[str, Any], ModelShape, str], list[Rollout]]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample: the same for every request; a seed gives each sample one of its own.
-
-    Attributes:
-        max_tokens: of a response.
-        temperature, top_p: as everywhere.
-        top_k: so many of the likeliest tokens; 0: all.
-        seed: None: the engine's.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-
-    @property
-    def settings(self) -> SamplingSettings:
-        """What a store says of it."""
-        return SamplingSettings(self.temperature, self.top_p, self.top_k, 0.0, self.max_tokens)
-
-    def seed_of(self, group: int, sample: int, policy_version: int) -> int | None:
-        """The seed of one sample, whichever were sampled before it; 31 bits."""
-        if self.seed is None:
-            return None
-        text = f"{self.seed} {policy_version} {group} {sample}".encode()
-        return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
-
-
 def decoder(engine: str) -> Decode:
-    """`engines.decode` for one engine."""
+    """`engines.decode` for one engine: it makes rollouts of a response."""
     return partial(engines.decode, engine)
 
 
@@ -60,10 +30,12 @@ def build_request(
     """Path and body of the request for one sample, with token ids, log-probs and routes.
 
     Args:
-        model: the name under which the server has it; empty: its only one.
+        seed: of this sample; None leaves it to the engine.
+        model: the name under which the server has the model. Empty: the request names none, and the
+            server takes its only one.
 
     Raises:
-        PromptError: the engine cannot be asked this way.
+        PromptError: this engine cannot be asked such a prompt.
     """
     if engine == "vllm":
         return _vllm(prompt, sampling, seed, model)
@@ -77,10 +49,13 @@ def _vllm(
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,  # 0: all
+        "top_k": sampling.top_k,  # for vLLM, too, 0 cuts nothing off
+        # Both are switched off by name: the model's generation_config.json may switch them on.
         "min_p": 0.0,
-        "repetition_penalty": 1.0,  # off, whatever the model's generation_config says
+        "repetition_penalty": 1.0,
+        # Each sample is a request of its own: it has its own seed, and is repeated alone.
         "n": 1,
+        # Two ids may have the same text, so log-probs name ids: "token_id:523" instead of " the".
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
@@ -103,7 +78,7 @@ def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> dict[str, A
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,  # -1: all
+        "top_k": sampling.top_k or -1,  # for SGLang -1 cuts nothing off
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }
@@ -122,13 +97,14 @@ def answer_of(response: Any, index: int, where: str) -> tuple[str, str]:
     """Text and finish reason of one choice of a response that was decoded.
 
     Raises:
-        EngineError: the engine gave the request up half-way, so the response is not the policy's.
+        EngineError: one of them is no text, or the engine gave the request up half-way. Then the
+            response ends where the engine stopped, and not where the policy did.
     """
-    item = _choice(response, index)
-    message = item.get("message") or {}
-    text = item.get("text", message.get("content")) or ""
-    reason = item.get("finish_reason", (item.get("meta_info") or {}).get("finish_reason"))
-    if isinstance(reason, Mapping):
+    choice = _choice(response, index)
+    message = choice.get("message") or {}
+    text = choice.get("text", message.get("content")) or ""
+    reason = choice.get("finish_reason", (choice.get("meta_info") or {}).get("finish_reason"))
+    if isinstance(reason, Mapping):  # SGLang: {"type": "stop", "matched": 2}
         reason = reason.get("type")
     reason = reason or ""
     for name, value in (("text", text), ("finish reason", reason)):
@@ -140,10 +116,10 @@ def answer_of(response: Any, index: int, where: str) -> tuple[str, str]:
 
 
 def refuse_nameless(response: Any, asked: str, where: str) -> None:
-    """Refuse a response that names no model where one was asked for.
+    """Refuse a response that names no model, if the request named one.
 
-    vLLM names it in each; that it is the one asked for is the decoder's to say. SGLang's /generate
-    takes no name and gives none.
+    vLLM names the model in each response, and the decoder compares it with the request. SGLang's
+    /generate takes no name and gives none.
 
     Raises:
         EngineError: naming the model that was asked for.
@@ -156,14 +132,15 @@ def policies_of(response: Any, index: int, where: str) -> list[str]:
     """The versions of the engine's weights that sampled one choice, as far as the response says.
 
     SGLang has `weight_version` and `weight_versions: [{"version", "start", "end"}]` in meta_info,
-    vLLM from 0.32 on the latter. Two of them: new weights came while the choice was sampled.
+    vLLM from 0.32 on the latter. Two versions mean that new weights came while the choice was
+    sampled.
 
     Raises:
-        EngineError: one of them is no text.
+        EngineError: a version is no text.
     """
-    item = _choice(response, index)
-    found = []
-    for part in (response, item, item.get("meta_info")):
+    choice = _choice(response, index)
+    versions = []
+    for part in (response, choice, choice.get("meta_info")):
         if not isinstance(part, Mapping):
             continue
         spans = part.get("weight_versions") or []
@@ -174,15 +151,15 @@ def policies_of(response: Any, index: int, where: str) -> list[str]:
             wrong = wrong_text(version)
             if wrong is not None:
                 raise EngineError(f"{where}: the version of its weights is {wrong}")
-            found.append(version)
-    return list(dict.fromkeys(found))
+            versions.append(version)
+    return list(dict.fromkeys(versions))  # each once, in the order of their first appearance
 
 
 def _choice(response: Any, index: int) -> Mapping[str, Any]:
-    """One choice of a response; its shape was checked by the decoder."""
-    if isinstance(response, list):  # SGLang, asked for several
+    """One choice of a response whose form the decoder has checked."""
+    if isinstance(response, list):  # SGLang answers with a list if it is asked for several
         response = response[index]
     if "choices" in response:
         response = next(c for c in response["choices"] if c.get("index") == index)
-    found: Mapping[str, Any] = response
-    return found
+    choice: Mapping[str, Any] = response
+    return choice

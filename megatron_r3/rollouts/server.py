@@ -1,47 +1,85 @@
-"""The server that samples: where it is, how patient to be with it, and what it says of itself."""
+"""A vLLM or SGLang server as an engine: asked for samples, and watched for changes.
+
+Between two responses a server may be restarted, get new weights or serve another model. So each
+response is used only after the server has said once more that it is what it was at the start.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
-from megatron_r3.engines.shape import EngineError
-from megatron_r3.rollouts.client import Client, NoAnswer
-from megatron_r3.rollouts.shelf import Shelf
+from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.rollouts.client import Client
+from megatron_r3.rollouts.engine import Answer, EngineChanged, Identity, NoAnswer
+from megatron_r3.rollouts.http_body import answer_limit
+from megatron_r3.rollouts.plan import Sampling
+from megatron_r3.rollouts.prompts import Prompt
+from megatron_r3.rollouts.requests import (
+    answer_of,
+    build_request,
+    decoder,
+    policies_of,
+    refuse_nameless,
+)
 from megatron_r3.values import wrong_text
 
 
-class ServerChanged(ValueError):
-    """The server is not what it was when the collection began."""
-
-
-@dataclass(frozen=True)
 class Server:
-    """An engine's address, and how it is asked (`Client`)."""
+    """The engine behind an address (`engine.Engine`).
 
-    engine: str
-    url: str
-    concurrency: int = 32
-    timeout: float = 600.0
-    retries: int = 6
-    pause: float = 0.5
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a server says of itself; empty where it does not.
-
-    Attributes:
-        version: of the engine.
-        model: the name under which it has its model.
-        policy: the version of the weights, as whoever loads them names it.
+    Args:
+        name: "vllm" or "sglang".
+        client: sends the requests.
+        shape: the model's routes; a response with others is refused.
+        sampling: how to sample.
     """
 
-    version: str = ""
-    model: str = ""
-    policy: str = ""
+    def __init__(self, name: str, client: Client, shape: ModelShape, sampling: Sampling) -> None:
+        self.name, self.shape, self.sampling = name, shape, sampling
+        self._client, self._watch = client, Watch(client, name)
+        self._decode = decoder(name)
+
+    def check(self, prompt: Prompt) -> None:
+        """See `Engine.check`."""
+        build_request(self.name, prompt, self.sampling, None, "")
+
+    async def begin(self, on_retry: Callable[[], None]) -> Identity:
+        """See `Engine.begin`."""
+        self._client.on_retry = on_retry
+        return await self._watch.begin()
+
+    async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
+        """See `Engine.sample`."""
+        model = self._watch.start.model if self.name == "vllm" else ""
+        path, body = build_request(self.name, prompt, self.sampling, seed, model)
+        most_bytes = answer_limit(self.shape, prompt, self.sampling.max_tokens)
+        # The response has no name here, so it is freed as soon as it is decoded: hundreds of
+        # responses may wait for `confirm` at a time.
+        return self._read(await self._client.post(path, body, most_bytes), body, model, where)
+
+    def _read(self, response: Any, body: dict[str, Any], model: str, where: str) -> Answer:
+        try:  # the decoder compares the response with the request, and with what a model can sample
+            samples = self._decode(response, body, self.shape, where)
+            if len(samples) != 1:
+                raise EngineError(f"{where}: {len(samples)} samples in the response to 1 request")
+            refuse_nameless(response, model, where)
+            text, reason = answer_of(response, 0, where)
+            return Answer(samples[0], text, reason, policies_of(response, 0, where))
+        except EngineError:
+            raise
+        except Exception as error:  # JSON of some other service: a list where an object is expected
+            raise EngineError(f"{where}: the response cannot be read ({error!r})") from error
+
+    async def confirm(self) -> None:
+        """See `Engine.confirm`."""
+        await self._watch.confirm()
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        await self._client.close()
 
 
 def _vllm_version(page: Any) -> Mapping[str, Any]:
@@ -56,7 +94,7 @@ def _vllm_policy(page: Any) -> Mapping[str, Any]:
     return {"policy": page["weight_version"]}
 
 
-def _sglang(page: Any) -> Mapping[str, Any]:
+def _sglang_identity(page: Any) -> Mapping[str, Any]:
     return {
         "version": page["version"],
         "model": page.get("served_model_name") or page.get("model_path"),
@@ -65,41 +103,42 @@ def _sglang(page: Any) -> Mapping[str, Any]:
 
 
 _Read = Callable[[Any], Mapping[str, Any]]
-# for each thing that an engine tells the pages that may have it, in turn; vLLM has its third one
-# where it takes new weights (VLLM_SERVER_DEV_MODE)
+# What each engine is asked for: paths, of which the first that exists is taken, and how the page is
+# read. vLLM has /weight_info only where it takes new weights (VLLM_SERVER_DEV_MODE); SGLang's page
+# was called /get_server_info first.
 _PAGES: dict[str, tuple[tuple[tuple[str, ...], _Read], ...]] = {
     "vllm": (
         (("/version",), _vllm_version),
         (("/v1/models",), _vllm_model),
         (("/weight_info",), _vllm_policy),
     ),
-    "sglang": ((("/server_info", "/get_server_info"), _sglang),),
+    "sglang": ((("/server_info", "/get_server_info"), _sglang_identity),),
 }
 
 
 class Watch:
-    """Asks a server what it is: at the start, and again after its responses.
+    """Asks a server who it is: at the start, and again after its responses.
 
     Attributes:
-        start: what it was at the start.
+        start: who the server was at the start.
     """
 
     def __init__(self, client: Client, engine: str) -> None:
         self.start = Identity()
         self._client, self._engine = client, engine
-        self._pages: list[tuple[str, _Read]] = []
+        self._pages: list[tuple[str, _Read]] = []  # those that the server has
         self._asking = asyncio.Lock()
-        self._asked = 0  # how many responses wait, or waited, to be confirmed
-        self._answered = 0  # how many of them a check that has ended began after
-        self._failed: EngineError | None = None  # why that check has no answer
+        self._last_number = 0  # `confirm` numbers its calls from 1 on
+        self._served = 0  # the last call that the finished checks began after
+        self._failure: EngineError | None = None  # why the last check has no answer
 
     async def begin(self) -> Identity:
-        """Ask every page that the engine may have; later the ones that it has.
+        """Ask for every page that the engine may have; `confirm` asks for those that exist.
 
         Raises:
-            EngineError: no answer, or one that no engine gives.
+            EngineError: there is no answer, or one that the engine does not give.
         """
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for paths, read in _PAGES[self._engine]:
             for path in paths:
                 try:
@@ -108,120 +147,70 @@ class Watch:
                     if error.status != 404:
                         raise
                     continue
-                found |= self._read(page, path, read)
+                names |= self._read(page, path, read)
                 self._pages.append((path, read))
                 break
-        self.start = Identity(**found)
+        self.start = Identity(**names)
         return self.start
 
     async def confirm(self) -> None:
         """Return if the server is what it was at the start, asked after this call began.
 
-        One check serves all responses that came before it began. Example: while one is under way
-        for response 1, responses 2 to 30 come; the first of them to get the lock asks again, and
-        the other 28 find that it asked for them too.
+        One check serves all calls that came before the check began. Example: while a check is under
+        way for call 1, calls 2 to 30 come and wait for the lock. Call 2 gets the lock, sees that 30
+        calls have come, and asks the server. Calls 3 to 30 then find that the check served them
+        too. So 30 responses cost two checks.
 
         Raises:
-            ServerChanged: it is another one.
-            NoAnswer: it does not say.
+            EngineChanged: the server is another one.
+            NoAnswer: the server does not say who it is.
         """
-        self._asked += 1
-        mine = self._asked
+        self._last_number += 1
+        number = self._last_number
         async with self._asking:
-            if self._answered < mine:
-                serves, self._failed = self._asked, None
+            if self._served < number:
+                # Read before the server is asked: a call that comes during the check may be about a
+                # response that is younger than the server's answer.
+                serves, self._failure = self._last_number, None
                 try:
                     await self._compare()
                 except EngineError as error:
-                    self._failed = error
-                self._answered = serves
-            if self._failed is not None:
-                raise NoAnswer(f"is it still the same server? {self._failed}")
+                    self._failure = error
+                self._served = serves
+            if self._failure is not None:
+                raise NoAnswer(f"is it still the same server? {self._failure}")
 
     async def _compare(self) -> None:
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for path, read in self._pages:
-            found |= self._read(await self._client.get(path), path, read)
-        now = Identity(**found)
-        for one in fields(Identity):
-            was, is_now = getattr(self.start, one.name), getattr(now, one.name)
-            if was != is_now:
-                raise ServerChanged(
-                    f"{self._client.url}: the server changed: its {one.name} was {was!r} at the "
-                    f"start and is {is_now!r}: the responses in between are not stored"
+            names |= self._read(await self._client.get(path), path, read)
+        now = Identity(**names)
+        for field in fields(Identity):
+            before, after = getattr(self.start, field.name), getattr(now, field.name)
+            if before != after:
+                raise EngineChanged(
+                    f"{self._client.url}: the server changed: its {field.name} was {before!r} at "
+                    f"the start and is {after!r}: the responses in between are not stored"
                 )
 
     def _read(self, page: Any, path: str, read: _Read) -> dict[str, str]:
-        """The texts of a page by the name of `Identity`'s field.
+        """What a page says, by the names of `Identity`'s fields.
 
         Raises:
-            EngineError: another page, or a text that is none.
+            EngineError: it is no such page, or a value on it is no text.
         """
         where = f"{self._client.url}{path}"
         try:
-            found = read(page)
+            values = read(page)
         except (AttributeError, LookupError, TypeError) as error:
             raise EngineError(f"{where}: not what {self._engine} answers: no {error}") from error
-        texts = {
+        names = {
             name: str(value) if type(value) is int else value
-            for name, value in found.items()
+            for name, value in values.items()
             if value is not None
         }
-        for name, value in texts.items():
+        for name, value in names.items():
             wrong = wrong_text(value)
             if wrong is not None:
                 raise EngineError(f"{where}: the server's {name} is {wrong}")
-        return texts
-
-
-# The version of its weights that an engine itself reports: one policy version of a store has one.
-#
-# SGLang says it in each response, and on its page; vLLM on a page where it takes new weights, and
-# from 0.32 on in responses.
-
-
-class EnginePolicy:
-    """What the engine reported first; every later response must agree.
-
-    Args:
-        shelf: whose info says it.
-        stored: what the store's rollouts of this policy version say; None: it has none.
-    """
-
-    def __init__(self, shelf: Shelf, stored: str | None) -> None:
-        at_the_start = shelf.info.engine_policy
-        self._shelf = shelf
-        self._known: str | None = (at_the_start or None) if stored is None else stored
-        # a store that says it, and a server that did not so far
-        self._asked_for = bool(stored) and not at_the_start
-        if stored is not None:
-            shelf.info = replace(shelf.info, engine_policy=stored)
-
-    def check(self, reported: Sequence[str], where: str) -> None:
-        """Refuse a response that other weights sampled, or that two of them did.
-
-        Args:
-            reported: what the response says; nothing where the engine does not.
-            where: what errors call the response.
-
-        Raises:
-            ServerChanged: naming both versions.
-        """
-        if not reported and self._asked_for:
-            raise ServerChanged(
-                f"{where}: the engine does not say which weights sampled; the rollouts in "
-                f"{self._shelf.out} are of its weights {self._known!r}: take another "
-                "--policy-version or --out"
-            )
-        for version in reported:
-            if self._known is None and self._shelf.stored:
-                self._known = ""  # that is what its shards say
-            if self._known is None:
-                self._known = version
-                self._shelf.info = replace(self._shelf.info, engine_policy=version)
-            elif version != self._known:
-                before = repr(self._known) if self._known else "without a version"
-                raise ServerChanged(
-                    f"{where}: the engine's weights were {before} and are {version!r} now: one "
-                    "--policy-version is one policy; give the new one another"
-                )
+        return names

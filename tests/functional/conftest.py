@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from training import Policy, export, train
 
-from demo import hf_sampler, task
+from demo import task
 from demo.model import arguments
-from demo.stages import write_store
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.cli import main
 
 PRETRAIN = ["--micro-batch-size", "32", "--global-batch-size", "32", "--train-iters", "60"]
 PRETRAIN += ["--lr", "3e-3", "--save-interval", "1000"]
@@ -29,10 +29,10 @@ def policy(patched: TreeWorker, tmp_path_factory: pytest.TempPathFactory) -> Pol
 
 
 def sample(policy: Policy, folder: Path) -> None:
-    """32 rollouts, from transformers in bfloat16."""
-    prompts, out = folder / "prompts.jsonl", folder / "samples.npz"
+    """32 rollouts in one shard, from transformers in bfloat16."""
+    prompts = folder / "prompts.jsonl"
     task.write_prompts(prompts, 8, 10_000_000)
-    argv = ["--model", str(policy.hf), "--prompts", str(prompts), "--out", str(out)]
-    argv += ["--n", "4", "--seed", "1", "--max-new-tokens", str(task.MAX_ANSWER)]
-    assert hf_sampler.main(argv) == 0
-    write_store(out, policy.store, policy.hf)
+    argv = ["rollouts", "collect", "--engine", "transformers", "--model", str(policy.hf)]
+    argv += ["--prompts", str(prompts), "--out", str(policy.store), "--n", "4", "--seed", "1"]
+    argv += ["--max-tokens", str(task.MAX_ANSWER), "--reward", "demo.task:reward"]
+    assert main(argv) == 0

@@ -31,7 +31,7 @@ STEP += ["--moe-router-replay-verify-dispatch", "--moe-router-replay-log-mismatc
 def train(
     rank: int, argv: list[str], *, hidden: bool = False, validate: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Run `pretrain()` as demo/pretrain.py does; this rank's weights after training."""
+    """Run `pretrain()` as demo/pretrain.py does; returns this rank's weights after training."""
     if hidden:
         hide_megatron_r3()
     from megatron.training import get_args
@@ -132,12 +132,16 @@ PART = 8  # rollouts of a step, and of a shard
 
 
 def parts(policy: Policy) -> tuple[StoreInfo, list[list[Rollout]]]:
-    """The policy's 32 rollouts as four shards, each with whole groups, of four versions."""
+    """The policy's 32 rollouts as four shards, each with whole groups, of four versions.
+
+    They have no policy stamp: a training refuses new rollouts of a policy that it has updated, and
+    the tests that are about this stamp their shards themselves.
+    """
     store = RolloutStore([policy.store])
     rollouts = [store.rollout(index) for index in range(len(store))]
     rollouts.sort(key=lambda rollout: rollout.group)
     shards = [rollouts[i : i + PART] for i in range(0, len(rollouts), PART)]
-    return store.info, [
+    return replace(store.info, policy_stamp=""), [
         [replace(rollout, policy_version=version) for rollout in shard]
         for version, shard in enumerate(shards)
     ]

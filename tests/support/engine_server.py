@@ -1,6 +1,7 @@
-"""A server that answers with recorded vLLM responses, and misbehaves on request.
+"""A server that answers with recorded vLLM responses, and misbehaves if a test wants it to.
 
-A request's seed says which sample it is for, so the server can tell who asks twice.
+Each sample of a collection has its own seed, so by the seed of a request the server sees which
+sample is asked for once more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.rollouts.requests import Sampling
+from megatron_r3.rollouts.plan import Sampling
 from megatron_r3.store import RolloutStore
 
 DATA = Path(__file__).parents[1] / "data" / "vllm" / "vllm-0.30.0-qwen3moe-bf16"
@@ -56,7 +57,7 @@ def pair(sample):
 
 def recorded() -> dict[tuple[int, ...], tuple[dict[str, Any], list[dict[str, Any]]]]:
     """For each recorded prompt a response and its choices."""
-    found = {}
+    responses = {}
     for name in ("14_p12_g10_n2", "15_batch3_lists", "03_p5_g1"):
         payload = json.loads((DATA / f"{name}.json").read_text())
         prompts = payload["request"]["prompt"]
@@ -64,8 +65,8 @@ def recorded() -> dict[tuple[int, ...], tuple[dict[str, Any], list[dict[str, Any
         choices = payload["response"]["choices"]
         each = len(choices) // len(prompts)
         for i, prompt in enumerate(prompts):
-            found[tuple(prompt)] = payload["response"], choices[i * each : (i + 1) * each]
-    return found
+            responses[tuple(prompt)] = payload["response"], choices[i * each : (i + 1) * each]
+    return responses
 
 
 RECORDED = recorded()
@@ -74,9 +75,10 @@ CHAT = json.loads((DATA / "19_chat_turn1.json").read_text())
 
 
 def answer(body: dict[str, Any]) -> dict[str, Any]:
-    """The recorded response to a prompt; which of its choices, the seed says.
+    """The recorded response to a prompt, with the one of its choices that the seed selects.
 
-    A text gets that of the first prompt. The model is the one asked for, as vLLM says it.
+    A text gets the response to the first prompt. The response names the model that was asked for,
+    as vLLM's does.
     """
     if "messages" in body:
         response = json.loads(json.dumps(CHAT["response"]))
@@ -90,14 +92,14 @@ def answer(body: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Raw:
-    """A body that is no JSON of ours: its pieces as they are sent, and its own headers."""
+    """A body that is sent as it is, piece by piece, with headers of its own."""
 
     pieces: Iterable[bytes]
     headers: dict[str, str] = field(default_factory=dict)
     status: int = 200
 
 
-# what a request of one sample, asked for the n-th time, meets: "ok" or a way to fail
+# from a request's body, and how often its sample was asked for: "ok" or a way to fail
 Behave = Callable[[dict[str, Any], int], str]
 Answer = Callable[[dict[str, Any]], "dict[str, Any] | Raw"]
 PAGES = {"/version": {"version": "0.30.0"}, "/v1/models": {"data": [{"id": "served"}]}}
@@ -129,7 +131,7 @@ class Engine(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is killed is no news."""
+        """Print nothing: tests kill clients."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -166,32 +168,32 @@ class _Handler(BaseHTTPRequestHandler):
             with server.lock:
                 server.now -= 1
 
-    def _answer(self, how: str, body: dict[str, Any]) -> None:
-        if how == "hang":
+    def _answer(self, behaviour: str, body: dict[str, Any]) -> None:
+        if behaviour == "hang":
             self.server.closing.wait(30)
             self.close_connection = True
-        elif how == "disconnect":
+        elif behaviour == "disconnect":
             self.close_connection = True
-        elif how == "half":
+        elif behaviour == "half":
             self.send_response(200)
             self.send_header("Content-Length", "100000")
             self.end_headers()
             self.wfile.write(b'{"choices": [')
             self.close_connection = True
-        elif how == "garbage":
+        elif behaviour == "garbage":
             self._send(200, "<html>", raw=True)
-        elif how.isdigit():
-            self._send(int(how), {"error": {"message": f"told to say {how}"}})
+        elif behaviour.isdigit():
+            self._send(int(behaviour), {"error": {"message": f"told to say {behaviour}"}})
         else:
             response = self.server.answer(body)
             if isinstance(response, Raw):
                 self._send_raw(response)
                 return
-            if how == "zeros":
+            if behaviour == "zeros":
                 response["choices"][0]["routed_experts"] = np.zeros((22, 4, 4), int).tolist()
-            elif how == "odd":
+            elif behaviour == "odd":
                 response["choices"][0]["logprobs"] = {"content": [3]}
-            elif how == "abort":
+            elif behaviour == "abort":
                 response["choices"][0]["finish_reason"] = "abort"
             self._send(200, response)
             with self.server.lock:
@@ -207,7 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _send_raw(self, raw: Raw) -> None:
-        """Until it ends or the client has enough; without a length the end is the connection's."""
+        """Send all pieces, unless the client hangs up; closing the connection ends the body."""
         self.send_response(raw.status)
         for name, value in raw.headers.items():
             self.send_header(name, value)

@@ -16,7 +16,7 @@ from engine_server import PAGES, Raw, answer, command, engine, write_inputs
 
 from megatron_r3.cli import main
 from megatron_r3.engines.shape import EngineError, ModelShape
-from megatron_r3.rollouts.client import CutShort, answer_limit, beginning_of, body_of
+from megatron_r3.rollouts.http_body import CutShort, answer_limit, beginning_of, body_of
 from megatron_r3.rollouts.prompts import Prompt
 
 MB = 1 << 20

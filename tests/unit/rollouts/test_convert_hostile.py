@@ -16,10 +16,11 @@ from engine_mutations import mutated, mutated_json
 
 from megatron_r3.cli import main
 from megatron_r3.engines.shape import EngineError, ModelShape
-from megatron_r3.rollouts.convert import Recording, _Reader, convert_responses, settings_of
+from megatron_r3.rollouts.convert import Recording, _Reader, convert_responses
+from megatron_r3.rollouts.plan import Model
 from megatron_r3.rollouts.prompts import prompt_digest
+from megatron_r3.rollouts.recorded import settings_of
 from megatron_r3.rollouts.reward import RewardError
-from megatron_r3.rollouts.verify import Model
 from megatron_r3.store import RolloutStore
 from megatron_r3.store.schema import SamplingSettings
 from tests.unit.rollouts.test_convert import convert, payload

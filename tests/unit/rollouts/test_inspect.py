@@ -15,7 +15,7 @@ from stored import INFO, block_sums, make_rollout, metadata_of
 from megatron_r3.cli import main
 from megatron_r3.fingerprint import router_digest
 from megatron_r3.rollouts.inspect import inspect_store, table
-from megatron_r3.rollouts.verify import read_model
+from megatron_r3.rollouts.plan import read_model
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, write_shard
 from megatron_r3.store.schema import SamplingSettings

@@ -8,7 +8,7 @@ import pytest
 CODE = """
 import resource, sys
 import numpy as np
-from megatron_r3.rollouts.resume import keep_freed_memory
+from megatron_r3.rollouts.writing import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()

@@ -12,8 +12,9 @@ import pytest
 from engine_server import engine, write_inputs
 
 from megatron_r3.cli import main
+from megatron_r3.rollouts.plan import Sampling
 from megatron_r3.rollouts.prompts import Prompt, PromptError, read_prompts
-from megatron_r3.rollouts.requests import Sampling, answer_of, build_request
+from megatron_r3.rollouts.requests import answer_of, build_request
 from megatron_r3.store import RolloutStore
 
 

@@ -1,0 +1,92 @@
+"""The demo's rollouts, sampled by `megatron-r3 rollouts collect`.
+
+    python -m demo.collect --engine transformers --model DIR --out build/collected
+    python -m demo.collect --engine vllm --kill --model DIR --out build/collected
+
+With vllm a real server of the model is started on this machine's CPU, and stopped at the end. With
+`--kill` the collection is killed half-way and started again; then the store is verified and shown.
+The model is any transformers MoE directory that the engine runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from demo import task
+from demo.vllm_install import BUILD, ServerError
+from demo.vllm_server import serve
+
+ROOT = Path(__file__).parents[1]
+ENGINES = ("transformers", "vllm")
+NUM_PROMPTS, SAMPLES_PER_PROMPT = 64, 8
+FIRST_PROMPT = 10_000_000  # far from the problems of the training
+SHARDS_BEFORE_KILL = 4
+
+
+def command(name: str, *arguments: object) -> list[str]:
+    """`megatron-r3 rollouts NAME ...`."""
+    return [sys.executable, "-m", "megatron_r3.cli", "rollouts", name, *map(str, arguments)]
+
+
+def collect_command(engine: str, model: Path, prompts: Path, store: Path) -> list[str]:
+    """The collection; for vLLM `--url` comes after it."""
+    arguments = ["--engine", engine, "--model", model, "--prompts", prompts, "--out", store]
+    arguments += ["--n", SAMPLES_PER_PROMPT, "--max-tokens", task.MAX_ANSWER, "--seed", 1]
+    return command("collect", *arguments, "--reward", "demo.task:reward")
+
+
+def main() -> int:
+    """Collect, with --kill twice; 0 if every rollout is there once."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
+    parser.add_argument("--model", type=Path, required=True, help="a transformers directory")
+    parser.add_argument("--out", type=Path, required=True, help="gets prompts.jsonl and rollouts/")
+    parser.add_argument("--build", type=Path, default=BUILD, help="where vLLM is installed")
+    parser.add_argument("--kill", action="store_true", help="kill the collection half-way")
+    args = parser.parse_args()
+    prompts, store = args.out / "prompts.jsonl", args.out / "rollouts"
+    shutil.rmtree(store, ignore_errors=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    task.write_prompts(prompts, NUM_PROMPTS, FIRST_PROMPT)
+    collect = collect_command(args.engine, args.model, prompts, store)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    try:
+        with ExitStack() as stack:
+            if args.engine == "vllm":
+                collect += ["--url", stack.enter_context(serve(args.model, args.build))]
+            else:
+                env["OMP_NUM_THREADS"] = "1"  # a tiny model: threads would wait for each other
+            if args.kill:
+                collect += ["--shard-size", "32"]
+                _kill_half_way(collect, store, env)
+            status = subprocess.run(collect, env=env, check=False).returncode
+    except ServerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if status or not args.kill:
+        return status
+    subprocess.run(command("verify", store, "--model", args.model), env=env, check=True)
+    return subprocess.run(command("inspect", store), env=env, check=False).returncode
+
+
+def _kill_half_way(collect: list[str], store: Path, env: dict[str, str]) -> None:
+    with subprocess.Popen(collect, env=env) as process:
+        while process.poll() is None and _count_shards(store) < SHARDS_BEFORE_KILL:
+            time.sleep(0.01)
+        process.kill()
+    print(f"killed: {process.returncode}; {_count_shards(store)} shards", flush=True)
+
+
+def _count_shards(store: Path) -> int:
+    return len([*store.glob("shard-*.safetensors")])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

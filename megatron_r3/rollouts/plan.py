@@ -1,0 +1,158 @@
+"""What to collect: prompts, how to sample, which model, what rewards, and where the rollouts go.
+
+`Model`, which says what a store needs to know of a transformers directory, is used by `convert` and
+`verify` too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.fingerprint import policy_stamp, router_fingerprint
+from megatron_r3.rollouts.prompts import Prompt
+from megatron_r3.rollouts.reward import RewardFunction
+from megatron_r3.store import SamplingSettings, StoreInfo
+
+BIAS = (
+    "the policy loss takes all log-probs at temperature 1 over the whole vocabulary, so its ratio "
+    "would compare two distributions and its gradient would be biased"
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. It is the same for every request, except that each sample has its own seed.
+
+    Attributes:
+        max_tokens: the largest number of tokens of a response.
+        temperature: the logits are divided by it; 0 takes the likeliest token.
+        top_p: sample from the likeliest tokens that together have this probability; 1 means all.
+        top_k: sample from this many of the likeliest tokens; 0 means all.
+        seed: the seed of each sample is made from it. None: the engine chooses.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+    @property
+    def settings(self) -> SamplingSettings:
+        """What the store says of it."""
+        return SamplingSettings(self.temperature, self.top_p, self.top_k, 0.0, self.max_tokens)
+
+    def seed_of(self, group: int, sample: int, policy_version: int) -> int | None:
+        """The seed of one sample, of 31 bits. It does not depend on what was sampled before."""
+        if self.seed is None:
+            return None
+        # A digest, so that no two samples have neighbouring seeds, which some generators mix badly.
+        name = f"{self.seed} {policy_version} {group} {sample}".encode()
+        return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a store needs to know of a model.
+
+    Attributes:
+        name: the name of its directory.
+        shape: its MoE layers, experts and top-k.
+        router_fingerprint: a digest of the router weights of each MoE layer; empty if the directory
+            has no weights.
+        vocab_size: None if the config does not say it.
+        policy_stamp: a digest of all weights; empty if the directory has no weights.
+    """
+
+    name: str
+    shape: ModelShape
+    router_fingerprint: tuple[str, ...]
+    vocab_size: int | None
+    policy_stamp: str = ""
+
+    def store_info(self, engine: str, engine_version: str, **more: Any) -> StoreInfo:
+        """The header of a store of rollouts that this model sampled.
+
+        Args:
+            engine: the name of the engine that ran the model.
+            engine_version: of that engine.
+            more: other fields of StoreInfo.
+        """
+        return StoreInfo.of_model(
+            self.shape,
+            engine,
+            engine_version,
+            model=self.name,
+            router_fingerprint=self.router_fingerprint,
+            policy_stamp=self.policy_stamp,
+            vocab_size=self.vocab_size or 0,
+            **more,
+        )
+
+
+def read_model(path: Path) -> Model:
+    """Read a transformers directory, or a config.json alone, which has no weights to digest.
+
+    Raises:
+        EngineError: naming the file that cannot be used.
+    """
+    folder = (path if path.is_dir() else path.parent).resolve()
+    shape = ModelShape.from_hf_config(path)
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        return Model(folder.name, shape, (), shape.vocab_size)
+    try:
+        routers = router_fingerprint(path, shape.moe_layers)
+        return Model(folder.name, shape, routers, shape.vocab_size, policy_stamp(path))
+    except ValueError as error:
+        raise EngineError(
+            f"{error}; --model {path / 'config.json'} goes without a router fingerprint"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to collect. A plan that exists can be collected, as far as no engine has to be asked.
+
+    Attributes:
+        prompts: what to answer; each is a group of the store.
+        n: samples of each prompt.
+        sampling: how to sample.
+        reward: the function that rewards a response.
+        model: the model that the engine runs.
+        out: the directory of the store. What it has of this policy version is not sampled again.
+        policy_version: which policy samples.
+        shard_size: rollouts of a shard, or a few more, so that groups stay whole. A kill loses the
+            rollouts that wait for their shard to be full.
+        refused_retries: how often a sample is asked for again after a response that cannot be used.
+        biased_sampling: take temperature, top-p and top-k that the policy loss does not know.
+
+    Raises:
+        ValueError: the policy loss does not know the sampling, or a prompt cannot be asked.
+    """
+
+    prompts: Sequence[Prompt]
+    n: int
+    sampling: Sampling
+    reward: RewardFunction
+    model: Model
+    out: Path
+    policy_version: int = 0
+    shard_size: int = 128
+    refused_retries: int = 2
+    biased_sampling: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no engine needs to be asked about."""
+        unknown = self.sampling.settings.unknown_to_the_loss()
+        if unknown and not self.biased_sampling:
+            raise ValueError(
+                f"{', '.join(unknown)}: {BIAS}; --biased-sampling collects all the same"
+            )
+        for prompt in self.prompts:
+            prompt.check_vocabulary(self.model.vocab_size)
+            prompt.check_json()

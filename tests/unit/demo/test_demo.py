@@ -1,0 +1,92 @@
+"""The demo collects with the product's own command, and its vLLM server leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+from engine_server import PROMPTS, engine, write_inputs
+
+from demo import collect, task, vllm_server
+from megatron_r3.cli import main
+from megatron_r3.rollouts.reward import RewardSample
+from megatron_r3.store import RolloutStore
+from tests.unit.rollouts.test_generate import save_model
+
+
+def test_the_reward_is_the_share_of_right_positions():
+    def reward(prompt: list[int], response: list[int]) -> float:
+        return task.reward(RewardSample({}, prompt, response, "", "stop", 0, 0))
+
+    prompt, answer = task.problem(5)
+    assert reward(prompt, answer) == 1.0
+    assert reward(prompt, answer[:-1]) == 0.0
+    assert reward(prompt, [answer[0] + 1, *answer[1:]]) == 1 - 1 / len(answer)
+
+
+def test_the_command_collects_from_a_server_that_answers_as_vllm(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path, 3)
+    command = collect.collect_command("vllm", "config.json", "prompts.jsonl", "store")
+    with engine() as server:
+        assert main([*command[3:], "--url", server.url]) == 0
+    assert {len(body["prompt"]) for body in server.bodies} == {len(ids) for ids in PROMPTS[:3]}
+    store = RolloutStore(["store"])
+    assert len(store) == 3 * collect.SAMPLES_PER_PROMPT
+    assert (store.info.engine, store.info.model) == ("vllm", tmp_path.name)
+
+
+def test_a_collection_that_is_killed_half_way_goes_on(tmp_path):
+    """The whole command, with transformers in the place of vLLM; the store is verified in it."""
+    save_model(tmp_path / "model")
+    command = [sys.executable, "-m", "demo.collect", "--engine", "transformers", "--kill"]
+    command += ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "killed: -9; " in done.stdout
+    total = collect.NUM_PROMPTS * collect.SAMPLES_PER_PROMPT
+    assert f"has all {total} rollouts" in done.stdout
+    assert " 0 were there" not in done.stdout
+    assert len(RolloutStore([tmp_path / "out" / "rollouts"])) == total
+    lines = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
+    assert json.loads(lines[7]) == {"prompt": task.problem(10_000_007)[0], "group": 7}
+
+
+STUBBORN = "trap '' TERM; (trap '' TERM; sleep 60) & sleep 60 & wait; wait"
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="groups are read from /proc")
+
+
+def ends(process) -> bool:
+    for _ in range(100):
+        if not vllm_server._group_lives(process):
+            return True
+        threading.Event().wait(0.1)
+    return False
+
+
+@on_linux
+def test_a_server_is_stopped_with_the_processes_it_started():
+    process = subprocess.Popen(["sh", "-c", STUBBORN], start_new_session=True)
+    assert vllm_server._group_lives(process)
+    with vllm_server._guard(process):
+        vllm_server._stop(process, 0.2)
+    assert process.returncode is not None
+    assert ends(process)
+
+
+@on_linux
+def test_a_server_does_not_outlive_a_sampler_that_was_killed():
+    process = subprocess.Popen(["sh", "-c", STUBBORN], start_new_session=True)
+    code = """
+import os, signal, sys, types
+from demo import vllm_server
+with vllm_server._guard(types.SimpleNamespace(pid=int(sys.argv[1]))):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert vllm_server._group_lives(process)
+    killed = subprocess.run([sys.executable, "-c", code, str(process.pid)], check=False)
+    assert killed.returncode == -9
+    assert ends(process)
