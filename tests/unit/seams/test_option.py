@@ -10,7 +10,6 @@ import pytest
 
 from megatron_r3.seams import option
 from megatron_r3.seams.option import settle_fusion
-from megatron_r3.seams.pretrain import _check_options
 from megatron_r3.training.layers import moe_layer_indices
 
 
@@ -85,28 +84,3 @@ HYBRID = ["hybrid_layer_pattern", "hybrid_override_pattern"]  # from 0.17 on, be
 def test_moe_layers_of_a_hybrid_model_are_those_of_its_pattern(name):
     config = SimpleNamespace(num_layers=6, moe_layer_freq=1, **{name: "*E|M-|EE/*E/*E"})
     assert moe_layer_indices(config) == (1, 4, 5)
-
-
-def refused_with_rollouts(**more):
-    args = {"rollouts": ["store"], "rollouts_clip_eps": 0.2, "rollouts_pack": False, **more}
-    with pytest.raises(ValueError) as refusal:  # before the store is looked at
-        _check_options(SimpleNamespace(micro_batch_size=1, **args))
-    return str(refusal.value)
-
-
-@pytest.mark.parametrize("name", HYBRID)
-def test_a_pack_does_not_go_through_recurrent_layers(name):
-    told = refused_with_rollouts(rollouts_pack=True, **{name: "M*M*"})
-    assert "--rollouts-pack with the hybrid pattern M*M*" in told
-
-
-def test_legacy_models_have_routers_that_would_not_ask():
-    told = refused_with_rollouts(use_legacy_models=True)
-    assert "not together with --use-legacy-models" in told
-
-
-def test_checkpoints_that_cannot_say_what_was_used():
-    told = refused_with_rollouts(override_ckpt_iteration=7)
-    assert "not together with --override-ckpt-iteration: the checkpoint's own iteration" in told
-    told = refused_with_rollouts(non_persistent_ckpt_type="local")
-    assert "not together with --non-persistent-ckpt-type local" in told

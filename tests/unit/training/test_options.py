@@ -108,6 +108,10 @@ def test_what_changes_the_order_of_samples_is_part_of_it(change: str) -> None:
             {"rollouts_pack": True, "micro_batch_size": 1, "hybrid_layer_pattern": "*EM"},
             r"hybrid pattern \*EM: the state of its recurrent layers",
         ),
+        (  # its name before 0.17
+            {"rollouts_pack": True, "micro_batch_size": 1, "hybrid_override_pattern": "M*"},
+            r"hybrid pattern M\*: the state of its recurrent layers",
+        ),
         ({"non_persistent_ckpt_type": "local"}, "not together with --non-persistent-ckpt-type"),
         ({"dataloader_type": "external"}, "not together with --dataloader-type external"),
         (
