@@ -47,19 +47,31 @@ def drawn_routes() -> torch.Tensor:
     return torch.multinomial(weights, K, generator=generator).to(torch.uint8)
 
 
+def logged_losses() -> dict[str, Any]:
+    """Megatron's own table of auxiliary losses, by name."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # up to 0.17
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        return get_moe_layer_wise_logging_tracker()  # type: ignore[no-any-return]
+    return get_moe_metrics_tracker().metrics  # type: ignore[no-any-return]
+
+
 def route(router: Any, hidden: torch.Tensor, microbatch: MicrobatchRoutes | None) -> dict[str, Any]:
     """One pass; what it left: losses by name, counts, and the weight's gradient without a model."""
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
-    tracker = get_moe_metrics_tracker()
-    tracker.clear()
+    logged = logged_losses()
+    logged.clear()
     router.zero_grad()
     router.local_tokens_per_expert.zero_()
     with replaying(microbatch):
         probs, routing_map = router(hidden)
     (probs.sum() * 0).backward()
     return {
-        "losses": {name: entry.values.clone() for name, entry in tracker.metrics.items()},
+        "losses": {
+            name: (entry["values"] if isinstance(entry, dict) else entry.values).clone()
+            for name, entry in logged_losses().items()
+        },
         "counts": router.local_tokens_per_expert.clone(),
         "gradient": router.weight.grad.clone(),
         "map": routing_map,
@@ -165,6 +177,44 @@ def test_padding_is_not_part_of_the_load(patched: TreeWorker) -> None:
     assert all(results.values()), results
     (control,) = patched.run(padded_or_not, 1, False)
     assert not any(control.values()), control
+
+
+def mask_of_the_model(rank: int, option: bool, masked: bool) -> dict[str, bool] | None:
+    """The mask that a model gives its routers, of tokens that a live router and replay count."""
+    import inspect
+
+    start()
+    router, hidden = router_of(moe_router_replay=option)
+    if "padding_mask" not in inspect.signature(router.forward).parameters:
+        return None  # 0.15
+    padding = 17
+    longer = torch.cat([hidden, torch.randn(padding, 1, H)])
+    mask = (torch.arange(T + padding) >= T)[:, None] if masked else None
+    routers: dict[str, MicrobatchRoutes | None] = {"live": None}
+    if option:
+        ids = torch.cat([drawn_routes(), spread_padding(padding, K, E).to(torch.uint8)])
+        routers["replayed"] = MicrobatchRoutes({1: ids})
+    same = {}
+    for name, microbatch in routers.items():
+        router.local_tokens_per_expert.zero_()
+        with replaying(microbatch):
+            _, routing_map = router(longer, mask)
+        counts = router.local_tokens_per_expert
+        same[name] = torch.equal(counts, routing_map[:T].sum(0).to(counts))
+    return same
+
+
+@pytest.mark.parametrize("option", [False, True])
+def test_a_mask_of_the_model_keeps_padding_out_of_the_expert_bias(
+    patched: TreeWorker, option: bool
+) -> None:
+    names = ["live", "replayed"] if option else ["live"]
+    (same,) = patched.run(mask_of_the_model, 1, option, True)
+    if same is None:
+        pytest.skip("routers of this release know no padding mask")
+    assert same == dict.fromkeys(names, True)
+    (control,) = patched.run(mask_of_the_model, 1, option, False)
+    assert control == dict.fromkeys(names, False)
 
 
 def recorded_load(rank: int) -> bool:
