@@ -19,7 +19,7 @@ from pathlib import Path
 
 import megatron_r3
 from docker.pip_settings import build_secrets
-from megatron_r3.patching.versions import KnownTree, Line, patches_folder, read_matrix
+from megatron_r3.patching.versions import KnownTree, Line, patches_folder, read_versions
 
 ROOT = Path(__file__).parents[1]
 BUILT = ROOT / "build" / "image"  # the tag that was built last
@@ -53,13 +53,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_action(args: argparse.Namespace) -> int:
-    matrix = read_matrix(patches_folder())
+    versions = read_versions(patches_folder())
     if args.action == "test":
         return test(args, args.tag or _built_last())
-    default = matrix.default.name if args.source == "pypi" else matrix.default_line.name
-    lines = [line.name for line in matrix.lines if line.status == "supported"]
+    default = versions.default.name if args.source == "pypi" else versions.default_line.name
+    lines = [line.name for line in versions.lines if line.status == "supported"]
     for name in lines if args.action == "matrix" else [args.version or default]:
-        line, tree = matrix.find(name, args.source)
+        line, tree = versions.find(name, args.source)
         tag = args.tag or args.target or f"megatron-r3:{tree.name.replace(' ', '-')}"
         status = build(args, line, tree, tag)
         if not status and args.action == "matrix":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from docker.pip_settings import build_secrets
-from megatron_r3.patching.versions import patches_folder, read_matrix
+from megatron_r3.patching.versions import patches_folder, read_versions
 
 DOCKER = Path(__file__).parents[3] / "docker"
 
@@ -73,7 +73,7 @@ def test_a_machine_without_settings_has_no_secrets(pip_conf, monkeypatch):
 
 
 def test_the_dockerfile_begins_with_the_default_line():
-    line = read_matrix(patches_folder()).default_line
+    line = read_versions(patches_folder()).default_line
     text = (DOCKER / "Dockerfile").read_text()
     assert f"ARG BASE_IMAGE={line.image}\n" in text
     assert f"ARG MEGATRON_VERSION={line.name}\n" in text
