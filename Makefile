@@ -35,7 +35,7 @@ TAG              ?=
 DOCKER           ?= docker
 PIP_CONF         ?=
 TESTS            ?=
-IMAGE := PYTHONPATH=. $(PYTHON) -m docker.image --docker "$(DOCKER)" --source $(MEGATRON_SOURCE) \
+IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(MEGATRON_SOURCE) \
 	--version "$(MEGATRON_VERSION)" --repo "$(MEGATRON_REPO)" --base "$(BASE_IMAGE)" --tag "$(TAG)" --tests "$(TESTS)" \
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
 # the default tree of patches/versions.toml
