@@ -34,7 +34,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_STRINGS = {"name", "commit", "pypi", "sdist_sha256"}
+# what the strings of a tree's entry must look like, and how a message says that
+_HEX = r"[0-9a-f]{40}"
+_STRINGS = {
+    "name": (r"(?s).*", "a string"),
+    "commit": (_HEX, "40 hex digits"),
+    "pypi": (r"[\w.-]+==[\w.]+", "'name==version'"),
+    "sdist_sha256": (r"[0-9a-f]{64}", "64 hex digits"),
+}
 
 
 @dataclass(frozen=True)
@@ -150,24 +157,21 @@ def _line(name: str, table: dict[str, Any], folder: Path, file: Path) -> Line:
 
 
 def _tree(entry: dict[str, Any], where: str) -> KnownTree:
-    _check_keys(entry, {"name"}, _STRINGS | {"absent", "blobs"}, where)
+    _check_keys(entry, {"name"}, _STRINGS.keys() | {"absent", "blobs"}, where)
     where = f"{where}.{entry['name']}"
-    strings = {key: entry[key] for key in _STRINGS & entry.keys()}
+    strings = {key: entry[key] for key in _STRINGS.keys() & entry.keys()}
     for key, value in strings.items():
-        if not isinstance(value, str):
-            raise PatchingError(f"{where}: {key} must be a string")
-    if not entry.keys() & {"commit", "pypi"}:
+        pattern, expected = _STRINGS[key]
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise PatchingError(f"{where}: {key} must be {expected}; got {value!r}")
+    if not strings.keys() & {"commit", "pypi"}:
         raise PatchingError(f"{where}: needs a commit or a pypi requirement")
-    if "pypi" in entry and not re.fullmatch(r"[\w.-]+==[\w.]+", entry["pypi"]):
-        raise PatchingError(f"{where}: pypi must be 'name==version'; got {entry['pypi']!r}")
-    if "pypi" in entry or "sdist_sha256" in entry:
-        _check_hex(entry.get("sdist_sha256", ""), 64, f"{where}: sdist_sha256")
-    if "commit" in entry:
-        _check_hex(entry["commit"], 40, f"{where}: commit")
+    if "pypi" in strings and "sdist_sha256" not in strings:
+        raise PatchingError(f"{where}: pypi needs an sdist_sha256")
     blobs = {path: tuple(ids) for path, ids in entry.get("blobs", {}).items()}
     for path, ids in blobs.items():
-        for blob in ids:
-            _check_hex(blob, 40, f"{where}: blobs of {path}")
+        if not all(re.fullmatch(_HEX, str(blob)) for blob in ids):
+            raise PatchingError(f"{where}: blobs of {path} must be 40 hex digits each; got {ids!r}")
     return KnownTree(**strings, absent=tuple(entry.get("absent", ())), blobs=blobs)
 
 
@@ -179,8 +183,3 @@ def _check_keys(table: Any, needed: set[str], allowed: set[str], where: str) -> 
         raise PatchingError(f"{where}: unknown key {key!r}")
     for key in sorted(needed - table.keys()):
         raise PatchingError(f"{where}: no {key}")
-
-
-def _check_hex(value: object, digits: int, where: str) -> None:
-    if not re.fullmatch(f"[0-9a-f]{{{digits}}}", str(value)):
-        raise PatchingError(f"{where} must be {digits} hex digits; got {value!r}")
