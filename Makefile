@@ -8,23 +8,24 @@ SAMPLER  ?= transformers
 MEGATRON ?=
 # the Megatron-LM clone of verify, bump and matrix
 REPO     ?=
-# the release line of verify, matrix, export and bump (default: all; the one that fits; as the tag says)
+# the release line of verify and matrix (default: all lines), of export (default: the line that fits)
+# and of bump (default: named after the tag)
 LINE     ?=
-# bump: from the patches of which line, to which tag or commit
+# bump: the line whose patches are carried, and the tag or commit that they are carried to
 OLD      ?=
 NEW      ?=
-# export: 1 writes nothing and says whether a byte would change
+# export: with 1 nothing is written, and the exit status says whether a byte would change
 CHECK    ?=
-# cases of fidelity whose name has this in it; one class of fuzz
+# fidelity: run the cases with this in their name; fuzz: run one class
 ONLY     ?=
-# fuzz: how many tries, and which ones
+# fuzz: how many tries, and the seed that chooses them
 TRIES    ?= 10000
 SEED     ?= 0
-# steps of each way in bench-dispatch
+# bench-dispatch: steps of each variant
 ROUNDS   ?= 10
-# tokens of all rollouts in bench-store
+# bench-store: tokens of all rollouts together
 TOKENS   ?= 1000000
-# bench-gpu: 1 runs it tiny, on the CPU
+# bench-gpu: with 1 it runs tiny sizes on the CPU
 REHEARSE ?=
 # image, image-test and image-matrix: see docs/image.md
 MEGATRON_SOURCE  ?= git
@@ -35,7 +36,7 @@ TAG              ?=
 DOCKER           ?= docker
 PIP_CONF         ?=
 TESTS            ?=
-IMAGE := PYTHONPATH=. $(PYTHON) -m docker.image --docker "$(DOCKER)" --source $(MEGATRON_SOURCE) \
+IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(MEGATRON_SOURCE) \
 	--version "$(MEGATRON_VERSION)" --repo "$(MEGATRON_REPO)" --base "$(BASE_IMAGE)" --tag "$(TAG)" --tests "$(TESTS)" \
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
 # the default tree of patches/versions.toml
@@ -47,9 +48,9 @@ TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' p
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.done  ## the development environment, in build/venv
+setup: $(VENV)/.done  ## install the development environment in build/venv
 
-# the file holds how many seconds it took
+# The file holds how many seconds the installation took; the demo prints it.
 $(VENV)/.done: pyproject.toml requirements.lock
 	@mkdir -p $(BUILD); date +%s > $(BUILD)/setup-start
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -57,7 +58,7 @@ $(VENV)/.done: pyproject.toml requirements.lock
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@echo $$(($$(date +%s) - $$(cat $(BUILD)/setup-start))) > $@
 
-megatron: setup  ## fetch the default megatron-core sources, as a git tree in build/
+megatron: setup  ## fetch the default megatron-core sources from PyPI, as a git checkout in build/
 	$(R3) megatron --out $(BUILD)
 
 apply revert status: setup
@@ -65,44 +66,44 @@ apply revert status: setup
 	@$(R3) $@ "$(MEGATRON)"
 
 apply:   ## put the patches into MEGATRON=DIR
-revert:  ## take them out again
-status:  ## say which they are
+revert:  ## remove the patches from MEGATRON=DIR
+status:  ## show which release MEGATRON=DIR is and whether it is patched
 
-verify: setup  ## check every series against the commits in REPO=CLONE (LINE=)
+verify: setup  ## check the patches of every release line against the commits in REPO=CLONE (LINE=)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
 	@$(R3) $@ "$(REPO)" $(if $(LINE),--line "$(LINE)")
 
-export: setup  ## write the commits of MEGATRON=DIR as patches (LINE=, CHECK=1)
+export: setup  ## write the commits of MEGATRON=DIR as patches (LINE=; CHECK=1: only say whether they differ)
 	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
 	@$(R3) $@ "$(MEGATRON)" $(if $(LINE),--line "$(LINE)") $(if $(CHECK),--check)
 
-bump: setup  ## start a release line: OLD=LINE NEW=TAG REPO=CLONE (LINE=)
+bump: setup  ## start a release line: carry the patches of OLD=LINE to NEW=TAG of REPO=CLONE (LINE=)
 	@test -n "$(OLD)" && test -n "$(NEW)" && test -n "$(REPO)" || \
 		{ echo "error: from which line to what? make $@ OLD=LINE NEW=TAG REPO=DIR" >&2; exit 2; }
 	@$(R3) $@ "$(OLD)" "$(NEW)" --repo "$(REPO)" $(if $(LINE),--name "$(LINE)")
 
-demo: megatron  ## a real rollout to a replayed training step (SAMPLER=transformers or vllm)
+demo: megatron  ## sample a tiny model, then train on its rollouts, live and replayed (SAMPLER=transformers or vllm)
 	$(R3) apply $(TREE)
 	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER)
 
-fidelity: megatron  ## every layout and schedule against one process (MEGATRON=DIR: a real checkout)
+fidelity: megatron  ## compare every layout and schedule with one process (MEGATRON=DIR: on a real checkout; ONLY=)
 	$(VENV)/bin/python -m fidelity.run --out $(BUILD)/fidelity$(if $(ONLY),-only).json \
 		$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(ONLY),--only "$(ONLY)")
 
-matrix: setup  ## every release line: apply, export, off, replay (REPO=CLONE: the real commits; LINE=)
+matrix: setup  ## test every release line: apply, export, option off, replay (REPO=CLONE: on the real commits; LINE=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fidelity.matrix --out $(BUILD)/matrix.json \
 		$(if $(REPO),--repo "$(REPO)") $(if $(LINE),--line "$(LINE)")
 
-bench-dispatch: megatron  ## what a MoE layer waits for and a step costs: live, replay, replay with a plan
+bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: live, replay, replay with a plan
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
 		--rounds $(ROUNDS)
 
-bench-store: setup  ## routes from a response to a rank's slice, and as peers move them (TOKENS=)
+bench-store: setup  ## measure routes on their way from a response to a rank, here and in other frameworks (TOKENS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \
 		--tokens $(TOKENS)
 
-# on a GPU with $(PYTHON), which needs torch and triton and what Megatron imports, and MEGATRON=DIR, patched
-bench-gpu: $(if $(REHEARSE),megatron)  ## the replayed gate and a MoE stack on a GPU (MEGATRON=DIR, REHEARSE=1)
+# On a GPU this runs with $(PYTHON), which needs torch, triton and what Megatron imports, on the patched MEGATRON=DIR.
+bench-gpu: $(if $(REHEARSE),megatron)  ## measure the replayed gate and a MoE stack on a GPU (MEGATRON=DIR; REHEARSE=1: tiny, on the CPU)
 	$(if $(REHEARSE),$(R3) apply $(TREE))
 	PYTHONPATH=. $(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.kernel \
 		--out $(if $(REHEARSE),$(BUILD)/bench/kernel.json --device cpu --rehearse,benchmarks/results) \
@@ -114,22 +115,22 @@ bench-gpu: $(if $(REHEARSE),megatron)  ## the replayed gate and a MoE stack on a
 image:  ## build the image (BASE_IMAGE=, MEGATRON_SOURCE=git or pypi, MEGATRON_VERSION=, MEGATRON=DIR, TAG=)
 	$(IMAGE) build
 
-image-vllm-cpu:  ## build the sampler of a run without a GPU: vLLM for CPU (BASE_IMAGE=)
+image-vllm-cpu:  ## build the image of a sampler that needs no GPU: vLLM for CPU (BASE_IMAGE=)
 	$(IMAGE) build --target vllm-cpu
 
-image-test:  ## run the tests inside the image built last, or TAG= (TESTS=: what pytest is given)
+image-test:  ## run the tests inside the image that was built last, or TAG= (TESTS=: arguments of pytest)
 	$(IMAGE) test
 
 image-matrix:  ## build and test the images of all release lines (BASE_IMAGE=, MEGATRON_SOURCE=)
 	$(IMAGE) matrix
 
-test: lint megatron  ## lint, then all tests
+test: lint megatron  ## run lint, then all tests
 	$(VENV)/bin/python -m pytest
 
-fuzz: megatron  ## bad input, thousands of times; fails on what is neither right nor one clear line (TRIES=, SEED=, ONLY=CLASS)
+fuzz: megatron  ## try bad input; fails if a result is neither right nor one clear line (TRIES=, SEED=, ONLY=CLASS)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fuzz.run --tries $(TRIES) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)")
 
-lint: setup  ## formatting, style, types
+lint: setup  ## check formatting, style and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy

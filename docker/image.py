@@ -1,9 +1,10 @@
 """Build the image and try it: `make image`, `make image-test`, `make image-matrix`.
 
-    python -m docker.image build|test|matrix [options]
+    PYTHONPATH=. python docker/image.py build|test|matrix [options]
 
-The Dockerfile can be built by hand too; this finds the base image and the commit of a release in
-patches/versions.toml, writes the labels, and hands the machine's own pip settings to the build.
+The Dockerfile can be built by hand too. This script finds the base image and the commit of a
+release in patches/versions.toml, writes the labels, and gives the build the pip settings of this
+machine.
 """
 
 from __future__ import annotations
@@ -17,33 +18,47 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+# A script, not a package: Python puts this folder on sys.path, not the one above, where a package
+# called docker would hide the Docker SDK.
+from pip_settings import build_secrets
+
 import megatron_r3
-from docker.pip_settings import build_secrets
-from megatron_r3.patching.versions import KnownTree, Line, patches_folder, read_matrix
+from megatron_r3.patching.versions import KnownTree, Line, patches_folder, read_versions
 
 ROOT = Path(__file__).parents[1]
-BUILT = ROOT / "build" / "image"  # the tag that was built last
-# as a careful cluster would run it; the tests write below /tmp, processes share memory
+BUILT = ROOT / "build" / "image"  # holds the tag that was built last
+# As a careful cluster would run the image. The tests write below /tmp; processes share memory.
 CAREFUL = ["--network", "none", "--read-only", "--tmpfs", "/tmp:exec,mode=1777", "--shm-size", "2g"]
+IN_IMAGE = "/opt/megatron-r3"
+# Prints those of the names argv[2:] that `import` finds in the folder argv[1].
+IMPORTABLE = """
+import sys
+from importlib.util import find_spec
+specs = {name: find_spec(name) for name in sys.argv[2:]}
+places = {name: [spec.origin or "", *(spec.submodule_search_locations or [])]
+          for name, spec in specs.items() if spec}
+print(*(name for name in places if any(p.startswith(sys.argv[1] + "/") for p in places[name])))
+"""
+UNWANTED = ("benchmarks", "demo", "docker", "fidelity", "fuzz", "tests")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Build or test one image, or all; the exit status of what failed."""
+    """Build or test one image, or all; return the exit status of what failed."""
     parser = argparse.ArgumentParser(prog="image", description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=("build", "test", "matrix"))
     parser.add_argument("--version", default="", help="a release line or a tree of versions.toml")
     parser.add_argument("--source", choices=("git", "pypi"), default="git")
-    parser.add_argument("--repo", default="", help="where the commit is fetched from")
+    parser.add_argument("--repo", default="", help="git repository to fetch the commit from")
     parser.add_argument("--base", default="", help="base image (default: upstream's of the line)")
     parser.add_argument("--tag", default="", help="default: megatron-r3:VERSION")
-    parser.add_argument("--megatron", type=Path, help="a tree of one's own (buildx)")
-    parser.add_argument("--docker", default="docker", help="the client")
-    parser.add_argument("--network", default="host", help="of the build")
+    parser.add_argument("--megatron", type=Path, help="a Megatron-LM tree of your own (buildx)")
+    parser.add_argument("--docker", default="docker", help="the Docker client")
+    parser.add_argument("--network", default="host", help="network of the build (default: host)")
     parser.add_argument("--pip-conf", type=Path, help="default: the settings of this machine's pip")
     parser.add_argument(
-        "--target", default="", help="image, or vllm-cpu: the sampler without a GPU"
+        "--target", default="", help="stage to build: vllm-cpu is the sampler without a GPU"
     )
-    parser.add_argument("--tests", default="", help="for the container's test command")
+    parser.add_argument("--tests", default="", help="arguments of the container's test command")
     args = parser.parse_args(argv)
     try:
         return _run_action(args)
@@ -53,13 +68,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_action(args: argparse.Namespace) -> int:
-    matrix = read_matrix(patches_folder())
+    versions = read_versions(patches_folder())
     if args.action == "test":
         return test(args, args.tag or _built_last())
-    default = matrix.default.name if args.source == "pypi" else matrix.default_line.name
-    lines = [line.name for line in matrix.lines if line.status == "supported"]
+    default = versions.default.name if args.source == "pypi" else versions.default_line.name
+    lines = [line.name for line in versions.lines if line.status == "supported"]
     for name in lines if args.action == "matrix" else [args.version or default]:
-        line, tree = matrix.find(name, args.source)
+        line, tree = versions.find(name, args.source)
         tag = args.tag or args.target or f"megatron-r3:{tree.name.replace(' ', '-')}"
         status = build(args, line, tree, tag)
         if not status and args.action == "matrix":
@@ -70,7 +85,7 @@ def _run_action(args: argparse.Namespace) -> int:
 
 
 def build(args: argparse.Namespace, line: Line, tree: KnownTree, tag: str) -> int:
-    """Build one image; say how long it took and how large it is."""
+    """Build one image; print how long it took and how large the image is."""
     command = [args.docker, "build", "--network", args.network, "--file", "docker/Dockerfile"]
     arguments = {
         "BASE_IMAGE": args.base or line.image,
@@ -93,28 +108,33 @@ def build(args: argparse.Namespace, line: Line, tree: KnownTree, tag: str) -> in
             command += ["--secret", f"id={name},src={file}"]
         status = _run([*command, "--tag", tag, "."])
     if not status:
-        inspect = [args.docker, "image", "inspect", "--format", "{{.Size}}", tag]
-        size = int(subprocess.run(inspect, capture_output=True, check=True, text=True).stdout)
-        base = [*inspect[:-1], arguments["BASE_IMAGE"]]
-        done = subprocess.run(base, capture_output=True, check=False, text=True)
-        of_base = f", {int(done.stdout) / 1e6:.0f} MB of it the base's" if done.stdout else ""
         if not args.target:
             BUILT.parent.mkdir(exist_ok=True)
             BUILT.write_text(f"{tag}\n")
-        seconds = time.monotonic() - started
-        print(f"{tag}: {size / 1e6:.0f} MB{of_base}, built in {seconds:.0f} s")
+        size, of_base = _size(args.docker, tag), _size(args.docker, arguments["BASE_IMAGE"])
+        shared = f", {of_base} MB of it the base's" if of_base else ""
+        print(f"{tag}: {size} MB{shared}, built in {time.monotonic() - started:.0f} s")
     return status
 
 
+def _size(docker: str, tag: str) -> int:
+    """The size of an image in MB; 0 if the engine does not have the image."""
+    inspect = [docker, "image", "inspect", "--format", "{{.Size}}", tag]
+    printed = subprocess.run(inspect, capture_output=True, check=False, text=True).stdout
+    return round(int(printed or 0) / 1e6)
+
+
 def test(args: argparse.Namespace, tag: str) -> int:
-    """Run the image's tests: no network, a root that cannot be written, not as root."""
-    run = [args.docker, "run", "--rm", *CAREFUL]
-    who = [*run, tag, "id", "--user"]
-    if subprocess.run(who, capture_output=True, text=True).stdout.strip() in ("", "0"):
+    """Run the image's tests without a network, with a read-only root, and not as root."""
+    run = [args.docker, "run", "--rm", *CAREFUL, tag]
+    if _printed([*run, "id", "--user"]) in ("", "0"):
         print(f"error: {tag} does not run, or runs as root", file=sys.stderr)
         return 1
+    if unwanted := _printed([*run, "python3", "-c", IMPORTABLE, IN_IMAGE, *UNWANTED]):
+        print(f"error: {tag}: these can be imported from anywhere: {unwanted}", file=sys.stderr)
+        return 1
     started = time.monotonic()
-    status = _run([*run, tag, "test", *shlex.split(args.tests)])
+    status = _run([*run, "test", *shlex.split(args.tests)])
     print(f"{tag}: tested in {time.monotonic() - started:.0f} s, status {status}")
     return status
 
@@ -127,10 +147,15 @@ def _built_last() -> str:
 
 
 def _series_tree(line: Line) -> str:
-    """Git's id of the folder of patches, as committed; the patches may come without git."""
+    """Git's tree id of the committed folder of patches; "unknown" where there is no git."""
     command = ["git", "-C", str(ROOT), "rev-parse", f"HEAD:patches/{line.name}"]
+    return _printed(command) or "unknown"
+
+
+def _printed(command: list[str]) -> str:
+    """What a command prints; "" if it fails without a word."""
     done = subprocess.run(command, capture_output=True, check=False, text=True)
-    return done.stdout.strip() or "unknown"
+    return done.stdout.strip()
 
 
 def _run(command: list[str]) -> int:

@@ -1,6 +1,7 @@
-"""This machine's pip settings as secrets of a build: certificates, indices, folders of wheels.
+"""Gives this machine's pip settings to a build as secrets: certificates, indices, wheels.
 
-A folder is served on 127.0.0.1 for the time of the build, which therefore has the host's network.
+A build cannot see a folder of this machine, so the folder is served on 127.0.0.1 while the image is
+built; the build therefore needs the host's network.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 def build_secrets(stack: ExitStack, pip_conf: Path | None) -> dict[str, Path]:
-    """The files that a build takes as secrets, by their ids; they are there while `stack` is open.
+    """The files that a build takes as secrets, by their ids; they exist while `stack` is open.
 
     Args:
-        pip_conf: used as it is; None: what `pip config list` says here.
+        pip_conf: the file that the build gets as it is. If it is None, a file is made from what
+            `pip config list` prints on this machine.
     """
     settings = _settings()
     secrets = {}
@@ -51,7 +53,8 @@ def build_secrets(stack: ExitStack, pip_conf: Path | None) -> dict[str, Path]:
 
 
 def _settings() -> dict[str, str]:
-    """pip's settings by their names; the environment's come last, and win."""
+    """pip's settings by name; a setting of the environment wins over one of a file."""
+    # one line: "global.index-url='https://...'", or ":env:.index-url='https://...'"
     command = [sys.executable, "-m", "pip", "config", "list", "--disable-pip-version-check"]
     listed = subprocess.run(command, capture_output=True, check=False, text=True).stdout
     settings = {}
@@ -62,12 +65,13 @@ def _settings() -> dict[str, str]:
 
 
 def _reachable(stack: ExitStack, place: str, name: str) -> str:
-    """An address for a folder of this machine; any other place as it is."""
+    """An address where the build finds `place`: a folder of this machine is served there."""
     url = urlsplit(place)
     path = Path(unquote(url.path) if url.scheme == "file" else place)
     if not path.is_dir():
         return place
-    # the files of an index often lie beside it
+    # An index often links to files beside it (simple/six/ to ../../files/six.whl), so the folder
+    # above the index is served.
     root, rest = (path.parent, f"{path.name}/") if name in INDICES else (path, "")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(root)))
     threading.Thread(target=server.serve_forever, daemon=True).start()

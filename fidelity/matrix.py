@@ -19,10 +19,16 @@ from pathlib import Path
 
 from fidelity.line_checks import CHECKS, Checked
 from fidelity.trees import ROOT
-from megatron_r3.patching.cleanroom import find_git_dir, has_commit, resolve
+from megatron_r3.patching.cleanroom import find_git_dirs, has_commit, resolve
 from megatron_r3.patching.fetch import fetch_tree
 from megatron_r3.patching.git import PatchingError
-from megatron_r3.patching.versions import KnownTree, Line, Matrix, patches_folder, read_matrix
+from megatron_r3.patching.versions import (
+    KnownTree,
+    Line,
+    Versions,
+    patches_folder,
+    read_versions,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     begin = time.monotonic()
     try:
-        matrix = read_matrix(patches_folder())
-        trees = [*_trees(matrix, args.line, args.repo)]
+        versions = read_versions(patches_folder())
+        trees = [*_trees(versions, args.line, args.repo)]
         if not trees:
             where = "has no commit" if args.repo else "is not on PyPI: give --repo CLONE"
             raise PatchingError(f"nothing to check: {args.line or 'every line'} {where}")
@@ -57,12 +63,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _trees(
-    matrix: Matrix, only: str, repo: Path | None
+    versions: Versions, only: str, repo: Path | None
 ) -> Iterator[tuple[Line, KnownTree, Path, str]]:
     """Each tree to check: its line, the git repository that holds it, and its commit there."""
     if repo is not None:
-        find_git_dir(repo)
-    for line in [matrix.line(only)] if only else matrix.lines:
+        find_git_dirs(repo)
+    for line in [versions.line(only)] if only else versions.lines:
         for tree in line.trees:
             if repo is None and tree.pypi:
                 source = fetch_tree(tree, ROOT / "build")

@@ -20,7 +20,7 @@ from fidelity.table import Table, passed
 from fidelity.trees import patched_copy, training_or_core, unpatched_copy
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.tree import identify
-from megatron_r3.patching.versions import patches_folder, read_matrix
+from megatron_r3.patching.versions import patches_folder, read_versions
 
 HEAD = (
     f"{'case':38} ranks {'dispatched':>10} {'loss error':>10} {'grad error':>10} bitwise controls"
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         except PatchingError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        line = identify(patched, read_matrix(patches_folder())).line.name
+        line = identify(patched, read_versions(patches_folder())).line.name
         left_out = [case.name for case in cases if not case.runs_on(patched, line)]
         cases = [case for case in cases if case.runs_on(patched, line)]
         if left_out:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.fetch import fetch_tree
 from megatron_r3.patching.git import PatchingError
-from megatron_r3.patching.versions import patches_folder, read_matrix
+from megatron_r3.patching.versions import patches_folder, read_versions
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,7 +20,7 @@ def unpatched_copy(source: Path | None, target: Path, commit: str = "HEAD") -> t
     Raises:
         PatchingError: it is no git checkout of Megatron-LM.
     """
-    default = read_matrix(patches_folder()).default
+    default = read_versions(patches_folder()).default
     if source is None:
         source = fetch_tree(default, ROOT / "build")
     target.mkdir(parents=True)

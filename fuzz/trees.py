@@ -31,7 +31,7 @@ from fuzz.outcome import (
     note,
 )
 from megatron_r3.patching.series import read_series
-from megatron_r3.patching.versions import patches_folder, read_matrix
+from megatron_r3.patching.versions import patches_folder, read_versions
 
 _AROUND = ("pyproject.toml", "megatron/core/__init__.py", "megatron/core/package_info.py")
 _MARK = "RUN-BY-THE-TREE"
@@ -55,8 +55,8 @@ class State:
 def prepare(shared: Path) -> State:
     """The files of the default tree that a patch tool looks at, unpatched and patched."""
     whole, _ = unpatched_copy(None, shared / "whole")
-    matrix = read_matrix(patches_folder())
-    paths = {path for line in matrix.lines for path in read_series(line.folder).blobs}
+    versions = read_versions(patches_folder())
+    paths = {path for line in versions.lines for path in read_series(line.folder).blobs}
     trees = {
         (form, done): shared / f"{form}-{done}" for form in ("plain", "git") for done in (0, 1)
     }

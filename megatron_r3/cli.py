@@ -10,27 +10,33 @@ import sys
 from collections.abc import Sequence
 
 import megatron_r3
-from megatron_r3.patching.cli import add_commands, add_maintenance
+from megatron_r3.patching.cli import add_commands
 from megatron_r3.rollouts.cli import add_rollouts
+
+DESCRIPTION = (
+    "Rollout Routing Replay (R3) for Megatron-LM: patch a Megatron-LM tree, collect and inspect "
+    "rollouts with the experts that the sampler used, and maintain the patches."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 if it did what was asked, 1 if it refused and said why."""
-    parser = argparse.ArgumentParser(prog="megatron-r3", description=megatron_r3.__doc__)
+    """Run one command; return 0 if it did what was asked, 1 if it refused and said why."""
+    parser = argparse.ArgumentParser(prog="megatron-r3", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=megatron_r3.__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     add_commands(subparsers)
-    add_maintenance(subparsers)
     add_rollouts(subparsers)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
     except (ValueError, OSError) as error:
-        from megatron_r3.untrusted import one_line  # imports numpy
+        # Imported here because it imports numpy, which takes longer than most commands on patches.
+        from megatron_r3.untrusted import one_line
 
         print(f"error: {one_line(str(error))}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("error: interrupted; the same command again goes on", file=sys.stderr)
+        # Every command either has done nothing yet or goes on from where it was stopped.
+        print("error: interrupted; run the same command again to continue", file=sys.stderr)
     return 1
 
 

@@ -6,14 +6,15 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_r3.patching.cleanroom import commits_since, has_commit, is_checkout
+from megatron_r3.patching.cleanroom import has_commit, is_checkout, read_git
 from megatron_r3.patching.git import PatchingError, names
-from megatron_r3.patching.index import PatchFailed, compute
+from megatron_r3.patching.repository import PatchFailed, patched_contents
 from megatron_r3.patching.tree import TreeState, TreeStatus, dirty_files, identify, left_out_files
-from megatron_r3.patching.versions import Matrix, read_matrix
+from megatron_r3.patching.versions import Versions, read_versions
 from megatron_r3.patching.write import locked, remove_leftovers, replace_files
 
-# with the setting alone git keeps the files that it believes to be up to date
+# With the setting alone, git does not write the files again: its index says that they are up to
+# date. So they are taken out of the index, and the reset puts them and the files back.
 _NO_CRLF = (
     "git config core.autocrlf false, then check out again "
     "(git rm -r --cached --quiet . && git reset --hard); not a checkout: unpack it with LF"
@@ -25,9 +26,10 @@ class Change:
     """What an apply or a revert did.
 
     Attributes:
-        before: the tree's state before; the goal itself means that nothing was done.
+        before: the tree's state before. If the tree was already in the wanted state, nothing was
+            done and `files` is empty.
         status: the tree now, read from the disk again.
-        files: those that were written or removed.
+        files: the files that were written or removed.
     """
 
     before: TreeState
@@ -36,7 +38,7 @@ class Change:
 
 
 def apply_series(root: Path, patches: Path, *, line: str = "") -> Change:
-    """Apply the series in `patches` that is for the tree `root`, or for `line` if given.
+    """Apply the series in `patches` that is for the tree `root`, or the series of `line`.
 
     Guarantees: all files are patched or none is changed; an applied tree is not touched; a half
     applied one is finished; what was written is read again and compared.
@@ -48,69 +50,70 @@ def apply_series(root: Path, patches: Path, *, line: str = "") -> Change:
 
 
 def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
-    """Take the series back: the tree is then byte for byte the one that it was applied to.
+    """Take the series back: the tree is then byte for byte what it was before the apply.
 
-    Modes too, but for a file that a patch deletes: it gets the one that git would give it.
-    Guarantees and errors are those of `apply_series`; uncommitted changes elsewhere do not matter.
+    Modes come back too; only a file that a patch deletes gets the mode that git would give it.
+    Guarantees and errors are those of `apply_series`, but uncommitted changes in files that no
+    patch touches do not matter.
     """
     return _move(root, patches, line, TreeState.PRISTINE)
 
 
 def _move(root: Path, patches: Path, line: str, goal: TreeState) -> Change:
-    matrix = read_matrix(patches)
+    """Bring the tree from the state in which it is to the state `goal`."""
+    versions = read_versions(patches)
     reverse = goal is TreeState.PRISTINE
     try:
-        status = identify(root, matrix, line)
+        status = identify(root, versions, line)  # refuses what is no tree and cannot be locked
         with locked(status.root):
-            status = identify(root, matrix, line)
+            # Read again: another apply may have ended between the first look and the lock.
+            status = identify(root, versions, line)
             if status.state is goal:
                 remove_leftovers(status.root, status.files)
                 return Change(goal, status, ())
             if not reverse:
                 _refuse_uncommitted(status)
-            new = _compute(status, matrix, line, reverse)
-            changes = {path: new[path] for path in new if new[path] != status.files[path].data}
-            executables = {
-                change.path
-                for patch in status.series.patches
-                for change in patch.changes
-                if change.executable
-            }
-            replace_files(status.root, changes, status.files, executables)
-            after = identify(root, matrix, status.line.name)
+            contents = _contents(status, versions, line, reverse)
+            new = {p: data for p, data in contents.items() if data != status.files[p].data}
+            changes = (change for patch in status.series.patches for change in patch.changes)
+            executables = {change.path for change in changes if change.executable}
+            replace_files(status.root, new, status.files, executables)
+            # What is on the disk now is what counts, not what was meant to be written.
+            after = identify(root, versions, status.line.name)
     except OSError as error:
         raise PatchingError(f"{root}: {error}") from error
     if after.state is not goal:
         raise PatchingError(
-            f"{root} is {after.state.value} again, after all its files were written: another "
-            "program writes there; stop that program, then give the same command again"
+            f"{root} is {after.state.value}, although all its files were written: another program "
+            "wrote to the tree at the same time; stop that program, then give the same command "
+            "again"
         )
-    return Change(status.state, after, tuple(changes))
+    return Change(status.state, after, tuple(new))
 
 
-def _compute(
-    status: TreeStatus, matrix: Matrix, line: str, reverse: bool
+def _contents(
+    status: TreeStatus, versions: Versions, line: str, reverse: bool
 ) -> dict[str, bytes | None]:
-    """The new contents of the files of a known tree; any other one is refused with the reason."""
+    """The new contents of the files of a known tree; any other tree is refused with the reason."""
     known = status.state is not TreeState.UNKNOWN
+    # A patch that fails says more than "unknown file" (its place, upstream's commits), so patches
+    # are tried on an unknown tree too, unless the reason why they fail is plain already.
     hopeless = reverse or status.patched or not (status.num_recognised or line)
-    if not known and (hopeless or status.crlf or _left_out(status)):
-        raise PatchingError(why_not(status, matrix))  # where a patch fails would tell nothing
+    if not known and (hopeless or status.crlf or left_out_files(status)):
+        raise PatchingError(why_not(status, versions))
     try:
-        contents = compute(status, reverse=reverse).contents
+        contents = patched_contents(status, reverse=reverse)
     except PatchFailed as failed:
-        commits, following = _upstream_commits(status, failed.path), _next_command(failed, status)
-        patches = len(status.series.patches)
-        raise PatchingError(five_lines(failed, patches, commits, following)) from None
+        raise PatchingError(_explain(failed, status)) from None
     if not known:
-        # the patches fit by luck: nobody has tested what they make of this file
-        raise PatchingError(why_not(status, matrix))
+        # The patches fit by luck: nobody has tested what they make of this file.
+        raise PatchingError(why_not(status, versions))
     return contents
 
 
-def why_not(status: TreeStatus, matrix: Matrix) -> str:
+def why_not(status: TreeStatus, versions: Versions) -> str:
     """Why an unknown tree is refused: each file that is wrong, and the trees that are known."""
-    left_out = _left_out(status)
+    left_out = left_out_files(status)
     why = {path: status.why_unknown(path) for path in status.unknown}
     why |= dict.fromkeys(left_out, "left out of the checkout (git sparse-checkout)")
     if status.num_recognised and left_out and len(left_out) == len(why):
@@ -123,33 +126,27 @@ def why_not(status: TreeStatus, matrix: Matrix) -> str:
             f"{status.root} is {status.tree.name} with CRLF line ends in {names(status.crlf)}: "
             + _NO_CRLF
         )
-    wrong = [f"\n  {path}: {reason}" for path, reason in why.items()]
+    wrong = "".join(f"\n  {path}: {reason}" for path, reason in why.items())
     if status.crlf:
-        wrong.append(f"\nCRLF line ends: {_NO_CRLF}")
+        wrong += f"\nCRLF line ends: {_NO_CRLF}"
     if left_out:
-        wrong.append("\nfiles left out: git sparse-checkout disable")
+        wrong += "\nfiles left out: git sparse-checkout disable"
     if status.num_recognised:
         return (
             f"{status.root} is not {status.tree.name}, nor what this megatron-r3 makes of it; "
-            "bring back these files, or revert with the version that patched them:" + "".join(wrong)
+            f"bring back these files, or revert with the version that patched them:{wrong}"
         )
     known = "; ".join(
-        f"{line.name}: {names([tree.name for tree in line.trees])}" for line in matrix.lines
+        f"{line.name}: {names([tree.name for tree in line.trees])}" for line in versions.lines
     )
-    return f"{status.root} is no tree of a known release line ({known}):" + "".join(wrong)
-
-
-def _left_out(status: TreeStatus) -> list[str]:
-    """The files of the series that git has and a sparse checkout has not."""
-    missing = [path for path in status.unknown if status.files[path].data is None]
-    if not missing or not is_checkout(status.root):
-        return []
-    return left_out_files(status.root, missing)
+    return f"{status.root} is no tree of a known release line ({known}):{wrong}"
 
 
 def _refuse_uncommitted(status: TreeStatus) -> None:
+    """Refuse changes that a person could not tell from those of the patches in `git diff`."""
     if not is_checkout(status.root):
         return
+    # A known file of the series is base or patched, so if git calls it changed, patches did that.
     ours = status.files.keys() - set(status.unknown)
     if dirty := [path for path in dirty_files(status.root) if path not in ours]:
         raise PatchingError(
@@ -157,41 +154,39 @@ def _refuse_uncommitted(status: TreeStatus) -> None:
         )
 
 
-def _upstream_commits(status: TreeStatus, path: str) -> str:
-    if not is_checkout(status.root):
-        return "unknown: not a git checkout"
-    base = _base(status)
-    if not base or not has_commit(status.root, base[1]):
-        return f"unknown: the checkout does not hold {base[0] if base else status.tree.name}"
-    return upstream_commits(status.root, base, path)
-
-
-def _base(status: TreeStatus) -> tuple[str, str] | None:
-    """The name and commit of the tree, or of the first one of its line that has a commit."""
-    for tree in (status.tree, *status.line.trees):
-        if tree.commit:
-            return tree.name, tree.commit
-    return None
-
-
-def _next_command(failed: PatchFailed, status: TreeStatus) -> str:
-    if failed.path not in status.unknown:
-        # the file is the right one, so the patch is not
-        folder = failed.patch.file.parent
-        if Path(__file__).parents[1] in folder.parents:
-            return "python -m pip install --force-reinstall megatron-r3"
-        return f"git -C {shlex.quote(str(folder))} checkout -- ."
-    base = _base(status)
-    if base and is_checkout(status.root):
-        return f"git -C {shlex.quote(str(status.root))} checkout {base[1]}  # {base[0]}"
-    return "megatron-r3 megatron  # fetches a known tree"
-
-
-# What a user is told where a patch does not fit: five lines, the last one what to do.
+def _explain(failed: PatchFailed, status: TreeStatus) -> str:
+    """The five lines about a patch that does not fit a tree."""
+    root, checkout = status.root, is_checkout(status.root)
+    # the tree's commit; a tree from PyPI has none, so then that of the first tree of its line
+    trees = (status.tree, *status.line.trees)
+    name, commit = next(((t.name, t.commit) for t in trees if t.commit), (status.tree.name, ""))
+    if not checkout:
+        commits = "unknown: not a git checkout"
+    elif not commit or not has_commit(root, commit):
+        commits = f"unknown: the checkout does not hold {name}"
+    else:
+        commits = upstream_commits(root, (name, commit), failed.path)
+    folder = failed.patch.file.parent
+    if failed.path in status.unknown and checkout and commit:
+        command = f"git -C {shlex.quote(str(root))} checkout {commit}  # {name}"
+    elif failed.path in status.unknown:
+        command = "megatron-r3 megatron  # fetches a known tree"
+    elif Path(__file__).parents[1] in folder.parents:  # the file is right, so the patch is wrong
+        command = "python -m pip install --force-reinstall megatron-r3"
+    else:
+        command = f"git -C {shlex.quote(str(folder))} checkout -- ."
+    return five_lines(failed, len(status.series.patches), commits, command)
 
 
 def five_lines(failed: PatchFailed, num_patches: int, commits: str, next_command: str) -> str:
-    """Which patch, where, what it is for, which upstream `commits` touched it, and what to do."""
+    """What a user reads where a patch does not fit; `next_command` is what to do.
+
+    patch 2 of 10 does not apply: 0002-Ask-the-hook.patch
+      at: megatron/core/transformer/moe/router.py:120
+      subject: Ask the hook
+      upstream commits: 1a2b3c4 Rename the router since core_v0.19.0
+      next: git -C /my/tree checkout 5e6f...  # core_v0.19.0
+    """
     return "\n".join(
         (
             f"patch {failed.number} of {num_patches} does not apply: {failed.patch.file.name}",
@@ -206,9 +201,10 @@ def five_lines(failed: PatchFailed, num_patches: int, commits: str, next_command
 def upstream_commits(
     repo: Path, base: tuple[str, str], path: str, head: str = "HEAD", most: int = 3
 ) -> str:
-    """The newest commits that touched `path` since `base`, which is a name and a commit."""
+    """The newest commits of `repo` that touched `path` since `base`: a name and a commit."""
     name, commit = base
-    commits = commits_since(repo, commit, path, head)
+    command = ("log", "--oneline", "--no-decorate", "--no-color", f"{commit}..{head}", "--", path)
+    commits = read_git(repo, *command).stdout.decode(errors="replace").splitlines()
     shown = "; ".join(commits[:most]) or "none"
     more = f" and {len(commits) - most} more" if len(commits) > most else ""
     return f"{shown}{more} since {name}"

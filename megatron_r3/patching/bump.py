@@ -1,7 +1,7 @@
 """Start a new release line: the patches of another one, committed on a new upstream commit.
 
-The work is done in a clone of its own by one git am, which stops where a patch does not fit; a
-person goes on from there, and the same command then exports what came out.
+The work is done in a checkout of its own by one git am, which stops where a patch does not fit. A
+person resolves that and continues with git am; the same bump command then exports the commits.
 """
 
 from __future__ import annotations
@@ -13,167 +13,30 @@ import shlex
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from megatron_r3.patching.apply import five_lines, upstream_commits
-from megatron_r3.patching.cleanroom import borrow_objects, git_path, has_commit, read_git, resolve
+from megatron_r3.patching.cleanroom import has_commit, read_git, resolve
 from megatron_r3.patching.export import (
     MailFailed,
     am,
-    am_in_progress,
+    am_stopped_at,
     commits_above,
     export_commits,
     refuse_unfinished,
     write_series,
 )
-from megatron_r3.patching.git import PatchingError, run_git
-from megatron_r3.patching.index import Index, PatchFailed
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.repository import OwnRepository, PatchFailed, new_folder
 from megatron_r3.patching.series import Patch, Series, read_series
 from megatron_r3.patching.tree import dirty_files
-from megatron_r3.patching.versions import Line, Matrix, parse_matrix, read_matrix
+from megatron_r3.patching.versions import Line, Versions, parse_versions, read_versions
 
-
-@dataclass(frozen=True)
-class Bumped:
-    """A new release line.
-
-    Attributes:
-        names: the files of its patches.
-        left_out: the patches of the old line whose subject it does not have.
-        again: the line was there already, made from the same commit; nothing was done.
-    """
-
-    line: str
-    names: tuple[str, ...]
-    left_out: tuple[str, ...]
-    again: bool
-
-
-def bump_line(
-    old: str, new: str, repo: Path, patches: Path, *, line: str = "", work: Path | None = None
-) -> Bumped:
-    """Bring the series of the line `old` to the commit `new` of the clone `repo`, as a new `line`.
-
-    `work` is made a checkout of `new` with the patches as commits; `repo` is not changed. Once
-    they are all there, the patches and the line's entry in versions.toml are written, or neither.
-
-    Raises:
-        PatchingError: a patch does not fit, which has to be resolved in `work`; or something is in
-            the way: another line of this name, another checkout in `work`, uncommitted changes.
-    """
-    matrix, repo = read_matrix(patches), repo.resolve()
-    job = Job(matrix.line(old), resolve(repo, new), _tree_name(repo, new), line or _derived(new))
-    _check_name(job.line)
-    work = (work or Path("build", "bump") / job.line).absolute()
-    there = _already_there(matrix, job)
-    if there and not work.exists():
-        return _bumped(matrix, job, again=True)
-    open_workplace(work, repo, job)
-    series = read_series(job.old.folder)
-    if not am_in_progress(work):
-        refuse_unfinished(work)
-        if not commits_above(work, job.commit):
-            with suppress(MailFailed):  # git am is then in progress; that is what is explained
-                am(work, [patch.file for patch in series.patches])
-    if am_in_progress(work):
-        raise PatchingError(explain_stop(work, job, series, repo))
-    exported = export_commits(work, job.commit, matrix, job.line)
-    if _differs(matrix, job, exported, there):
-        raise PatchingError(
-            f"{patches / job.line} is there and is not what {work} exports; it is not overwritten: "
-            + (f"megatron-r3 export {work} --line {job.line}" if there else "move it away")
-        )
-    if not there:
-        text = _with_line(patches, job)
-        write_series(patches, job.line, exported, {"versions.toml": text.encode()})
-    return _bumped(read_matrix(patches), job, again=there)
-
-
-def _derived(new: str) -> str:
-    if not (tag := re.fullmatch(r"core_v(\d+\.\d+\.\d+)", new)):
-        raise PatchingError(f"what shall the line of {new} be called? give --name")
-    return f"core_r{tag[1]}"
-
-
-def _check_name(line: str) -> None:
-    if not re.fullmatch(r"\w[\w.-]*", line, re.ASCII):
-        raise PatchingError(f"{line!r} is no name for a release line: letters, digits and . _ -")
-
-
-def _tree_name(repo: Path, new: str) -> str:
-    """How versions.toml calls the commit: as the tag that it was named by, or by its first digits.
-
-    A branch moves, so its name is no name for a tree.
-    """
-    commit = resolve(repo, new)
-    try:
-        return new if resolve(repo, f"refs/tags/{new}") == commit else commit[:12]
-    except PatchingError:
-        return commit[:12]
-
-
-def _already_there(matrix: Matrix, job: Job) -> bool:
-    lines: list[Line] = [line for line in matrix.lines if line.name == job.line]
-    if lines and job.commit not in [tree.commit for tree in lines[0].trees]:
-        raise PatchingError(
-            f"the line {job.line} is there already, for another commit than {job.tree}; "
-            "choose another --name"
-        )
-    return bool(lines)
-
-
-def _differs(matrix: Matrix, job: Job, exported: dict[str, bytes], there: bool) -> bool:
-    """Whether patches are in the way; those of an export that was killed are not."""
-    files = list((matrix.folder / job.line).glob("*.patch"))
-    known = all(exported.get(file.name) == file.read_bytes() for file in files)
-    return not known or (there and len(files) < len(exported))
-
-
-def _with_line(patches: Path, job: Job) -> str:
-    """versions.toml with the new line at its end.
-
-    Raises:
-        PatchingError: that would not be a valid versions.toml.
-    """
-    text = (patches / "versions.toml").read_text(encoding="utf-8").rstrip("\n")
-    name, tree, python, image = (
-        json.dumps(value, ensure_ascii=False)
-        for value in (job.line, job.tree, job.old.python, job.old.image)
-    )
-    text += f"""
-
-[lines.{name}]
-python = {python}
-image = {image}
-status = "new"
-
-[[lines.{name}.trees]]
-name = {tree}
-commit = "{job.commit}"
-"""
-    parse_matrix(text, patches)
-    return text
-
-
-def _bumped(matrix: Matrix, job: Job, *, again: bool) -> Bumped:
-    ours = read_series(matrix.line(job.line).folder)
-    subjects = {patch.subject for patch in ours.patches}
-    left_out = [
-        patch.file.name
-        for patch in read_series(job.old.folder).patches
-        if patch.subject not in subjects
-    ]
-    return Bumped(
-        job.line, tuple(patch.file.name for patch in ours.patches), tuple(left_out), again
-    )
-
-
-# The checkout that a bump works in: made once, and known again by a note in its git directory.
-
+# The note in the git directory of a bump's checkout, by which the next run recognises it.
 _NOTE = "megatron-r3-bump"
-_TAGS = "refs/tags/"
-# a person goes on with git am there, and her own configuration must not resolve anything
+# The user continues with plain git in that checkout, so these settings are written into its
+# configuration. They stop the user's own settings from resolving a conflict silently: with
+# am.threeWay git merges, and with rerere it repeats an old resolution, without anybody looking.
 _CONFIG = {
     "am.threeWay": "false",
     "apply.whitespace": "nowarn",
@@ -186,8 +49,24 @@ _CONFIG = {
 
 
 @dataclass(frozen=True)
+class Bumped:
+    """A new release line.
+
+    Attributes:
+        names: the files of its patches.
+        left_out: the patches of the old line whose subject the new line does not have.
+        again: whether the line was there already, made from the same commit, and nothing was done.
+    """
+
+    line: str
+    names: tuple[str, ...]
+    left_out: tuple[str, ...]
+    again: bool
+
+
+@dataclass(frozen=True)
 class Job:
-    """One bump: from the line `old` to `commit`, which is called `tree`, as the new `line`."""
+    """One bump: from the line `old` to `commit`, which messages call `tree`, as the new `line`."""
 
     old: Line
     commit: str
@@ -196,14 +75,123 @@ class Job:
 
     @property
     def note(self) -> str:
-        """What tells its checkout from that of another one."""
+        """What tells the checkout of this bump from that of another one."""
         return f"{self.old.name} {self.commit} {self.line}\n"
+
+
+def bump_line(
+    old: str, new: str, repo: Path, patches: Path, *, line: str = "", work: Path | None = None
+) -> Bumped:
+    """Bring the series of the line `old` to the commit `new` of the clone `repo`, as a new `line`.
+
+    `work` is made a checkout of `new` with the patches as commits; `repo` is not changed. Once all
+    patches are committed there, the patches and the line's entry in versions.toml are written, or
+    neither.
+
+    Raises:
+        PatchingError: a patch does not fit, which has to be resolved in `work`; or something is in
+            the way: another line of this name, another checkout in `work`, uncommitted changes.
+    """
+    versions, repo = read_versions(patches), repo.resolve()
+    job = _job(versions.line(old), new, repo, line)
+    work = (work or Path("build", "bump") / job.line).absolute()
+    there = _already_there(versions, job)
+    if there and not work.exists():
+        return _bumped(versions, job, again=True)
+    open_workplace(work, repo, job)
+    series = read_series(job.old.folder)
+    if not am_stopped_at(work):
+        refuse_unfinished(work)
+        if not commits_above(work, job.commit):
+            with suppress(MailFailed):  # git am is then in progress, which is explained below
+                am(OwnRepository(work), [patch.file for patch in series.patches])
+    if am_stopped_at(work):
+        raise PatchingError(explain_stop(work, job, series, repo))
+    exported = export_commits(work, job.commit, versions, job.line)
+    if _differs(versions, job, exported, there):
+        raise PatchingError(
+            f"{patches / job.line} is there and is not what {work} exports; it is not overwritten: "
+            + (f"megatron-r3 export {work} --line {job.line}" if there else "move it away")
+        )
+    if not there:
+        text = _with_line(patches, job)
+        write_series(patches, job.line, exported, {"versions.toml": text.encode()})
+    return _bumped(read_versions(patches), job, again=there)
+
+
+def _job(old: Line, new: str, repo: Path, line: str) -> Job:
+    commit = resolve(repo, new)
+    tree = commit[:12]  # of HEAD or a branch, which move, so that their names are no names
+    with suppress(PatchingError):
+        tree = new if resolve(repo, f"refs/tags/{new}") == commit else tree
+    tag = re.fullmatch(r"core_v(\d+\.\d+\.\d+)", new)
+    if not line and not tag:
+        raise PatchingError(f"the name of the new line does not follow from {new}: give --name")
+    line = line or (f"core_r{tag[1]}" if tag else "")
+    if not re.fullmatch(r"\w[\w.-]*", line, re.ASCII):
+        raise PatchingError(f"{line!r} is no name for a release line: letters, digits and . _ -")
+    return Job(old, commit, tree, line)
+
+
+def _already_there(versions: Versions, job: Job) -> bool:
+    lines = [line for line in versions.lines if line.name == job.line]
+    if lines and job.commit not in [tree.commit for tree in lines[0].trees]:
+        raise PatchingError(
+            f"the line {job.line} is there already, for another commit than {job.tree}; "
+            "choose another --name"
+        )
+    return bool(lines)
+
+
+def _differs(versions: Versions, job: Job, exported: dict[str, bytes], there: bool) -> bool:
+    """Whether patches of somebody else are in the way.
+
+    Patches of a bump that was killed are not: each has the bytes that are exported now, and the
+    line has no entry in versions.toml yet. A line with an entry must have all of its patches.
+    """
+    files = list((versions.folder / job.line).glob("*.patch"))
+    known = all(exported.get(file.name) == file.read_bytes() for file in files)
+    return not known or (there and len(files) < len(exported))
+
+
+def _with_line(patches: Path, job: Job) -> str:
+    """versions.toml with the new line at its end.
+
+    Raises:
+        PatchingError: the result would not be a valid versions.toml.
+    """
+    text = (patches / "versions.toml").read_text(encoding="utf-8").rstrip("\n")
+    values = (job.line, job.tree, job.old.python, job.old.image)
+    # a JSON string is a TOML string too
+    name, tree, python, image = (json.dumps(value, ensure_ascii=False) for value in values)
+    text += f"""
+
+[lines.{name}]
+python = {python}
+image = {image}
+status = "new"
+
+[[lines.{name}.trees]]
+name = {tree}
+commit = "{job.commit}"
+"""
+    parse_versions(text, patches)
+    return text
+
+
+def _bumped(versions: Versions, job: Job, *, again: bool) -> Bumped:
+    ours = read_series(versions.line(job.line).folder).patches
+    subjects = {patch.subject for patch in ours}
+    old = read_series(job.old.folder).patches
+    left_out = tuple(patch.file.name for patch in old if patch.subject not in subjects)
+    return Bumped(job.line, tuple(patch.file.name for patch in ours), left_out, again)
 
 
 def open_workplace(work: Path, repo: Path, job: Job) -> None:
     """Make `work` a checkout of `repo` at the job's commit, or find that it is the one of this job.
 
-    It shares the objects of `repo`, which itself is not changed. It is there whole or not at all.
+    The checkout shares the objects of `repo`, which itself is not changed. A checkout that cannot
+    be made whole is not made at all.
 
     Raises:
         PatchingError: `work` is something else.
@@ -218,93 +206,81 @@ def open_workplace(work: Path, repo: Path, job: Job) -> None:
                 "or remove it"
             )
         return
-    work.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{work.name}-", dir=work.parent) as temp:
-        clone = Path(temp) / "clone"
-        clone.mkdir()
-        run_git("init", "--quiet", "--template=", cwd=clone)
-        git_dir = clone / ".git"
-        git = partial(run_git, cwd=clone, git_dir=git_dir)
+    with new_folder(work) as folder:
+        # Not git clone: that runs a second git in `repo`, with the configuration of `repo`.
+        clone = OwnRepository.new(folder, borrow_from=repo)
         for key, value in _CONFIG.items():
-            git("config", key, value)
-        # not git clone: that runs a second git in `repo`, with the configuration of `repo`
-        borrow_objects(repo, git_dir)
-        tags = read_git(repo, "for-each-ref", "--format=create %(refname) %(objectname)", _TAGS)
-        git("update-ref", "--stdin", stdin=tags.stdout)
-        git("checkout", "--quiet", "--detach", job.commit)
-        (git_dir / _NOTE).write_text(job.note)
-        clone.rename(work)
-
-
-# Where git am stopped in the checkout of a bump: what a person needs to go on.
+            clone.git("config", key, value)
+        tags = ("for-each-ref", "--format=create %(refname) %(objectname)", "refs/tags/")
+        clone.git("update-ref", "--stdin", stdin=read_git(repo, *tags).stdout)
+        clone.check_out(job.commit)
+        (folder / ".git" / _NOTE).write_text(job.note)
 
 
 def explain_stop(work: Path, job: Job, series: Series, repo: Path) -> str:
-    """The five lines of the patch that git am waits for in `work`.
+    """The five lines about the patch that git am waits for in `work`.
 
-    Where nobody has begun to resolve it, its hunks that fit are put into the files, and the others
-    beside them, as git apply --reject does.
+    If the files of `work` are as committed, nobody has begun to resolve the patch. Then its hunks
+    that fit are put into the files, and the other hunks beside them, as git apply --reject does.
     """
-    number = int((git_path(work, "rebase-apply") / "next").read_text())
+    number = am_stopped_at(work)
     patch = series.patches[number - 1]
-    failures = _failures(work, number, patch)
-    if failures:
+    failed = _try_patch(work, number, patch)
+    if failed:
         if not dirty_files(work):
-            _reject(work, series, patch, list(failures))
-        failed = next(iter(failures.values()))
+            _reject(work, series, patch, failed)
         following = _next_command(work, job, patch)
     else:
         path = patch.changes[0].path
-        failed = PatchFailed(number, patch, path, f"{path}: it fits, but git am was interrupted")
+        reason = {path: f"{path}: it fits, but git am was interrupted"}
+        failed = PatchFailed(number, patch, reason)
         following = f"cd {shlex.quote(str(work))}; git am, which goes on; then the same bump again"
     commits = _commits(repo, job, failed.path)
     return five_lines(failed, len(series.patches), commits, following)
 
 
-def _failures(work: Path, number: int, patch: Patch) -> dict[str, PatchFailed]:
-    """For each file where the patch does not fit what is committed, how it fails."""
-    failures = {}
+def _try_patch(work: Path, number: int, patch: Patch) -> PatchFailed | None:
+    """How the patch fails on what is committed in `work`; None where it fits."""
     with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
-        index = Index(Path(folder), work)
-        index.read_tree(resolve(work, "HEAD"))
-        for change in patch.changes:
-            try:
-                index.apply(number, patch, [change], reverse=False)
-            except PatchFailed as failed:
-                failures[change.path] = failed
-    return failures
+        ours = OwnRepository.new(Path(folder), borrow_from=work)
+        ours.git("read-tree", resolve(work, "HEAD"))
+        try:
+            ours.apply(number, patch, patch.changes)
+        except PatchFailed as failed:
+            return failed
+    return None
 
 
 def _commits(repo: Path, job: Job, path: str) -> str:
     for tree in job.old.trees:
         if tree.commit and has_commit(repo, tree.commit):
             since = upstream_commits(repo, (tree.name, tree.commit), path, job.commit)
-            if since.startswith("none "):  # to an older release: what that one lacks
+            if since.startswith("none "):
+                # A bump backwards, to an older release: say which commits that release lacks.
                 before = upstream_commits(repo, (job.tree, job.commit), path, tree.commit)
                 return f"{since}, which has {before}"
             return since
     return f"unknown: {repo} does not hold the base of {job.old.name}"
 
 
-def _reject(work: Path, series: Series, patch: Patch, failing: list[str]) -> None:
-    for path in series.blobs:  # those of patches before
+def _reject(work: Path, series: Series, patch: Patch, failed: PatchFailed) -> None:
+    """Put the hunks that fit into the files of `work`, and the others into PATH.rej beside them."""
+    for path in series.blobs:  # what earlier patches left
         (work / f"{path}.rej").unlink(missing_ok=True)
+    repo = OwnRepository(work)
     diff = b"".join(change.diff for change in patch.changes)
-    _git(work, "apply", "--reject", "-", stdin=diff)
+    repo.run("apply", "--reject", "-", stdin=diff, check=False)
     for change in patch.changes:
         file = work / f"{change.path}.rej"
-        if change.path in failing and not file.exists():
-            # no such file, or one where there should be none: git rejects it and leaves nothing
+        if change.path in failed.failures and not file.exists():
+            # git writes no .rej for a file that is missing, or that is there and should not be
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(change.diff)
-        elif change.pre is None and change.path not in failing:
-            # known to git add -u and git checkout -f; nothing is staged, so that git am --continue
-            # refuses until somebody has looked
-            _git(work, "add", "--intent-to-add", "--", change.path)
-
-
-def _git(work: Path, *args: str, stdin: bytes = b"") -> None:
-    run_git(*args, cwd=work, git_dir=work / ".git", stdin=stdin, check=False)
+        elif change.pre is None and change.path not in failed.failures:
+            # A new file is made known to git without its content: git add -u then adds it and git
+            # checkout -f removes it, but nothing is staged, so that git am --continue refuses
+            # until somebody has looked.
+            repo.run("add", "--intent-to-add", "--", change.path, check=False)
 
 
 def _next_command(work: Path, job: Job, patch: Patch) -> str:

@@ -1,11 +1,18 @@
-"""Reading a repository that somebody else made, without running anything of it.
+"""Reads a repository that somebody else made, without running anything that the repository brings.
 
 Git does what a repository's configuration says, and much of that runs programs: `git status` runs
 clean filters and file system monitors; a partial clone fetches a missing object with the program
-that its remote names. So git never runs in such a repository. Git runs in a clean room, which is
-a temporary git directory of ours. Its configuration is ours, and it has no hooks and no
-attributes. It takes from the repository what nothing can be run by: refs and objects (links), the
-index (a copy), and the few settings in `_TAKEN`.
+that its remote names. So git never runs in such a repository. Git runs in a clean room instead: a
+temporary git directory of ours, with our configuration, without hooks and attributes. The room
+takes from the repository only what cannot run a program:
+
+    TEMP/common/config     written here: the few settings of `_TAKEN`
+    TEMP/common/objects    a link to the repository's; the same for refs, packed-refs, reftable
+    TEMP/own/HEAD, index   copies: git may write to an index that it reads
+    TEMP/own/commondir     "../common", as in a work tree that `git worktree add` made
+
+Example: with `filter.evil.clean = rm -rf ~` in .git/config and `* filter=evil` in .gitattributes,
+plain `git status` runs the rm. In the room there is no filter called evil, so git compares bytes.
 """
 
 from __future__ import annotations
@@ -23,68 +30,82 @@ from pathlib import Path
 
 from megatron_r3.patching.git import PatchingError, run_git
 
-# settings that say how the work tree and the files of the git directory are kept; nothing is
-# written to the room's configuration but these names, with one of these values
+# These settings say how the files of the work tree and of the git directory are kept. A setting
+# enters the room's configuration only under one of these names and with one of these values.
+_SWITCH = ("true", "yes", "on", "1", "false", "no", "off", "0", "")
 _TAKEN = {
     "core.checkstat": ("default", "minimal"),
-    "core.filemode": ("true", "false"),
-    "core.ignorecase": ("true", "false"),
-    "core.precomposeunicode": ("true", "false"),
-    "core.symlinks": ("true", "false"),
-    "core.trustctime": ("true", "false"),
+    "core.filemode": _SWITCH,
+    "core.ignorecase": _SWITCH,
+    "core.precomposeunicode": _SWITCH,
+    "core.symlinks": _SWITCH,
+    "core.trustctime": _SWITCH,
     "extensions.objectformat": ("sha1", "sha256"),
     "extensions.refstorage": ("files", "reftable"),
 }
-_TRUE, _FALSE = ("yes", "on", "1"), ("no", "off", "0", "")
-# of one work tree; everything else is shared by all work trees of a repository
+# what each work tree has for itself; all work trees of a repository share everything else
 _OWN = re.compile(r"index|rebase-apply|rebase-merge|[A-Z_]*HEAD")
 
 
 @dataclass(frozen=True)
-class _GitDirs:
-    """The git directory of one work tree, and the one that it shares (often the same)."""
+class GitDirs:
+    """The git directory of one work tree, and the one it shares with others (often the same)."""
 
     own: Path
     common: Path
 
-    def config(self) -> dict[str, str]:
-        """The settings in `_TAKEN` that the repository has, and no others.
+    def path(self, name: str) -> Path:
+        """Where the repository keeps its file of this name, such as objects or rebase-apply."""
+        return (self.own if _OWN.fullmatch(name) else self.common).resolve() / name
+
+    def settings(self) -> dict[str, str]:
+        """Those settings of `_TAKEN` that the repository has.
 
         Raises:
-            PatchingError: the file cannot be parsed.
+            PatchingError: a configuration file cannot be parsed.
         """
-        found: dict[str, str] = {}
+        taken: dict[str, str] = {}
         for file in (self.common / "config", self.own / "config.worktree"):
             if not file.is_file():
                 continue
-            # --file: that file alone, of no repository; what it includes is not read
+            # --file and --no-includes: git parses this one file and obeys nothing in it
             listing = ("config", "--file", str(file.resolve()), "--no-includes", "--null", "--list")
             with tempfile.TemporaryDirectory(prefix="megatron-r3-") as empty:
                 listed = run_git(*listing, cwd=Path(empty), git_dir=Path(empty))
-            for entry in os.fsdecode(listed.stdout).split("\0"):
-                key, equals, value = entry.partition("\n")
-                value = value.lower() if equals else "true"  # a name alone means true
-                if "true" in _TAKEN.get(key, ()):
-                    value = "true" if value in _TRUE else "false" if value in _FALSE else value
+            for entry in os.fsdecode(listed.stdout).split("\0"):  # "core.filemode\nNo"
+                key, has_value, value = entry.partition("\n")
+                value = value.lower() if has_value else "true"  # a name alone means true
                 if value in _TAKEN.get(key, ()):
-                    found[key] = value
-        return found
+                    taken[key] = value
+        return taken
 
 
-def _git_dirs(folder: Path) -> _GitDirs | None:
-    """What `folder`, a git directory or the .git file that names one, is; None: it is neither."""
+def find_git_dirs(repo: Path) -> GitDirs:
+    """The git directories of `repo`, which is the top of a work tree or a bare repository.
+
+    Raises:
+        PatchingError: `repo` is neither.
+    """
+    for folder in (repo / ".git", repo):
+        if repo.is_dir() and (dirs := _git_dirs(folder)) is not None:
+            return dirs
+    raise PatchingError(f"{repo} is no git repository: neither a checkout's top nor a bare one")
+
+
+def _git_dirs(folder: Path) -> GitDirs | None:
+    """The directories of `folder`: a git directory, or a .git file that names one; else None."""
     try:
-        if folder.is_file():
-            text = os.fsdecode(_read_small(folder))
-            if not text.startswith("gitdir: "):
+        if folder.is_file():  # a submodule or worktree has a file: "gitdir: ../repo/worktrees/x"
+            link = os.fsdecode(_read_small(folder))
+            if not link.startswith("gitdir: "):
                 return None
-            folder = folder.parent / text.removeprefix("gitdir: ").rstrip("\r\n")
+            folder = folder.parent / link.removeprefix("gitdir: ").rstrip("\r\n")
         common = folder
         if (folder / "commondir").is_file():
             common = folder / os.fsdecode(_read_small(folder / "commondir")).rstrip("\r\n")
-        there = (common / "objects").is_dir() and (common / "refs").is_dir()
-        return _GitDirs(folder, common) if there and (folder / "HEAD").is_file() else None
-    except (OSError, ValueError):  # ValueError: a zero byte in the path
+        whole = (common / "objects").is_dir() and (common / "refs").is_dir()
+        return GitDirs(folder, common) if whole and (folder / "HEAD").is_file() else None
+    except (OSError, ValueError):  # ValueError: a path with a zero byte
         return None
 
 
@@ -95,48 +116,44 @@ def _read_small(file: Path, most: int = 1 << 16) -> bytes:
 
 @contextmanager
 def clean_room(repo: Path) -> Iterator[Path]:
-    """A git directory of ours that has the refs, objects and index of `repo`, for reading.
+    """Make a git directory of ours that has the refs, objects and index of `repo`, for reading.
 
     Raises:
         PatchingError: `repo` is no git repository, or its configuration cannot be parsed.
     """
-    dirs = _git_dirs(find_git_dir(repo))
-    assert dirs is not None  # find_git_dir looked
-    config = dirs.config()
+    dirs = find_git_dirs(repo)
+    settings = dirs.settings()
     with tempfile.TemporaryDirectory(prefix="megatron-r3-room-") as temp:
-        common = Path(temp, "common")
+        common, own = Path(temp, "common"), Path(temp, "own")
         common.mkdir()
+        own.mkdir()
         lines = ["[core]\nrepositoryformatversion = 1\nbare = false\n"]
-        lines += [f"[{k.split('.')[0]}]\n{k.split('.')[1]} = {v}\n" for k, v in config.items()]
+        for key, value in settings.items():
+            section, _, name = key.partition(".")
+            lines.append(f"[{section}]\n{name} = {value}\n")
         (common / "config").write_text("".join(lines))
-        for name in ("objects", "refs", "packed-refs", "reftable"):
-            if (dirs.common / name).exists():
-                (common / name).symlink_to((dirs.common / name).resolve())
-        _copy(dirs.common / "shallow", common / "shallow")
-        room = common
-        if dirs.own.resolve() != dirs.common.resolve():
-            (common / "HEAD").write_text("ref: refs/heads/none\n")
-            room = Path(temp, "own")
-            room.mkdir()
-            (room / "commondir").write_text("../common\n")
-            for name in ("refs", "reftable"):
-                if (dirs.own / name).exists():
-                    (room / name).symlink_to((dirs.own / name).resolve())
+        (own / "commondir").write_text("../common\n")
+        # A linked work tree has refs of its own (refs/bisect); its HEAD is in its own reftable.
+        for room, source in ((common, dirs.common), (own, dirs.own)):
+            for name in ("objects", "refs", "packed-refs", "reftable"):
+                if (source / name).exists():
+                    (room / name).symlink_to((source / name).resolve())
+        copy_file(dirs.common / "shallow", common / "shallow")
         if (dirs.own / "HEAD").is_symlink():  # as git made it before 2006
-            (room / "HEAD").write_text(f"ref: {os.readlink(dirs.own / 'HEAD')}\n")
+            (own / "HEAD").write_text(f"ref: {os.readlink(dirs.own / 'HEAD')}\n")
         else:
-            _copy(dirs.own / "HEAD", room / "HEAD")
-        _copy(dirs.own / "index", room / "index")
-        for shared in dirs.own.glob("sharedindex.*"):  # what a split index refers to
-            _copy(shared, room / shared.name)
-        yield room
+            copy_file(dirs.own / "HEAD", own / "HEAD")
+        # a split index is two files: `index` names the sharedindex.* that it changes
+        for file in (dirs.own / "index", *dirs.own.glob("sharedindex.*")):
+            copy_file(file, own / file.name)
+        yield own
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copy a plain file, if there is one, with its time.
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a plain file with its times; a missing file, a pipe or a folder is not copied.
 
-    Git hashes a file again that was changed in the moment in which the index was written, so the
-    time of the index is part of it. A copy, not a link: git may touch a shared index that it reads.
+    The time of the index matters: a file that was changed in the second in which the index was
+    written may have the size and time noted there, so git hashes every file as young as the index.
     """
     with suppress(FileNotFoundError):
         if stat.S_ISREG(source.stat().st_mode):
@@ -149,23 +166,29 @@ def read_git(
     """Run a git command that only reads, in a clean room of `repo`.
 
     Args:
-        work_tree: let it see the files of the checkout too.
+        work_tree: whether the command sees the files of the checkout too. A file that has CRLF
+            where git's index has LF then counts as unchanged.
 
     Raises:
         PatchingError: `repo` is no git repository, or (with `check`) git failed.
     """
+    # A checkout with core.autocrlf=true has CRLF in its files, and the setting may stand in the
+    # user's own configuration, which is not read here. With `input` git turns CRLF into LF before
+    # it compares: "a\r\n" equals the committed "a\n", and a file that was committed with CRLF is
+    # compared as it is.
+    options = ("-c", "core.autocrlf=input") if work_tree else ()
     with clean_room(repo) as room:
         cwd = repo if work_tree else room
-        result = run_git(*args, cwd=cwd, git_dir=room, check=False)
+        result = run_git(*options, *args, cwd=cwd, git_dir=room, check=False)
     if check and result.returncode:
-        what = result.stderr.decode(errors="replace").strip()
-        raise PatchingError(f"git {args[0]} failed for {repo}: {what}")
+        message = result.stderr.decode(errors="replace").strip()
+        raise PatchingError(f"git {args[0]} failed for {repo}: {message}")
     return result
 
 
 def is_checkout(root: Path) -> bool:
     """Whether `root` itself, not a folder above it, is the top of a git work tree."""
-    # the .git file of a submodule or worktree that was copied alone points nowhere
+    # The .git file of a submodule or worktree that was copied alone points to nothing.
     if _git_dirs(root / ".git") is None:
         return False
     try:
@@ -174,43 +197,19 @@ def is_checkout(root: Path) -> bool:
         return False
 
 
-def find_git_dir(repo: Path) -> Path:
-    """The git directory of `repo`, which is the top of a work tree or a bare repository.
+def borrow_objects(repo: Path, git_dir: Path) -> None:
+    """Let our own `git_dir` read the objects of `repo`; what it makes itself it keeps itself.
 
-    Raises:
-        PatchingError: it is neither.
+    So commands that need many objects and no index need no clean room: nothing else of `repo`,
+    such as notes, grafts or replaced objects, reaches them.
     """
-    for folder in (repo / ".git", repo):
-        if repo.is_dir() and _git_dirs(folder) is not None:
-            return folder
-    raise PatchingError(f"{repo} is no git repository: neither a checkout's top nor a bare one")
-
-
-def setting(repo: Path, name: str) -> str:
-    """What `repo` has for a setting of `_TAKEN`, such as core.filemode; "" where it has none."""
-    dirs = _git_dirs(find_git_dir(repo))
-    return dirs.config().get(name, "") if dirs else ""
-
-
-def git_path(repo: Path, name: str) -> Path:
-    """Where `repo` keeps its file of this name, such as objects or rebase-apply."""
-    dirs = _git_dirs(find_git_dir(repo))
-    assert dirs is not None
-    return (dirs.own if _OWN.fullmatch(name) else dirs.common).resolve() / name
-
-
-def borrow_objects(repo: Path, borrower: Path) -> None:
-    """Let the git directory `borrower` read the objects of `repo`; it writes none of its own there.
-
-    A repository made for one job has no configuration, attributes, notes or replaced objects, so
-    what it says of another one's commits is the same for everybody.
-    """
-    objects = os.fsencode(git_path(repo, "objects").resolve())
-    # one path a line, so quoted: a newline in it is \012
+    dirs = find_git_dirs(repo)
+    objects = os.fsencode(dirs.path("objects").resolve())
+    # The file has one path a line, in C quotes where it is needed: a newline becomes \012.
     quoted = re.sub(rb'["\\\x00-\x1f]', lambda c: b"\\%03o" % ord(c[0]), objects)
-    (borrower / "objects" / "info").mkdir(exist_ok=True)
-    (borrower / "objects" / "info" / "alternates").write_bytes(b'"%s"\n' % quoted)
-    _copy(git_path(repo, "shallow"), borrower / "shallow")
+    (git_dir / "objects" / "info").mkdir(exist_ok=True)
+    (git_dir / "objects" / "info" / "alternates").write_bytes(b'"%s"\n' % quoted)
+    copy_file(dirs.path("shallow"), git_dir / "shallow")
 
 
 def resolve(repo: Path, revision: str) -> str:
@@ -219,19 +218,14 @@ def resolve(repo: Path, revision: str) -> str:
     Raises:
         PatchingError: there is none.
     """
-    what = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
-    found = read_git(repo, *what, check=False)
-    if found.returncode:
+    # --end-of-options: a revision that begins with "-" is a name too, never an option
+    command = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    parsed = read_git(repo, *command, check=False)
+    if parsed.returncode:
         raise PatchingError(f"{repo} has no commit {revision!r}: fetch it there first")
-    return found.stdout.decode().strip()
+    return parsed.stdout.decode().strip()
 
 
 def has_commit(repo: Path, commit: str) -> bool:
     """Whether `repo` holds this commit (a shallow clone may not)."""
     return read_git(repo, "cat-file", "-e", f"{commit}^{{commit}}", check=False).returncode == 0
-
-
-def commits_since(repo: Path, base: str, path: str, head: str = "HEAD") -> list[str]:
-    """The commits of `repo` after `base` and up to `head` that touched `path`, newest first."""
-    what = ("log", "--oneline", "--no-decorate", "--no-color", f"{base}..{head}", "--", path)
-    return read_git(repo, *what).stdout.decode(errors="replace").splitlines()

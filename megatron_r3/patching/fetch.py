@@ -7,23 +7,23 @@ import os
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from megatron_r3.patching.cleanroom import clean_room
-from megatron_r3.patching.git import PatchingError, run_git
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.repository import OwnRepository, new_folder
 from megatron_r3.patching.versions import KnownTree
 
 UPSTREAM = "https://github.com/NVIDIA/Megatron-LM.git"
 
+# Name and date are part of a commit's id: with fixed ones every machine makes the same commit.
 _COMMITTER = {
-    f"GIT_{who}_{what}": value
+    f"GIT_{who}_{field}": value
     for who in ("AUTHOR", "COMMITTER")
-    for what, value in (
+    for field, value in (
         ("NAME", "megatron-r3"),
         ("EMAIL", "megatron-r3@localhost"),
         ("DATE", "2026-01-01T00:00:00Z"),
@@ -44,27 +44,20 @@ def clone_tree(tree: KnownTree, url: str, target: Path) -> None:
     """
     if target.exists():
         raise PatchingError(f"{target}: is there already")
+    # the one setting of the environment that git keeps here: which certificates https trusts
     ca = {k: os.environ[k] for k in ("GIT_SSL_CAINFO",) if k in os.environ}
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".megatron-", dir=target.parent) as temp:
-            root = Path(temp) / "tree"
-            root.mkdir()
-            run_git("init", "--quiet", "--template=", cwd=root)
-            git = partial(run_git, cwd=root, git_dir=root / ".git")
-            with _source(url) as source:
-                git("fetch", "--quiet", "--depth=1", source, tree.commit, env=ca)
-            git("checkout", "--quiet", "--detach", tree.commit)
-            root.rename(target)
-    except OSError as error:
-        raise PatchingError(f"{target}: {error}") from error
+    with new_folder(target) as folder:
+        repo = OwnRepository.new(folder)
+        with _source(url) as source:
+            repo.run("fetch", "--quiet", "--depth=1", source, tree.commit, env=ca)
+        repo.check_out(tree.commit)
 
 
 @contextmanager
 def _source(url: str) -> Iterator[str]:
-    """What git fetches from: a clean room for a repository of this machine, else `url`.
+    """What git fetches from: a clean room for a repository on this machine, else `url`.
 
-    From a folder git fetches by running a second git there, with the configuration there.
+    To fetch from a folder git runs a second git in it, which obeys the configuration there.
     """
     path = Path(unquote(url.removeprefix("file://")) if url.startswith("file://") else url)
     if not path.is_dir():
@@ -77,24 +70,21 @@ def _source(url: str) -> Iterator[str]:
 def fetch_tree(tree: KnownTree, out: Path) -> Path:
     """Download, check and unpack the sdist of `tree` below `out`, as a git checkout of one commit.
 
-    The commit is the same on every machine. The folder is there whole or not at all; one that is
-    there already is left as it is.
+    The commit is the same on every machine. A folder that exists is left as it is; a new one is
+    whole.
 
     Raises:
-        PatchingError: the download fails, or is not the file that versions.toml names.
+        PatchingError: the download fails, or gives another file than versions.toml names.
     """
     target = tree_folder(tree, out)
     if target.exists():
         return target
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".megatron-", dir=out) as temp:
-            sdist = _download(tree, Path(temp))
-            unpacked = _unpack(sdist, Path(temp) / "tree")
-            _commit(unpacked, f"{tree.pypi}\n\nsdist sha256: {tree.sdist_sha256}\n")
-            unpacked.rename(target)
-    except OSError as error:
-        raise PatchingError(f"{target}: {error}") from error
+    with new_folder(target) as folder:
+        _unpack(_download(tree, folder.parent), folder.parent / "unpacked").rename(folder)
+        repo = OwnRepository.new(folder)
+        repo.git("add", "--all", "--force")  # files that .gitignore names too
+        message = f"{tree.pypi}\n\nsdist sha256: {tree.sdist_sha256}\n"
+        repo.run("commit", "--quiet", "-m", message, env=_COMMITTER)
     return target
 
 
@@ -102,7 +92,7 @@ def _download(tree: KnownTree, folder: Path) -> Path:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{tree.pypi} --hash=sha256:{tree.sdist_sha256}\n")
     # --no-binary for this package alone: with ':all:' pip also builds setuptools from source
-    # --ignore-requires-python: it is read and patched here, and runs elsewhere
+    # --ignore-requires-python: the tree is patched with this Python, and may run with another one
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check"),
         *("--no-deps", "--no-binary", tree.pypi.split("==")[0], "--ignore-requires-python"),
@@ -122,12 +112,12 @@ def _download(tree: KnownTree, folder: Path) -> Path:
 
 
 def _unpack(sdist: Path, folder: Path) -> Path:
-    """The one folder that is in the archive; no member of it can land elsewhere."""
+    """Unpack the archive to `folder`; return the one folder in it. No file can land elsewhere."""
     try:
         with tarfile.open(sdist) as archive:
             if hasattr(tarfile, "data_filter"):
                 archive.extractall(folder, filter="data")
-            else:  # before 3.10.12 and 3.11.4; a source package has files and folders alone
+            else:  # Python before 3.10.12 and 3.11.4, for example Debian 12's, has no filters
                 archive.extractall(folder, _harmless(archive))
     except tarfile.TarError as error:
         raise PatchingError(f"cannot unpack {sdist.name}: {error}") from error
@@ -138,16 +128,10 @@ def _unpack(sdist: Path, folder: Path) -> Path:
 
 
 def _harmless(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
+    """The members of an archive, if each is a file or folder: "../x" or a link is refused."""
     members = archive.getmembers()
     for member in members:
         path = PurePosixPath(member.name)
         if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
             raise tarfile.TarError(f"{member.name!r} is no file or folder inside of it")
     return members
-
-
-def _commit(root: Path, message: str) -> None:
-    run_git("init", "--quiet", "--template=", cwd=root)
-    git_dir = root / ".git"
-    run_git("add", "--all", "--force", cwd=root, git_dir=git_dir)
-    run_git("commit", "--quiet", "-m", message, cwd=root, git_dir=git_dir, env=_COMMITTER)

@@ -1,9 +1,7 @@
-"""Git that gives the same result on every machine.
+"""Runs git so that it gives the same result on every machine.
 
-The user's configuration, attributes, hooks and environment are out of reach, and a repository is
-never searched for: below another repository's work tree `git apply` prints "Skipped patch", exits
-0 and changes nothing. Git runs only in git directories that this project made; a repository of
-somebody else is read through `cleanroom`.
+The user's configuration, attributes, hooks and environment have no effect. Git runs only in git
+directories that this project made; `cleanroom` is the way to read somebody else's repository.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+# Settings that git would otherwise take from a configuration file, or whose default is a file of
+# the user's: core.attributesFile is by default ~/.config/git/attributes.
 _PINS = {
     "am.threeWay": "false",
     "apply.whitespace": "nowarn",
@@ -22,7 +22,7 @@ _PINS = {
     "core.autocrlf": "false",
     "core.excludesFile": os.devnull,
     "core.fsmonitor": "false",
-    "core.fsync": "none",  # what it writes is temporary, or is fetched again
+    "core.fsync": "none",  # what is written is temporary, or can be fetched again
     "core.hooksPath": os.devnull,
     "gc.auto": "0",
     "init.defaultBranch": "main",
@@ -33,19 +33,32 @@ _ENVIRONMENT = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_DEFAULT_HASH": "sha1",
+    "GIT_LITERAL_PATHSPECS": "1",  # a path is the name of a file, never a pattern
     "GIT_NO_LAZY_FETCH": "1",
-    "GIT_NO_REPLACE_OBJECTS": "1",  # a commit is what its id says
-    "GIT_OPTIONAL_LOCKS": "0",  # looking at a checkout must not write its index
+    "GIT_NO_REPLACE_OBJECTS": "1",  # `git replace` would show another commit under the same id
+    "GIT_OPTIONAL_LOCKS": "0",  # `git status` must not refresh the index of the user's checkout
     "GIT_TERMINAL_PROMPT": "0",
-    "LC_ALL": "C",  # the messages are parsed
+    "LC_ALL": "C",  # git's messages are parsed, so they must be English
 }
 
 
-def blob_id(data: bytes, algorithm: str = "sha1") -> str:
-    """The id that git gives a file of these bytes; `algorithm` may be sha256 too."""
-    return hashlib.new(
-        algorithm, b"blob %d\0" % len(data) + data, usedforsecurity=False
-    ).hexdigest()
+class PatchingError(ValueError):
+    """A refusal: its message names the file and what to do; the tree is as it was before."""
+
+
+def names(items: Sequence[str], most: int = 5) -> str:
+    """Join the items into one line of text: `most` of them, then how many more there are."""
+    listed = ", ".join(items[:most])
+    return listed if len(items) <= most else f"{listed} and {len(items) - most} more"
+
+
+def blob_id(data: bytes) -> str:
+    """The id that git gives to a file of these bytes, as `git hash-object` prints it.
+
+    It is computed here because every command does it for each file of every release line, and
+    starting git takes a hundred times as long. Example: b"hi\\n" is hashed as b"blob 3\\0hi\\n".
+    """
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 def run_git(
@@ -62,11 +75,13 @@ def run_git(
         PatchingError: git is not installed, or (with `check`) it failed; the message is git's.
     """
     full_env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    # with "." on PATH a program `git` that lies in the tree would be run
+    # With "." on PATH, a program called `git` that lies in the tree would be run.
     full_env["PATH"] = os.pathsep.join(filter(os.path.isabs, os.get_exec_path()))
+    # Git must never look for a repository above `cwd`: below another repository's work tree
+    # `git apply` prints "Skipped patch", changes nothing and exits with 0.
     full_env |= _ENVIRONMENT | {"GIT_CEILING_DIRECTORIES": str(cwd.resolve().parent)} | (env or {})
     if git_dir is not None:
-        # named, not discovered: a path with ':' cannot be a ceiling
+        # Ceilings are separated by ':', so a path that contains one needs explicit directories.
         full_env |= {"GIT_DIR": str(git_dir.absolute()), "GIT_WORK_TREE": str(cwd.absolute())}
     pins = [word for key, value in _PINS.items() for word in ("-c", f"{key}={value}")]
     try:
@@ -76,19 +91,6 @@ def run_git(
     except FileNotFoundError:
         raise PatchingError("git is not installed, or not on PATH") from None
     if check and result.returncode:
-        what = result.stderr.decode(errors="replace").strip()
-        raise PatchingError(f"git {args[0]} failed in {cwd}: {what}")
+        message = result.stderr.decode(errors="replace").strip()
+        raise PatchingError(f"git {args[0]} failed in {cwd}: {message}")
     return result
-
-
-# What the user of the patching tool is told: every refusal is a PatchingError.
-
-
-class PatchingError(ValueError):
-    """A refusal; the message names the file and what to do. The tree is as it was before."""
-
-
-def names(items: Sequence[str], most: int = 5) -> str:
-    """The items as one line of text: at most `most` of them, then how many more there are."""
-    text = ", ".join(items[:most])
-    return text if len(items) <= most else f"{text} and {len(items) - most} more"

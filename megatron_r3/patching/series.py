@@ -1,9 +1,9 @@
-"""The patches of one release line, read and checked without a tree.
+"""The patches of one release line: how they are read, what rules they keep, how they are numbered.
 
 A series is what `git format-patch --full-index --no-renames` writes: numbered files that change,
-add or delete text files. The full blob ids in them say which file they start from and which one
-they give; a tree is known by those ids. A number is a concern, the same in every line; a line that
-does not need a concern has a gap there.
+add or delete text files. The full blob ids in a patch say which file it starts from and which file
+it gives; a tree is recognised by those ids. The number of a patch is the number of its concern,
+which is the same in every line; a line that does not need a concern has a gap there.
 """
 
 from __future__ import annotations
@@ -11,20 +11,34 @@ from __future__ import annotations
 import email
 import email.policy
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_r3.patching.git import PatchingError, names
 
-Blobs = tuple[str | None, ...]
-"""The blob ids of one file before, between and after its patches; None: there is no such file."""
+MOST_CHANGED = 100
+"""How many lines a patch may add and remove, together; more is more than one concern."""
 
+Blobs = tuple[str | None, ...]
+"""The blob ids of one file before, between and after its patches; None where there is no file.
+
+Two patches that change a file give three ids; a patch that adds a file gives (None, id).
+"""
+
+# the head of a file's part of a patch:
+#   diff --git a/megatron/a.py b/megatron/a.py
+#   new file mode 100755                         (only where the file is new or deleted)
+#   index 0000...0000..<40 hex> 100644           (zeros: no file; the mode is missing where it is
+#                                                 in the line above)
 _INDEX = re.compile(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})(?: (100644|100755))?")
-_NUMBERED = re.compile(r"(?!0000)\d{4}-", re.ASCII)
 _CREATED = re.compile(r"(?:new|deleted) file mode (100644|100755)")
-# what format-patch ends a mail with where nobody tells it not to
+_NUMBERED = re.compile(r"(?!0000)\d{4}-", re.ASCII)
+# what format-patch ends a mail with by default: "-- " and git's version, for example 2.39.5
 _SIGNATURE = re.compile(rb"\n-- \n\d[^\n]*\n+\Z")
+
+_OFF = re.compile(r"^Off \(the default\):[ \n]*\S")
+_FORWARDED = re.compile(r"^Forwarded: *\S", re.M)
 
 
 @dataclass(frozen=True)
@@ -32,9 +46,9 @@ class FileChange:
     """What one patch does to one file.
 
     Attributes:
-        pre, post: blob ids; None where the file is added or deleted.
-        executable: its mode, as git keeps it.
-        diff: this file's part of the patch.
+        pre, post: blob ids before and after; None where the patch adds or deletes the file.
+        executable: whether the file has git's mode 100755.
+        diff: the part of the patch that is about this file.
     """
 
     path: str
@@ -46,10 +60,10 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch; no file is in it twice.
+    """One patch; each file is in it once.
 
     Attributes:
-        message: the body of the mail up to the line that is only '---'.
+        message: the body of the mail, up to the line that is only '---'.
     """
 
     file: Path
@@ -59,24 +73,33 @@ class Patch:
 
     @property
     def number(self) -> int:
-        """The number of its concern, from the name of its file."""
+        """The number of the patch's concern, from the name of its file."""
         return int(self.file.name[:4])
 
     @property
+    def name(self) -> str:
+        """How a message calls the patch: its release line and its file."""
+        return f"{self.file.parent.name}/{self.file.name}"
+
+    @property
     def num_changed(self) -> int:
-        """How many lines it adds and removes, together."""
-        bodies = (change.diff.partition(b"\n@@")[2] for change in self.changes)
-        lines = (line for body in bodies for line in _SIGNATURE.sub(b"", body).split(b"\n"))
-        return sum(line[:1] in (b"+", b"-") for line in lines)
+        """How many lines the patch adds and removes, together."""
+        # The signature begins with "-", and so would count as a line that is removed.
+        hunks = (_SIGNATURE.sub(b"", change.diff.partition(b"\n@@")[2]) for change in self.changes)
+        return sum(line[:1] in (b"+", b"-") for hunk in hunks for line in hunk.split(b"\n"))
 
 
 @dataclass(frozen=True)
 class Series:
-    """The patches of a release line in order; each starts where the one before ended."""
+    """The patches of a release line in order, and the chain of blobs of each file."""
 
     line: str
     patches: tuple[Patch, ...]
     blobs: Mapping[str, Blobs]
+
+    def place(self, change: FileChange) -> int:
+        """Where in the file's chain of blobs the change starts; it ends one place later."""
+        return self.blobs[change.path].index(change.pre)
 
 
 def read_series(folder: Path) -> Series:
@@ -88,18 +111,17 @@ def read_series(folder: Path) -> Series:
     files = sorted(folder.glob("*.patch"))
     if not files:
         raise PatchingError(f"{folder}: no patches")
-    before: set[str] = set()
-    for file in files:
+    for before, file in zip([None, *files], files, strict=False):
         if not _NUMBERED.match(file.name):
             raise PatchingError(f"{file}: the patches are numbered; expected 0001-*.patch and on")
-        if file.name[:4] in before:
+        if before and before.name[:4] == file.name[:4]:
             raise PatchingError(f"{file}: there are two patches of the number {file.name[:4]}")
-        before.add(file.name[:4])
     patches = tuple(read_patch(file) for file in files)
     blobs: dict[str, list[str | None]] = {}
     for patch in patches:
         for change in patch.changes:
             chain = blobs.setdefault(change.path, [change.pre])
+            # No id may come twice: a file's id must say how many of its patches are applied.
             if chain[-1] != change.pre or change.post in chain:
                 raise PatchingError(
                     f"{patch.file}: does not follow the patches before it in {change.path}: "
@@ -113,7 +135,7 @@ def read_patch(file: Path) -> Patch:
     """Read one patch mail.
 
     Raises:
-        PatchingError: it is none, or does what is not supported (renames, modes, binary files).
+        PatchingError: the file is no patch, or renames, changes modes or has binary files.
     """
     try:
         data = file.read_bytes()
@@ -121,7 +143,7 @@ def read_patch(file: Path) -> Patch:
         raise PatchingError(f"{file}: {error.strerror}") from None
     mail = email.message_from_bytes(data, policy=email.policy.default)
     subject = re.sub(r"^\[PATCH[^]]*\] *", "", str(mail["subject"] or "")).strip()
-    # the message may quote a diff: the patch begins after the first line that is only '---'
+    # The message may quote a diff: the patch begins after the first line that is only '---'.
     diffs = re.split(rb"^(?=diff --git )", data.partition(b"\n---\n")[2], flags=re.MULTILINE)[1:]
     if not subject or not diffs:
         raise PatchingError(f"{file}: not a patch made by git format-patch")
@@ -134,10 +156,11 @@ def read_patch(file: Path) -> Patch:
 
 
 def _file_change(diff: bytes, file: Path) -> FileChange:
-    head, *lines = re.split(rb"^(?:--- |@@ )", diff, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
-    path = _path(head.decode(errors="replace").removeprefix("diff --git "), file)
+    head = re.split(rb"^(?:--- |@@ )", diff, maxsplit=1, flags=re.MULTILINE)[0]
+    first, *lines = head.decode(errors="replace").splitlines()
+    path = _path(first.removeprefix("diff --git "), file)
     ids, executable = None, False
-    for line in (raw.decode(errors="replace") for raw in lines):
+    for line in lines:
         if index := _INDEX.fullmatch(line):
             ids = index.group(1, 2)
             executable |= index[3] == "100755"
@@ -155,6 +178,10 @@ def _file_change(diff: bytes, file: Path) -> FileChange:
 
 
 def _path(pair: str, file: Path) -> str:
+    """The path in "a/PATH b/PATH". A rename, or a path that leaves the tree, is refused.
+
+    Both halves are equally long: "a/x b/x" has 7 characters, and pair[2:3] is the path.
+    """
     path = pair[2 : len(pair) // 2]
     parts = path.split("/")
     if pair != f"a/{path} b/{path}" or not path or {"", ".", "..", ".git"} & set(parts):
@@ -162,32 +189,24 @@ def _path(pair: str, file: Path) -> str:
     return path
 
 
-# What every patch keeps to, so that it can be read, carried to another line, and dropped.
-
-MOST_CHANGED = 100
-"""How many lines a patch may add and remove, together; more is more than one concern."""
-
-_OFF = re.compile(r"^Off \(the default\):[ \n]*\S")
-_FORWARDED = re.compile(r"^Forwarded: *\S", re.M)
-
-
 def broken_rules(patch: Patch) -> list[str]:
-    """What is wrong with one patch, each in one line; empty for a good one."""
-    paragraphs = [text for text in re.split(r"\n[ \t]*\n", patch.message.strip()) if text]
+    """What is wrong with one patch, each in one line; an empty list for a good patch."""
+    paragraphs = [part for part in re.split(r"\n[ \t]*\n", patch.message.strip()) if part]
     wrong = []
     if patch.num_changed > MOST_CHANGED:
         wrong.append(f"changes {patch.num_changed} lines, more than {MOST_CHANGED}: split it")
-    if not any(_OFF.search(text) for text in paragraphs):
+    if not any(_OFF.search(paragraph) for paragraph in paragraphs):
         wrong.append("its message has no paragraph 'Off (the default): ...'")
     if not paragraphs or not _FORWARDED.search(paragraphs[-1]):
         wrong.append("its message has no trailer 'Forwarded: ...' at its end")
-    return [f"{patch.file.parent.name}/{patch.file.name}: {what}" for what in wrong]
+    return [f"{patch.name}: {reason}" for reason in wrong]
 
 
 def unequal_numbers(several: Sequence[Series], line: str = "") -> list[str]:
     """Where two lines use one number for two concerns, or two numbers for one.
 
-    With `line` only what that line has to do with; the first line that has a number is right.
+    With `line`, only the conflicts that this line is part of. The first line that has a number or
+    a subject is taken to be right.
     """
     wrong: list[str] = []
     first_numbers: dict[int, Patch] = {}
@@ -196,22 +215,14 @@ def unequal_numbers(several: Sequence[Series], line: str = "") -> list[str]:
         number = first_numbers.setdefault(patch.number, patch)
         subject = first_subjects.setdefault(patch.subject, patch)
         for first in {number.file: number, subject.file: subject}.values():
-            both = (patch.file.parent.name, first.file.parent.name)
-            if first is not patch and not _alike(first, patch) and (not line or line in both):
+            same = (first.number, first.subject) == (patch.number, patch.subject)
+            lines = (patch.file.parent.name, first.file.parent.name)
+            if not same and (not line or line in lines):
                 wrong.append(
-                    f"{_name(patch)} and {_name(first)}: "
+                    f"{patch.name} and {first.name}: "
                     "same number and same subject go together, in every line"
                 )
     return wrong
-
-
-def numbers_by_subject(several: Iterable[Series]) -> dict[str, int]:
-    """The number of every subject; that of the first line that has it."""
-    numbers: dict[str, int] = {}
-    for series in several:
-        for patch in series.patches:
-            numbers.setdefault(patch.subject, patch.number)
-    return numbers
 
 
 def plan_numbers(
@@ -219,8 +230,9 @@ def plan_numbers(
 ) -> list[int]:
     """The number of each subject of a series, in order.
 
-    A `known` subject keeps its number; a new one gets the next after the patch before it that no
-    other line has `taken`.
+    A `known` subject keeps its number. A new subject gets the first number after the patch before
+    it that no other line has `taken`. Example: subjects A, new, B with A = 1 and B = 4 give
+    1, 2, 4; if another line has taken 2, they give 1, 3, 4; if 3 is taken too, there is no number.
 
     Raises:
         PatchingError: a subject is there twice, or is not where its number belongs.
@@ -247,11 +259,3 @@ def plan_numbers(
             )
         numbers.append(number)
     return numbers
-
-
-def _alike(one: Patch, other: Patch) -> bool:
-    return (one.number, one.subject) == (other.number, other.subject)
-
-
-def _name(patch: Patch) -> str:
-    return f"{patch.file.parent.name}/{patch.file.name}"

@@ -1,7 +1,8 @@
 """Check whole series against the commits they are made for, without a checkout.
 
-In an index of its own the patches are applied one by one, and taken back last patch first. Every
-blob id on the way must be the promised one, and the tree at the end the one of the start.
+In an index of our own the patches are applied one by one, and taken back last patch first. Every
+blob id on the way must be the promised one, and at the end git must give the same tree id as at
+the start: that id covers every byte and mode of every file.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_r3.patching.cleanroom import find_git_dir, has_commit, resolve
+from megatron_r3.patching.cleanroom import find_git_dirs, has_commit, resolve
 from megatron_r3.patching.git import PatchingError, names
-from megatron_r3.patching.index import Index, run_series
-from megatron_r3.patching.series import Series, broken_rules, read_series, unequal_numbers
+from megatron_r3.patching.repository import OwnRepository, run_series
+from megatron_r3.patching.series import broken_rules, read_series, unequal_numbers
 from megatron_r3.patching.tree import TreeState, TreeStatus, compare
-from megatron_r3.patching.versions import KnownTree, Line, Matrix
+from megatron_r3.patching.versions import KnownTree, Line, Versions
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,11 @@ class Verified:
     """A series that gives what it promises on one tree, and gives that tree back.
 
     Attributes:
-        base: the commit that it was applied to.
+        base: the commit that the series was applied to.
         base_tree, patched_tree: ids of the whole trees before and after.
         num_patches, num_files: how many were applied and touched.
     """
 
-    line: Line
-    tree: KnownTree
     base: str
     base_tree: str
     patched_tree: str
@@ -39,7 +38,10 @@ class Verified:
 
 @dataclass(frozen=True)
 class TreeCheck:
-    """One known tree in `verify_repo`; neither `verified` nor `error`: its base is not there."""
+    """One known tree in `verify_repo`.
+
+    Without `verified` and without `error` the tree was not checked: the repository lacks its base.
+    """
 
     line: Line
     tree: KnownTree
@@ -50,8 +52,9 @@ class TreeCheck:
 def verify_tree(repo: Path, line: Line, tree: KnownTree) -> Verified | None:
     """Check the series of `line` on the base of `tree` in the git repository `repo`.
 
-    The base of a tree with a commit is that commit; of one from the package index it is HEAD, if
-    its files are those of the tree. None: `repo` has no such base. Nothing is written to `repo`.
+    The base of a tree with a commit is that commit. The base of a tree from the package index is
+    HEAD, if HEAD has the files of the tree. Returns None if `repo` has no such base. Nothing is
+    written to `repo`.
 
     Raises:
         PatchingError: a patch does not fit, does not give the files that are promised, or cannot
@@ -59,63 +62,53 @@ def verify_tree(repo: Path, line: Line, tree: KnownTree) -> Verified | None:
     """
     series = read_series(line.folder)
     with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
-        index = Index(Path(folder), repo)
+        ours = OwnRepository.new(Path(folder), borrow_from=repo)
         if tree.commit and has_commit(repo, tree.commit):
             base = tree.commit
         elif tree.pypi and has_commit(repo, "HEAD"):
             base = resolve(repo, "HEAD")
         else:
             return None
-        base_tree = index.read_tree(base)
-        status = _status(index, repo, line, series, tree)
+        ours.git("read-tree", base)
+        base_tree = ours.git("write-tree")
+        status = compare(repo, line, series, tree, ours.blobs(series.blobs))
         if status.state is not TreeState.PRISTINE:
-            if base != tree.commit:
+            if base != tree.commit:  # HEAD is some other commit than the package's files
                 return None
-            raise PatchingError(_not_the_base(status))
-        return _there_and_back(index, status, base, base_tree)
+            wrong = names(status.unknown or status.patched)
+            raise PatchingError(
+                f"the commit of {tree.name} has other files than the patches: {wrong}"
+            )
+        return _there_and_back(ours, status, base, base_tree)
 
 
-def _status(index: Index, repo: Path, line: Line, series: Series, tree: KnownTree) -> TreeStatus:
-    return compare(repo, line, series, tree, index.blobs())
-
-
-def _not_the_base(status: TreeStatus) -> str:
-    wrong = status.unknown or status.patched
-    return f"the commit of {status.tree.name} has other files than the patches: {names(wrong)}"
-
-
-def _there_and_back(index: Index, status: TreeStatus, base: str, base_tree: str) -> Verified:
-    touched = {path for path, _ in run_series(index, status)}
-    patched_tree = index.write_tree()
-    applied = _status(index, status.root, status.line, status.series, status.tree)
+def _there_and_back(ours: OwnRepository, status: TreeStatus, base: str, base_tree: str) -> Verified:
+    line, series, tree = status.line, status.series, status.tree
+    steps = run_series(ours, status)
+    patched_tree = ours.git("write-tree")
+    applied = compare(status.root, line, series, tree, ours.blobs(series.blobs))
     if applied.state is not TreeState.APPLIED:
-        raise PatchingError(f"after all patches {status.tree.name} is {applied.state.value}")
-    for _ in run_series(index, applied, reverse=True):
-        pass
-    if (after := index.write_tree()) != base_tree:
-        raise PatchingError(
-            f"{status.tree.name}: reverting gives the tree {after}, not {base_tree} again"
-        )
-    skipped = status.tree.absent
-    num_patches = sum(
-        any(change.path not in skipped for change in patch.changes)
-        for patch in status.series.patches
-    )
-    return Verified(
-        status.line, status.tree, base, base_tree, patched_tree, num_patches, len(touched)
-    )
+        raise PatchingError(f"after all patches {tree.name} is {applied.state.value}")
+    run_series(ours, applied, reverse=True)
+    # Equal blob ids are not enough: a patch that says "deleted file mode 100644" of an executable
+    # file gives the bytes back and loses the mode, which only the id of the whole tree shows.
+    if (after := ours.git("write-tree")) != base_tree:
+        raise PatchingError(f"{tree.name}: reverting gives the tree {after}, not {base_tree} again")
+    num_files = len({change.path for _, changes in steps for change in changes})
+    return Verified(base, base_tree, patched_tree, len(steps), num_files)
 
 
-def verify_repo(repo: Path, matrix: Matrix, line: str = "") -> list[TreeCheck]:
+def verify_repo(repo: Path, versions: Versions, line: str = "") -> list[TreeCheck]:
     """Check every known tree, or those of `line`, as far as `repo` has its base.
 
     Raises:
         PatchingError: `repo` is no git repository, or there is no such line.
     """
-    find_git_dir(repo)
+    find_git_dirs(repo)
     checks = []
-    for candidate in [matrix.line(line)] if line else matrix.lines:
+    for candidate in [versions.line(line)] if line else versions.lines:
         for tree in candidate.trees:
+            # One tree that fails must not hide what is wrong with the others.
             try:
                 checks.append(TreeCheck(candidate, tree, verify_tree(repo, candidate, tree)))
             except PatchingError as error:
@@ -123,13 +116,13 @@ def verify_repo(repo: Path, matrix: Matrix, line: str = "") -> list[TreeCheck]:
     return checks
 
 
-def check_rules(matrix: Matrix, line: str = "") -> list[str]:
+def check_rules(versions: Versions, line: str = "") -> list[str]:
     """What breaks the rules for patches in every line, or in `line`; each in one text line.
 
     Raises:
         PatchingError: a series cannot be read.
     """
-    several = [read_series(candidate.folder) for candidate in matrix.lines]
-    chosen = [series for series in several if not line or series.line == matrix.line(line).name]
-    wrong = [what for series in chosen for patch in series.patches for what in broken_rules(patch)]
+    several = [read_series(candidate.folder) for candidate in versions.lines]
+    chosen = [series for series in several if not line or series.line == versions.line(line).name]
+    wrong = [rule for series in chosen for patch in series.patches for rule in broken_rules(patch)]
     return wrong + unequal_numbers(several, line)

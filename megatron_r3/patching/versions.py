@@ -1,4 +1,4 @@
-"""versions.toml, the only matrix: which release lines have patches, and their known trees.
+"""versions.toml: which release lines have patches, and the trees that these patches fit.
 
 default = "<name of the tree that `megatron-r3 megatron` fetches>"
 
@@ -8,13 +8,14 @@ image = "<image:tag>"           # what upstream builds its own on (docker/.ngc_v
 status = "supported"
 
 [[lines."<release line>".trees]]
-name = "core_v0.19.0"           # how messages call it
+name = "core_v0.19.0"           # how messages call the tree
 commit = "<40 hex>"             # for a tree that is in upstream's git
 pypi = "megatron-core==0.19.2"  # for a tree that is on PyPI, with
 sdist_sha256 = "<64 hex>"
 absent = ["<path>", ...]        # files of the series that this tree lacks: named and skipped
-blobs = { "<path>" = ["<40 hex>", ...] }  # files whose base is not the one the patches name:
-                                # the blob ids before, between and after its patches
+blobs = { "<path>" = ["<40 hex>", ...] }  # files whose base is not the one the patches name: their
+                                # blob ids (git hash-object FILE) before, between and after the
+                                # patches
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_STRINGS = {"name", "commit", "pypi", "sdist_sha256"}
+# what the strings of a tree's entry must look like, and how a message says that
+_HEX = r"[0-9a-f]{40}"
+_STRINGS = {
+    "name": (r"(?s).*", "a string"),
+    "commit": (_HEX, "40 hex digits"),
+    "pypi": (r"[\w.-]+==[\w.]+", "'name==version'"),
+    "sdist_sha256": (r"[0-9a-f]{64}", "64 hex digits"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,8 +69,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """versions.toml of `folder`, checked."""
+class Versions:
+    """What `folder`/versions.toml says, checked."""
 
     folder: Path
     lines: tuple[Line, ...]
@@ -86,20 +94,19 @@ class Matrix:
         return next(line for line in self.lines if self.default in line.trees)
 
     def find(self, name: str, source: str) -> tuple[Line, KnownTree]:
-        """The tree of a name, or of a release line's name, that this source has.
+        """The tree of a name that can be had from `source`, which is git or pypi.
 
-        Args:
-            source: git or pypi.
+        The name of a release line stands for the line's first such tree.
 
         Raises:
             PatchingError: there is none; the message lists those there are.
         """
-        trees = [(line, tree) for line in self.lines for tree in line.trees]
-        there = [(li, t) for li, t in trees if (t.commit if source == "git" else t.pypi)]
-        for line, tree in there:
+        field = "commit" if source == "git" else "pypi"
+        trees = [(line, t) for line in self.lines for t in line.trees if getattr(t, field)]
+        for line, tree in trees:
             if name in (tree.name, line.name):
                 return line, tree
-        known = names([f"{tree.name} ({line.name})" for line, tree in there])
+        known = names([f"{tree.name} ({line.name})" for line, tree in trees])
         raise PatchingError(f"{name} is no tree that versions.toml knows from {source}: {known}")
 
 
@@ -112,7 +119,7 @@ def patches_folder() -> Path:
     raise PatchingError(f"no patches/versions.toml in or beside {package}: reinstall megatron-r3")
 
 
-def read_matrix(folder: Path) -> Matrix:
+def read_versions(folder: Path) -> Versions:
     """Read and check `folder`/versions.toml.
 
     Raises:
@@ -120,16 +127,15 @@ def read_matrix(folder: Path) -> Matrix:
     """
     file = folder / "versions.toml"
     try:
-        text = file.read_text(encoding="utf-8")
+        return parse_versions(file.read_text(encoding="utf-8"), folder)
     except OSError as error:
         raise PatchingError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise PatchingError(f"{file}: {error}") from None
-    return parse_matrix(text, folder)
 
 
-def parse_matrix(text: str, folder: Path) -> Matrix:
-    """Check `text` as if it were that of `folder`/versions.toml; see `read_matrix`."""
+def parse_versions(text: str, folder: Path) -> Versions:
+    """Check `text` as if `folder`/versions.toml held it; errors as `read_versions`."""
     file = folder / "versions.toml"
     try:
         data = tomllib.loads(text)
@@ -140,7 +146,7 @@ def parse_matrix(text: str, folder: Path) -> Matrix:
     default = [t for line in lines for t in line.trees if t.pypi and t.name == data["default"]]
     if len(default) != 1:
         raise PatchingError(f"{file}: default = {data['default']!r} is not one tree with pypi")
-    return Matrix(folder, lines, default[0])
+    return Versions(folder, lines, default[0])
 
 
 def _line(name: str, table: dict[str, Any], folder: Path, file: Path) -> Line:
@@ -151,37 +157,29 @@ def _line(name: str, table: dict[str, Any], folder: Path, file: Path) -> Line:
 
 
 def _tree(entry: dict[str, Any], where: str) -> KnownTree:
-    _check_keys(entry, {"name"}, _STRINGS | {"absent", "blobs"}, where)
+    _check_keys(entry, {"name"}, _STRINGS.keys() | {"absent", "blobs"}, where)
     where = f"{where}.{entry['name']}"
-    for key in _STRINGS & entry.keys():
-        if not isinstance(entry[key], str):
-            raise PatchingError(f"{where}: {key} is a string")
-    if not entry.keys() & {"commit", "pypi"}:
+    strings = {key: entry[key] for key in _STRINGS.keys() & entry.keys()}
+    for key, value in strings.items():
+        pattern, expected = _STRINGS[key]
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise PatchingError(f"{where}: {key} must be {expected}; got {value!r}")
+    if not strings.keys() & {"commit", "pypi"}:
         raise PatchingError(f"{where}: needs a commit or a pypi requirement")
-    if "pypi" in entry and not re.fullmatch(r"[\w.-]+==[\w.]+", entry["pypi"]):
-        raise PatchingError(f"{where}: pypi is 'name==version'; got {entry['pypi']!r}")
-    if "pypi" in entry or "sdist_sha256" in entry:
-        _check_hex(entry.get("sdist_sha256", ""), 64, f"{where}: sdist_sha256")
-    if "commit" in entry:
-        _check_hex(entry["commit"], 40, f"{where}: commit")
+    if "pypi" in strings and "sdist_sha256" not in strings:
+        raise PatchingError(f"{where}: pypi needs an sdist_sha256")
     blobs = {path: tuple(ids) for path, ids in entry.get("blobs", {}).items()}
     for path, ids in blobs.items():
-        for blob in ids:
-            _check_hex(blob, 40, f"{where}: blobs of {path}")
-    strings = {key: entry[key] for key in _STRINGS & entry.keys()}
+        if not all(re.fullmatch(_HEX, str(blob)) for blob in ids):
+            raise PatchingError(f"{where}: blobs of {path} must be 40 hex digits each; got {ids!r}")
     return KnownTree(**strings, absent=tuple(entry.get("absent", ())), blobs=blobs)
 
 
 def _check_keys(table: Any, needed: set[str], allowed: set[str], where: str) -> None:
     if not isinstance(table, dict):
-        raise PatchingError(f"{where}: is a table")
-    # a misspelt key would be a rule that silently does not hold
+        raise PatchingError(f"{where}: must be a table")
+    # A misspelt key would be a rule that silently does not hold: "absnet" would skip no file.
     for key in sorted(table.keys() - needed - allowed):
         raise PatchingError(f"{where}: unknown key {key!r}")
     for key in sorted(needed - table.keys()):
         raise PatchingError(f"{where}: no {key}")
-
-
-def _check_hex(text: str, digits: int, where: str) -> None:
-    if not re.fullmatch(f"[0-9a-f]{{{digits}}}", str(text)):
-        raise PatchingError(f"{where} is {digits} hex digits; got {text!r}")

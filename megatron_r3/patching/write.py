@@ -1,8 +1,9 @@
-"""Replacing the files of a tree: all of them or none.
+"""Replaces files of a tree: all of them or none.
 
-Every new file is first written whole beside the old one, so a full disk or a folder that cannot be
-written is found before anything changes; then each is renamed over the old one. A process that is
-killed between two renames leaves files that are each old or new, never half a file.
+Every new file is first written whole beside the old one, so that a full disk or a folder that
+cannot be written is found before anything changes; then each new file is renamed over the old one.
+A process that is killed between two renames leaves files that are each old or new, never half a
+file; the next apply or revert goes on from there.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from megatron_r3.patching.tree import FileOnDisk
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Keep a second apply or revert out of `root`; the lock goes with the process and is no file.
+    """Keep a second apply or revert out of `root`.
+
+    The lock is on the open folder, not a file, so it ends with the process, even a killed one.
 
     Raises:
-        PatchingError: another one is at work there.
+        PatchingError: another apply or revert is at work there.
     """
     folder = os.open(root, os.O_RDONLY)
     try:
@@ -46,12 +49,13 @@ def replace_files(
 ) -> None:
     """Write the `new` contents (None: remove the file) of some of the `old` files, or none.
 
-    A replaced file keeps its mode and owner; a created one gets what git would give it. Folders
-    are made where needed, and removed where they end up empty. A hard link is cut, not followed:
-    package installers share files between environments.
+    A replaced file keeps its mode and owner; a created file gets the mode that git would give it.
+    Folders are made where needed, and removed where they end up empty. A hard link is cut, not
+    followed, because package installers share one file between environments.
 
     Raises:
-        PatchingError: a file cannot be written; all are as they were, or the message says not.
+        PatchingError: a file cannot be written. All files are as they were, or the message says
+            which ones are not.
     """
     executables = set(executables)
     path = ""
@@ -61,7 +65,7 @@ def replace_files(
                 _stage(root / path, data, old[path].stat, path in executables)
         for path, data in new.items():
             _put(root / path, exists=data is not None)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too
         _restore(root, {p: old[p] for p in new}, executables)
         if isinstance(error, OSError):
             raise PatchingError(
@@ -75,7 +79,7 @@ def replace_files(
 def remove_leftovers(root: Path, paths: Iterable[str]) -> None:
     """Remove what an apply or revert, killed or not, left beside these files.
 
-    That is a file that was not renamed yet, and the empty folders of a file that is gone.
+    That is a new file that was not renamed yet, and the empty folders of a file that is gone.
     """
     for path in paths:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -85,19 +89,21 @@ def remove_leftovers(root: Path, paths: Iterable[str]) -> None:
 
 
 def _staged(target: Path) -> Path:
-    # one name for each file, not a random one, so that the next run finds and removes it
+    """Where the new content of a file waits: .router.py.megatron-r3-new beside router.py."""
+    # The name is the same in every run, not random, so the next run finds and removes the file.
     return target.with_name(f".{target.name}.megatron-r3-new")
 
 
 def _stage(target: Path, data: bytes, old: os.stat_result | None, executable: bool) -> None:
-    """Write `data` beside `target`, with the mode and owner that it shall have."""
+    """Write `data` beside `target`, with the mode and owner that `target` shall have."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _staged(target).unlink(missing_ok=True)
+    # O_EXCL: if somebody puts a symlink in this place now, it is not followed
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with open(os.open(_staged(target), flags, 0o777 if executable else 0o666), "wb") as file:
         file.write(data)
         if old is not None:
-            with suppress(PermissionError):  # only root gives files away
+            with suppress(PermissionError):  # only root can give a file to another user
                 os.fchown(file.fileno(), old.st_uid, old.st_gid)
             os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
 
@@ -110,7 +116,7 @@ def _put(target: Path, *, exists: bool) -> None:
 
 
 def _restore(root: Path, old: Mapping[str, FileOnDisk], executables: set[str]) -> None:
-    """Bring back every file that is not as it was; the others are not touched."""
+    """Bring back every file that is not as it was; the other files are not touched."""
     lost = []
     for path, file in old.items():
         target = root / path
@@ -131,7 +137,7 @@ def _restore(root: Path, old: Mapping[str, FileOnDisk], executables: set[str]) -
 
 
 def _remove_empty_folders(root: Path, path: str) -> None:
-    for folder in list(Path(path).parents)[:-1]:
+    for folder in list(Path(path).parents)[:-1]:  # of a/b/c.py: a/b, then a, and not "."
         try:
             (root / folder).rmdir()
         except FileNotFoundError:

@@ -16,7 +16,7 @@ from fidelity.trees import ROOT
 from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.cleanroom import resolve
 from megatron_r3.patching.fetch import tree_folder
-from megatron_r3.patching.versions import patches_folder, read_matrix
+from megatron_r3.patching.versions import patches_folder, read_versions
 
 LINE = "core_r0.19.0"
 
@@ -26,10 +26,10 @@ def checked(tmp_path: Path) -> Iterator[Checked]:
     """The default tree and a copy of the patches, to be damaged."""
     patches = tmp_path / "patches"
     shutil.copytree(patches_folder(), patches)
-    matrix = read_matrix(patches)
-    source = tree_folder(matrix.default, ROOT / "build")
+    versions = read_versions(patches)
+    source = tree_folder(versions.default, ROOT / "build")
     commit = resolve(source, "HEAD")
-    with Checked(matrix.line(LINE), matrix.default, source, commit, tmp_path / "trees") as made:
+    with Checked(versions.line(LINE), versions.default, source, commit, tmp_path / "trees") as made:
         yield made
 
 

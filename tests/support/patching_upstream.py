@@ -103,6 +103,18 @@ def git(*args, cwd, **kwargs):
     ).stdout
 
 
+def clone(checkout, folder, kind=""):
+    """A second repository: a "worktree" of the first, or what git clone gives with this flag."""
+    # From an address with a scheme git copies as over a network, so that --depth works; from a path
+    # it takes all objects, those too that no commit has.
+    source = str(checkout) if kind in ("--shared", "--local") else f"file://{checkout}"
+    if kind == "worktree":
+        git("worktree", "add", "--quiet", "--detach", str(folder), cwd=checkout)
+    else:
+        git("clone", "--quiet", *([kind] if kind else []), source, str(folder), cwd="/")
+    return folder
+
+
 def commit(tree, subject):
     git("add", "--all", cwd=tree)
     git("commit", "--quiet", "-m", subject, cwd=tree)

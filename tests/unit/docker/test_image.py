@@ -1,5 +1,6 @@
 """The image's parts that need no engine."""
 
+import importlib
 import os
 import re
 import shutil
@@ -11,10 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from docker.pip_settings import build_secrets
-from megatron_r3.patching.versions import patches_folder, read_matrix
+from megatron_r3.patching.versions import patches_folder, read_versions
 
-DOCKER = Path(__file__).parents[3] / "docker"
+ROOT = Path(__file__).parents[3]
+DOCKER = ROOT / "docker"
+
+
+@pytest.fixture
+def image(monkeypatch):
+    """docker/image.py, imported as Python finds it when it is run as a script."""
+    monkeypatch.syspath_prepend(DOCKER)
+    return importlib.import_module("image")
+
+
+@pytest.fixture
+def build_secrets(image):
+    return image.build_secrets
 
 
 @pytest.fixture
@@ -42,7 +55,7 @@ def get(url):
         return answer.read().decode()
 
 
-def test_folders_of_this_machine_are_served_to_the_build(pip_conf):
+def test_folders_of_this_machine_are_served_to_the_build(pip_conf, build_secrets):
     with ExitStack() as stack:
         secrets = build_secrets(stack, None)
         assert secrets["ca"] == Path("/some/ca.crt")
@@ -61,19 +74,19 @@ def test_folders_of_this_machine_are_served_to_the_build(pip_conf):
         get(links)
 
 
-def test_a_pip_conf_is_taken_as_it_is(pip_conf, tmp_path):
+def test_a_pip_conf_is_taken_as_it_is(pip_conf, tmp_path, build_secrets):
     with ExitStack() as stack:
         assert build_secrets(stack, tmp_path / "mine")["pip_conf"] == tmp_path / "mine"
 
 
-def test_a_machine_without_settings_has_no_secrets(pip_conf, monkeypatch):
+def test_a_machine_without_settings_has_no_secrets(pip_conf, monkeypatch, build_secrets):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)  # then pip reads no other either
     with ExitStack() as stack:
         assert build_secrets(stack, None) == {}
 
 
 def test_the_dockerfile_begins_with_the_default_line():
-    line = read_matrix(patches_folder()).default_line
+    line = read_versions(patches_folder()).default_line
     text = (DOCKER / "Dockerfile").read_text()
     assert f"ARG BASE_IMAGE={line.image}\n" in text
     assert f"ARG MEGATRON_VERSION={line.name}\n" in text
@@ -93,9 +106,65 @@ def test_the_entrypoint_says_what_it_can_do():
     assert "build with MEGATRON_SOURCE=git" in refused.stderr
 
 
-def test_there_is_nothing_to_test_before_a_build(tmp_path, monkeypatch, capsys):
-    from docker import image
+def test_the_script_runs_from_any_folder(tmp_path):
+    command = [sys.executable, str(DOCKER / "image.py"), "--help"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "build,test,matrix" in done.stdout
 
+
+def importable(image, *path):
+    """Which folders of the project `import` finds, elsewhere, with these folders on sys.path."""
+    code = f"import sys\nsys.path[:0] = {[str(folder) for folder in path]}\n{image.IMPORTABLE}"
+    # -I -S: neither PYTHONPATH nor site-packages, where an editable install would be found
+    command = [sys.executable, "-I", "-S", "-c", code, str(ROOT), *image.UNWANTED]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_nothing_but_the_package_is_on_anyones_path(image, tmp_path):
+    """What `make image-test` asks inside the image, and what the Dockerfile does for it."""
+    site = tmp_path / "site-packages"
+    (site / "docker").mkdir(parents=True)  # the Docker SDK
+    (site / "docker" / "__init__.py").write_text("")
+    (site / "megatron_r3").symlink_to(ROOT / "megatron_r3")
+    assert importable(image, site) == []
+    others = [name for name in image.UNWANTED if name != "docker"]
+    assert importable(image, site, ROOT) == others
+    assert importable(image, ROOT) == list(image.UNWANTED)
+    assert not list(DOCKER.glob("__init__.py"))
+    text = (DOCKER / "Dockerfile").read_text()
+    assert re.findall("PYTHONPATH=([^ ]*)", text) == ["/workspace/Megatron-LM"]
+    assert (
+        "pip install --no-deps . " in text
+    )  # --editable puts the folder of the package on the path
+
+
+@pytest.mark.parametrize(
+    ("user", "found", "message"),
+    [
+        ("0", "", "does not run, or runs as root"),
+        ("", "", "does not run, or runs as root"),
+        ("1100", "docker", "these can be imported from anywhere: docker"),
+        ("1100", "", ""),
+    ],
+)
+def test_an_image_is_looked_at_before_its_tests(image, tmp_path, capfd, user, found, message):
+    client = tmp_path / "docker"
+    client.write_text(
+        f"#!/bin/sh\ncase $* in *'id --user') echo {user} ;; *python3*) echo {found} ;;\n"
+        "*' test some/test.py') exit 3 ;; *) exit 9 ;; esac\n"
+    )
+    client.chmod(0o755)
+    words = ["test", "--docker", str(client), "--tag", "made", "--tests", "some/test.py"]
+    assert image.main(words) == (1 if message else 3)
+    printed = capfd.readouterr()
+    assert message in printed.err
+    assert ("made: tested in" in printed.out) == (not message)
+
+
+def test_there_is_nothing_to_test_before_a_build(image, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(image, "BUILT", tmp_path / "none")
     assert image.main(["test"]) == 1
     assert (

@@ -17,29 +17,24 @@ from patching_upstream import (
     ROUTER,
     SCHEDULE,
     TAG,
+    clone,
     commit,
     git,
-    make_upstream,
     snapshot,
     write,
 )
 
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.tree import TreeState, identify
-from megatron_r3.patching.versions import read_matrix
-
-
-@pytest.fixture
-def upstream(tmp_path):
-    return make_upstream(tmp_path)
+from megatron_r3.patching.versions import read_versions
 
 
 def state(tree, upstream):
-    return identify(tree, read_matrix(upstream.patches)).state
+    return identify(tree, read_versions(upstream.patches)).state
 
 
 def test_apply_gives_what_git_am_gives(upstream, tmp_path):
-    git("clone", "--quiet", str(upstream.checkout), str(tmp_path / "am"), cwd=tmp_path)
+    clone(upstream.checkout, tmp_path / "am")
     git("am", "--quiet", *map(str, upstream.series), cwd=tmp_path / "am")
     change = apply_series(upstream.checkout, upstream.patches)
     assert change.before is TreeState.PRISTINE
@@ -156,9 +151,9 @@ def test_a_copy_without_the_repository_that_its_git_file_names(upstream):
 
 
 def test_a_git_worktree(upstream, tmp_path):
-    git("worktree", "add", "--quiet", "--detach", str(tmp_path / "second"), cwd=upstream.checkout)
-    apply_series(tmp_path / "second", upstream.patches)
-    assert state(tmp_path / "second", upstream) is TreeState.APPLIED
+    second = clone(upstream.checkout, tmp_path / "second", "worktree")
+    apply_series(second, upstream.patches)
+    assert state(second, upstream) is TreeState.APPLIED
     assert state(upstream.checkout, upstream) is TreeState.PRISTINE
 
 
@@ -208,7 +203,10 @@ def test_status_writes_nothing_even_into_git(upstream):
     index = (upstream.checkout / ".git/index").read_bytes()
     before = snapshot(upstream.checkout, mtimes=True)
     state(upstream.checkout, upstream)
+    assert snapshot(upstream.checkout, mtimes=True) == before
+    before = snapshot(upstream.checkout)
     apply_series(upstream.checkout, upstream.patches)
+    assert (upstream.checkout / ".git/index").read_bytes() == index
     revert_series(upstream.checkout, upstream.patches)
     assert (upstream.checkout / ".git/index").read_bytes() == index
-    assert snapshot(upstream.checkout).keys() == before.keys()
+    assert snapshot(upstream.checkout) == before  # every byte and mode

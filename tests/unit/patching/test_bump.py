@@ -11,8 +11,8 @@ from patching_upstream import (
     OTHER,
     ROUTER,
     SCHEDULE,
+    clone,
     git,
-    make_upstream,
     refused,
     snapshot,
     write,
@@ -22,14 +22,9 @@ from megatron_r3.cli import main
 from megatron_r3.patching.bump import bump_line
 from megatron_r3.patching.export import export_series
 from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.repository import OwnRepository
 from megatron_r3.patching.verify import check_rules, verify_repo
-from megatron_r3.patching.versions import read_matrix
-
-
-@pytest.fixture
-def upstream(tmp_path):
-    return make_upstream(tmp_path)
-
+from megatron_r3.patching.versions import read_versions
 
 # --- a bump without conflicts
 
@@ -37,13 +32,13 @@ def upstream(tmp_path):
 def test_a_clean_bump(upstream):
     new = release(upstream, {ROUTER: ("line 1\n", "line one\n"), OTHER: ("1", "2")})
     before, patches = everything(upstream.checkout), snapshot(upstream.patches)
-    versions = (upstream.patches / "versions.toml").read_text()
+    text = (upstream.patches / "versions.toml").read_text()
     done = bump(upstream)
     assert everything(upstream.checkout) == before  # no worktree, no branch, no object
     assert (done.line, done.again, done.left_out) == (NEXT, False, ())
     assert done.names == tuple(file.name for file in upstream.series)
     assert (upstream.patches / "versions.toml").read_text() == (
-        f"""{versions}
+        f"""{text}
 [lines."{NEXT}"]
 python = ">=3.10"
 image = "some/image:1"
@@ -58,9 +53,9 @@ commit = "{new}"
     assert {name: after[name] for name in patches if name != "versions.toml"} == {
         name: patches[name] for name in patches if name != "versions.toml"
     }
-    matrix = read_matrix(upstream.patches)
-    assert check_rules(matrix) == []
-    assert all(c.verified for c in verify_repo(upstream.checkout, matrix) if c.tree.commit)
+    versions = read_versions(upstream.patches)
+    assert check_rules(versions) == []
+    assert all(c.verified for c in verify_repo(upstream.checkout, versions) if c.tree.commit)
     work = upstream.patches.parent / "work"
     assert export_series(work, upstream.patches, check=True).folder == upstream.patches / NEXT
 
@@ -80,7 +75,7 @@ def test_again(upstream):
 
 def test_the_users_git_configuration_changes_nothing(upstream, tmp_path, monkeypatch):
     release(upstream, {ROUTER: ("line 28\n", "line twenty-eight\n")})
-    git("clone", "--quiet", str(upstream.checkout), "theirs", cwd=tmp_path)
+    clone(upstream.checkout, tmp_path / "theirs", "--local")  # with the blobs of the patches
     # the negative control: with am.threeWay git resolves what nobody has looked at
     git("-c", "am.threeWay=true", "am", *map(str, upstream.series), cwd=tmp_path / "theirs")
     hostile(tmp_path, monkeypatch, upstream.checkout)
@@ -98,8 +93,8 @@ def test_the_users_git_configuration_changes_nothing(upstream, tmp_path, monkeyp
         done = subprocess.run(["git", *command], cwd=work, env=user, capture_output=True)
         assert done.returncode == 0, done.stderr
     assert bump(upstream).names == tuple(file.name for file in upstream.series)
-    assert check_rules(read_matrix(upstream.patches)) == []
-    (check,) = verify_repo(upstream.checkout, read_matrix(upstream.patches), NEXT)
+    assert check_rules(read_versions(upstream.patches)) == []
+    (check,) = verify_repo(upstream.checkout, read_versions(upstream.patches), NEXT)
     assert check.verified
     assert b"\r" not in (upstream.patches / NEXT / upstream.series[1].name).read_bytes()
 
@@ -107,15 +102,11 @@ def test_the_users_git_configuration_changes_nothing(upstream, tmp_path, monkeyp
 @pytest.mark.parametrize("kind", ["--bare", "--depth=1", "worktree"])
 def test_any_clone_and_a_work_folder_with_spaces(upstream, tmp_path, kind):
     release(upstream, {OTHER: ("1", "2")})
-    repo = tmp_path / "their clone"
-    if kind == "worktree":
-        git("worktree", "add", "--quiet", "--detach", str(repo), cwd=upstream.checkout)
-    else:
-        git("clone", "--quiet", kind, f"file://{upstream.checkout}", str(repo), cwd=tmp_path)
+    repo = clone(upstream.checkout, tmp_path / "their clone", kind)
     arguments = {"line": NEXT, "work": tmp_path / "a place/for 'ü"}
     done = bump_line(LINE, "HEAD", repo, upstream.patches, **arguments)
     assert len(done.names) == 4
-    tree = read_matrix(upstream.patches).line(NEXT).trees[0]
+    tree = read_versions(upstream.patches).line(NEXT).trees[0]
     assert tree.name == tree.commit[:12]  # HEAD is no name that stays
 
 
@@ -194,13 +185,12 @@ def test_arguments_that_are_wrong(upstream, tmp_path, arguments, message):
 
 def test_a_clone_that_is_killed_leaves_nothing(upstream, tmp_path, monkeypatch):
     release(upstream, {OTHER: ("1", "2")})
-    from megatron_r3.patching import bump as workplace
 
     def failing(*args, **kwargs):
         raise PatchingError("no disk")
 
     with monkeypatch.context() as patch, refused(tmp_path, "no disk"):
-        patch.setattr(workplace, "run_git", failing)
+        patch.setattr(OwnRepository, "check_out", failing)
         bump(upstream)
     bump(upstream)
 

@@ -13,18 +13,12 @@ from patching_upstream import (
     TAG,
     commit,
     git,
-    make_upstream,
     snapshot,
     write,
 )
 
 from megatron_r3.patching.verify import check_rules
-from megatron_r3.patching.versions import read_matrix
-
-
-@pytest.fixture
-def upstream(tmp_path):
-    return make_upstream(tmp_path)
+from megatron_r3.patching.versions import read_versions
 
 
 def test_a_conflict_gives_five_lines_and_a_checkout_to_work_in(upstream, tmp_path):
@@ -98,7 +92,7 @@ def test_a_concern_that_is_no_longer_needed_leaves_a_gap(upstream, tmp_path):
     done = bump(upstream)
     assert [name[:4] for name in done.names] == ["0001", "0003", "0004"]
     assert done.left_out == (upstream.series[1].name,)
-    assert check_rules(read_matrix(upstream.patches)) == []
+    assert check_rules(read_versions(upstream.patches)) == []
 
 
 @pytest.mark.parametrize(

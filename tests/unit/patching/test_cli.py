@@ -1,15 +1,10 @@
 """The command line: what it prints and returns."""
 
 import pytest
-from patching_upstream import LINE, PACKAGE, README, ROUTER, TAG, make_upstream, run_cli
+from patching_upstream import LINE, PACKAGE, README, ROUTER, TAG, run_cli
 
 from megatron_r3.cli import main
 from megatron_r3.patching import cli as commands
-
-
-@pytest.fixture
-def upstream(tmp_path):
-    return make_upstream(tmp_path)
 
 
 @pytest.fixture
@@ -81,7 +76,7 @@ def test_an_interrupt_is_told_in_one_line(upstream, monkeypatch, cli):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "identify", interrupted)
-    told = "error: interrupted; the same command again goes on\n"
+    told = "error: interrupted; run the same command again to continue\n"
     assert cli("status", upstream.checkout) == (1, "", told)
 
 

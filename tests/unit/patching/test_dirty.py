@@ -13,6 +13,7 @@ from patching_upstream import (
     README,
     ROUTER,
     SCHEDULE,
+    clone,
     git,
     make_upstream,
     refused,
@@ -23,12 +24,11 @@ from patching_upstream import (
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.cleanroom import is_checkout, resolve
 from megatron_r3.patching.tree import TreeState, dirty_files, identify
-from megatron_r3.patching.versions import read_matrix
+from megatron_r3.patching.versions import read_versions
 
 
 @pytest.fixture
-def upstream(tmp_path):
-    upstream = make_upstream(tmp_path)
+def upstream(upstream):
     tree = upstream.checkout  # and what a real tree has besides plain text
     write(tree, "tools/run.sh", "#!/bin/sh\n", executable=True)
     (tree / "link").symlink_to(OTHER)
@@ -104,17 +104,15 @@ def _packed(upstream, folder):
 
 
 def _shallow(upstream, folder):
-    git("clone", "--quiet", "--depth=1", f"file://{upstream.checkout}", str(folder), cwd="/")
-    return folder
+    return clone(upstream.checkout, folder, "--depth=1")
 
 
 def _shared(upstream, folder):
-    git("clone", "--quiet", "--shared", str(upstream.checkout), str(folder), cwd="/")
-    return folder
+    return clone(upstream.checkout, folder, "--shared")
 
 
 def _worktree(upstream, folder):
-    git("worktree", "add", "--quiet", "-b", "mine", str(folder), cwd=upstream.checkout)
+    clone(upstream.checkout, folder, "worktree")
     # the first work tree is elsewhere: what is read must be the second's HEAD and index
     write(upstream.checkout, OTHER, "9\n")
     git("commit", "--quiet", "-am", "Elsewhere", cwd=upstream.checkout)
@@ -204,15 +202,13 @@ def test_every_kind_of_repository(upstream, tmp_path, kind):
     git("reset", "--quiet", "--hard", cwd=tree)
     before = snapshot(tree)
     apply_series(tree, upstream.patches)
-    assert identify(tree, read_matrix(upstream.patches)).state is TreeState.APPLIED
+    assert identify(tree, read_versions(upstream.patches)).state is TreeState.APPLIED
     revert_series(tree, upstream.patches)
     assert snapshot(tree) == before
 
 
 def crlf_clone(upstream, folder):
-    config = ("-c", "core.autocrlf=true")
-    git("clone", "--quiet", *config, str(upstream.checkout), str(folder), cwd="/")
-    git("config", "core.autocrlf", "true", cwd=folder)
+    clone(upstream.checkout, folder, "--config=core.autocrlf=true")
     assert b"\r\n" in (folder / ROUTER).read_bytes()
     return folder
 

@@ -13,6 +13,7 @@ from patching_upstream import (
     OTHER,
     README,
     TAG,
+    clone,
     commit,
     git,
     snapshot,
@@ -112,13 +113,9 @@ def test_the_users_git_configuration_changes_nothing(upstream, tmp_path, monkeyp
 @pytest.mark.parametrize("kind", ["worktree", "shallow", "with spaces"])
 def test_any_checkout(upstream, tmp_path, kind):
     tree = tmp_path / f"{kind} 'ü"
-    if kind == "worktree":
-        git("worktree", "add", "--quiet", "--detach", str(tree), cwd=upstream.checkout)
-    else:
-        depth = ["--depth=5"] if kind == "shallow" else []
-        source = f"file://{upstream.checkout}"
-        write(upstream.checkout, OTHER, "other = 0\n")
-        git("clone", "--quiet", *depth, source, str(tree), cwd=tmp_path)
+    write(upstream.checkout, OTHER, "other = 0\n")  # uncommitted, and so not in the new tree
+    flags = {"worktree": ["worktree"], "shallow": ["--depth=5"]}.get(kind, [])
+    clone(upstream.checkout, tree, *flags)
     assert export_series(tree, upstream.patches, check=True).differ == ()
     git("checkout", "--quiet", base(upstream), cwd=tree)
     assert export_series(tree, upstream.patches, check=True).differ == ()

@@ -12,7 +12,7 @@ from patching_upstream import LINE, TAG, git, make_upstream, run_cli
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.fetch import _unpack, fetch_tree
 from megatron_r3.patching.git import PatchingError
-from megatron_r3.patching.versions import read_matrix
+from megatron_r3.patching.versions import read_versions
 
 # pip asks a source package for its metadata; this answers without needing anything else
 _BACKEND = """
@@ -75,11 +75,11 @@ def test_fetch_gives_a_checkout_that_the_patches_fit(upstream, tmp_path, monkeyp
     apply_series(tree, upstream.patches)
     revert_series(tree, upstream.patches)
 
-    second = fetch_tree(read_matrix(upstream.patches).default, tmp_path / "second")
+    second = fetch_tree(read_versions(upstream.patches).default, tmp_path / "second")
     assert git("rev-parse", "HEAD", cwd=second) == git("rev-parse", "HEAD", cwd=tree)
 
     monkeypatch.setattr(subprocess, "run", no_pip)
-    assert fetch_tree(read_matrix(upstream.patches).default, out) == tree
+    assert fetch_tree(read_versions(upstream.patches).default, out) == tree
     monkeypatch.undo()
     again = run_cli("megatron", "--out", out, "--patches", upstream.patches)
     assert again.returncode == 0
@@ -90,9 +90,9 @@ def test_fetch_gives_a_checkout_that_the_patches_fit(upstream, tmp_path, monkeyp
 def test_another_file_is_refused(upstream, tmp_path, monkeypatch, trusting):
     """By pip, and by us where pip would let it pass."""
     versions = upstream.patches / "versions.toml"
-    tree = read_matrix(upstream.patches).default
+    tree = read_versions(upstream.patches).default
     versions.write_text(versions.read_text().replace(tree.sdist_sha256, "1" * 64))
-    wrong = read_matrix(upstream.patches).default
+    wrong = read_versions(upstream.patches).default
     if trusting:
         real = subprocess.run
 
@@ -117,7 +117,7 @@ def test_another_file_is_refused(upstream, tmp_path, monkeypatch, trusting):
 def test_what_is_not_there(upstream, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(PatchingError, match="pip cannot download the sdist of megatron-core==9"):
-        fetch_tree(read_matrix(upstream.patches).default, tmp_path / "out")
+        fetch_tree(read_versions(upstream.patches).default, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -151,7 +151,7 @@ def test_a_commit_is_fetched_alone(upstream, tmp_path):
     assert done.returncode == 0, done.stderr
     (tree,) = out.iterdir()
     assert done.stdout.startswith(f"{tree} is {TAG} (")
-    wanted = read_matrix(upstream.patches).find(TAG, "git")[1].commit
+    wanted = read_versions(upstream.patches).find(TAG, "git")[1].commit
     assert git("rev-parse", "HEAD", cwd=tree).strip() == wanted
     assert git("rev-list", "--count", "HEAD", cwd=tree).strip() == "1"
     apply_series(tree, upstream.patches)

@@ -12,7 +12,6 @@ from patching_upstream import (
     FILES,
     KILLED,
     ROUTER,
-    make_upstream,
     refused,
     run_cli,
     snapshot,
@@ -22,16 +21,11 @@ from megatron_r3.patching import apply, write
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.tree import TreeState, identify
-from megatron_r3.patching.versions import read_matrix
-
-
-@pytest.fixture
-def upstream(tmp_path):
-    return make_upstream(tmp_path)
+from megatron_r3.patching.versions import read_versions
 
 
 def state(upstream):
-    return identify(upstream.checkout, read_matrix(upstream.patches)).state
+    return identify(upstream.checkout, read_versions(upstream.patches)).state
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])

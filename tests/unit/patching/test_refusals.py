@@ -13,7 +13,6 @@ from patching_upstream import (
     TAG,
     commit,
     git,
-    make_upstream,
     refused,
     snapshot,
     write,
@@ -22,13 +21,8 @@ from patching_upstream import (
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.tree import TreeState, identify
-from megatron_r3.patching.versions import read_matrix
+from megatron_r3.patching.versions import read_versions
 from megatron_r3.patching.write import locked
-
-
-@pytest.fixture
-def upstream(tmp_path):
-    return make_upstream(tmp_path)
 
 
 def edit(tree, path, old, new):
@@ -101,7 +95,7 @@ def test_a_file_where_the_patches_fit_by_luck(upstream, name):
     edit(tree, ROUTER, "line 20\n", "mine\n")
     with refused(tree, ROUTER):
         apply_series(tree, upstream.patches)
-    assert identify(tree, read_matrix(upstream.patches)).unknown == [ROUTER]
+    assert identify(tree, read_versions(upstream.patches)).unknown == [ROUTER]
     edit(tree, ROUTER, "mine\n", "line 20\n")
     apply_series(tree, upstream.patches)
 
@@ -212,7 +206,7 @@ def test_a_patch_that_does_not_fit_its_own_base(upstream):
         upstream.checkout, "patch 2 of 4", f"{ROUTER}:", f"-C {upstream.patches / LINE} checkout"
     ):
         apply_series(upstream.checkout, upstream.patches)
-    assert identify(upstream.checkout, read_matrix(upstream.patches)).state is TreeState.PRISTINE
+    assert identify(upstream.checkout, read_versions(upstream.patches)).state is TreeState.PRISTINE
 
 
 def test_a_patch_that_fits_but_was_edited(upstream):

@@ -3,28 +3,23 @@
 import textwrap
 
 import pytest
-from patching_upstream import DISPATCHER, LINE, README, ROUTER, TAG, git, make_upstream, refused
+from patching_upstream import DISPATCHER, LINE, README, ROUTER, TAG, git, refused
 
 from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.git import PatchingError, blob_id, names
-from megatron_r3.patching.index import compute
+from megatron_r3.patching.repository import patched_contents
 from megatron_r3.patching.series import read_patch, read_series
 from megatron_r3.patching.tree import TreeState, identify
-from megatron_r3.patching.versions import patches_folder, read_matrix
-
-
-@pytest.fixture
-def upstream(tmp_path):
-    return make_upstream(tmp_path)
+from megatron_r3.patching.versions import patches_folder, read_versions
 
 
 def test_the_real_patches_and_versions():
-    matrix = read_matrix(patches_folder())
-    assert matrix.default.pypi
-    assert sorted(line.name for line in matrix.lines) == sorted(
+    versions = read_versions(patches_folder())
+    assert versions.default.pypi
+    assert sorted(line.name for line in versions.lines) == sorted(
         folder.name for folder in patches_folder().iterdir() if folder.is_dir()
     )
-    for line in matrix.lines:
+    for line in versions.lines:
         assert line.trees
         series = read_series(line.folder)
         for patch in series.patches:
@@ -35,7 +30,7 @@ def test_the_real_patches_and_versions():
 
 def test_the_real_entries_name_files_of_the_series(tmp_path):
     (tmp_path / "megatron/core").mkdir(parents=True)
-    status = identify(tmp_path, read_matrix(patches_folder()))
+    status = identify(tmp_path, read_versions(patches_folder()))
     assert status.state is TreeState.UNKNOWN
     assert status.num_recognised == 0
 
@@ -179,7 +174,7 @@ def test_versions_that_are_wrong(upstream, old, new, message):
     assert old in versions.read_text()
     versions.write_text(versions.read_text().replace(old, new, 1))
     with pytest.raises(PatchingError, match=message) as error:
-        read_matrix(upstream.patches)
+        read_versions(upstream.patches)
     assert "versions.toml" in str(error.value)
 
 
@@ -194,12 +189,12 @@ def test_versions_that_do_not_fit_the_series(upstream, old, new, message):
     versions = upstream.patches / "versions.toml"
     versions.write_text(versions.read_text().replace(old, new, 1))
     with pytest.raises(PatchingError, match=message):
-        identify(upstream.package, read_matrix(upstream.patches))
+        identify(upstream.package, read_versions(upstream.patches))
 
 
 def test_no_versions(tmp_path):
     with pytest.raises(PatchingError, match=r"versions\.toml: No such file"):
-        read_matrix(tmp_path)
+        read_versions(tmp_path)
 
 
 def test_the_blobs_of_a_new_tree_are_computed(upstream):
@@ -207,9 +202,10 @@ def test_the_blobs_of_a_new_tree_are_computed(upstream):
     versions = upstream.patches / "versions.toml"
     entry = next(line for line in versions.read_text().splitlines() if line.startswith("blobs"))
     versions.write_text(versions.read_text().replace(entry, ""))
-    status = identify(upstream.package, read_matrix(upstream.patches))
+    status = identify(upstream.package, read_versions(upstream.patches))
     (path,) = status.unknown
-    assert f'blobs = {{ "{path}" = {compute(status).blobs[path]} }}' == entry
+    ids = [status.files[path].blob, blob_id(patched_contents(status)[path])]
+    assert f'blobs = {{ "{path}" = {ids} }}' == entry
 
 
 def test_names_are_cut():

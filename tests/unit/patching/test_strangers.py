@@ -17,7 +17,6 @@ from patching_upstream import (
     TAG,
     commit,
     git,
-    make_upstream,
     run_cli,
     snapshot,
     write,
@@ -113,11 +112,6 @@ def obeyed(tree, *command):
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     config = ("-c", "safe.directory=*")
     subprocess.run(["git", *config, *command], cwd=tree, env=env, capture_output=True, check=False)
-
-
-@pytest.fixture
-def upstream(tmp_path):
-    return make_upstream(tmp_path)
 
 
 def commands(upstream, clone, work):

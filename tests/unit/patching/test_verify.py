@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from patching_bump import everything
 from patching_hostile import hostile
 from patching_upstream import (
     BODY,
@@ -14,30 +15,21 @@ from patching_upstream import (
     SCHEDULE,
     TAG,
     add_line,
+    clone,
     commit,
     git,
-    make_upstream,
     write,
 )
 
 from megatron_r3.cli import main
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.verify import check_rules, verify_repo, verify_tree
-from megatron_r3.patching.versions import read_matrix
-
-
-@pytest.fixture
-def upstream(tmp_path):
-    return make_upstream(tmp_path)
+from megatron_r3.patching.versions import read_versions
 
 
 def verify(upstream, repo, place=0):
-    line = read_matrix(upstream.patches).line(LINE)
+    line = read_versions(upstream.patches).line(LINE)
     return verify_tree(repo, line, line.trees[place])
-
-
-def everything(repo):
-    return {path: path.read_bytes() for path in repo.rglob("*") if path.is_file()}
 
 
 def edit(file, old, new):
@@ -57,7 +49,7 @@ def test_the_trees_are_those_that_git_am_makes(upstream, tmp_path):
     done = verify(upstream, upstream.checkout)
     assert everything(upstream.checkout) == before  # not an object more
     assert (done.num_patches, done.num_files) == (4, 6)
-    git("clone", "--quiet", str(upstream.checkout), str(tmp_path / "am"), cwd=tmp_path)
+    clone(upstream.checkout, tmp_path / "am")
     assert done.base_tree == git("rev-parse", "HEAD^{tree}", cwd=tmp_path / "am").strip()
     git("am", "--quiet", *map(str, upstream.series), cwd=tmp_path / "am")
     assert done.patched_tree == git("rev-parse", "HEAD^{tree}", cwd=tmp_path / "am").strip()
@@ -65,11 +57,7 @@ def test_the_trees_are_those_that_git_am_makes(upstream, tmp_path):
 
 @pytest.mark.parametrize("kind", ["--bare", "--mirror", "--shared", "--depth=1", "worktree"])
 def test_any_repository(upstream, tmp_path, kind):
-    repo = tmp_path / "with spaces: ü"
-    if kind == "worktree":
-        git("worktree", "add", "--quiet", "--detach", str(repo), cwd=upstream.checkout)
-    else:
-        git("clone", "--quiet", kind, f"file://{upstream.checkout}", str(repo), cwd=tmp_path)
+    repo = clone(upstream.checkout, tmp_path / "with spaces: ü", kind)
     assert verify(upstream, repo).num_patches == 4
 
 
@@ -144,13 +132,13 @@ def test_one_tree_that_fails_does_not_hide_the_others(upstream):
     base = git("rev-parse", TAG, cwd=upstream.checkout).strip()
     add_line(upstream, "core_r9.2.0", base, left_out=[3, 4])
     edit(upstream.patches / "core_r9.2.0" / upstream.series[0].name, b"hook = None", b"hook = 1")
-    checks = verify_repo(upstream.checkout, read_matrix(upstream.patches))
+    checks = verify_repo(upstream.checkout, read_versions(upstream.patches))
     assert [(bool(c.verified), bool(c.error)) for c in checks] == [
         (True, False),
         (False, False),
         (False, True),
     ]
-    (check,) = verify_repo(upstream.checkout, read_matrix(upstream.patches), "core_r9.2.0")
+    (check,) = verify_repo(upstream.checkout, read_versions(upstream.patches), "core_r9.2.0")
     assert "damaged" in check.error
 
 
@@ -169,9 +157,9 @@ def test_one_tree_that_fails_does_not_hide_the_others(upstream):
     ],
 )
 def test_a_message_without_what_a_reader_needs(upstream, old, new, message):
-    assert check_rules(read_matrix(upstream.patches)) == []
+    assert check_rules(read_versions(upstream.patches)) == []
     edit(upstream.series[1], old, new)
-    (wrong,) = check_rules(read_matrix(upstream.patches))
+    (wrong,) = check_rules(read_versions(upstream.patches))
     assert wrong.startswith(f"{LINE}/{upstream.series[1].name}: ")
     assert re.search(message, wrong)
 
@@ -184,7 +172,7 @@ def test_a_patch_is_no_longer_than_can_be_read(upstream, num_lines, num_wrong):
     commit(upstream.checkout, f"Be long\n\n{BODY}")
     flags = ["--full-index", "--no-numbered", "--start-number=5", "-1", "-o"]
     git("format-patch", *flags, str(upstream.patches / LINE), cwd=upstream.checkout)
-    wrong = check_rules(read_matrix(upstream.patches))
+    wrong = check_rules(read_versions(upstream.patches))
     assert len(wrong) == num_wrong
     assert all(f"changes {num_lines} lines, more than 100" in what for what in wrong)
 
@@ -196,26 +184,26 @@ def second_line(upstream, left_out=()):
 
 def test_a_gap_breaks_no_rule(upstream):
     second_line(upstream, [3])
-    assert check_rules(read_matrix(upstream.patches)) == []
+    assert check_rules(read_versions(upstream.patches)) == []
 
 
 def test_a_number_that_is_another_concern_elsewhere(upstream):
     folder = second_line(upstream)
     edit(folder / upstream.series[3].name, b"Document the hook", b"Describe the hook")
-    (wrong,) = check_rules(read_matrix(upstream.patches))
+    (wrong,) = check_rules(read_versions(upstream.patches))
     assert wrong.count(upstream.series[3].name) == 2
     assert "core_r9.2.0/" in wrong
     for line in (LINE, "core_r9.2.0"):
-        assert check_rules(read_matrix(upstream.patches), line) == [wrong]
+        assert check_rules(read_versions(upstream.patches), line) == [wrong]
     add_line(upstream, "core_r9.3.0", "1" * 40)
-    assert check_rules(read_matrix(upstream.patches), "core_r9.3.0") == []
+    assert check_rules(read_versions(upstream.patches), "core_r9.3.0") == []
 
 
 def test_a_subject_that_has_another_number_elsewhere(upstream):
     folder = second_line(upstream, [3])
     name = upstream.series[3].name
     (folder / name).rename(folder / name.replace("0004", "0003"))
-    wrong = check_rules(read_matrix(upstream.patches))
+    wrong = check_rules(read_versions(upstream.patches))
     assert len(wrong) == 2  # with the owner of the subject, and with that of the number
     assert all("0003-Document" in what for what in wrong)
 
@@ -233,7 +221,7 @@ def test_the_command(upstream, capsys):
     assert main(["verify", str(package_as_git(upstream)), *patches, "--line", LINE]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"{LINE}, {TAG}: not checked, its base is not there"
-    assert second.endswith(f"and back; skipped, no such file: {README}")
+    assert second.endswith(f"and back; skipped, {PACKAGE} has no such file: {README}")
 
     edit(upstream.series[0], b"+hook = None", b"+hook = True")
     edit(upstream.series[1], b"Forwarded", b"Sent")

@@ -1,1 +1,0 @@
-"""The image: its build, its tests, an engine for CI."""
