@@ -20,6 +20,8 @@ ONLY     ?=
 # fuzz: how many tries, and which ones
 TRIES    ?= 10000
 SEED     ?= 0
+# test: how many processes share the tests
+JOBS     ?= $(shell nproc)
 # steps of each way in bench-dispatch
 ROUNDS   ?= 10
 # tokens of all rollouts in bench-store
@@ -123,8 +125,10 @@ image-test:  ## run the tests inside the image built last, or TAG= (TESTS=: what
 image-matrix:  ## build and test the images of all release lines (BASE_IMAGE=, MEGATRON_SOURCE=)
 	$(IMAGE) matrix
 
-test: lint megatron  ## lint, then all tests
-	$(VENV)/bin/python -m pytest
+# One thread for each process: the tests fill the cores by themselves. A worker that has nothing left
+# to do takes tests from another one. 16 workers and the ranks that they start need some 50 GB.
+test: lint megatron  ## lint, then all tests, in as many processes as there are cores (JOBS=)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --maxprocesses 16 --dist worksteal
 
 fuzz: megatron  ## bad input, thousands of times; fails on what is neither right nor one clear line (TRIES=, SEED=, ONLY=CLASS)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fuzz.run --tries $(TRIES) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)")

@@ -11,6 +11,10 @@ from once import Once
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
 
+# What every rank needs, imported once before the ranks are forked. The modules of the tests, which
+# the ranks import, import pytest.
+PRELOAD = ("megatron.training", "pytest")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -56,12 +60,12 @@ def patched_tree(trees: Path) -> Path:
 @pytest.fixture(scope="session")
 def patched(patched_tree: Path) -> Iterator[TreeWorker]:
     """Runs cases on the patched tree."""
-    with TreeWorker(patched_tree, preload=["megatron.training"]) as worker:
+    with TreeWorker(patched_tree, PRELOAD) as worker:
         yield worker
 
 
 @pytest.fixture(scope="session")
 def unpatched(megatron_tree: Path) -> Iterator[TreeWorker]:
     """Runs cases on the unpatched tree."""
-    with TreeWorker(megatron_tree, preload=["megatron.training"]) as worker:
+    with TreeWorker(megatron_tree, PRELOAD) as worker:
         yield worker

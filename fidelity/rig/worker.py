@@ -30,6 +30,9 @@ from megatron_r3.cpu.errors import InstallError, RankError, WorkerError
 IMPORT_S = 600.0  # what importing a tree may take, on a busy machine
 REPLY_S = 30.0  # what a reply may take beyond the case itself
 END_S = 10.0  # what ending may take before it is killed
+# Megatron's training loop imports these in its course, if they are installed. That takes a second
+# in each rank of each case; a rank has them at once if its worker imported them before the fork.
+COMMON = ("transformers.models.auto.tokenization_auto", "torch.utils.tensorboard")
 
 
 class TreeWorker:
@@ -163,6 +166,10 @@ def _import_tree(tree: str, preload: Sequence[str]) -> None:
     install()
     for name in preload:
         importlib.import_module(name)
+    if "megatron.training" in preload:
+        for name in COMMON:
+            with suppress(ImportError):
+                importlib.import_module(name)
     core = Path(str(importlib.import_module("megatron.core").__file__))
     if Path(tree) not in core.resolve().parents:
         raise InstallError(f"{tree} has no megatron.core: it was imported from {core.parent}")

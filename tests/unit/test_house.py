@@ -104,14 +104,19 @@ def in_circles(trees: Trees) -> list[str]:
         # `from a.b import c` needs a.b.c if that is a module, and else a.b
         needed = {name if name in modules else name.rpartition(".")[0] for name in imports(tree)}
         graph[module_of(file)] = needed & modules - {module_of(file)}
-    while True:
-        # Whoever imports nobody, or is imported by nobody, is in no circle. Take them out until
-        # nothing changes; what is left is in a circle, or on the way from one to another.
-        imported = set().union(*graph.values())
-        left = {name for name in graph if graph[name] and name in imported}
-        if left == graph.keys():
-            return sorted(left)
-        graph = {name: graph[name] & left for name in left}
+    return sorted(module for module in graph if module in reached_from(module, graph))
+
+
+def reached_from(start: str, graph: Mapping[str, set[str]]) -> set[str]:
+    """What a module imports, and what those import, and so on; `start` too, if one of them does."""
+    reached: set[str] = set()
+    waiting = [*graph[start]]
+    while waiting:
+        module = waiting.pop()
+        if module not in reached:
+            reached.add(module)
+            waiting += graph[module]
+    return reached
 
 
 def test_imports_point_one_way() -> None:
