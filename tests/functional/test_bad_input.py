@@ -264,15 +264,15 @@ def train_on(
 ) -> tuple[bool, str]:
     """Train in forked ranks: whether the training ended well, and all that the ranks printed."""
     folder.mkdir()
+    failure = ""
     try:
         patched.run(train, ranks, argv, timeout_s=120, log_dir=folder)
-        ended_well = True
     except RankError as error:
-        assert "SystemExit: 1" in error.text
-        ended_well = False
+        failure = error.text
+    assert not failure or "SystemExit: 1" in failure, failure
     printed = "".join((folder / f"rank{rank}.log").read_text() for rank in range(ranks))
     assert "Traceback" not in printed, printed
-    return ended_well, printed
+    return not failure, printed
 
 
 def the_error(trained: tuple[bool, str]) -> str:
