@@ -264,7 +264,7 @@ def attempt(rng: random.Random, folder: Path, state: State) -> Verdict:
         commands = [first, "apply", "revert"] if must else [first]
     verdict = Verdict(RIGHT)
     for command in commands:
-        verdict_now = _given(command, tree, folder, state, must)
+        verdict_now = run_command(command, tree, folder, state, must)
         if verdict_now.outcome != RIGHT:
             verdict = verdict_now
         if verdict_now.outcome not in (RIGHT, REFUSED):
@@ -287,7 +287,16 @@ def _kill(rng: random.Random, command: str, tree: Path, folder: Path) -> None:
     process.wait()
 
 
-def _given(command: str, tree: Path, folder: Path, state: State, must: bool) -> Verdict:
+def run_command(command: str, tree: Path, folder: Path, state: State, must: bool) -> Verdict:
+    """Run one command on a tree, and judge its exit status, its messages and what it changed.
+
+    Args:
+        command: `apply`, `revert` or `status`.
+        tree: the tree.
+        folder: takes the output of the command.
+        state: what the files of the series must be.
+        must: whether the command has to succeed.
+    """
     before = _snapshot(tree)
     files = {path: before.get(path) for path in state.base}
     known = all(_is_known(path, files[path], state) for path in files)
