@@ -21,14 +21,27 @@ from typing import Any
 from benchmarks.dispatch_ranks import MODES, Recorded, record, timed
 from benchmarks.machine import machine_of
 from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
-from demo.model import arguments
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
+from megatron_r3.cpu import CPU_ARGS
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, StoreInfo, write_shard
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 LAYOUTS = [(ep, recompute) for ep in (1, 2, 4) for recompute in (False, True)]
+# a Qwen3-MoE of 4 layers, 16 experts, top-4
+MODEL = """
+--num-layers 4 --hidden-size 128 --num-attention-heads 4
+--group-query-attention --num-query-groups 2 --kv-channels 32 --qk-layernorm
+--ffn-hidden-size 256 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
+--position-embedding-type rope --rotary-base 10000 --untie-embeddings-and-output-weights
+--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 64
+--moe-token-dispatcher-type alltoall --attention-dropout 0 --hidden-dropout 0
+--seq-length 32 --max-position-embeddings 64
+--tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 8
+--clip-grad 1.0 --weight-decay 0 --lr-decay-style constant --eval-iters 0 --eval-interval 1000
+--num-workers 0 --seed 1234 --log-interval 1 --ckpt-format torch_dist
+""".split()
 HEAD = (
     f"{'EP':>2} {'recompute':9} {'':7} {WAITS:>10} {'copies':>7} {'metadata':>8} {'plan':>5} "
     f"{'step':>8} {'of live':>8} {'spread':>13} {'check':>7} {'planning':>20}"
@@ -51,12 +64,16 @@ def main(argv: list[str] | None = None) -> int:
         print("by microbatch: collectives of the plan; step times relative to live", flush=True)
         print(HEAD, flush=True)
         with TreeWorker(patched, preload=["megatron.training"]) as worker:
-            (recorded,) = worker.run(record, 1, arguments(), folder / "checkpoint", timeout_s=300)
+            (recorded,) = worker.run(
+                record, 1, [*CPU_ARGS, *MODEL], folder / "checkpoint", timeout_s=300
+            )
             store = write_store(recorded, folder / "store")
             for ep, recompute in LAYOUTS:
                 more = ["--expert-model-parallel-size", str(ep), *(FULL if recompute else [])]
                 more += ["--load", str(folder / "checkpoint"), "--rollouts", str(store)]
-                results = worker.run(timed, ep, arguments(more), args.rounds, timeout_s=600)
+                results = worker.run(
+                    timed, ep, [*CPU_ARGS, *MODEL, *more], args.rounds, timeout_s=600
+                )
                 for row in summarise(results[0]):
                     rows.append({"ep": ep, "recompute": recompute, "tree": name, **row})
                     print(_line(rows[-1]), flush=True)

@@ -1,6 +1,6 @@
 """What the ranks of the dispatch benchmark do. Megatron is imported inside the functions.
 
-Shape suffixes: L MoE layers, T tokens, K top-k.
+Shape suffixes (docs/glossary.md): L, T, K.
 """
 
 from __future__ import annotations
@@ -59,15 +59,11 @@ def record(rank: int, argv: list[str], checkpoint: Path) -> Recorded:
 
 def timed(rank: int, argv: list[str], rounds: int) -> dict[str, Any]:
     """Train: a step of each way to warm up, `rounds` of each in turn, the last of each counted."""
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain, training
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
-    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training import get_args, training
 
-    from demo.pretrain import datasets, forward_step
+    from fidelity.script import datasets, forward_step
+    from megatron_r3.launch import train
+    from megatron_r3.training.step import made_of
 
     cycles = rounds + 3  # one to warm up, one for what is prepared ahead, one counted
     steps = len(MODES) * cycles
@@ -76,9 +72,7 @@ def timed(rank: int, argv: list[str], rounds: int) -> dict[str, Any]:
     sys.argv += ["--global-batch-size", str(ROLLOUTS), "--train-iters", str(steps)]
     sys.argv += ["--moe-router-load-balancing-type", "none", "--calculate-per-token-loss"]
     sys.argv += ["--log-interval", "1000", "--moe-router-replay-log-mismatch-interval", "0"]
-    args = parse_and_validate_args()
-    microbatches = ROLLOUTS // BATCH // args.data_parallel_size
-    planning = _alternate(microbatches)
+    spent = Spent()
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     counted: dict[str, Counter[str]] = {}
     counts, passes = Counter[str](), Counter[str]()
@@ -88,7 +82,7 @@ def timed(rank: int, argv: list[str], rounds: int) -> dict[str, Any]:
         cycle, way = divmod(next(numbers), len(MODES))
         if cycle == rounds + 1 and way == 0:
             instrument(counts)
-            planning.update(plans=0)
+            spent.plans = 0
         before = Counter(counts)
         torch.distributed.barrier()
         begin = time.perf_counter()
@@ -99,26 +93,22 @@ def timed(rank: int, argv: list[str], rounds: int) -> dict[str, Any]:
         return result
 
     training.train_step = step
-    config = gpt_config_from_args(args)
-    config.post_wrap_hooks.append(lambda models: _count_passes(models, passes))
-    pretrain(
-        pretrain_cfg_container_from_args(args, config),
-        datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+    with made_of(_parts_in_turn(spent)):
+        train(datasets, forward_step, lambda models: _count_passes(models, passes))
+    args = get_args()
+    microbatches = ROLLOUTS // BATCH // args.data_parallel_size
     return {
         "seconds": seconds,
         "counts": counted,
         "layer_passes": passes["experts"] / steps,
-        "plan_collectives": counts[PLANS] / planning["plans"],
-        "planning_s": planning["seconds"] / planning["steps"],
-        "checking_s": planning["checking"] / steps,
+        "plan_collectives": counts[PLANS] / spent.plans,
+        "planning_s": spent.planning_s / (spent.all_plans / microbatches),
+        "checking_s": spent.checking_s / steps,
         "tokens": ROLLOUTS // args.data_parallel_size * args.seq_length,
     }
 
 
-def _count_passes(models: list[torch.nn.Module], passes: Counter[str]) -> list[torch.nn.Module]:
+def _count_passes(models: list[torch.nn.Module], passes: Counter[str]) -> None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     def count(*_: Any) -> None:
@@ -129,47 +119,61 @@ def _count_passes(models: list[torch.nn.Module], passes: Counter[str]) -> list[t
             layer.experts.register_forward_pre_hook(count)
             for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
                 mark_host(getattr(layer.token_dispatcher, name))  # its permute_idx_device
-    return models
 
 
-def _alternate(microbatches: int) -> dict[str, float]:
-    """Prepare each step's microbatches in its way; the CPU time of planning and checking, in total.
+@dataclass
+class Spent:
+    """CPU time of this rank's threads, and how often it planned.
 
-    Checking is what looks at a step before its update (megatron_r3/training/guard.py).
+    Attributes:
+        planning_s, all_plans: of all micro-batches that were planned.
+        plans: those since counting began.
+        checking_s: what looks at a step before its update (megatron_r3/training/guard.py).
     """
+
+    planning_s: float = 0.0
+    all_plans: int = 0
+    plans: int = 0
+    checking_s: float = 0.0
+
+
+def _parts_in_turn(spent: Spent) -> Any:
+    """The parts of a training whose steps are live, replayed, and replayed with a plan in turn."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
     from megatron_r3.training.guard import StepGuard
-    from megatron_r3.training.lookahead import Planner, Prepared
-    from megatron_r3.training.step import RolloutStep
+    from megatron_r3.training.lookahead import Planner, Prepared, Preparer
+    from megatron_r3.training.step import Parts
 
-    prepare, plan = RolloutStep._prepare, Planner.plan
-    spent = {"seconds": 0.0, "steps": 0.0, "plans": 0.0, "checking": 0.0}
-    number = {"prepared": 0}
+    class TurnedPreparer(Preparer):
+        num_prepared = 0
 
-    def prepare_in_turn(self: Any, layers: Any, whole: Any, planner: Any = None) -> Prepared:
-        mode = MODES[number["prepared"] // microbatches % len(MODES)]
-        number["prepared"] += 1
-        if mode == "live":
-            return Prepared(self.batches.split(whole), [], None, None)
-        return prepare(self, layers, whole, planner if mode == "plan" else None)
+        def prepare(self, whole: Any, with_plan: bool) -> Prepared:
+            # micro-batches are prepared ahead of their step, so a step is known by their number
+            mode = MODES[self.num_prepared // get_num_microbatches() % len(MODES)]
+            self.num_prepared += 1
+            if mode == "live":
+                return Prepared(self.batches.split(whole), [], None, None)
+            return super().prepare(whole, with_plan and mode == "plan")
 
-    def timed_plan(self: Any, routes: Any) -> Any:
-        begin = time.thread_time()
-        made = plan(self, routes)
-        spent["seconds"] += time.thread_time() - begin
-        spent["steps"] += 1 / microbatches
-        spent["plans"] += 1
-        return made
-
-    def timed_check(original: Any) -> Any:
-        def checked(*args: Any) -> None:
+    class TimedPlanner(Planner):
+        def plan(self, routes: Any) -> Any:
             begin = time.thread_time()
-            original(*args)
-            spent["checking"] += time.thread_time() - begin
+            plan = super().plan(routes)
+            spent.planning_s += time.thread_time() - begin
+            spent.all_plans += 1
+            spent.plans += 1
+            return plan
 
-        return checked
+    class TimedGuard(StepGuard):
+        def add_loss(self, *args: Any) -> None:
+            begin = time.thread_time()
+            super().add_loss(*args)
+            spent.checking_s += time.thread_time() - begin
 
-    StepGuard.add_loss = timed_check(StepGuard.add_loss)  # type: ignore[method-assign]
-    StepGuard.check = timed_check(StepGuard.check)  # type: ignore[method-assign]
-    RolloutStep._prepare = prepare_in_turn  # type: ignore[method-assign]
-    Planner.plan = timed_plan  # type: ignore[method-assign]
-    return spent
+        def check(self, *args: Any) -> None:
+            begin = time.thread_time()
+            super().check(*args)
+            spent.checking_s += time.thread_time() - begin
+
+    return Parts(preparer=TurnedPreparer, planner=TimedPlanner, guard=TimedGuard)

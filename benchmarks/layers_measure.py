@@ -22,23 +22,23 @@ TO_HOST = "Memcpy DtoH"
 @contextmanager
 def reference_gate(wanted: bool) -> Iterator[None]:
     """For a rehearsal: inside, the seam finds a kernel on the CPU, its plain reference."""
-    from megatron_r3.seams import fused
+    from megatron_r3.seams import router as router_seam
 
-    before = fused.has_kernel
+    before = router_seam.has_kernel
     if wanted:
-        fused.has_kernel = lambda device: True
+        router_seam.has_kernel = lambda device: True
     try:
         yield
     finally:
-        fused.has_kernel = before
+        router_seam.has_kernel = before
 
 
 @contextmanager
 def _counted_calls(counts: Counter[str], stack: Stack) -> Iterator[None]:
     """Inside, count the passes of all routers, and the calls of the fused gate."""
-    from megatron_r3.seams import fused
+    from megatron_r3.seams import router as router_seam
 
-    gate = fused.replayed_gate
+    gate = router_seam.replayed_gate
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         counts["gate"] += 1
@@ -47,12 +47,12 @@ def _counted_calls(counts: Counter[str], stack: Stack) -> Iterator[None]:
     def passed(*_: Any) -> None:
         counts["routers"] += 1
 
-    fused.replayed_gate = counted
+    router_seam.replayed_gate = counted
     hooks = [router.register_forward_pre_hook(passed) for router in stack.routers]
     try:
         yield
     finally:
-        fused.replayed_gate = gate
+        router_seam.replayed_gate = gate
         for hook in hooks:
             hook.remove()
 

@@ -53,7 +53,7 @@ class Stages:
             if todo:
                 more = ["--micro-batch-size", "1", "--load", str(self.checkpoint)]
                 more += ["--hf-export", str(self.hf)]
-                script = ROOT / "megatron_r3" / "hf.py"
+                script = ROOT / "megatron_r3" / "weights" / "hf.py"
                 self._megatron("export", 1, arguments(more), None, script)
 
     def sample(self) -> None:

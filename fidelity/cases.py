@@ -15,14 +15,16 @@ class Case:
         ranks: how many processes.
         arguments: of the layout, for Megatron's command line.
         model: a name of `fidelity.models.MODELS`.
-        micro_batch_size: rollouts of a microbatch.
-        quick: one of each kind, run by `make test`.
-        bitwise: the case whose gradients it has, to the last bit; itself: in a second run.
-        recomputes: layers run again in the backward pass.
-        forward_only_first: a forward-only pass comes before each step.
-        since: the first release line on which upstream itself gets this right, or has it.
-        not_on: release lines after it on which upstream itself fails or refuses.
-        script: of the tree, run instead of our own; PyPI's trees have none.
+        micro_batch_size: rollouts of a micro-batch.
+        quick: whether `make test` runs the case. It runs one case of each kind.
+        bitwise: the name of the case whose gradients must be the same to the last bit. The case's
+            own name means that a second run must give the same bits.
+        recomputes: whether layers run again in the backward pass.
+        forward_only_first: whether a forward-only pass comes before each step.
+        since: the first release line on which upstream itself has the feature and gets it right.
+            Empty: every line does.
+        not_on: later release lines on which upstream itself fails or refuses.
+        script: a script of the tree to run instead of our own. PyPI's trees have no scripts.
     """
 
     name: str
@@ -40,8 +42,15 @@ class Case:
 
     def runs_on(self, tree: Path, line: str) -> bool:
         """Whether a tree of this release line has what the case needs."""
-        has_it = self.since <= line and line not in self.not_on
-        return has_it and (tree / self.script).exists()
+        new_enough = not self.since or _release(self.since) <= _release(line)
+        return new_enough and line not in self.not_on and (tree / self.script).exists()
+
+
+def _release(line: str) -> tuple[int, ...]:
+    """What orders release lines: core_r0.9.0 is (0, 9, 0), before (0, 19, 0); main is the last."""
+    if line == "main":
+        return (10**6,)
+    return tuple(int(number) for number in line.removeprefix("core_r").split("."))
 
 
 V19 = "core_r0.19.0"
@@ -54,7 +63,7 @@ CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 ETP1, ETP2 = "--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 2"
 ALLGATHER = "--moe-token-dispatcher-type allgather"
-# in the one way that every release takes
+# spelled in the one way that every release takes
 FLEX = "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-router-dtype fp32"
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 PACK = "--rollouts-pack --seq-length 64 --max-position-embeddings 64"

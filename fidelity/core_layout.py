@@ -7,6 +7,7 @@ around them is here.
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +15,50 @@ import torch
 
 from fidelity import core_only
 from fidelity.gradients import collect
-from fidelity.layout import RankResult, biases, forward_only, keep_dispatch_metric, switch_routes
-from fidelity.observe import Observer
+from fidelity.observe import Observer, RankResult, biases, forward_only, watched_parts
+from megatron_r3.seams.pretrain import observe
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import PackedRollouts, RolloutDataset
 from megatron_r3.training.ledger import Ledger
-from megatron_r3.training.metrics import report
-from megatron_r3.training.step import RolloutStep
+from megatron_r3.training.options import RolloutOptions
+from megatron_r3.training.step import RolloutStep, made_of
+
+
+@dataclass
+class Progress:
+    """A training that is never resumed (`megatron_r3.training.progress`)."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+    def remember(self, entries: Any) -> None:
+        """There is no checkpoint to remember anything."""
+
+    def remembered(self) -> list[Any]:
+        """No checkpoint was loaded."""
+        return []
 
 
 def run_core_layout(
-    argv: list[str], stores: dict[str, Path], forward_only_first: bool
+    rank: int,
+    argv: list[str],
+    stores: dict[str, Path],
+    forward_only_first: bool = False,
+    script: Path | None = None,
 ) -> RankResult:
-    """As `fidelity.layout.run_layout`, whose arguments these are."""
+    """As `fidelity.layout.run_layout`, whose arguments these are. No such tree has a script."""
+    assert script is None
     args = core_only.initialize(argv)
     observer, result = Observer(), RankResult()
     models = core_only.wrap(args, core_only.build_chunks(args))
     observer.attach(models)
-    switch_routes(stores, reads=2 if forward_only_first else 1)
-    keep_dispatch_metric(result, observer)
-    store = RolloutStore([stores["right"]])
-    step = RolloutStep(args, store, lambda *_: None, Ledger(args, store))
-    for args.curr_iteration, observer.phase in enumerate(stores):
-        data: Any = [_batches(args, store) for _ in models]
+    store, options = RolloutStore([stores["right"]]), core_only.rollout_options(args)
+    progress = Progress()
+    with made_of(watched_parts(stores, 2 if forward_only_first else 1, result, observer)):
+        ledger = Ledger(options, progress, store)
+        step = RolloutStep(options, store, progress, ledger, lambda *_: None, observe)
+    for progress.iteration, observer.phase in enumerate(stores):
+        data: Any = [_batches(args, options, store) for _ in models]
         data = data if len(models) > 1 else data[0]
         if forward_only_first:
             data = forward_only(args, step, data, models)
@@ -47,19 +69,19 @@ def run_core_layout(
         gradients = {id(p): p.main_grad for model in models for p in model.parameters()}
         result.gradients[observer.phase] = collect(models, gradients)
         result.biases = result.biases or biases(models)
-        report(args.curr_iteration)
+        step.metrics.log(progress.iteration, None, None)
     result.seen = observer.seen
     return result
 
 
-def _batches(args: argparse.Namespace, store: RolloutStore) -> Any:
+def _batches(args: argparse.Namespace, options: RolloutOptions, store: RolloutStore) -> Any:
     """This data parallel rank's microbatches of one step, in Megatron's order."""
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    if args.rollouts_pack:
-        align = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-        data: RolloutDataset = PackedRollouts(store, args.seq_length, None, align)
+    if options.pack:
+        multiple = options.document_multiple
+        data: RolloutDataset = PackedRollouts(store, args.seq_length, None, multiple)
     else:
         data = RolloutDataset(store, args.seq_length)
     size, ranks = args.micro_batch_size, args.data_parallel_size

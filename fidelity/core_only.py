@@ -18,6 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_r3.training.layers import moe_layer_indices
+from megatron_r3.training.options import RolloutOptions
+
 # config fields that have another name on the command line, or a way of their own
 _FLAGS: dict[str, dict[str, Any]] = {
     "--num-experts": {"type": int, "dest": "num_moe_experts"},
@@ -43,7 +46,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--moe-router-replay-verify-dispatch": {"action": "store_true"},
     "--moe-router-replay-verify-plan": {"action": "store_true"},
 }
-# with the CPU layer and without a training loop these say nothing: flag, number of values
+# flags without a meaning for the CPU layer and without a training loop: flag, number of values
 _WITHOUT_MEANING = {
     "--tokenizer-type": 1,
     "--num-workers": 1,
@@ -82,13 +85,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     from megatron.core.transformer import TransformerConfig
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for flag, how in _FLAGS.items():
-        parser.add_argument(flag, **how)
+    for flag, options in _FLAGS.items():
+        parser.add_argument(flag, **options)
     taken = {action.dest for action in parser._actions}
     hints = typing.get_type_hints(TransformerConfig)
     for field in dataclasses.fields(TransformerConfig):
         if field.name not in taken:
-            parser.add_argument(f"--{field.name.replace('_', '-')}", **_how(hints[field.name]))
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}", **_argparse_options(hints[field.name])
+            )
     rest = iter(argv)
     known = []
     for word in rest:
@@ -100,18 +105,24 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(known)
 
 
-def _how(hint: Any) -> dict[str, Any]:
-    """How argparse reads a config field; one that is not given keeps the config's default."""
-    how: dict[str, Any] = {"default": argparse.SUPPRESS}
-    options = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
-    if bool in options:
-        return {**how, "action": "store_true"}
-    scalar = next((kind for kind in (int, float) if kind in options), str)
-    items = [typing.get_args(o)[0] for o in options if typing.get_origin(o) is list]
+def _argparse_options(hint: Any) -> dict[str, Any]:
+    """How argparse reads a config field. A field that is not given keeps the config's default."""
+    # SUPPRESS leaves a flag that is not given out of the namespace, and so out of the config
+    options: dict[str, Any] = {"default": argparse.SUPPRESS}
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
+    if bool in kinds:
+        return {**options, "action": "store_true"}
+    scalar = next((kind for kind in (int, float) if kind in kinds), str)
+    items = [typing.get_args(o)[0] for o in kinds if typing.get_origin(o) is list]
     if not items:
-        return {**how, "type": scalar}
+        return {**options, "type": scalar}
     item = next((kind for kind in (int, float) if kind in items), str)
-    return {**how, "nargs": "+", "type": item, "action": _OneOrMore if item in options else "store"}
+    return {
+        **options,
+        "nargs": "+",
+        "type": item,
+        "action": _OneOrMore if item in kinds else "store",
+    }
 
 
 class _OneOrMore(argparse.Action):
@@ -170,14 +181,34 @@ def initialize(argv: list[str]) -> argparse.Namespace:
     )
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    # what RolloutStep asks of Megatron's own arguments
-    args.num_experts, args.transformer_impl, args.log_interval = args.num_moe_experts, "local", 1
-    args.moe_router_replay_log_mismatch_interval, args.curr_iteration = None, 0
-    args.check_for_nan_in_loss_and_grad, args.rollouts_policy = True, "same"
-    args.rollouts_follow, args.rollouts_max_lag, args.consumed_train_samples = None, None, 0
-    args.fp16 = False
+    args.num_experts, args.transformer_impl = args.num_moe_experts, "local"
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     return args
+
+
+def rollout_options(args: argparse.Namespace) -> RolloutOptions:
+    """What a training on rollouts is asked to do by these arguments."""
+    dispatchers = ("alltoall", "allgather")
+    asks_for_plans = getattr(args, "moe_token_dispatcher_type", "allgather") in dispatchers
+    return RolloutOptions(
+        directories=tuple(args.rollouts),
+        replay=args.moe_router_replay,
+        pack=args.rollouts_pack,
+        clip_eps=args.rollouts_clip_eps,
+        use_plan=args.moe_router_replay_dispatch_plan and asks_for_plans,
+        verify_plan=args.moe_router_replay_verify_plan,
+        verify_dispatch=args.moe_router_replay_verify_dispatch,
+        num_layers=args.num_layers,
+        moe_layers=moe_layer_indices(args),
+        topk=args.moe_router_topk,
+        num_experts=args.num_experts,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        tensor_parallel=args.tensor_model_parallel_size,
+        context_parallel=args.context_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        per_token_loss=args.calculate_per_token_loss,
+    )
 
 
 def _config(args: argparse.Namespace) -> Any:
@@ -190,7 +221,8 @@ def _config(args: argparse.Namespace) -> Any:
     values |= {
         "use_cpu_initialization": True,
         "pipeline_dtype": args.params_dtype,
-        # two stages with chunks exchange in both directions: a batch would mix them up
+        # With virtual stages, two ranks send to each other in both directions at once. A batched
+        # exchange would pair the wrong messages, so each message goes alone.
         "overlap_p2p_comm": args.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": args.virtual_pipeline_model_parallel_size is None,
         "deallocate_pipeline_outputs": True,
@@ -256,9 +288,9 @@ def wrap(args: argparse.Namespace, chunks: list[torch.nn.Module]) -> list[torch.
         finalize_model_grads,
     )
 
-    how = DistributedDataParallelConfig()
+    ddp_config = DistributedDataParallelConfig()
     models = [
-        DistributedDataParallel(_whole(chunk).config, how, chunk, disable_bucketing=i > 0)
+        DistributedDataParallel(_whole(chunk).config, ddp_config, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     ]
     for model in models:

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of one whole gradient, float32 (float64 keeps no more of what was added up)."""
+    """A slice of one whole gradient, float32: gradients were summed in float32 at most."""
 
     name: str
     whole: tuple[int, ...]
@@ -35,7 +35,7 @@ def collect(models: list[torch.nn.Module], gradients: dict[int, torch.Tensor]) -
     from megatron.core.utils import unwrap_model
 
     metadata = None
-    if hasattr(utils, "ensure_metadata_has_dp_cp_group"):  # 0.16 does not make it itself
+    if hasattr(utils, "ensure_metadata_has_dp_cp_group"):  # 0.16 asks its callers for the metadata
         metadata = utils.ensure_metadata_has_dp_cp_group(None)
     pieces = []
     for model in models:
@@ -77,6 +77,7 @@ def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
     """
     whole: dict[str, np.ndarray] = {}
     for piece in pieces:
+        # NaN marks what no piece has filled yet
         into = whole.setdefault(piece.name, np.full(piece.whole, np.nan, np.float32))
         where = tuple(
             slice(start, start + size)

@@ -1,6 +1,6 @@
 """A case's verdict: what its ranks saw, against the rollouts and the reference.
 
-Shape suffixes: L MoE layers, T tokens of all rollouts, P (token, expert) pairs, H hidden, K top-k.
+Shape suffixes (docs/glossary.md): L, T, P, H, K. Here T counts the rows of all rollouts.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from fidelity.controls import CONTROLS
 from fidelity.gradients import assemble
-from fidelity.layout import RankResult
-from fidelity.observe import Observed
+from fidelity.observe import Observed, RankResult
 from fidelity.reference import Reference
-from fidelity.rollouts import Sampled
+from fidelity.rollouts import CONTROLS, Sampled
 
 Pair = tuple[int, int]
 
@@ -25,7 +23,8 @@ def gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
     """The largest difference in any gradient, relative to the largest value of its tensor.
 
     A tensor whose gradient is tiny beside the others is measured against a thousandth of the
-    largest of all. Another set of tensors is infinitely far away.
+    largest of all, so that rounding does not look like an error. The result is infinite where the
+    two sets of tensors differ in a name or a shape.
     """
     if {n: g.shape for n, g in got.items()} != {n: g.shape for n, g in want.items()}:
         return float("inf")
@@ -76,7 +75,11 @@ class Judge:
         return {layer for layer, _ in biases} == {*layers}
 
     def errors(self, results: list[RankResult], phase: str) -> tuple[float, float]:
-        """Relative errors of loss and gradients; that of the loss to its uncancelled size."""
+        """Relative errors of loss and gradients.
+
+        Advantages of both signs let most of the loss cancel out, so the error of the loss is
+        relative to the loss with every token's part taken positive.
+        """
         loss = _same(r.losses[phase] for r in results if r.losses)
         pieces = [piece for r in results for piece in r.gradients[phase]]
         off = abs(loss - self.reference.loss) / self.reference.loss_scale
@@ -90,7 +93,8 @@ class Judge:
     def dispatched(self, results: list[RankResult], phase: str) -> float:
         """The share of recorded pairs that reached their expert, in the worst layer and pass.
 
-        A pass counts where any rank made it. Every shard of an expert must get the pair.
+        A pass counts where any rank made it. With expert tensor parallelism every shard of an
+        expert must get the pair.
         """
         seen = _seen(results, phase)
         shards = {o.shard for o in seen}
@@ -119,7 +123,10 @@ class Judge:
         return (want & got).total() / max(want.total(), got.total())
 
     def _recognise(self, layer: int, hidden_PH: np.ndarray) -> np.ndarray:
-        """Which token each hidden state is: the nearest of the reference's; -1: none is near."""
+        """Which token each hidden state belongs to: the nearest of the reference's; -1 for none.
+
+        |a - b|^2 is computed as |a|^2 + |b|^2 - 2 a.b for all pairs at once.
+        """
         want_TH = self.reference.hidden[layer].astype(np.float64)
         if not len(hidden_PH):
             return np.zeros(0, np.int64)
@@ -142,8 +149,8 @@ def _seen(results: list[RankResult], phase: str) -> list[Observed]:
 
 
 def _same(values: Iterable[float]) -> float:
-    """What all ranks say."""
-    found = [*values]
-    assert found, "no rank said it"
-    assert len({*found}) == 1, f"ranks disagree: {found}"
-    return found[0]
+    """The value that all ranks report."""
+    reported = [*values]
+    assert reported, "no rank reported it"
+    assert len({*reported}) == 1, f"ranks disagree: {reported}"
+    return reported[0]

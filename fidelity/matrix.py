@@ -2,8 +2,9 @@
 
     python -m fidelity.matrix --out build/matrix.json [--repo CLONE] [--line LINE]
 
-Without --repo on the trees from the package index; with it on the commits of versions.toml, main
-and upstream's own pretrain_gpt.py included. Exit status 0: every check passed.
+Without --repo the trees are those of the package index. With it they are the commits of
+versions.toml, main and upstream's own pretrain_gpt.py included. Exit status 0 says that every check
+passed.
 """
 
 from __future__ import annotations

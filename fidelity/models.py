@@ -47,7 +47,8 @@ class Model:
 
 
 FOUR = tuple(range(4))
-# a rounding to bfloat16 is 2^-9 of a value; some hundred of them are behind a gradient
+# A rounding to bfloat16 changes a value by up to 2^-9 of it, and some hundred roundings lie behind
+# a gradient: their errors add up to some sqrt(100) * 2^-9 = 2e-2 of it.
 BF16 = 5e-2
 
 MODELS = {
@@ -72,7 +73,8 @@ MODELS = {
         "--moe-router-dtype fp32",
         FOUR,
     ),
-    # what it computes of a rollout depends on its microbatch: one rollout each
+    # auxiliary losses couple the rollouts of a micro-batch, so cases of this model have one rollout
+    # in each micro-batch, as the reference has
     "balanced": Model(
         "--num-layers 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
         "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1 1 "

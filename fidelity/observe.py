@@ -1,20 +1,28 @@
-"""What reached each expert, seen at the experts: hidden states and the expert that got them.
+"""What one rank shows of its training: what reached each expert, losses, gradients, metrics.
 
-Neither the router, nor the dispatcher, nor the replay is asked. Megatron is imported only inside
-the functions that ranks run.
+What reached an expert is seen at the expert: the hidden states that it got. Neither the router, nor
+the dispatcher, nor the replay is asked. Megatron is imported only inside the functions that ranks
+run.
 
-Shape suffixes: P (token, expert) pairs that this rank's experts got, H hidden.
+Shape suffixes (docs/glossary.md): P, H, T.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_r3.training.layers import local_moe_layers
+from fidelity.gradients import Piece
+from megatron_r3.store.reader import RolloutStore
+from megatron_r3.training.batch import HostRoutes, read_routes
+from megatron_r3.training.layers import local_moe_layers, local_routers
+from megatron_r3.training.lookahead import Preparer
+from megatron_r3.training.metrics import StepMetrics
+from megatron_r3.training.step import Parts
 
 
 @dataclass(frozen=True)
@@ -72,3 +80,93 @@ class Observer:
             self.seen.setdefault(self.phase, []).append(observed)
 
         return before_experts
+
+
+@dataclass
+class RankResult:
+    """What one rank saw, by phase: `right`, and each control.
+
+    Attributes:
+        losses: empty where the rank has no last pipeline stage.
+        dispatched: the witness's own metric, where this rank was told it.
+        biases: the expert bias of each layer after the first step.
+    """
+
+    seen: dict[str, list[Observed]] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, list[Piece]] = field(default_factory=dict)
+    dispatched: dict[str, float] = field(default_factory=dict)
+    biases: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+def watched_parts(
+    stores: dict[str, Path], reads: int, result: RankResult, observer: Observer
+) -> Parts:
+    """The parts of a training whose phases each read their routes from their own store.
+
+    Everything but the routes stays that of the first store. Micro-batches are read ahead of their
+    step, so a phase is known by how many were read. The result keeps what
+    --moe-router-replay-verify-dispatch reports of each step.
+
+    Args:
+        reads: how often a phase reads each micro-batch.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    opened = [RolloutStore([folder]) for folder in stores.values()]
+
+    class PhasedPreparer(Preparer):
+        num_read = 0
+
+        def read_routes(self, rows_T: torch.Tensor, mean_tokens: float) -> HostRoutes:
+            phase = self.num_read // (reads * get_num_microbatches())
+            self.num_read += 1
+            store = opened[min(phase, len(opened) - 1)]
+            return read_routes(store, rows_T, self.layer_numbers, mean_tokens)
+
+    class KeptMetrics(StepMetrics):
+        def scalars(self) -> dict[str, float]:
+            scalars = super().scalars()
+            if scalars:
+                result.dispatched[observer.phase] = scalars["routes dispatched as recorded"]
+            return scalars
+
+    return Parts(preparer=PhasedPreparer, metrics=KeptMetrics)
+
+
+def forward_only(args: Any, forward_step: Any, data: Any, model: Any) -> Any:
+    """Run forward over the next batch; an iterator that brings the same batch again."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import (
+        RerunDataIterator,
+        RerunMode,
+        get_rerun_state_machine,
+    )
+
+    machine = get_rerun_state_machine()
+    batches = [next(data) for _ in range(get_num_microbatches())]
+    mode = machine.get_mode()
+    machine.set_mode(RerunMode.DISABLED)  # as Megatron's own evaluate() does
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=True,
+        )
+    machine.set_mode(mode)
+    return RerunDataIterator(iter(batches))
+
+
+def biases(models: list[torch.nn.Module]) -> dict[int, np.ndarray]:
+    """The expert bias of every local layer that has one."""
+    routers = [item for model in models for item in local_routers(model).items()]
+    return {
+        number: router.expert_bias.cpu().numpy().copy()
+        for number, router in routers
+        if router.expert_bias is not None
+    }

@@ -16,8 +16,8 @@ import torch
 from fidelity import core_only
 from fidelity.models import MODELS, VOCAB_SIZE
 
-# what the test itself needs to run Megatron here
-_SEEN = ("megatron_r3.cpu", "megatron_r3.launch")
+# what runs an unpatched tree on the CPU too, and knows nothing of replay
+_SEEN = ("megatron_r3.cpu", "megatron_r3.launch", "megatron_r3.pretrain")
 
 
 class _Hidden(importlib.abc.MetaPathFinder):
@@ -46,7 +46,7 @@ def weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 STEPS = 3
-# every loss and count that the patches of the router touch
+# every loss and count that the router patches touch
 _ARGUMENTS = """--micro-batch-size 2 --global-batch-size 8 --lr 1e-3
 --moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss
 --moe-aux-loss-coeff 1e-2 1e-2 1e-2 --moe-z-loss-coeff 1e-3
@@ -70,7 +70,7 @@ def train_off(rank: int, arguments: str, seed: int) -> dict[str, torch.Tensor]:
     from megatron_r3 import launch
 
     hide_megatron_r3()
-    from demo.pretrain import datasets, forward_step
+    from fidelity.script import datasets, forward_step
 
     sys.argv = ["off.py", *argv]
     models: list[torch.nn.Module] = []

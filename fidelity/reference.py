@@ -1,9 +1,10 @@
 """The reference: one process, each rollout alone, its routes handed over as arrays.
 
-No store, no row ids, no batch, no padding and no schedule: only the model and `replaying`.
-Megatron is imported only inside the functions that ranks run.
+It has no store, no row ids, no batch, no padding and no schedule: only the model and `replaying`.
+It has a loss and advantages of its own, so it shares no formula with the trainer either. Megatron
+is imported only inside the functions that ranks run.
 
-Shape suffixes: L MoE layers, T tokens, H hidden, K top-k.
+Shape suffixes (docs/glossary.md): L, T, K.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Reference:
     Attributes:
         hidden: the MoE input of every token of all rollouts, by layer number, float32 `[T, H]`.
         loss: mean over response tokens.
-        loss_scale: the same with every token's loss positive; advantages make most cancel out.
+        loss_scale: the mean of the absolute losses. Advantages of both signs let most of `loss`
+            cancel out, so errors are measured against this.
         gradients: of that mean.
     """
 
@@ -60,7 +62,8 @@ def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Mod
     if not core_only.is_core_only():
         from megatron.training.checkpointing import save_checkpoint
 
-        save_checkpoint(1, [model], None, None, 0)  # 0.15 does not load iteration 0
+        # iteration 1, because 0.15 does not load a checkpoint of iteration 0
+        save_checkpoint(1, [model], None, None, 0)
     return args, model
 
 

@@ -1,10 +1,11 @@
-"""The rollouts of a case: made up, so that nothing in them comes from Megatron.
+"""The rollouts of a case, and what goes wrong in replay: routes of another token, layer, rollout.
 
-Their routes are drawn at random, far from what a router would choose: a layer that ignores them
-shows. Every rollout begins with a token of its own, so that no two tokens have the same past and
-each is known again by its hidden state.
+The rollouts are made up, so nothing in them comes from Megatron. Their routes are drawn at random,
+far from what a router would choose, so a layer that ignores its routes shows. Every rollout begins
+with a token of its own. So no two tokens have the same past, and a token is recognised by its
+hidden state.
 
-Shape suffixes: L MoE layers, T tokens, K top-k.
+Shape suffixes (docs/glossary.md): L, T, K.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from fidelity.controls import CONTROLS
 from fidelity.models import EXPERTS, SEQ_LENGTH, TOPK, VOCAB_SIZE, Model
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, StoreInfo, write_shard
@@ -95,3 +95,30 @@ def _stored(sampled: Sampled, ids_LTK: np.ndarray, number: int) -> Rollout:
         Routes.from_array(ids_LTK, EXPERTS, sampled.recorded_T),
         number,
     )
+
+
+def shift_token(routes: list[np.ndarray]) -> list[np.ndarray]:
+    """Each token gets the routes of the one before; `routes` are `[L, T, K]`, one a rollout."""
+    return [np.roll(ids_LTK, 1, axis=1) for ids_LTK in routes]
+
+
+def swap_layers(routes: list[np.ndarray]) -> list[np.ndarray]:
+    """The first two MoE layers are exchanged."""
+    return [ids_LTK[[1, 0, *range(2, len(ids_LTK))]] for ids_LTK in routes]
+
+
+def swap_rollouts(routes: list[np.ndarray]) -> list[np.ndarray]:
+    """Each rollout gets the routes of another, cut or continued to its own length."""
+    half = len(routes) // 2
+    others = routes[half:] + routes[:half]
+    return [
+        np.resize(other.transpose(1, 0, 2), (own.shape[1], *other.shape[::2])).transpose(1, 0, 2)
+        for own, other in zip(routes, others, strict=True)
+    ]
+
+
+CONTROLS: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
+    "shift_token": shift_token,
+    "swap_layers": swap_layers,
+    "swap_rollouts": swap_rollouts,
+}

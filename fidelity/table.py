@@ -10,13 +10,16 @@ from pathlib import Path
 import torch
 
 from fidelity.cases import CASES, Case
+from fidelity.core_layout import run_core_layout
 from fidelity.gradients import assemble
 from fidelity.judge import Judge
-from fidelity.layout import RankResult, run_layout
+from fidelity.layout import run_layout
 from fidelity.models import MODELS
-from fidelity.reference import make_reference
+from fidelity.observe import RankResult
+from fidelity.reference import CLIP_EPS, make_reference
 from fidelity.rig.worker import TreeWorker
 from fidelity.rollouts import NUM_ROLLOUTS, make_rollouts, write_stores
+from fidelity.trees import training_or_core
 from megatron_r3.cpu.errors import RankError
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import PackedRollouts
@@ -69,8 +72,13 @@ class Table:
         argv += ["--global-batch-size", str(_batch_size(argv, prepared.stores["right"]))]
         if "--eval-iters" not in argv:
             argv += ["--eval-iters", "0"]
+        argv += ["--rollouts", str(prepared.stores["right"]), "--moe-router-replay"]
+        argv += ["--rollouts-clip-eps", str(CLIP_EPS), "--train-iters", str(len(prepared.stores))]
+        argv += ["--lr", "1e-30", "--min-lr", "0", "--log-interval", "1"]
+        argv += ["--moe-router-replay-verify-dispatch", "--moe-router-replay-verify-plan"]
+        has_loop = training_or_core(self.worker.tree) == "megatron.training"
         return self.worker.run(
-            run_layout,
+            run_layout if has_loop else run_core_layout,
             case.ranks,
             argv,
             prepared.stores,
@@ -111,11 +119,11 @@ def _batch_size(argv: list[str], store: Path) -> int:
     """All rollouts in one step: so many samples."""
     if "--rollouts-pack" not in argv:
         return NUM_ROLLOUTS
-    value = dict(itertools.pairwise(argv))  # the last one counts
-    align = 2 * int(value.get("--context-parallel-size", 1))
-    packed = PackedRollouts(
-        RolloutStore([store]), int(value["--seq-length"]), None, align if align > 2 else 1
-    )
+    # each word with the word after it; of an option that is given twice the last value stays
+    value = dict(itertools.pairwise(argv))
+    context_parallel = int(value.get("--context-parallel-size", 1))
+    multiple = 2 * context_parallel if context_parallel > 1 else 1
+    packed = PackedRollouts(RolloutStore([store]), int(value["--seq-length"]), None, multiple)
     return len(packed.packs)
 
 

@@ -24,7 +24,14 @@ from fuzz.shard_parts import ShardFile
 from fuzz.store_files import Base
 from megatron_r3.cli import main as megatron_r3
 from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, RolloutStore, SamplingSettings, StoreInfo, write_shard
+from megatron_r3.store import (
+    Rollout,
+    RolloutStore,
+    SamplingSettings,
+    StoreInfo,
+    open_stores,
+    write_shard,
+)
 
 VOCABULARY = 64
 # Seconds since 1970: what the files of a store say when they were written. Every change to such a
@@ -206,7 +213,7 @@ def _with_other_files(rng: random.Random, folder: Path, store: Path, base: Base)
         return difference(got, base.expected)
 
     return judged(
-        lambda: contents(RolloutStore(directories, follow_s=follow_s)),
+        lambda: contents(open_stores(directories, follow_s=follow_s)),
         wrong,
         [str(directory) for directory in directories],
     )

@@ -1,8 +1,11 @@
-"""Starting Megatron from its arguments, building a model and training it, on any release.
+"""Start Megatron from its arguments, build a model and train it, on any release.
 
-A script does it in one of three ways: from 0.19 on it hands over a config that builds the model;
-0.18 parses its arguments itself and brings a function that builds it; before, `pretrain()` parses.
-All read `sys.argv`.
+The releases expect three kinds of scripts, all of which read `sys.argv`:
+
+- before 0.18 `pretrain()` parses the arguments, and the script brings a function that builds the
+  model (`model_provider`);
+- for 0.18 the script parses the arguments, and still brings that function;
+- from 0.19 on the script parses the arguments, and hands over a config that builds the model.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from typing import Any
 
 import torch
 
-Parser = Callable[[Any], Any]  # adds a script's own arguments to an ArgumentParser
+AddArguments = Callable[[Any], Any]  # adds a script's own arguments to an ArgumentParser
+OnModels = Callable[[list[torch.nn.Module]], None]
 
 
-def initialize(extra_args: Parser | None = None) -> Any:
-    """Parse the arguments, make the process groups; return Megatron's arguments."""
+def initialize(extra_args: AddArguments | None = None) -> Any:
+    """Parse the arguments and make the process groups; return Megatron's arguments."""
     from megatron.training import arguments, get_args
     from megatron.training.initialize import initialize_megatron
 
@@ -30,7 +34,11 @@ def initialize(extra_args: Parser | None = None) -> Any:
 
 
 def build_model(args: Any) -> torch.nn.Module:
-    """The model that the arguments name, whole, in its 16-bit wrapper where it has one."""
+    """The whole model that the arguments describe, inside Megatron's 16-bit wrapper if they ask so.
+
+    Args:
+        args: what `initialize` returned, for one process.
+    """
     from megatron.core.enums import ModelType
     from megatron.training import training
 
@@ -49,13 +57,13 @@ def build_model(args: Any) -> torch.nn.Module:
 def train(
     datasets: Callable[..., Any],
     forward_step: Callable[..., Any],
-    on_models: Callable[[list[torch.nn.Module]], None] | None = None,
+    on_models: OnModels | None = None,
 ) -> None:
     """Run Megatron's `pretrain()` as a script of this release does.
 
     Args:
-        datasets, forward_step: the script's own.
-        on_models: see `watch_models`.
+        datasets, forward_step: what the script would hand to `pretrain()`.
+        on_models: called as `watch_models` says; None if nobody wants to see the models.
     """
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training
@@ -79,16 +87,20 @@ def train(
     training.pretrain(**script)
 
 
-def watch_models(on_models: Callable[[list[torch.nn.Module]], None]) -> None:
-    """Have the next `pretrain()` call it once with this rank's model chunks.
+def watch_models(on_models: OnModels) -> None:
+    """Have the next `pretrain()` call `on_models` with this rank's model chunks, and no later one.
 
-    They are wrapped for data parallelism then, and their checkpoint is loaded.
+    The models are wrapped for data parallelism by then, and their checkpoint is loaded.
     """
     from megatron.training import training
 
+    # `pretrain()` looks this function up in its module and has no hook behind it. Two watchers may
+    # wait at once: the second wraps the first, and each puts back what it found when it is called,
+    # so that Megatron's own function is in its place again before it runs.
     setup = training.setup_model_and_optimizer
 
     def watched(*args: Any, **kwargs: Any) -> Any:
+        training.setup_model_and_optimizer = setup
         models, *rest = setup(*args, **kwargs)
         on_models(models)
         return models, *rest
@@ -97,12 +109,12 @@ def watch_models(on_models: Callable[[list[torch.nn.Module]], None]) -> None:
 
 
 def _builder_config(args: Any) -> Any:
-    """What builds the model from 0.19 on; None before."""
+    """The config that builds the model from 0.19 on; None for earlier releases."""
     try:
         from megatron.training import argument_utils
-    except ImportError:  # 0.15
+    except ImportError:  # 0.15 has no such module
         return None
-    if not hasattr(argument_utils, "gpt_config_from_args"):
+    if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19
         return None
     if getattr(args, "hybrid_layer_pattern", None):
         return argument_utils.hybrid_config_from_args(args)
@@ -116,7 +128,11 @@ def _model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> torch.nn.Module:
-    """A GPTModel as upstream's gpt_builders.py builds it, for releases whose wheel lacks that."""
+    """A GPTModel as upstream's gpt_builders.py builds it.
+
+    That file lies beside the package in a checkout, so a release that was installed as a wheel
+    lacks it.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
@@ -124,7 +140,8 @@ def _model_provider(
     args = get_args()
     config = config or core_transformer_config_from_args(args)
     decoder, mtp = gpt_specs(config, args, vp_stage)
-    more = {"pg_collection": pg_collection} if pg_collection is not None else {}
+    # only the releases that hand this argument to a provider have a GPTModel that takes it
+    groups = {"pg_collection": pg_collection} if pg_collection is not None else {}
     return GPTModel(
         config=config,
         transformer_layer_spec=decoder,
@@ -140,29 +157,30 @@ def _model_provider(
         rotary_base=args.rotary_base,
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
-        **more,
+        **groups,
     )
 
 
 def gpt_specs(config: Any, args: Any, vp_stage: int | None = None) -> tuple[Any, Any]:
-    """The layer specs of this rank's decoder, and of its MTP layers (None without).
+    """The layer specs of this rank's decoder, and of its MTP layers (None if the model has none).
 
     Args:
-        args: transformer_impl, normalization, mtp_num_layers.
+        config: Megatron's TransformerConfig.
+        args: transformer_impl, normalization and mtp_num_layers are read.
+        vp_stage: the virtual pipeline stage; None without virtual pipelining.
     """
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    how = {
-        "use_transformer_engine": args.transformer_impl == "transformer_engine",
-        "normalization": args.normalization,
-    }
-    decoder = specs.get_gpt_decoder_block_spec(config, vp_stage=vp_stage, **how)
+    use_te = args.transformer_impl == "transformer_engine"
+    options = {"use_transformer_engine": use_te, "normalization": args.normalization}
+    decoder = specs.get_gpt_decoder_block_spec(config, vp_stage=vp_stage, **options)
     if args.mtp_num_layers is None:
         return decoder, None
+    # An MTP layer is like the last decoder layer. A pipeline stage may have MTP layers and no
+    # decoder layer, so newer releases list the layers of the whole model.
     layers = decoder.layer_specs
-    if hasattr(specs, "get_gpt_decoder_layer_specs"):  # a stage may hold no decoder layer
+    if hasattr(specs, "get_gpt_decoder_layer_specs"):
         accepted = inspect.signature(specs.get_gpt_decoder_layer_specs).parameters
         stage = {"vp_stage": vp_stage} if "vp_stage" in accepted else {}
-        layers = specs.get_gpt_decoder_layer_specs(config, **how, **stage)
-    use_te = how["use_transformer_engine"]
+        layers = specs.get_gpt_decoder_layer_specs(config, **options, **stage)
     return decoder, specs.get_gpt_mtp_block_spec(config, layers[-1], use_te, vp_stage=vp_stage)

@@ -2,10 +2,14 @@
 
 With live routing a layer learns its all-to-all sizes on the device: it sums the routing map,
 gathers the sums over the ranks that share its experts, copies them to the host and waits. Replayed
-routes are on the host before the step, so all layers' sizes can be: one gather for a microbatch.
+routes are on the host before the step, and so the sizes of all layers can be worked out there, with
+one gather for a microbatch.
 
-Shape suffixes: L MoE layers, T tokens of this rank, K top-k, E experts, R ranks of the expert
-tensor-and-expert-parallel group (tensor parallel fastest), P expert-parallel size, N local experts.
+The R ranks that share the experts form one group of expert-parallel size x expert-tensor-parallel
+size, in which the tensor-parallel rank counts fastest. Example of 2 x 2: the ranks 0 1 2 3 have the
+(expert, tensor) ranks (0, 0) (0, 1) (1, 0) (1, 1).
+
+Shape suffixes (docs/glossary.md): T, L, K, E, O, R.
 """
 
 from __future__ import annotations
@@ -18,16 +22,16 @@ from torch import Tensor
 
 
 class PlanError(RuntimeError):
-    """A plan that cannot be: the message names layer and rank."""
+    """A plan that contradicts itself; the message names layer and rank."""
 
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Where a rank stands among those that share its experts.
+    """Where a rank stands among the ranks that share its experts.
 
     Attributes:
-        expert_size, expert_rank: of the expert-parallel group.
-        tensor_size, tensor_rank: of the expert-tensor-parallel group.
+        expert_size, expert_rank: size of the expert-parallel group, and this rank's place in it.
+        tensor_size, tensor_rank: the same of the expert-tensor-parallel group.
     """
 
     expert_size: int
@@ -37,7 +41,7 @@ class ExpertRanks:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group of both."""
+        """This rank's place in the group of all R ranks."""
         return self.expert_rank * self.tensor_size + self.tensor_rank
 
 
@@ -49,12 +53,13 @@ class LayerSizes:
     (megatron/core/transformer/moe/token_dispatcher.py, `preprocess`).
 
     Attributes:
-        input_splits, output_splits: `[P]`, tokens sent to, and received from, each expert-parallel
-            rank.
-        output_splits_tp: `[tensor_size]`, tokens that each expert-tensor-parallel rank received.
-        received: `[R, N]`, tokens that each rank of the group sent to each local expert, tensor
-            parallel slowest.
-        tokens_per_expert: `[N]`, of this rank's experts.
+        input_splits, output_splits: `[expert_size]`, how many tokens this rank sends to, and
+            receives from, each expert-parallel rank.
+        output_splits_tp: `[tensor_size]`, how many tokens each expert-tensor-parallel rank
+            receives.
+        received: `[R, O]`, how many tokens each rank sends to each expert of this rank. Unlike in
+            the group, the tensor-parallel rank counts slowest here.
+        tokens_per_expert: `[O]`, how many tokens each expert of this rank receives.
     """
 
     input_splits: np.ndarray
@@ -67,6 +72,8 @@ class LayerSizes:
 def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
     """How many of this rank's tokens each layer sends to each expert, int32 `[L, E]`."""
     num_layers = len(ids_LTK)
+    # One bincount for all layers: expert e of layer l is counted as number l * E + e. Example with
+    # E = 8: the ids 3 and 5 of layer 2 are counted as 19 and 21.
     first_L = np.arange(num_layers, dtype=np.int32)[:, None, None] * num_experts
     counts = np.bincount((ids_LTK + first_L).ravel(), minlength=num_layers * num_experts)
     return counts.reshape(num_layers, num_experts).astype(np.int32)
@@ -79,7 +86,7 @@ def layer_sizes(
 
     Args:
         counts_RLE: every rank's `count_tokens`, in the order of the group.
-        layer_numbers: Megatron's, of the L layers.
+        layer_numbers: Megatron's number of each of the L layers.
 
     Raises:
         PlanError: a rank sends more tokens in one layer than in another.
@@ -91,28 +98,34 @@ def layer_sizes(
     first = ranks.expert_rank * num_local
     counts_RLE = counts_RLE.astype(np.int64)
     own_LE = counts_RLE[ranks.rank]
-    local = counts_RLE[:, :, first : first + num_local]
-    # layer, tensor-parallel rank, expert-parallel rank, local expert
-    local = local.reshape(ranks.expert_size, ranks.tensor_size, num_layers, num_local)
-    local = np.ascontiguousarray(local.transpose(2, 1, 0, 3))
-    per_rank = local.sum(3)
+    # Expert-parallel rank p owns the experts p * O to p * O + O - 1, so the sum over these is what
+    # this rank sends there. Example: O = 2 and counts 3 1 0 4 of 4 experts: 4 tokens to each.
     input_splits = own_LE.reshape(num_layers, ranks.expert_size, num_local).sum(2)
+    # What arrives is in the columns of this rank's experts. Megatron's `preprocess` has them in the
+    # order [tensor-parallel rank, expert-parallel rank, expert of this rank], so here it is
+    # [layer, tensor-parallel rank, expert-parallel rank, expert of this rank].
+    counts_RLO = counts_RLE[:, :, first : first + num_local]
+    by_rank = counts_RLO.reshape(ranks.expert_size, ranks.tensor_size, num_layers, num_local)
+    received = np.ascontiguousarray(by_rank.transpose(2, 1, 0, 3))
+    per_rank = received.sum(3)
     return {
         number: LayerSizes(
             input_splits=input_splits[index],
             output_splits=per_rank[index, ranks.tensor_rank],
             output_splits_tp=per_rank[index].sum(1),
-            received=torch.from_numpy(local[index].reshape(num_ranks, num_local)),
-            tokens_per_expert=torch.from_numpy(local[index].sum((0, 1))),
+            received=torch.from_numpy(received[index].reshape(num_ranks, num_local)),
+            tokens_per_expert=torch.from_numpy(received[index].sum((0, 1))),
         )
         for index, number in enumerate(layer_numbers)
     }
 
 
 def _check(counts_RLE: np.ndarray, layer_numbers: list[int]) -> None:
-    """Every layer routes the same tokens to the same number of experts."""
+    """Refuse layers of a rank that differ in their totals: each sends T * K pairs."""
     totals_RL = counts_RLE.sum(2)
-    for rank, index in np.argwhere(totals_RL != totals_RL[:, :1])[:1]:
+    wrong = np.argwhere(totals_RL != totals_RL[:, :1])
+    if len(wrong):
+        rank, index = wrong[0]
         raise PlanError(
             f"dispatch plan: rank {rank} of the expert group sends {totals_RL[rank, index]} "
             f"(token, expert) pairs in layer {layer_numbers[index]}, and "

@@ -1,8 +1,11 @@
-"""The routing options of Megatron-LM that were looked at: the list is closed.
+"""Which Megatron configs can be replayed exactly, and why another one is refused.
 
-Whoever adds a release line reads what its new options do to a router, and adds them here, or to the
-refusals of `config.py`. Until then an option that is set is refused: a hash-routed layer, an expert
-that is offloaded or a megakernel may go past the recorded routes without a word.
+Two lists. `refusals` has what is known to go past the recorded routes, each with its reason.
+`KNOWN_NAMES` and `KNOWN_VALUES` have the options about routing that somebody has read in upstream's
+source, and they are closed: an option about routing that is set and is in neither list is refused
+too. A hash-routed layer, an expert that is offloaded or a megakernel would otherwise go past the
+recorded routes without a word. Whoever adds a release line reads what its new options do to a
+router, and adds each of them to the known names or to the refusals.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import dataclasses
 import re
 from typing import Any
 
-# fields of TransformerConfig and ModelParallelConfig, of core_v0.15.3 to main of 2026-08-22, whose
-# names say that they have to do with routing; what cannot be replayed is refused by config.py
+# The fields of TransformerConfig and ModelParallelConfig, in core_v0.15.3 to main of 2026-08-22,
+# whose names match `_ABOUT_ROUTING`. Some of them cannot be replayed: those are in `refusals`.
 KNOWN_NAMES = frozenset(
     """
     expert_gtp_weight_remat_size expert_model_parallel_size
@@ -45,15 +48,16 @@ KNOWN_NAMES = frozenset(
     use_grouped_gemm_for_shared_expert
     """.split()
 )
-# our own, which the patches add
+# Our own fields, which patch 1 declares.
 _OURS = re.compile("moe_router_replay")
+# Without the lookahead "mega" would match use_megatron_fsdp, which says nothing about routing.
 _ABOUT_ROUTING = re.compile("moe|expert|rout(er|ing)|hash|mega(?!tron)")
 
-# the values of those that choose between ways to route
+# The values of the options that choose between ways to route. A new value is a new way.
 KNOWN_VALUES = {
     "moe_router_load_balancing_type": (
         *("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
-        *("sinkhorn", "quantile_balancing"),  # refused by config.py, with their own reasons
+        *("sinkhorn", "quantile_balancing"),  # known, and refused by `refusals`
     ),
     "moe_router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
     "moe_token_dispatcher_type": ("allgather", "alltoall", "flex", "alltoall_seq"),
@@ -62,32 +66,133 @@ KNOWN_VALUES = {
 }
 
 
-def unknown_options(config: Any, megatrons: Any = None) -> list[str]:
-    """The options about routing that are set here and that nobody has looked at, as `name=value`.
+# What a CUDA graph may capture and still leave the router out of it.
+_GRAPHS_WITHOUT_ROUTER = {"mlp", "mamba", "full_iteration_inference"}
+
+
+def refusals(config: Any, upstream: Any = None) -> list[str]:
+    """Why this config cannot be replayed exactly, and what to do; empty if it can be.
 
     Args:
-        config: a TransformerConfig or a framework's subclass of it, or Megatron's parsed arguments.
-        megatrons: the class TransformerConfig: its defaults are those that mean "not set", also
-            where a subclass has others.
+        config: a TransformerConfig, a framework's subclass of it, or Megatron's parsed arguments
+            (the same names, but `num_experts`).
+        upstream: the class TransformerConfig. Its defaults mean "not set" for every option, also
+            where `config` is of a subclass with other defaults, or has none (parsed arguments).
     """
-    defaults = {**_defaults(config), **_defaults(megatrons)}
-    found = []
-    for name, default in defaults.items():
+
+    def given(name: str) -> Any:
+        return getattr(config, name, None)
+
+    balancing = given("moe_router_load_balancing_type")
+    balancing = balancing if isinstance(balancing, list) else [balancing]
+    unknown = unknown_options(config, upstream)
+    checks = [
+        (
+            not (given("num_moe_experts") or given("num_experts")),
+            "the model has no MoE layer (num_moe_experts is not set); drop the option",
+        ),
+        (
+            given("moe_enable_routing_replay"),
+            "moe_enable_routing_replay is Megatron's own replay and would compete for the router; "
+            "choose one",
+        ),
+        (
+            "sinkhorn" in balancing,
+            "sinkhorn routing does not go through top-k; use aux_loss, seq_aux_loss or none",
+        ),
+        (
+            "quantile_balancing" in balancing,
+            "quantile_balancing does not go through the replayed top-k; use another balancing "
+            "type or none",
+        ),
+        (  # 0.0 is a capacity too
+            given("moe_expert_capacity_factor") is not None,
+            "moe_expert_capacity_factor drops tokens after the recorded experts were set; unset it",
+        ),
+        (
+            given("moe_expert_rank_capacity_factor") is not None,
+            "moe_expert_rank_capacity_factor drops tokens of a rank that has too many; unset it",
+        ),
+        (
+            given("moe_router_force_load_balancing"),
+            "moe_router_force_load_balancing replaces the logits; unset it",
+        ),
+        (  # 0.0 replaces them too
+            given("moe_router_force_biased") is not None,
+            "moe_router_force_biased replaces the logits; unset it",
+        ),
+        (
+            _captures_router(config),
+            "a CUDA graph that captures the router would repeat the routes of its first "
+            "microbatch; use cuda_graph_impl=transformer_engine for attn alone",
+        ),
+        (
+            given("moe_router_padding_for_quantization") or given("moe_router_padding_for_fp8"),
+            "moe_router_padding_for_quantization routes padding to experts that no rollout "
+            "recorded; unset it",
+        ),
+        (given("flextron"), "flextron puts a top-k of its own into the routers; unset it"),
+        (
+            given("transformer_impl") == "inference_optimized",
+            "transformer_impl=inference_optimized is not a training implementation",
+        ),
+        (
+            unknown,
+            f"{', '.join(unknown)}: nobody here has looked at what this does to a router, so it "
+            "could go past the recorded routes; unset it, or report it with your Megatron-LM "
+            "version to have it looked at",
+        ),
+    ]
+    return [reason for refused, reason in checks if refused]
+
+
+def _captures_router(config: Any) -> bool:
+    """Whether a CUDA graph captures the router: the routes of its first pass would be baked in.
+
+    The modules that a graph captures are in cuda_graph_modules from 0.18 on, and before that in
+    cuda_graph_scope, where 0.15 has one word instead of a list. An empty list means whole layers.
+    """
+    implementation = getattr(config, "cuda_graph_impl", "none")
+    # 0.15 has these two switches beside cuda_graph_impl.
+    if getattr(config, "enable_cuda_graph", False):
+        implementation = "local"
+    elif getattr(config, "external_cuda_graph", False):
+        implementation = "transformer_engine"
+    if implementation == "none":
+        return False
+    modules = getattr(config, "cuda_graph_modules", None) or getattr(
+        config, "cuda_graph_scope", None
+    )
+    modules = [modules] if isinstance(modules, str) else modules or []
+    names = {getattr(module, "name", module) for module in modules}
+    # A local graph of "attn" captures the whole layer, router included, in all but hybrid models
+    # (megatron/core/transformer/transformer_layer.py, create_mcore_cudagraph_manager).
+    attention = {"attn"} if implementation == "transformer_engine" else set()
+    return not names or bool(names - _GRAPHS_WITHOUT_ROUTER - attention)
+
+
+def unknown_options(config: Any, upstream: Any = None) -> list[str]:
+    """The options about routing that are set here and that nobody has read, as `name=value`.
+
+    Args:
+        config, upstream: as in `refusals`.
+    """
+    unknown = {}
+    for name, default in {**_defaults(config), **_defaults(upstream)}.items():
         value = getattr(config, name, None)
         if name in KNOWN_NAMES or _OURS.match(name) or not _ABOUT_ROUTING.search(name):
             continue
         if value is not None and value != default:
-            found.append(f"{name}={value!r:.80}")
+            unknown[name] = [value]
     for name, known_values in KNOWN_VALUES.items():
-        given = getattr(config, name, known_values[0])
-        for value in given if isinstance(given, list) else [given]:
-            if value not in known_values:
-                found.append(f"{name}={value!r:.80}")
-    return found
+        values = getattr(config, name, known_values[0])
+        values = values if isinstance(values, list) else [values]
+        unknown[name] = [value for value in values if value not in known_values]
+    return [f"{name}={value!r:.80}" for name, values in unknown.items() for value in values]
 
 
 def _defaults(config: Any) -> dict[str, Any]:
-    """Each field's default; none for what is no dataclass."""
+    """The default of each field of a dataclass; no defaults for an object of another kind."""
     return {
         field.name: field.default
         if field.default_factory is dataclasses.MISSING

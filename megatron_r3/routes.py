@@ -1,37 +1,49 @@
 """Routes: the expert ids that a rollout's tokens took, in a checked container.
 
-Shape suffixes: L MoE layers, T tokens (rows), K top-k, E experts.
-
 A route is a set: the order of the ids inside K carries no meaning, but it is kept, so that what was
-recorded live is replayed to the last bit. An id is one byte up to 256 experts (384 B a token for 48
-layers x top-8), else two.
+recorded live is replayed to the last bit. An id is one byte up to 256 experts (384 bytes a token
+for 48 layers x top-8), else two.
+
+Shape suffixes (docs/glossary.md): T, L, K.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+_BLOCK_ROWS = 1 << 15  # rows that are compared at a time, so that they stay in the cache
 
 
 class RoutesError(ValueError):
     """Routes that must not be trained on; the message names layer, token and what was expected."""
 
 
+class Origin(NamedTuple):
+    """The MoE layer and the token that index [0, 0] of an array of routes stands for.
+
+    Errors add it to the indices. Example: the array holds layer 5 alone, from token 40 on; then
+    index [0, 2] is called "MoE layer 5, token 42" with `Origin(layer=5, token=40)`.
+    """
+
+    layer: int = 0
+    token: int = 0
+
+
+_FIRST = Origin()
+
+
 def id_dtype(num_experts: int) -> np.dtype:
     """The stored dtype of expert ids: uint8 up to 256 experts, else uint16.
 
-    On a device the latter are int16, so there are at most 32,768.
+    Raises:
+        RoutesError: not 1 to 32,768 experts: ids are int16 on a device.
     """
     if not 1 <= num_experts <= 32768:
         raise RoutesError(f"{num_experts} experts: ids need 1 to 32,768 experts")
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
-
-
-def distinct_rows(ids: np.ndarray) -> np.ndarray:
-    """Where the ids of the last axis are pairwise distinct: bool, of `ids.shape[:-1]`."""
-    ordered = np.sort(ids, axis=-1)
-    return (ordered[..., 1:] != ordered[..., :-1]).all(-1)
 
 
 def check_ids(
@@ -39,24 +51,22 @@ def check_ids(
     num_experts: int,
     recorded_T: np.ndarray | None = None,
     where: str = "routes",
-    first_token: int = 0,
-    first_layer: int = 0,
+    origin: Origin = _FIRST,
 ) -> None:
     """Refuse ids that are out of range or repeated inside a recorded row.
 
     Args:
-        ids_LTK: integer ids, any integer dtype.
-        num_experts: E, the experts of one MoE layer.
-        recorded_T: bool; rows that are False were not captured and are not checked. None: all were.
+        ids_LTK: ids of any integer dtype.
+        num_experts: the experts of one MoE layer.
+        recorded_T: bool. A row that is False was not captured and is not checked. None means that
+            every row was captured.
         where: what the message calls the data (a file, a rollout, a request).
-        first_token, first_layer: what row 0 and layer 0 are called.
 
     Raises:
-        RoutesError: naming the first wrong layer (index among the MoE layers) and token.
+        RoutesError: naming the first wrong layer (counted among the MoE layers) and token.
     """
-    first = (first_layer, first_token)
-    _check_range(ids_LTK, num_experts, recorded_T, where, first)
-    _check_distinct(ids_LTK, recorded_T, where, first)
+    _check_range(ids_LTK, num_experts, recorded_T, where, origin)
+    _check_distinct(ids_LTK, recorded_T, where, origin)
 
 
 def _check_range(
@@ -64,99 +74,108 @@ def _check_range(
     num_experts: int,
     recorded_T: np.ndarray | None,
     where: str,
-    first: tuple[int, int],
+    origin: Origin,
 ) -> None:
     if ids_LTK.ndim != 3:
         raise RoutesError(f"{where}: routes are [layers, tokens, topk]; got shape {ids_LTK.shape}")
     if not np.issubdtype(ids_LTK.dtype, np.integer):
         raise RoutesError(f"{where}: expert ids are integers; got {ids_LTK.dtype}")
-    if ids_LTK.shape[-1] > num_experts:
-        raise RoutesError(
-            f"{where}: top-{ids_LTK.shape[-1]} of {num_experts} experts is impossible"
-        )
-    signed = np.issubdtype(ids_LTK.dtype, np.signedinteger)
+    topk = ids_LTK.shape[-1]
+    if topk > num_experts:
+        raise RoutesError(f"{where}: top-{topk} of {num_experts} experts is impossible")
+    signed = ids_LTK.dtype.kind == "i"
+    # the largest and the smallest id are found many times faster than a mask of all ids is made
     if ids_LTK.size and (ids_LTK.max() >= num_experts or (signed and ids_LTK.min() < 0)):
-        outside_LT = np.asarray(((ids_LTK < 0) | (ids_LTK >= num_experts)).any(-1))
-        what = f"an expert id outside 0..{num_experts - 1}"
-        _refuse_rows(ids_LTK, outside_LT, recorded_T, what, where, first)
+        wrong_LT = np.asarray(((ids_LTK < 0) | (ids_LTK >= num_experts)).any(-1))
+        fault = f"an expert id outside 0..{num_experts - 1}"
+        _refuse_rows(ids_LTK, wrong_LT, recorded_T, fault, where, origin)
 
 
 def _check_distinct(
-    ids_LTK: np.ndarray, recorded_T: np.ndarray | None, where: str, first: tuple[int, int]
+    ids_LTK: np.ndarray, recorded_T: np.ndarray | None, where: str, origin: Origin
 ) -> None:
-    if _all_distinct(ids_LTK, recorded_T):
-        return
-    twice_LT = ~distinct_rows(ids_LTK)
-    _refuse_rows(ids_LTK, twice_LT, recorded_T, "an expert twice in one row", where, first)
+    wrong_LT = repeated_rows(ids_LTK)
+    _refuse_rows(ids_LTK, wrong_LT, recorded_T, "an expert twice in one row", where, origin)
 
 
 def _refuse_rows(
     ids_LTK: np.ndarray,
-    bad_LT: np.ndarray,
+    wrong_LT: np.ndarray,
     recorded_T: np.ndarray | None,
-    what: str,
+    fault: str,
     where: str,
-    first: tuple[int, int],
+    origin: Origin,
 ) -> None:
+    if not wrong_LT.any():
+        return
     if recorded_T is not None:
-        bad_LT &= recorded_T
-    if bad_LT.any():
-        layer, row = (int(i) for i in np.argwhere(bad_LT)[0])
+        wrong_LT = wrong_LT & recorded_T
+    if wrong_LT.any():
+        layer, token = np.argwhere(wrong_LT)[0].tolist()
         raise RoutesError(
-            f"{where}: {what} at MoE layer {layer + first[0]}, token {row + first[1]}: "
-            f"{ids_LTK[layer, row].tolist()} ({int(bad_LT.sum())} such rows)"
+            f"{where}: {fault} at MoE layer {origin.layer + layer}, token {origin.token + token}: "
+            f"{ids_LTK[layer, token].tolist()} ({int(wrong_LT.sum())} such rows)"
         )
 
 
-_BLOCK = 1 << 15  # rows compared at a time: they stay in the cache
+def repeated_rows(ids: np.ndarray) -> np.ndarray:
+    """Where the ids of the last axis are not pairwise distinct: bool, of `ids.shape[:-1]`.
+
+    It runs at about the speed of memory: a sort of each row would be ten times slower.
+    """
+    if ids.ndim == 3 and ids.swapaxes(0, 1).flags.c_contiguous and not ids.flags.c_contiguous:
+        # Engines send [T, L, K] and callers pass its transposed view. Rows are independent, so they
+        # are compared in the order in which they lie in memory.
+        return repeated_rows(ids.swapaxes(0, 1)).swapaxes(0, 1)
+    rows = np.ascontiguousarray(ids).reshape(-1, ids.shape[-1])
+    repeated = np.zeros(len(rows), bool)
+    for start in range(0, len(rows), _BLOCK_ROWS):
+        columns = _columns(rows[start : start + _BLOCK_ROWS])
+        # Two columns of a row are `shift` apart, for some shift from 1 to K - 1. Example, K = 3:
+        # shift 1 compares the columns (1, 0) and (2, 1), shift 2 compares (2, 0).
+        for shift in range(1, len(columns)):
+            equal = columns[shift:] == columns[:-shift]
+            if equal.any():  # rare: which rows they are is worked out only now
+                repeated[start : start + _BLOCK_ROWS] |= equal.any(0)
+    return repeated.reshape(ids.shape[:-1])
 
 
-def _all_distinct(ids_LTK: np.ndarray, recorded_T: np.ndarray | None) -> bool:
-    """Whether the ids of every recorded row are distinct, at memory speed; it names no culprit."""
-    if recorded_T is not None and not recorded_T.all():
-        ids_LTK = ids_LTK[:, recorded_T]
-    if ids_LTK.swapaxes(0, 1).flags.c_contiguous:  # the order in which engines send them
-        ids_LTK = ids_LTK.swapaxes(0, 1)
-    rows = np.ascontiguousarray(ids_LTK).reshape(-1, ids_LTK.shape[-1])
-    for start in range(0, len(rows), _BLOCK):
-        planes = _places(rows[start : start + _BLOCK])
-        for shift in range(1, len(planes)):
-            if (planes[shift:] == planes[:-shift]).any():
-                return False
-    return True
+def _columns(rows: np.ndarray) -> np.ndarray:
+    """Contiguous `[rows, K]`, copied to contiguous `[K, rows]`: `rows.T`, but faster.
 
+    numpy gathers single bytes slowly, and casts whole numbers to their lowest byte fast. So each
+    column is read as overlapping little-endian numbers that are as long as a row. Example, two rows
+    of K = 4 ids of one byte:
 
-def _places(rows: np.ndarray) -> np.ndarray:
-    """`[rows, topk]`, contiguous, copied to `[topk, rows]`.
+        rows    3 7 1 9 | 4 0 5 2          in memory  03 07 01 09 04 00 05 02
+        column 1 begins at byte 1; the number there has the bytes 07 01 09 04, and its lowest is 07
 
-    A place in a row is the low byte (or two) of a number that begins there and is as long as the
-    row: numpy casts such numbers faster than it gathers bytes.
+    The next number of column 1 would begin at byte 5 and end behind the array. Therefore the last
+    row is copied by itself, and each column is read as one number less than there are rows.
     """
     num_rows, topk = rows.shape
-    if rows.dtype.str not in ("|u1", "<u2") or topk * rows.itemsize not in (4, 8):
-        return np.ascontiguousarray(rows.T)
-    planes = np.empty((topk, num_rows), rows.dtype)
-    planes[:, -1] = rows[-1]  # after it the numbers would leave the array
-    for place in range(topk):
-        wide = np.ndarray(num_rows - 1, f"<u{topk * rows.itemsize}", rows, place * rows.itemsize)
-        np.copyto(planes[place, :-1], wide, casting="unsafe")
-    return planes
+    row_bytes = topk * rows.itemsize
+    if rows.dtype.str not in ("|u1", "<u2") or row_bytes not in (4, 8):
+        return np.ascontiguousarray(rows.T)  # a row is not as long as a number that numpy has
+    columns = np.empty((topk, num_rows), rows.dtype)
+    columns[:, -1] = rows[-1]
+    for column in range(topk):
+        numbers = np.ndarray(num_rows - 1, f"<u{row_bytes}", rows, offset=column * rows.itemsize)
+        np.copyto(columns[column, :-1], numbers, casting="unsafe")  # keeps the lowest byte or two
+    return columns
 
 
 def layer_major(rows_TLK: np.ndarray) -> np.ndarray:
-    """`[tokens, layers, topk]`, as engines send it, copied to `[layers, tokens, topk]`.
-
-    A row is moved as one number where it has the size of one: twice to four times as fast.
-    """
+    """`[tokens, layers, topk]`, as engines send it, copied to `[layers, tokens, topk]`."""
     num_rows, num_layers, topk = rows_TLK.shape
     row_bytes = topk * rows_TLK.dtype.itemsize
     out_LTK = np.empty((num_layers, num_rows, topk), rows_TLK.dtype)
+    source, target = rows_TLK, out_LTK
     if row_bytes in (1, 2, 4, 8) and rows_TLK.flags.c_contiguous:
-        source = rows_TLK.view(f"u{row_bytes}")[..., 0]
-        target = out_LTK.view(f"u{row_bytes}")[..., 0]
-    else:
-        source, target = rows_TLK, out_LTK
-    for start in range(0, num_rows, 4096):  # a block of it stays in the cache
+        # A row that is as long as a number is moved as that number: two to four times as fast.
+        # Example: the 8 one-byte ids of a top-8 row are one uint64.
+        source, target = (a.view(f"u{row_bytes}")[..., 0] for a in (rows_TLK, out_LTK))
+    for start in range(0, num_rows, 4096):  # as many rows as stay in the cache
         target[:, start : start + 4096] = source[start : start + 4096].swapaxes(0, 1)
     return out_LTK
 
@@ -167,7 +186,7 @@ class Routes:
 
     Attributes:
         ids_LTK: uint8 or uint16 (`id_dtype`), C-contiguous, layer-major.
-        num_experts: E.
+        num_experts: the experts of one MoE layer.
         recorded_T: bool; False where the engine returned no route for the row.
     """
 
@@ -184,12 +203,13 @@ class Routes:
         where: str = "routes",
         first_token: int = 0,
     ) -> Routes:
-        """Check ids of any integer dtype and keep them in the smallest one.
+        """Check ids of any integer dtype and keep them in the smallest dtype.
 
-        Arguments are those of `check_ids`.
+        Args:
+            first_token: what errors call row 0. The other arguments are those of `check_ids`.
 
         Raises:
-            RoutesError: wrong rank, dtype, range, or an id twice in a recorded row.
+            RoutesError: wrong rank, dtype or range, or an id twice in a recorded row.
         """
         ids_LTK = np.asarray(ids_LTK)
         if recorded_T is None:
@@ -199,28 +219,28 @@ class Routes:
             raise RoutesError(
                 f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows"
             )
-        first = (0, first_token)
-        _check_range(ids_LTK, num_experts, recorded_T, where, first)
+        origin = Origin(token=first_token)
+        _check_range(ids_LTK, num_experts, recorded_T, where, origin)
         kept_LTK = ids_LTK.astype(id_dtype(num_experts), copy=False)
-        _check_distinct(kept_LTK, recorded_T, where, first)  # faster on the small dtype
+        _check_distinct(kept_LTK, recorded_T, where, origin)  # faster on the small dtype
         if not kept_LTK.flags.c_contiguous:
             kept_LTK = layer_major(kept_LTK.swapaxes(0, 1))
         if not recorded_T.all():
             kept_LTK = kept_LTK.copy()
-            kept_LTK[:, ~recorded_T] = 0  # what was not captured may hold anything
+            kept_LTK[:, ~recorded_T] = 0  # whatever the engine left in rows that it did not return
         return cls(kept_LTK, num_experts, recorded_T)
 
     @property
     def num_layers(self) -> int:
-        """L, the MoE layers."""
+        """How many MoE layers, L."""
         return self.ids_LTK.shape[0]
 
     @property
     def num_rows(self) -> int:
-        """T, the rows: one less than the rollout's tokens (the last one was never forwarded)."""
+        """How many rows, T: one less than the rollout's tokens, whose last is never forwarded."""
         return self.ids_LTK.shape[1]
 
     @property
     def topk(self) -> int:
-        """K, the experts of one token in one layer."""
+        """How many experts one token takes in one layer, K."""
         return self.ids_LTK.shape[2]

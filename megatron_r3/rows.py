@@ -1,10 +1,10 @@
 """Row ids: which row of which rollout each token of a batch is.
 
 A batch carries one more field beside its tokens: `rows`, the row ids of a store (-1 for padding).
-Whatever splits the tokens splits the rows the same way, so what arrives at a rank says which routes
-it needs. Nothing here knows how context parallelism or packing splits a sequence.
+Whatever splits the tokens splits the rows the same way, so the rows that arrive at a rank say which
+routes it needs. Nothing here knows how context parallelism or packing splits a sequence.
 
-Shape suffixes: B batch, S sequence, T tokens of this rank in the router's order.
+Shape suffixes (docs/glossary.md): B, S.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def router_order(field_BS: Tensor, sequence_parallel_size: int = 1, rank: int = 
 
     Args:
         field_BS: the field of this context-parallel rank.
-        sequence_parallel_size: the tensor-parallel size where sequence parallelism is on, else 1.
-        rank: this rank among them.
+        sequence_parallel_size: the tensor-parallel size if sequence parallelism is on, else 1.
+        rank: this rank's place in the tensor-parallel group; 0 without sequence parallelism.
 
     Returns:
         `[S * B / sequence_parallel_size]`, same dtype.
@@ -38,6 +38,8 @@ def router_order(field_BS: Tensor, sequence_parallel_size: int = 1, rank: int = 
             f"sequence of {length} tokens does not divide by sequence parallel size "
             f"{sequence_parallel_size}"
         )
+    # Example, B = 2 sequences a and b of S = 4, split over 2 ranks: rank 1 has the positions 2 and
+    # 3, and its router sees them as a2 b2 a3 b3.
     local = length // sequence_parallel_size
     return field_BS[:, rank * local : (rank + 1) * local].t().reshape(-1)
 
@@ -45,7 +47,8 @@ def router_order(field_BS: Tensor, sequence_parallel_size: int = 1, rank: int = 
 def spread_padding(num_tokens: int, topk: int, num_experts: int) -> Tensor:
     """Routes for padding: distinct experts, spread evenly over all of them.
 
-    Zeros or arange(topk) would make a hot expert, and zeros are duplicates.
+    The same experts for every token, e.g. arange(topk), would overload them; zeros would be one
+    expert several times. Example, top-2 of 5 experts: 0 1, 2 3, 4 0, 1 2, ...
 
     Returns:
         int64 `[num_tokens, topk]`.

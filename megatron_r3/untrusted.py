@@ -1,8 +1,8 @@
 """What comes from outside: JSON of bounded size and depth, and text that a terminal may show.
 
 Responses of servers, headers of shards, model configs and lines of prompts are written by somebody
-else. Python's parser recurses once for each bracket and its errors do not name a file; a terminal
-obeys control characters.
+else. Python's own JSON parser recurses once for each bracket, so a long run of brackets can exhaust
+its stack, and its errors do not name a file. A terminal obeys control characters in what it shows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 MOST_DEPTH = 64  # brackets inside brackets; the deepest real body (vLLM's chat log-probs) has 9
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def read_json(data: bytes | str, where: str, most_bytes: int = 1 << 26) -> Any:
@@ -24,11 +24,11 @@ def read_json(data: bytes | str, where: str, most_bytes: int = 1 << 26) -> Any:
 
     Args:
         data: UTF-8.
-        where: what the error calls it: a file, a line of it, a response.
-        most_bytes: how long it may be.
+        where: what the error calls the data: a file, a line of a file, a response.
+        most_bytes: how long the data may be.
 
     Raises:
-        ValueError: beginning with `where`: it is too long, too deep, or no JSON.
+        ValueError: beginning with `where`: the data is too long, too deep, or not JSON.
     """
     if isinstance(data, str):
         data = data.encode(errors="surrogatepass")
@@ -43,25 +43,26 @@ def read_json(data: bytes | str, where: str, most_bytes: int = 1 << 26) -> Any:
 
 
 def _depth(data: bytes) -> int:
-    """How many brackets stand inside each other, at most; a parser would recurse as often.
+    """A bound on how many brackets stand inside each other; a parser would recurse as often.
 
-    Example: `{"a]": [[1], 2]}` without its texts is `{: [[1], 2]}`, without all but the brackets
-    `{[[]]}`, as steps +1 +1 +1 -1 -1 -1; the highest sum is 3.
+    Example: `{"a]": [[1], 2]}` without its strings is `{: [[1], 2]}`. Of that the brackets are
+    `{[[]]}`, as steps +1 +1 +1 -1 -1 -1, whose highest running sum is 3.
     """
     opened = data.count(b"[") + data.count(b"{")
-    if opened <= MOST_DEPTH:  # nearly every body, base64 routes included: two passes of memchr
+    # Nearly every body ends here, even one of megabytes: two counts, and base64 has no brackets.
+    if opened <= MOST_DEPTH:
         return opened
-    brackets = _STRING.sub(b"", data).translate(None, _NOT_BRACKETS)
+    brackets = _STRING.sub(b"", data).translate(None, _ALL_BUT_BRACKETS)
     steps = np.frombuffer(brackets, np.uint8)
     opens = (steps == ord("[")) | (steps == ord("{"))
     return int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
 
 
 def one_line(text: str, most: int = 4000) -> str:
-    """Text from outside as one line that a terminal shows as it is.
+    """The first `most` characters of a text from outside, as one line that a terminal can show.
 
-    Line ends become spaces; other characters that are not printable (escape sequences, marks that
-    turn the direction of writing) are spelled out: an ESC becomes `\\x1b`.
+    Line ends become spaces. Other characters that are not printable (escape sequences, marks that
+    turn the direction of writing) are spelled out: the character ESC becomes `\\x1b`.
     """
     text = text if len(text) <= most else f"{text[:most]}..."
     text = " ".join(text.split())
@@ -71,18 +72,18 @@ def one_line(text: str, most: int = 4000) -> str:
 def quoted(value: Any, most: int = 80) -> str:
     """The beginning of `repr(value)`, as one line; it never raises.
 
-    Neither a whole number of 5,000 digits (Python refuses to print it) nor lists in lists without
-    end, nor a text of a gigabyte, which would be copied before it is cut, can do harm.
+    It is safe for a whole number of 5,000 digits, which Python refuses to print, for a list that
+    contains itself, and for a text of a gigabyte, which `repr` would copy before it could be cut.
     """
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = most
     short.maxlist = short.maxtuple = short.maxdict = 20
     try:
         return one_line(short.repr(value), most)
-    except Exception:  # another library's object: its errors are its own
+    except Exception:  # the `__repr__` of another library's object may raise anything
         return f"a {type(value).__name__}"
 
 
 def said(value: Any, most: int = 500) -> str:
-    """What a server wrote for people: a text as it is, anything else quoted."""
+    """What a server wrote for people: a text is shown as it is, any other value is quoted."""
     return one_line(value, most) if isinstance(value, str) else quoted(value, most)

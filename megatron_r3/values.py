@@ -1,10 +1,10 @@
 """Which log-probs, rewards, token ids, counts and names a rollout can have.
 
 This is the one place that says so: collecting, converting, storing, verifying and training all ask
-here. Each function returns what is wrong in a few words, or None. The caller, who knows the file,
-the rollout or the request, raises.
+here. Each function returns in a few words what is wrong, or None if nothing is. The caller, who
+knows the file, the rollout or the request, raises the error.
 
-Shape suffixes: G sampled tokens, N tokens, M rollouts.
+Shape suffixes (docs/glossary.md): N, G, M.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-# A token with a log-prob below this was not drawn by the policy: one draw hits one of V such tokens
-# with a chance of at most V * exp(-64). With V = 1e6 that is 1.6e-22; in a collection of 1e12
-# tokens it happens with a chance of 1.6e-10.
+# A policy does not draw a token with a log-prob below this. With a vocabulary of 1e6 tokens one
+# draw hits such a token with a chance of at most 1e6 * exp(-64) = 1.6e-22, and a collection of 1e12
+# tokens contains one with a chance of 1.6e-10.
 LEAST_LOGPROB = -64.0
-# Engines that take the logarithm of a rounded probability of 1 send a little more than 0.
+# Engines that take the logarithm of a probability that was rounded up send a little more than 0.
 MOST_LOGPROB = 1e-5
 # vLLM replaces -inf by this number, because JSON has no infinity.
 VLLM_MINUS_INFINITY = -9999.0
@@ -30,9 +30,10 @@ def wrong_logprob(logprobs_G: np.ndarray) -> tuple[int, str] | None:
     """The first log-prob that no sampled token can have: its index, and what is wrong with it.
 
     Args:
-        logprobs_G: of sampled tokens, natural logarithm, at temperature 1; any float dtype.
+        logprobs_G: natural logarithms for sampled tokens, at temperature 1; any float dtype.
     """
-    # written so that NaN, which compares as False with everything, is wrong too
+    # Written as what is possible, not as what is wrong: NaN compares as False with everything, and
+    # so it is not possible.
     possible_G = (logprobs_G >= LEAST_LOGPROB) & (logprobs_G <= MOST_LOGPROB)
     if possible_G.all():
         return None
@@ -55,7 +56,7 @@ def wrong_token(tokens_N: np.ndarray, vocab_size: int | None = None) -> tuple[in
 
     Args:
         tokens_N: integer ids.
-        vocab_size: of the model; None where it is not known.
+        vocab_size: of the model; None or 0 where it is not known, so only the type is a bound.
     """
     most = MOST_TOKEN_ID if not vocab_size else min(vocab_size - 1, MOST_TOKEN_ID)
     possible_N = (tokens_N >= 0) & (tokens_N <= most)
@@ -66,12 +67,12 @@ def wrong_token(tokens_N: np.ndarray, vocab_size: int | None = None) -> tuple[in
 
 
 def wrong_reward(value: Any) -> str | None:
-    """Why a reward cannot be one."""
+    """Why this cannot be a reward, which is stored as float32."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return "a reward is a number"
-    if not abs(number) <= float(np.finfo(np.float32).max):
+    if not abs(number) <= float(np.finfo(np.float32).max):  # "not", so that NaN is wrong too
         return "a reward is finite, in float32"
     return None
 
@@ -89,23 +90,21 @@ def wrong_name(policy_version: int, group: int, sample: int) -> str | None:
 
 
 def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
-    """Why these counts cannot be how many of `total` things each rollout has.
-
-    Each count is bounded by the total before anything is summed. Example of what a sum alone lets
-    in: four counts of 2**62 and one of 5 are 5 in int64, and a reader that trusts the 5 then writes
-    2**62 numbers.
+    """Why a tensor of `total` things cannot be divided among rollouts by these counts.
 
     Args:
         counts_M: int64, one for each rollout.
-        least: of one rollout.
-        total: how many things the tensor has that the counts divide.
+        least: the smallest count that a rollout can have.
+        total: how many things the tensor has.
     """
-    for rollout in np.flatnonzero((counts_M < least) | (counts_M > total))[:1]:
-        return (
-            f"{int(counts_M[rollout])} of rollout {int(rollout)}; possible are {least} to {total}"
-        )
-    # no count exceeds the total, so Python's whole numbers hold the sum
-    added = sum(counts_M.tolist())
+    # Each count is compared with the total before anything is summed, because a sum of int64 wraps
+    # around. Example: four counts of 2**62 and one of 5 add up to 5. A reader that trusts this 5
+    # would then write 2**62 numbers for the first rollout.
+    impossible_M = (counts_M < least) | (counts_M > total)
+    if impossible_M.any():
+        rollout = int(impossible_M.argmax())
+        return f"{int(counts_M[rollout])} of rollout {rollout}; possible are {least} to {total}"
+    added = sum(counts_M.tolist())  # Python's whole numbers do not wrap around
     if added != total:
         return f"the counts of its rollouts add up to {added}; there are {total}"
     return None

@@ -180,7 +180,7 @@ COMMITTER = {"GIT_COMMITTER_NAME": "megatron-r3", "GIT_COMMITTER_EMAIL": "megatr
 # all that a configuration, or another version of git, could decide
 _FORMAT = (
     *("--zero-commit", "--no-signature", "--no-numbered", "--full-index", "--suffix=.patch"),
-    *("--subject-prefix=PATCH", "--filename-max-length=64", "--no-cover-letter", "--no-attach"),
+    *("--subject-prefix=PATCH", "--filename-max-length=96", "--no-cover-letter", "--no-attach"),
     *("--no-thread", "--no-from", "--no-to", "--no-cc", "--no-add-header", "--no-notes"),
     *("--no-base", "--encode-email-headers", "--no-renames", "--diff-algorithm=myers"),
     *("--indent-heuristic", "--unified=3", "--inter-hunk-context=0", "--src-prefix=a/"),

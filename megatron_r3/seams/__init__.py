@@ -1,1 +1,1 @@
-"""The only rooms that know Megatron: one file for each patch, with what its seam calls."""
+"""What the patches call, one file for each patch and named like it; nothing else is here."""

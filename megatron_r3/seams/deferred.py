@@ -1,4 +1,4 @@
-"""Other half of the recompute and schedule patches: what a function that runs later is bound to."""
+"""Other half of the patch "deferred": what will run later keeps the microbatch it was made for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from megatron_r3.replay import bind_to_microbatch
 
 
 def install() -> None:
-    """Bind every recompute and schedule node from now on to the microbatch it is made for.
+    """Bind every recompute and schedule node that is made from now on to its microbatch.
 
-    Idempotent and stateless: without an active microbatch they run without one.
+    Example: `checkpoint(layer)` in the forward pass of microbatch 1 keeps `layer` for the backward
+    pass, in which microbatch 3 may be active; bound, the recompute still takes the routes of 1.
+
+    May be called any number of times. The binder stays for the whole process, and without an active
+    microbatch it changes nothing: what is made then runs live.
     """
-    from megatron.core.tensor_parallel.random import set_deferred_binder
+    from megatron.core.deferred import set_deferred_binder
 
     set_deferred_binder(bind_to_microbatch)

@@ -1,6 +1,6 @@
-"""Other half of the router patches: what a TopKRouter asks about its tokens.
+"""Other half of the patch "router": a TopKRouter asks the active microbatch for its experts.
 
-Shape suffixes: T tokens of this rank, E experts, K top-k.
+Shape suffixes (docs/glossary.md): T, E, K.
 """
 
 from __future__ import annotations
@@ -9,174 +9,136 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, float64
 
-from megatron_r3.replay import MicrobatchRoutes, ReplayError, active_microbatch
-from megatron_r3.seams.fused import fused_gate
-from megatron_r3.seams.option import check_config
+from megatron_r3.gate import has_kernel, replayed_gate
+from megatron_r3.gate.options import MAX_EXPERTS, MAX_TOPK
+from megatron_r3.microbatch import MicrobatchRoutes, Mode, ReplayError
+from megatron_r3.replay import active_microbatch
+from megatron_r3.seams.option import prepare_config
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterHook:
-    """Answers a router from the active microbatch; without one the router is live.
+    """Answers one router from the active microbatch; without one the router is live.
 
-    Speaks the protocol of Megatron's `RouterReplay` to `topk_routing_with_score_function`. The
-    routes are those of the active microbatch: the hook only knows which layer it is, which
-    `Router.set_layer_number` writes.
+    Speaks the protocol of Megatron's `RouterReplay` to `topk_routing_with_score_function`. The hook
+    holds no routes: it only knows its layer number, which `Router.set_layer_number` writes.
 
     Args:
         config: the router's TransformerConfig.
-        replays: False for a router that has no recorded routes (MTP): it stays live, and still
-            leaves padding out of its load.
-        layer_number: Megatron's, from 1.
+        has_routes: False for a router of which no rollout has routes (MTP): it stays live.
+        layer_number: Megatron's, from 1. None: not known yet.
 
     Raises:
         ValueError: the config asks for replay and could not replay exactly. It may have been made
             before `moe_router_replay` was set on it.
     """
 
-    def __init__(self, config: Any, replays: bool = True, layer_number: int | None = None) -> None:
+    def __init__(
+        self, config: Any, has_routes: bool = True, layer_number: int | None = None
+    ) -> None:
         if getattr(config, "moe_router_replay", False):
-            check_config(config)
-        self.config = config
-        self.replays = replays
+            prepare_config(config)
+        self.has_routes = has_routes
         self.layer_number = layer_number
-        self.fused = getattr(config, "moe_router_replay_fused_gate", False)
-        self._live_TK: Tensor | None = None  # of the pass that is running
+        # An expert bias that follows the live load needs the live top-k at every pass, so there
+        # the fused gate would come on top of the unfused function and save nothing.
+        self.fused = getattr(config, "moe_router_replay_fused_gate", None) is True and not (
+            config.moe_router_enable_expert_bias and config.moe_router_replay_expert_bias == "live"
+        )
+
+    def microbatch(self) -> MicrobatchRoutes | None:
+        """The active microbatch; None if there is none, or if this router stays live."""
+        return active_microbatch() if self.has_routes else None
+
+    def replayed_microbatch(self) -> MicrobatchRoutes | None:
+        """The microbatch whose routes this router takes now; None if it chooses by itself."""
+        microbatch = self.microbatch()
+        return microbatch if microbatch is not None and microbatch.mode is Mode.REPLAY else None
 
     def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, live: TopK
     ) -> tuple[Tensor, Tensor]:
         """Scores and expert ids `[T, K]` of `scores` `[T, E]`: replayed, or live without routes.
 
-        Protocol: megatron/core/transformer/moe/moe_utils.py, `compute_topk`.
-        """
-        assert default_compute_topk is not None
-        assert self.layer_number is not None, "the router has no layer number yet"
-
-        def live_topk() -> tuple[Tensor, Tensor]:
-            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-
-        microbatch = active_microbatch()
-        if microbatch is None or not self.replays:
-            return live_topk()
-        if self._replaying() and self._bias_is_live() and torch.is_grad_enabled():
-            with torch.no_grad():
-                self._live_TK = live_topk()[1]
-        return microbatch.topk(self.layer_number, scores, topk, live_topk)
-
-    def route(
-        self, upstream: Callable[..., tuple[Tensor, Tensor]]
-    ) -> Callable[..., tuple[Tensor, Tensor]]:
-        """What routes in place of `topk_routing_with_score_function`, which is given.
-
-        Under `moe_router_fusion` a replayed microbatch goes through one kernel where there is one,
-        else through the unfused function, which asks `get_replay_topk`; a live one goes where it
-        would go without this project.
-        """
-        return partial(self._route_fused, upstream) if self.fused else upstream
-
-    def _route_fused(
-        self,
-        upstream: Callable[..., tuple[Tensor, Tensor]],
-        logits: Tensor,
-        topk: int,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        microbatch = active_microbatch()
-        if microbatch is None or not self.replays:
-            return upstream(logits, topk, **options)
-        if microbatch.replays and not self._bias_is_live():
-            assert self.layer_number is not None, "the router has no layer number yet"
-            routed = fused_gate(microbatch, self.layer_number, logits, topk, options)
-            if routed is not None:
-                return routed
-        return upstream(logits, topk, **{**options, "fused": False})
-
-    def padding_mask(self, given_T: Tensor | None) -> Tensor | None:
-        """Which tokens are padding, bool: as the active microbatch says, else what was given."""
-        microbatch = active_microbatch()
-        padding_T = None if microbatch is None else microbatch.padding_T
-        return given_T if padding_T is None else padding_T
-
-    def mean_tokens(self, local: int | Tensor) -> float | int | Tensor:
-        """Real tokens of a rank, on average over the ranks that share this microbatch's sequences.
-
-        Upstream scales the auxiliary loss by the rank's own count (router.py,
-        `attach_and_log_load_balancing_loss`), which is the same where no token is padding.
-        """
-        microbatch = active_microbatch()
-        if microbatch is None:
-            return local
-        if microbatch.mean_tokens is not None:
-            return microbatch.mean_tokens
-        return self._count(local) if isinstance(local, int) else local
-
-    def map_for_aux_loss(
-        self, routed_TE: Tensor, live_TE: Tensor, given_T: Tensor | None = None
-    ) -> Tensor:
-        """The routing map `[T, E]` whose load the auxiliary losses see.
+        Called by position (megatron/core/transformer/moe/moe_utils.py, `compute_topk`).
 
         Args:
-            routed_TE: where the tokens go.
-            live_TE: what upstream would count.
-            given_T: upstream's padding mask; 0.15 has none.
+            live: the top-k that upstream would take.
+
+        Raises:
+            ReplayError: the layer has no routes, or not as many as the router has tokens.
         """
-        replayed = self.config.moe_router_replay_aux_loss == "replayed"
-        return self.without_padding(
-            routed_TE if replayed and self._replaying() else live_TE, given_T
-        )
+        live_topk = partial(live, scores, topk, num_groups=num_groups, group_topk=group_topk)
+        microbatch = self.microbatch()
+        if microbatch is None:
+            return live_topk()
+        assert self.layer_number is not None, "the router has no layer number yet"
+        return microbatch.topk(self.layer_number, scores, topk, live_topk)
 
-    def map_for_expert_bias(self, routed_TE: Tensor, given_T: Tensor | None = None) -> Tensor:
-        """The routing map `[T, E]` whose load updates the expert bias."""
-        live_TK, self._live_TK = self._live_TK, None
-        if live_TK is not None:
-            routed_TE = torch.zeros_like(routed_TE).scatter(1, live_TK, True)
-        return self.without_padding(routed_TE, given_T)
+    def route(self, logits: Tensor, topk: int, **options: Any) -> tuple[Tensor, Tensor]:
+        """Probabilities and routing map `[T, E]`; called as `topk_routing_with_score_function` is.
 
-    def without_padding(self, values_TE: Tensor, given_T: Tensor | None = None) -> Tensor:
-        """A map or scores `[T, E]`, with the rows of padding tokens set to zero."""
-        padding_T = self.padding_mask(given_T)
-        return values_TE if padding_T is None else values_TE * ~padding_T[:, None]
+        Without a microbatch that function runs as upstream calls it. With one its fused path is
+        left out, which chooses experts in a kernel that knows no routes: a replayed layer tries the
+        fused gate, and the unfused path, which asks `get_replay_topk`, does the rest.
 
-    def z_loss(self, logits_TE: Tensor, coeff: float) -> tuple[Tensor, int | Tensor]:
-        """The z-loss of the real tokens, and their number, for 0.15.
-
-        From 0.16 on upstream's `z_loss_func` (megatron/core/transformer/moe/moe_utils.py) takes a
-        padding mask and gives the same.
+        Raises:
+            ReplayError: as `get_replay_topk`.
         """
-        values_T = torch.logsumexp(logits_TE, dim=-1).square()
-        num_tokens = self._count(logits_TE.shape[0])
-        padding_T = self.padding_mask(None)
-        if padding_T is None:
-            return values_T.mean() * coeff, num_tokens
-        total = torch.clamp(torch.as_tensor(num_tokens), min=1)
-        return (values_T * ~padding_T).sum() / total * coeff, num_tokens
+        # Looked up at each pass, so that a function which a framework put there later is called.
+        from megatron.core.transformer.moe import router as upstream
 
-    def _count(self, num_tokens: int) -> int | Tensor:
-        padding_T = self.padding_mask(None)
-        return num_tokens if padding_T is None else (~padding_T).sum()
+        if self.microbatch() is not None:
+            routed = self._fused_gate(logits, topk, options) if self.fused else None
+            if routed is not None:
+                return routed
+            options["fused"] = False  # Transformer Engine's top-k would not ask the hook
+        return upstream.topk_routing_with_score_function(logits, topk, **options)
 
-    def _bias_is_live(self) -> bool:
-        config = self.config
-        return config.moe_router_enable_expert_bias and (
-            config.moe_router_replay_expert_bias == "live"
+    def _fused_gate(
+        self, logits_TE: Tensor, topk: int, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Probabilities and routing map `[T, E]` of a replayed layer, from one kernel.
+
+        Returns:
+            None where the kernel does not do it: nothing is replayed now, there is no Triton or
+            CUDA, the router is in float64 or larger than the kernel's limits, or it is
+            group-limited and the microbatch has tokens to choose for or to count. It is None in all
+            passes of a layer or in none, so that a recompute rounds as its forward pass did.
+        """
+        microbatch = self.replayed_microbatch()
+        too_large = logits_TE.shape[1] > MAX_EXPERTS or topk > MAX_TOPK
+        if microbatch is None or too_large or logits_TE.dtype == float64:
+            return None
+        # The kernel chooses and counts by a top-k over all experts, which knows no groups.
+        chooses = microbatch.live_T is not None or microbatch.counted_T is not None
+        if not has_kernel(logits_TE.device) or (chooses and options["group_topk"] is not None):
+            return None
+        assert self.layer_number is not None, "the router has no layer number yet"
+        ids_TK, live_T, counted_T = microbatch.begin_layer(self.layer_number, logits_TE, topk)
+        softmax = options["score_function"] == "softmax"
+        out = replayed_gate(
+            logits_TE,
+            ids_TK,
+            score_function=options["score_function"],
+            use_pre_softmax=options["use_pre_softmax"],
+            scaling_factor=options["scaling_factor"],
+            # Upstream adds no bias to the scores of a softmax router.
+            expert_bias_E=None if softmax else options["expert_bias"],
+            live_T=live_T,
+            counted_T=counted_T,
         )
-
-    def _replaying(self) -> bool:
-        microbatch: MicrobatchRoutes | None = active_microbatch()
-        return self.replays and microbatch is not None and microbatch.replays
+        # What live tokens chose is kept with the ids: a recompute repeats it.
+        microbatch.end_layer(self.layer_number, out.ids_TK, out.differs_T)
+        assert out.routing_map is not None
+        return out.probs, out.routing_map
 
 
 def check_hook(router: Any) -> None:
-    """Refuse a router whose config was changed after the router was made.
-
-    Called at every pass of a router whose config has `moe_router_replay`.
+    """Refuse a router whose config was changed since it was made; called at each of its passes.
 
     Raises:
         ReplayError: the option was not set yet when the router was made, or upstream's own replay
@@ -192,12 +154,3 @@ def check_hook(router: Any) -> None:
             "moe_router_replay was set after this model was made, so its routers and recomputes "
             "do not know of it: set it in the TransformerConfig before the model is made"
         )
-
-
-def keep_live(module: torch.nn.Module) -> None:
-    """Tell the routers in an MTP layer to stay live; from 0.17 on they know when they are made."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    for router in module.modules():
-        if isinstance(router, TopKRouter):
-            router.router_replay.replays = False

@@ -1,7 +1,16 @@
-"""Rollouts on disk: a directory of safetensors shards."""
+"""Rollouts on disk: a directory of safetensors shards (docs/rollout-store.md)."""
 
+from megatron_r3.store.follow import open_stores
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import Rollout, SamplingSettings, StoreError, StoreInfo
 from megatron_r3.store.writer import write_shard
 
-__all__ = ["Rollout", "RolloutStore", "SamplingSettings", "StoreError", "StoreInfo", "write_shard"]
+__all__ = [
+    "Rollout",
+    "RolloutStore",
+    "SamplingSettings",
+    "StoreError",
+    "StoreInfo",
+    "open_stores",
+    "write_shard",
+]

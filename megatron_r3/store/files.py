@@ -1,7 +1,8 @@
-"""The names of shards: `shard-NNNNN.safetensors`, numbered 0, 1, 2 ... without a gap.
+"""The files of a store: which of them are shards, and a shard's file kept open while it is used.
 
-The number of a shard stands in its name and, from format version 3 on, in its header. So a shard
-that was copied, renamed or lost in between is noticed.
+Shards are called `shard-NNNNN.safetensors` and are numbered 0, 1, 2 ... without a gap. The number
+stands in the name and, from format version 3 on, in the header too, so a shard that was copied,
+renamed or lost in between is noticed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import numpy as np
 from megatron_r3.store.schema import StoreError
 
 SHARD_GLOB = "shard-[0-9]*.safetensors"
-# one number has one name: 7 is 00007, never 000007
+# Each number has exactly one name: 7 is 00007 and never 000007, so five digits or, from 100000 on,
+# more without a leading zero.
 _NAME = re.compile(r"shard-([0-9]{5}|[1-9][0-9]{5,8})\.safetensors")
 
 
 def shard_name(number: int) -> str:
-    """The name of a shard's file."""
+    """The name of the file of a shard, e.g. `shard-00007.safetensors`."""
     return f"shard-{number:05d}.safetensors"
 
 
@@ -31,7 +33,7 @@ def shard_number(path: Path) -> int:
     """The number in the name of a shard's file.
 
     Raises:
-        StoreError: it is not the name of a shard.
+        StoreError: the name is not the name of a shard.
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -43,20 +45,20 @@ def shard_number(path: Path) -> int:
 
 
 def listed_shards(directory: Path) -> dict[int, Path]:
-    """The shards of a directory by number, in the order of their numbers.
+    """The shards of a directory by number, in the order of their numbers; numbers may be missing.
 
     Raises:
-        StoreError: a safetensors file has another name: which rollouts it holds is not known.
+        StoreError: a safetensors file has another name, so nobody knows which shard it is.
     """
     shards = {shard_number(path): path for path in directory.glob("*.safetensors")}
     return dict(sorted(shards.items()))
 
 
 def shards_in_order(directory: Path) -> list[Path]:
-    """The shards of a directory that nobody writes to: each from number 0 on.
+    """The shards of a directory that is complete: every number from 0 to the largest is there.
 
     Raises:
-        StoreError: a file of another name, or a number that is missing.
+        StoreError: a number is missing, or a safetensors file has another name.
     """
     shards = listed_shards(directory)
     for expected, path in enumerate(shards.values()):
@@ -68,19 +70,16 @@ def shards_in_order(directory: Path) -> list[Path]:
     return [*shards.values()]
 
 
-# A file that stays open from its check to its use.
-#
-# Everything is read from one descriptor, by position. So another file that takes the name of
-# this one
-# is never read, and a file that was cut is a short read: a mapping would end the process by SIGBUS.
-
-
 class HeldFile:
-    """A regular file, open for reading.
+    """A regular file that stays open from its check to its use.
+
+    Everything is read through one descriptor, by position. So a file that takes the name of this
+    file later is never read. The file is not mapped into memory, because a mapped file that
+    somebody cuts ends the process by SIGBUS; here a file that was cut is a short read.
 
     Attributes:
-        size: in bytes, when it was opened.
-        state: size, time of the last change and inode, when it was opened.
+        size: in bytes, when the file was opened.
+        state: size, time of the last change (ns) and inode, when the file was opened.
 
     Raises:
         StoreError: there is no such file, it cannot be opened, or it is a device or a pipe.
@@ -98,7 +97,7 @@ class HeldFile:
                 advice = "raise `ulimit -n`: a store has as many open files as shards"
             raise StoreError(f"{path}: cannot be opened ({error.strerror}): {advice}") from error
         if not stat.S_ISREG(status.st_mode):
-            raise StoreError(f"{path}: not a file; a shard is one: remove it")
+            raise StoreError(f"{path}: not a file, which every shard is: remove it")
         self.state = (status.st_size, status.st_mtime_ns, status.st_ino)
         self.size = status.st_size
 
@@ -110,8 +109,8 @@ class HeldFile:
     def read(self, into: np.ndarray, offset: int) -> None:
         """Fill an array with the bytes from `offset` on.
 
-        The caller asks `check_unchanged` after its last read. A change that a read could see has
-        moved the time of the last change by then; a question before the read could come too early.
+        The caller calls `check_unchanged` after its last read, not before its first: a change that
+        happens between a check and a read would not be noticed.
 
         Args:
             into: C-contiguous, of any dtype.
@@ -120,12 +119,12 @@ class HeldFile:
             StoreError: the file is shorter than it was, or cannot be read any more.
         """
         rest = memoryview(into.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
-        while len(rest):
+        while len(rest):  # a system may read less than it was asked for (Linux: at most 2 GiB)
             try:
                 count = os.preadv(self._descriptor, [rest], offset)
             except OSError as error:
                 raise self._unreadable(error) from error
-            if not count:
+            if not count:  # the file ends here, though it was longer when it was opened
                 self.check_unchanged()
                 raise self._changed()
             rest, offset = rest[count:], offset + count
@@ -133,11 +132,12 @@ class HeldFile:
     def check_unchanged(self) -> None:
         """Refuse to go on with a file that somebody changed or removed.
 
-        Example: a file that is replaced by a rename keeps its bytes and its descriptor, and loses
-        its last name: it has no link left. A file that is written in place gets another time.
+        Example: a file that is replaced by a rename keeps its bytes and its descriptor, but loses
+        its last name, so its number of links is 0. A file that is written in place keeps its name
+        and gets another time of change.
 
         Raises:
-            StoreError: saying which.
+            StoreError: saying which of the two it was.
         """
         try:
             status = os.fstat(self._descriptor)
@@ -164,14 +164,15 @@ class HeldFile:
 
 
 def _open(path: Path) -> int:
-    # a pipe would wait for its writer without O_NONBLOCK; files do not care
+    # Without O_NONBLOCK the open of a named pipe would wait for a writer. Files ignore the flag.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         return os.open(path, flags)
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-    # a store has as many open files as shards; most systems allow 1024 until one asks for more
+    # A store has as many open files as shards. Most systems allow a process 1024 (the soft limit)
+    # until it asks for more (up to the hard limit).
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return os.open(path, flags)

@@ -1,8 +1,9 @@
-"""What a shard says of itself, and where its tensors lie (the safetensors format).
+"""The header of a shard: what the shard says of itself, and where each of its tensors lies.
 
-A file of somebody else is read here before anything of it is believed: every number is a whole one
-of a range, and the tensors fill the file without overlap or hole. Then a tensor's bytes can be read
-by their place, and the memory that reading takes is bounded by the size of the file.
+Somebody else may have written the file, so nothing in it is believed before it is checked: every
+number is a whole number within a range, the tensors fill the file without overlap or hole, and the
+shapes of the tensors fit each other. Afterwards a tensor's bytes can be read by their place, and
+reading takes no more memory than the file is long.
 """
 
 from __future__ import annotations
@@ -13,34 +14,40 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_r3.routes import id_dtype
 from megatron_r3.store.files import HeldFile, shard_name, shard_number
 from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, SamplingSettings, StoreError, StoreInfo
 from megatron_r3.untrusted import one_line, read_json
 
+# safetensors' names of the types that a shard's tensors have
 DTYPES: dict[str, type] = {
     **{"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "BOOL": np.bool_},
     **{"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64},
     **{"F16": np.float16, "F32": np.float32, "F64": np.float64},
 }
-ITEM_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in DTYPES.items()} | {
+# and of those that a tensor of a later megatron-r3 may have, whose bytes are only summed
+_ITEM_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in DTYPES.items()} | {
     **{"BF16": 2, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
 }
+
+# The tensors of a shard and their types (docs/rollout-store.md).
 PER_ROLLOUT = {
     **dict.fromkeys(("group", "num_tokens", "num_turns", "policy_version", "sample"), "I64"),
     "reward": "F32",
 }
-# for each rollout, `block_crc32` has the sum of its rows in each layer of `routes`, then of its
-# slice of each of these
-BLOCKS = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"}
-TENSORS = {**PER_ROLLOUT, **BLOCKS, "turns": "I32", "routes": ""}  # of version 2 and later
-SINCE_3 = {"prompt_digest": "I64", "block_crc32": "U32"}
+# `block_crc32` has a sum of each rollout's rows in every layer of `routes`, then of its slice of
+# each of these, in this order.
+PER_TOKEN = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"}
+_TENSORS = {**PER_ROLLOUT, **PER_TOKEN, "turns": "I32", "routes": ""}  # "": see `id_dtype`
+_SINCE_3 = {"prompt_digest": "I64", "block_crc32": "U32"}
 
-_DTYPE = re.compile("[A-Z0-9_]{1,16}")
-_MOST_HEADER = 1 << 26  # bytes
+_DTYPE_NAME = re.compile("[A-Z0-9_]{1,16}")
+_MOST_HEADER_BYTES = 1 << 26
 _MOST_DIMENSIONS = 8
 _VERSIONS = (2, FORMAT_VERSION)
 
@@ -50,7 +57,7 @@ class Entry:
     """Where a tensor lies.
 
     Attributes:
-        dtype: as safetensors calls it; one that is not in ITEM_BYTES is of a newer safetensors.
+        dtype: safetensors' name of it; a newer safetensors may have names that are not known here.
         begin, end: bytes of the file.
     """
 
@@ -66,8 +73,11 @@ class Header:
 
     Attributes:
         version: of the format.
-        crc32: of each tensor's bytes; from version 3 on not of `routes` and BLOCKS.
-        identity: 16 hex digits of the SHA-256 of the header's text, which has all checksums.
+        entries: where each tensor lies.
+        crc32: of each tensor's bytes; from version 3 on without `routes` and PER_TOKEN, whose sums
+            are in the tensor `block_crc32`.
+        identity: 16 hex digits of the SHA-256 of the header's text. The text holds the checksums of
+            all tensors, so two shards of one identity have the same content.
     """
 
     version: int
@@ -78,8 +88,8 @@ class Header:
 
     @property
     def tensors(self) -> dict[str, str]:
-        """The names and dtypes of the tensors that a shard of this version must have."""
-        return TENSORS if self.version < FORMAT_VERSION else {**TENSORS, **SINCE_3}
+        """The names and types of the tensors that a shard of this version must have."""
+        return _TENSORS if self.version < FORMAT_VERSION else {**_TENSORS, **_SINCE_3}
 
 
 def read_header(file: HeldFile) -> Header:
@@ -88,27 +98,29 @@ def read_header(file: HeldFile) -> Header:
     Raises:
         StoreError: beginning with the file's path.
     """
-    path = file.path
+    where = str(file.path)
     try:
         metadata, entries = _read_layout(file)
-        body, text = _read_body(metadata, str(path))
-        version = _check_version(body, str(path))
-        fields_of_info = _dict(body, "info", str(path))
+        body, text = _read_body(metadata, where)
+        version = _read_version(body, where)
+        info_values = _dict(body, "info", where)
         if version >= FORMAT_VERSION:
-            _check_number(file, body)
-            _check_must_know(body, str(path))
-        info = _read_info(fields_of_info, str(path))
-        sums = _dict(body, "crc32", str(path))
-        for name, value in sums.items():
+            _check_number(file.path, body)
+            _check_must_know(body, where)
+        info = _read_info(info_values, where)
+        crc32 = _dict(body, "crc32", where)
+        for name, value in crc32.items():
             if not _is_whole(value, 2**32 - 1):
-                raise StoreError(f"{path}: crc32 of {_quoted(name)}: {_quoted(value)} is no CRC-32")
+                raise StoreError(
+                    f"{where}: crc32 of {_quoted(name)}: {_quoted(value)} is no CRC-32"
+                )
     except StoreError:
         raise
-    except ValueError as error:  # JSON that is none; it begins with the path
+    except ValueError as error:  # from read_json: the text is not JSON; begins with the path
         raise StoreError(f"{error}; copy the shard again or remove it") from error
-    identity = hashlib.sha256(text).hexdigest()[:16]
-    header = Header(version, info, entries, sums, identity)
-    _check_names(header, str(path))
+    header = Header(version, info, entries, crc32, hashlib.sha256(text).hexdigest()[:16])
+    _check_names(header, where)
+    _check_shapes(header, where)
     return header
 
 
@@ -116,51 +128,49 @@ def _read_layout(file: HeldFile) -> tuple[dict[str, Any], dict[str, Entry]]:
     """The header's texts, and where each tensor lies: https://github.com/huggingface/safetensors.
 
     A file is the length of the header (8 bytes, little-endian), the header (JSON) and the tensors'
-    bytes, whose offsets count from the end of the header.
+    bytes, whose offsets count from the end of the header. Example of a header:
+
+        {"__metadata__": {"megatron_r3": "{...}", "crc32": "123"},
+         "reward": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
     """
     where = f"{file.path}: not a whole shard"
     if file.size < 8:
-        raise StoreError(f"{where} ({file.size} bytes); copy it again or remove it")
-    first = np.zeros(8, np.uint8)
-    file.read(first, 0)
-    length = int.from_bytes(first.tobytes(), "little")
-    if not 2 <= length <= min(_MOST_HEADER, file.size - 8):
-        raise StoreError(
-            f"{where} (a header of {length} bytes in a file of {file.size}); copy it again or "
-            "remove it"
-        )
+        raise _not_whole(where, f"{file.size} bytes")
+    length_bytes = np.zeros(8, np.uint8)
+    file.read(length_bytes, 0)
+    length = int.from_bytes(length_bytes.tobytes(), "little")
+    if not 2 <= length <= min(_MOST_HEADER_BYTES, file.size - 8):
+        raise _not_whole(where, f"a header of {length} bytes in a file of {file.size}")
     text = np.zeros(length, np.uint8)
     file.read(text, 8)
-    layout = read_json(text.tobytes(), where, _MOST_HEADER)
+    layout = read_json(text.tobytes(), where, _MOST_HEADER_BYTES)
     if not isinstance(layout, dict):
-        raise StoreError(f"{where} (its header is no JSON object); copy it again or remove it")
+        raise _not_whole(where, "its header is no JSON object")
     metadata = layout.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise StoreError(
-            f"{where} (its __metadata__ is no JSON object); copy it again or remove it"
-        )
-    entries = {name: _entry(name, entry, 8 + length, where) for name, entry in layout.items()}
-    end = 8 + length
+        raise _not_whole(where, "its __metadata__ is no JSON object")
+    data = 8 + length  # where the tensors' bytes begin
+    entries = {name: _read_entry(name, entry, data, where) for name, entry in layout.items()}
+    # in the order in which they lie, each tensor begins where the one before it ends
+    end = data
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != end:
-            raise StoreError(
-                f"{where} (tensor {_quoted(name)} begins at byte {entry.begin}, not {end}); copy "
-                "it again or remove it"
+            raise _not_whole(
+                where, f"tensor {_quoted(name)} begins at byte {entry.begin}, not {end}"
             )
         end = entry.end
     if end != file.size:
-        raise StoreError(
-            f"{where} ({file.size} bytes; its header describes {end}); copy it again or remove it"
-        )
+        raise _not_whole(where, f"{file.size} bytes; its header describes {end}")
     return metadata, entries
 
 
-def _entry(name: str, given: Any, data: int, where: str) -> Entry:
-    entry = given if isinstance(given, dict) else {}
-    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    right = (
+def _read_entry(name: str, value: Any, data: int, where: str) -> Entry:
+    """One tensor's entry, whose offsets count from the byte `data` of the file."""
+    given = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = (given.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if (
         isinstance(dtype, str)
-        and _DTYPE.fullmatch(dtype)
+        and _DTYPE_NAME.fullmatch(dtype)
         and isinstance(shape, list)
         and len(shape) <= _MOST_DIMENSIONS
         and all(_is_whole(size) for size in shape)
@@ -168,35 +178,34 @@ def _entry(name: str, given: Any, data: int, where: str) -> Entry:
         and len(offsets) == 2
         and all(_is_whole(offset) for offset in offsets)
         and offsets[0] <= offsets[1]
+    ):
+        item_bytes = _ITEM_BYTES.get(dtype)  # None: a type of a newer safetensors
+        if item_bytes is None or math.prod(shape) * item_bytes == offsets[1] - offsets[0]:
+            return Entry(dtype, tuple(shape), data + offsets[0], data + offsets[1])
+    raise _not_whole(
+        where,
+        f"tensor {_quoted(name)}: {_quoted(value)} is no dtype, shape and place that belong "
+        "together",
     )
-    if right:
-        item_bytes = ITEM_BYTES.get(dtype)  # type: ignore[arg-type]
-        size = offsets[1] - offsets[0]  # type: ignore[index]
-        right = item_bytes is None or math.prod(shape) * item_bytes == size  # type: ignore[arg-type]
-    if not right:
-        raise StoreError(
-            f"{where} (tensor {_quoted(name)}: {_quoted(given)} is no dtype, shape and place that "
-            "belong together); copy it again or remove it"
-        )
-    return Entry(dtype, tuple(shape), data + offsets[0], data + offsets[1])  # type: ignore[arg-type, index]
 
 
 def _read_body(metadata: dict[str, Any], where: str) -> tuple[dict[str, Any], bytes]:
-    """The shard's own header, and its text."""
+    """What the shard says of itself, and the text that says it."""
     text = metadata.get("megatron_r3")
     if not isinstance(text, str) or not text:
         raise StoreError(f"{where}: a safetensors file, but not a rollout shard")
     data = text.encode(errors="surrogatepass")
     if str(zlib.crc32(data)) != metadata.get("crc32"):
         raise StoreError(f"{where}: the header is damaged; copy the shard again or remove it")
-    body = read_json(data, f"{where}: the header", _MOST_HEADER)
+    body = read_json(data, f"{where}: the header", _MOST_HEADER_BYTES)
     if not isinstance(body, dict):
         raise StoreError(f"{where}: the header is no JSON object")
     return body, data
 
 
-def _check_version(body: dict[str, Any], where: str) -> int:
+def _read_version(body: dict[str, Any], where: str) -> int:
     version = body.get("version")
+    # JSON's true and 3.0 equal whole numbers in Python, but no writer writes a version so
     if body.get("format") != FORMAT or type(version) is not int or version not in _VERSIONS:
         raise StoreError(
             f"{where}: {_quoted(body.get('format'))} version {_quoted(version)}; this megatron-r3 "
@@ -205,24 +214,24 @@ def _check_version(body: dict[str, Any], where: str) -> int:
     return version
 
 
-def _check_number(file: HeldFile, body: dict[str, Any]) -> None:
+def _check_number(path: Path, body: dict[str, Any]) -> None:
     number = body.get("number")
     if not _is_whole(number):
-        raise StoreError(f"{file.path}: number {_quoted(number)} is not the number of a shard")
-    if number != shard_number(file.path):
+        raise StoreError(f"{path}: number {_quoted(number)} is not the number of a shard")
+    if number != shard_number(path):
         raise StoreError(
-            f"{file.path}: says that it is shard {number}; was it renamed or copied? Give it back "
+            f"{path}: says that it is shard {number}; was it renamed or copied? Give it back "
             f"the name {shard_name(number)}, or remove the copy"  # type: ignore[arg-type]
         )
 
 
 def _check_must_know(body: dict[str, Any], where: str) -> None:
-    """Refuse a shard that cannot be understood without something that this reader ignores."""
+    """Refuse a shard that cannot be understood without something that this reader would ignore."""
     names = body.get("must_know")
     if not isinstance(names, list):
         raise StoreError(f"{where}: must_know {_quoted(names)} is no list of names")
-    known = {"format", "version", "number", "info", "crc32", "must_know", *TENSORS, *SINCE_3}
-    known |= {field.name for kind in (StoreInfo, SamplingSettings) for field in fields(kind)}
+    known = {"format", "version", "number", "info", "crc32", "must_know", *_TENSORS, *_SINCE_3}
+    known |= _field_names(StoreInfo) | _field_names(SamplingSettings)
     for name in names:
         if not isinstance(name, str) or name not in known:
             raise StoreError(
@@ -232,18 +241,15 @@ def _check_must_know(body: dict[str, Any], where: str) -> None:
 
 def _read_info(given: dict[str, Any], where: str) -> StoreInfo:
     """What the header says of its store; keys that are not known are left out."""
-    known = {field.name for field in fields(StoreInfo)}
     values: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+        if name in _field_names(StoreInfo)
     }
-    settings = {field.name for field in fields(SamplingSettings)}
     if "sampling" in values:
-        sampling = _dict(given, "sampling", where)
-        values["sampling"] = SamplingSettings(
-            **{k: v for k, v in sampling.items() if k in settings}
-        )
-    needed = ("num_experts", "topk", "moe_layers", "engine", "engine_version")
-    for name in needed:
+        sampling, known = _dict(given, "sampling", where), _field_names(SamplingSettings)
+        values["sampling"] = SamplingSettings(**{k: v for k, v in sampling.items() if k in known})
+    for name in ("num_experts", "topk", "moe_layers", "engine", "engine_version"):
         if name not in values:
             raise StoreError(f"{where}: info has no {name}; copy the shard again or remove it")
     info = StoreInfo(**values)
@@ -253,15 +259,60 @@ def _read_info(given: dict[str, Any], where: str) -> StoreInfo:
 
 def _check_names(header: Header, where: str) -> None:
     """Refuse tensors that are missing, and tensors without a checksum."""
-    needed, found = header.tensors, header.entries.keys()
-    if needed.keys() - found or (header.version < FORMAT_VERSION and found - needed.keys()):
+    needed, present = header.tensors.keys(), header.entries.keys()
+    if needed - present or (header.version < FORMAT_VERSION and present - needed):
         raise StoreError(
-            f"{where}: tensors {_quoted(sorted(found), 400)}; a shard of version {header.version} "
-            f"has {sorted(needed)}"
+            f"{where}: tensors {_quoted(sorted(present), 400)}; a shard of version "
+            f"{header.version} has {sorted(needed)}"
         )
-    in_blocks = {"routes", *BLOCKS} if header.version >= FORMAT_VERSION else set()
-    for name in sorted(found - in_blocks - header.crc32.keys()):
+    in_blocks = {"routes", *PER_TOKEN} if header.version >= FORMAT_VERSION else set()
+    for name in sorted(present - in_blocks - header.crc32.keys()):
         raise StoreError(f"{where}: crc32 has no checksum of {_quoted(name)}")
+
+
+def _check_shapes(header: Header, where: str) -> None:
+    """Refuse tensors whose types or shapes do not fit each other.
+
+    M rollouts with N tokens in all have N - M rows, because the last token of each rollout has no
+    row. So the shapes of `num_tokens`, `tokens` and `turns` determine those of all tensors.
+    """
+    entries, info = header.entries, header.info
+    for name in ("num_tokens", "tokens", "turns"):
+        if len(entries[name].shape) != 1:
+            raise StoreError(f"{where}: {name} has {len(entries[name].shape)} dimensions, not 1")
+    num_rollouts, num_tokens = entries["num_tokens"].shape[0], entries["tokens"].shape[0]
+    if not num_rollouts or num_tokens < 2 * num_rollouts:
+        raise StoreError(
+            f"{where}: {num_rollouts} rollouts with {num_tokens} tokens: a shard has "
+            "rollouts, and each has at least 2 tokens"
+        )
+    num_layers, num_rows = len(info.moe_layers), num_tokens - num_rollouts
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys((*PER_ROLLOUT, "prompt_digest"), (num_rollouts,)),
+        **dict.fromkeys(PER_TOKEN, (num_tokens,)),
+        "recorded": (num_rows,),
+        "turns": (entries["turns"].shape[0] // 2 * 2,),  # pairs: an odd length does not fit
+        "routes": (num_layers, num_rows, info.topk),
+        "block_crc32": (num_rollouts, num_layers + len(PER_TOKEN)),
+    }
+    ids = next(name for name, dtype in DTYPES.items() if dtype == id_dtype(info.num_experts))
+    for name, dtype in header.tensors.items():
+        entry = entries[name]
+        if (entry.dtype, entry.shape) != (dtype or ids, shapes[name]):
+            one_row = ": one row for every token of a rollout but its last"
+            raise StoreError(
+                f"{where}: {name} is {entry.dtype} {entry.shape}; {num_rollouts} rollouts "
+                f"with {num_tokens} tokens and {info.num_experts} experts need "
+                f"{dtype or ids} {shapes[name]}{one_row if name in ('routes', 'recorded') else ''}"
+            )
+
+
+def _not_whole(where: str, reason: str) -> StoreError:
+    return StoreError(f"{where} ({reason}); copy it again or remove it")
+
+
+def _field_names(kind: type) -> set[str]:
+    return {field.name for field in fields(kind)}
 
 
 def _dict(values: dict[str, Any], name: str, where: str) -> dict[str, Any]:
@@ -272,7 +323,7 @@ def _dict(values: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 
 
 def _is_whole(value: Any, most: int = 2**63 - 1) -> bool:
-    """A whole number of this range; True is none."""
+    """Whether this is a whole number from 0 to `most`; True and 3.0 are not."""
     return type(value) is int and 0 <= value <= most
 
 

@@ -1,205 +1,107 @@
 """Read a store: rollouts by index, routes by row id.
 
 A row id counts the rows of all shards in the order of their numbers, so one integer says which
-token of which rollout. Shard k is only taken when those before it are, so a row id means the same
-in every process and keeps its meaning while a store grows.
+token of which rollout it is. Example: shard 0 has rollouts of 5 and 9 tokens, so 4 + 8 rows, and
+the row ids 0 to 11; row id 5 is row 1 of rollout 1, and the first row of shard 1 has row id 12.
 
-Shape suffixes: L MoE layers, T tokens asked for, K top-k, N tokens of a rollout.
+Shape suffixes (docs/glossary.md): T, L, K, M.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_r3.routes import Routes
-from megatron_r3.store.files import SHARD_GLOB, listed_shards, shard_name, shards_in_order
+from megatron_r3.store.files import SHARD_GLOB, shards_in_order
 from megatron_r3.store.schema import Rollout, StoreError, StoreInfo, differences
 from megatron_r3.store.shard import Shard
 
-POLL_S = 0.2  # between two looks at a store that is followed
+
+class OpenShards(NamedTuple):
+    """Shards that are open, and where each begins. A shard is added by making a new tuple.
+
+    Attributes:
+        first_rollout, first_row: `[shards + 1]`, the index of each shard's first rollout and the id
+            of its first row; behind the last shard, how many there are in all.
+    """
+
+    shards: tuple[Shard, ...] = ()
+    first_rollout: np.ndarray = np.zeros(1, np.int64)
+    first_row: np.ndarray = np.zeros(1, np.int64)
+
+    def plus(self, shard: Shard) -> OpenShards:
+        """These shards and one more."""
+        return OpenShards(
+            (*self.shards, shard),
+            np.append(self.first_rollout, self.first_rollout[-1] + shard.num_rollouts),
+            np.append(self.first_row, self.first_row[-1] + shard.num_rows),
+        )
 
 
 class RolloutStore:
-    """Every rollout of one or several store directories.
+    """Every rollout of one or several store directories, as they are when this object is made.
+
+    A shard that is written later is not seen; `megatron_r3.store.follow` has a store that grows.
 
     Args:
-        directories: stores of the same model; their shards follow each other in name order.
-        mixed_policies: shards may come from different policies of one model: only `info.policy`
-            may differ.
-        follow_s: the one directory grows: for so many seconds a rollout that is not there yet is
-            waited for. Its policy versions must not go back.
-        check: called with every shard that is opened; it refuses one by a ValueError.
-
-    Attributes:
-        shards: those that are open.
-        info: of the first one; with `mixed_policies` the policy of others is another.
+        directories: stores of the same model. Their rollouts follow each other in this order.
+        mixed_policies: shards may come from different policies of one model, so only `info.policy`
+            may differ between them.
 
     Raises:
-        StoreError: no shard, a damaged one, one that is missing or there twice, a rollout that is
+        StoreError: no shard, a damaged shard, one that is missing or there twice, a rollout that is
             there twice, or stores that do not belong together.
     """
 
-    def __init__(
-        self,
-        directories: Sequence[str | Path],
-        mixed_policies: bool = False,
-        follow_s: float | None = None,
-        check: Callable[[Shard], None] | None = None,
-    ) -> None:
-        self.directories = [Path(d) for d in directories]
-        resolved = [d.resolve() for d in self.directories]
-        if len({*resolved}) < len(resolved):
+    def __init__(self, directories: Sequence[str | Path], mixed_policies: bool = False) -> None:
+        self.directories = [Path(directory) for directory in directories]
+        if len({directory.resolve() for directory in self.directories}) < len(directories):
             raise StoreError(f"{' '.join(map(str, directories))}: a store is named twice")
-        if follow_s is not None and len(resolved) != 1:
-            raise StoreError(f"{' '.join(map(str, directories))}: one store can be followed")
-        self.mixed_policies, self.follow_s, self.check = mixed_policies, follow_s, check
-        self._refreshing = threading.Lock()  # a thread that prepares microbatches looks too
-        self.shards: list[Shard] = []
-        self._path_of: dict[str, Path] = {}  # by identity
-        self._names: dict[Path, set[bytes]] = {d: set() for d in self.directories}
-        self._first_rollout, self._first_row = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        self._wait(lambda: bool(self.shards), "the first shard")
-        self.info: StoreInfo = self.shards[0].info
+        self._open = OpenShards()
+        kinship = Kinship(mixed_policies)
+        for directory in self.directories:
+            if not directory.is_dir():
+                raise StoreError(f"{directory}: no such rollout store")
+            paths = shards_in_order(directory)
+            if not paths:
+                raise StoreError(
+                    f"{directory}: no {SHARD_GLOB} in it: not a rollout store, or an empty one"
+                )
+            for path in paths:
+                shard = Shard(path)
+                kinship.check(shard, self.shards)
+                kinship.add(shard)
+                self._open = self._open.plus(shard)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What another process gets: all but the lock, which it makes anew."""
-        return {name: value for name, value in vars(self).items() if name != "_refreshing"}
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards, in the order of their rollouts."""
+        return self._open.shards
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take it, in the other process."""
-        vars(self).update(state, _refreshing=threading.Lock())
+    @property
+    def info(self) -> StoreInfo:
+        """What the first shard says of its store; other shards may name another policy."""
+        return self.shards[0].info
 
     def refresh(self) -> None:
-        """Open the shards that have come since, if the store is followed: another stays as it was.
-
-        Raises:
-            StoreError: one of them is damaged, or does not belong to the others.
-        """
-        if self.shards and self.follow_s is None:
-            return
-        with self._refreshing:
-            if self.follow_s is not None:
-                (directory,) = self.directories
-                there = listed_shards(directory)
-                while (number := len(self.shards)) in there:
-                    self._add(Shard(there[number]))
-                return
-            for directory in self.directories:
-                for path in _shards(directory):
-                    self._add(Shard(path))
+        """Do nothing: only a followed store looks for new shards."""
 
     def wait_for(self, rollout: int) -> None:
-        """Return when the store has this rollout, by its index.
+        """Refuse a rollout that the store does not have: only a followed store waits.
 
         Raises:
-            StoreError: it does not come within `follow_s`, or what comes cannot be used.
+            StoreError: there is no rollout of this index.
         """
         if rollout >= len(self):
-            self._wait(lambda: rollout < len(self), f"rollout {rollout}")
-
-    def _wait(self, there: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + (self.follow_s or 0.0)
-        self.refresh()
-        while not there():
-            if time.monotonic() >= end:
-                raise StoreError(
-                    f"{self.directories[0]}: {what} did not come within {self.follow_s or 0:g} s; "
-                    f"it has {len(self)} rollouts{self._gap()}: is the sampler still running?"
-                )
-            time.sleep(POLL_S)
-            self.refresh()
-
-    def _gap(self) -> str:
-        """The shard that others wait for, if there is one."""
-        later = [n for n in listed_shards(self.directories[0]) if n > len(self.shards)]
-        if not later:
-            return ""
-        return f", {shard_name(len(self.shards))} is missing and {shard_name(later[0])} is there"
-
-    def _add(self, shard: Shard) -> None:
-        if self.shards:
-            self._check_belongs(shard)
-        names = self._check_names(shard)
-        if self.check is not None:
-            try:
-                self.check(shard)
-            except ValueError as error:
-                raise StoreError(str(error)) from error
-        self.shards.append(shard)
-        self._path_of[shard.identity] = shard.path
-        self._names[shard.path.parent] |= names
-        self._first_rollout = np.append(self._first_rollout, len(self) + shard.num_rollouts)
-        self._first_row = np.append(self._first_row, self._first_row[-1] + shard.num_rows)
-
-    def _check_belongs(self, shard: Shard) -> None:
-        """Refuse a shard of another model, engine or policy, a copy, and an older policy."""
-        first, last = self.shards[0], self.shards[-1]
-        theirs = first.info
-        if self.mixed_policies:
-            fingerprint, stamp, version = shard.info.policy
-            theirs = replace(
-                theirs,
-                router_fingerprint=fingerprint,
-                policy_stamp=stamp,
-                engine_policy=version,
-            )
-        if different := differences(theirs, shard.info):
-            raise StoreError(
-                f"{shard.path}: does not belong to {first.path}: {'; '.join(different)}: keep them "
-                "in stores of their own"
-            )
-        if shard.identity in self._path_of:
-            raise StoreError(
-                f"{shard.path}: is the same shard as {self._path_of[shard.identity]}: name only "
-                "one of the two stores, or remove the copy"
-            )
-        newest = int(last.tensors["policy_version"].max())
-        oldest = int(shard.tensors["policy_version"].min())
-        if self.follow_s is not None and oldest < newest:
-            raise StoreError(
-                f"{shard.path}: policy version {oldest} after {newest} of {last.path}: a store "
-                "that is followed comes in the order of its policies"
-            )
-
-    def _check_names(self, shard: Shard) -> set[bytes]:
-        """Refuse two rollouts of one (policy_version, group, sample) in one directory.
-
-        Returns:
-            The shard's names, 24 bytes each: a set of them takes a third of a set of tuples.
-        """
-        seen, mine = self._names[shard.path.parent], set[bytes]()
-        for rollout, name in enumerate(_names(shard)):
-            if name in seen or name in mine:
-                other = self._named(name, shard)
-                version, group, sample = np.frombuffer(name, np.int64).tolist()
-                raise StoreError(
-                    f"{shard.path}: rollout {rollout} is sample {sample} of group {group}, policy "
-                    f"version {version}: so is {other}; remove one, or number the samples of a "
-                    "group"
-                )
-            mine.add(name)
-        return mine
-
-    def _named(self, name: bytes, last: Shard) -> str:
-        """The first rollout of this name in the directory of a shard."""
-        folder = last.path.parent
-        shards = [shard for shard in self.shards if shard.path.parent == folder]
-        return next(
-            f"{shard.path}: rollout {rollout}"
-            for shard in [*shards, last]
-            for rollout, other in enumerate(_names(shard))
-            if other == name
-        )
+            raise StoreError(f"{self.directories[0]}: has no rollout {rollout}, only {len(self)}")
 
     def verify(self) -> None:
-        """Check every byte and id of all routes; one process of a node is enough.
+        """Check every byte and id of all routes; it is enough that one process of a node does it.
 
         Raises:
             ValueError: naming file, rollout, layer and token.
@@ -208,18 +110,18 @@ class RolloutStore:
             shard.verify()
 
     def __len__(self) -> int:
-        return int(self._first_rollout[-1])
+        return int(self._open.first_rollout[-1])
 
     def shard_of_rollout(self, rollout: int) -> int:
         """The number, in `shards`, of the shard that holds a rollout."""
         assert 0 <= rollout < len(self), f"rollout {rollout} of {len(self)}"
-        return int(np.searchsorted(self._first_rollout, rollout, side="right")) - 1
+        return int(np.searchsorted(self._open.first_rollout, rollout, side="right")) - 1
 
     def _find(self, rollout: int) -> tuple[Shard, int, int]:
         """A rollout's shard, its index there, and the shard's first row id."""
         number = self.shard_of_rollout(rollout)
-        shard = self.shards[number]
-        return shard, rollout - int(self._first_rollout[number]), int(self._first_row[number])
+        shards, first_rollout, first_row = self._open
+        return shards[number], rollout - int(first_rollout[number]), int(first_row[number])
 
     def name(self, rollout: int) -> str:
         """What a message calls a rollout: its file and its index there."""
@@ -248,22 +150,23 @@ class RolloutStore:
     def groups(self) -> np.ndarray:
         """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`.
 
-        Group ids count inside one directory and policy version: two collections may begin at 0.
+        The group numbers of a store count inside one directory and policy version. Two collections
+        may both begin at 0, so directory, version and group together say which prompt it was.
         """
         folders = [shard.path.parent for shard in self.shards]
-        folder = np.repeat(
-            [folders.index(f) for f in folders], [s.num_rollouts for s in self.shards]
+        folder_M = np.repeat(
+            [folders.index(folder) for folder in folders], [s.num_rollouts for s in self.shards]
         )
-        keys = np.stack([folder, self.column("policy_version"), self.column("group")], axis=1)
+        keys = np.stack([folder_M, self.column("policy_version"), self.column("group")], axis=1)
         return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
 
     def rollout(self, rollout: int) -> Rollout:
         """One rollout, whole, its routes read and checked."""
         shard, index, _ = self._find(rollout)
         fields = self.fields(rollout)
-        rows_U = np.arange(shard.row_start_M[index], shard.row_start_M[index + 1])
+        rows_T = np.arange(shard.row_start_M[index], shard.row_start_M[index + 1])
         routes = Routes.from_array(
-            shard.read_routes(rows_U, range(len(self.info.moe_layers))),
+            shard.read_routes(rows_T, range(len(self.info.moe_layers))),
             self.info.num_experts,
             fields["recorded"],
             self.name(rollout),
@@ -282,7 +185,7 @@ class RolloutStore:
         )
 
     def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Routes by row id, for some trace layers: only these rows and layers are read.
+        """Routes by row id, for some MoE layers: only these rows and layers are read.
 
         Args:
             rows_T: int64; -1 (padding) gives zeros and counts as not recorded.
@@ -291,47 +194,103 @@ class RolloutStore:
         Returns:
             ids `[len(layers), T, K]` in the stored dtype, and the recorded bits `[T]`.
         """
-        num_tokens = len(rows_T)
-        ids_LTK = np.zeros((len(layers), num_tokens, self.info.topk), self.shards[0].dtype)
-        recorded_T = np.zeros(num_tokens, bool)
-        for number in self.shards_of(rows_T):
-            shard, first = self.shards[number], int(self._first_row[number])
-            mine_T = (rows_T >= first) & (rows_T < first + shard.num_rows)
-            rows_U, place_T = np.unique(rows_T[mine_T] - first, return_inverse=True)
-            ids_LTK[:, mine_T] = shard.read_routes(rows_U, layers)[:, place_T]
-            recorded_T[mine_T] = shard.read_recorded(rows_U)[place_T]
+        numbers = self.shards_of(rows_T)
+        shards, _, first_row = self._open
+        ids_LTK = np.zeros((len(layers), len(rows_T), self.info.topk), shards[0].dtype)
+        recorded_T = np.zeros(len(rows_T), bool)
+        for number in numbers:
+            shard, first = shards[number], int(first_row[number])
+            here_T = (rows_T >= first) & (rows_T < first + shard.num_rows)
+            # Shards read ascending rows without repeats. Example: 7 5 7 is read as 5 7, and place_T
+            # 1 0 1 puts the rows back into the order in which they were asked for.
+            sorted_T, place_T = np.unique(rows_T[here_T] - first, return_inverse=True)
+            ids_LTK[:, here_T] = shard.read_routes(sorted_T, layers)[:, place_T]
+            recorded_T[here_T] = shard.read_recorded(sorted_T)[place_T]
         return ids_LTK, recorded_T
 
     def shards_of(self, rows: np.ndarray) -> list[int]:
-        """The numbers of the shards that hold these row ids; another process may know more of them.
+        """The numbers, in `shards`, of the shards that hold these row ids.
 
         Args:
-            rows: int64 of any shape; -1 (padding) is in none.
+            rows: int64 of any shape; -1 (padding) is in no shard.
         """
-        rows = rows[rows >= 0]
-        if rows.size and int(rows.max()) >= int(self._first_row[-1]):
-            self.refresh()
-        return [int(n) for n in np.unique(np.searchsorted(self._first_row, rows, "right") - 1)]
+        numbers = np.searchsorted(self._open.first_row, rows[rows >= 0], side="right") - 1
+        return np.unique(numbers).tolist()
 
     def locate(self, row: int) -> tuple[int, int]:
         """The rollout of a row id, and the token in it."""
-        number = int(np.searchsorted(self._first_row, row, side="right")) - 1
-        index, token = self.shards[number].locate_row(row - int(self._first_row[number]))
-        return int(self._first_rollout[number]) + index, token
+        shards, first_rollout, first_row = self._open
+        number = int(np.searchsorted(first_row, row, side="right")) - 1
+        index, token = shards[number].locate_row(row - int(first_row[number]))
+        return int(first_rollout[number]) + index, token
+
+
+class Kinship:
+    """Whether the shards of a store belong together: one model, no copy, no rollout twice.
+
+    Args:
+        mixed_policies: as of RolloutStore.
+    """
+
+    def __init__(self, mixed_policies: bool) -> None:
+        self.mixed_policies = mixed_policies
+        self._path_of: dict[str, Path] = {}  # by the shard's identity
+        self._names: dict[Path, set[bytes]] = {}  # of rollouts, by directory; see `_names`
+
+    def add(self, shard: Shard) -> None:
+        """Remember a shard that was checked."""
+        self._path_of[shard.identity] = shard.path
+        self._names.setdefault(shard.path.parent, set()).update(_names(shard))
+
+    def check(self, shard: Shard, others: Sequence[Shard]) -> None:
+        """Refuse a shard of another model, engine or policy, a copy, and a rollout's name twice.
+
+        Args:
+            others: the shards that were added.
+
+        Raises:
+            StoreError: naming the shard, and the one that it does not go with.
+        """
+        if others:
+            first = others[0]
+            expected = first.info
+            if self.mixed_policies:
+                names = ("router_fingerprint", "policy_stamp", "engine_policy")
+                expected = replace(expected, **{n: getattr(shard.info, n) for n in names})
+            if different := differences(expected, shard.info):
+                raise StoreError(
+                    f"{shard.path}: does not belong to {first.path}: {'; '.join(different)}: keep "
+                    "them in stores of their own"
+                )
+        if shard.identity in self._path_of:
+            raise StoreError(
+                f"{shard.path}: is the same shard as {self._path_of[shard.identity]}: name only "
+                "one of the two stores, or remove the copy"
+            )
+        self._check_names(shard, others)
+
+    def _check_names(self, shard: Shard, others: Sequence[Shard]) -> None:
+        """Refuse two rollouts of one (policy_version, group, sample) in one directory."""
+        folder, here = shard.path.parent, set[bytes]()
+        for rollout, name in enumerate(_names(shard)):
+            if name in here or name in self._names.get(folder, ()):
+                shards = [other for other in (*others, shard) if other.path.parent == folder]
+                namesake = next(
+                    f"{other.path}: rollout {_names(other).index(name)}"
+                    for other in shards
+                    if name in _names(other)
+                )
+                version, group, sample = np.frombuffer(name, np.int64).tolist()
+                raise StoreError(
+                    f"{shard.path}: rollout {rollout} is sample {sample} of group {group}, policy "
+                    f"version {version}: so is {namesake}; remove one, or number the samples of a "
+                    "group"
+                )
+            here.add(name)
 
 
 def _names(shard: Shard) -> list[bytes]:
-    """policy_version, group and sample of each rollout, 24 bytes together."""
+    """policy_version, group and sample of each rollout, as 24 bytes: a third of a tuple."""
     names = [shard.tensors[name] for name in ("policy_version", "group", "sample")]
     data = np.stack(names, axis=1).tobytes()
     return [data[i : i + 24] for i in range(0, len(data), 24)]
-
-
-def _shards(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        raise StoreError(f"{directory}: no such rollout store")
-    if not (paths := shards_in_order(directory)):
-        raise StoreError(
-            f"{directory}: no {SHARD_GLOB} in it: not a rollout store, or an empty one"
-        )
-    return paths

@@ -37,12 +37,12 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the engine drew tokens; None where nobody knows.
+    """How the engine drew tokens; a setting that nobody knows is None.
 
     Attributes:
-        temperature: by which the logits were divided.
-        top_p, top_k, min_p: what cut the distribution off; top_k 0: nothing.
-        max_tokens: after which a response was ended.
+        temperature: what the logits were divided by.
+        top_p, top_k, min_p: what the distribution was cut off by; top_k 0 cuts nothing off.
+        max_tokens: the length at which a response was ended.
     """
 
     temperature: float | None = None
@@ -67,9 +67,10 @@ class SamplingSettings:
                 _check_whole(f"{where}: sampling.{name}", value, least, 2**31 - 1)
 
     def unknown_to_the_loss(self) -> list[str]:
-        """The settings that make the log-probs of the store other than those that were drawn from.
+        """The settings under which tokens were not drawn from the distribution of the log-probs.
 
-        The policy loss divides two probabilities at temperature 1 over the whole vocabulary.
+        The policy loss divides two probabilities at temperature 1 over the whole vocabulary, and
+        the store has log-probs of that distribution. Example: `["temperature 0.7", "top_k 20"]`.
         """
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         given = {name: getattr(self, name) for name in plain}
@@ -156,27 +157,27 @@ def differences(there: StoreInfo, here: StoreInfo) -> list[str]:
 
     Example: `["topk 4 there, 2 here", "router of layer 3 0f.. there, 1b.. here (and 46 more)"]`.
     """
-    found = []
+    different = []
     for field in fields(StoreInfo):
         a, b = getattr(there, field.name), getattr(here, field.name)
         if a == b:
             continue
         if field.name == "sampling":
-            pairs = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(a)]
-            found += [
-                f"{name} {_short(x)} there, {_short(y)} here" for name, x, y in pairs if x != y
+            settings = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(a)]
+            different += [
+                f"{name} {_short(x)} there, {_short(y)} here" for name, x, y in settings if x != y
             ]
         elif field.name == "router_fingerprint" and len(a) == len(b) == len(there.moe_layers):
-            wrong = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
-            first = wrong[0]
-            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            layer = there.moe_layers[first]
-            found.append(f"router of layer {layer} {a[first]} there, {b[first]} here{more}")
+            layers = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+            first = layers[0]
+            more = f" (and {len(layers) - 1} more)" if len(layers) > 1 else ""
+            number = there.moe_layers[first]
+            different.append(f"router of layer {number} {a[first]} there, {b[first]} here{more}")
         elif field.name == "router_fingerprint":
-            found.append(f"{len(a)} router digests there, {len(b)} here")
+            different.append(f"{len(a)} router digests there, {len(b)} here")
         else:
-            found.append(f"{field.name} {_short(a)} there, {_short(b)} here")
-    return found
+            different.append(f"{field.name} {_short(a)} there, {_short(b)} here")
+    return different
 
 
 def _short(value: Any) -> str:

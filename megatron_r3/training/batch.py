@@ -1,10 +1,9 @@
 """What this rank holds of a batch, still on the host, and the routes of those tokens.
 
-Values are read through numpy, which refuses a tensor on a device: nothing here can make the host
-wait for one.
+Values are read through numpy, which refuses a tensor on a device. So nothing here can make the host
+wait for the device by accident.
 
-Shape suffixes: B batch, S sequence (of this context-parallel rank once it is split), T tokens of
-this rank in the router's order, D documents of a pack, L MoE layers of a model chunk, K top-k.
+Shape suffixes (docs/glossary.md): B, S, T, D, L, K.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.replay import MicrobatchRoutes
+from megatron_r3.microbatch import MicrobatchRoutes
 from megatron_r3.rows import PADDING, router_order, spread_padding
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import SEQUENCE_FIELDS
+from megatron_r3.training.options import RolloutOptions
 
 
 class RankBatches:
     """Splits batches as Megatron splits the model's input.
 
     Args:
-        args: Megatron's arguments.
+        options: the sizes of the parallel groups, and whether tensor parallelism splits sequences.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, options: RolloutOptions) -> None:
         from megatron.core import mpu
 
-        self.cp_size = args.context_parallel_size
-        self.tp_size = args.tensor_model_parallel_size
-        self.sp_size = self.tp_size if args.sequence_parallel else 1
+        self.cp_size, self.tp_size = options.context_parallel, options.tensor_parallel
+        self.sp_size = self.tp_size if options.sequence_parallel else 1
         self.sp_rank = mpu.get_tensor_model_parallel_rank() if self.sp_size > 1 else 0
         self._positions: dict[int, Tensor] = {}  # by document length
 
@@ -51,11 +50,11 @@ class RankBatches:
         return router_order(field_BS, self.sp_size, self.sp_rank)
 
     def mean_tokens(self, rows_BS: Tensor) -> float:
-        """A whole batch's real tokens, on average over the ranks that share its sequences."""
+        """A whole batch's real tokens, as an average over the ranks that share its sequences."""
         return np.count_nonzero(rows_BS.numpy() != PADDING) / (self.cp_size * self.tp_size)
 
     def _local(self, batch: dict[str, Tensor]) -> Tensor:
-        """This rank's positions of a sequence, or of a pack: each document is split for itself."""
+        """This rank's positions of a sequence, or of a pack, document by document."""
         if "cu_seqlens" not in batch:
             return self._of_document(batch["rows"].shape[1])
         starts, lengths = _documents(batch)
@@ -67,18 +66,22 @@ class RankBatches:
         )
 
     def _of_document(self, length: int) -> Tensor:
-        """Asked of Megatron once a length: it splits on the device, and reading the row ids back
-        for every microbatch would make the host wait.
+        """This rank's positions of a document, int64, as Megatron itself chooses them.
+
+        Megatron splits on the device. Its choice depends on the length alone, so it is asked once
+        a length with the positions 0, 1, 2 ... as the data, and its answer is kept on the host.
+        Example: 8 tokens, context parallel rank 0 of 2 (zig-zag): [0, 1, 6, 7].
         """
         if length not in self._positions:
             from megatron.core import mpu
             from megatron.core.utils import get_batch_on_this_cp_rank
 
             whole = {"positions": torch.arange(length)[None].cuda()}
-            how = {"is_hybrid_cp": False, "cp_group": mpu.get_context_parallel_group()}
-            accepted = inspect.signature(get_batch_on_this_cp_rank).parameters  # 0.16, 0.18 added
+            options = {"is_hybrid_cp": False, "cp_group": mpu.get_context_parallel_group()}
+            # 0.16 added the one parameter, 0.18 the other
+            accepted = inspect.signature(get_batch_on_this_cp_rank).parameters
             part = get_batch_on_this_cp_rank(
-                whole, **{name: value for name, value in how.items() if name in accepted}
+                whole, **{name: value for name, value in options.items() if name in accepted}
             )
             self._positions[length] = part["positions"][0].cpu()
         return self._positions[length]
@@ -91,10 +94,10 @@ def _documents(batch: dict[str, Tensor]) -> tuple[list[int], list[int]]:
 
 
 def packed_seq_params(batch: dict[str, Tensor]) -> Any:
-    """Megatron's description of a packed batch, or None for one that is not packed.
+    """Megatron's description of a packed batch; None for a batch that is not packed.
 
-    Real and padded lengths are the same there, as in upstream's pretrain_gpt.py: padding stands
-    behind the tokens of its document, which do not see it.
+    Real and padded lengths are the same in it, as in upstream's pretrain_gpt.py: padding stands
+    behind the tokens of its document, and a causal model does not look there.
     """
     if "cu_seqlens" not in batch:
         return None
@@ -121,9 +124,10 @@ class HostRoutes:
         ids_LTK: uint8 or int16; padding is spread over all experts.
         live_T: bool, tokens whose route was not recorded.
         padding_T: bool.
-        mean_tokens: the whole batch's real tokens, on average over the ranks that share it.
         rows_T: int64, the row ids.
-        packed: the bytes of the first three, one after the other, in pinned memory: they are views.
+        mean_tokens: the whole batch's real tokens, as an average over the ranks that share it.
+        packed: the bytes of the first three, one after the other, in pinned memory. The first
+            three are views of it.
     """
 
     ids_LTK: np.ndarray
@@ -146,6 +150,8 @@ class HostRoutes:
         parts = (ids_LTK, live_T, padding_T)
         size = sum(part.nbytes for part in parts)
         packed = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        # Example with 2 layers, 3 tokens, top-2, one byte an id: ids fill bytes 0 to 11, live_T
+        # bytes 12 to 14, padding_T bytes 15 to 17. The widest type stands first: all are aligned.
         memory, views, start = packed.numpy(), [], 0
         for part in parts:
             view = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
@@ -154,8 +160,14 @@ class HostRoutes:
             start += part.nbytes
         return cls(views[0], views[1], views[2], rows_T, mean_tokens, packed)
 
-    def on_device(self, layer_numbers: list[int], device: Any) -> MicrobatchRoutes:
-        """A microbatch that has not run yet; one copy."""
+    def on_device(
+        self, layer_numbers: list[int], device: Any, **microbatch: Any
+    ) -> MicrobatchRoutes:
+        """The routes as a microbatch that has not run yet; one copy, and no wait.
+
+        Args:
+            microbatch: further arguments of MicrobatchRoutes.
+        """
         moved = self.packed.to(device, non_blocking=True, copy=True)
         num_tokens, num_bytes = len(self.live_T), self.ids_LTK.nbytes
         dtype = torch.uint8 if self.ids_LTK.dtype == np.uint8 else torch.int16
@@ -166,18 +178,20 @@ class HostRoutes:
             live_T=live_T if self.live_T.any() else None,
             padding_T=padding_T,
             mean_tokens=self.mean_tokens,
-            checked=True,  # the store's ids were, on the host
+            checked=True,  # the reader of the store has checked the ids, on the host
+            **microbatch,
         )
 
 
 def read_routes(
     store: RolloutStore, rows_T: Tensor, layer_numbers: list[int], mean_tokens: float
 ) -> HostRoutes:
-    """Read what one rank needs for one microbatch: its layers, its tokens.
+    """Read what one rank needs for one micro-batch: its layers, its tokens.
 
     Args:
         rows_T: int64 on the host, the row ids in the router's order, -1 for padding.
-        layer_numbers: Megatron's, from 1.
+        layer_numbers: the layers, Megatron's numbers, from 1.
+        mean_tokens: see HostRoutes.
     """
     trace = [store.info.moe_layers.index(number - 1) for number in layer_numbers]
     ids_LTK, recorded_T = store.routes(rows_T.numpy(), trace)
@@ -186,6 +200,6 @@ def read_routes(
         int(padding_T.sum()), store.info.topk, store.info.num_experts
     ).numpy()
     if ids_LTK.dtype == np.uint16:
-        ids_LTK = ids_LTK.astype(np.int16)  # torch has no gather for uint16
+        ids_LTK = ids_LTK.astype(np.int16)  # torch cannot gather with uint16; ids stay below 32768
     live_T = ~recorded_T & ~padding_T
     return HostRoutes.pack(ids_LTK, live_T, padding_T, rows_T.numpy(), mean_tokens)

@@ -1,7 +1,4 @@
-"""Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids.
-
-Shape suffixes: N tokens of a rollout, S sequence length, D documents of a pack.
-"""
+"""Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ class RolloutDataset(torch.utils.data.Dataset):
         seq_length: S, to which samples are padded on the right.
         num_samples: how many samples training will draw; more than there are rollouts is more
             than one epoch.
-        start: the sample of the training that is the first rollout of the store; samples before it
-            came from another store, in a training that was resumed.
+        start: the sample of the training that is the first rollout of the store. In a training that
+            was resumed with a new store, the samples before it came from another store.
     """
 
     def __init__(
@@ -57,8 +54,9 @@ class RolloutDataset(torch.utils.data.Dataset):
         """Fields of length S: tokens, labels, position_ids and rows int64; loss_mask,
         sampled_logprobs and advantages float32; and the rewards.
 
-        Position t predicts token t + 1, and its loss_mask, log-prob and advantage are
-        those of token t + 1.
+        Position t predicts token t + 1, and its loss_mask, log-prob and advantage are those of
+        token t + 1. Example: prompt [5, 6], response [7, 8], S = 4:
+        tokens [5, 6, 7, 0], labels [6, 7, 8, 0], loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
         """
         return self._sample([(index - self.start) % len(self.store)], [self.seq_length])
 
@@ -94,7 +92,8 @@ class RolloutDataset(torch.utils.data.Dataset):
 class FollowedRollouts(RolloutDataset):
     """Sample i is rollout i - start of a store that grows: one that is not there is waited for.
 
-    Advantages are normalised over a whole group, so a group lies in one shard.
+    Advantages are normalised over a whole group, so a group lies in one shard: a group whose second
+    half came with the next shard would have been normalised without that half.
 
     Args:
         num_samples: how many samples training will draw.
@@ -131,6 +130,7 @@ class FollowedRollouts(RolloutDataset):
                     "shard: in a store that is followed a group lies in one"
                 )
             reward = shard.tensors["reward"]
+            # a group counts inside a policy version: number the pairs 0, 1, ...
             number = np.unique(np.stack([versions, groups], 1), axis=0, return_inverse=True)[1]
             self.reward = np.append(self.reward, reward)
             advantage = group_normalised(reward, number.reshape(-1))
@@ -160,7 +160,7 @@ class PackedRollouts(RolloutDataset):
         super().__init__(store, seq_length, num_samples, start)
         assert seq_length % align == 0, f"{seq_length} is no multiple of {align}"
         inputs = store.column("num_tokens") - 1
-        self.lengths = -(-inputs // align) * align
+        self.lengths = -(-inputs // align) * align  # rounded up: 13 becomes 16 with align 8
         self.packs: list[list[int]] = []
         room = 0
         for rollout, length in enumerate(self.lengths.tolist()):
@@ -172,7 +172,11 @@ class PackedRollouts(RolloutDataset):
         self.num_samples = max(num_samples or 0, start + len(self.packs))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """As a RolloutDataset's; and cu_seqlens, int32 `[D + 1]`, where the documents begin."""
+        """A RolloutDataset's fields, and cu_seqlens, int32 `[D + 1]`: where the documents begin.
+
+        Example with S = 64 and rollouts of 16 and 24 tokens: cu_seqlens is [0, 16, 40, 64], and the
+        third document is padding alone.
+        """
         rollouts = self.packs[(index - self.start) % len(self.packs)]
         lengths = self.lengths[rollouts].tolist()
         tail = self.seq_length - sum(lengths)

@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
 
     from megatron_r3.store.schema import StoreInfo
+    from megatron_r3.training.options import RolloutOptions
 
 
 def hybrid_pattern(config: Any) -> str:
-    """The layers of a hybrid model, a letter each; empty for another one. Renamed with 0.17."""
+    """The layers of a hybrid model, a letter each. Empty for a model that is not hybrid.
+
+    The option was renamed with 0.17.
+    """
     names = ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((pattern for name in names if (pattern := getattr(config, name, None))), "")
 
@@ -39,13 +43,12 @@ def moe_layer_indices(config: Any) -> tuple[int, ...]:
     return tuple(i for i, moe in enumerate(frequency) if moe)
 
 
-def shape_differences(args: Any, info: StoreInfo) -> list[str]:
-    """In what the sampler's model differs from the trainer's; empty if its routes fit."""
-    layers = moe_layer_indices(args)
+def shape_differences(options: RolloutOptions, info: StoreInfo) -> list[str]:
+    """In what the sampler's model differs from the trainer's; empty if the routes fit."""
     pairs = {
-        "MoE layers (0-based)": (list(info.moe_layers), list(layers)),
-        "topk": (info.topk, args.moe_router_topk),
-        "experts": (info.num_experts, args.num_experts),
+        "MoE layers (0-based)": (list(info.moe_layers), list(options.moe_layers)),
+        "topk": (info.topk, options.topk),
+        "experts": (info.num_experts, options.num_experts or None),
     }
     return [f"{name} {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
 
@@ -65,10 +68,10 @@ def local_moe_layers(model: torch.nn.Module) -> dict[int, BaseMoELayer]:
 
 
 def _by_number(model: torch.nn.Module, kind: Any) -> dict[int, Any]:
-    """The modules of a kind, but for those of MTP layers.
+    """The modules of a kind by layer number, without the modules inside MTP layers.
 
-    These are known by where they are: before 0.17 a router in one does not know, and its number is
-    that of a decoder layer (0.15) or of none (0.16).
+    An MTP layer is recognised by its class, because before 0.17 its router does not know where it
+    is: in 0.15 it has the number of a decoder layer, in 0.16 no number.
     """
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
@@ -80,7 +83,7 @@ def _by_number(model: torch.nn.Module, kind: Any) -> dict[int, Any]:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model chunk without its wrappers: some schedules hand over the one, some the other."""
+    """The model chunk without its wrappers, which some schedules hand over and some do not."""
     from megatron.core.utils import unwrap_model
 
     return unwrap_model(model)

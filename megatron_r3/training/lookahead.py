@@ -1,7 +1,6 @@
-"""Prepare microbatches ahead of the step, in a thread: read their routes, plan their dispatch.
+"""Prepare micro-batches ahead of the step, in a thread: read their routes, plan their dispatch.
 
-Shape suffixes: L MoE layers of a model chunk, T tokens of this rank in the router's order, K top-k,
-E experts, R ranks that share experts.
+Shape suffixes (docs/glossary.md): L, T, E, R.
 """
 
 from __future__ import annotations
@@ -17,20 +16,21 @@ import torch
 from torch import Tensor
 
 from megatron_r3.plan import ExpertRanks, LayerSizes, count_tokens, layer_sizes
-from megatron_r3.training.batch import HostRoutes
+from megatron_r3.store.reader import RolloutStore
+from megatron_r3.training.batch import HostRoutes, RankBatches, read_routes
 
-DEPTH = 2  # microbatches that wait to be used
+DEPTH = 2  # prepared micro-batches that wait to be used
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A microbatch on the host: this rank's part of the batch, its routes, its plan.
+    """A micro-batch on the host: this rank's part of the batch, its routes, its plan.
 
     Attributes:
         batch: the fields that the model and the loss take.
-        shards: the numbers of the store's shards that its rollouts are in.
+        shards: the numbers of the store's shards that hold its rollouts.
         routes: None where no layer replays or is compared.
-        plan: None where the ordinary path has to be taken.
+        plan: None where the dispatchers have to learn their sizes on the device.
     """
 
     batch: dict[str, Tensor]
@@ -40,9 +40,10 @@ class Prepared:
 
 
 class Planner:
-    """Plans the microbatches of one model chunk together with the ranks that share its experts.
+    """Plans the micro-batches of one model chunk together with the ranks that share its experts.
 
-    One collective a microbatch, on the host. Made by all of these ranks in the same order.
+    A plan costs one collective a micro-batch, on the host. All of these ranks make their planners
+    in the same order, because making one makes a process group.
     """
 
     def __init__(self, num_experts: int, layer_numbers: list[int]) -> None:
@@ -57,7 +58,9 @@ class Planner:
         )
         group = mpu.get_expert_tensor_and_model_parallel_group()
         self.size = group.size()
-        if self.size > 1:  # a group of its own: other collectives must not come in between
+        # The lookahead thread gathers while the training thread runs collectives of its own. In a
+        # shared group the two could pair up differently on two ranks, so the plan has its group.
+        if self.size > 1:
             self.group = torch.distributed.new_group(
                 torch.distributed.get_process_group_ranks(group),
                 backend="gloo",
@@ -68,24 +71,68 @@ class Planner:
         """The sizes of every layer; None if any rank has tokens whose route is not known yet."""
         counts_LE = count_tokens(routes.ids_LTK, self.num_experts)
         known = not routes.live_T.any()
+        # One message a rank: the counts of all layers, then 1 if all its routes are known.
+        # Example with 2 layers and 4 experts: [3 1 0 2  2 2 1 1  1].
         gathered = self._gather(np.append(counts_LE.ravel(), np.int32(known)))
         if not gathered[:, -1].all():
             return None
         counts_RLE = gathered[:, :-1].reshape(self.size, *counts_LE.shape)
         return layer_sizes(counts_RLE, self.ranks, self.layer_numbers)
 
-    def _gather(self, mine: np.ndarray) -> np.ndarray:
+    def _gather(self, message: np.ndarray) -> np.ndarray:
         if self.size == 1:
-            return mine[None]
-        everyone = torch.empty(self.size, len(mine), dtype=torch.int32)
+            return message[None]
+        gathered = torch.empty(self.size, len(message), dtype=torch.int32)
         torch.distributed.all_gather_into_tensor(
-            everyone.view(-1), torch.from_numpy(mine), group=self.group
+            gathered.view(-1), torch.from_numpy(message), group=self.group
         )
-        return everyone.numpy()
+        return gathered.numpy()
+
+
+class Preparer:
+    """Makes what one model chunk of this rank needs of a batch, on the host.
+
+    Args:
+        store: the rollouts.
+        batches: splits a batch as Megatron splits the model's input.
+        layer_numbers: the chunk's MoE layers, Megatron's numbers.
+        reads_routes: False where no layer replays or is compared.
+        planner: plans the dispatch; None where no dispatcher asks for a plan.
+    """
+
+    def __init__(
+        self,
+        store: RolloutStore,
+        batches: RankBatches,
+        layer_numbers: list[int],
+        reads_routes: bool,
+        planner: Planner | None,
+    ) -> None:
+        self.store, self.batches, self.layer_numbers = store, batches, layer_numbers
+        self.reads_routes, self.planner = reads_routes, planner
+
+    def prepare(self, whole: dict[str, Tensor], with_plan: bool) -> Prepared:
+        """This rank's part of a whole batch.
+
+        Args:
+            with_plan: whether to plan the dispatch, where there is a planner.
+        """
+        batch = self.batches.split(whole)
+        shards = self.store.shards_of(whole["rows"].numpy())
+        if not self.reads_routes:
+            return Prepared(batch, shards, None, None)
+        rows_T = self.batches.router_order(batch["rows"])
+        routes = self.read_routes(rows_T, self.batches.mean_tokens(whole["rows"]))
+        plan = self.planner.plan(routes) if with_plan and self.planner else None
+        return Prepared(batch, shards, routes, plan)
+
+    def read_routes(self, rows_T: Tensor, mean_tokens: float) -> HostRoutes:
+        """The routes of these rows in this chunk's layers."""
+        return read_routes(self.store, rows_T, self.layer_numbers, mean_tokens)
 
 
 class Lookahead:
-    """An iterator that prepares what another one brings, in a thread, ahead of its use.
+    """An iterator that prepares in a thread what another iterator brings, ahead of its use.
 
     It stands inside Megatron's RerunDataIterator, which keeps what it was handed and hands it out
     again where a step is run twice.
@@ -93,6 +140,7 @@ class Lookahead:
 
     def __init__(self, batches: Iterator[Any], prepare: Callable[[Any], Prepared]) -> None:
         self._device = torch.cuda.current_device()
+        # an item is a prepared micro-batch, or the exception that ended the thread
         self._ready: queue.Queue[tuple[Prepared | None, BaseException | None]] = queue.Queue(DEPTH)
         self._thread = threading.Thread(
             target=self._run, args=(batches, prepare), name="megatron_r3 lookahead", daemon=True
@@ -105,15 +153,15 @@ class Lookahead:
     def __next__(self) -> Prepared:
         prepared, error = self._ready.get()
         if error is not None:
-            self._ready.put((None, error))  # whoever asks again hears the same
+            self._ready.put((None, error))  # the thread is over: the next call must end alike
             raise error
         assert prepared is not None
         return prepared
 
     def _run(self, batches: Iterator[Any], prepare: Callable[[Any], Prepared]) -> None:
         try:
-            torch.cuda.set_device(self._device)  # a thread begins with the first one
+            torch.cuda.set_device(self._device)  # a new thread starts with device 0
             while True:
                 self._ready.put((prepare(next(batches)), None))
-        except BaseException as error:  # of StopIteration too: the step hears it
+        except BaseException as error:  # StopIteration too: the step must see the end
             self._ready.put((None, error))

@@ -1,4 +1,10 @@
-"""The clipped policy loss. B batch, S sequence."""
+"""The policy loss, the advantages, and how far sampler and trainer agree.
+
+All of it is plain torch and numpy. Only `policy_loss`, which knows how Megatron averages a loss,
+asks Megatron for its context-parallel group.
+
+Shape suffixes (docs/glossary.md): B, S, M.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +57,6 @@ def clipped_policy_loss(
     return -(gain_BS * mask_BS).sum()
 
 
-# Policy loss, advantages, and how far sampler and trainer agree.
-
-
-# Advantages of GRPO. M: rollouts.
-
-
 def group_normalised(reward_M: np.ndarray, group_M: np.ndarray, eps: float = 1e-6) -> np.ndarray:
     """(reward - mean of its group) / (standard deviation of its group + eps), float32 `[M]`.
 
@@ -68,9 +68,6 @@ def group_normalised(reward_M: np.ndarray, group_M: np.ndarray, eps: float = 1e-
     centred_M = reward_M - (np.bincount(index_M, reward_M) / count)[index_M]
     std = np.sqrt(np.bincount(index_M, centred_M**2) / count)
     return (centred_M / (std[index_M] + eps)).astype(np.float32)
-
-
-# How far the trainer's log-probs are from the sampler's, on what the sampler sampled.
 
 
 def agreement_sums(
@@ -98,3 +95,54 @@ def agreement_sums(
             "abs_dlogp": magnitude.sum(),
             "bounded_ratio": (magnitude >= LOG_RATIO_BOUND).sum().float(),
         }
+
+
+def policy_loss(
+    batch: dict[str, Tensor], clip_eps: float, per_token: bool, output_BS: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The policy loss of one micro-batch, as a loss function of Megatron's schedules returns it.
+
+    Args:
+        batch: the fields of `megatron_r3.training.dataset`, on the device.
+        per_token: --calculate-per-token-loss: Megatron then divides the summed loss of a step by
+            its tokens, else the mean over micro-batches of each mean.
+        output_BS: the model's output on the last pipeline stage: Megatron's loss of each token,
+            -log p(label), float32.
+
+    Returns:
+        The summed loss, the number of response tokens (int32), and the sums to report, each with
+        the number by which Megatron divides it.
+    """
+    mask_BS = batch["loss_mask"]
+    logprobs_BS = -output_BS.float()
+    sampled_BS = batch["sampled_logprobs"]
+    loss = clipped_policy_loss(logprobs_BS, sampled_BS, batch["advantages"], mask_BS, clip_eps)
+    num_tokens = mask_BS.sum()
+    agreement = agreement_sums(logprobs_BS, sampled_BS, mask_BS)
+    sums = {"policy loss": loss.detach(), **agreement}
+    report = {
+        name.replace("_", " "): torch.stack([value, num_tokens]) for name, value in sums.items()
+    }
+    reward = batch["reward"]
+    report["reward"] = torch.stack([reward.sum(), torch.ones_like(reward).sum()])
+    if not per_token:
+        loss = loss * _share_of_cp_group(num_tokens)
+    return loss, num_tokens.int(), report
+
+
+def _share_of_cp_group(num_tokens: Tensor) -> Tensor:
+    """By what a rank's loss is multiplied, so that Megatron's average is the sequence's mean.
+
+    Megatron divides each rank's loss by the rank's own tokens and averages over context-parallel
+    ranks, while a response lies unevenly on the ranks. Example: rank 0 has 6 response tokens, rank
+    1 has 2. The factors are 6 * 2 / 8 = 1.5 and 2 * 2 / 8 = 0.5, and the average is
+    (loss0 / 6 * 1.5 + loss1 / 2 * 0.5) / 2 = (loss0 + loss1) / 8.
+    """
+    from megatron.core import mpu
+
+    size = mpu.get_context_parallel_world_size()
+    if size == 1:
+        return torch.ones_like(num_tokens)
+    total = num_tokens.clone()
+    torch.distributed.all_reduce(total, group=mpu.get_context_parallel_group())
+    return num_tokens * size / total.clamp(min=1)

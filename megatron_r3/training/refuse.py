@@ -9,17 +9,19 @@ from typing import NoReturn
 
 from megatron_r3.untrusted import one_line
 
-SILENCE_S = 30.0  # how long a rank leaves an error to the one that speaks
+SILENCE_S = 30.0  # how long the other ranks wait
 
 
 def refuse(message: str, speaks: bool | None = None) -> NoReturn:
     """End this process for a user's mistake: one line, status 1, no traceback.
 
-    All ranks tend to find the same, and the launcher ends the others when the first one leaves: the
-    one that speaks leaves at once, the others wait, and speak if they are still there.
+    All ranks tend to find the same mistake, and one line is enough. The launcher ends all ranks as
+    soon as one leaves, so the rank that speaks leaves at once. The other ranks wait; a rank that is
+    still there after that found a mistake of its own, and speaks too.
 
     Args:
-        speaks: whether this rank is the one. None: the first of each node is.
+        message: what is wrong, what was expected, and what to do.
+        speaks: whether this rank speaks at once. None means the first rank of each node.
     """
     if speaks is None:
         speaks = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,10 +1,10 @@
 """Watch what really reached each expert, after dispatch, and compare it with the store.
 
-A dispatcher moves hidden states without arithmetic, so a token's row is recognised at the expert by
-its bytes. Neither the router nor the replay is asked what they did. Two tokens with the same bytes
-are the same computation, so counting them as a multiset loses nothing.
+A dispatcher moves hidden states without arithmetic, so a token's hidden state is recognised at the
+expert by its bytes. Neither the router nor the replay is asked what it did. Two tokens with the
+same bytes are the same computation, so counting them as a multiset loses nothing.
 
-Shape suffixes: T tokens of this rank, H hidden, P (token, expert) pairs, K top-k.
+Shape suffixes (docs/glossary.md): T, H, P, K.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.replay import MicrobatchRoutes, active_microbatch
+from megatron_r3.microbatch import MicrobatchRoutes
+from megatron_r3.replay import active_microbatch
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.training.layers import local_moe_layers
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
 
 def row_hashes(hidden_TH: Tensor) -> np.ndarray:
-    """A 64-bit hash of each row's bytes, uint64 `[T]`: a random linear form modulo 2^64."""
+    """A 64-bit hash of each row's bytes, uint64 `[T]`.
+
+    Each row is read as 16-bit words w0, w1, ... and hashed to w0 * a0 + w1 * a1 + ... modulo 2^64.
+    The factors a are odd and drawn at random, but the same in every process.
+    """
     words = hidden_TH.detach().contiguous().view(torch.int16).cpu().numpy().astype(np.uint64)
     weights = np.random.default_rng(0).integers(1, 2**63, words.shape[1], np.uint64) * 2 + 1
     return (words * weights).sum(1, dtype=np.uint64)
@@ -38,12 +43,16 @@ def _pairs(hashes_P: np.ndarray, experts_P: np.ndarray) -> np.ndarray:
 
 
 def matches(expected: np.ndarray, ignored: np.ndarray, received: np.ndarray) -> tuple[int, int]:
-    """How many recorded pairs arrived, and of how many: multisets of (hash, expert) `[P, 2]`.
+    """How many recorded pairs arrived, and of how many; multisets of (hash, expert) `[P, 2]`.
 
     Args:
         expected: pairs of recorded tokens, as the store says.
         ignored: pairs of padding and missing tokens, as they were sent.
         received: what the experts got.
+
+    Returns:
+        Example: expected {a, a, b}, ignored {c}, received {a, b, b, c}: without c, {a, b, b}
+        arrived. a and b match once each, so the result is (2, 3).
     """
     keys, index = np.unique(
         np.concatenate([expected, ignored, received]), axis=0, return_inverse=True
@@ -72,11 +81,12 @@ class DispatchWitness:
 
     def _attach_layer(self, number: int, layer: Any, result: StepMetrics) -> None:
         dispatcher = layer.token_dispatcher
+        # what the last dispatch of this layer sent, until its experts have got it
         sent: dict[str, Any] = {}
         dispatch_preprocess = dispatcher.dispatch_preprocess
 
         def before_dispatch(hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-            sent.clear()  # of a pass that an exception ended
+            sent.clear()  # an exception may have ended the last pass between the two hooks
             microbatch = active_microbatch()
             if microbatch is not None and microbatch in self.rows:
                 hashes_T = row_hashes(hidden_states.reshape(-1, hidden_states.shape[-1]))
@@ -107,7 +117,11 @@ class DispatchWitness:
         return _pairs(hashes_T[tokens], experts), _pairs(hashes_T[other_P2[:, 0]], other_P2[:, 1])
 
     def _recorded(self, number: int, rows_T: np.ndarray) -> dict[int, np.ndarray]:
-        """Each recorded token's route `[K]`, read rollout by rollout, not as replay reads it."""
+        """Each recorded token's route `[K]`.
+
+        The routes are read rollout by rollout, which is another way than the way replay reads them.
+        A fault in that way shows here.
+        """
         trace = self.store.info.moe_layers.index(number - 1)
         rollouts: dict[int, Any] = {}
         routes = {}
@@ -118,7 +132,9 @@ class DispatchWitness:
             if rollout not in rollouts:
                 try:
                     rollouts[rollout] = self.store.rollout(rollout).routes
-                except StoreError as error:  # in a backward pass nobody else would catch it
+                except (
+                    StoreError
+                ) as error:  # a recompute runs in backward, where nothing catches it
                     refuse(str(error))
             if rollouts[rollout].recorded_T[at]:
                 routes[token] = rollouts[rollout].ids_LTK[trace, at]

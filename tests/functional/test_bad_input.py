@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from stored import block_sums, metadata_of
 from training import STEP, Policy, changed_store, parse, train
 
 from demo.model import arguments
@@ -22,7 +23,6 @@ from megatron_r3.routes import Routes
 from megatron_r3.seams.pretrain import NOT_WITH_ROLLOUTS
 from megatron_r3.store import RolloutStore, SamplingSettings, write_shard
 from megatron_r3.store.shard import Shard
-from megatron_r3.store.writer import block_sums, metadata_of
 
 ROOT = Path(__file__).parents[2]
 

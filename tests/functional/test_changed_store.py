@@ -63,8 +63,16 @@ def changed_while_training(rank: int, argv: list[str], change: str, folder: str)
     def watch(models: list[torch.nn.Module]) -> None:
         models[0].register_forward_pre_hook(before_forward)
 
+    from megatron.training import training
+
+    setup, watched = training.setup_model_and_optimizer, []
+    launch.watch_models(lambda models: watched.append(len(models)))
     sys.argv = ["pretrain.py", *argv]
-    launch.train(datasets, forward_step, watch)
+    try:
+        launch.train(datasets, forward_step, watch)
+    finally:
+        assert watched == [1]  # two watchers wait for one training
+        assert training.setup_model_and_optimizer is setup  # and none for a later one
 
 
 def two_stores(policy: Policy, folder: Path) -> Path:

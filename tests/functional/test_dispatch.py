@@ -25,7 +25,7 @@ OFF = ["--no-moe-router-replay-dispatch-plan"]
 
 def asked_for_sizes(rank: int, argv: list[str]) -> tuple[Counter[str], dict[str, torch.Tensor]]:
     """How often a layer had a plan, or none, and the weights after training."""
-    from megatron_r3.seams.dispatcher import PlanHook
+    from megatron_r3.seams.dispatch_plan import PlanHook
 
     counts: Counter[str] = Counter()
     sizes = PlanHook.sizes

@@ -89,7 +89,7 @@ def other_routes(layers: int = 4) -> MicrobatchRoutes:
 
 def recompute_sees_its_own_routes(rank: int, bound: bool) -> bool:
     """Replay without and with recompute, other microbatches in between, backward out of order."""
-    from megatron.core.tensor_parallel.random import set_deferred_binder
+    from megatron.core.deferred import set_deferred_binder
 
     start()
     plain, recomputing = model(config()), model(config(**RECOMPUTE["full"]))
@@ -160,7 +160,7 @@ def mtp_stays_live(rank: int) -> list[tuple[int, bool]]:
     tokens, positions, labels = batch()
     with replaying(other_routes()):  # an MTP router that replayed would take those of layer 1
         gpt(tokens, positions, None, labels=labels)
-    return [(r.router_replay.layer_number, r.router_replay.replays) for r in routers]
+    return [(r.router_replay.layer_number, r.router_replay.has_routes) for r in routers]
 
 
 def test_mtp_routers_are_live_and_alias_no_decoder_layer(patched: TreeWorker) -> None:

@@ -70,19 +70,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @contextmanager
 def kernels_everywhere(shift: int = 0) -> Iterator[list[int]]:
     """The seam finds a kernel on the CPU: its reference. Yields one entry for each call."""
-    from megatron_r3.seams import fused
+    from megatron_r3.seams import router as router_seam
 
-    before, calls = (fused.has_kernel, fused.replayed_gate), []
+    before, calls = (router_seam.has_kernel, router_seam.replayed_gate), []
 
     def gate(logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
         calls.append(len(ids))
         return before[1](logits, ids.roll(shift, 0), **options)
 
-    fused.has_kernel, fused.replayed_gate = (lambda device: True), gate
+    router_seam.has_kernel, router_seam.replayed_gate = (lambda device: True), gate
     try:
         yield calls
     finally:
-        fused.has_kernel, fused.replayed_gate = before
+        router_seam.has_kernel, router_seam.replayed_gate = before
 
 
 def routes_of(gpt: Any) -> dict[int, torch.Tensor]:
@@ -162,7 +162,7 @@ def what_it_says(rank: int) -> dict[str, Any]:
 
     tiny.start()
     records: list[str] = []
-    logger = logging.getLogger("megatron_r3.seams.fused")
+    logger = logging.getLogger("megatron_r3.seams.option")
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
@@ -179,7 +179,7 @@ def test_without_transformer_engine_it_says_so_once(patched: TreeWorker) -> None
     assert len(got["said"]) == 1
     assert "moe_router_fusion: no Transformer Engine" in got["said"][0]
     assert got["upstream"] == [False, False, False]
-    assert got["gate"] == [True, True, False]
+    assert got["gate"] == [True, True, None]
 
 
 def test_a_training_without_a_gpu_falls_back(

@@ -21,7 +21,8 @@ from training import Policy, export
 from demo.model import arguments
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.fingerprint import router_digest, router_fingerprint
-from megatron_r3.hf import from_hf, hf_config, to_hf
+from megatron_r3.weights.hf import from_hf, to_hf
+from megatron_r3.weights.qwen3_moe import hf_config
 
 
 def write(rank: int, folder: str) -> tuple[torch.Tensor, list[str]]:
@@ -370,6 +371,7 @@ IMPORTS = {
     "gone": (shutil.rmtree, ("no config.json",)),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ("no tensors",)),
     "cut": (lambda f: os.truncate(f / "model.safetensors", 5000), ("not a whole safetensors",)),
+    "family": (_with("model_type", "mixtral"), ("is 'mixtral': only Qwen3-MoE models",)),
     "topk": (_with("num_experts_per_tok", 2), ("num_experts_per_tok is 2", "make it 4")),
     "heads": (_with("num_key_value_heads", 99), ("num_key_value_heads is 99",)),
     "vocabulary": (_with("vocab_size", 250), ("vocab_size is 250",)),

@@ -13,8 +13,8 @@ from training import Policy, changed_store, train
 
 from demo.model import arguments
 from demo.report import measured, series_of
-from fidelity.controls import CONTROLS
 from fidelity.rig.worker import TreeWorker
+from fidelity.rollouts import CONTROLS
 from megatron_r3.routes import Routes
 from megatron_r3.store import RolloutStore, write_shard
 

@@ -10,7 +10,7 @@ import torch
 from tiny import BATCH, SEQUENCE, batch, config, loss_and_gradients, model, start
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.replay import MicrobatchRoutes, ReplayError, recording, replaying
+from megatron_r3.replay import MicrobatchRoutes, Mode, ReplayError, recording, replaying
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TOKENS = BATCH * SEQUENCE
@@ -102,7 +102,9 @@ def nobody_takes_them(rank: int) -> dict[str, str]:
         "no routes": refusal(lambda: loss_and_gradients(off, replaying(MicrobatchRoutes({})))),
         "live": refusal(lambda: loss_and_gradients(off, replaying(None))),
         "observed": refusal(
-            lambda: loss_and_gradients(off, replaying(MicrobatchRoutes(routes(), replay=False)))
+            lambda: loss_and_gradients(
+                off, replaying(MicrobatchRoutes(routes(), mode=Mode.OBSERVE))
+            )
         ),
     }
 

@@ -84,11 +84,11 @@ def parse(rank: int, argv: list[str], hidden: bool = False) -> str:
 
 
 def export(rank: int, argv: list[str]) -> None:
-    """megatron_r3/hf.py."""
-    import megatron_r3.hf
+    """megatron_r3/weights/hf.py."""
+    from megatron_r3.weights import hf
 
     sys.argv = ["hf.py", *argv]
-    megatron_r3.hf._main()
+    hf.main()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_r3.replay import MicrobatchRoutes, replaying
+from megatron_r3.seams.load import RouterLoad
 from megatron_r3.seams.router import RouterHook
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -50,15 +51,19 @@ def test_a_replayed_router_does_not_wait(
     routes: MicrobatchRoutes, waiting_is_an_error: None
 ) -> None:
     hook = RouterHook(CONFIG, layer_number=1)
+    load = RouterLoad(SimpleNamespace(config=CONFIG, router_replay=hook))
+    routed_live = torch.zeros(T, E, dtype=torch.bool, device="cuda")
+    load.live_map = lambda logits_TE: routed_live  # type: ignore[method-assign]  # Megatron's own
     scores = torch.randn(T, E, device="cuda", requires_grad=True)
     for _ in range(2):  # the first pass settles the microbatch, a recompute repeats it
         with replaying(routes):
             values, ids = hook.get_replay_topk(scores, K, None, None, live_topk)
             routed = torch.zeros(T, E, dtype=torch.bool, device="cuda").scatter(1, ids, True)
-            padding = hook.padding_mask(None)
-            hook.map_for_aux_loss(routed, routed, padding)
-            hook.map_for_expert_bias(routed, padding)
-            hook.mean_tokens(T)
+            padding = load.padding_mask(None)
+            load.map_for_aux_loss(routed, routed, padding)
+            load.map_for_expert_bias(scores, routed)
+            load.mean_tokens(T)
+            load.real_tokens(T)
         values.sum().backward()
 
 

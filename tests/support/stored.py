@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 from safetensors import safe_open
@@ -10,7 +10,6 @@ from safetensors.numpy import load_file, save_file
 
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, StoreInfo
-from megatron_r3.store.writer import block_sums, metadata_of
 
 
 def opened(directory):
@@ -38,6 +37,39 @@ ROLLOUTS = [
     make_rollout(n, seed=n, group=n % 2, reward=n / 10, sample=i)
     for i, n in enumerate((5, 9, 3, 12, 4))
 ]
+
+
+PER_TOKEN = ("tokens", "response", "logprobs", "recorded")  # the order of their sums
+
+
+def block_sums(tensors):
+    """The `block_crc32` of a shard's other tensors, uint32 `[M, L + 4]`, by docs/rollout-store.md.
+
+    Written out by itself, so that a fault of the writer cannot hide in it.
+    """
+    sums, row, token = [], 0, 0
+    for length in tensors["num_tokens"].reshape(-1).tolist():
+        rows, tokens = slice(row, row + length - 1), slice(token, token + length)
+        parts = [layer[rows] for layer in tensors["routes"]]
+        parts += [tensors[name][rows if name == "recorded" else tokens] for name in PER_TOKEN]
+        sums.append([zlib.crc32(part.tobytes()) for part in parts])
+        row, token = row + length - 1, token + length
+    return np.array(sums, np.uint32)
+
+
+def metadata_of(info, tensors, number=0):
+    """The header's texts for a shard of these tensors, `block_crc32` included."""
+    whole = tensors.keys() - {"routes", *PER_TOKEN}
+    body = {
+        "format": "megatron-r3 rollouts",
+        "version": 3,
+        "number": number,
+        "info": asdict(info),
+        "crc32": {name: zlib.crc32(tensors[name].tobytes()) for name in whole},
+        "must_know": [],
+    }
+    text = json.dumps(body)
+    return {"megatron_r3": text, "crc32": str(zlib.crc32(text.encode()))}
 
 
 def rewrite(path, info=INFO, **changes):

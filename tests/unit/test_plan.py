@@ -1,7 +1,4 @@
-"""The plan against what every rank would count for itself.
-
-Shape suffixes: L layers, T tokens, K top-k, E experts, R ranks.
-"""
+"""The plan against what every rank would count for itself."""
 
 import numpy as np
 import pytest

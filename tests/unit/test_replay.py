@@ -8,6 +8,7 @@ import torch
 from megatron_r3.gate.reference import replayed_topk
 from megatron_r3.replay import (
     MicrobatchRoutes,
+    Mode,
     ReplayError,
     active_microbatch,
     bind_to_microbatch,
@@ -128,7 +129,7 @@ def test_mismatch_counts_sets_of_counted_tokens_once():
 
 def test_observing_stays_live():
     ids, s = some_routes(), scores()
-    microbatch = MicrobatchRoutes({1: ids}, counted_T=torch.ones(T).bool(), replay=False)
+    microbatch = MicrobatchRoutes({1: ids}, counted_T=torch.ones(T).bool(), mode=Mode.OBSERVE)
     assert torch.equal(chosen(microbatch, s), s.topk(K, dim=1).indices.sort(dim=1).values)
     assert microbatch.mismatched[1] > 0
 

@@ -1,14 +1,90 @@
-"""The list of routing options is closed: what nobody has looked at is refused by name."""
+"""What cannot be replayed exactly is refused: what is known, with its reason; the rest, by name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_r3.replayable import unknown_options
-from megatron_r3.seams.option import refusals
+from megatron_r3.replayable import refusals, unknown_options
+
+GOOD: dict[str, Any] = {"num_moe_experts": 8, "moe_router_load_balancing_type": "aux_loss"}
+
+WRONG: dict[str, dict[str, Any]] = {
+    "no MoE layer": {"num_moe_experts": None},
+    "moe_enable_routing_replay": {"moe_enable_routing_replay": True},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+    "quantile_balancing": {"moe_router_load_balancing_type": ["quantile_balancing"]},
+    "capacity_factor": {"moe_expert_capacity_factor": 0.0},
+    "expert_rank_capacity_factor": {"moe_expert_rank_capacity_factor": 1.0},
+    "force_load_balancing": {"moe_router_force_load_balancing": True},
+    "force_biased": {"moe_router_force_biased": 0.0},
+    "CUDA graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
+    "padding_for_quantization": {"moe_router_padding_for_quantization": True},
+    "flextron": {"flextron": True},
+    "inference_optimized": {"transformer_impl": "inference_optimized"},
+}
+
+
+def test_an_ordinary_config_is_accepted() -> None:
+    assert refusals(SimpleNamespace(**GOOD)) == []
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_refused_with_the_reason(reason: str) -> None:
+    (refusal,) = refusals(SimpleNamespace(**{**GOOD, **WRONG[reason]}))
+    assert reason in refusal
+
+
+def test_every_refusal_is_in_the_list() -> None:
+    everything = {name: value for wrong in WRONG.values() for name, value in wrong.items()}
+    everything["moe_router_load_balancing_type"] = ["sinkhorn", "quantile_balancing"]
+    assert len(refusals(SimpleNamespace(**everything))) == len(WRONG)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        {"cuda_graph_modules": []},
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_modules": ["attn"]},  # of GPT layers it holds the MoE part too
+        {"cuda_graph_scope": ["attn"]},
+    ],
+)
+def test_whole_layer_graphs_are_refused(graph: dict[str, Any]) -> None:
+    (refusal,) = refusals(SimpleNamespace(**GOOD, **{"cuda_graph_impl": "local", **graph}))
+    assert "a CUDA graph that captures the router" in refusal
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},  # 0.16, 0.17
+        {"cuda_graph_impl": "local", "cuda_graph_modules": ["mlp", "mamba"]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"},  # 0.15
+        {"external_cuda_graph": True, "cuda_graph_scope": "attn"},
+    ],
+)
+def test_a_graph_without_a_router_is_accepted(graph: dict[str, Any]) -> None:
+    assert refusals(SimpleNamespace(**GOOD, **graph)) == []
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["moe_router"]},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "attn"},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "full"},
+        {"enable_cuda_graph": True, "cuda_graph_scope": "attn"},
+        {"external_cuda_graph": True, "cuda_graph_scope": "full"},
+    ],
+)
+def test_graphs_of_older_lines_that_hold_the_router_are_refused(graph: dict[str, Any]) -> None:
+    (refusal,) = refusals(SimpleNamespace(**GOOD, **graph))
+    assert "a CUDA graph that captures the router" in refusal
 
 
 @dataclass
@@ -54,8 +130,6 @@ def test_known_options_and_those_about_something_else_are_accepted() -> None:
 
 
 def test_arguments_are_compared_with_the_defaults_of_the_config() -> None:
-    from types import SimpleNamespace
-
     given = SimpleNamespace(**{f.name: getattr(Newer(), f.name) for f in fields(Newer)})
     assert unknown_options(given, Newer) == []
     given.moe_n_hash_layers = 3

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from megatron_r3.routes import (
+    Origin,
     Routes,
     RoutesError,
     check_ids,
-    distinct_rows,
     id_dtype,
     layer_major,
+    repeated_rows,
 )
 
 
@@ -114,21 +115,29 @@ def test_wrong_kind(ids, message):
 
 
 def test_recorded_bits_must_fit():
-    with pytest.raises(RoutesError):
+    with pytest.raises(RoutesError, match="routes: 4 recorded bits for 5 rows"):
         Routes.from_array(some_ids(), 16, np.ones(4, bool))
 
 
+@pytest.mark.parametrize("experts", [0, -1, 32769])
+def test_experts_that_no_id_can_name(experts):
+    with pytest.raises(RoutesError, match=f"{experts} experts: ids need 1 to 32,768 experts"):
+        id_dtype(experts)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", "i2"])
 @pytest.mark.parametrize("topk", [1, 2, 4, 8, 16, 17, 22])
 @pytest.mark.parametrize("shape", [(), (5,), (3, 7), (70_000, 2), (2, 70_000), (2, 3, 4), (0, 3)])
-def test_distinct_rows(shape, topk):
-    ids = np.random.default_rng(0).integers(0, 5 * topk, (*shape, topk), dtype=np.int16)
-    flat = ids.reshape(-1, topk)
-    ordered = np.sort(flat, -1)
-    expected = (ordered[:, 1:] != ordered[:, :-1]).all(-1).reshape(shape)
-    assert (distinct_rows(ids) == expected).all()
-    assert distinct_rows(ids).shape == shape
+def test_repeated_rows(shape, topk, dtype):
+    ids = np.random.default_rng(0).integers(0, 5 * topk, (*shape, topk)).astype(dtype)
+    ordered = np.sort(ids, axis=-1)
+    expected = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    assert repeated_rows(ids).shape == shape
+    assert (repeated_rows(ids) == expected).all()
     if len(shape) == 2:
-        assert (distinct_rows(ids.transpose(1, 0, 2)) == expected.T).all()
+        assert (repeated_rows(ids.transpose(1, 0, 2)) == expected.T).all()
+        every_other = slice(None, None, 2)
+        assert (repeated_rows(ids[:, every_other]) == expected[:, every_other]).all()
 
 
 def test_tokens_are_counted_from_the_first_one():
@@ -136,3 +145,10 @@ def test_tokens_are_counted_from_the_first_one():
     ids[1, 2] = 3
     with pytest.raises(RoutesError, match="layer 1, token 42"):
         Routes.from_array(ids, 16, first_token=40)
+
+
+def test_layers_and_tokens_are_counted_from_the_origin():
+    ids = some_ids(layers=1)
+    ids[0, 2] = 3
+    with pytest.raises(RoutesError, match="at MoE layer 5, token 42:"):
+        check_ids(ids, 16, origin=Origin(layer=5, token=40))

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from fidelity.controls import CONTROLS
 from fidelity.gradients import Piece, assemble
 from fidelity.judge import Judge, gradient_error
 from fidelity.layout import RankResult
 from fidelity.models import MODELS
 from fidelity.observe import Observed
 from fidelity.reference import Reference
-from fidelity.rollouts import make_rollouts
+from fidelity.rollouts import CONTROLS, make_rollouts
 from fidelity.table import passed
 
 ROLLOUTS = make_rollouts(MODELS["moonlight"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
-from stored import INFO, make_rollout
+from stored import INFO, block_sums, make_rollout, metadata_of
 
 from megatron_r3.cli import main
 from megatron_r3.fingerprint import router_digest
@@ -19,7 +19,6 @@ from megatron_r3.rollouts.verify import read_model
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, write_shard
 from megatron_r3.store.schema import SamplingSettings
-from megatron_r3.store.writer import block_sums, metadata_of
 
 CONFIG = {
     "model_type": "qwen3_moe",

@@ -1,10 +1,9 @@
-"""Prompts, what is asked of each engine for them, and the README's commands."""
+"""Prompts, and what is asked of each engine for them."""
 
 from __future__ import annotations
 
 import base64
 import json
-import shlex
 import sys
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from megatron_r3.cli import main
 from megatron_r3.rollouts.prompts import Prompt, PromptError, read_prompts
 from megatron_r3.rollouts.requests import Sampling, answer_of, build_request
 from megatron_r3.store import RolloutStore
-
-ROOT = Path(__file__).parents[3]
 
 
 def read(tmp_path: Path, text: str) -> list[Prompt]:
@@ -145,32 +142,3 @@ def test_collecting_from_sglang(tmp_path, monkeypatch):
     assert (store.info.engine, store.info.engine_version) == ("sglang", "0.5.18")
     assert store.column("sample").tolist() == [0, 1] * 3
     assert store.column("reward").tolist() == [3, 3, 3.25, 3.25, 3.5, 3.5]
-
-
-def commands(path: Path) -> list[list[str]]:
-    """Every `megatron-r3 rollouts ...` of a document's shell blocks."""
-    blocks = path.read_text().split("```bash\n")[1:]
-    lines = "\n".join(b.split("```")[0] for b in blocks).replace("\\\n", " ").splitlines()
-    found = [shlex.split(line, comments=True) for line in lines]
-    return [words[1:] for words in found if words[:2] == ["megatron-r3", "rollouts"]]
-
-
-def test_the_commands_of_the_readme(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    write_inputs(tmp_path, 4)
-    Path("rewards.py").write_text("def score(sample):\n    return len(sample.response_tokens)\n")
-    monkeypatch.delitem(sys.modules, "rewards", raising=False)
-    Path("HF_DIR").mkdir()
-    Path("config.json").rename("HF_DIR/config.json")
-    found = commands(ROOT / "README.md")
-    assert {tuple(words[1:3]) for words in found} >= {("convert", "to-parquet")}
-    assert {words[1] for words in found} == {"collect", "inspect", "verify", "convert"}
-    with engine() as server:
-        for words in found:
-            words = [server.url if word.startswith("http://") else word for word in words]
-            assert main(words) == 0, capsys.readouterr().err
-        for words in commands(ROOT / "docs" / "rollout-store.md"):
-            words = [server.url if word.startswith("http://") else word for word in words]
-            assert main(words) == 0, capsys.readouterr().err
-    assert len(RolloutStore(["rescored"])) == 4 * 8

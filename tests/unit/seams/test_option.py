@@ -1,87 +1,74 @@
-"""What would not replay exactly is refused, with its reason."""
+"""A config is settled once, and the same again when it is rebuilt from its fields."""
 
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_r3.seams.option import refusals
+from megatron_r3.seams import option
+from megatron_r3.seams.option import settle_fusion
 from megatron_r3.seams.pretrain import _check_options
 from megatron_r3.training.layers import moe_layer_indices
 
-GOOD = {"num_moe_experts": 8, "moe_router_load_balancing_type": "aux_loss"}
 
-WRONG = {
-    "no MoE layer": {"num_moe_experts": None},
-    "moe_enable_routing_replay": {"moe_enable_routing_replay": True},
-    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
-    "quantile_balancing": {"moe_router_load_balancing_type": ["quantile_balancing"]},
-    "capacity_factor": {"moe_expert_capacity_factor": 0.0},
-    "expert_rank_capacity_factor": {"moe_expert_rank_capacity_factor": 1.0},
-    "force_load_balancing": {"moe_router_force_load_balancing": True},
-    "force_biased": {"moe_router_force_biased": 0.0},
-    "CUDA graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
-    "padding_for_quantization": {"moe_router_padding_for_quantization": True},
-    "flextron": {"flextron": True},
-    "inference_optimized": {"transformer_impl": "inference_optimized"},
-}
+@dataclass
+class Config:
+    """The two fields of a TransformerConfig that say what is fused."""
+
+    moe_router_fusion: bool = False
+    moe_router_replay_fused_gate: bool | None = None
 
 
-def test_an_ordinary_config_is_accepted():
-    assert refusals(SimpleNamespace(**GOOD)) == []
+# As given: what follows where Transformer Engine has a fused router, and where it has none.
+SETTLED = [
+    (Config(), Config(), Config()),
+    (Config(True), Config(True, True), Config(False, True)),
+    (Config(True, False), Config(True, False), Config(False, False)),
+    (Config(False, True), Config(False, True), Config(False, True)),
+]
 
 
-@pytest.mark.parametrize("reason", WRONG)
-def test_refused_with_the_reason(reason):
-    found = refusals(SimpleNamespace(**{**GOOD, **WRONG[reason]}))
-    assert len(found) == 1
-    assert reason in found[0]
+@pytest.mark.parametrize("upstream_fuses", [True, False])
+@pytest.mark.parametrize(("given", "with_kernel", "without"), SETTLED)
+def test_fusion_is_settled_the_same_again_and_when_it_is_rebuilt(
+    given: Config,
+    with_kernel: Config,
+    without: Config,
+    upstream_fuses: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(option, "_upstream_fuses", lambda: upstream_fuses)
+    config, settled = replace(given), with_kernel if upstream_fuses else without
+    for _ in range(2):
+        settle_fusion(config)
+        assert config == settled
+    rebuilt = Config(**asdict(config))
+    settle_fusion(rebuilt)
+    assert rebuilt == settled
 
 
-def test_every_refusal_is_in_the_list():
-    everything = {name: value for wrong in WRONG.values() for name, value in wrong.items()}
-    everything["moe_router_load_balancing_type"] = ["sinkhorn", "quantile_balancing"]
-    assert len(refusals(SimpleNamespace(**everything))) == len(WRONG)
+def test_fusion_that_is_turned_on_late_is_settled_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(option, "_upstream_fuses", lambda: False)
+    config = Config()
+    settle_fusion(config)  # where the config is made
+    config.moe_router_fusion = True
+    settle_fusion(config)  # where a router is made with it
+    assert config == Config(False, True)
 
 
-@pytest.mark.parametrize(
-    "graph",
-    [
-        {"cuda_graph_modules": []},
-        {"cuda_graph_impl": "full_iteration"},
-        {"cuda_graph_modules": ["attn"]},  # of GPT layers it holds the MoE part too
-        {"cuda_graph_scope": ["attn"]},
-    ],
-)
-def test_whole_layer_graphs_are_refused(graph):
-    assert refusals(SimpleNamespace(**GOOD, **{"cuda_graph_impl": "local", **graph}))
-
-
-@pytest.mark.parametrize(
-    "graph",
-    [
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},  # 0.16, 0.17
-        {"cuda_graph_impl": "local", "cuda_graph_modules": ["mlp", "mamba"]},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"},  # 0.15
-        {"external_cuda_graph": True, "cuda_graph_scope": "attn"},
-    ],
-)
-def test_a_graph_without_a_router_is_accepted(graph):
-    assert refusals(SimpleNamespace(**GOOD, **graph)) == []
-
-
-@pytest.mark.parametrize(
-    "graph",
-    [
-        {"cuda_graph_impl": "local", "cuda_graph_scope": ["moe_router"]},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": "attn"},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "full"},
-        {"enable_cuda_graph": True, "cuda_graph_scope": "attn"},
-        {"external_cuda_graph": True, "cuda_graph_scope": "full"},
-    ],
-)
-def test_graphs_of_older_lines_that_hold_the_router_are_refused(graph):
-    assert refusals(SimpleNamespace(**GOOD, **graph))
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_the_first_rank_says_once_that_there_is_no_fused_router(
+    rank: str, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    option._warn_once.cache_clear()
+    monkeypatch.setenv("RANK", rank)
+    with caplog.at_level(logging.WARNING, "megatron_r3.seams.option"):
+        for config in (Config(True), Config(True), Config()):
+            settle_fusion(config)  # no Megatron is importable here, so no Transformer Engine either
+    assert [record.message[:18] for record in caplog.records] == ["moe_router_fusion:"] * lines
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 from stored import INFO, ROLLOUTS, make_rollout, opened
 
-from megatron_r3.store import RolloutStore, StoreError, write_shard
-from megatron_r3.store import files as held
+from megatron_r3.store import RolloutStore, StoreError, files, open_stores, write_shard
 
 SHARD = "shard-00000.safetensors"
 
@@ -164,7 +163,7 @@ def test_a_file_that_a_server_has_lost(store_dir, monkeypatch):
     )
     for name in ("preadv", "fstat"):
         with monkeypatch.context() as patched:
-            patched.setattr(held.os, name, stale)
+            patched.setattr(files.os, name, stale)
             with pytest.raises(StoreError, match=message):
                 store.fields(0)
     store.fields(0)
@@ -223,7 +222,7 @@ def test_files_are_closed(store_dir):
 
 def test_a_store_goes_to_a_process_that_is_spawned(tmp_path):
     write_shard(tmp_path / "s", INFO, ROLLOUTS)
-    store = RolloutStore([tmp_path / "s"], follow_s=0.0)
+    store = open_stores([tmp_path / "s"], follow_s=0.0)
     there = pickle.loads(pickle.dumps(store))
     more = [replace(rollout, group=rollout.group + 100) for rollout in ROLLOUTS]
     write_shard(tmp_path / "s", INFO, more)

@@ -6,14 +6,21 @@ from dataclasses import replace
 import pytest
 from stored import INFO, OTHER, ROLLOUTS, header_of, opened, rewrite_header
 
-from megatron_r3.store import RolloutStore, SamplingSettings, StoreError, schema, write_shard
+from megatron_r3.store import (
+    RolloutStore,
+    SamplingSettings,
+    StoreError,
+    open_stores,
+    schema,
+    write_shard,
+)
 
 FIRST, SECOND = "shard-00000.safetensors", "shard-00001.safetensors"
 
 
 def refusal(*directories, **options):
     with pytest.raises(StoreError) as refused:
-        RolloutStore(directories, **options)
+        open_stores(directories, **options)
     return str(refused.value)
 
 
@@ -106,7 +113,7 @@ def test_two_rollouts_of_one_name(store_dir):
 
 
 def test_two_rollouts_of_one_name_when_a_shard_comes(store_dir):
-    store = RolloutStore([store_dir], follow_s=0)
+    store = open_stores([store_dir], follow_s=0)
     write_shard(store_dir, INFO, [ROLLOUTS[0]])
     with pytest.raises(
         StoreError, match=r"00002.*: rollout 0 is sample 0 .* so is .*00000.*: roll"

@@ -139,7 +139,7 @@ def test_policies_mix_only_on_request(tmp_path):
 def test_stores_of_different_models_do_not_mix(tmp_path):
     write_shard(tmp_path / "a", INFO, ROLLOUTS[:1])
     write_shard(tmp_path / "b", replace(INFO, router_fingerprint=OTHER), ROLLOUTS[:1])
-    with pytest.raises(StoreError, match="b/shard-00000"):
+    with pytest.raises(StoreError, match=r"b/shard-00000.*: does not belong to .*a/shard-00000"):
         RolloutStore([tmp_path / "a", tmp_path / "b"])
 
 
@@ -179,7 +179,11 @@ def test_samples_align_inputs_with_what_they_predict(store_dir):
         assert sample["rows"][:inputs].tolist() == store.row_ids(index % 5).tolist()
         assert (sample["rows"][inputs:] == -1).all()
         assert sample["loss_mask"][inputs:].sum() == 0
-        assert (sample["advantages"] != 0).sum() in (0, rollout.response_N[1:].sum())
+        rewards = [other.reward for other in ROLLOUTS if other.group == rollout.group]
+        advantage = (rollout.reward - np.mean(rewards)) / np.std(rewards)
+        expected = np.where(rollout.response_N[1:], advantage, 0)
+        assert np.allclose(sample["advantages"][:inputs], expected, atol=1e-4)
+        assert (sample["advantages"][inputs:] == 0).all()
 
 
 def test_a_rank_reads_its_layers_and_rows_and_no_other_byte(store_dir):

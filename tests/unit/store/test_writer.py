@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from stored import INFO, OTHER, ROLLOUTS, header_of, make_rollout, opened
 
 from megatron_r3.routes import Routes
@@ -120,7 +121,7 @@ def test_a_writer_refuses_other_models(tmp_path):
 @pytest.mark.parametrize("field", ["logprobs_N", "response_N"])
 def test_a_writer_refuses_fields_of_another_length(tmp_path, field):
     wrong = replace(ROLLOUTS[0], **{field: getattr(ROLLOUTS[0], field)[:-1]})
-    with pytest.raises(StoreError, match=field):
+    with pytest.raises(StoreError, match=rf"rollout 0: {field} of shape \(4,\) for 5 tokens"):
         write_shard(tmp_path, INFO, [wrong])
 
 
@@ -212,5 +213,31 @@ def test_a_writer_refuses_turns_that_are_not_the_response(tmp_path, turns):
     if turns == [[2, 12]]:
         write_shard(tmp_path, INFO, [rollout])
         return
-    with pytest.raises(StoreError, match="turns"):
+    with pytest.raises(StoreError, match="its turns are not the tokens that its response names"):
         write_shard(tmp_path, INFO, [rollout])
+
+
+PIECES = [np.arange(i % 7, dtype=np.uint8) for i in range(3000)]  # empty ones too
+
+
+def written(path):
+    whole = np.concatenate(PIECES)
+    routes = writer.Streamed(whole.dtype, whole.shape, [PIECES[:2500], PIECES[2500:]])
+    with path.open("wb", buffering=0) as file:
+        written = writer.write_tensors(file, {"routes": routes}, {"crc32": "9" * 10})
+        written.write_header({"crc32": str(written.crc32["routes"])})
+    return load_file(path)["routes"]
+
+
+def test_more_pieces_than_a_system_takes_at_once(tmp_path):
+    assert len(PIECES) > os.sysconf("SC_IOV_MAX")
+    assert np.array_equal(written(tmp_path / "file"), np.concatenate(PIECES))
+
+
+@pytest.mark.parametrize("most", [1, 1000])
+def test_a_short_write_is_gone_on_with(tmp_path, monkeypatch, most):
+    def short(descriptor, pieces):
+        return os.write(descriptor, b"".join(pieces)[:most])
+
+    monkeypatch.setattr(writer.os, "writev", short)
+    assert np.array_equal(written(tmp_path / "file"), np.concatenate(PIECES))

@@ -307,11 +307,13 @@ def test_files_that_are_no_shards(store_dir):
             RolloutStore([store_dir])
     path.unlink()
     path.mkdir()
-    with pytest.raises(StoreError, match=f"{SHARD}: not a file"):
+    with pytest.raises(StoreError, match=f"{SHARD}: not a file, which every shard is"):
         RolloutStore([store_dir])
     path.rmdir()
     os.mkfifo(path)
-    with pytest.raises(StoreError, match=f"{SHARD}: not a file"):  # and it does not wait for one
+    with pytest.raises(
+        StoreError, match=f"{SHARD}: not a file, which every shard is"
+    ):  # and it does not wait for one
         RolloutStore([store_dir])
     path.unlink()
     path.symlink_to(path)

@@ -1,0 +1,32 @@
+"""Other half of the arguments patch: refuse arguments and stores before training starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_r3.replayable import refusals
+from megatron_r3.training.open_store import open_store
+from megatron_r3.training.options import RolloutOptions
+from megatron_r3.training.refuse import refuse
+
+
+def check_args(args: Any) -> None:
+    """End the process for arguments or rollout stores that could not be replayed exactly.
+
+    `validate_args` calls this before any process group exists, so a wrong store costs no start-up.
+
+    Args:
+        args: Megatron's validated arguments.
+    """
+    if args.moe_router_replay:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        reasons = refusals(args, TransformerConfig)
+        if reasons:
+            refuse("--moe-router-replay: " + "; ".join(reasons))
+    if args.rollouts is None:
+        return
+    try:
+        open_store(RolloutOptions.from_args(args))
+    except ValueError as error:
+        refuse(str(error))

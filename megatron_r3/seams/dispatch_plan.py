@@ -1,0 +1,78 @@
+"""Other half of the two patches "dispatch plan": a dispatcher asks for the sizes of its layer.
+
+Shape suffixes (docs/glossary.md): T, E.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.plan import LayerSizes, PlanError
+
+
+class PlanHook:
+    """Answers a token dispatcher with the sizes of its layer, if the active microbatch has a plan.
+
+    Args:
+        router: the layer's own; it knows which layer it is, and whether it replays.
+    """
+
+    def __init__(self, router: Any) -> None:
+        self.router = router
+        self._comparing = False
+
+    def sizes(self, dispatcher: Any, routing_map: Tensor) -> LayerSizes | None:
+        """The planned sizes of this layer, or None: learn them on the device.
+
+        Args:
+            routing_map: what the dispatcher would count, `[T, E]` or its local part.
+
+        Raises:
+            PlanError: with `verify_plan`, the plan is not what the map says.
+        """
+        # A router that stays live (MTP) sends other tokens than any plan says.
+        microbatch = self.router.router_replay.replayed_microbatch()
+        if self._comparing or microbatch is None or microbatch.plan is None:
+            return None
+        planned = microbatch.plan[self.router.layer_number]
+        if microbatch.verify_plan:
+            self._compare(planned, self._learn(dispatcher, routing_map))
+        # With fused permutation the all-to-all dispatcher keeps this one tensor on the device.
+        device = getattr(dispatcher, "permute_idx_device", "cpu")
+        if torch.device(device).type == "cpu":
+            return planned
+        return replace(planned, received=planned.received.to(device, non_blocking=True))
+
+    def _learn(self, dispatcher: Any, routing_map: Tensor) -> dict[str, Any]:
+        """What the dispatcher learns without a plan, by the names of LayerSizes."""
+        if not hasattr(dispatcher, "preprocess"):  # all-gather: nothing but the local counts
+            return {"tokens_per_expert": routing_map.sum(dim=0)}
+        # `preprocess` asks this hook again; while comparing it is told that there is no plan.
+        self._comparing = True
+        try:
+            learned = {"tokens_per_expert": dispatcher.preprocess(routing_map)}
+        finally:
+            self._comparing = False
+        if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
+            names = ("input_splits", "output_splits", "output_splits_tp")
+            learned |= {name: getattr(dispatcher, name) for name in names}
+        if dispatcher.num_local_experts > 1:
+            learned["received"] = dispatcher.num_global_tokens_per_local_expert
+        return learned
+
+    def _compare(self, planned: LayerSizes, learned: dict[str, Any]) -> None:
+        for name, value in learned.items():
+            in_plan = np.asarray(getattr(planned, name))
+            in_map = torch.as_tensor(value).cpu().numpy()
+            # The dispatcher keeps some of them in another shape: only the numbers are compared.
+            if not np.array_equal(in_plan.ravel(), in_map.ravel()):
+                raise PlanError(
+                    f"dispatch plan: layer {self.router.layer_number}, rank "
+                    f"{torch.distributed.get_rank()}: {name} is {in_plan.tolist()} in the plan, "
+                    f"{in_map.tolist()} in the routing map"
+                )

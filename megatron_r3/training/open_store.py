@@ -1,0 +1,117 @@
+"""Open the rollout stores of a training, and refuse shards that could not be trained on.
+
+A store is opened twice: when the arguments are checked, before any process group exists, so that a
+wrong store costs no start-up; and when training begins, when a tokenizer has set the vocabulary.
+The bytes of a shard are read once, by one process of each node.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.store.follow import open_stores
+from megatron_r3.store.reader import RolloutStore
+from megatron_r3.store.shard import Shard
+from megatron_r3.training.layers import shape_differences
+from megatron_r3.training.options import RolloutOptions
+
+# The shards of which this process has read every byte: their identity, and the state of their file
+# (size, time of change). A shard that was replaced since has another state, and is read again.
+_verified: set[tuple[Any, ...]] = set()
+
+
+def open_store(options: RolloutOptions) -> RolloutStore:
+    """The store of these options, with every shard checked.
+
+    Raises:
+        ValueError: a shard that cannot be read, or cannot be trained on as the options ask; or
+            nothing to replay. The message names the shard, and the rollout and token where there
+            is one.
+    """
+    store = open_stores(
+        list(options.directories),
+        mixed_policies=options.any_policy or options.follow_s is not None,
+        follow_s=options.follow_s,
+        check=partial(_check_shard, options),
+    )
+    if options.replay and _reads_all() and not recorded_share(store):
+        raise ValueError(f"{options.where}: no token has recorded routes to replay")
+    return store
+
+
+def recorded_share(store: RolloutStore) -> float:
+    """The share of tokens with recorded routes, from 0 to 1, in the shards that are open."""
+    counts = [(shard.tensors["recorded"].sum(), shard.num_rows) for shard in store.shards]
+    return float(sum(n for n, _ in counts) / sum(total for _, total in counts))
+
+
+def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
+    """What a user should know before training begins, a line each."""
+    lines = []
+    sampler, trainer = store.info.vocab_size, options.padded_vocab_size
+    if sampler and trainer and sampler != trainer:
+        lines.append(
+            f"warning: the sampler's softmax has {sampler} rows, the trainer's {trainer} (padding):"
+            " the rows that differ take part in it, so log-probs do not agree to the last digits; "
+            "--make-vocab-size-divisible-by says how far it is padded"
+        )
+    sampling = store.info.sampling
+    if sampling.temperature is None:
+        lines.append("the store does not say at which temperature it was sampled; 1 is assumed")
+    elif biased := sampling.unknown_to_the_loss():
+        lines.append(
+            f"warning: sampled with {', '.join(biased)}, and trained on as --rollouts-sampling any "
+            "asks: the policy loss compares log-probs of two distributions"
+        )
+    if options.reads_a_dataset:
+        lines.append(
+            "--data-path and --mock-data are not trained on; only validation and test read them"
+        )
+    return lines
+
+
+def _reads_all() -> bool:
+    """Whether this process reads shards for its node, and the others of the node rely on it."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _check_shard(options: RolloutOptions, shard: Shard) -> None:
+    """Refuse a shard that cannot be trained on."""
+    biased = shard.info.sampling.unknown_to_the_loss()
+    if biased and not options.any_sampling:
+        raise ValueError(
+            f"{shard.path}: sampled with {', '.join(biased)}, while the policy loss takes all "
+            "log-probs at temperature 1 over the whole vocabulary: the ratio would compare two "
+            "distributions; sample again without, or give --rollouts-sampling any"
+        )
+    if options.replay and (differences := shape_differences(options, shard.info)):
+        raise ValueError(
+            f"{shard.path}: sampled from another model "
+            f"({shard.info.model or shard.info.engine}): " + "; ".join(differences)
+        )
+    longest = int(shard.tensors["num_tokens"].argmax())
+    # the last token of a rollout is predicted, and never an input
+    num_inputs = int(shard.tensors["num_tokens"][longest]) - 1
+    if num_inputs > options.seq_length:
+        raise ValueError(
+            f"{shard.path}: rollout {longest} has {num_inputs} input tokens, more than --seq-length"
+            f" {options.seq_length}: raise it, or leave long rollouts out of the store"
+        )
+    if not _reads_all():
+        return
+    content = (shard.identity, *shard.file.state)
+    if content not in _verified:
+        shard.verify()
+        _verified.add(content)
+    shard.check_tokens(options.vocab_size or np.iinfo(np.int32).max)
+    missing = np.flatnonzero(shard.tensors["recorded"] == 0)
+    if options.replay and options.refuse_missing and len(missing):
+        rollout, token = shard.locate_row(int(missing[0]))
+        raise ValueError(
+            f"{shard.path}: rollout {rollout}, token {token} has no recorded routes, and "
+            "--moe-router-replay-missing is error; sample it again, or choose live"
+        )

@@ -1,0 +1,216 @@
+"""What a training on rollouts is asked to do: Megatron's arguments, read in one place.
+
+`RolloutOptions.from_args` is the only code of this room that reads `args`, except for what changes
+while training runs (`progress.py`). Everything else takes the options, so a test or another trainer
+can make them without a Megatron command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_r3.training.layers import hybrid_pattern, moe_layer_indices
+
+# Megatron's other ways to make batches, losses or a model's parts, and why each is refused
+NOT_WITH_ROLLOUTS = {
+    "sft": "it brings its own batches",
+    "perform_rl_step": "it samples and trains in a loop of its own",
+    "hybrid_context_parallel": "it moves whole samples between ranks",
+    "logits_load_dir": "it brings its own loss",
+    "use_legacy_models": "they have routers of their own",  # the option exists up to 0.17
+    "use_megatron_fsdp": "replay was not proved on sharded modules",
+    "use_torch_fsdp2": "replay was not proved on sharded modules",
+    "iterations_to_skip": "the step that skips reads the script's own batches; leave the "
+    "rollouts that you do not want out of the store",
+    "phase_transition_iterations": "each phase would begin at the first rollout again",
+    "override_ckpt_iteration": "the checkpoint's own iteration says which rollouts it has used",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """What a training on rollouts is asked to do, and what it has to know of the trainer.
+
+    Attributes:
+        directories: the rollout stores (--rollouts).
+        replay: whether the MoE layers take the recorded experts (--moe-router-replay).
+        any_policy: whether rollouts of another policy than the trainer's are taken.
+        any_sampling: whether rollouts are taken whose sampling the policy loss does not know.
+        follow_s: seconds to wait for a rollout of a store that grows; None for one that does not.
+        max_lag: how many versions a rollout's policy may be behind the newest one; None for any.
+        pack: whether a sample is a pack of rollouts (THD).
+        clip_eps: clip range of the policy ratio.
+        refuse_missing: whether a token without a recorded route is refused.
+        use_plan: whether a token dispatcher of the model asks for dispatch plans.
+        verify_plan: whether each plan is compared with what the device counts.
+        verify_dispatch: whether what reached each expert is compared with the store.
+        mismatch_interval: every how many iterations live and recorded choices are compared; 0 for
+            never.
+        num_layers: decoder layers of the whole model.
+        moe_layers: the 0-based numbers of those that are MoE layers.
+        topk, num_experts: of a MoE layer; num_experts is 0 for a dense model.
+        vocab_size: token ids of the trainer are below it; None where it is not known yet.
+        padded_vocab_size: rows of the trainer's output layer; None where it is not known yet.
+        seq_length: to which samples are padded.
+        micro_batch_size: samples of a micro-batch.
+        tensor_parallel, context_parallel: the sizes of these groups.
+        sequence_parallel: whether tensor parallelism splits the sequence outside of attention.
+        per_token_loss: --calculate-per-token-loss.
+        validate_loss: whether Megatron's rerun machine looks at the loss.
+        scaled_loss: whether the loss is scaled (fp16), so that Megatron itself skips steps whose
+            gradients are infinite.
+        sample_order: what decides which rollouts a sample of the training has, as text.
+        reads_a_dataset: whether --data-path or --mock-data is given.
+    """
+
+    directories: tuple[str, ...]
+    replay: bool
+    any_policy: bool = False
+    any_sampling: bool = False
+    follow_s: float | None = None
+    max_lag: int | None = None
+    pack: bool = False
+    clip_eps: float = 0.2
+    refuse_missing: bool = False
+    use_plan: bool = False
+    verify_plan: bool = False
+    verify_dispatch: bool = False
+    mismatch_interval: int = 1
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    topk: int
+    num_experts: int
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
+    seq_length: int
+    micro_batch_size: int
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    sequence_parallel: bool = False
+    per_token_loss: bool = False
+    validate_loss: bool = True
+    scaled_loss: bool = False
+    sample_order: str = "single"
+    reads_a_dataset: bool = False
+
+    @property
+    def where(self) -> str:
+        """The stores as the user named them, for an error."""
+        return f"--rollouts {' '.join(self.directories)}"
+
+    @property
+    def document_multiple(self) -> int:
+        """To what multiple each rollout of a pack is padded.
+
+        Context parallelism cuts each document into 2 * CP pieces of one length: CP 4 pads a
+        rollout of 13 tokens to 16.
+        """
+        return 2 * self.context_parallel if self.context_parallel > 1 else 1
+
+    @classmethod
+    def from_args(cls, args: Any) -> RolloutOptions:
+        """Read Megatron's validated arguments.
+
+        Raises:
+            ValueError: options that do not go together. The message names both and says why.
+        """
+        _refuse_combinations(args)
+        interval = args.moe_router_replay_log_mismatch_interval
+        asks_for_plans = args.moe_token_dispatcher_type in ("alltoall", "allgather")
+        plan = args.moe_router_replay and args.moe_router_replay_dispatch_plan and asks_for_plans
+        # With the rerun machine disabled, validate_result ends the step with a traceback before the
+        # guard can name the rollout.
+        validates = getattr(args, "rerun_mode", "validate_results") != "disabled"
+        return cls(
+            directories=tuple(args.rollouts),
+            replay=bool(args.moe_router_replay),
+            any_policy=args.rollouts_policy == "any",
+            any_sampling=args.rollouts_sampling == "any",
+            follow_s=args.rollouts_follow,
+            max_lag=args.rollouts_max_lag,
+            pack=args.rollouts_pack,
+            clip_eps=args.rollouts_clip_eps,
+            refuse_missing=args.moe_router_replay_missing == "error",
+            use_plan=bool(plan),
+            verify_plan=args.moe_router_replay_verify_plan,
+            verify_dispatch=args.moe_router_replay_verify_dispatch,
+            mismatch_interval=args.log_interval if interval is None else interval,
+            num_layers=args.num_layers,
+            moe_layers=moe_layer_indices(args),
+            topk=args.moe_router_topk,
+            num_experts=args.num_experts or 0,
+            vocab_size=args.padded_vocab_size or args.vocab_size,
+            padded_vocab_size=args.padded_vocab_size,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            tensor_parallel=args.tensor_model_parallel_size,
+            context_parallel=args.context_parallel_size,
+            sequence_parallel=args.sequence_parallel,
+            per_token_loss=args.calculate_per_token_loss,
+            validate_loss=bool(validates and args.check_for_nan_in_loss_and_grad),
+            scaled_loss=bool(getattr(args, "fp16", False)),
+            sample_order=_sample_order(args),
+            reads_a_dataset=bool(
+                getattr(args, "data_path", None) or getattr(args, "mock_data", False)
+            ),
+        )
+
+
+def _refuse_combinations(args: Any) -> None:
+    """Refuse option values, and options beside --rollouts, that could not train as they say."""
+    where = f"--rollouts {' '.join(args.rollouts)}"
+    if not 0 < args.rollouts_clip_eps < 1:
+        raise ValueError(f"--rollouts-clip-eps {args.rollouts_clip_eps}: it lies between 0 and 1")
+    if args.rollouts_max_lag is not None and args.rollouts_max_lag < 0:
+        raise ValueError(f"--rollouts-max-lag {args.rollouts_max_lag}: 0 or more policy versions")
+    if args.rollouts_pack and args.micro_batch_size != 1:
+        raise ValueError(
+            f"--rollouts-pack with --micro-batch-size {args.micro_batch_size}: a pack is a "
+            "micro-batch; set it to 1 and raise --seq-length instead"
+        )
+    pattern = hybrid_pattern(args)
+    if args.rollouts_pack and {*pattern} & {*"MG"}:  # M is Mamba, G is a gated delta net
+        raise ValueError(
+            f"--rollouts-pack with the hybrid pattern {pattern}: the state of its recurrent layers "
+            "would run on from one rollout into the next; unset one"
+        )
+    for option, reason in NOT_WITH_ROLLOUTS.items():
+        if getattr(args, option, None):
+            raise ValueError(f"{where}: not together with --{option.replace('_', '-')}: {reason}")
+    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+        raise ValueError(
+            f"{where}: not together with --non-persistent-ckpt-type local: which rollouts such a "
+            "checkpoint was trained on could not be read when training is resumed; use global"
+        )
+    if args.dataloader_type == "external":
+        raise ValueError(f"{where}: not together with --dataloader-type external")
+    if args.rollouts_follow is not None and args.rollouts_pack:
+        raise ValueError(
+            f"{where}: --rollouts-follow not together with --rollouts-pack: which rollouts fit "
+            "into a pack is known only when the next rollout is there"
+        )
+    if args.rollouts_follow is not None and args.dataloader_type != "single":
+        raise ValueError(
+            f"{where}: --rollouts-follow needs --dataloader-type single, the order of the store"
+        )
+
+
+def _sample_order(args: Any) -> str:
+    """What decides which rollouts a sample has.
+
+    A pack depends on how its rollouts are padded for context parallelism. A shuffled order
+    (cyclic) depends on how many samples are drawn, and on how the ranks share them out.
+    """
+    order = args.dataloader_type or "single"
+    if order != "single":
+        samples = args.train_samples or (args.train_iters or 0) * args.global_batch_size
+        order += (
+            f" over {samples} samples, "
+            f"{args.data_parallel_size} data-parallel ranks, micro-batches of "
+            f"{args.micro_batch_size}, data sharding {getattr(args, 'data_sharding', None)}"
+        )
+    if args.rollouts_pack:
+        multiple = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+        order += f", packs of {args.seq_length} aligned to {multiple}"
+    return str(order)

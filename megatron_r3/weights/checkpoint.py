@@ -1,0 +1,238 @@
+"""Load a Megatron checkpoint whole or not at all, and save one so.
+
+Megatron's `load_checkpoint` continues wherever a training could. Without a checkpoint it keeps the
+random weights; a tensor that the checkpoint lacks stays random; a tensor that the model lacks is
+dropped; missing rows of the vocabulary become zeros; and where Megatron gives up, it may exit with
+status 0. Here each of these is an error.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_r3.untrusted import one_line
+from megatron_r3.weights.qwen3_moe import VOCABULARY
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# CheckpointException derives from BaseException, so `except Exception` alone would let it pass.
+_FAILURES = (Exception, CheckpointException)
+# the beginnings of the names of weights; others, e.g. `optimizer` and `rng_state`, are not weights
+_WEIGHTS = ("embedding", "encoder", "decoder", "mtp", "output_layer")
+# Arguments that the shapes of a model do not show. The epsilon's name differs by release.
+_NO_SHAPES = (
+    *("kv_channels", "num_query_groups", "moe_router_topk", "moe_router_pre_softmax"),
+    *("layernorm_epsilon", "norm_epsilon", "rotary_base", "vocab_size"),
+)
+
+
+def check_load(args: Any) -> None:
+    """Refuse arguments that name no checkpoint.
+
+    Raises:
+        ValueError: there is no --load, or no checkpoint in it.
+    """
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    if args.load is None:
+        raise ValueError("--hf-export needs --load DIR, the checkpoint to export")
+    tracker = Path(get_checkpoint_tracker_filename(args.load))
+    if not tracker.is_file() and not getattr(args, "ckpt_step", None):
+        raise ValueError(f"--load {args.load}: there is no checkpoint (no {tracker.name})")
+
+
+def load_whole(model: torch.nn.Module, args: Any) -> None:
+    """Load the checkpoint `args.load` into a whole (one-process) model, all of it.
+
+    Raises:
+        ValueError: the checkpoint cannot be read, or has other tensors, shapes or settings than
+            the model; the model is then useless.
+    """
+    from megatron.training.checkpointing import load_checkpoint
+
+    args.finetune = False  # else Megatron does not compare its arguments with the checkpoint's
+    args.no_load_optim = args.no_load_rng = True
+    # a value that is still NaN afterwards was not loaded
+    for tensor in _floats(model.state_dict()).values():
+        tensor.detach().fill_(float("nan"))
+    where = f"--load {args.load}"
+    try:
+        with _comparing(model, args):
+            load_checkpoint([model], None, None)
+    except SystemExit:  # its status may be 0
+        raise ValueError(f"{where}: Megatron cannot load it; its reason is above") from None
+    except _FAILURES as error:  # a damaged file can make a loader raise anything
+        raise ValueError(f"{where}: not a checkpoint of this model: {_reason(error)}") from error
+    for name, tensor in _floats(model.state_dict()).items():
+        if count := int(tensor.isnan().sum()):
+            raise ValueError(
+                f"{where}: {count} of the {tensor.numel()} values of {name} were not loaded, or "
+                "are NaN in the checkpoint"
+            )
+
+
+def _reason(error: BaseException) -> str:
+    """Why a checkpoint was not read or written, in one line."""
+    text = str(error).strip()
+    if isinstance(error, CheckpointException):  # its text is tracebacks; the last line says why
+        text = text.splitlines()[-1]
+    return one_line(text, 1000) or type(error).__name__
+
+
+def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of a state dict, without Transformer Engine's `_extra_state`."""
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and not name.endswith("_extra_state")
+    }
+
+
+@contextmanager
+def _comparing(model: Any, args: Any) -> Iterator[None]:
+    """While this is open, compare a checkpoint with the model before it is loaded.
+
+    Megatron offers no hook for that. So three functions are replaced that its `load_checkpoint`
+    (megatron/training/checkpointing.py) calls: the loader of distributed checkpoints, the
+    comparison of arguments, and the model's own `load_state_dict` for checkpoints in one file.
+    """
+    from megatron.training import checkpointing
+
+    dist = checkpointing.dist_checkpointing
+    dist_load, check_args = dist.load, checkpointing.check_checkpoint_args
+    into_model = model.load_state_dict
+
+    def compared_dist_load(state: Any, directory: Any, *rest: Any, **more: Any) -> Any:
+        saved = dist.load_tensors_metadata(str(directory))
+        theirs = {k: tuple(t.global_shape) for k, t in saved.items() if _is_weight(k)}
+        ours = {key: shape for key, shape in _sharded(state["model"]) if _is_weight(key)}
+        _compare(ours, theirs, args.vocab_size)
+        return dist_load(state, directory, *rest, **more)
+
+    def compared_args(saved: Any, **more: Any) -> None:
+        check_args(saved, **more)
+        for name in _NO_SHAPES:
+            then, now = getattr(saved, name, None), getattr(args, name, None)
+            if then is not None and now is not None and then != now:
+                raise ValueError(f"it has {name} {then}, the arguments say {now}")
+
+    def compared_load_state_dict(state: Mapping[str, Any], strict: bool = True) -> Any:
+        theirs = {name: tuple(tensor.shape) for name, tensor in _floats(state).items()}
+        ours = {n: tuple(tensor.shape) for n, tensor in _floats(model.state_dict()).items()}
+        _compare(ours, theirs)
+        # Weights are the same on both sides now; extra states may differ. Megatron itself tries a
+        # second time with strict=False where a strict load fails.
+        return into_model(state, strict=False)
+
+    dist.load, checkpointing.check_checkpoint_args = compared_dist_load, compared_args
+    model.load_state_dict = compared_load_state_dict
+    try:
+        yield
+    finally:
+        dist.load, checkpointing.check_checkpoint_args = dist_load, check_args
+        del model.load_state_dict  # uncovers the method of its class
+
+
+def _is_weight(key: str) -> bool:
+    first, last = key.partition(".")[0], key.rpartition(".")[2]
+    return first in _WEIGHTS and not last.startswith("_extra_state")
+
+
+def _sharded(state: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The key and the whole shape of every tensor in a sharded state dict."""
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _sharded(value)
+    elif hasattr(state, "build"):  # a ShardedTensorFactory: gate and up, one tensor in Megatron
+        yield from _sharded(state.build())
+    elif hasattr(state, "global_shape") and hasattr(state, "dtype"):  # a ShardedTensor
+        yield state.key, tuple(state.global_shape)
+
+
+def _compare(ours: Shapes, theirs: Shapes, vocab_size: int | None = None) -> None:
+    """Compare the tensors of the model with those of the checkpoint, by name and shape.
+
+    Args:
+        vocab_size: how many rows a tensor of the vocabulary must have at least; padding beyond them
+            may differ. None: all rows must be the same in number.
+    """
+    if missing := sorted(ours.keys() - theirs.keys()):
+        raise ValueError(f"it has no {missing[0]} (tensors that it lacks: {len(missing)})")
+    if unknown := sorted(theirs.keys() - ours.keys()):
+        raise ValueError(
+            f"the model has no place for its {unknown[0]} (such tensors: {len(unknown)})"
+        )
+    for name, shape in ours.items():
+        want, got = shape, theirs[name]
+        if vocab_size is not None and name in VOCABULARY and got[0] >= vocab_size:
+            want, got = want[1:], got[1:]
+        if want != got:
+            raise ValueError(
+                f"its {name} is {theirs[name]}, the model's is {shape}: other model arguments"
+            )
+
+
+def check_save(args: Any) -> None:
+    """Refuse arguments that name no place for a new checkpoint.
+
+    Raises:
+        ValueError: there is no --save, it holds a checkpoint, or it cannot be written.
+    """
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    if args.save is None:
+        raise ValueError("--hf-import needs --save DIR, where the checkpoint goes")
+    folder, tracker = Path(args.save), Path(get_checkpoint_tracker_filename(args.save))
+    if tracker.exists() or _iteration_0(folder).exists():
+        raise ValueError(
+            f"--save {folder}: there is a checkpoint already: choose another folder, or move it"
+        )
+    try:
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if is_new:  # an import that is refused later leaves nothing behind
+            folder.rmdir()
+    except OSError as error:
+        raise ValueError(f"--save {folder}: cannot be written ({error.strerror})") from error
+
+
+def save_whole(model: torch.nn.Module, args: Any) -> None:
+    """Save a whole (one-process) model as iteration 0 of the new checkpoint `args.save`.
+
+    Raises:
+        ValueError: the checkpoint cannot be written; then it is not there.
+    """
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename, save_checkpoint
+
+    args.async_save = False  # this process ends right after the save
+    folder = Path(args.save)
+    try:
+        save_checkpoint(0, [model], None, None, 0)
+    except _FAILURES as error:
+        with suppress(OSError):
+            shutil.rmtree(_iteration_0(folder))
+        raise ValueError(
+            f"--save {folder}: the checkpoint cannot be written (is the disk full?): "
+            f"{_reason(error)}"
+        ) from error
+    if not Path(get_checkpoint_tracker_filename(args.save)).is_file():
+        raise ValueError(f"--save {folder}: Megatron wrote no checkpoint there")
+
+
+def _iteration_0(folder: Path) -> Path:
+    return folder / "iter_0000000"

@@ -1,0 +1,111 @@
+"""The example of docs/integrate.md runs as it stands there, on four processes."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import BATCH, SEQUENCE, config, model, start
+
+from fidelity.rig.worker import TreeWorker
+
+ROOT = Path(__file__).parents[2]
+LAYERS, EXPERTS, TOPK = 4, 8, 2
+LENGTHS = (11, 16)  # tokens of the two sequences; the rest is padding
+
+
+def example() -> Any:
+    """The function that the page defines."""
+    blocks = (ROOT / "docs" / "integrate.md").read_text().split("```python\n")[1:]
+    (source,) = (b.split("```")[0] for b in blocks if "def replayed_forward" in b)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    return names["replayed_forward"]
+
+
+def drawn_routes() -> torch.Tensor:
+    """Routes `[L, T, K]` of all rows: distinct ids that no live router would choose."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(LAYERS, sum(LENGTHS), EXPERTS, generator=generator)
+    return scores.topk(TOPK, dim=2).indices.to(torch.uint8)
+
+
+def whole_batch() -> dict[str, torch.Tensor]:
+    """Token i of the batch has id i, so that a hidden state tells which token it is."""
+    tokens = torch.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE)
+    rows = torch.full((BATCH, SEQUENCE), -1)
+    rows[0, : LENGTHS[0]] = torch.arange(LENGTHS[0])
+    rows[1, : LENGTHS[1]] = LENGTHS[0] + torch.arange(LENGTHS[1])
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1).contiguous()
+    return {"tokens": tokens, "labels": tokens, "position_ids": positions, "rows": rows}
+
+
+def split(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This context-parallel rank's part, by Megatron's own function, as the release wants it."""
+    from megatron.core import mpu
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    options = {"is_hybrid_cp": False, "cp_group": mpu.get_context_parallel_group()}
+    accepted = inspect.signature(get_batch_on_this_cp_rank).parameters
+    known = {name: value for name, value in options.items() if name in accepted}
+    return get_batch_on_this_cp_rank(batch, **known)
+
+
+def run_example(rank: int, shift: int) -> dict[str, int]:
+    """How many rows of this rank's routing maps are those of the tokens that are there."""
+    from megatron.core import parallel_state
+
+    start(tensor_model_parallel_size=2, context_parallel_size=2)
+    made = config(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
+    gpt = model(made)
+    routes, batch = drawn_routes(), whole_batch()
+    seen: dict[str, Any] = {"maps": {}}
+    gpt.decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(hidden=[*args, *kwargs.values()][0].detach()),
+        with_kwargs=True,
+    )
+    for number, layer in enumerate(gpt.decoder.layers):
+        layer.mlp.router.register_forward_hook(
+            lambda _, args, out, number=number: seen["maps"].update({number: out[1].detach()})
+        )
+    part = split(dict(batch))
+    example()(gpt, made, part, routes.roll(shift, dims=1), list(range(LAYERS)))
+
+    # which token each hidden state is: its embedding, compared with those of the whole vocabulary
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts: list[Any] = [None, None]
+    own = gpt.embedding.word_embeddings.weight.detach()
+    torch.distributed.all_gather_object(parts, own, group=group)
+    hidden_TH = seen["hidden"].reshape(-1, seen["hidden"].shape[-1])
+    tokens_T = torch.cdist(hidden_TH, torch.cat(parts)).argmin(1)
+
+    rows = batch["rows"].reshape(-1)
+    counts = {"right": 0, "of": 0, "padding": 0}
+    for number, map_TE in seen["maps"].items():
+        for token, chosen_E in zip(tokens_T.tolist(), map_TE, strict=True):
+            row = int(rows[token])
+            if row < 0:
+                counts["padding"] += 1
+                continue
+            recorded = sorted(routes[number, row].tolist())
+            counts["right"] += chosen_E.nonzero()[:, 0].tolist() == recorded
+            counts["of"] += 1
+    return counts
+
+
+def total(results: list[dict[str, int]], name: str) -> int:
+    return sum(result[name] for result in results)
+
+
+def test_every_token_of_every_rank_takes_its_recorded_experts(patched: TreeWorker) -> None:
+    results = patched.run(run_example, 4, 0)
+    assert total(results, "of") == total(results, "right") == LAYERS * sum(LENGTHS)
+    assert total(results, "padding") == LAYERS * (BATCH * SEQUENCE - sum(LENGTHS))
+    assert len({(result["of"], result["padding"]) for result in results}) > 1  # a real split
+
+
+def test_routes_that_are_shifted_by_a_token_show(patched: TreeWorker) -> None:
+    results = patched.run(run_example, 4, 1)
+    assert total(results, "right") < total(results, "of") / 2

@@ -1,0 +1,175 @@
+"""The option in a real tree: fields, flags, and what is told where megatron_r3 is not found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from tiny import config, start
+
+from fidelity.rig.worker import TreeWorker
+
+# Of each field: its default, a flag of it, and the value that the flag gives.
+OPTIONS: dict[str, tuple[Any, list[str], Any]] = {
+    "moe_router_replay": (False, ["--moe-router-replay"], True),
+    "moe_router_replay_aux_loss": ("replayed", ["--moe-router-replay-aux-loss", "live"], "live"),
+    "moe_router_replay_expert_bias": (
+        "replayed",
+        ["--moe-router-replay-expert-bias", "live"],
+        "live",
+    ),
+    "moe_router_replay_missing": ("live", ["--moe-router-replay-missing", "error"], "error"),
+    "moe_router_replay_fused_gate": (None, ["--no-moe-router-replay-fused-gate"], False),
+    "moe_router_replay_dispatch_plan": (True, ["--no-moe-router-replay-dispatch-plan"], False),
+    "moe_router_replay_log_mismatch_interval": (
+        None,
+        ["--moe-router-replay-log-mismatch-interval", "0"],
+        0,
+    ),
+    "moe_router_replay_verify_plan": (False, ["--moe-router-replay-verify-plan"], True),
+    "moe_router_replay_verify_dispatch": (False, ["--moe-router-replay-verify-dispatch"], True),
+}
+
+
+def from_the_command_line(rank: int, argv: list[str]) -> dict[str, Any]:
+    """What argparse makes of `argv`, and what it says of each flag of the option."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    given = vars(parser.parse_args(argv))
+    # Not format_help(): on 0.19 an option of upstream's has a bare % in its help, which raises.
+    formatter = parser._get_formatter()
+    return {
+        "values": {name: value for name, value in given.items() if name in OPTIONS},
+        "help": {
+            flag: formatter._expand_help(action)
+            for action in parser._actions
+            for flag in action.option_strings
+            if "moe-router-replay" in flag
+        },
+    }
+
+
+def test_every_field_has_a_flag_whose_value_arrives(patched: TreeWorker) -> None:
+    argv = [word for _, words, _ in OPTIONS.values() for word in words]
+    (given,) = patched.run(from_the_command_line, 1, argv)
+    assert given["values"] == {name: value for name, (_, _, value) in OPTIONS.items()}
+    off = {"--disable-moe-router-replay-dispatch-plan", "--disable-moe-router-replay-fused-gate"}
+    assert set(given["help"]) == {words[0] for _, words, _ in OPTIONS.values()} | off
+    assert all(len(text) > 20 for text in given["help"].values()), given["help"]
+    (default,) = patched.run(from_the_command_line, 1, [])
+    assert default["values"] == {name: value for name, (value, _, _) in OPTIONS.items()}
+
+
+def fields_of_the_config(rank: int) -> dict[str, Any]:
+    start()
+    off, on = config(moe_router_replay=False), config()
+    by_hand = config(**{name: value for name, (_, _, value) in OPTIONS.items()})
+    return {
+        "declared": [f.name for f in fields(off) if f.name.startswith("moe_router_replay")],
+        "off": [getattr(off, name) for name in OPTIONS],
+        "by hand": [getattr(by_hand, name) for name in OPTIONS],
+        "added by the check": sorted(vars(on).keys() - vars(off).keys()),
+    }
+
+
+def test_every_field_is_declared_and_the_check_adds_none(patched: TreeWorker) -> None:
+    (got,) = patched.run(fields_of_the_config, 1)
+    assert got["declared"] == list(OPTIONS)
+    assert got["off"] == [default for default, _, _ in OPTIONS.values()]
+    assert got["by hand"] == [value for _, _, value in OPTIONS.values()]
+    assert not got["added by the check"]
+
+
+def rebuilt(rank: int, fusion: bool, gate: bool | None) -> list[tuple[bool, bool | None]]:
+    """A config, and the same rebuilt from its fields, once and twice."""
+    start()
+    made = config(moe_router_fusion=fusion, moe_router_replay_fused_gate=gate)
+    configs = [made, replace(made), replace(replace(made))]
+    return [(c.moe_router_fusion, c.moe_router_replay_fused_gate) for c in configs]
+
+
+@pytest.mark.parametrize(
+    ("fusion", "gate", "settled"),
+    [
+        (False, None, (False, None)),
+        (True, None, (False, True)),  # no Transformer Engine here: upstream's part is turned off
+        (True, False, (False, False)),
+    ],
+)
+def test_a_config_that_is_rebuilt_from_its_fields_is_settled_the_same(
+    patched: TreeWorker, fusion: bool, gate: bool | None, settled: tuple[bool, bool | None]
+) -> None:
+    assert patched.run(rebuilt, 1, fusion, gate) == [[settled] * 3]
+
+
+class Unfindable:
+    """An importer before all others, for which some modules are not there, or are broken."""
+
+    def __init__(self, missing: str, error: ImportError | None = None) -> None:
+        self.missing, self.error = missing, error
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        """Asked for each module that is not in `sys.modules`."""
+        if name == self.missing:
+            raise self.error or ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def told(rank: int, missing: str, error: ImportError | None, argv: list[str] | None) -> str:
+    """What a config with the option tells, or with `argv` the check of the arguments."""
+    start()
+    for name in [n for n in sys.modules if n == missing or n.startswith("megatron_r3")]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Unfindable(missing, error))  # type: ignore[arg-type]
+    try:
+        if argv is None:
+            config()
+        else:
+            from megatron.training.arguments import parse_args, validate_args
+
+            sys.argv = ["pretrain_gpt.py", *argv]
+            validate_args(parse_args())
+    except (Exception, SystemExit) as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "nothing"
+
+
+ARGV = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --num-experts 4 "
+ARGV += "--max-position-embeddings 8 --micro-batch-size 1 --moe-router-replay "
+ARGV += "--tokenizer-type NullTokenizer --vocab-size 16"
+
+
+@pytest.mark.parametrize("argv", [None, ARGV.split()])
+@pytest.mark.parametrize("missing", ["megatron_r3", "megatron_r3.seams", "megatron_r3.replayable"])
+def test_a_missing_package_is_named(
+    patched: TreeWorker, missing: str, argv: list[str] | None
+) -> None:
+    (text,) = patched.run(told, 1, missing, None, argv)
+    if argv is None:
+        assert text == (
+            f"ValueError: moe_router_replay needs the megatron_r3 package: No module named "
+            f"{missing!r}."
+        )
+    else:
+        assert text == (
+            "SystemExit: error: --rollouts and --moe-router-replay need the megatron_r3 package: "
+            f"No module named {missing!r}"
+        )
+
+
+@pytest.mark.parametrize("argv", [None, ARGV.split()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'what_it_needs'", name="what_it_needs"),
+        ImportError("cannot import name 'gone'"),
+    ],
+)
+def test_a_broken_package_shows_its_own_error(
+    patched: TreeWorker, error: ImportError, argv: list[str] | None
+) -> None:
+    (text,) = patched.run(told, 1, "megatron_r3.replayable", error, argv)
+    assert text == f"{type(error).__name__}: {error}"

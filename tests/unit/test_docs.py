@@ -1,0 +1,243 @@
+"""README, CONTRIBUTING and docs: something runs each command.
+
+Every check is a function from a text to complaints, so that each has its control: a text that is
+made up and wrong, and must be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docs_pages import PAGES, ROOT, commands, help_of
+from engine_server import DATA, engine, write_inputs
+
+from megatron_r3.cli import main
+from megatron_r3.store import RolloutStore
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+CI = (ROOT / ".ci" / "run").read_text()
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+# -- what runs each command
+
+HERE = "this file"
+NO_GPU = "by hand: it needs a GPU"
+NO_CLONE = "by hand: it needs a clone of Megatron-LM, a network away"
+NO_DOCKER = "by hand: it needs several images of gigabytes"
+IMAGE = "tests/unit/docker/test_image.py"
+PATCHING = "tests/unit/patching/"
+# the first row that matches a command from its beginning counts; `ci make X` is a step of .ci/run,
+# or what such a step needs first
+RUN_BY = [
+    (r"make (setup|megatron|lint)\b", "ci make test"),
+    (r"make (apply|revert|status)\b", "tests/functional/test_make.py::test_apply_status_revert"),
+    (r"make verify\b", f"{PATCHING}test_verify.py::test_the_command"),
+    (r"make export\b", f"{PATCHING}test_export.py::test_the_command"),
+    (r"make bump\b", f"{PATCHING}test_bump.py::test_the_command"),
+    (r"make (fidelity|matrix) .*(MEGATRON|REPO)=", NO_CLONE),
+    (r"make bench-gpu .*MEGATRON=", NO_GPU),
+    (r"make image-matrix\b", NO_DOCKER),
+    (r"make image-vllm-cpu\b", NO_DOCKER),
+    (r"make (help|clean)\b", HERE),
+    (r"make ([\w-]+)", r"ci make \1"),
+    (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
+    (r"megatron-r3 rollouts\b", HERE),
+    (r"python -m pytest\b", "ci make test"),
+    (r"python -m fuzz\.run\b", "ci make fuzz"),
+    (r"python -m benchmarks\.\w+", "ci make bench-gpu"),
+    (r"python -m demo\.collect\b", "by hand: it takes a vLLM server for minutes"),
+    (r"python -m megatron_r3\.cpu\b", "ci make demo"),
+    (r"python -m tests\.upstream\.driver\b", "tests/upstream/test_driver.py::test_rows_say_what"),
+    (
+        r"(python -m sglang|vllm serve)\b",
+        "by hand: the engine's own; make demo SAMPLER=vllm runs one",
+    ),
+    (r"torchrun .*-m megatron_r3\.cpu demo/pretrain\.py\b", "ci make demo"),
+    (r"torchrun .*-m megatron_r3\.cpu ~/Megatron-LM/pretrain_gpt\.py\b", NO_CLONE),
+    (r"torchrun .*hf\.py --hf-export\b", "tests/functional/test_hf.py::test_import_and_export"),
+    (r"torchrun .*hf\.py --hf-import\b", "tests/functional/test_hf.py::test_import_and_export"),
+    (
+        r"torchrun .*pretrain_gpt\.py .*--rollouts-follow\b",
+        "tests/functional/test_follow.py::test_",
+    ),
+    (r"torchrun .*pretrain_gpt\.py\b", "ci make demo"),  # the options; the model is the reader's
+    (r"pip install\b", "ci make test"),
+    (r"docker build\b", "ci make image"),
+    (r"docker run\b", NO_GPU),
+    (r"docker (compose|stop)\b", f"{IMAGE}::test_containers_run_as_who_is_named"),
+    (r"docker/rl-run\b", f"{IMAGE}::test_a_turn_opens_its_folder_to_nobody"),
+    (r"(cd|git) ", f"{PATCHING}test_bump_conflicts.py::test_a_conflict_gives_five_lines"),
+]
+
+
+def runner_of(words: list[str]) -> str | None:
+    text = " ".join(words)
+    for pattern, runner in RUN_BY:
+        if match := re.match(pattern, text):
+            return match.expand(runner) if "\\1" in runner else runner
+    return None
+
+
+def needed_by_ci() -> set[str]:
+    """The make targets of .ci/run, and those that they need first."""
+    needs = dict(re.findall(r"^([a-z-]+):([^\n#]*)", MAKEFILE, re.MULTILINE))
+    targets = set(re.findall(r"^\s*make ([a-z-]+)", CI, re.MULTILINE))
+    while more := {word for t in targets for word in re.findall(r"[a-z-]+", needs[t])} - targets:
+        targets |= more & needs.keys()
+        if not more & needs.keys():
+            break
+    return targets
+
+
+def is_there(runner: str) -> bool:
+    if runner == HERE or runner.startswith("by hand: "):
+        return True
+    if runner.startswith("ci make "):
+        return runner.removeprefix("ci make ") in needed_by_ci()
+    path, _, name = runner.partition("::")
+    return (ROOT / path).is_file() and f"def {name}" in (ROOT / path).read_text()
+
+
+def not_run(text: str) -> list[str]:
+    """The commands that nothing runs."""
+    found = []
+    for command in commands(text):
+        runner = runner_of(command.words)
+        if runner is None or not is_there(runner):
+            found.append(f"{' '.join(command.words)} ({runner or 'give it a row in RUN_BY'})")
+    return found
+
+
+@each_page
+def test_each_command_is_run_by_a_test_or_by_ci(page: Path) -> None:
+    assert not_run(page.read_text()) == []
+
+
+def test_commands_that_nothing_runs_are_found() -> None:
+    assert len(not_run("```bash\nmake coffee\nnpm install && make demo\n```")) == 2
+    assert len(not_run("so `make\ncoffee NOW=1` is wrong, and `make` alone is no command")) == 1
+    assert not is_there("ci make bump")
+    assert not is_there("tests/unit/test_docs.py::test_nothing_of_" + "this_name")
+
+
+def test_every_row_is_of_some_command() -> None:
+    texts = [" ".join(c.words) for page in PAGES for c in commands(page.read_text())]
+    of_some = {next((p for p, _ in RUN_BY if re.match(p, text)), "") for text in texts}
+    assert [pattern for pattern, _ in RUN_BY if pattern not in of_some] == []
+
+
+# -- make
+
+
+def wrong_make(words: list[str]) -> str:
+    """What is wrong with a make command: an unknown target or variable, or a dry run that fails."""
+    given = [word for word in words[1:] if re.fullmatch(r"[A-Z_]+=.*", word)]
+    targets = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)]
+    unknown = [v for v in given if not re.search(rf"^{v.partition('=')[0]}\s*\?=", MAKEFILE, re.M)]
+    if unknown or not targets:
+        return f"{words}: no such variable or target: {unknown or words[1:]}"
+    done = subprocess.run(
+        # nothing is made again here: the environment may be older than requirements.lock
+        ["make", "-n", "-o", "build/venv/.done", *targets, *given],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return "" if done.returncode == 0 else f"{words}: {done.stderr}"
+
+
+def test_make_commands_have_targets_and_variables() -> None:
+    found = {tuple(c.words) for page in PAGES for c in commands(page.read_text())}
+    makes = [[*words] for words in sorted(found) if words[0] == "make"]
+    assert len(makes) > 30
+    assert [wrong for words in makes if (wrong := wrong_make(words))] == []
+    assert wrong_make(["make", "coffee"])
+    assert wrong_make(["make", "demo", "SAMPLR=vllm"])
+
+
+def test_make_help_lists_every_target() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    phony = re.search(r"\.PHONY: (.*?)\n\n", MAKEFILE, re.DOTALL)
+    assert phony is not None
+    listed = {line.partition(":")[0] for line in done.stdout.splitlines()}
+    assert listed == set(phony[1].replace("\\\n", " ").split()) - {"help"} | (listed & {"help"})
+
+
+# -- megatron-r3
+
+
+class _Parsed(Exception):
+    """Raised in the place of running a command that was parsed."""
+
+
+def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """What the real parser makes of `megatron-r3 ...`; SystemExit if it refuses."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parsed(self: Any, argv: Any = None, namespace: Any = None) -> Any:
+        raise _Parsed(parse_args(self, argv, namespace))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_args", parsed)
+        with pytest.raises(_Parsed) as caught:
+            main(words)
+    return caught.value.args[0]
+
+
+def test_commands_of_megatron_r3_parse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [c for page in PAGES for c in commands(page.read_text()) if c.words[0] == "megatron-r3"]
+    whole = [c.words[1:] for c in found if c.whole and "..." not in c.words]
+    assert len(whole) >= 8
+    for words in whole:
+        assert callable(parse(words, monkeypatch).run)
+    for command in found:  # an inline one leaves arguments out: its options must be there
+        names = re.match(r"(?:[a-z][a-z-]* )*", " ".join([*command.words[1:], ""]))
+        assert names is not None
+        text = help_of(names[0].split(), capsys)
+        assert [w for w in command.words if w.startswith("--") and w not in text] == []
+
+
+def test_a_command_with_an_unknown_option_does_not_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        parse(["rollouts", "inspect", "rollouts", "--colour"], monkeypatch)
+
+
+def test_the_commands_on_rollouts_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write_inputs(tmp_path, 4)
+    Path("rewards.py").write_text("def score(sample):\n    return len(sample.response_tokens)\n")
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
+    Path("HF_DIR").mkdir()
+    Path("config.json").rename("HF_DIR/config.json")
+    line = json.loads((DATA / "14_p12_g10_n2.json").read_text())
+    line = {"request": line["request"], "response": line["response"], "reward": [0, 1]}
+    Path("recorded.jsonl").write_text(json.dumps(line) + "\n")
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "collect.md").read_text()
+    found = [c.words[1:] for c in commands(text) if c.whole and c.words[0] == "megatron-r3"]
+    found = [words for words in found if "transformers" not in words]  # make demo runs that
+    assert {words[1] for words in found} == {"collect", "inspect", "verify", "convert"}
+    with engine() as server:
+        for words in found:
+            words = [server.url if word.startswith("http://") else word for word in words]
+            assert main(words) == 0, capsys.readouterr().err
+    assert len(RolloutStore(["rescored"])) == 4 * 8
+    assert len(RolloutStore(["converted"])) == 2
+
+
+@each_page
+def test_modules_that_are_run_exist(page: Path) -> None:
+    for command in commands(page.read_text()):
+        if command.words[:2] == ["python", "-m"] and command.words[2] != "sglang.launch_server":
+            assert importlib.util.find_spec(command.words[2]), command.words
