@@ -125,8 +125,9 @@ image-test:  ## run the tests inside the image built last, or TAG= (TESTS=: what
 image-matrix:  ## build and test the images of all release lines (BASE_IMAGE=, MEGATRON_SOURCE=)
 	$(IMAGE) matrix
 
-# One thread for each process: the tests fill the cores by themselves. A worker that has nothing left
-# to do takes tests from another one. 16 workers and the ranks that they start need some 50 GB.
+# Each process has one thread, since the tests fill the cores by themselves. A worker that has no test
+# left takes tests from another one. Every worker holds two Megatron trees and the ranks of a test in
+# memory (some 3 GB), so that there are at most 16 workers.
 test: lint megatron  ## lint, then all tests, in as many processes as there are cores (JOBS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --maxprocesses 16 --dist worksteal
 

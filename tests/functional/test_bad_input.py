@@ -1,4 +1,7 @@
-"""Wrong data and wrong options never train: one clear error, before any process group."""
+"""Wrong data and wrong options never train: one clear error, before any process group.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Replaying what was recorded live changes nothing, to the last bit; anything else shows."""
+"""Replaying what was recorded live changes nothing, to the last bit; anything else shows.
+
+Shape suffixes (docs/glossary.md): T.
+"""
 
 from __future__ import annotations
 

@@ -36,11 +36,13 @@ FLOORS = [
     for line in """
     cli
     rollouts patching seams weights pretrain online
-    integrations
+    integrations router_replay
     training launch cpu engines
     replay replayable
-    microbatch plan gate balance store rows
-    routes fingerprint
+    microbatch
+    plan gate balance store rows
+    rollout fingerprint
+    routes
     untrusted values
     """.strip().splitlines()
 ]
