@@ -21,6 +21,8 @@ ONLY     ?=
 # fuzz: how many tries, and the seed that chooses them
 TRIES    ?= 10000
 SEED     ?= 0
+# test: how many processes share the tests
+JOBS     ?= $(shell nproc)
 # bench-dispatch: steps of each variant
 ROUNDS   ?= 10
 # bench-store: tokens of all rollouts together
@@ -124,8 +126,11 @@ image-test:  ## run the tests inside the image that was built last, or TAG= (TES
 image-matrix:  ## build and test the images of all release lines (BASE_IMAGE=, MEGATRON_SOURCE=)
 	$(IMAGE) matrix
 
-test: lint megatron  ## run lint, then all tests
-	$(VENV)/bin/python -m pytest
+# Each process has one thread, since the tests fill the cores by themselves. A worker that has no test
+# left takes tests from another one. Every worker holds two Megatron trees and the ranks of a test in
+# memory (some 3 GB), so that there are at most 16 workers.
+test: lint megatron  ## run lint, then all tests, in as many processes as there are cores (JOBS=)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --maxprocesses 16 --dist worksteal
 
 fuzz: megatron  ## try bad input; fails if a result is neither right nor one clear line (TRIES=, SEED=, ONLY=CLASS)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fuzz.run --tries $(TRIES) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)")

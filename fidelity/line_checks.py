@@ -14,6 +14,7 @@ from fidelity.cases import CASES
 from fidelity.off import train_off
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
+from fidelity.router_replay import use_router_replay
 from fidelity.table import Table, passed
 from fidelity.trees import training_or_core, unpatched_copy
 from megatron_r3.patching.apply import apply_series, revert_series
@@ -22,7 +23,6 @@ from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import read_series
 from megatron_r3.patching.verify import verify_tree
 from megatron_r3.patching.versions import KnownTree, Line
-from tests.upstream.api import use_router_replay
 
 Result = tuple[bool, str]
 

@@ -1,9 +1,7 @@
-"""Bodies of vLLM and SGLang around samples that are made up, as their released servers write them.
+"""Response bodies around made-up samples, as the released servers of vLLM and SGLang write them.
 
-Shapes were taken from the recorded responses in tests/data/vllm and from
-tests/support/engine_bodies.
-
-Shape suffixes: T rows, H hidden layers, K top-k.
+The fields were taken from the recorded responses in tests/data/vllm and from
+tests/support/engine_bodies.py.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ SHAPE = ModelShape(16, 4, (1, 2, 4), 5, VOCABULARY)
 
 @dataclass
 class Choice:
-    """One sample; any value may be one that cannot be.
+    """One sample of an answer. Each value may be an impossible one.
 
     Attributes:
-        rows: `[T, H, K]` ids, or whatever is sent in their place.
-        names: what the log-probs call their tokens; None: by their ids.
-        reason: why it ended.
+        rows: the expert ids, rows x hidden layers x top-k, or what is sent in their place.
+        names: what the log-probs call their tokens. None means that they are called by their ids.
+        reason: why the sample ended.
     """
 
     tokens: list[Any]
@@ -44,8 +42,8 @@ class Choice:
 
 
 @dataclass
-class Told:
-    """What a server tells: one prompt, and `n` choices."""
+class Answer:
+    """What a server answers to one prompt: `n` choices."""
 
     prompt: list[int]
     choices: list[Choice]
@@ -55,8 +53,8 @@ class Told:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def made_rows(rng: random.Random, rows: int, shape: ModelShape) -> np.ndarray:
-    """`[T, H, K]` int32 of all hidden layers; dense ones are zero."""
+def make_rows(rng: random.Random, rows: int, shape: ModelShape) -> np.ndarray:
+    """Made-up ids, int32, rows x hidden layers x top-k; those of dense layers are zero."""
     numbers = np.random.default_rng(rng.getrandbits(64))
     ids = numbers.random((rows, shape.num_hidden_layers, shape.num_experts)).argsort(-1)
     ids = ids[..., : shape.topk].astype(np.int32)
@@ -64,24 +62,24 @@ def made_rows(rng: random.Random, rows: int, shape: ModelShape) -> np.ndarray:
     return ids
 
 
-def made(rng: random.Random, shape: ModelShape, choices: int) -> Told:
-    """A prompt and samples of it that are possible."""
+def make_answer(rng: random.Random, shape: ModelShape, choices: int) -> Answer:
+    """An answer with a made-up prompt and possible samples of it."""
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 7))]
-    told = Told(prompt, [])
+    answer = Answer(prompt, [])
     for _ in range(choices):
         count = rng.randint(1, 6)
         tokens = [rng.randrange(VOCABULARY) for _ in range(count)]
         logprobs = [rng.choice((0.0, -rng.random(), -8 * rng.random(), -60.0)) for _ in tokens]
-        rows = made_rows(rng, len(prompt) + count - 1, shape)
-        told.choices.append(Choice(tokens, logprobs, rows))
-    return told
+        rows = make_rows(rng, len(prompt) + count - 1, shape)
+        answer.choices.append(Choice(tokens, logprobs, rows))
+    return answer
 
 
-# -- how routes are sent
+# -- the encodings of routes
 
 
 def npy(rows: Any) -> Any:
-    """vLLM from 0.22 on: a `.npy` in base64, of uint8 up to 256 experts."""
+    """vLLM from 0.22 on: a `.npy` file in base64; its ids are uint8 where they fit."""
     if not isinstance(rows, np.ndarray):
         return rows
     stream = io.BytesIO()
@@ -91,7 +89,7 @@ def npy(rows: Any) -> Any:
 
 
 def int32(rows: Any) -> Any:
-    """SGLang: the tensor's bytes in base64, nothing beside them."""
+    """SGLang: the bytes of an int32 tensor in base64, without its shape."""
     if not isinstance(rows, np.ndarray):
         return rows
     return base64.b64encode(rows.astype("<i4").tobytes()).decode()
@@ -101,7 +99,7 @@ def _plain(rows: Any) -> Any:
     return rows.tolist() if isinstance(rows, np.ndarray) else rows
 
 
-# -- the parts of OpenAI's routes
+# -- the parts of a body in the form of OpenAI's API
 
 
 def _names(choice: Choice) -> list[Any]:
@@ -123,80 +121,87 @@ def _content(choice: Choice) -> dict[str, Any]:
     return {"content": [{"token": n, "logprob": v, "bytes": None} for n, v in pairs]}
 
 
-def _openai(told: Told, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    body = {"id": "b2b8", "object": kind, "created": 1795225217, "model": told.model}
-    return {**body, "choices": choices, "usage": {"prompt_tokens": len(told.prompt)}, **told.extra}
+def _openai(answer: Answer, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    body = {"id": "b2b8", "object": kind, "created": 1795225217, "model": answer.model}
+    return {
+        **body,
+        "choices": choices,
+        "usage": {"prompt_tokens": len(answer.prompt)},
+        **answer.extra,
+    }
 
 
-def _asked(told: Told, **more: Any) -> dict[str, Any]:
-    request = {"model": "tiny", "max_tokens": told.max_tokens, "n": len(told.choices)}
+def _asked(answer: Answer, **more: Any) -> dict[str, Any]:
+    request = {"model": "tiny", "max_tokens": answer.max_tokens, "n": len(answer.choices)}
     return {**request, "return_token_ids": True, **more}
 
 
-def _returned(told: Told) -> Any:
-    return told.prompt if told.returned_prompt is None else told.returned_prompt
+def _returned(answer: Answer) -> Any:
+    return answer.prompt if answer.returned_prompt is None else answer.returned_prompt
 
 
 # -- the dialects
 
 
-def completions(told: Told) -> tuple[Any, dict[str, Any]]:
+def completions(answer: Answer) -> tuple[Any, dict[str, Any]]:
     """vLLM's /v1/completions, routes as base64."""
     choices = [
         {
             "index": i, "text": "made up", "logprobs": _listed(one), "finish_reason": one.reason,
-            "stop_reason": None, "token_ids": one.tokens, "prompt_token_ids": _returned(told),
+            "stop_reason": None, "token_ids": one.tokens, "prompt_token_ids": _returned(answer),
             "routed_experts": npy(one.rows),
         }
-        for i, one in enumerate(told.choices)
+        for i, one in enumerate(answer.choices)
     ]  # fmt: skip
-    return _openai(told, "text_completion", choices), _asked(told, prompt=told.prompt, logprobs=1)
+    return _openai(answer, "text_completion", choices), _asked(
+        answer, prompt=answer.prompt, logprobs=1
+    )
 
 
-def nested(told: Told) -> tuple[Any, dict[str, Any]]:
+def nested(answer: Answer) -> tuple[Any, dict[str, Any]]:
     """vLLM 0.21: nested lists, the prompt's rows beside the choices, MoE layers only."""
-    body, request = completions(told)
-    for one, choice in zip(told.choices, body["choices"], strict=True):
+    body, request = completions(answer)
+    for one, choice in zip(answer.choices, body["choices"], strict=True):
         rows = _plain(one.rows)
-        choice["routed_experts"] = rows[len(told.prompt) :] if isinstance(rows, list) else rows
+        choice["routed_experts"] = rows[len(answer.prompt) :] if isinstance(rows, list) else rows
         if isinstance(rows, list):
-            body["prompt_routed_experts"] = rows[: len(told.prompt)]
+            body["prompt_routed_experts"] = rows[: len(answer.prompt)]
     return body, request
 
 
-def chat(told: Told) -> tuple[Any, dict[str, Any]]:
-    """vLLM's /v1/chat/completions; what the prompt's tokens are, the response says."""
+def chat(answer: Answer) -> tuple[Any, dict[str, Any]]:
+    """vLLM's /v1/chat/completions. Only the response says which tokens the prompt has."""
     choices = [
         {
             "index": i, "message": {"role": "assistant", "content": "made up"},
             "logprobs": _content(one), "finish_reason": one.reason, "token_ids": one.tokens,
             "routed_experts": npy(one.rows),
         }
-        for i, one in enumerate(told.choices)
+        for i, one in enumerate(answer.choices)
     ]  # fmt: skip
-    body = _openai(told, "chat.completion", choices) | {"prompt_token_ids": _returned(told)}
+    body = _openai(answer, "chat.completion", choices) | {"prompt_token_ids": _returned(answer)}
     messages = [{"role": "user", "content": "say something"}]
-    return body, _asked(told, messages=messages, logprobs=True)
+    return body, _asked(answer, messages=messages, logprobs=True)
 
 
-def generate(told: Told) -> tuple[Any, dict[str, Any]]:
+def generate(answer: Answer) -> tuple[Any, dict[str, Any]]:
     """vLLM's /inference/v1/generate."""
     choices = [
         {
             "index": i, "logprobs": _content(one), "finish_reason": one.reason,
             "token_ids": one.tokens, "routed_experts": npy(one.rows),
         }
-        for i, one in enumerate(told.choices)
+        for i, one in enumerate(answer.choices)
     ]  # fmt: skip
-    body = _openai(told, "generate", choices)
-    params = {"max_tokens": told.max_tokens, "logprobs": 1, "n": len(told.choices)}
-    return body, {"model": "tiny", "token_ids": told.prompt, "sampling_params": params}
+    body = _openai(answer, "generate", choices)
+    params = {"max_tokens": answer.max_tokens, "logprobs": 1, "n": len(answer.choices)}
+    return body, {"model": "tiny", "token_ids": answer.prompt, "sampling_params": params}
 
 
-def stream(told: Told) -> tuple[Any, dict[str, Any]]:
-    """The same streamed: an event for each token, routes in the last one of a choice."""
+def stream(answer: Answer) -> tuple[Any, dict[str, Any]]:
+    """A streamed `generate`: an event for each token, and routes in the last event of a choice."""
     events = []
-    for index, one in enumerate(told.choices):
+    for index, one in enumerate(answer.choices):
         entries = _content(one)["content"]
         count = max(len(one.tokens), len(entries), 1)
         for i in range(count):
@@ -206,20 +211,20 @@ def stream(told: Told) -> tuple[Any, dict[str, Any]]:
                 "finish_reason": one.reason if last else None, "token_ids": one.tokens[i : i + 1],
                 "routed_experts": npy(one.rows) if last else None,
             }  # fmt: skip
-            events.append({"request_id": "b2b8", "model": told.model, "choices": [part]})
-    text = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events])
-    _, request = generate(told)
+            events.append({"request_id": "b2b8", "model": answer.model, "choices": [part]})
+    text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    _, request = generate(answer)
     return f"{text}data: [DONE]\n\n", {**request, "stream": True}
 
 
-def sglang(told: Told) -> tuple[Any, dict[str, Any]]:
+def sglang(answer: Answer) -> tuple[Any, dict[str, Any]]:
     """SGLang's /generate."""
     items = [
         {
             "text": "made up", "output_ids": one.tokens,
             "meta_info": {
                 "id": "b2b8", "finish_reason": {"type": one.reason, "length": len(one.tokens)},
-                "prompt_tokens": len(_returned(told)) if isinstance(_returned(told), list) else -1,
+                "prompt_tokens": len(p) if isinstance(p := _returned(answer), list) else -1,
                 "weight_version": "default", "num_retractions": 0,
                 "output_token_logprobs": [
                     [value, named, None]
@@ -232,23 +237,23 @@ def sglang(told: Told) -> tuple[Any, dict[str, Any]]:
                 "completion_tokens": len(one.tokens), "cached_tokens": 0,
                 "routed_experts": int32(one.rows),
             },
-            **told.extra,
+            **answer.extra,
         }
-        for one in told.choices
+        for one in answer.choices
     ]  # fmt: skip
     request = {
-        "input_ids": told.prompt, "return_logprob": True, "return_routed_experts": True,
-        "sampling_params": {"max_new_tokens": told.max_tokens, "n": len(told.choices)},
+        "input_ids": answer.prompt, "return_logprob": True, "return_routed_experts": True,
+        "sampling_params": {"max_new_tokens": answer.max_tokens, "n": len(answer.choices)},
     }  # fmt: skip
     return (items[0] if len(items) == 1 else items), request
 
 
-def sglang_openai(told: Told) -> tuple[Any, dict[str, Any]]:
+def sglang_openai(answer: Answer) -> tuple[Any, dict[str, Any]]:
     """SGLang's /v1/completions: `sglext` for one choice, `meta_info` in each of several."""
-    body, request = completions(told)
-    for one, choice in zip(told.choices, body["choices"], strict=True):
+    body, request = completions(answer)
+    for one, choice in zip(answer.choices, body["choices"], strict=True):
         del choice["routed_experts"]
-        if len(told.choices) > 1:
+        if len(answer.choices) > 1:
             choice["meta_info"] = {"routed_experts": int32(one.rows), "num_retractions": 0}
         else:
             body["sglext"] = {"routed_experts": int32(one.rows), "cached_tokens_details": None}
@@ -257,18 +262,19 @@ def sglang_openai(told: Told) -> tuple[Any, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one route of one engine answers.
+    """The form in which one HTTP endpoint of one engine answers.
 
     Attributes:
-        engine: whose decoder reads it.
-        build: body and request of what is told.
-        names_tokens: whether log-probs say which tokens they are of.
+        engine: the engine whose decoder reads the body.
+        build: makes the body, and the request that led to it.
+        shape: the model that sampled.
+        names_tokens: whether each log-prob says which token it belongs to.
         names_model: whether the body says which model sampled.
-        returns_prompt: whether the body repeats the prompt's tokens, and how many there are.
+        returns_prompt: whether the body repeats the prompt's tokens or says how many there are.
     """
 
     engine: str
-    build: Callable[[Told], tuple[Any, dict[str, Any]]]
+    build: Callable[[Answer], tuple[Any, dict[str, Any]]]
     shape: ModelShape = SHAPE
     names_tokens: bool = True
     names_model: bool = True

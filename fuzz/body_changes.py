@@ -1,4 +1,4 @@
-"""What is wrong with the form of a body: fields, choices, base64, text."""
+"""Damage to the form of a body: its fields, choices, base64 and text."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ ODD: list[Any] = [
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every field, and of the first and last item of every list."""
     found = [path] if path else []
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -29,7 +30,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-# what tells nothing of a sample: changed, it leaves the sample as it was
+# Fields that say nothing of the sample: whatever stands there, the same sample must come out.
 _NO_VALUE = (
     "created",
     "id",
@@ -43,7 +44,7 @@ _NO_VALUE = (
 
 
 def _odd_field(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """A field that is missing, has another name, or holds another type; never another value."""
+    """Take a field out, rename it, or give it a value of another type, but never another value."""
     if isinstance(body, str):
         return _odd_event(body, rng)
     body = copy.deepcopy(body)
@@ -63,7 +64,7 @@ def _odd_field(body: Any, rng: random.Random) -> tuple[Any, str]:
             isinstance(odd, str) and isinstance(old, str)
         )
         if alike and last not in _NO_VALUE:
-            odd = [odd]  # another text or number may be another possible value
+            odd = [odd]  # as it is, another number or text might be another possible value
         parent[last] = odd
     return body, f"{kind} {'.'.join(map(str, [*parents, last]))}"
 
@@ -81,7 +82,7 @@ def _odd_event(text: str, rng: random.Random) -> tuple[str, str]:
 
 
 def _other_order(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """Choices in another order; their index says which is which."""
+    """Put the choices into another order. Their `index` still says which is which."""
     if isinstance(body, dict) and isinstance(body.get("choices"), list) and "sglext" not in body:
         body = copy.deepcopy(body)
         rng.shuffle(body["choices"])
@@ -91,7 +92,7 @@ def _other_order(body: Any, rng: random.Random) -> tuple[Any, str]:
 
 
 def _odd_choices(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """A choice too many, too few, twice, or of another number."""
+    """Take a choice out, put it in twice, or change its number."""
     kind = rng.choice(("twice", "none", "fewer", "index", "null"))
     body = copy.deepcopy(body)
     if isinstance(body, str):
@@ -123,7 +124,7 @@ def _routes_places(body: Any) -> list[tuple[dict[str, Any], str]]:
 
 
 def _damaged_base64(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """Routes whose text or bytes are damaged."""
+    """Damage the base64 text of the routes, or the bytes in it."""
     if isinstance(body, str):
         events = body.split("\n\n")
         event, said = _damaged_base64(json.loads(events[-3][6:]), rng)
@@ -155,7 +156,7 @@ def _damaged_base64(body: Any, rng: random.Random) -> tuple[Any, str]:
 
 
 def changed_text(text: str, rng: random.Random) -> tuple[str, str]:
-    """Text that is no whole body any more, or another service's."""
+    """Text that is no whole body any more, or the body of another service."""
     where = rng.randrange(len(text) - 4)
     kind = rng.choice(("cut", "html", "deep", "deep list", "digits", "quote", "nothing", "other"))
     changed = {

@@ -1,4 +1,4 @@
-"""The real commands: each in a process of its own, and what it says on stderr."""
+"""The real commands, each in a process of its own, and the check of what they write to stderr."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import util
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 from fuzz.outcome import bad_line
 
 ROOT = Path(__file__).parents[1]
-_MOST_LINES = 60
+_MOST_LINES = 60  # of the list below an error
 
 
 def start(arguments: Sequence[str], folder: Path, name: str) -> subprocess.Popen[bytes]:
-    """Start `megatron-r3` with these arguments; NAME.out and NAME.err are what it says."""
+    """Start `megatron-r3` with these arguments; its output goes to NAME.out and NAME.err."""
     with (folder / f"{name}.out").open("wb") as out, (folder / f"{name}.err").open("wb") as error:
         return subprocess.Popen(
             [sys.executable, "-m", "megatron_r3.cli", *arguments],
@@ -30,9 +30,9 @@ def start(arguments: Sequence[str], folder: Path, name: str) -> subprocess.Popen
 
 
 def bad_stderr(text: str, names: Sequence[str]) -> str | None:
-    """Why this is not one `error:` line, with or without a list under it, in a few words.
+    """Why this is not one `error:` line, in a few words; None if it is.
 
-    `apply` names each file that is wrong in a line of its own below its error.
+    A list may stand below the line: `apply` names each wrong file in a line of its own there.
     """
     first, *rest = text.removesuffix("\n").split("\n")
     if not first.startswith("error: "):
@@ -48,12 +48,12 @@ def bad_stderr(text: str, names: Sequence[str]) -> str | None:
     return wrong if wrong is None else f"{wrong}: {text[:2000]!a}"
 
 
-def borrowed(name: str) -> ModuleType:
-    """A module of tests/support, which is no package."""
-    spec = util.spec_from_file_location(name, ROOT / "tests" / "support" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
+def from_tests(name: str) -> ModuleType:
+    """Import a module of tests/support, which the fuzz shares with the tests.
+
+    The folder is no package: pytest has it on `sys.path` (pyproject.toml), and so has the fuzz.
+    """
+    folder = str(ROOT / "tests" / "support")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return import_module(name)

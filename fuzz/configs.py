@@ -1,6 +1,7 @@
-"""Model configs: config.json with other numbers, other types, noise, and what fills the memory.
+"""Tries on config.json: other numbers, other types, noise, and numbers that would fill the memory.
 
-Which layers a config means is worked out again here, for three families, after docs/engines.md.
+Which layers of a config are MoE layers is worked out a second time here (`meant`), for three
+families of models and after docs/engines.md, to compare it with what the product reads.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Meaning = tuple[int, tuple[int, ...], int, int, int | None]
 
 
 def prepare(shared: Path) -> None:
-    """Nothing."""
+    """Prepare nothing: every try writes its own config."""
 
 
 def attempt(rng: random.Random, folder: Path, state: None) -> Verdict:
@@ -54,23 +55,23 @@ def attempt(rng: random.Random, folder: Path, state: None) -> Verdict:
         **json.loads(json.dumps(rng.choice(_FAMILIES))),
     }
     must = False
-    how = rng.random()
-    if how < 0.05:
-        must, said = True, "nothing is changed"
-    elif how < 0.2:
-        said = _possible(config, rng)
+    chance = rng.random()
+    if chance < 0.05:
+        must, change = True, "nothing is changed"
+    elif chance < 0.2:
+        change = _possible(config, rng)
     else:
-        said = " and ".join(_change(config, rng) for _ in range(rng.choice((1, 1, 2))))
+        change = " and ".join(_change(config, rng) for _ in range(rng.choice((1, 1, 2))))
     text = json.dumps(config)
-    if how > 0.95:
+    if chance > 0.95:
         text = rng.choice(_TEXTS)
-        said = f"text: {text!a:.40}"
+        change = f"text: {text!a:.40}"
     data = text.encode(errors="surrogatepass")
-    if 0.85 < how <= 0.95:
+    if 0.85 < chance <= 0.95:
         changed = bytearray(data)
         changed[rng.randrange(len(data))] = rng.choice((0, 0x22, 0x31, 0x39, 0x7B, 0xFF, 0x2D))
-        data, said = bytes(changed), "noise"
-    note(folder, said)
+        data, change = bytes(changed), "noise"
+    note(folder, change)
     path = folder / "config.json"
     path.write_bytes(data)
     given = rng.choice((path, folder))
@@ -99,7 +100,10 @@ def _read(path: Path) -> Meaning:
 
 
 def meant(data: bytes) -> Meaning | None:
-    """Layers, MoE layers, experts, top-k and vocabulary; None if no model has such a config."""
+    """Layers, MoE layers, experts, top-k and vocabulary.
+
+    None means that no model has such a config. A vocabulary of None means that the config has none.
+    """
     try:
         config = json.loads(data.decode())
     except (ValueError, RecursionError):
@@ -138,7 +142,9 @@ def _moe(config: dict[str, Any], layers: int) -> tuple[int, ...] | None:
         step = 1 if step is None else _whole(step, 1, 10_000)
         dense = config.get("mlp_only_layers")
         dense = [] if dense is None else dense
-        listed = isinstance(dense, list) and all(type(one) is int and one >= 0 for one in dense)
+        listed = isinstance(dense, list) and all(
+            type(layer) is int and layer >= 0 for layer in dense
+        )
         if step is None or not listed:
             return None
         return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
@@ -148,7 +154,7 @@ def _moe(config: dict[str, Any], layers: int) -> tuple[int, ...] | None:
         if isinstance(frequency, list):
             if first is None or len(frequency) != layers:
                 return None
-            if any(not isinstance(one, int) or one not in (0, 1) for one in frequency):
+            if any(not isinstance(flag, int) or flag not in (0, 1) for flag in frequency):
                 return None
             return tuple(i for i in range(first, layers) if frequency[i])
         step = 1 if frequency is None else _whole(frequency, 1, 10_000)
@@ -159,7 +165,7 @@ def _moe(config: dict[str, Any], layers: int) -> tuple[int, ...] | None:
 
 
 def _possible(config: dict[str, Any], rng: random.Random) -> str:
-    """Other numbers, most of them possible."""
+    """Set other numbers, most of which are possible; return what was changed."""
     name = rng.choice([key for key, value in config.items() if type(value) is int])
     config[name] = rng.choice((1, 2, 3, 5, 8, 61, 256))
     if config["model_type"] == "qwen3_moe" and rng.random() < 0.3:

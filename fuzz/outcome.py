@@ -1,4 +1,4 @@
-"""What a try can come to, and what one clear line is: the only place that says so."""
+"""The outcomes of a try, and what counts as one clear line. Nothing else decides either of them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 RIGHT = "right"  # accepted, with the content that it must have
-REFUSED = "refused"  # with one clear line
-WRONGLY_REFUSED = "wrong refusal"  # of input that has nothing wrong with it
-SILENT = "silent wrong"  # accepted, with other content, or although the content is impossible
+REFUSED = "refused"  # by an error of one clear line
+WRONGLY_REFUSED = "wrong refusal"  # the input had nothing wrong with it
+SILENT = "silent wrong"  # accepted with wrong content, or although the input is impossible
 CRASH = "crash"  # the process died, or an exception came that is not meant for users
-HANG = "hang"
+HANG = "hang"  # no end within the limit of the class
 BAD_MESSAGE = "bad message"  # refused, but not with one clear line
 OUTCOMES = (RIGHT, REFUSED, WRONGLY_REFUSED, SILENT, CRASH, HANG, BAD_MESSAGE)
 FAULTS = OUTCOMES[2:]
 
-MOST_CHARACTERS = 1000  # of a line; a path of the fuzz's own has some 50
-_NOTE = "what"
+MOST_CHARACTERS = 1000  # of a clear line; the paths of a try have some 50
+_NOTE = "what"  # the file in the folder of a try that says what is wrong with its input
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one try came to; `detail` is for people."""
+    """The outcome of one try, and a detail for people to read."""
 
     outcome: str
     detail: str = ""
@@ -38,12 +38,14 @@ class Kind:
     """A class of tries.
 
     Attributes:
-        share: of 1000 tries that are shared out over all classes.
-        limit_s: a try that takes longer hangs; generous, as other work may be on the machine.
-        memory_mb: how far a try's process may grow; beyond it is a MemoryError, and that a crash.
-        prepare: makes what all tries begin with, once, in a folder that stays.
-        attempt: one try, with its own random numbers, in an empty folder, on what was prepared.
-            The bad input is left in the folder. An exception out of it is a crash.
+        share: how many of 1000 tries are of this class.
+        limit_s: seconds after which a try counts as hanging. It is generous, since other programs
+            may be busy on the machine.
+        memory_mb: by how much the process of a try may grow. If it needs more, it gets a
+            MemoryError, which counts as a crash.
+        prepare: makes what all tries begin with. It is called once, with a folder that stays.
+        attempt: makes one try, with random numbers of its own, an empty folder, and the result of
+            `prepare`. It leaves the bad input in the folder. If it raises, that is a crash.
     """
 
     name: str
@@ -55,21 +57,23 @@ class Kind:
 
 
 def note(folder: Path, text: str) -> None:
-    """Say what is wrong with the input of this try; it is read when the process is dead, too."""
+    """Write down what is wrong with the input of this try, before the try may kill its process."""
     (folder / _NOTE).write_text(text)
 
 
 def noted(folder: Path) -> str:
-    """What `note` said."""
+    """What `note` wrote last into this folder; empty if it wrote nothing."""
     path = folder / _NOTE
     return path.read_text() if path.is_file() else ""
 
 
 def bad_line(text: str, names: Sequence[str]) -> str | None:
-    """Why a text is not one clear line about one of these, in a few words; None if it is one.
+    """Why a text is not one clear line, in a few words; None if it is a clear line.
 
     Args:
-        names: of the file, the request, the option that the line must be about: one is enough.
+        text: an error message.
+        names: what the message may be about, such as a file, a request or an option. A clear line
+            has at least one of these names in it.
     """
     if not text.strip():
         return "it says nothing"
@@ -88,17 +92,19 @@ def bad_line(text: str, names: Sequence[str]) -> str | None:
 
 
 def _for_users(error: BaseException) -> bool:
-    """A ValueError, or one of this project's kinds of it; not UnicodeDecodeError and the like."""
+    """Whether users may see it: a ValueError, or one of this project's; no UnicodeDecodeError."""
     if not isinstance(error, ValueError):
         return False
     return type(error) is ValueError or type(error).__module__.partition(".")[0] == "megatron_r3"
 
 
 def refusal(error: BaseException, names: Sequence[str], must: bool = False) -> Verdict:
-    """What an exception out of the code under test comes to.
+    """The verdict on an exception that the code under test has raised.
 
     Args:
-        must: the input has nothing wrong with it.
+        error: the exception.
+        names: see `bad_line`.
+        must: whether the input has nothing wrong with it, so that any refusal is a fault.
     """
     if not _for_users(error):
         frames = "".join(traceback.format_exception(error, limit=-4))
@@ -115,12 +121,12 @@ def judged(
     names: Sequence[str],
     must: bool = False,
 ) -> Verdict:
-    """Do it, and compare what it gives with what it must give.
+    """The verdict on one call of the code under test.
 
     Args:
-        action: the code under test.
-        difference: what is wrong with its result, or None.
-        names, must: those of `refusal`.
+        action: calls the code under test.
+        difference: says what is wrong with the result of `action`; None if nothing is.
+        names, must: see `refusal`.
     """
     try:
         got = action()

@@ -1,4 +1,4 @@
-"""Tries in processes that may die: workers are forked; one that dies or hangs is replaced."""
+"""Tries in forked processes, which may die: a worker that died or hangs is replaced by another."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from typing import Any
 
 from fuzz.outcome import BAD_MESSAGE, CRASH, FAULTS, HANG, Kind, Verdict, noted
 
-_FORK = multiprocessing.get_context("fork")  # a worker has what was prepared, and starts at once
+_FORK = multiprocessing.get_context("fork")  # a worker inherits what was prepared
 
 
 @dataclass(frozen=True)
 class Result:
-    """A try by its number, what was wrong with its input, and what it came to."""
+    """A try: its number, what was wrong with its input, and the verdict on it."""
 
     number: int
     what: str
@@ -38,11 +38,14 @@ class Result:
 def run_tries(
     kind: Kind, numbers: Sequence[int], seed: int, jobs: int, keep: Path
 ) -> Iterator[Result]:
-    """Make these tries; results come in the order in which they end.
+    """Make these tries, and yield their results in the order in which the tries end.
 
     Args:
+        kind: the class of the tries.
+        numbers: which tries; a number and the seed decide everything about a try.
+        seed: see `numbers`.
         jobs: how many processes.
-        keep: folder to which the bad input of every fault is moved.
+        keep: the folder to which the bad input of every fault is moved.
     """
     with tempfile.TemporaryDirectory(prefix="r3-fuzz-") as temporary:
         shared = Path(temporary) / "shared"
@@ -91,9 +94,9 @@ class _Worker:
     """A forked process that makes one try after the other.
 
     Attributes:
-        place: its own; `folder` in it is that of the try at hand.
-        connection: numbers go there, verdicts come back.
-        deadline: of the try at hand.
+        place: the folder of the worker; `folder` in it is the one of the current try.
+        connection: takes the numbers of tries, and gives verdicts.
+        deadline: when the current try counts as hanging.
     """
 
     def __init__(self, kind: Kind, state: Any, seed: int, place: Path) -> None:
@@ -107,12 +110,12 @@ class _Worker:
         self.number = -1
 
     def give(self, number: int) -> None:
-        """Let it make this try."""
+        """Begin this try."""
         self.number, self.deadline = number, time.monotonic() + self.kind.limit_s
         self.connection.send(number)
 
     def take(self) -> tuple[Result, bool]:
-        """What the try came to, and whether the worker is still there."""
+        """The result of the current try, and whether the worker still lives."""
         try:
             if self.connection.poll():
                 return Result(self.number, noted(self.folder), self.connection.recv()), True
@@ -125,10 +128,10 @@ class _Worker:
         return Result(self.number, noted(self.folder), verdict), False
 
     def end(self) -> None:
-        """End it, and all processes that it started."""
+        """End the worker and all processes that it started."""
         assert self.process.pid is not None  # it was started
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # its own group: see `_serve`
+            os.killpg(self.process.pid, signal.SIGKILL)  # `_serve` made a group of its own
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -150,14 +153,14 @@ def _serve(kind: Kind, state: Any, seed: int, place: Path, connection: Connectio
     parent = os.getppid()
     while True:
         while not connection.poll(5):
-            if os.getppid() != parent:  # it was killed
+            if os.getppid() != parent:  # the parent was killed: nobody will ask again
                 return
         number = connection.recv()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
             verdict = kind.attempt(random.Random(f"{seed} {kind.name} {number}"), folder, state)
-        except BaseException:  # a SystemExit would end a user's process, too
+        except BaseException:  # SystemExit too: it would end the process of a user
             verdict = Verdict(CRASH, traceback.format_exc(limit=-8).strip())
         said = _output(place)
         if said:

@@ -1,6 +1,7 @@
-"""Prompt files: JSON lines with other types, other groups, noise, and what is not JSON.
+"""Tries on prompt files: JSON lines with other types, other groups, noise, and lines without JSON.
 
-What a line means is read again here, after docs/rollout-store.md and not by the code under test.
+What a line means is worked out a second time here (`meant`), after the docs and without the code
+under test.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LINES = (
 
 
 def prepare(shared: Path) -> None:
-    """Nothing."""
+    """Prepare nothing: every try writes its own prompts."""
 
 
 def _line(rng: random.Random, number: int) -> dict[str, Any]:
@@ -51,32 +52,32 @@ def attempt(rng: random.Random, folder: Path, state: None) -> Verdict:
     """Write a file of prompts with something wrong in it, and read it."""
     lines = [_line(rng, number) for number in range(rng.randint(1, 6))]
     path = folder / "prompts.jsonl"
-    how = rng.random()
-    must, said = False, "nothing is changed"
-    if how < 0.05:
+    chance = rng.random()
+    must, change = False, "nothing is changed"
+    if chance < 0.05:
         must = True
-    elif how < 0.5:
-        said = _change(lines, rng)
+    elif chance < 0.5:
+        change = _change(lines, rng)
     texts = [json.dumps(line) for line in lines]
-    if 0.5 <= how < 0.7:
+    if 0.5 <= chance < 0.7:
         text = rng.choice(_LINES)
         texts.insert(rng.randrange(len(texts) + 1), text)
-        said = f"odd line: {text!a:.60}"
+        change = f"odd line: {text!a:.60}"
     data = rng.choice(("\n", "\n\n", "\r\n")).join(texts).encode(errors="surrogatepass")
     data += rng.choice((b"", b"\n", b" \n\t"))
-    if how >= 0.7:
-        data, said = _noise(data, rng)
-    note(folder, said)
+    if chance >= 0.7:
+        data, change = _noise(data, rng)
+    note(folder, change)
     path.write_bytes(data)
-    if how >= 0.97:
-        said = _no_file(path, rng)
-        note(folder, said)
+    if chance >= 0.97:
+        change = _no_file(path, rng)
+        note(folder, change)
     expected = meant(data) if path.is_file() else None
 
     def difference(got: list[tuple[int, Any, Any]]) -> str | None:
         if expected is None:
             return f"accepted, and it is no file of prompts: {str(got)[:200]!a}"
-        if repr(got) != repr(expected):  # NaN is not NaN
+        if repr(got) != repr(expected):  # NaN != NaN, but both print as nan
             return f"{str(got)[:300]!a}, not {str(expected)[:300]!a}"
         return None
 
@@ -84,17 +85,21 @@ def attempt(rng: random.Random, folder: Path, state: None) -> Verdict:
 
 
 def _read(path: Path) -> list[tuple[int, Any, Any]]:
-    found = read_prompts(path)
-    for prompt in found:
+    prompts = read_prompts(path)
+    for prompt in prompts:
         assert prompt.where.startswith(str(path))
-        _ = getattr(prompt, "digest", 0)  # what a collection stores; it needs what JSON can hold
+        _ = prompt.digest  # a collection stores the digest, which must exist for every prompt
         assert (prompt.tokens is None) == (isinstance(prompt.content, str) or prompt.is_chat)
-    return [(prompt.group, prompt.content, dict(prompt.fields)) for prompt in found]
+    return [(prompt.group, prompt.content, dict(prompt.fields)) for prompt in prompts]
 
 
 def meant(data: bytes) -> list[tuple[int, Any, Any]] | None:
-    """Group, content and fields of each prompt; None if a line is none, or two have one group."""
-    found: dict[int, tuple[int, Any, Any]] = {}
+    """Group, content and fields of each prompt.
+
+    None means that the file is wrong: there is no prompt in it, a line is no prompt, or two prompts
+    have the same group.
+    """
+    by_group: dict[int, tuple[int, Any, Any]] = {}
     for number, line in enumerate(data.split(b"\n")):
         if not line.strip():
             continue
@@ -105,10 +110,10 @@ def meant(data: bytes) -> list[tuple[int, Any, Any]] | None:
         except (ValueError, RecursionError, AttributeError, TypeError):
             return None
         of_one = ("prompt" in fields) + ("messages" in fields) == 1
-        if not of_one or not _is_content(content, "messages" in fields) or group in found:
+        if not of_one or not _is_content(content, "messages" in fields) or group in by_group:
             return None
-        found[group] = (group, content, fields)
-    return [*found.values()] or None
+        by_group[group] = (group, content, fields)
+    return [*by_group.values()] or None
 
 
 def _is_content(content: Any, chat: bool) -> bool:
@@ -117,8 +122,8 @@ def _is_content(content: Any, chat: bool) -> bool:
     if not isinstance(content, list) or not content:
         return False
     if chat:
-        return all(isinstance(one, dict) for one in content)
-    return all(type(one) is int and 0 <= one < 2**31 for one in content)
+        return all(isinstance(message, dict) for message in content)
+    return all(type(token) is int and 0 <= token < 2**31 for token in content)
 
 
 def _group(fields: dict[str, Any], number: int) -> int:

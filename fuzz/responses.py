@@ -1,9 +1,9 @@
-"""Responses of vLLM and SGLang: other values, impossible ones, damage, another service's JSON.
+"""Tries on responses of vLLM and SGLang: other values, impossible ones, damage, unrelated JSON.
 
-Each try begins with samples that are made up, so it knows what must come out: these samples, those
+Each try begins with made-up samples, so that it knows what must come out: these samples, perhaps
 with another possible value in them, or an error that names the request.
 
-Shape suffixes: L MoE layers, T rows, K top-k, G sampled tokens.
+Shape suffixes (docs/glossary.md): G, K, L, N, T.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from fuzz import bodies
-from fuzz.bodies import VOCABULARY, Dialect, Told
+from fuzz.bodies import VOCABULARY, Answer, Dialect
 from fuzz.body_changes import CHANGES, ODD, changed_text
 from fuzz.outcome import Kind, Verdict, judged, note
 from megatron_r3 import engines
@@ -39,24 +39,24 @@ def prepare(shared: Path) -> dict[str, Callable[..., list[Rollout]]]:
 
 
 def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdict:
-    """Decode what a server sent."""
+    """Make an answer, put it into a body, change one of them, and decode the body."""
     name = rng.choice([*bodies.DIALECTS])
     dialect = bodies.DIALECTS[name]
-    told = bodies.made(rng, dialect.shape, rng.choice((1, 1, 1, 2, 3)))
-    if name == "nested":  # which has the prompt's rows once, for all its choices
-        for choice in told.choices[1:]:
-            choice.rows[: len(told.prompt)] = told.choices[0].rows[: len(told.prompt)]
+    answer = bodies.make_answer(rng, dialect.shape, rng.choice((1, 1, 1, 2, 3)))
+    if name == "nested":  # such a body has the prompt's rows once, for all its choices
+        for choice in answer.choices[1:]:
+            choice.rows[: len(answer.prompt)] = answer.choices[0].rows[: len(answer.prompt)]
     kind = rng.choice([*_WAYS])
     possible, must = True, kind in ("nothing", "other value", "other order")
-    expected = copy.deepcopy(told)
+    expected = copy.deepcopy(answer)
     if kind == "other value":
-        said = _other_value(told, dialect, rng)
-        expected = copy.deepcopy(told)
+        said = _other_value(answer, dialect, rng)
+        expected = copy.deepcopy(answer)
     elif kind == "impossible":
-        said, possible = _impossible(told, dialect, rng), False
+        said, possible = _impossible(answer, dialect, rng), False
     else:
         said = ""
-    body, request = dialect.build(told)
+    body, request = dialect.build(answer)
     if kind == "base64" and name == "nested":
         kind = "field"
     if kind in CHANGES:
@@ -68,7 +68,7 @@ def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdi
     (folder / "body").write_text(text, errors="surrogatepass")
     (folder / "request.json").write_text(json.dumps(request))
     wanted = [_samples(expected, dialect)]
-    if kind == "base64":  # what was there before the damage, or what numpy reads
+    if kind == "base64":  # right is what was there before the damage, and what numpy reads now
         _reread(expected, body, dialect)
         wanted.append(_samples(expected, dialect))
     decode = decoders[dialect.engine]
@@ -85,32 +85,32 @@ def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdi
 def decode_all(
     decode: Callable[..., list[Rollout]], text: str, request: dict[str, Any], dialect: Dialect
 ) -> list[Rollout]:
-    """What a collection does with a body: parse it within bounds, then decode it."""
+    """Do with a body what a collection does: parse it within bounds, then decode it."""
     streamed = bool(request.get("stream"))
     response = text if streamed else read_json(text, WHERE)
     return decode(response, json.loads(json.dumps(request)), dialect.shape, WHERE)
 
 
-def _samples(told: Told, dialect: Dialect) -> list[dict[str, Any]]:
+def _samples(answer: Answer, dialect: Dialect) -> list[dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [
             {
-                "tokens_N": [*told.prompt, *one.tokens],
-                "prompt_length": len(told.prompt),
+                "tokens_N": [*answer.prompt, *one.tokens],
+                "prompt_length": len(answer.prompt),
                 "logprobs_G": np.array(
                     [math.nan if v is None else float(v) for v in one.logprobs], np.float32
                 ).tolist(),
                 "routes": _moe_rows(one.rows, dialect),
-                "turns": [[len(told.prompt), len(told.prompt) + len(one.tokens)]],
+                "turns": [[len(answer.prompt), len(answer.prompt) + len(one.tokens)]],
                 "group": 0,
             }
-            for one in told.choices
+            for one in answer.choices
         ]
 
 
 def _moe_rows(rows: Any, dialect: Dialect) -> list[Any] | None:
-    """`[L, T, K]` of the MoE layers, as lists; None if that cannot be."""
+    """The ids `[L, T, K]` of the MoE layers, as lists; None if the rows have no such axes."""
     if not isinstance(rows, np.ndarray) or rows.ndim != 3:
         return None
     if rows.shape[1] == dialect.shape.num_hidden_layers:
@@ -119,7 +119,7 @@ def _moe_rows(rows: Any, dialect: Dialect) -> list[Any] | None:
 
 
 def decode_difference(got: list[Rollout], wanted: list[dict[str, Any]]) -> str | None:
-    """Where decoded samples are not those that were told."""
+    """Where decoded samples differ from those of the answer; None if they do not."""
     if len(got) != len(wanted):
         return f"{len(got)} samples, not {len(wanted)}"
     for index, (sample, fields) in enumerate(zip(got, wanted, strict=True)):
@@ -142,9 +142,9 @@ def decode_difference(got: list[Rollout], wanted: list[dict[str, Any]]) -> str |
 # -- values
 
 
-def _other_value(told: Told, dialect: Dialect, rng: random.Random) -> str:
-    """Another possible value: it must come out as it was sent."""
-    choice = rng.choice(told.choices)
+def _other_value(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
+    """Put another possible value in, which must come out as it was sent; return which."""
+    choice = rng.choice(answer.choices)
     where = rng.randrange(len(choice.tokens))
     kind = rng.choice(("token", "log-prob", "routes", "unknown fields", "no model", "reason"))
     if kind == "token":
@@ -152,23 +152,23 @@ def _other_value(told: Told, dialect: Dialect, rng: random.Random) -> str:
     elif kind == "log-prob":
         choice.logprobs[where] = rng.choice((0, -0.0, -1e-30, -63.9, -1, 1e-7))
     elif kind == "routes":
-        rows = bodies.made_rows(rng, len(choice.rows), dialect.shape)
-        if len(told.choices) == 1:
+        rows = bodies.make_rows(rng, len(choice.rows), dialect.shape)
+        if len(answer.choices) == 1:
             choice.rows = rows
     elif kind == "unknown fields":
-        told.extra = {"new_field": rng.choice(ODD[:30]), "another": {"deep": [[[1]]]}}
+        answer.extra = {"new_field": rng.choice(ODD[:30]), "another": {"deep": [[[1]]]}}
     elif kind == "no model":
-        told.model = None if dialect.names_model else told.model
+        answer.model = None if dialect.names_model else answer.model
     else:
         choice.reason = rng.choice(("stop", "length"))
     return kind
 
 
-def _impossible(told: Told, dialect: Dialect, rng: random.Random) -> str:
-    """A value that cannot be; which one."""
-    choice = rng.choice(told.choices)
-    if dialect is bodies.DIALECTS["nested"]:  # its choices share the prompt's rows
-        told.choices = [choice]
+def _impossible(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
+    """Put an impossible value in; return which."""
+    choice = rng.choice(answer.choices)
+    if dialect is bodies.DIALECTS["nested"]:  # else choices with the same prompt would differ
+        answer.choices = [choice]
     where = rng.randrange(len(choice.tokens))
     kinds = ["log-prob", "log-prob", "token", "routes", "routes", "counts", "too many", "aborted"]
     kinds += ["prompt"] * dialect.returns_prompt + ["names"] * dialect.names_tokens
@@ -179,7 +179,7 @@ def _impossible(told: Told, dialect: Dialect, rng: random.Random) -> str:
                             "-1", True, [], "nan", -(10**400)))  # fmt: skip
         choice.logprobs[where] = value
     elif kind == "token":
-        known = getattr(dialect.shape, "vocab_size", None)
+        known = dialect.shape.vocab_size
         value = rng.choice((-1, 2**31, 2**63, 2**70, 1.0, "12", True, None, known or 2**31))
         choice.tokens[where] = value
     elif kind == "routes":
@@ -194,13 +194,13 @@ def _impossible(told: Told, dialect: Dialect, rng: random.Random) -> str:
         else:
             rows = choice.rows
             choice.rows = rng.choice((rows[:-1], rows[1:], np.concatenate([rows, rows[:1]])))
-    elif kind == "too many":  # with all that belongs to them
+    elif kind == "too many":  # more tokens than the request allowed, with their routes
         value = f"{len(choice.tokens)} of {len(choice.tokens) - 1}"
-        told.max_tokens = max(len(one.tokens) for one in told.choices) - 1
+        answer.max_tokens = max(len(one.tokens) for one in answer.choices) - 1
     elif kind == "aborted":
         choice.reason = value = rng.choice(("abort", "error"))
     elif kind == "prompt":
-        told.returned_prompt = value = [*told.prompt[:-1], *[(told.prompt[-1] + 1) % 60] * 2]
+        answer.returned_prompt = value = [*answer.prompt[:-1], *[(answer.prompt[-1] + 1) % 60] * 2]
     elif kind == "names":
         names = [f"token_id:{one}" for one in choice.tokens]
         names[where] = f"token_id:{(choice.tokens[where] + 1) % VOCABULARY}"
@@ -209,7 +209,7 @@ def _impossible(told: Told, dialect: Dialect, rng: random.Random) -> str:
             names[where] = (names[where] + 1) % VOCABULARY
         choice.names, value = names, names[where]
     else:
-        told.model = value = rng.choice(("other", "tiny2", "TINY", "\x1b[2J", 7))
+        answer.model = value = rng.choice(("other", "tiny2", "TINY", "\x1b[2J", 7))
     return f"{kind} {value!r:.60}"
 
 
@@ -248,10 +248,11 @@ def _impossible_rows(choice: Any, dialect: Dialect, rng: random.Random) -> str:
 # -- the routes of a damaged body
 
 
-def _reread(told: Told, body: Any, dialect: Dialect) -> None:
-    """Take the routes as numpy, not the code under test, reads them.
+def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
+    """Put into an answer the routes that numpy reads from its damaged body.
 
-    Where numpy cannot read them they may be refused, or come out as they were.
+    Where numpy cannot read any, the answer keeps its routes: a decoder may refuse the body, or find
+    a way to read what was sent.
     """
     if isinstance(body, str):
         events = [json.loads(line[6:]) for line in body.split("\n\n")[:-2]]
@@ -264,7 +265,7 @@ def _reread(told: Told, body: Any, dialect: Dialect) -> None:
     else:
         items = body["choices"] if isinstance(body, dict) and "choices" in body else body
         holders = [one["meta_info"] for one in (items if isinstance(items, list) else [items])]
-    for choice, holder in zip(told.choices, holders, strict=True):
+    for choice, holder in zip(answer.choices, holders, strict=True):
         try:
             raw = base64.b64decode(holder["routed_experts"], validate=True)
             if dialect.engine == "vllm":
@@ -272,7 +273,7 @@ def _reread(told: Told, body: Any, dialect: Dialect) -> None:
             else:
                 shape = (-1, dialect.shape.num_hidden_layers, dialect.shape.topk)
                 rows = np.frombuffer(raw, "<i4").reshape(shape)
-        except Exception:  # numpy's are of many kinds
+        except Exception:  # numpy raises many kinds of them
             continue
         choice.rows = rows
 

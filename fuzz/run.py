@@ -1,7 +1,8 @@
 """Bad input, thousands of times: `python -m fuzz.run --tries N --seed S [--only CLASS [--try K]]`.
 
-It prints how many tries of each class came to what, and ends with 1 if one was accepted silently,
-crashed, hung, said something unclear or refused what has nothing wrong with it. docs/fuzz.md.
+The table says how many tries of each class had which outcome (docs/fuzz.md). The exit status is 1
+if any input was accepted wrongly or refused wrongly, if the code crashed or hung, or if an error
+was not one clear line.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from fuzz.outcome import FAULTS, OUTCOMES, Kind
 from fuzz.pool import Result, run_tries
 
 CLASSES = ("shards", "responses", "prompts", "configs", "trees", "signals")
-_SHOWN = 12  # faults of a class; the others are counted
+_SHOWN = 12  # this many faults of a class are printed whole; the others are counted
 
 
 def load(name: str) -> Kind:
-    """The class of this name: `KIND` of the module that is named like it."""
+    """The class of tries with this name, which is `KIND` of the module with this name."""
     kind: Kind = import_module(f"fuzz.{name}").KIND
     return kind
 
 
 def shares(tries: int, kinds: Sequence[Kind]) -> list[int]:
-    """How many of all tries each class gets: at least one."""
+    """How many of all tries each class gets; it is at least one, and the largest gets the rest."""
     total = sum(kind.share for kind in kinds)
     counts = [max(1, tries * kind.share // total) for kind in kinds]
     largest = max(range(len(kinds)), key=lambda i: counts[i])
@@ -38,7 +39,7 @@ def shares(tries: int, kinds: Sequence[Kind]) -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None, kinds: Sequence[Kind] | None = None) -> int:
-    """Run the tries and print the table; 1 if there is a fault."""
+    """Run the tries and print the table; return 1 if there is a fault."""
     parser = argparse.ArgumentParser(prog="python -m fuzz.run", description=__doc__)
     add = parser.add_argument
     add("--tries", type=int, default=10_000, help="of all classes together (default: 10000)")
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None, kinds: Sequence[Kind] | None = None)
         print(_row([*cells, round(time.monotonic() - start)]), flush=True)
         _say_faults(kind, results, args.seed, args.out)
         if args.number is not None:
-            print("\n".join(f"  {one.what}: {one.verdict}" for one in results))
+            print("\n".join(f"  {result.what}: {result.verdict}" for result in results))
         elif args.verbose:
             _say_by_what(results)
         faults += sum(counts[outcome] for outcome in FAULTS)

@@ -1,9 +1,9 @@
-"""Rollout shards: noise, forged values with right checksums, files swapped, lost or replaced.
+"""Tries on rollout shards: noise, forged values with right checksums, files swapped or lost.
 
-A store that opens and verifies gives exactly what was written, read rollout by rollout and row by
-row; anything else is an error that names the store.
+A store that opens and verifies must give exactly what was written, read rollout by rollout and row
+by row. Everything else must be an error that names the store.
 
-Shape suffixes: M rollouts, N tokens, L MoE layers, T rows, K top-k.
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import contextlib
 import io
 import os
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fuzz import shard_changes, shard_files
+from fuzz import shard_bytes, store_files
 from fuzz.outcome import BAD_MESSAGE, REFUSED, RIGHT, SILENT, Kind, Verdict, bad_line, judged, note
-from fuzz.shard_file import ShardFile
+from fuzz.shard_parts import ShardFile
+from fuzz.store_files import Base
 from megatron_r3.cli import main as megatron_r3
 from megatron_r3.routes import Routes
 from megatron_r3.store import (
@@ -33,24 +34,9 @@ from megatron_r3.store import (
 )
 
 VOCABULARY = 64
-_LONG_AGO = 1_700_000_000  # no file of a training is as old as its store is new
-
-
-@dataclass(frozen=True)
-class Base:
-    """A store that is whole.
-
-    Attributes:
-        files: the bytes of each shard by its name.
-        expected: its contents.
-        other: a valid store of other rollouts of the same model, with as many shards.
-        numbered: each shard says which number it has (from version 3 on).
-    """
-
-    files: dict[str, bytes]
-    expected: dict[str, Any]
-    other: dict[str, bytes]
-    numbered: bool
+# Seconds since 1970: what the files of a store say when they were written. Every change to such a
+# file shows in its time, also where the clock of the file system is coarse.
+_LONG_AGO = 1_700_000_000
 
 
 def _info(experts: int, topk: int, layers: tuple[int, ...], stamped: bool) -> StoreInfo:
@@ -109,48 +95,50 @@ def prepare(shared: Path) -> list[Base]:
         files, other = (
             _write(f, info, shards, s) for f, s in ((folder, index), (elsewhere, index + 100))
         )
-        numbered = "number" in ShardFile.of(files["shard-00000.safetensors"]).body
-        bases.append(Base(files, contents(RolloutStore([folder])), other, numbered))
-    if bases[0].numbered:
-        old, expected = shared / "old", dict(bases[0].expected)
-        old.mkdir()
-        files = {n: ShardFile.of(data).as_version_2() for n, data in bases[0].files.items()}
-        other = {n: ShardFile.of(data).as_version_2() for n, data in bases[0].other.items()}
-        for name, data in files.items():
-            (old / name).write_bytes(data)
-        got = contents(RolloutStore([old]))
-        kept = {k for k in got if not k.startswith("info.") and not k.endswith("prompt_digest")}
-        assert difference({k: expected[k] for k in kept}, {k: got[k] for k in kept}) is None
-        bases.append(Base(files, got, other, False))
-    return bases
+        bases.append(Base(files, contents(RolloutStore([folder])), other, numbered=True))
+    return [*bases, _version_2(bases[0], shared / "old")]
+
+
+def _version_2(base: Base, folder: Path) -> Base:
+    """The same rollouts, written as version 2: they read the same, but for what is new since."""
+    files = {name: ShardFile.of(data).as_version_2() for name, data in base.files.items()}
+    other = {name: ShardFile.of(data).as_version_2() for name, data in base.other.items()}
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    got = contents(RolloutStore([folder]))
+    kept = {k for k in got if not k.startswith("info.") and not k.endswith("prompt_digest")}
+    assert difference({k: base.expected[k] for k in kept}, {k: got[k] for k in kept}) is None
+    return Base(files, got, other, numbered=False)
 
 
 def contents(store: RolloutStore, verify: bool = True) -> dict[str, Any]:
     """All that training can read of a store: by rollout, and by row id."""
     if verify:
         store.verify()
-    found: dict[str, Any] = {f"info.{k}": v for k, v in asdict(store.info).items()}
+    result: dict[str, Any] = {f"info.{k}": v for k, v in asdict(store.info).items()}
     layers = range(len(store.info.moe_layers))
     for index in range(len(store)):
-        one, fields = store.rollout(index), store.fields(index)
+        rollout, fields = store.rollout(index), store.fields(index)
         ids_LTK, recorded_T = store.routes(store.row_ids(index), layers)
-        found |= {f"{index}.{name}": value for name, value in fields.items()}
-        found |= {f"{index}.ids": ids_LTK, f"{index}.recorded by row": recorded_T}
+        result |= {f"{index}.{name}": value for name, value in fields.items()}
+        result |= {f"{index}.ids": ids_LTK, f"{index}.recorded by row": recorded_T}
         for name in ("reward", "group", "sample", "policy_version", "prompt_digest"):
-            found[f"{index}.{name}"] = getattr(one, name)
-        found[f"{index}.turns"] = one.spans_U2
-        # what two ways of reading give is the same, where a row has routes
+            result[f"{index}.{name}"] = getattr(rollout, name)
+        result[f"{index}.turns"] = rollout.spans_U2
+        # Both ways of reading give the same. A row without recorded routes has ids of its own
+        # in each of them, so that only recorded rows are compared.
         pairs = (
-            (one.tokens_N, fields["tokens"]),
-            (one.response_N, fields["response"]),
-            (one.logprobs_N, fields["logprobs"]),
-            (one.routes.ids_LTK, np.where(recorded_T[:, None], ids_LTK, 0)),
+            (rollout.tokens_N, fields["tokens"]),
+            (rollout.response_N, fields["response"]),
+            (rollout.logprobs_N, fields["logprobs"]),
+            (rollout.routes.ids_LTK, np.where(recorded_T[:, None], ids_LTK, 0)),
         )
-        for ours, theirs in pairs:
-            found[f"{index}.two readings agree"] = np.array_equal(ours, theirs)
-    found["groups"] = store.groups()
-    found["reward"] = store.column("reward")
-    return found
+        for by_rollout, by_row in pairs:
+            result[f"{index}.two readings agree"] = np.array_equal(by_rollout, by_row)
+    result["groups"] = store.groups()
+    result["reward"] = store.column("reward")
+    return result
 
 
 def difference(got: dict[str, Any], expected: dict[str, Any]) -> str | None:
@@ -177,24 +165,24 @@ def attempt(rng: random.Random, folder: Path, bases: list[Base]) -> Verdict:
     for name, data in base.files.items():
         (store / name).write_bytes(data)
         os.utime(store / name, (_LONG_AGO, _LONG_AGO))
-    how = rng.random()
-    if how < 0.02:
+    chance = rng.random()
+    if chance < 0.02:
         note(folder, "nothing is changed")
         return _read(store, base, must=True)
-    if how < 0.04:  # then a forged shard is not refused for how it was put together
+    if chance < 0.04:  # control: a forged shard is not refused merely since ShardFile wrote it
         name = rng.choice([*base.files])
         (store / name).write_bytes(ShardFile.of(base.files[name]).file())
         note(folder, "put together again")
         return _read(store, base, must=True)
-    if how < 0.3:
+    if chance < 0.3:
         name = rng.choice([*base.files])
-        data, what = shard_changes.changed_bytes(base.files[name], rng)
+        data, what = shard_bytes.changed_bytes(base.files[name], rng)
         (store / name).write_bytes(data)
-    elif how < 0.8:
+    elif chance < 0.8:
         name = rng.choice([*base.files])
-        data, what = shard_changes.forged(base.files[name], rng)
+        data, what = shard_bytes.forged(base.files[name], rng)
         (store / name).write_bytes(data)
-    elif how < 0.9:
+    elif chance < 0.9:
         return _with_other_files(rng, folder, store, base)
     else:
         return _while_open(rng, folder, store, base)
@@ -213,32 +201,34 @@ def _read(store: Path, base: Base, must: bool = False) -> Verdict:
 
 
 def _with_other_files(rng: random.Random, folder: Path, store: Path, base: Base) -> Verdict:
-    what, directories, change = shard_files.change(rng, store, base)
+    what, directories, change = store_files.change(rng, store, base)
     follow_s = 0.01 if not directories and rng.random() < 0.2 else None
     note(folder, f"files{' of a followed store' if follow_s else ''}: {what}")
     directories = directories or [store]
 
     def wrong(got: dict[str, Any]) -> str | None:
-        if change == "shorter" or follow_s:  # lost at its end: it has not grown so far yet
-            mine = {key: value for key, value in got.items() if key[0].isdigit()}
-            return difference(mine, {k: v for k, v in base.expected.items() if k in mine})
+        if change == "shorter" or follow_s:  # what is left must be right, and may be shorter
+            kept = {key: value for key, value in got.items() if key[0].isdigit()}
+            return difference(kept, {k: v for k, v in base.expected.items() if k in kept})
         return difference(got, base.expected)
 
     return judged(
         lambda: contents(open_stores(directories, follow_s=follow_s)),
         wrong,
-        [str(one) for one in directories],
+        [str(directory) for directory in directories],
     )
 
 
 def _while_open(rng: random.Random, folder: Path, store: Path, base: Base) -> Verdict:
     opened = RolloutStore([store])
     verified = rng.random() < 0.5
-    if verified:  # a training does it once, then reads for hours
+    if verified:  # a training verifies its store once, and then reads for hours
         opened.verify()
-    for shard in opened.shards if rng.random() < 0.3 else ():  # routes are read from then on
+    for shard in (
+        opened.shards if rng.random() < 0.3 else ()
+    ):  # the reader keeps what it opened here
         shard.read_routes(np.arange(min(1, shard.num_rows)), [0])
-    note(folder, f"while it is open: {shard_files.change_open(rng, store, base)}")
+    note(folder, f"while it is open: {store_files.change_open(rng, store, base)}")
     return judged(
         lambda: contents(opened, verify=not verified),
         lambda got: difference(got, base.expected),
@@ -247,7 +237,7 @@ def _while_open(rng: random.Random, folder: Path, store: Path, base: Base) -> Ve
 
 
 def _by_command(store: Path, verdict: Verdict) -> Verdict:
-    """The same answer from `rollouts verify`; and `inspect` says what it says in lines."""
+    """Whether `rollouts verify` agrees with the verdict, and `inspect` prints clean lines."""
     if verdict.outcome not in (RIGHT, REFUSED):
         return verdict
     for command, wanted in (("verify", int(verdict.outcome == REFUSED)), ("inspect", None)):

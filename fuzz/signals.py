@@ -1,7 +1,7 @@
-"""Signals at any moment to the real `rollouts collect`, and SIGKILL; then the same command again.
+"""Tries with signals: any signal at any moment to the real `rollouts collect`, then the rest.
 
-A collection that a signal ends stores whole groups and says so with 128 and the signal's number;
-the next one takes exactly what is missing.
+A collection that a signal ends has stored whole groups, and its exit status is 128 plus the number
+of the signal. The same command again then takes exactly the samples that are missing.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from fuzz.command import borrowed, start
+from fuzz.command import from_tests, start
 from fuzz.outcome import BAD_MESSAGE, CRASH, HANG, RIGHT, SILENT, Kind, Verdict, note
 from megatron_r3.store import RolloutStore
 
 _WORKERS = 8
-_LIMIT_S = 30.0
-_ON_THE_WAY = 3 * _WORKERS  # requests that may be sent while a signal is
-_SIGNALS = (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
+LIMIT_S = 30.0
+_ON_THE_WAY = 3 * _WORKERS  # requests that the server may still get after a signal was sent
+SIGNALS = (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
 
 
 def prepare(shared: Path) -> ModuleType:
-    """The server that the unit tests use; it answers with recorded responses."""
-    return borrowed("engine_server")
+    """The server of the unit tests, which answers with recorded responses."""
+    return from_tests("engine_server")
 
 
 class _Fault(Exception):
-    """What is wrong; `verdict` says it."""
+    """A fault of the collection; `verdict` says which."""
 
     def __init__(self, outcome: str, detail: str) -> None:
         super().__init__(detail)
@@ -43,7 +43,7 @@ class _Fault(Exception):
 def attempt(rng: random.Random, folder: Path, server_of_tests: ModuleType) -> Verdict:
     """Collect, send signals, look at the store, and collect the rest."""
     prompts, n = rng.choice((rng.randint(4, 14), 40)), rng.choice((2, 4, 6))
-    shard_size, number = rng.choice((1, 7, 1000)), rng.choice(_SIGNALS)
+    shard_size, number = rng.choice((1, 7, 1000)), rng.choice(SIGNALS)
     server_of_tests.write_inputs(folder, prompts)
     seen: list[Any] = []
 
@@ -56,7 +56,7 @@ def attempt(rng: random.Random, folder: Path, server_of_tests: ModuleType) -> Ve
         command = server_of_tests.command(server.url, n, *sizes)
         process = start(command, folder, "first")
         try:
-            begun = _wait(rng, process, server, prompts * n, seen)
+            begun = wait_for_a_moment(rng, process, server, prompts * n, seen)
             whole = server.answered.total() >= prompts * n
             late = "as it starts" if not begun else "when all is answered" if whole else "at work"
             note(folder, f"{number.name}: {late}, after {server.answered.total()} answers")
@@ -82,21 +82,22 @@ def attempt(rng: random.Random, folder: Path, server_of_tests: ModuleType) -> Ve
     return Verdict(RIGHT)
 
 
-def _wait(
+def wait_for_a_moment(
     rng: random.Random, process: subprocess.Popen[bytes], server: Any, total: int, seen: list[Any]
 ) -> bool:
-    """Until some moment of its life; whether it had asked the server anything by then."""
+    """Wait for some moment of its life; return whether it has asked the server by then."""
     if rng.random() < 0.15:
         time.sleep(rng.uniform(0, 1.5))
         return bool(seen)
     answers = rng.choice((0, rng.randrange(total), rng.randrange(total), total))
-    _until(lambda: bool(seen) and server.answered.total() >= answers, process)
+    wait_until(lambda: bool(seen) and server.answered.total() >= answers, process)
     time.sleep(rng.choice((0, rng.uniform(0, 0.05))))
     return bool(seen)
 
 
-def _until(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + _LIMIT_S
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Wait until `ready()`, or until the process has ended; a fault if that takes LIMIT_S."""
+    end = time.monotonic() + LIMIT_S
     while not ready() and process.poll() is None:
         if time.monotonic() > end:
             raise _Fault(HANG, "the collection does not go on")
@@ -118,17 +119,17 @@ def _ended(
     whole: bool,
     twice: bool,
 ) -> int:
-    """How it ended; refuses another end than the documented one."""
+    """Its exit status; raises a fault if the documentation does not promise this end."""
     try:
-        status = process.wait(_LIMIT_S)
+        status = process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise _Fault(HANG, f"{number.name} did not end it in {_LIMIT_S:g} s") from None
+        raise _Fault(HANG, f"{number.name} did not end it in {LIMIT_S:g} s") from None
     error = (folder / "first.err").read_text(errors="replace")
     allowed = {-number} if number == signal.SIGKILL else {128 + number}
-    if twice or not begun:  # the second one ends it at once; so does one before it is itself
+    if twice or not begun:  # a second signal ends it at once, and so does one while Python starts
         allowed |= {-number, 1} if not begun else {-number}
     store = folder / "store"
-    if whole or (status == 0 and store.exists()):  # it had nothing left to do; the resume looks
+    if whole or (status == 0 and store.exists()):  # it may have finished before the signal came
         allowed |= {0, -number}
     if status not in allowed:
         outcome = CRASH if "Traceback" in error else SILENT
@@ -144,7 +145,7 @@ def _ended(
 
 
 def _stored(folder: Path, n: int, shard_size: int) -> dict[str, bytes]:
-    """The shards, which are whole and have whole groups, by name."""
+    """The bytes of each shard by its name; raises a fault if a shard or a group is not whole."""
     paths = sorted((folder / "store").glob("shard-*.safetensors"))
     for path in paths[:1]:
         store = RolloutStore([path.parent])
@@ -159,10 +160,10 @@ def _stored(folder: Path, n: int, shard_size: int) -> dict[str, bytes]:
 def _resume(command: list[str], folder: Path, before: dict[str, bytes]) -> None:
     process = start(command, folder, "second")
     try:
-        status = process.wait(_LIMIT_S)
+        status = process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise _Fault(HANG, f"the same command again does not end in {_LIMIT_S:g} s") from None
+        raise _Fault(HANG, f"the same command again does not end in {LIMIT_S:g} s") from None
     if status:
         error = (folder / "second.err").read_text(errors="replace")
         raise _Fault(SILENT, f"the same command again ends with {status}: {error[-1500:]}")

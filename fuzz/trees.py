@@ -1,7 +1,7 @@
-"""Megatron trees, damaged or half patched, given to the real `apply`, `revert` and `status`.
+"""Tries on Megatron trees, damaged or half patched, with the real `apply`, `revert` and `status`.
 
-After a command that ends with 0 each file of the series is, byte for byte, what it must be, and no
-other file has changed; after any other end nothing has changed at all.
+After a command with exit status 0, each file of the series must be right to the byte, and no other
+file may have changed. After any other exit status, nothing at all may have changed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Snapshot = dict[str, tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class State:
-    """Trees to copy, and what is in them.
+    """The trees that tries copy, and what is in them.
 
     Attributes:
-        trees: by form ("plain" or "git") and whether patched.
-        base, patched: the bytes of each file of the series; None where there is none.
+        trees: the folder of each tree, by its form ("plain" or "git") and whether it is patched.
+        base, patched: the bytes of each file of the series. None means that there is no such file.
     """
 
     trees: dict[tuple[str, bool], Path]
@@ -53,7 +53,7 @@ class State:
 
 
 def prepare(shared: Path) -> State:
-    """The files of the default tree that a patch tool looks at, unpatched and patched."""
+    """Copy the files of the default tree that a patch tool looks at, unpatched and patched."""
     whole, _ = unpatched_copy(None, shared / "whole")
     versions = read_versions(patches_folder())
     paths = {path for line in versions.lines for path in read_series(line.folder).blobs}
@@ -85,7 +85,7 @@ def prepare(shared: Path) -> State:
 
 
 def _snapshot(tree: Path) -> Snapshot:
-    """Mode and content of every path, those of git included; a link's content is where it leads."""
+    """Mode and content of every path, .git included. The content of a link is its target."""
     found: Snapshot = {}
     for folder, folders, files in os.walk(tree):
         for name in [*folders, *files]:
@@ -100,7 +100,7 @@ def _snapshot(tree: Path) -> Snapshot:
     return found
 
 
-# -- what is wrong with a tree; each says what, and whether the commands must do their work on it
+# -- changes to a tree. Each returns what it changed, and whether the commands must still succeed.
 
 
 def _some(state: State, rng: random.Random, tree: Path) -> str:
@@ -201,7 +201,7 @@ def _leftover(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
 
 
 def _killed(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    raise AssertionError("it is not the tree that is changed: see `_kill`")
+    raise AssertionError("this stands for a killed command, not for a change: see `attempt`")
 
 
 def _git_folder(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
@@ -215,7 +215,7 @@ def _git_folder(state: State, rng: random.Random, tree: Path) -> tuple[str, bool
     if kind == "filter":
         (git / "info" / "attributes").write_text("* filter=evil\n")
         subprocess.run(["git", "config", "filter.evil.clean", command], cwd=tree, check=True)
-        for path in state.base:  # so that git looks into them again
+        for path in state.base:  # a new time makes git read the file again, through the filter
             if (tree / path).exists():
                 os.utime(tree / path)
     elif kind == "monitor":
@@ -245,11 +245,11 @@ _CHANGES: list[Callable[[State, random.Random, Path], tuple[str, bool]]] = [
 
 
 def attempt(rng: random.Random, folder: Path, state: State) -> Verdict:
-    """Change a tree, then give commands; the last ones bring it back where they must be able to."""
+    """Change a tree, then run commands. Where they must succeed, the last two are apply, revert."""
     form, done = rng.choice([*state.trees])
     change = rng.choice(_CHANGES)
     first = rng.choice(("apply", "apply", "revert", "status"))
-    if change is _git_folder and rng.random() < 0.7:  # only there git looks into the tree
+    if change is _git_folder and rng.random() < 0.7:  # `apply` on a git tree asks git the most
         form, done, first = "git", False, "apply"
     tree = folder / "tree"
     shutil.copytree(state.trees[form, done], tree, symlinks=True)
@@ -264,10 +264,10 @@ def attempt(rng: random.Random, folder: Path, state: State) -> Verdict:
         commands = [first, "apply", "revert"] if must else [first]
     verdict = Verdict(RIGHT)
     for command in commands:
-        now = _given(command, tree, folder, state, must)
-        if now.outcome != RIGHT:
-            verdict = now
-        if now.outcome not in (RIGHT, REFUSED):
+        verdict_now = run_command(command, tree, folder, state, must)
+        if verdict_now.outcome != RIGHT:
+            verdict = verdict_now
+        if verdict_now.outcome not in (RIGHT, REFUSED):
             break
     if (folder / _MARK).exists():
         return Verdict(SILENT, "a program that the tree names was run")
@@ -275,7 +275,7 @@ def attempt(rng: random.Random, folder: Path, state: State) -> Verdict:
 
 
 def _kill(rng: random.Random, command: str, tree: Path, folder: Path) -> None:
-    """Kill it after some time, or when it begins to write."""
+    """Kill a command after some time, or when it begins to write."""
     process = start([command, str(tree)], folder, "killed")
     if rng.random() < 0.3:
         time.sleep(rng.uniform(0, 0.8))
@@ -287,7 +287,16 @@ def _kill(rng: random.Random, command: str, tree: Path, folder: Path) -> None:
     process.wait()
 
 
-def _given(command: str, tree: Path, folder: Path, state: State, must: bool) -> Verdict:
+def run_command(command: str, tree: Path, folder: Path, state: State, must: bool) -> Verdict:
+    """Run one command on a tree, and judge its exit status, its messages and what it changed.
+
+    Args:
+        command: `apply`, `revert` or `status`.
+        tree: the tree.
+        folder: takes the output of the command.
+        state: what the files of the series must be.
+        must: whether the command has to succeed.
+    """
     before = _snapshot(tree)
     files = {path: before.get(path) for path in state.base}
     known = all(_is_known(path, files[path], state) for path in files)
@@ -328,7 +337,7 @@ def _is_known(path: str, found: tuple[int, bytes] | None, state: State) -> bool:
 
 
 def _changed(before: Snapshot, after: Snapshot, ours: set[str]) -> list[str]:
-    """Paths that are not as they were; what a killed command left may be gone."""
+    """Paths that are not as they were. Files that a killed command left behind may be gone."""
     folders = {str(folder) for path in ours for folder in Path(path).parents}
     return sorted(
         path

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from once import Once
 
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
+
+# What every rank needs, imported once before the ranks are forked. The modules of the tests, which
+# the ranks import, import pytest.
+PRELOAD = ("megatron.training", "pytest")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,28 +25,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def megatron_tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An unpatched tree of its own: what is committed in build/, or at --megatron."""
-    copy = tmp_path_factory.mktemp("trees") / "unpatched"
-    unpatched_copy(request.config.getoption("--megatron"), copy)
-    return copy
+def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Makes folders that are shared by all workers of the session (tests/support/once.py)."""
+    folder = tmp_path_factory.getbasetemp()
+    # Each worker of pytest-xdist has a folder of its own inside the one of the session.
+    return Once(folder.parent if hasattr(request.config, "workerinput") else folder)
 
 
 @pytest.fixture(scope="session")
-def patched_tree(megatron_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A patched tree of its own."""
-    return patched_copy(megatron_tree, tmp_path_factory.mktemp("trees") / "patched")
+def trees(request: pytest.FixtureRequest, once: Once) -> Path:
+    """The folder of both trees: what is committed in build/, or at --megatron, and it patched."""
+
+    def make(folder: Path) -> None:
+        # Both at once: a worker that already imports from a tree writes .pyc files into it, which
+        # come and go while another copies the tree.
+        unpatched_copy(request.config.getoption("--megatron"), folder / "unpatched")
+        patched_copy(folder / "unpatched", folder / "patched")
+
+    return once("trees", make)
+
+
+@pytest.fixture(scope="session")
+def megatron_tree(trees: Path) -> Path:
+    """An unpatched tree. All tests share it: copy it before changing it, without __pycache__."""
+    return trees / "unpatched"
+
+
+@pytest.fixture(scope="session")
+def patched_tree(trees: Path) -> Path:
+    """A patched tree. All tests share it: copy it before changing it, without __pycache__."""
+    return trees / "patched"
 
 
 @pytest.fixture(scope="session")
 def patched(patched_tree: Path) -> Iterator[TreeWorker]:
     """Runs cases on the patched tree."""
-    with TreeWorker(patched_tree, preload=["megatron.training"]) as worker:
+    with TreeWorker(patched_tree, PRELOAD) as worker:
         yield worker
 
 
 @pytest.fixture(scope="session")
 def unpatched(megatron_tree: Path) -> Iterator[TreeWorker]:
     """Runs cases on the unpatched tree."""
-    with TreeWorker(megatron_tree, preload=["megatron.training"]) as worker:
+    with TreeWorker(megatron_tree, PRELOAD) as worker:
         yield worker

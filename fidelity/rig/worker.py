@@ -29,6 +29,9 @@ from megatron_r3.cpu import InstallError, install
 IMPORT_S = 600.0  # how long importing a tree may take, on a busy machine
 REPLY_S = 30.0  # how long a reply may take beyond the time of the case
 END_S = 10.0  # how long ending may take before the worker is killed
+# Megatron's training loop imports these in its course, if they are installed. That takes a second
+# in each rank of each case; a rank has them at once if its worker imported them before the fork.
+COMMON = ("transformers.models.auto.tokenization_auto", "torch.utils.tensorboard")
 
 
 class WorkerError(RuntimeError):
@@ -180,6 +183,10 @@ def _import_tree(tree: str, preload: Sequence[str]) -> None:
     install()
     for name in preload:
         importlib.import_module(name)
+    if "megatron.training" in preload:
+        for name in COMMON:
+            with suppress(ImportError):
+                importlib.import_module(name)
     core = Path(str(importlib.import_module("megatron.core").__file__))
     if Path(tree) not in core.resolve().parents:
         raise InstallError(f"{tree} has no megatron.core: it was imported from {core.parent}")

@@ -1,4 +1,7 @@
-"""Wrong data and wrong options never train: one clear error, before any process group."""
+"""Wrong data and wrong options never train: one clear error, before any process group.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from stored import block_sums, metadata_of
-from training import STEP, Policy, changed_store, parse
+from training import STEP, Policy, changed_store, parse, train
 
 from demo.model import arguments
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.cpu.errors import RankError
 from megatron_r3.routes import Routes
 from megatron_r3.seams.pretrain import NOT_WITH_ROLLOUTS
 from megatron_r3.store import RolloutStore, SamplingSettings, write_shard
@@ -242,7 +246,8 @@ def test_megatron_r3_not_installed(patched: TreeWorker, policy: Policy) -> None:
     assert "need megatron_r3 to be installed" in text
 
 
-def run_script(tree: Path, argv: list[str], processes: int = 1) -> subprocess.CompletedProcess[str]:
+def run_script(tree: Path, argv: list[str], processes: int) -> subprocess.CompletedProcess[str]:
+    """Train as a user does: torchrun, and the script unchanged. It takes ten seconds to begin."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(processes), "-m", "megatron_r3.cpu"]
@@ -257,51 +262,70 @@ def run_script(tree: Path, argv: list[str], processes: int = 1) -> subprocess.Co
     )
 
 
-def errors_of(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The error lines, and that there is no traceback of ours (torchrun shows one of its own)."""
-    assert done.returncode in (1, 2)
-    ours = done.stderr.split("torch/distributed/elastic")[0]
-    assert "Traceback" not in ours, ours
-    return [line for line in done.stderr.splitlines() if line.startswith("error:")]
+def train_on(
+    patched: TreeWorker, argv: list[str], folder: Path, ranks: int = 1
+) -> tuple[bool, str]:
+    """Train in forked ranks: whether the training ended well, and all that the ranks printed."""
+    folder.mkdir()
+    failure = ""
+    try:
+        patched.run(train, ranks, argv, timeout_s=120, log_dir=folder)
+    except RankError as error:
+        failure = error.text
+    assert not failure or "SystemExit: 1" in failure, failure
+    printed = "".join((folder / f"rank{rank}.log").read_text() for rank in range(ranks))
+    assert "Traceback" not in printed, printed
+    return not failure, printed
 
 
-def test_replay_without_rollouts(patched_tree: Path) -> None:
-    done = run_script(patched_tree, arguments(STEP, ["--moe-router-replay"]))
-    (line,) = errors_of(done)
-    assert "give --rollouts DIR" in line
+def the_error(trained: tuple[bool, str]) -> str:
+    """The one line with which a training was refused."""
+    ended_well, printed = trained
+    assert not ended_well
+    (line,) = (line for line in printed.splitlines() if line.startswith("error:"))
+    return line
+
+
+def test_replay_without_rollouts(patched: TreeWorker, tmp_path: Path) -> None:
+    argv = arguments(STEP, ["--moe-router-replay"])
+    assert "give --rollouts DIR" in the_error(train_on(patched, argv, tmp_path / "logs"))
 
 
 def test_all_ranks_find_it_and_one_speaks(patched_tree: Path, policy: Policy) -> None:
     done = run_script(patched_tree, policy.arguments("--moe-router-topk", "2"), processes=2)
-    (line,) = errors_of(done)
+    assert done.returncode in (1, 2)
+    ours = done.stderr.split("torch/distributed/elastic")[0]  # torchrun has a traceback of its own
+    assert "Traceback" not in ours, ours
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
     assert "topk 4 there, 2 here" in line
 
 
-def test_a_store_that_recorded_nothing(patched_tree: Path, policy: Policy, tmp_path: Path) -> None:
+def test_a_store_that_recorded_nothing(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
     def nothing(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"recorded": np.zeros_like(tensors["recorded"])}
 
-    store = rewritten(policy, tmp_path, nothing)
-    (line,) = errors_of(run_script(patched_tree, policy.arguments(store=store)))
+    argv = policy.arguments(store=rewritten(policy, tmp_path, nothing))
+    line = the_error(train_on(patched, argv, tmp_path / "logs"))
     assert "no token has recorded routes" in line
 
 
-def test_a_store_of_another_policy(patched_tree: Path, policy: Policy, tmp_path: Path) -> None:
-    store = changed_store(
-        policy.store, tmp_path / "s", lambda routes: routes, router_fingerprint=("0" * 16,) * 4
-    )
-    done = run_script(patched_tree, policy.arguments(store=store), processes=2)
-    (line,) = errors_of(done)
-    assert "sampled from another policy: the router of layer 1" in line
-    assert "elapsed time per iteration" not in done.stdout
+def of_another_policy(policy: Policy, folder: Path) -> Path:
+    """The policy's store with the fingerprint of other routers."""
+    others = ("0" * 16,) * 4
+    return changed_store(policy.store, folder, lambda routes: routes, router_fingerprint=others)
+
+
+def test_a_store_of_another_policy(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
+    argv = policy.arguments(store=of_another_policy(policy, tmp_path / "s"))
+    trained = train_on(patched, argv, tmp_path / "logs", ranks=2)
+    assert "sampled from another policy: the router of layer 1" in the_error(trained)
+    assert "elapsed time per iteration" not in trained[1]
 
 
 def test_rollouts_of_another_policy_on_request(
     patched_tree: Path, policy: Policy, tmp_path: Path
 ) -> None:
-    store = changed_store(
-        policy.store, tmp_path / "s", lambda routes: routes, router_fingerprint=("0" * 16,) * 4
-    )
+    store = of_another_policy(policy, tmp_path / "s")
     argv = policy.arguments("--rollouts-policy", "any", store=store)
     done = run_script(patched_tree, argv, processes=2)
     assert done.returncode == 0, done.stderr
@@ -309,19 +333,19 @@ def test_rollouts_of_another_policy_on_request(
 
 
 def test_rollouts_without_replay_train_live_and_say_so_once(
-    patched_tree: Path, policy: Policy
+    patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
     argv = [a for a in policy.arguments() if a != "--moe-router-replay"]
-    done = run_script(patched_tree, argv, processes=2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("routing live, not replaying") == 1
+    ended_well, printed = train_on(patched, argv, tmp_path / "logs", ranks=2)
+    assert ended_well, printed
+    assert printed.count("routing live, not replaying") == 1
 
 
 def sampled(policy: Policy, folder: Path, **settings: float) -> Path:
     """The policy's store, saying that it was sampled with these settings."""
     plain = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=13)
-    how = replace(plain, **settings)
-    return changed_store(policy.store, folder, lambda routes: routes, sampling=how)
+    changed = replace(plain, **settings)
+    return changed_store(policy.store, folder, lambda routes: routes, sampling=changed)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +370,7 @@ def test_sampling_that_the_loss_does_not_know_is_refused_or_accepted_by_name(
 
 
 def test_what_a_user_should_know_is_said_at_the_start(
-    patched_tree: Path, policy: Policy, tmp_path: Path
+    patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
     known = changed_store(
         policy.store,
@@ -356,13 +380,15 @@ def test_what_a_user_should_know_is_said_at_the_start(
         sampling=SamplingSettings(temperature=0.7),
     )
     more = ("--rollouts-sampling", "any", "--mock-data")
-    done = run_script(patched_tree, policy.arguments(*more, store=known))
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if "> rollouts:" in line]
+    ended_well, printed = train_on(patched, policy.arguments(*more, store=known), tmp_path / "logs")
+    assert ended_well, printed
+    said = [line for line in printed.splitlines() if "> rollouts:" in line]
     padded = next(line for line in said if "softmax has 40 rows, the trainer's " in line)
     assert padded.count("warning:") == 1
     assert any("warning: sampled with temperature 0.7, and trained on" in line for line in said)
     assert any("--data-path and --mock-data are not trained on" in line for line in said)
-    plain = run_script(patched_tree, policy.arguments())  # control: nothing to say of it
-    assert "softmax has" not in plain.stdout
-    assert "--mock-data are not trained on" not in plain.stdout
+    # control: of the store as it is there is nothing to say
+    _, printed = train_on(patched, policy.arguments(), tmp_path / "plain")
+    assert "elapsed time per iteration" in printed
+    assert "softmax has" not in printed
+    assert "--mock-data are not trained on" not in printed

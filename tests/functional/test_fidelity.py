@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import fidelity.table
 from fidelity.cases import CASES, Case
+from fidelity.models import MODELS, Model
 from fidelity.rig.worker import TreeWorker
+from fidelity.rollouts import make_rollouts, write_stores
 from fidelity.run import run
 from fidelity.table import Table, passed
 
@@ -39,12 +42,18 @@ def test_a_case_that_megatron_refuses_is_a_failed_row(
     assert "error" in row
 
 
-def test_a_wrong_reference_shows(table: Table, tmp_path: Path) -> None:
-    """The table's own control: another model's rollouts are not those of this one."""
-    prepared, other = table._prepared("base"), table._prepared("even")
-    mixed = Table(table.worker, tmp_path, "mixed")
-    mixed._models["base"] = type(prepared)(prepared.checkpoint, other.stores, prepared.judge)
-    row = mixed.row(Case("mixed", 1))
+def test_a_wrong_reference_shows(
+    patched: TreeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table's own control: rollouts of another model than the one that is the reference."""
+    other = MODELS["even"]
+
+    def other_stores(model: Model, rollouts: object, folder: Path) -> dict[str, Path]:
+        return write_stores(other, make_rollouts(other), folder)
+
+    monkeypatch.setattr(fidelity.table, "write_stores", other_stores)
+    row = Table(patched, tmp_path, "mixed").row(Case("mixed", 1))
+    assert "error" not in row
     assert not passed(row)
     assert row["dispatched_as_recorded"] < 1.0
     assert not row["loss_matches"]

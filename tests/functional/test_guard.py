@@ -1,4 +1,7 @@
-"""Nothing that is not finite, and no routes that nobody took, gets into a weight."""
+"""Nothing that is not finite, and no routes that nobody took, gets into a weight.
+
+Shape suffixes (docs/glossary.md): N.
+"""
 
 from __future__ import annotations
 

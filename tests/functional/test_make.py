@@ -27,7 +27,7 @@ def contents(tree: Path) -> dict[str, tuple[bytes, int]]:
 
 def test_apply_status_revert(megatron_tree: Path, tmp_path: Path) -> None:
     tree = tmp_path / "my tree"
-    shutil.copytree(megatron_tree, tree)
+    shutil.copytree(megatron_tree, tree, ignore=shutil.ignore_patterns("__pycache__"))
     before = contents(tree)
     assert make("apply", tree).returncode == 0
     assert "moe_router_replay" in (tree / "megatron/core/transformer/moe/router.py").read_text()
@@ -43,7 +43,7 @@ def test_apply_status_revert(megatron_tree: Path, tmp_path: Path) -> None:
 
 def test_an_edited_tree_is_refused_with_the_file(megatron_tree: Path, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    shutil.copytree(megatron_tree, tree)
+    shutil.copytree(megatron_tree, tree, ignore=shutil.ignore_patterns("__pycache__"))
     edited = tree / "megatron/training/training.py"
     edited.write_text(edited.read_text() + "# mine\n")
     before = contents(tree)

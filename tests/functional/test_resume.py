@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from once import Once
 from training import PART, Policy, fails, parts, same, steps_on, train
 
 from demo.report import series_of
@@ -41,10 +42,21 @@ def resumed(policy: Policy, store: Path, saved: Path, *more: str) -> list[str]:
     return argv
 
 
+@pytest.fixture(scope="session")
+def half_trained(patched: TreeWorker, policy: Policy, once: Once) -> Path:
+    """A store in `store`, and in `saved` the checkpoint after two of its four steps."""
+
+    def make(folder: Path) -> None:
+        half(patched, policy, stores(policy, folder), folder)
+
+    return once("half-trained", make)
+
+
 @pytest.fixture
-def interrupted(patched: TreeWorker, policy: Policy, tmp_path: Path) -> tuple[Path, Path]:
-    store = stores(policy, tmp_path)
-    return store, half(patched, policy, store, tmp_path)
+def interrupted(half_trained: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Copies of the half-trained store and its checkpoint, which a test may change."""
+    shutil.copytree(half_trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "store", tmp_path / "saved"
 
 
 def test_the_same_store_goes_on_wherever_it_lies_now(

@@ -1,4 +1,7 @@
-"""Training on rollouts through the patched pretrain(): what runs is what was recorded."""
+"""Training on rollouts through the patched pretrain(): what runs is what was recorded.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
 
 from __future__ import annotations
 

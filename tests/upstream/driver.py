@@ -1,11 +1,13 @@
-"""Megatron-LM's own MoE unit tests on a tree and on a patched copy: each must end alike on both.
+"""Megatron-LM's own MoE unit tests, on a tree and on a patched copy: all must end alike on both.
 
     python -m tests.upstream.driver --megatron DIR [--ranks 1 2 4] [--only TEXT ...]
         [--out FILE.json]
 
 DIR is a checkout of Megatron-LM with its tests; what is committed in it is tested. Its tests are
-for GPUs: many cannot pass on a CPU, without Transformer Engine, or with so few ranks; those must
-fail on both. Exit status 0: tests passed, and no outcome differs.
+for GPUs: many cannot pass on a CPU, without Transformer Engine, or with so few ranks. Such a test
+must fail on both trees. The exit status is 0 if tests passed and no outcome differs.
+
+No test of this project calls this: it takes hours. pytest collects only `test_driver.py` here.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ from fidelity.trees import patched_copy, unpatched_copy
 
 FOLDER = Path("tests/unit_tests/transformer/moe")
 DOWNLOADER = "tests.test_utils.python_scripts.download_unit_tests_dataset"
-OUTCOMES = ("passed", "skipped", "failed", "error", "hung", "died")  # the worst comes last
-TEST_S = 60  # what a test may take before it counts as hung
-BATCH = 25  # tests of one set of ranks: some leave process groups and their threads behind
+OUTCOMES = ("passed", "skipped", "failed", "error", "hung", "died")  # from good to bad
+TEST_S = 60  # seconds after which a test counts as hung
+# Tests for one set of ranks. Some tests leave process groups and their threads behind, so that new
+# ranks are forked for the next tests.
+BATCH = 25
 COLUMNS = " ".join(f"{name:>7}" for name in OUTCOMES)
 HEAD = f"{'':48} {'unpatched':{len(COLUMNS)}}   patched\n{'file':42} ranks {COLUMNS}   {COLUMNS}"
 
@@ -48,7 +52,7 @@ Row = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the files that were asked for on both trees."""
+    """Run the chosen files on both trees; return 1 if an outcome differs or nothing passed."""
     doc = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser(prog="tests.upstream.driver", description=doc)
     parser.add_argument("--megatron", type=Path, required=True, help="a Megatron-LM checkout")
@@ -79,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     suites: dict[str, Suite], files: list[str], ranks: list[int], out: Path | None
 ) -> list[Row]:
-    """The rows of some files, printed and written as they come: one tree after the other."""
+    """The rows of some files. Each is printed, and written to `out`, as soon as it is there."""
     print(HEAD, flush=True)
     rows: list[Row] = []
     for world_size in ranks:
@@ -99,7 +103,7 @@ def run(
 
 
 def differing(unpatched: Outcomes, patched: Outcomes) -> list[str]:
-    """The ids that ended otherwise on one of the trees, or only exist there."""
+    """The ids of tests that ended in another way on one tree, or that only one tree has."""
     return sorted(
         test
         for test in unpatched.keys() | patched.keys()
@@ -108,9 +112,9 @@ def differing(unpatched: Outcomes, patched: Outcomes) -> list[str]:
 
 
 def read_records(files: Iterable[Path]) -> tuple[list[str], Outcomes]:
-    """What the ranks' Recorders wrote: the ids they began with, and those that all have ended.
+    """Read what the Recorders of all ranks wrote: the ids they collected, and how tests ended.
 
-    A test's outcome is the worst that it had on a rank.
+    A test has ended if it has ended on all ranks; its outcome is then the worst of all ranks.
     """
     collected: dict[str, None] = {}
     ended: list[Outcomes] = []
@@ -133,15 +137,15 @@ class Suite:
     """The tests of one tree.
 
     Args:
-        worker: of the tree.
-        folder: for records and what tests write.
+        worker: runs functions on ranks that have imported the tree.
+        folder: for the records, and for what the tests write.
     """
 
     def __init__(self, worker: TreeWorker, folder: Path) -> None:
         self.worker, self.folder = worker, folder
 
     def run(self, file: str, world_size: int) -> Outcomes:
-        """How each test of a file ended. Fresh ranks go on after a batch, or one that hangs."""
+        """How each test of a file ended. Fresh ranks go on after a batch, a hang or a death."""
         outcomes: Outcomes = {}
         while True:
             error: RankError | None = None
@@ -165,13 +169,13 @@ class Suite:
 
 
 def _ending(error: RankError) -> str:
-    """Of the test in which the ranks ended: out of time, or otherwise."""
+    """The outcome of the test in which the ranks ended: it hung, or it killed them."""
     late = isinstance(error, RankTimeout) or "Timeout (0:" in error.text
     return "hung" if late else "died"
 
 
 def as_rank(rank: int, tree: Path, file: str, folder: Path, done: Collection[str]) -> None:
-    """On one rank: run a file's tests with pytest, as torchrun would, without those `done`."""
+    """Run a file's tests with pytest on one rank, as torchrun would; leave out those in `done`."""
     import pytest
 
     os.chdir(tree)
@@ -179,14 +183,15 @@ def as_rank(rank: int, tree: Path, file: str, folder: Path, done: Collection[str
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     dist.init_process_group = _with_gloo(dist.init_process_group)
-    # its conftest.py would fetch data sets, which these tests do not read, into /opt
+    # Upstream's conftest.py downloads data sets into /opt. The MoE tests do not read them.
     downloader: Any = sys.modules.setdefault(DOWNLOADER, ModuleType(DOWNLOADER))
     downloader.download_and_extract_asset = lambda assets_dir: None
     options = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "-o", "addopts=", "-s", "-q"]
     options += ["-W", "ignore", "--tb=short", f"--basetemp={folder / f'rank{rank}'}"]
     world_size = int(os.environ["WORLD_SIZE"])
     files = [folder / f"rank{r}.jsonl" for r in range(world_size)]
-    # upstream's test objects end with a barrier: only where all ranks stand, not when gc likes
+    # Upstream's test objects call a barrier when they are deleted. If the garbage collector chose
+    # the moment, some ranks would wait there while others are elsewhere: see `_tidy_up`.
     gc.freeze()
     gc.disable()
     recorder = Recorder(files, rank, done, _tidy_up)
@@ -196,7 +201,7 @@ def as_rank(rank: int, tree: Path, file: str, folder: Path, done: Collection[str
 
 
 def _with_gloo(init: Callable[..., None]) -> Callable[..., None]:
-    """`init_process_group`, of gloo whatever is asked for."""
+    """A function like `init_process_group` that takes gloo, whatever backend it is asked for."""
 
     def with_gloo(
         backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any
@@ -207,7 +212,10 @@ def _with_gloo(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _tidy_up() -> None:
-    """End the objects of the last test, and groups that Megatron dropped: their threads poll."""
+    """Delete the objects of the last test, and end process groups that Megatron has dropped.
+
+    The threads of such a group would go on polling, and take the cores from the next tests.
+    """
     from megatron.core import parallel_state
 
     gc.collect()
@@ -218,16 +226,16 @@ def _tidy_up() -> None:
 
 
 class Recorder:
-    """A pytest plugin that writes how each test ended, as it ends; the ranks keep step.
+    """A pytest plugin that writes how each test ended, and lets the ranks begin tests together.
 
-    Without that, a rank whose test failed would go on to the next, and answer there to the
-    collectives of the others: how that ends is chance.
+    Otherwise a rank whose test failed would go on to the next test, and answer the collectives of
+    ranks that are still in the first one. What comes of that is chance.
 
     Args:
-        files: where each of the ranks writes.
-        rank: this one.
-        done: ids of tests to leave out.
-        between: called before a test, when all ranks have ended the one before.
+        files: the file of each rank.
+        rank: the number of this rank.
+        done: the ids of tests to leave out.
+        between: called before each test, when all ranks have ended the test before it.
     """
 
     def __init__(
@@ -243,18 +251,18 @@ class Recorder:
         self._end = OUTCOMES[0], ""
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A file that cannot be imported has no tests: it stands for itself."""
+        """Record a file that cannot be imported like a test, as it has none."""
         if report.failed:
             self._write({"id": report.nodeid, "outcome": "error", "why": _reason(report)})
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Leave out what is done, say what is to come, and begin with a batch of it."""
+        """Leave out the tests that are done, record the others, and keep one batch of them."""
         items[:] = [item for item in items if item.nodeid not in self.done]
         self._write([item.nodeid for item in items])
         del items[BATCH:]
 
     def pytest_runtest_logstart(self) -> None:
-        """Wait for the others, then let the test begin; one that hangs says where, and ends all."""
+        """Wait for the other ranks, then begin. A test that hangs prints its stack and exits."""
         while any(_count_lines(peer) < self._lines for peer in self._peers):
             time.sleep(0.005)
         self._end = OUTCOMES[0], ""
@@ -262,7 +270,7 @@ class Recorder:
         self.between()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Keep the worst of set-up, call and tear-down."""
+        """Keep the worst outcome of set-up, call and tear-down."""
         outcome = report.outcome
         if outcome == "failed" and report.when != "call":
             outcome = "error"
@@ -270,7 +278,7 @@ class Recorder:
             self._end = outcome, _reason(report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """The test has ended."""
+        """Record how the test ended."""
         faulthandler.cancel_dump_traceback_later()
         self._write({"id": nodeid, "outcome": self._end[0], "why": self._end[1]})
 
@@ -281,7 +289,7 @@ class Recorder:
 
 
 def _reason(report: Any) -> str:
-    """What an error says, or why a test was skipped, in a line."""
+    """The first line of an error, or why a test was skipped."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash:
         return crash.message.partition("\n")[0][:300]
@@ -311,6 +319,9 @@ def _why(row: Row, test: str, label: str) -> str:
 
 
 if __name__ == "__main__":
-    from tests.upstream import driver as upstream  # the ranks import `as_rank` by this name
+    # The ranks import `as_rank` by the name of its module. They would look for `tests.upstream` in
+    # Megatron's own package `tests`, which comes first there. So the module is called `driver`.
+    sys.path.append(str(Path(__file__).parent))
+    import driver
 
-    sys.exit(upstream.main())
+    sys.exit(driver.main())

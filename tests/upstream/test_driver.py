@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path, pytester_ini: list[str])
 def test_a_test_that_hangs_ends_its_rank_and_says_where(
     tmp_path: Path, pytester_ini: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "TEST_S", 0.3)
+    monkeypatch.setattr(upstream, "TEST_S", 2.0)
     tests = tmp_path / "test_hangs.py"  # pytest imports a name once
     tests.write_text("import time\ndef test_ends(): pass\ndef test_waits(): time.sleep(60)\n")
     recorder = Recorder([tmp_path / "rank0.jsonl"], 0)

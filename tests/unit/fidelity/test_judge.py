@@ -1,4 +1,7 @@
-"""The judge of the fidelity table says no to everything that is not what was recorded."""
+"""The judge of the fidelity table says no to everything that is not what was recorded.
+
+Shape suffixes (docs/glossary.md): H, K, L, P, T.
+"""
 
 from dataclasses import replace
 

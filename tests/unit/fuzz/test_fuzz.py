@@ -1,4 +1,7 @@
-"""The fuzz can fail: each kind of fault, planted, is counted; and its short run finds none."""
+"""The fuzz can fail: each kind of fault is counted if it is planted, and a short run finds none.
+
+Shape suffixes (docs/glossary.md): G.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,8 @@ from fuzz.outcome import (
     bad_line,
     judged,
 )
+from megatron_r3 import rollout
+from megatron_r3.engines import conversation
 from megatron_r3.store.shard import Shard
 
 CHEAP = ("shards", "responses", "prompts", "configs")
@@ -104,11 +109,13 @@ def attempt(rng: random.Random, folder: Path, names: list[str]) -> Verdict:
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_fault_is_counted(what, tmp_path, capfd):
-    """And the try after it is made all the same."""
-    kind = Kind("planted", 1, 1.5, 256, lambda shared: [what, "fine"], attempt)
+    """The fault is counted, and the next try is made all the same."""
+    limit_s = 1.5 if PLANTED[what] == HANG else 60.0
+    kind = Kind("planted", 1, limit_s, 256, lambda shared: [what, "fine"], attempt)
     found = [*pool.run_tries(kind, [0, 1], 0, 1, tmp_path)]
     assert (found[0].what, found[0].verdict.outcome) == (what, PLANTED[what]), found[0].verdict
-    assert found[1].verdict.outcome in (RIGHT, PLANTED[what])  # a new worker begins the list again
+    # A new worker, which replaces one that died, begins the list of planted faults again.
+    assert found[1].verdict.outcome in (RIGHT, PLANTED[what])
     fault = PLANTED[what] in FAULTS
     assert (tmp_path / "planted-0-0" / "input").exists() == fault
     assert (tmp_path / "planted-0-0" / "fault.txt").exists() == fault
@@ -172,7 +179,7 @@ def test_shards_that_nobody_verifies(tmp_path, monkeypatch):
 
 
 def test_shards_whose_reader_mixes_up_rollouts(tmp_path, monkeypatch):
-    """A store that is whole is read again, after it was read once to know what is in it."""
+    """The reader is replaced after `prepare` has read what is in the stores."""
     states = shards.prepare(tmp_path)
     read = shards.RolloutStore.column
     backwards = lambda self, name: read(self, name)[::-1]  # noqa: E731
@@ -202,9 +209,6 @@ def test_decoders_that_are_wrong(tmp_path, monkeypatch, decode, expected):
 
 
 def test_a_decoder_that_takes_any_log_prob(tmp_path, monkeypatch):
-    from megatron_r3 import rollout
-    from megatron_r3.engines import conversation
-
     for module in (rollout, conversation):
         monkeypatch.setattr(module, "wrong_logprob", lambda logprobs_G: None)
     assert SILENT in outcomes("responses", tmp_path, 200)
@@ -253,7 +257,7 @@ def test_commands_on_trees_that_are_wrong(tmp_path, monkeypatch, script, expecte
     (tmp_path / "tree" / "x.py").write_text("base")
     state = trees.State({}, {"x.py": b"base"}, {"x.py": b"patched"})
     monkeypatch.setattr(trees, "start", fake(script))
-    given = trees._given("apply", tmp_path / "tree", tmp_path, state, must=True)
+    given = trees.run_command("apply", tmp_path / "tree", tmp_path, state, must=True)
     assert given.outcome == expected, given
 
 
@@ -267,8 +271,9 @@ def test_commands_on_trees_that_are_wrong(tmp_path, monkeypatch, script, expecte
 )  # fmt: skip
 def test_a_collection_that_is_wrong(tmp_path, monkeypatch, script, expected):
     monkeypatch.setattr(signals, "start", fake(script))
-    monkeypatch.setattr(signals, "_LIMIT_S", 1.0)
-    monkeypatch.setattr(signals, "_SIGNALS", (15,) if expected == HANG else signals._SIGNALS)
+    if expected == HANG:
+        monkeypatch.setattr(signals, "LIMIT_S", 1.0)
+        monkeypatch.setattr(signals, "SIGNALS", (15,))
     verdict = signals.attempt(random.Random(0), tmp_path, signals.prepare(tmp_path))
     assert verdict.outcome == expected, verdict
 
@@ -290,12 +295,12 @@ def test_a_collection_that_goes_on_after_a_signal(tmp_path, monkeypatch):
     """It ends as it must, but only after one of its workers took all the rest."""
 
     def when_it_asks(rng, process, server, total, seen):
-        signals._until(lambda: bool(seen), process)
+        signals.wait_until(lambda: bool(seen), process)
         return True
 
     monkeypatch.setattr(signals, "start", fake(GOES_ON))
-    monkeypatch.setattr(signals, "_wait", when_it_asks)
-    monkeypatch.setattr(signals, "_SIGNALS", (signal.SIGTERM,))
+    monkeypatch.setattr(signals, "wait_for_a_moment", when_it_asks)
+    monkeypatch.setattr(signals, "SIGNALS", (signal.SIGTERM,))
     rng = random.Random(0)
     monkeypatch.setattr(rng, "random", lambda: 0.5)  # the signal is sent once
     verdict = signals.attempt(rng, tmp_path, signals.prepare(tmp_path))

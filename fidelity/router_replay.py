@@ -1,14 +1,15 @@
-"""Code that is written for upstream's RouterReplay, on a patched tree.
+"""A program that is written for upstream's RouterReplay, run on a patched tree.
 
-It records, replays and recomputes as its own documentation says. Megatron is imported only inside
-the function that a rank runs.
+The program records, replays and recomputes as the documentation of RouterReplay says. Megatron is
+imported only inside the functions that a rank runs.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes (docs/glossary.md): T, K.
 """
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+
 import torch
 
 from fidelity.models import MODELS, SEQ_LENGTH, VOCAB_SIZE
@@ -18,10 +19,11 @@ _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 def use_router_replay(rank: int) -> None:
-    """Record a forward, replay it in forward and in recompute; refuse both options together.
+    """Record a forward pass, replay it in forward and in recompute; then set both options.
 
     Raises:
-        AssertionError: what is replayed is not what was recorded.
+        AssertionError: what was replayed is not what was recorded, or a config with RouterReplay
+            and moe_router_replay both on was accepted.
     """
     argv = [*MODELS["base"].argv(), *_RECOMPUTE.split(), "--micro-batch-size", "1"]
     _, model = build([*argv, "--moe-enable-routing-replay"])
@@ -33,9 +35,9 @@ def use_router_replay(rank: int) -> None:
         return model(ids[:, :-1], positions, None, labels=ids[:, 1:])
 
     def gradients() -> list[torch.Tensor]:
-        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        copies = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         model.zero_grad(set_to_none=True)
-        return found
+        return copies
 
     assert len(RouterReplay.global_router_replay_instances) == 4, "one instance for each router"
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
@@ -44,25 +46,29 @@ def use_router_replay(rank: int) -> None:
     want.sum().backward()
     want_gradients = gradients()
 
-    for shift in (0, 1):  # the same experts, and as a control the next ones
+    for shift in (0, 1):  # the recorded experts; then, as a control, the expert after each of them
         RouterReplay.clear_global_indices()
         RouterReplay.set_replay_data([(ids_TK + shift) % 8 for ids_TK in recorded])
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         got = output()
+        # upstream's global switch: the backward pass recomputes, and pops the same routes again
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         got.sum().backward()
         same = all(map(torch.equal, gradients(), want_gradients))
         assert torch.equal(got, want) == same == (shift == 0), f"experts + {shift}: same is {same}"
     RouterReplay.clear_global_router_replay_action()
-    _refuses_both(model)
+    _assert_not_both(model)
 
 
-def _refuses_both(model: torch.nn.Module) -> None:
-    import dataclasses
-
+def _assert_not_both(model: torch.nn.Module) -> None:
+    """A config that asks for RouterReplay and for moe_router_replay is refused."""
     from megatron.core.transformer import TransformerConfig
 
     config = getattr(model, "module", model).config
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    with pytest.raises(ValueError, match="moe_enable_routing_replay"):
+    refusal = "it was accepted"
+    try:
         TransformerConfig(**{**given, "moe_router_replay": True})
+    except ValueError as error:
+        refusal = str(error)
+    assert "moe_enable_routing_replay" in refusal, refusal

@@ -1,11 +1,14 @@
-"""What is wrong with the bytes of a shard: noise, or values that no rollout has, all sums right.
+"""Damage to the bytes of a shard: noise, or impossible values under checksums that are right.
 
-Every forged value is one that cannot be. So a reader that accepts it is wrong, unless the value is
-one that it does not use, and all that it gives is what was written.
+No rollout can have a forged value. So a reader that accepts the shard is wrong, unless the reader
+does not use the value and everything that it gives is what was written.
+
+Shape suffixes (docs/glossary.md): K, L, M, T, U.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable
@@ -13,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from fuzz.shard_file import ShardFile
+from fuzz.shard_parts import ShardFile
 
-_WRAP = 2**62  # four of them are 0 in 64 bits
+_WRAP = 2**62  # four of these add up to 2**64, which is 0 in 64 bits
 ODD: list[Any] = [
     None, True, False, -1, 0, 2**31, 2**63, 2**70, -(2**63), 10**400, 1.5, 4.0, math.nan, math.inf,
     "", "4", "\x1b[2J", "\ud800", "a\nb", "x" * 5000, [], {}, [1], ["a"], [[1]], {"a": 1}, [None],
@@ -57,7 +60,7 @@ def changed_bytes(data: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 
 def forged(data: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """A whole shard with one thing in it that cannot be."""
+    """A whole shard with one impossible thing in it, and what that is."""
     shard = ShardFile.of(data)
     name = rng.choice([*_FORGERIES])
     said = _FORGERIES[name](shard, rng)
@@ -111,7 +114,8 @@ def _flag(name: str) -> Callable[[ShardFile, random.Random], str]:
     def change(shard: ShardFile, rng: random.Random) -> str:
         where = rng.randrange(len(shard.tensors[name]))
         old = shard.tensors[name][where]
-        # a response that is not what the turns say cannot be; a row that is or is not recorded can
+        # The turns say what `response` must be, so that its opposite is impossible. Nothing says
+        # whether a row is recorded, so that only a value that is no truth value is.
         value = rng.choice((2, 255) if name == "recorded" else (2, 255, 1 - old))
         shard.tensors[name][where] = value
         return f"{value} at {where}"
@@ -126,7 +130,7 @@ def _counts(name: str) -> Callable[[ShardFile, random.Random], str]:
         kind = rng.choice(("wrap", "wrap", "negative", "more", "less", "zero", "moved", "huge"))
         if kind == "wrap":
             counts_M[:] = [_WRAP] * len(counts_M)
-            if rng.random() < 0.5:  # its sum in 64 bits is right
+            if rng.random() < 0.5:  # choose the last count so that the sum in 64 bits is right
                 last = (total - (len(counts_M) - 1) * _WRAP) % 2**64
                 counts_M[-1] = last - 2**64 * (last >= 2**63)
         elif kind == "negative":
@@ -135,8 +139,8 @@ def _counts(name: str) -> Callable[[ShardFile, random.Random], str]:
             counts_M[rng.randrange(len(counts_M))] += 1 if kind == "more" else -1
         elif kind == "zero":
             counts_M[0], counts_M[1] = 0, counts_M[0] + counts_M[1]
-            counts_M[0] -= name == "num_turns"  # no turn at all is possible
-        elif kind == "moved":  # more turns of one rollout are outside of it
+            counts_M[0] -= name == "num_turns"  # a rollout without turns is possible: take -1
+        elif kind == "moved":  # the sum stays right, and turns lie outside of their rollout
             counts_M[0], counts_M[1] = 1, counts_M[0] + counts_M[1] - 1
             counts_M[0] -= 2 * (name == "num_turns")
         else:
@@ -273,8 +277,8 @@ def _no_info(shard: ShardFile, rng: random.Random) -> str:
 
 def _body(shard: ShardFile, rng: random.Random) -> str:
     name = rng.choice([key for key in shard.body if key != "info"])
-    # each version has one number, and a shard one; what must be known is nothing or a list of names
-    values = [one for one in ODD if one not in ({"must_know": [[]]}.get(name, []))]
+    # every value of ODD is wrong here, but for `must_know`, which may be an empty list
+    values = [value for value in ODD if value != [] or name != "must_know"]
     value = rng.choice([*values, 1, 99, "3"])
     if name == "number":
         value = value if value != shard.body["number"] or isinstance(value, bool) else 12
@@ -294,9 +298,7 @@ def _sums(shard: ShardFile, rng: random.Random) -> str:
 
 
 def _text(shard: ShardFile, said: str) -> str:
-    """Keep the header as it is now: the checksums of tensors in it are not to be put right."""
-    import json
-
+    """Freeze the shard's own header, so that `file` does not put its checksums right again."""
     text = json.dumps(shard.body, sort_keys=True)
     shard.file = lambda: shard.file_of(text)  # type: ignore[method-assign]
     return said
@@ -341,7 +343,7 @@ def _metadata(shard: ShardFile, rng: random.Random) -> str:
 
 
 def _unknown(shard: ShardFile, rng: random.Random) -> str:
-    """What a newer megatron-r3 may add; a reader that leaves it out gives the same content."""
+    """Add a key that a newer megatron-r3 may write. A reader that ignores it reads the same."""
     place = rng.choice(("body", "info", "sampling", "must_know"))
     if place == "must_know":
         shard.body["must_know"] = [rng.choice(("kept_sets", "\x1b[2J", 7, "x" * 10_000))]

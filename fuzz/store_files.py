@@ -1,16 +1,13 @@
-"""What happens to the files of a store: lost, doubled, renamed, swapped; or changed while open."""
+"""What may happen to the files of a store: lost, copied, renamed, swapped, changed while open."""
 
 from __future__ import annotations
 
 import os
 import random
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from fuzz.shards import Base
-
+from typing import Any
 
 _NAMES = (
     "shard-00000 (copy).safetensors", "shard-00000.bak.safetensors", "shard-00009.safetensors",
@@ -22,11 +19,29 @@ _NAMES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Base:
+    """A whole store, which a try copies and then damages.
+
+    Attributes:
+        files: the bytes of each shard, by its name.
+        expected: what a reader must find in the store (`shards.contents`).
+        other: the shards of a valid store with other rollouts of the same model, as many.
+        numbered: whether a shard says which number it has, as shards do from version 3 on.
+    """
+
+    files: dict[str, bytes]
+    expected: dict[str, Any]
+    other: dict[str, bytes]
+    numbered: bool
+
+
 def change(rng: random.Random, store: Path, base: Base) -> tuple[str, list[Path], str]:
     """Do one thing to the files of a store.
 
     Returns:
-        What was done; the stores to read if they are others; "shorter" if only its end is missing.
+        What was done; the directories to read, if it is not the store alone; and "shorter" if the
+        store now is one that has merely not grown so far, or else an empty text.
     """
     names = [*base.files]
     name = rng.choice(names)
@@ -44,7 +59,7 @@ def change(rng: random.Random, store: Path, base: Base) -> tuple[str, list[Path]
         other = rng.choice([n for n in _NAMES if n.startswith("shard-")])
         last = name == names[-1] and len(names) > 1
         os.rename(path, store / other)
-        # one that is not taken for a shard any more is a shard that is lost
+        # a reader does not take a file with such a name for a shard, so the shard is lost
         return f"{name} is renamed to {other}", [], "shorter" if last else ""
     if kind == "swap" and len(names) > 1 and base.numbered:
         one, other = rng.sample(names, 2)
@@ -71,7 +86,7 @@ def change(rng: random.Random, store: Path, base: Base) -> tuple[str, list[Path]
         path.mkdir()
     elif what == "pipe":
         os.mkfifo(path)
-    elif what == "link":  # to a file of the same content elsewhere: that is no fault
+    elif what == "link":  # a link to a file with the same content is no fault
         store.with_name("elsewhere").write_bytes(base.files[name])
         path.symlink_to(store.with_name("elsewhere"))
     else:
@@ -80,7 +95,7 @@ def change(rng: random.Random, store: Path, base: Base) -> tuple[str, list[Path]
 
 
 def change_open(rng: random.Random, store: Path, base: Base) -> str:
-    """Do one thing to the files of a store that is open; says what was done."""
+    """Do one thing to the files of a store that a reader has opened; return what was done."""
     name = rng.choice([*base.files])
     path, data = store / name, base.files[name]
     kind = rng.choice(("replace", "cut", "overwrite", "remove", "remove all", "other", "touch"))

@@ -1,6 +1,12 @@
-"""A shard taken apart and put together again, with every checksum right: as a hostile writer would.
+"""A shard taken apart and put together again with right checksums, as a hostile writer would do it.
 
-Written from docs/rollout-store.md and the safetensors format, without the code under test.
+This is written after docs/rollout-store.md and the safetensors format, and uses nothing of the code
+under test. A shard is a safetensors file:
+
+    8 bytes        how long the header is, little-endian
+    the header     JSON: {"tokens": {"dtype": "I32", "shape": [9], "data_offsets": [0, 36]}, ...,
+                   "__metadata__": {"megatron_r3": the shard's own header, as text, "crc32": ...}}
+    the tensors    one after the other; the offsets count from here
 """
 
 from __future__ import annotations
@@ -24,14 +30,14 @@ _INFO_OF_2 = (
 
 @dataclass
 class ShardFile:
-    """The parts of a shard; change them, then ask for the `file`.
+    """The parts of a shard. Change them, then ask for the `file`.
 
     Attributes:
-        tensors: by name, in the order in which they lie in the file.
+        tensors: the tensors by name, in the order in which they lie in the file.
         body: the shard's own header.
-        entries: what the safetensors header says of a tensor in place of the truth.
-        edit_header: changes the safetensors header after all checksums were put in.
-        edit_text: changes its bytes.
+        entries: fields of a tensor's entry in the safetensors header that are to be lies.
+        edit_header: changes the safetensors header after all checksums were put into it.
+        edit_text: changes the bytes of the safetensors header.
     """
 
     tensors: dict[str, np.ndarray]
@@ -54,7 +60,7 @@ class ShardFile:
         return cls(tensors, body)
 
     def file(self) -> bytes:
-        """The shard, its lengths, offsets and checksums those of its parts."""
+        """The bytes of the shard, with the lengths, offsets and checksums of its parts."""
         self._sum_blocks()
         self.body["crc32"] = {
             name: zlib.crc32(self.tensors[name].tobytes())
@@ -64,7 +70,7 @@ class ShardFile:
         return self.file_of(json.dumps(self.body, sort_keys=True))
 
     def file_of(self, text: str) -> bytes:
-        """The same with this text as the shard's own header, and its checksum right."""
+        """The bytes of the shard with this text as its own header, and the checksum of the text."""
         sum_of_text = str(zlib.crc32(text.encode(errors="surrogatepass")))
         header: dict[str, Any] = {"__metadata__": {"megatron_r3": text, "crc32": sum_of_text}}
         end, kinds = 0, {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
@@ -79,7 +85,11 @@ class ShardFile:
         return len(written).to_bytes(8, "little") + written + data
 
     def _sum_blocks(self) -> None:
-        """From version 3 on each rollout's rows and slices have sums of their own."""
+        """Sum up what each rollout has of each tensor, as `block_crc32` does from version 3 on.
+
+        Its columns are the MoE layers of `routes`, then the tensors of `_PER_TOKEN`. A rollout of N
+        tokens has N - 1 rows of routes and of `recorded`, which is the last one, and N of the rest.
+        """
         if not {"block_crc32", "num_tokens", "routes", *_PER_TOKEN} <= self.tensors.keys():
             return
         counts = [int(count) for count in self.tensors["num_tokens"].reshape(-1)]
@@ -92,7 +102,7 @@ class ShardFile:
                 sums[row, column] = zlib.crc32(tensor[begin:end].tobytes())
 
     def as_version_2(self) -> bytes:
-        """The same rollouts as version 2 has them; it knows no blocks, prompts and numbers."""
+        """The same rollouts as a shard of version 2, which has no block sums and no prompts."""
         old = ShardFile({n: t for n, t in self.tensors.items() if n not in _SINCE_3}, {})
         info = {name: self.body["info"][name] for name in _INFO_OF_2}
         old.body = {"format": self.body["format"], "version": 2, "info": info}
