@@ -2,7 +2,7 @@
 
 Megatron is imported inside the functions, because the command line says from which tree.
 
-Shape suffixes (docs/glossary.md): B, S, L, T, K, E.
+Shape suffixes (docs/glossary.md): E, K, L, T.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Qwen3-30B-A3B-shaped routes (48 layers, 128 experts, top-8), one process, one thread. Rates are of
 stored routes (384 bytes a token), whatever a way moves for them, by time and by time of a core.
 
-Shape suffixes: T tokens, L MoE layers, E experts, K top-k.
+Shape suffixes (docs/glossary.md): K, L, T.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """A case's verdict: what its ranks saw, against the rollouts and the reference.
 
-Shape suffixes (docs/glossary.md): L, T, P, H, K. Here T counts the rows of all rollouts.
+In this file T counts the rows of all rollouts.
+
+Shape suffixes (docs/glossary.md): H, K, L, P, T.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each try begins with made-up samples, so that it knows what must come out: these samples, perhaps
 with another possible value in them, or an error that names the request.
 
-Shape suffixes (docs/glossary.md): G, K, L, N, T.
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A `Rollout` is the only record between an engine and the trainer: a decoder in `engines/` makes it
 out of a response, `rollouts/` adds the reward and the name, `store/` writes it and reads it back.
 
-Shape suffixes (docs/glossary.md): L, N, K, U.
+Shape suffixes (docs/glossary.md): N, U.
 """
 
 from __future__ import annotations

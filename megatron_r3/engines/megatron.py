@@ -8,7 +8,7 @@ hold the MoE layers in the order in which routers were made: the decoder's, then
 No command reads these: this file is for a framework that samples with Megatron-LM and calls
 `engines.decode`.
 
-Shape suffixes (docs/glossary.md): T, G, L, K.
+Shape suffixes (docs/glossary.md): G, K, L, N, T.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 No command reads these: this file is for a framework that holds arrays and calls `engines.decode`.
 
-Shape suffixes (docs/glossary.md): T, G, Y, K.
+Shape suffixes (docs/glossary.md): G, K, N, T, Y.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ sample), from 0.5.9 on OpenAI's routes (`sglext.routed_experts`, of the first ch
 The routes are base64 of bare little-endian int32 of all hidden layers: neither a shape nor a start
 stands beside them.
 
-Shape suffixes (docs/glossary.md): T, G, Y, K.
+Shape suffixes (docs/glossary.md): G, K, N, T, Y.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What must be known of a model to read its routes, taken from its transformers config.
-
-Shape suffixes (docs/glossary.md): E, K.
-"""
+"""What must be known of a model to read its routes, taken from its transformers config."""
 
 from __future__ import annotations
 

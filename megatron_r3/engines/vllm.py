@@ -9,7 +9,7 @@ The Python API, `LLM(..., enable_return_routed_experts=True)`, from 0.14 on: the
 the forms that a server sends. vLLM itself is not imported: the objects are read by their
 attributes.
 
-Shape suffixes (docs/glossary.md): T, G, Y, K.
+Shape suffixes (docs/glossary.md): G, K, N, T, Y.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A live router chooses experts by top-k and then weighs them. Under replay the experts are given, so
 only the weighing is left: `replayed_gate`. Importing this package needs no Triton; running the
 kernel does.
+
+Shape suffixes (docs/glossary.md): E, T.
 """
 
 from __future__ import annotations

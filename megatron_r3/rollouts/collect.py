@@ -4,6 +4,8 @@ There is one path for every engine. `concurrency` workers take the missing sampl
 waits for the engine and the reward (`Sampler`), and hands its rollout to the `Shelf`, which writes
 whole groups. However the collection ends, the groups that are whole then are stored, and the same
 command takes the rest (resume.py).
+
+Shape suffixes (docs/glossary.md): N.
 """
 
 from __future__ import annotations

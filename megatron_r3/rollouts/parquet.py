@@ -2,6 +2,8 @@
 
 The table has everything but the routes. Only the rewards can come back: rollouts are scored again
 elsewhere, and a new store gets the old rollouts with the new rewards.
+
+Shape suffixes (docs/glossary.md): N.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The reward: the user's function, what it gets, and the rollout that its number completes."""
+"""The reward: the user's function, what it gets, and the rollout that its number completes.
+
+Shape suffixes (docs/glossary.md): N.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Other half of the two patches "dispatch plan": a dispatcher asks for the sizes of its layer.
-
-Shape suffixes (docs/glossary.md): T, E.
-"""
+"""Other half of the two patches "dispatch plan": a dispatcher asks for the sizes of its layer."""
 
 from __future__ import annotations
 

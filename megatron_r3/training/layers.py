@@ -10,9 +10,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_r3.store.schema import StoreInfo
-    from megatron_r3.training.options import RolloutOptions
-
 
 def hybrid_pattern(config: Any) -> str:
     """The layers of a hybrid model, a letter each. Empty for a model that is not hybrid.
@@ -41,16 +38,6 @@ def moe_layer_indices(config: Any) -> tuple[int, ...]:
     if isinstance(frequency, int):
         return tuple(i for i in range(config.num_layers) if i % frequency == 0)
     return tuple(i for i, moe in enumerate(frequency) if moe)
-
-
-def shape_differences(options: RolloutOptions, info: StoreInfo) -> list[str]:
-    """In what the sampler's model differs from the trainer's; empty if the routes fit."""
-    pairs = {
-        "MoE layers (0-based)": (list(info.moe_layers), list(options.moe_layers)),
-        "topk": (info.topk, options.topk),
-        "experts": (info.num_experts, options.num_experts or None),
-    }
-    return [f"{name} {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
 
 
 def local_routers(model: torch.nn.Module) -> dict[int, TopKRouter]:

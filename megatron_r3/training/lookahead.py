@@ -1,6 +1,6 @@
 """Prepare micro-batches ahead of the step, in a thread: read their routes, plan their dispatch.
 
-Shape suffixes (docs/glossary.md): L, T, E, R.
+Shape suffixes (docs/glossary.md): E, K, L, R, T.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import numpy as np
 from megatron_r3.store.follow import open_stores
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.shard import Shard
-from megatron_r3.training.layers import shape_differences
 from megatron_r3.training.options import RolloutOptions
 
 # The shards of which this process has read every byte: their identity, and the state of their file
@@ -88,7 +87,7 @@ def _check_shard(options: RolloutOptions, shard: Shard) -> None:
             "log-probs at temperature 1 over the whole vocabulary: the ratio would compare two "
             "distributions; sample again without, or give --rollouts-sampling any"
         )
-    if options.replay and (differences := shape_differences(options, shard.info)):
+    if options.replay and (differences := options.shape_differences(shard.info)):
         raise ValueError(
             f"{shard.path}: sampled from another model "
             f"({shard.info.model or shard.info.engine}): " + "; ".join(differences)

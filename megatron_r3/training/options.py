@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_r3.rollout import MoEShape
 from megatron_r3.training.layers import hybrid_pattern, moe_layer_indices
 
 # Megatron's other ways to make batches, losses or a model's parts, and why each is refused
@@ -107,6 +108,15 @@ class RolloutOptions:
         rollout of 13 tokens to 16.
         """
         return 2 * self.context_parallel if self.context_parallel > 1 else 1
+
+    def shape_differences(self, sampler: MoEShape) -> list[str]:
+        """In what the sampler's model differs from the trainer's; empty if the routes fit."""
+        pairs = {
+            "MoE layers (0-based)": (list(sampler.moe_layers), list(self.moe_layers)),
+            "topk": (sampler.topk, self.topk),
+            "experts": (sampler.num_experts, self.num_experts or None),
+        }
+        return [f"{name} {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
 
     @classmethod
     def from_args(cls, args: Any) -> RolloutOptions:

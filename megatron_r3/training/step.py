@@ -3,6 +3,8 @@
 Megatron's schedules call `RolloutStep` for each micro-batch of each model chunk. What belongs to a
 model chunk (its layers, its plans, the policies that it has accepted) is made when the chunk is
 first used, in one place: `RolloutStep._equip`.
+
+Shape suffixes (docs/glossary.md): B, S, T.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.training.batch import RankBatches, packed_seq_params
 from megatron_r3.training.guard import StepGuard
-from megatron_r3.training.layers import local_routers, shape_differences, unwrapped
+from megatron_r3.training.layers import local_routers, unwrapped
 from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.lookahead import Lookahead, Planner, Prepared, Preparer
 from megatron_r3.training.losses import policy_loss
@@ -108,7 +110,7 @@ class RolloutStep:
         self.metrics = self._parts.metrics(options.num_layers)
         self._witness = DispatchWitness(store) if options.verify_dispatch else None
         # a dense model, or another model than the sampler's, has no routers to compare
-        self._has_routes = bool(options.num_experts) and not shape_differences(options, store.info)
+        self._has_routes = bool(options.num_experts) and not options.shape_differences(store.info)
         self._batches = RankBatches(options)
         self._chunks: WeakKeyDictionary[torch.nn.Module, _Chunk] = WeakKeyDictionary()
         self._first_iteration: int | None = None

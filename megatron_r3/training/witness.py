@@ -4,7 +4,7 @@ A dispatcher moves hidden states without arithmetic, so a token's hidden state i
 expert by its bytes. Neither the router nor the replay is asked what it did. Two tokens with the
 same bytes are the same computation, so counting them as a multiset loses nothing.
 
-Shape suffixes (docs/glossary.md): T, H, P, K.
+Shape suffixes (docs/glossary.md): H, K, L, P, T.
 """
 
 from __future__ import annotations

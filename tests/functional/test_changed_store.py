@@ -1,4 +1,7 @@
-"""A store that changes while it is trained on ends the training with one line, whatever changed."""
+"""A store that changes while it is trained on ends the training with one line, whatever changed.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
 
 from __future__ import annotations
 

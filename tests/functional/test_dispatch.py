@@ -1,4 +1,7 @@
-"""Training by a dispatch plan is training without one, bit for bit; a wrong one stops it."""
+"""Training by a dispatch plan is training without one, bit for bit; a wrong one stops it.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
 
 from __future__ import annotations
 

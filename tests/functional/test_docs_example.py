@@ -1,4 +1,7 @@
-"""The example of docs/integrate.md runs as it stands there, on four processes."""
+"""The example of docs/integrate.md runs as it stands there, on four processes.
+
+Shape suffixes (docs/glossary.md): E, H, T.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A replayed expert of weight 0 keeps its token in the flex dispatcher too.
 
-Shape suffixes: T tokens, K top-k, E experts.
+Shape suffixes (docs/glossary.md): P.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The kernel itself is tested in tests/unit/gate/test_interpreted.py. Here its torch reference runs
 where the kernel would, so that the seam around it is the one that a GPU has.
+
+Shape suffixes (docs/glossary.md): K, T.
 """
 
 from __future__ import annotations

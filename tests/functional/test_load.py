@@ -1,6 +1,6 @@
 """What the router's load-balancing sees under replay: real tokens, by the load that was asked for.
 
-Shape suffixes: T tokens, E experts, K top-k.
+Shape suffixes (docs/glossary.md): E, K, T.
 """
 
 from __future__ import annotations

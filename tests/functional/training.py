@@ -1,6 +1,8 @@
 """Megatron's training loop in the ranks of a worker, and a tiny policy to train.
 
 Megatron is imported only inside the functions that ranks run.
+
+Shape suffixes (docs/glossary.md): K, L, T.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ The router is that of the patched Megatron-LM that is importable, so what runs i
 call, in the order in which they call it. On a CUDA device any wait is an error. On a CPU nothing
 waits, so the reads are counted that would wait on a GPU (`benchmarks.waits`). The script is a
 process of its own, because it imports Megatron and instruments torch.
+
+Shape suffixes (docs/glossary.md): T.
 """
 
 from __future__ import annotations

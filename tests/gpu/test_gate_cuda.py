@@ -1,4 +1,7 @@
-"""On a CUDA device: the gate kernel never makes the host wait, and goes into a CUDA graph."""
+"""On a CUDA device: the gate kernel never makes the host wait, and goes into a CUDA graph.
+
+Shape suffixes (docs/glossary.md): E, K, T.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The gate kernel against the float64 reference: every option, forward and backward."""
+"""The gate kernel against the float64 reference: every option, forward and backward.
+
+Shape suffixes (docs/glossary.md): E, K, T.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The gate kernel's rows: live, counted, padding; strides, sizes, bits; ids that are no expert."""
+"""The gate kernel's rows: live, counted, padding; strides, sizes, bits; ids that are no expert.
+
+Shape suffixes (docs/glossary.md): E, K, T.
+"""
 
 from __future__ import annotations
 

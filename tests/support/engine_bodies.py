@@ -2,7 +2,7 @@
 
 All go through JSON, so that a decoder sees what a client sees.
 
-Shape suffixes (docs/glossary.md): T, G, Y, K.
+Shape suffixes (docs/glossary.md): K, N, T, Y.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ RUN_BY = [
     (r"make (help|clean)\b", HERE),
     (r"make ([\w-]+)", r"ci make \1"),
     (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
+    (r"python -m demo.policy\b", "by hand: it is the first step of docker/rl-run, with containers"),
     (r"megatron-r3 rollouts\b", HERE),
     (r"python -m pytest\b", "ci make test"),
     (r"python -m fuzz\.run\b", "ci make fuzz"),

@@ -1,4 +1,7 @@
-"""The active microbatch: scoped, bound, and never guessed."""
+"""The active microbatch: scoped, bound, and never guessed.
+
+Shape suffixes (docs/glossary.md): E, T.
+"""
 
 import threading
 

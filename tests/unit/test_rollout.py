@@ -1,4 +1,7 @@
-"""The record of a rollout and the shape of a model: what they refuse."""
+"""The record of a rollout and the shape of a model: what they refuse.
+
+Shape suffixes (docs/glossary.md): G, K, L, N, T, U.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Routes refuse what must not be trained on, and name it."""
+"""Routes refuse what must not be trained on, and name it.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""`python -m benchmarks.kernel` runs without a GPU, and on little more than torch."""
+"""`python -m benchmarks.kernel` runs without a GPU, and on little more than torch.
+
+Shape suffixes (docs/glossary.md): E, T.
+"""
 
 from __future__ import annotations
 

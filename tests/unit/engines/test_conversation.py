@@ -1,4 +1,7 @@
-"""Conversations stitched from increments: real ones, and every fault that one can have."""
+"""Conversations stitched from increments: real ones, and every fault that one can have.
+
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
+"""
 
 from __future__ import annotations
 

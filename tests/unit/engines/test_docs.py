@@ -1,4 +1,7 @@
-"""The Python of docs/engines.md runs as it stands there."""
+"""The Python of docs/engines.md runs as it stands there.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
 
 from __future__ import annotations
 

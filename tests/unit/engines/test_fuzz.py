@@ -3,6 +3,8 @@
 A mutation that leaves valid routes may decode to other routes only if it changed the routes
 themselves; then they are what an independent reading of the body says. Seeded, so that a fault
 comes back.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Megatron-LM's inference server, 0.17 to 0.19."""
+"""Megatron-LM's inference server, 0.17 to 0.19.
+
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Memory stays below a multiple of what was sent, whatever a header claims."""
+"""Memory stays below a multiple of what was sent, whatever a header claims.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
 
 from __future__ import annotations
 

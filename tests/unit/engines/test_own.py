@@ -1,4 +1,7 @@
-"""Plain arrays of an engine of one's own."""
+"""Plain arrays of an engine of one's own.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
 
 from __future__ import annotations
 

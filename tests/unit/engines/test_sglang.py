@@ -1,4 +1,7 @@
-"""SGLang: /generate and OpenAI's routes, 0.5.7 to 0.5.23."""
+"""SGLang: /generate and OpenAI's routes, 0.5.7 to 0.5.23.
+
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Routes out of transformers models, tiny ones with random weights."""
+"""Routes out of transformers models, tiny ones with random weights.
+
+Shape suffixes (docs/glossary.md): E, T.
+"""
 
 from __future__ import annotations
 

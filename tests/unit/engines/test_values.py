@@ -1,6 +1,8 @@
 """What no sampler returns: impossible log-probs, foreign tokens, more than asked, another model's.
 
 Each engine's body is taken whole, and one value of it changed.
+
+Shape suffixes (docs/glossary.md): G, N.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""vLLM responses, real ones from tests/data/vllm and ones made wrong on purpose."""
+"""vLLM responses, real ones from tests/data/vllm and ones made wrong on purpose.
+
+Shape suffixes (docs/glossary.md): G, K, L, N, T.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""vLLM's Python objects, and streams of /inference/v1/generate."""
+"""vLLM's Python objects, and streams of /inference/v1/generate.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
 
 from __future__ import annotations
 

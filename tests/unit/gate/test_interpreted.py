@@ -2,7 +2,7 @@
 
 What the kernel must do is in tests/gpu/test_gate_kernel*.py, which run natively on a CUDA device.
 
-Shape suffixes (docs/glossary.md): T, K, E.
+Shape suffixes (docs/glossary.md): E, T.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Recorded responses to a store, a store to parquet and back."""
+"""Recorded responses to a store, a store to parquet and back.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tables that somebody else made: one line that names file, column and row."""
+"""Tables that somebody else made: one line that names file, column and row.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
 
 from __future__ import annotations
 

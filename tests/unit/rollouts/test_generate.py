@@ -1,4 +1,7 @@
-"""Collecting with transformers in this process, from a tiny model with random weights."""
+"""Collecting with transformers in this process, from a tiny model with random weights.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is said of a store, and which stores are refused, with the place that is wrong."""
+"""What is said of a store, and which stores are refused, with the place that is wrong.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
 
 from __future__ import annotations
 

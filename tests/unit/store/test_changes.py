@@ -1,4 +1,7 @@
-"""Shards that change while they are in use: one error with the file, never another's rollouts."""
+"""Shards that change while they are in use: one error with the file, never another's rollouts.
+
+Shape suffixes (docs/glossary.md): N.
+"""
 
 import errno
 import os

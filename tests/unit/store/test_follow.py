@@ -1,4 +1,7 @@
-"""A store that grows while it is read."""
+"""A store that grows while it is read.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
 
 import os
 import threading

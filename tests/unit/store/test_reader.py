@@ -1,4 +1,7 @@
-"""The store: what goes in comes out, and what is damaged or foreign is refused by name."""
+"""The store: what goes in comes out, and what is damaged or foreign is refused by name.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
 
 import pickle
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""Shards of version 2, and shards of this version with what a later megatron-r3 adds."""
+"""Shards of version 2, and shards of this version with what a later megatron-r3 adds.
+
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
+"""
 
 import json
 import zlib

@@ -1,4 +1,7 @@
-"""Writing shards: what does not fit is refused, and what is there is whole."""
+"""Writing shards: what does not fit is refused, and what is there is whole.
+
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
+"""
 
 import errno
 import os

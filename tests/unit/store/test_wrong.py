@@ -1,4 +1,7 @@
-"""Whole shards, with checksums that fit, that say what cannot be: one error with the file."""
+"""Whole shards, with checksums that fit, that say what cannot be: one error with the file.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
 
 import os
 import subprocess
