@@ -17,7 +17,7 @@ from fidelity import core_only
 from fidelity.models import MODELS, VOCAB_SIZE
 
 # what the test itself needs to run Megatron here
-_SEEN = ("megatron_r3.cpu", "megatron_r3.launch")
+_SEEN = ("megatron_r3.cpu", "megatron_r3.launch", "megatron_r3.pretrain")
 
 
 class _Hidden(importlib.abc.MetaPathFinder):
