@@ -352,14 +352,14 @@ def test_what_a_user_should_know_is_said_at_the_start(
         policy.store,
         tmp_path / "s",
         lambda routes: routes,
-        vocab_size=40,
+        vocab_size=63,
         sampling=SamplingSettings(temperature=0.7),
     )
     more = ("--rollouts-sampling", "any", "--mock-data")
     done = run_script(patched_tree, policy.arguments(*more, store=known))
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if "> rollouts:" in line]
-    padded = next(line for line in said if "softmax has 40 rows, the trainer's " in line)
+    padded = next(line for line in said if "softmax has 63 rows, the trainer's " in line)
     assert padded.count("warning:") == 1
     assert any("warning: sampled with temperature 0.7, and trained on" in line for line in said)
     assert any("--data-path and --mock-data are not trained on" in line for line in said)
