@@ -383,7 +383,7 @@ def test_what_a_user_should_know_is_said_at_the_start(
     ended_well, printed = train_on(patched, policy.arguments(*more, store=known), tmp_path / "logs")
     assert ended_well, printed
     said = [line for line in printed.splitlines() if "> rollouts:" in line]
-    padded = next(line for line in said if "softmax has 40 rows, the trainer's " in line)
+    padded = next(line for line in said if "softmax has 63 rows, the trainer's " in line)
     assert padded.count("warning:") == 1
     assert any("warning: sampled with temperature 0.7, and trained on" in line for line in said)
     assert any("--data-path and --mock-data are not trained on" in line for line in said)
