@@ -376,7 +376,7 @@ def test_what_a_user_should_know_is_said_at_the_start(
         policy.store,
         tmp_path / "s",
         lambda routes: routes,
-        vocab_size=40,
+        vocab_size=63,
         sampling=SamplingSettings(temperature=0.7),
     )
     more = ("--rollouts-sampling", "any", "--mock-data")
