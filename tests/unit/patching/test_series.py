@@ -25,7 +25,7 @@ def test_the_real_patches_and_versions():
         for patch in series.patches:
             number, _, rest = patch.file.name.partition("-")
             assert number.isdecimal()
-            assert rest.startswith(patch.subject.split()[0])
+            assert rest.startswith(patch.subject.split()[0].rstrip(":"))
 
 
 def test_the_real_entries_name_files_of_the_series(tmp_path):
