@@ -18,8 +18,8 @@ _WORDS = {
     "k3_kl": "k3 KL, sampler to trainer",
     "extreme_2": "tokens with a ratio outside 1/2..2",
     "mean_abs_dlogp": "mean |log-prob difference|",
-    "router_mismatch": "routers that would choose others now",
-    "token_mismatch": "tokens with any such layer",
+    "router_mismatch": "router mismatch: (token, layer) pairs whose live experts differ",
+    "token_mismatch": "token mismatch: tokens with at least one such pair",
     "routes_dispatched_as_recorded": "routes dispatched as recorded",
 }
 

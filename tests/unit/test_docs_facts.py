@@ -202,8 +202,8 @@ ROWS = {
     "k3 KL, sampler to trainer": "k3_kl",
     "tokens with a ratio outside 1/2..2": "extreme_2",
     r"mean \|log-prob difference\|": "mean_abs_dlogp",
-    "routers that would choose others now": "router_mismatch",
-    "tokens with any such layer": "token_mismatch",
+    "`router mismatch`: (token, layer) pairs whose live experts differ": "router_mismatch",
+    "`token mismatch`: tokens with at least one such pair": "token_mismatch",
     "routes dispatched as recorded": "routes_dispatched_as_recorded",
 }
 
