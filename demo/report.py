@@ -61,12 +61,12 @@ def table(summary: dict[str, Any]) -> str:
         f"{summary['rollouts']} rollouts, {summary['tokens']} tokens, "
         f"{summary['world_size']} processes (EP=2), step 0:",
         "",
-        f"{'':38}{'live':>10}{'replay':>10}{'live / replay':>15}",
+        f"{'':66}{'live':>10}{'replay':>10}{'live / replay':>15}",
     ]
     for name, words in _WORDS.items():
         live, replay = summary["live"][name], summary["replay"][name]
         ratio = f"{live / replay:.2f}" if replay and name in ("k3_kl", "mean_abs_dlogp") else ""
-        lines.append(f"{words:38}{live:10.5f}{replay:10.5f}{ratio:>15}")
+        lines.append(f"{words:66}{live:10.5f}{replay:10.5f}{ratio:>15}")
     seconds = ", ".join(f"{name} {value:.0f} s" for name, value in summary["seconds"].items())
     return "\n".join([*lines, "", f"time: {seconds}"])
 
