@@ -20,12 +20,12 @@ from stored import block_sums, metadata_of
 from training import STEP, Policy, changed_store, parse, train
 
 from demo.model import arguments
+from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.cpu.errors import RankError
 from megatron_r3.routes import Routes
-from megatron_r3.seams.pretrain import NOT_WITH_ROLLOUTS
 from megatron_r3.store import RolloutStore, SamplingSettings, write_shard
 from megatron_r3.store.shard import Shard
+from megatron_r3.training.options import NOT_WITH_ROLLOUTS
 
 ROOT = Path(__file__).parents[2]
 

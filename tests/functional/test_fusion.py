@@ -170,7 +170,7 @@ def what_it_says(rank: int) -> dict[str, Any]:
 
     tiny.start()
     records: list[str] = []
-    logger = logging.getLogger("megatron_r3.seams.fused")
+    logger = logging.getLogger("megatron_r3.seams.option")
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)

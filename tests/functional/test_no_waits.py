@@ -8,6 +8,7 @@ refuses a tensor on a device.
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from typing import Any
 
@@ -23,7 +24,13 @@ QUIET = ["--train-iters", "6", "--log-interval", "6", "--moe-router-replay-log-m
 
 
 def caller_is_ours(depth: int = 2) -> bool:
-    """Whether the innermost frame outside of torch is of megatron_r3 (the CPU layer is not)."""
+    """Whether the innermost frame outside of torch is of megatron_r3 (the CPU layer is not).
+
+    The lookahead thread does not count: a step does not wait for it. It reads back the positions of
+    each length of a packed document once (`RankBatches`), when the length first comes.
+    """
+    if threading.current_thread().name == "megatron_r3 lookahead":
+        return False
     frame = sys._getframe(depth)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from once import Once
@@ -14,7 +13,6 @@ from training import PART, Policy, fails, parts, same, steps_on, train
 from demo.report import series_of
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.store import RolloutStore, write_shard
-from megatron_r3.training.ledger import Ledger
 
 FOREIGN = ("0" * 16,) * 4
 
@@ -139,38 +137,6 @@ def test_samples_in_another_order_are_refused(
     packed = ["--rollouts-pack", "--micro-batch-size", "1"]
     told = fails(patched, resumed(policy, store, saved, *packed))
     assert "the checkpoint took its samples as single, this training as single, packs of" in told
-
-
-ORDERS = {
-    "another context-parallel size": (
-        {"rollouts_pack": True},
-        {"rollouts_pack": True, "context_parallel_size": 2},
-    ),
-    "shuffled, more steps": ({"dataloader_type": "cyclic"}, {"train_iters": 8}),
-    "shuffled, more ranks": ({"dataloader_type": "cyclic"}, {"data_parallel_size": 2}),
-    "shuffled, other micro-batches": ({"dataloader_type": "cyclic"}, {"micro_batch_size": 2}),
-}
-
-
-@pytest.mark.parametrize("change", ORDERS)
-def test_what_changes_the_order_of_samples_is_part_of_it(change: str) -> None:
-    plain = {
-        "dataloader_type": "single",
-        "rollouts_pack": False,
-        "seq_length": 64,
-        "context_parallel_size": 1,
-        "train_samples": None,
-        "train_iters": 4,
-        "global_batch_size": 8,
-        "data_parallel_size": 1,
-        "micro_batch_size": 4,
-    }
-    before, after = ORDERS[change]
-    order = Ledger(SimpleNamespace(**plain), None)._order()
-    assert order == Ledger(SimpleNamespace(**{**plain, "data_parallel_size": 2}), None)._order()
-    first = Ledger(SimpleNamespace(**{**plain, **before}), None)._order()
-    second = Ledger(SimpleNamespace(**{**plain, **before, **after}), None)._order()
-    assert order != first != second
 
 
 def test_a_store_that_grew_goes_on_within_its_first_epoch_only(
