@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from stored import block_sums, metadata_of
-from training import STEP, Policy, changed_store, parse, train
+from training import STEP, Policy, changed_store, parse, train, unread_options
 
 from demo.model import arguments
 from fidelity.rig.rank_process import RankError
@@ -58,25 +58,8 @@ def test_options_that_would_not_replay_exactly(
     assert reason in refused(patched, policy.arguments(*OPTIONS[reason]))
 
 
-def unknown_names(rank: int) -> list[str]:
-    """The fields of this tree's config that say something of routing, and are not in the list."""
-    import dataclasses
-
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_r3 import replayable as known
-
-    return [
-        field.name
-        for field in dataclasses.fields(TransformerConfig)
-        if known._ABOUT_ROUTING.search(field.name)
-        and not known._OURS.match(field.name)
-        and field.name not in known.KNOWN_NAMES
-    ]
-
-
 def test_every_routing_option_of_this_tree_was_looked_at(patched: TreeWorker) -> None:
-    assert patched.run(unknown_names, 1) == [[]]
+    assert patched.run(unread_options, 1) == [[]]
 
 
 SHARDED = ["--use-distributed-optimizer", "--ckpt-format", "fsdp_dtensor"]
@@ -243,7 +226,7 @@ def test_missing_rows_with_policy_error(
 
 def test_megatron_r3_not_installed(patched: TreeWorker, policy: Policy) -> None:
     text = refused(patched, policy.arguments(), hidden=True)
-    assert "need megatron_r3 to be installed" in text
+    assert "need the megatron_r3 package: No module named" in text
 
 
 def run_script(tree: Path, argv: list[str], processes: int) -> subprocess.CompletedProcess[str]:

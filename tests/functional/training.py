@@ -165,3 +165,20 @@ def fails(patched: TreeWorker, argv: list[str]) -> str:
         patched.run(train, 1, argv, timeout_s=120)
     assert "SystemExit: 1" in str(failure.value)
     return str(failure.value)
+
+
+def unread_options(rank: int) -> list[str]:
+    """The fields of this tree's config that say something of routing, and are not in the list."""
+    import dataclasses
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_r3 import replayable
+
+    return [
+        field.name
+        for field in dataclasses.fields(TransformerConfig)
+        if replayable._ABOUT_ROUTING.search(field.name)
+        and not replayable._OURS.match(field.name)
+        and field.name not in replayable.KNOWN_NAMES
+    ]
