@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from once import Once
 from training import Policy, export, train
 
 from demo import task
@@ -17,15 +18,22 @@ PRETRAIN += ["--lr", "3e-3", "--save-interval", "1000"]
 
 
 @pytest.fixture(scope="session")
-def policy(patched: TreeWorker, tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    folder = tmp_path_factory.mktemp("policy")
-    made = Policy(folder / "checkpoint", folder / "hf", folder / "store")
-    save = ["--save", str(made.checkpoint)]
-    patched.run(train, 1, arguments(PRETRAIN, save), timeout_s=300)
-    load = ["--micro-batch-size", "1", "--load", str(made.checkpoint)]
-    patched.run(export, 1, arguments(load, ["--hf-export", str(made.hf)]), timeout_s=120)
-    sample(made, folder)
-    return made
+def policy(patched: TreeWorker, once: Once) -> Policy:
+    """The policy, made once for all workers of the session. Tests only read its files."""
+
+    def make(folder: Path) -> None:
+        made = _policy_in(folder)
+        save = ["--save", str(made.checkpoint)]
+        patched.run(train, 1, arguments(PRETRAIN, save), timeout_s=300)
+        load = ["--micro-batch-size", "1", "--load", str(made.checkpoint)]
+        patched.run(export, 1, arguments(load, ["--hf-export", str(made.hf)]), timeout_s=120)
+        sample(made, folder)
+
+    return _policy_in(once("policy", make))
+
+
+def _policy_in(folder: Path) -> Policy:
+    return Policy(folder / "checkpoint", folder / "hf", folder / "store")
 
 
 def sample(policy: Policy, folder: Path) -> None:
