@@ -43,7 +43,7 @@ def collect_command(engine: str, model: Path, prompts: Path, store: Path) -> lis
 
 
 def main() -> int:
-    """Collect, with --kill twice; 0 if every rollout is there once."""
+    """Collect (twice with --kill); return 0 if every rollout is there once."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", type=Path, required=True, help="a transformers directory")

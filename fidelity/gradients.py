@@ -50,7 +50,7 @@ def collect(models: list[torch.nn.Module], gradients: dict[int, torch.Tensor]) -
 
 
 def _with(state: dict[str, Any], gradients: dict[int, torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    """The items of parameters, each with its gradient in its place."""
+    """The named items whose data is a parameter, with the gradient in place of the parameter."""
     for name, item in state.items():
         gradient = gradients.get(id(getattr(item, "data", None)))
         if gradient is not None:

@@ -50,7 +50,8 @@ def _layer(kind: type, *names: str, num_experts: int | None = None) -> ModuleSpe
     Args:
         kind: the module class of the layer.
         names: the parts that it has.
-        num_experts: None for a dense MLP, any number for a MoE: the config says how many there are.
+        num_experts: None for a dense MLP, any number for a MoE layer, whose config has the real
+            number.
     """
     # "RMSNorm" chooses torch's norms even if apex is installed; which norm it is, the config says
     whole = get_gpt_layer_local_submodules(num_experts=num_experts, normalization="RMSNorm")

@@ -1,8 +1,8 @@
 """What the requests and responses of all engines have in common: options, prompts, choices, arrays.
 
-Errors are raised without saying of which request: `decode_increments` adds that (`shape.naming`).
-Nothing is unpickled, and nothing is allocated that the data does not hold: the shape that a header
-claims is compared with the bytes that are there before an array is made.
+Errors do not name their request: `decode_increments` adds the name (`shape.naming`). Nothing is
+unpickled, and nothing is allocated that the data does not hold: the shape that a header claims is
+compared with the bytes that are there before an array is made.
 
 Shape suffixes (docs/glossary.md): G, V.
 """
@@ -45,17 +45,17 @@ def option(request: Mapping[str, Any], name: str, default: int) -> Any:
 
 
 def whole_number(value: Any, name: str, least: int = 0) -> int:
-    """`value`, if it is a whole number from `least` on, of 31 bits."""
+    """`value`, which must be a whole number from `least` on that 31 bits can hold."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKEN_ID:
         raise EngineError(f"{name} is a whole number from {least} on; got {quoted(value)}")
     return value
 
 
 def most_tokens(request: Mapping[str, Any]) -> int | None:
-    """How many tokens a response may have; None if the request does not say it.
+    """How many tokens a response may have; None if the request has no limit.
 
-    Engines disagree on which name counts where a request has two of them, so the larger number
-    does. `sampling_params` may be a list with one entry for each prompt (SGLang): likewise.
+    A request may give the limit under two names, or (SGLang) in a list of `sampling_params` with
+    one entry for each prompt. The largest number counts, because engines disagree on which does.
     """
     nested = request.get("sampling_params")
     holders = [request, *(nested if isinstance(nested, list) else [nested])]
@@ -115,7 +115,7 @@ def refuse_physical_ids(engine: str, version: str | None, first_logical: tuple[i
     Args:
         engine: its name.
         version: of the server; None if nobody knows.
-        first_logical: the first version that sends the ids of before the experts were moved.
+        first_logical: the first version that sends the model's own id, 3 in the example.
     """
     given = (version or "").split(".")[:3]
     parts = tuple(int(part) for part in given if re.fullmatch("[0-9]{1,6}", part))
@@ -204,7 +204,7 @@ def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
 def sampled_logprobs(
     logprobs: Any, response_G: np.ndarray, hint: str, prompt_length: int
 ) -> np.ndarray:
-    """Float32 log-probs `[G]` of the sampled tokens, from either form that OpenAI's routes have.
+    """Float32 log-probs `[G]` of the sampled tokens, from either form that OpenAI's endpoints have.
 
     The two forms are `{"token_logprobs": [-0.5], "tokens": ["token_id:9"]}` (completions) and
     `{"content": [{"logprob": -0.5, "token": "token_id:9"}]}` (chat). Where the log-probs name their

@@ -149,7 +149,7 @@ def _vocab_size(config: Mapping[str, Any]) -> int | None:
 
 
 def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The 0-based hidden layers that are MoE layers; each family of models says it its own way."""
+    """The 0-based hidden layers that are MoE layers; each model family says it in its own way."""
     model_type = config.get("model_type")
     if config.get("mlp_layer_types") is not None:
         return _from_names(config["mlp_layer_types"], num_layers)

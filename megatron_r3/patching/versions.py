@@ -94,7 +94,7 @@ class Versions:
         return next(line for line in self.lines if self.default in line.trees)
 
     def find(self, name: str, source: str) -> tuple[Line, KnownTree]:
-        """The tree of a name that can be had from `source`, which is git or pypi.
+        """The tree of this name, which must be available from `source`: git or pypi.
 
         The name of a release line stands for the line's first such tree.
 

@@ -1,4 +1,4 @@
-"""HTTP client for one server: repeats what may pass (no connection, 429, 5xx), and nothing else."""
+"""HTTP client for one server; repeats a request after no connection, a timeout, 429 or 5xx."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _TryAgain(Exception):
     """This request failed, and a repetition of it may succeed.
 
     Attributes:
-        pause: how many seconds the server wants to wait for the repetition.
+        pause: after how many seconds the server wants the repetition.
     """
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:

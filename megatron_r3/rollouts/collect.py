@@ -149,7 +149,7 @@ class Sampler:
         self._rewards.close()
 
     async def sample(self, prompt: Prompt, index: int) -> Rollout:
-        """One rollout of a response, after which the engine confirmed to be the same.
+        """One rollout of a response; afterwards the engine has confirmed that it is the same one.
 
         Raises:
             GivenUp: there is no response, or none that can be used.
@@ -250,7 +250,7 @@ class _Team:
     def raise_reason(
         self, failures: Sequence[BaseException], interrupted: Interrupted | None
     ) -> None:
-        """Raise what ended the collection early, or what is missing; return if nothing is."""
+        """Raise why the collection ended early, or what it lacks; return if it is complete."""
         progress = self.sampler.progress
         have = f"{self.shelf.out} has {progress.before + progress.stored}"
         have += f" of {progress.total} rollouts"

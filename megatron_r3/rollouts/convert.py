@@ -35,7 +35,7 @@ class Recording:
         engine, engine_version: the engine that sampled them.
         model: the model that the engine ran.
         policy_version: which policy sampled.
-        reward: rewards the lines that have no `reward`. None: each line must have one.
+        reward: rewards the lines that have no `reward`. None means that each line must have one.
     """
 
     path: Path

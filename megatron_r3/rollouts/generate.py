@@ -2,7 +2,7 @@
 
 A server batches the requests that it gets; here that is done by hand. Samples that are under way
 at a time and have prompts of one length run together, with a KV cache. There is no padding, so no
-sample depends on the others in its batch but by the rounding of a matrix product.
+sample depends on the others in its batch, except by the rounding of a matrix product.
 
 Shape suffixes (docs/glossary.md): B, N, G, L, T, K.
 """
@@ -290,7 +290,7 @@ def _choose(logits: Tensor, sampling: Sampling, draw_B: Tensor) -> Tensor:
 
 
 def load_model(directory: Path) -> Any:
-    """The model, in the dtype of its config, its attention and experts computed plainly.
+    """Load the model in the dtype of its config, with plain attention and plain experts.
 
     "eager" runs the experts one after the other in a fixed order. The grouped kernels that
     transformers would choose need not give the same result in two batches.

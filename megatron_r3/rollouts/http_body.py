@@ -103,7 +103,8 @@ class _Zlib(_Plain):
 
     Args:
         encoding: how errors call it.
-        window: the `wbits` of `zlib.decompressobj`. None: deflate, whose first byte tells its form.
+        window: the `wbits` of `zlib.decompressobj`. None means deflate, whose first byte tells its
+            form.
     """
 
     def __init__(self, encoding: str, window: int | None) -> None:

@@ -136,7 +136,7 @@ def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[st
     """How a layer's rows spread over its experts.
 
     `uneven` is the load of the busiest expert in units of the mean load. Example: 4 experts with 5,
-    1, 1 and 1 rows have a mean of 2, so it is 2.5.
+    1, 1 and 1 rows have a mean of 2, so `uneven` is 2.5.
 
     Args:
         hidden: the hidden layer; None for the sum of all layers.

@@ -67,7 +67,7 @@ class Prompt:
             ) from error
 
     def check_vocabulary(self, vocab_size: int | None) -> None:
-        """Refuse token ids outside the model's vocabulary; None for `vocab_size`: it is not known.
+        """Refuse token ids outside the model's vocabulary, unless `vocab_size` is None (unknown).
 
         Raises:
             PromptError: naming the token.

@@ -31,8 +31,8 @@ def build_request(
 
     Args:
         seed: of this sample; None leaves it to the engine.
-        model: the name under which the server has the model. Empty: the request names none, and the
-            server takes its only one.
+        model: the name under which the server has the model. If it is empty, the request names no
+            model, and the server takes its only one.
 
     Raises:
         PromptError: this engine cannot be asked such a prompt.

@@ -32,7 +32,8 @@ class Stored:
     Attributes:
         samples: (group, sample) of each rollout.
         engine_policy: the version of the engine's weights that these rollouts are stored with, or
-            "" if they are stored without one. None: the store has no rollout of the policy version.
+            "" if they are stored without one. None means that the store has no rollout of the
+            policy version.
     """
 
     samples: set[tuple[int, int]] = field(default_factory=set)

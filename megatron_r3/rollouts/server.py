@@ -154,7 +154,7 @@ class Watch:
         return self.start
 
     async def confirm(self) -> None:
-        """Return if the server is what it was at the start, asked after this call began.
+        """Return if the server, asked after this call began, is what it was at the start.
 
         One check serves all calls that came before the check began. Example: while a check is under
         way for call 1, calls 2 to 30 come and wait for the lock. Call 2 gets the lock, sees that 30
@@ -197,7 +197,7 @@ class Watch:
         """What a page says, by the names of `Identity`'s fields.
 
         Raises:
-            EngineError: it is no such page, or a value on it is no text.
+            EngineError: the page is another one, or a value on it is no text.
         """
         where = f"{self._client.url}{path}"
         try:

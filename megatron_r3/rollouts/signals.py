@@ -91,7 +91,7 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the signals back, unless one came: then the next one still ends the process."""
+        """Give the signals back. After a signal they stay taken: the next one ends the process."""
         if self.number is None:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
@@ -154,7 +154,7 @@ class BackgroundThread:
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What the function returns; what it raises, is raised here."""
+        """Return what the function returns, or raise what it raises."""
         if self._thread.ident is None:
             self._thread.start()
         loop = asyncio.get_running_loop()

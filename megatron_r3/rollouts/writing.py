@@ -52,7 +52,7 @@ class Shelf:
         return len(self._whole) + sum(map(len, self._parts.values()))
 
     def expect(self, groups: Iterable[int]) -> None:
-        """Announce one sample of each of these groups; a group is named once for each sample."""
+        """Announce samples: `groups` names a group once for each of its samples."""
         self._left.update(groups)
 
     def take(self, group: int, rollout: Rollout | None) -> None:

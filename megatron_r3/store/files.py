@@ -137,7 +137,7 @@ class HeldFile:
         and gets another time of change.
 
         Raises:
-            StoreError: saying which of the two it was.
+            StoreError: the message says which of the two happened.
         """
         try:
             status = os.fstat(self._descriptor)

@@ -226,7 +226,7 @@ def _check_number(path: Path, body: dict[str, Any]) -> None:
 
 
 def _check_must_know(body: dict[str, Any], where: str) -> None:
-    """Refuse a shard that cannot be understood without something that this reader would ignore."""
+    """Refuse a shard whose `must_know` names a field that this reader does not know."""
     names = body.get("must_know")
     if not isinstance(names, list):
         raise StoreError(f"{where}: must_know {_quoted(names)} is no list of names")

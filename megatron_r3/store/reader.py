@@ -244,13 +244,13 @@ class Kinship:
         self._names.setdefault(shard.path.parent, set()).update(_names(shard))
 
     def check(self, shard: Shard, others: Sequence[Shard]) -> None:
-        """Refuse a shard of another model, engine or policy, a copy, and a rollout's name twice.
+        """Refuse a shard of another model, engine or policy, a copy, and a rollout that is known.
 
         Args:
             others: the shards that were added.
 
         Raises:
-            StoreError: naming the shard, and the one that it does not go with.
+            StoreError: naming the shard, and the other shard that contradicts it.
         """
         if others:
             first = others[0]
@@ -291,7 +291,7 @@ class Kinship:
 
 
 def _names(shard: Shard) -> list[bytes]:
-    """policy_version, group and sample of each rollout, as 24 bytes: a third of a tuple."""
+    """policy_version, group and sample of each rollout, as 24 bytes, a third of a tuple's."""
     names = [shard.tensors[name] for name in ("policy_version", "group", "sample")]
     data = np.stack(names, axis=1).tobytes()
     return [data[i : i + 24] for i in range(0, len(data), 24)]

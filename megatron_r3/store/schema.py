@@ -78,7 +78,7 @@ class StoreInfo(MoEShape):
     Attributes:
         engine, engine_version: what sampled.
         model: a name for people.
-        router_fingerprint: one digest for each trace layer of the sampler's router weights
+        router_fingerprint: one digest for each MoE layer of the sampler's router weights
             (`megatron_r3.fingerprint`), or empty where the sampler could not tell.
         policy_stamp: a digest of all of the sampler's weights, or empty: it tells policies apart
             whose routers are the same.
@@ -115,7 +115,7 @@ class StoreInfo(MoEShape):
         return self.router_fingerprint, self.policy_stamp, self.engine_policy
 
     def check(self, where: str = "StoreInfo") -> None:
-        """Refuse what cannot be.
+        """Refuse values that no store can have.
 
         Raises:
             StoreError: naming `where` and the field.

@@ -126,8 +126,8 @@ class HostRoutes:
         padding_T: bool.
         rows_T: int64, the row ids.
         mean_tokens: the whole batch's real tokens, as an average over the ranks that share it.
-        packed: the bytes of the first three, one after the other, in pinned memory. The first
-            three are views of it.
+        packed: the bytes of `ids_LTK`, `live_T` and `padding_T`, which are views of it, in pinned
+            memory.
     """
 
     ids_LTK: np.ndarray

@@ -110,10 +110,10 @@ class FollowedRollouts(RolloutDataset):
         self._take_new()
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """As a RolloutDataset's.
+        """The fields that RolloutDataset gives.
 
         Raises:
-            StoreError: the rollout does not come, or what comes cannot be used.
+            StoreError: the rollout does not come in time, or what comes cannot be used.
         """
         self.store.wait_for(index - self.start)
         self._take_new()

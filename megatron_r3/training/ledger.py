@@ -76,7 +76,7 @@ class Ledger:
         return notice
 
     def note(self) -> None:
-        """Write down the shards that are open; again whenever a followed store has grown."""
+        """Write down the shards that are open, unless none came since the last call."""
         shards = self.store.shards
         # a shard never changes and is never taken away, so the number says whether any came
         if self.entries and len(self.entries[-1].get("shards", ())) == len(shards):

@@ -1,4 +1,4 @@
-"""How often the live router would have chosen otherwise, through Megatron's own writers.
+"""Report how often the live router would have chosen otherwise, with Megatron's own writers.
 
 `training_log` asks for a report in every iteration. The counts stay on the device until then. They
 are summed over all ranks, so a share is exact in every layout. docs/metrics.md has the formulas.

@@ -55,7 +55,7 @@ _parts = Parts()
 
 @contextmanager
 def made_of(parts: Parts) -> Iterator[None]:
-    """Make the trainings that begin inside the block of these parts."""
+    """Have trainings that begin inside the block use these parts."""
     global _parts
     before, _parts = _parts, parts
     try:
