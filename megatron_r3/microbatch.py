@@ -271,7 +271,7 @@ class MicrobatchRoutes:
         """
         layers = list(self.ids)
         if any(ids_TK.is_floating_point() for ids_TK in self.ids.values()):
-            raise ReplayError("expert ids are integers")
+            raise ReplayError("expert ids must be integers")
         if len({ids_TK.shape for ids_TK in self.ids.values()}) > 1:
             shapes = {layer: tuple(ids_TK.shape) for layer, ids_TK in self.ids.items()}
             raise ReplayError(f"the layers of one microbatch have routes of other shapes: {shapes}")

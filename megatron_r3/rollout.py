@@ -172,7 +172,7 @@ class Rollout:
             return "its first token cannot be sampled: nothing predicts it"
         sampled_N = sampled_tokens(self.spans_U2, len(tokens_N))
         if sampled_N is None or not np.array_equal(sampled_N, self.response_N):
-            return "its turns are not the tokens that its response names"
+            return "its `turns` and its `response` name different tokens"
         if wrong := wrong_logprobs(np.asarray(self.logprobs_N), sampled_N):
             return f"token {wrong[0]}: {wrong[1]}"
         return None

@@ -61,8 +61,8 @@ class Increment:
         num_tokens = len(self.tokens_N)
         if not 0 <= self.start <= self.prompt_length:
             raise EngineError(
-                f"routes start at token {self.start}; from 0 to the prompt's "
-                f"{self.prompt_length} tokens"
+                f"routes start at token {self.start}; expected a start from 0 to "
+                f"{self.prompt_length}, the length of the prompt"
             )
         if self.routes.num_rows != num_tokens - 1 - self.start:
             raise EngineError(
@@ -135,7 +135,7 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
             layer.
     """
     if holes not in ("refuse", "missing"):
-        raise EngineError(f"{where}: holes are refuse or missing; got {holes!r}")
+        raise EngineError(f"{where}: holes must be refuse or missing; got {holes!r}")
     if not increments:
         raise EngineError(f"{where}: there are no responses to stitch")
     # the sort is stable: of two responses of one length, the retry comes second

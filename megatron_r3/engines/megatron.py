@@ -157,10 +157,12 @@ def _array(value: Any, name: str) -> np.ndarray:
     if kind == "tensor":
         return integer_array(content, name)
     if kind != "ndarray" or not isinstance(content, Mapping) or set(content) != {"data", "dtype"}:
-        raise EngineError(f"{name}: [ndarray, {{data, dtype}}]; got {quoted(kind, 20)}")
+        raise EngineError(f"{name}: expected [ndarray, {{data, dtype}}]; got {quoted(kind, 20)}")
     dtype = content["dtype"]
     if dtype not in _DTYPES:
-        raise EngineError(f"{name}: ids are integers ({', '.join(_DTYPES)}); got {quoted(dtype)}")
+        raise EngineError(
+            f"{name}: ids must be integers ({', '.join(_DTYPES)}); got {quoted(dtype)}"
+        )
     array = integer_array(content["data"], name)
     if array.size and not np.iinfo(dtype).min <= array.min() <= array.max() <= np.iinfo(dtype).max:
         raise EngineError(f"{name}: an id does not fit {dtype}")

@@ -53,7 +53,7 @@ def decode_increments(
     with naming(where):
         sequences = [response] if isinstance(response, Mapping) else response
         if not isinstance(sequences, Sequence) or isinstance(sequences, str) or not sequences:
-            raise EngineError("a sampled sequence or a list of them")
+            raise EngineError("the response must be a sampled sequence or a list of them")
         start = whole_number(option(request, "start", 0), "start")
     return read_choices(
         sequences, where, lambda sequence, _: _increment(sequence, request, start, shape)
@@ -64,7 +64,7 @@ def _increment(
     sequence: Any, request: Mapping[str, Any], start: int, shape: ModelShape
 ) -> Increment:
     if not isinstance(sequence, Mapping):
-        raise EngineError(f"a sampled sequence is a mapping; got {type(sequence).__name__}")
+        raise EngineError(f"a sampled sequence must be a mapping; got {type(sequence).__name__}")
     missing = [name for name in ("token_ids", "logprobs", "routes") if sequence.get(name) is None]
     if missing:
         raise EngineError(f"{missing} missing")

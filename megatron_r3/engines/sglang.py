@@ -128,7 +128,7 @@ def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dic
         raise EngineError(f"{count} samples; the request asks for {expected}")
     for item in response:
         if not isinstance(item, Mapping) or not isinstance(item.get("meta_info"), Mapping):
-            raise EngineError("a sample of /generate has a meta_info")
+            raise EngineError("a sample of /generate must have a meta_info")
     return [
         {
             "token_ids": item.get("output_ids"),
@@ -154,8 +154,8 @@ def _openai_items(response: Mapping[str, Any], expected: int) -> list[dict[str, 
         if not isinstance(meta, Mapping):
             if expected > 1:
                 raise EngineError(
-                    f"routes of the first of {expected} choices only; ask for one, with "
-                    "return_meta_info, or /generate"
+                    f"only the first of {expected} choices has routes; ask for one choice, "
+                    "ask with return_meta_info, or use /generate"
                 )
             meta = {"routed_experts": extension.get("routed_experts")}
         tokens = next(
@@ -180,8 +180,8 @@ def _refuse_unusable(meta: Mapping[str, Any], accept_retracted: bool) -> None:
     retracted = meta.get("num_retractions", meta.get("total_retractions"))  # its name in 0.5.9
     if retracted and not accept_retracted:
         raise EngineError(
-            f"retracted {quoted(retracted, 20)} times: routes of its second prefill beside "
-            "log-probs of before; accept_retracted takes it"
+            f"retracted {quoted(retracted, 20)} times: its first tokens have routes of the "
+            "second run and log-probs of the first; to take it, set accept_retracted"
         )
 
 
@@ -197,7 +197,9 @@ def _increment(
     prompt = prompt_array(asked, item["prompt_token_ids"], item["hint"])
     counted = meta.get("prompt_tokens")
     if counted is not None and counted != len(prompt):
-        raise EngineError(f"{quoted(counted, 20)} prompt tokens; {len(prompt)} were sent")
+        raise EngineError(
+            f"the server counted {quoted(counted, 20)} prompt tokens; {len(prompt)} were sent"
+        )
     tokens, logprobs_G = item["token_ids"], None
     if meta.get("output_token_logprobs") is not None:  # they name their tokens by id, always
         named_G, logprobs_G = _native_logprobs(meta["output_token_logprobs"])
@@ -218,7 +220,7 @@ def _native_logprobs(entries: Any) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(entries, list) or not entries:
         raise EngineError(f"no log-probs; {_ASK_LOGPROBS}")
     if not all(isinstance(entry, (list, tuple)) and len(entry) >= 2 for entry in entries):
-        raise EngineError("output_token_logprobs are [log-prob, token id, text]")
+        raise EngineError("output_token_logprobs must be [log-prob, token id, text]")
     if any(entry[0] is None for entry in entries):
         raise EngineError("a response token has no log-prob (JSON has no NaN)")
     name = "output_token_logprobs"

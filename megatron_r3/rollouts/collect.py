@@ -257,15 +257,16 @@ class _Team:
         for error in failures:
             if isinstance(error, _HopelessError):
                 raise CollectError(
-                    f"{HOPELESS} prompts in a row gave no rollout; {have}; the last: {error}"
+                    f"{HOPELESS} prompts in a row gave no rollout; {have}; the last "
+                    f"failure: {error}"
                 )
             raise error
         if interrupted is not None:
             raise Interrupted(
-                interrupted.number, f"interrupted; {have}: the same command takes the rest"
+                interrupted.number, f"interrupted; {have}: run the same command again for the rest"
             )
         if self.lost:
             raise CollectError(
                 f"{have}: the same command tries the {len(self.lost)} others again; "
-                f"the first: {self.lost[0]}"
+                f"the first failure: {self.lost[0]}"
             )

@@ -146,7 +146,7 @@ class EnginePolicy:
         if not reported and self._responses_must_say:
             raise EngineChanged(
                 f"{where}: the engine does not say which weights sampled; the rollouts in "
-                f"{self._shelf.out} are of its weights {self._known!r}: take another "
+                f"{self._shelf.out} are of its weights {self._known!r}: give another "
                 "--policy-version or --out"
             )
         for version in reported:
@@ -159,6 +159,6 @@ class EnginePolicy:
             elif version != self._known:
                 before = repr(self._known) if self._known else "without a version"
                 raise EngineChanged(
-                    f"{where}: the engine's weights were {before} and are {version!r} now: one "
-                    "--policy-version is one policy; give the new one another"
+                    f"{where}: the engine's weights were {before} and are {version!r} now: "
+                    "a --policy-version stands for one policy; give the new weights another one"
                 )

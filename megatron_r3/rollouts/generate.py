@@ -80,8 +80,8 @@ class Transformers:
         self._captured = self._hooks.enter_context(capture_routes(self._model))
         if self._captured.moe_layers != shape.moe_layers:
             raise EngineError(
-                f"{directory}: routers in layers {list(self._captured.moe_layers)}; its config "
-                f"says MoE layers {list(shape.moe_layers)}"
+                f"{directory}: transformers has routers in layers "
+                f"{list(self._captured.moe_layers)}; its config says {list(shape.moe_layers)}"
             )
         self._thread = BackgroundThread("generate")
         self._waiting: defaultdict[int, list[_Request]] = defaultdict(list)  # by prompt length
@@ -91,7 +91,7 @@ class Transformers:
     def check(self, prompt: Prompt) -> None:
         """See `Engine.check`."""
         if not self._ids(prompt):
-            raise PromptError(f"{prompt.where}: the tokenizer makes no token of it")
+            raise PromptError(f"{prompt.where}: the tokenizer makes no token of the prompt")
 
     async def begin(self, on_retry: Callable[[], None]) -> Identity:
         """See `Engine.begin`."""
@@ -134,7 +134,9 @@ class Transformers:
             ids = self._tokenizer(content, add_special_tokens=not prompt.is_chat)["input_ids"]
         except Exception as error:  # a template fails in any way: it is a program of the model's
             reason = one_line(f"{type(error).__name__}: {error}", 300)
-            raise PromptError(f"{prompt.where}: the tokenizer refuses it: {reason}") from error
+            raise PromptError(
+                f"{prompt.where}: the tokenizer refuses the prompt: {reason}"
+            ) from error
         return [int(token) for token in ids]
 
     async def _run_batches(self) -> None:

@@ -185,8 +185,9 @@ def _read_routes(store: RolloutStore) -> _Routes:
             counts = np.bincount(ids_TK[recorded_T].reshape(-1), minlength=experts)
             if len(counts) > experts:
                 raise StoreError(
-                    f"{store.shards[0].path.parent}: MoE layer {layer} has an expert id "
-                    f"{len(counts) - 1} of {experts}: damaged; rollouts verify says where"
+                    f"{store.shards[0].path.parent}: MoE layer {layer} has the expert id "
+                    f"{len(counts) - 1}, but there are {experts} experts: the store is "
+                    "damaged; megatron-r3 rollouts verify says where"
                 )
             seen.counts_LE[layer] += counts
         # Neighbours of one rollout that have the same row in all layers are rare. An engine that

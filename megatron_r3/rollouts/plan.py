@@ -110,7 +110,7 @@ def read_model(path: Path) -> Model:
         return Model(folder.name, shape, routers, shape.vocab_size, policy_stamp(path))
     except ValueError as error:
         raise EngineError(
-            f"{error}; --model {path / 'config.json'} goes without a router fingerprint"
+            f"{error}; to store no router fingerprint, give --model {path / 'config.json'}"
         ) from error
 
 
@@ -151,7 +151,7 @@ class Plan:
         unknown = self.sampling.settings.unknown_to_the_loss()
         if unknown and not self.biased_sampling:
             raise ValueError(
-                f"{', '.join(unknown)}: {BIAS}; --biased-sampling collects all the same"
+                f"{', '.join(unknown)}: {BIAS}; to collect all the same, give --biased-sampling"
             )
         for prompt in self.prompts:
             prompt.check_vocabulary(self.model.vocab_size)

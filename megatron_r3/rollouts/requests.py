@@ -109,9 +109,9 @@ def answer_of(response: Any, index: int, where: str) -> tuple[str, str]:
     reason = reason or ""
     for name, value in (("text", text), ("finish reason", reason)):
         if not isinstance(value, str):
-            raise EngineError(f"{where}: its {name} is a text; got {type(value).__name__}")
+            raise EngineError(f"{where}: its {name} must be a text; got {type(value).__name__}")
     if reason in ("abort", "error"):
-        raise EngineError(f"{where}: the engine ended it with {reason!r}, half-way")
+        raise EngineError(f"{where}: the engine ended the response with {reason!r}, half-way")
     return text, reason
 
 

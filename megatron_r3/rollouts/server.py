@@ -64,7 +64,9 @@ class Server:
         try:  # the decoder compares the response with the request, and with what a model can sample
             samples = self._decode(response, body, self.shape, where)
             if len(samples) != 1:
-                raise EngineError(f"{where}: {len(samples)} samples in the response to 1 request")
+                raise EngineError(
+                    f"{where}: the response has {len(samples)} samples; 1 was asked for"
+                )
             refuse_nameless(response, model, where)
             text, reason = answer_of(response, 0, where)
             return Answer(samples[0], text, reason, policies_of(response, 0, where))
@@ -178,7 +180,7 @@ class Watch:
                     self._failure = error
                 self._served = serves
             if self._failure is not None:
-                raise NoAnswer(f"is it still the same server? {self._failure}")
+                raise NoAnswer(f"nobody knows whether it is still the same server: {self._failure}")
 
     async def _compare(self) -> None:
         names: dict[str, str] = {}

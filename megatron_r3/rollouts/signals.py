@@ -47,7 +47,7 @@ def raising() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         _end_at_the_next_signal()
-        raise Interrupted(number, "interrupted: the same command takes what is missing")
+        raise Interrupted(number, "interrupted: run the same command again for the rest")
 
     before = {number: signal.signal(number, stop) for number in _NUMBERS}
     try:
@@ -108,7 +108,7 @@ class Stop:
         finally:
             await end_tasks({came, task} if not task.done() else {came})
         if self.number is not None:
-            raise Interrupted(self.number, "interrupted: the same command takes what is missing")
+            raise Interrupted(self.number, "interrupted: run the same command again for the rest")
         return task.result()
 
 

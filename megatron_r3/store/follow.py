@@ -50,7 +50,9 @@ def open_stores(
                 check(shard)
         return store
     if len(directories) != 1:
-        raise StoreError(f"{' '.join(map(str, directories))}: one store can be followed")
+        raise StoreError(
+            f"{' '.join(map(str, directories))}: only one store can be followed: name one"
+        )
     followed = FollowedStore(directories[0], follow_s, mixed_policies, check)
     followed.wait_for(0)
     return followed
@@ -155,8 +157,8 @@ class FollowedStore(RolloutStore):
         oldest = int(shard.tensors["policy_version"].min())
         if oldest < newest:
             raise StoreError(
-                f"{shard.path}: policy version {oldest} after {newest} of {last.path}: a store "
-                "that is followed comes in the order of its policies"
+                f"{shard.path}: policy version {oldest} comes after {newest} of "
+                f"{last.path}: in a store that is followed, versions must not go back"
             )
 
     def _gap(self) -> str:

@@ -184,8 +184,7 @@ def _read_entry(name: str, value: Any, data: int, where: str) -> Entry:
             return Entry(dtype, tuple(shape), data + offsets[0], data + offsets[1])
     raise _not_whole(
         where,
-        f"tensor {_quoted(name)}: {_quoted(value)} is no dtype, shape and place that belong "
-        "together",
+        f"tensor {_quoted(name)}: {_quoted(value)} is not a dtype, shape and place that agree",
     )
 
 
@@ -235,7 +234,8 @@ def _check_must_know(body: dict[str, Any], where: str) -> None:
     for name in names:
         if not isinstance(name, str) or name not in known:
             raise StoreError(
-                f"{where}: needs {_quoted(name)}, which this megatron-r3 does not know: update it"
+                f"{where}: needs {_quoted(name)}, which this megatron-r3 does not know: "
+                "update megatron-r3"
             )
 
 

@@ -62,7 +62,9 @@ class RolloutStore:
     def __init__(self, directories: Sequence[str | Path], mixed_policies: bool = False) -> None:
         self.directories = [Path(directory) for directory in directories]
         if len({directory.resolve() for directory in self.directories}) < len(directories):
-            raise StoreError(f"{' '.join(map(str, directories))}: a store is named twice")
+            raise StoreError(
+                f"{' '.join(map(str, directories))}: a store is named twice: name it once"
+            )
         self._open = OpenShards()
         kinship = Kinship(mixed_policies)
         for directory in self.directories:
@@ -99,7 +101,10 @@ class RolloutStore:
             StoreError: there is no rollout of this index.
         """
         if rollout >= len(self):
-            raise StoreError(f"{self.directories[0]}: has no rollout {rollout}, only {len(self)}")
+            raise StoreError(
+                f"{self.directories[0]}: has no rollout {rollout}: it has "
+                f"{len(self)}, numbered from 0"
+            )
 
     def verify(self) -> None:
         """Check every byte and id of all routes; it is enough that one process of a node does it.
@@ -284,8 +289,8 @@ class Kinship:
                 version, group, sample = np.frombuffer(name, np.int64).tolist()
                 raise StoreError(
                     f"{shard.path}: rollout {rollout} is sample {sample} of group {group}, policy "
-                    f"version {version}: so is {namesake}; remove one, or number the samples of a "
-                    "group"
+                    f"version {version}: the same as {namesake}; remove one, or number the "
+                    "samples of a group"
                 )
             here.add(name)
 

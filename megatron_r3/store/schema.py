@@ -140,7 +140,10 @@ class StoreInfo(MoEShape):
             expected = "16 hex digits for each MoE layer, or empty"
             raise StoreError(must_be(where, expected, digests))
         if digests and len(digests) != len(self.moe_layers):
-            raise StoreError(f"{where}: {len(digests)} digests for {len(self.moe_layers)} layers")
+            raise StoreError(
+                f"{where}: {len(digests)} router digests; expected one for "
+                f"each of {len(self.moe_layers)} layers"
+            )
 
 
 def differences(there: StoreInfo, here: StoreInfo) -> list[str]:

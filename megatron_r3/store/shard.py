@@ -317,7 +317,7 @@ class Shard:
             raise StoreError(f"{self.path}: rollout {rollout}: token {token}: {wrong[1]}")
         sampled = self._sampled()
         if sampled is None or not np.array_equal(sampled, response):
-            raise StoreError(f"{self.path}: its turns are not the tokens that its response names")
+            raise StoreError(f"{self.path}: its `turns` and its `response` name different tokens")
 
     def _sampled(self) -> np.ndarray | None:
         """The tokens of the shard that the turns name, bool; None if a turn leaves its rollout."""
@@ -365,6 +365,7 @@ def _reopened(path: Path, identity: str, state: tuple[int, int, int]) -> Shard:
     shard = Shard(path)
     if shard.identity != identity or shard.file.state[:2] != state[:2]:
         raise StoreError(
-            f"{path}: was changed or replaced while it is in use: put it back, and start again"
+            f"{path}: was changed or replaced while it is in use: put the old file back, "
+            "and start again"
         )
     return shard

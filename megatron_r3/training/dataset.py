@@ -127,7 +127,7 @@ class FollowedRollouts(RolloutDataset):
                 version, group = again[0]
                 raise StoreError(
                     f"{shard.path}: group {group} of policy version {version} began in an earlier "
-                    "shard: in a store that is followed a group lies in one"
+                    "shard: in a store that is followed, a group must lie in one shard"
                 )
             reward = shard.tensors["reward"]
             # a group counts inside a policy version: number the pairs 0, 1, ...

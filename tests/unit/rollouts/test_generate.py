@@ -242,7 +242,7 @@ def test_a_signal_stores_whole_groups(folder):
     assert 4 <= have < 120
     assert have % 4 == 0
     assert done.stderr.splitlines() == [
-        f"interrupted; store has {have} of 120 rollouts: the same command takes the rest"
+        f"interrupted; store has {have} of 120 rollouts: run the same command again for the rest"
     ]
 
 

@@ -118,7 +118,7 @@ def test_sampling_that_the_loss_does_not_know_needs_its_option(folder, capsys, a
             "config.json has no weights: no digest of them is stored",
             f"error: {what}: the policy loss takes all log-probs at temperature 1 over the whole "
             "vocabulary, so its ratio would compare two distributions and its gradient would be "
-            "biased; --biased-sampling collects all the same",
+            "biased; to collect all the same, give --biased-sampling",
         ]
         assert main(command(server.url, 1, *arguments, "--biased-sampling")) == 0
     sampling = RolloutStore([folder / "store"]).info.sampling
@@ -261,7 +261,7 @@ def test_the_version_of_sglangs_weights(folder, capsys, versions, page, stored, 
     if message is not None:
         assert error[-1].startswith("error: prompts.jsonl, line ")
         assert message in error[-1]
-        assert "give the new one another" in error[-1]
+        assert "give the new weights another one" in error[-1]
     if stored:
         store = RolloutStore([folder / "store"])
         assert (len(store), store.info.engine_policy) == (stored, "7")
