@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of one whole gradient, float32: gradients were summed in float32 at most."""
+    """A slice of one whole gradient, in float32, the widest type that gradients are summed in."""
 
     name: str
     whole: tuple[int, ...]

@@ -31,7 +31,7 @@ class PatchFailed(PatchingError):
 
     Attributes:
         number: the place of the patch in its series, from 1.
-        failures: for each file where it does not fit: the file with a line, or with a reason.
+        failures: each file that the patch does not fit, with a line or a reason.
         path: the first of those files; `where` says how it failed.
     """
 

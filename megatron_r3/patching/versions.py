@@ -70,7 +70,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Versions:
-    """What `folder`/versions.toml says, checked."""
+    """The checked contents of `folder`/versions.toml."""
 
     folder: Path
     lines: tuple[Line, ...]

@@ -172,7 +172,7 @@ class Sampler:
         raise AssertionError("unreachable")
 
     async def _ask(self, prompt: Prompt, index: int, where: str) -> Answer:
-        """A response that can be used.
+        """Ask for one response; afterwards the engine has confirmed that it is still the same.
 
         Raises:
             EngineError: the response cannot be used.

@@ -98,7 +98,7 @@ def _store_info(recording: Recording) -> StoreInfo:
     names = {"--engine-version": recording.engine_version, "--model": recording.model.name}
     for option, name in names.items():
         if wrong := wrong_text(name):
-            raise EngineError(f"{option} {quoted(name)}: as a name in a store it is {wrong}")
+            raise EngineError(f"{option} {quoted(name)}: as a name in a store it must be {wrong}")
     return recording.model.store_info(recording.engine, recording.engine_version)
 
 

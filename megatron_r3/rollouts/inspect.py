@@ -89,7 +89,7 @@ def _source(store: RolloutStore) -> dict[str, Any]:
 
 
 def _prompts(store: RolloutStore) -> dict[str, Any]:
-    """How many prompts there are, how many rollouts they have, how many have one reward only."""
+    """How many prompts there are, how many rollouts each has, and how many have one reward only."""
     reward_M = store.column("reward")
     _, group_M, counts = np.unique(store.groups(), return_inverse=True, return_counts=True)
     least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)

@@ -150,7 +150,7 @@ def policies_of(response: Any, index: int, where: str) -> list[str]:
             version = str(version) if type(version) is int else version
             wrong = wrong_text(version)
             if wrong is not None:
-                raise EngineError(f"{where}: the version of its weights is {wrong}")
+                raise EngineError(f"{where}: the version of its weights must be {wrong}")
             versions.append(version)
     return list(dict.fromkeys(versions))  # each once, in the order of their first appearance
 

@@ -214,5 +214,5 @@ class Watch:
         for name, value in names.items():
             wrong = wrong_text(value)
             if wrong is not None:
-                raise EngineError(f"{where}: the server's {name} is {wrong}")
+                raise EngineError(f"{where}: the server's {name} must be {wrong}")
         return names

@@ -189,7 +189,7 @@ def _read_entry(name: str, value: Any, data: int, where: str) -> Entry:
 
 
 def _read_body(metadata: dict[str, Any], where: str) -> tuple[dict[str, Any], bytes]:
-    """What the shard says of itself, and the text that says it."""
+    """What the shard says of itself: as a JSON object, and as the text in the header."""
     text = metadata.get("megatron_r3")
     if not isinstance(text, str) or not text:
         raise StoreError(f"{where}: a safetensors file, but not a rollout shard")

@@ -78,7 +78,7 @@ def test_a_store_that_lost_or_changed_a_shard_is_refused(
     last = store / "shard-00003.safetensors"
     kept = last.read_bytes()
     last.unlink()
-    assert "shard-00003.safetensors is gone, which the checkpoint was trained on" in fails(
+    assert "shard-00003.safetensors, which the checkpoint was trained on, is gone" in fails(
         patched, argv
     )
     info, shards = parts(policy)

@@ -122,7 +122,7 @@ def test_a_response_of_another_model_is_refused(name):
     decode(name, events, request)
     with pytest.raises(EngineError) as caught:
         decode(name, other, request)
-    message = "request 7: a response of the model 'large\\x1b'; 'tiny' was asked for"
+    message = "request 7: the response names the model 'large\\x1b'; the request asked for 'tiny'"
     assert str(caught.value) == message
     del request["model"]
     decode(name, other, request)

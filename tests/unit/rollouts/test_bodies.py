@@ -189,12 +189,12 @@ def test_memory_of_32_hostile_bodies(folder, how):
         ("/version", lambda: Raw(endless()), "/version: the body does not end; what was asked for"),
         ("/v1/models", lambda: Raw([b"[" * 9999]), "/v1/models: JSON with more than 64 brackets"),
         ("/version", lambda: Raw([b"\xff"]), "/version: not JSON"),
-        ("/version", lambda: {"version": "1" * 1_000_000}, "version is a text of at most 200"),
-        ("/version", lambda: {"version": "1\x1b[31m"}, "version is a text without control"),
+        ("/version", lambda: {"version": "1" * 1_000_000}, "version must be a text of at most 200"),
+        ("/version", lambda: {"version": "1\x1b[31m"}, "version must be a text without control"),
         ("/version", lambda: {"version": ["1"]}, "version must be a text; got list"),
         ("/version", lambda: ["0.30.0"], "/version: not what vllm answers"),
         ("/v1/models", lambda: {"data": []}, "/v1/models: not what vllm answers"),
-        ("/v1/models", lambda: {"data": [{"id": "a\nb"}]}, "model is a text without control"),
+        ("/v1/models", lambda: {"data": [{"id": "a\nb"}]}, "model must be a text without control"),
     ],
 )
 def test_pages_that_no_engine_has(folder, capsys, page, raw, message):

@@ -74,7 +74,7 @@ def test_a_text_is_not_its_token_ids_nor_a_chat(folder, capsys):
         assert main(command(server.url, 1)) == 0
         write_prompts(folder, [{"prompt": "text"}])
         assert main(command(server.url, 2)) == 1
-        assert "has another prompt" in capsys.readouterr().err
+        assert "was sampled from another prompt" in capsys.readouterr().err
 
 
 def rewritten(folder, digests):

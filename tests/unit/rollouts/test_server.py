@@ -54,10 +54,10 @@ def with_logprob(value):
         (changed(token_ids=lambda ids: [*ids[:-1], 100_000]), "id 100000; the vocabulary has"),
         (
             lambda body: {**answer(body), "model": "other"},
-            "of the model 'other'; 'served' was asked for",
+            "names the model 'other'; the request asked for 'served'",
         ),
         (lambda body: {**answer(body), "model": None}, "names no model; 'served' was asked for"),
-        (lambda body: {**answer(body), "model": "\x1b[2J"}, "of the model '\\x1b[2J'"),
+        (lambda body: {**answer(body), "model": "\x1b[2J"}, "names the model '\\x1b[2J'"),
     ],
 )
 def test_impossible_answers_are_refused_and_never_stored(folder, capsys, give, message):
@@ -212,7 +212,7 @@ def test_a_server_that_does_not_confirm_gives_no_rollouts(folder, capsys):
         server.behave = behave
         assert main(command(server.url, 1)) == 1
     error = capsys.readouterr().err
-    assert "is it still the same server? http://127.0.0.1:" in error
+    assert "nobody knows whether it is still the same server: http://127.0.0.1:" in error
     assert not (folder / "store").exists()
 
 
