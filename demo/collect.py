@@ -31,7 +31,7 @@ SHARDS_BEFORE_KILL = 4
 
 
 def command(name: str, *arguments: object) -> list[str]:
-    """`megatron-r3 rollouts NAME ...`."""
+    """The command `megatron-r3 rollouts NAME`, with these arguments."""
     return [sys.executable, "-m", "megatron_r3.cli", "rollouts", name, *map(str, arguments)]
 
 

@@ -216,7 +216,7 @@ def resolve(repo: Path, revision: str) -> str:
     """The id of the commit that `revision` names in `repo`.
 
     Raises:
-        PatchingError: there is none.
+        PatchingError: `repo` has no such commit.
     """
     # --end-of-options: a revision that begins with "-" is a name too, never an option
     command = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")

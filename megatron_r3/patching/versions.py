@@ -80,7 +80,7 @@ class Versions:
         """The release line of this name.
 
         Raises:
-            PatchingError: there is none; the message lists those there are.
+            PatchingError: no line has this name; the message lists all lines.
         """
         for line in self.lines:
             if line.name == name:
@@ -99,7 +99,7 @@ class Versions:
         The name of a release line stands for the line's first such tree.
 
         Raises:
-            PatchingError: there is none; the message lists those there are.
+            PatchingError: no such tree; the message lists the trees of `source`.
         """
         field = "commit" if source == "git" else "pypi"
         trees = [(line, t) for line in self.lines for t in line.trees if getattr(t, field)]

@@ -97,8 +97,8 @@ def answer_of(response: Any, index: int, where: str) -> tuple[str, str]:
     """Text and finish reason of one choice of a response that was decoded.
 
     Raises:
-        EngineError: one of them is no text, or the engine gave the request up half-way. Then the
-            response ends where the engine stopped, and not where the policy did.
+        EngineError: text or finish reason is no text, or the engine gave the request up half-way.
+            Then the response ends where the engine stopped, and not where the policy did.
     """
     choice = _choice(response, index)
     message = choice.get("message") or {}
