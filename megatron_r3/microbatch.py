@@ -71,7 +71,7 @@ ACTIVE: ContextVar[ForwardPass | None] = ContextVar("megatron_r3_forward_pass", 
 
 @dataclass(eq=False)
 class MicrobatchRoutes:
-    """The routes that one rank needs for one microbatch: its layers, its tokens, in its order.
+    """The routes of one microbatch that one rank needs, in the order of that rank's tokens.
 
     Where tokens choose live or are counted, one forward pass and its recomputes use the object,
     since the choice and the count belong to that pass. `fresh()` makes an object with the same

@@ -233,7 +233,7 @@ def _refuse_other_rows(increment: Increment, known_LTK: np.ndarray, again_T: np.
 def _turns(
     ordered: Sequence[Increment], num_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The sampled spans, int32 `[U, 2]`; which tokens are in one, `[N]`; the log-probs, `[N]`.
+    """The sampled spans, int32 `[U, 2]`; which tokens were sampled, `[N]`; the log-probs, `[N]`.
 
     The first response that sampled a token counts; a retry adds only tokens behind those. A
     response that was cut off and asked to go on gives two turns that touch. Example, N = 6:
