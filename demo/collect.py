@@ -36,7 +36,7 @@ def command(name: str, *arguments: object) -> list[str]:
 
 
 def collect_command(engine: str, model: Path, prompts: Path, store: Path) -> list[str]:
-    """The collection; for vLLM `--url` comes after it."""
+    """The command that collects; for vLLM the caller adds `--url`."""
     arguments = ["--engine", engine, "--model", model, "--prompts", prompts, "--out", store]
     arguments += ["--n", SAMPLES_PER_PROMPT, "--max-tokens", task.MAX_ANSWER, "--seed", 1]
     return command("collect", *arguments, "--reward", "demo.task:reward")

@@ -30,8 +30,8 @@ from megatron_r3.cpu.errors import NotEmulated
 def _use_torch_norm() -> None:
     """Replace TENorm, which upstream hard-codes in two places outside of the spec.
 
-    hybrid_block.py makes the final norm of the stack with it, and attention.py the norms of queries
-    and keys if --qk-layernorm is given and the spec leaves them to the config.
+    hybrid_block.py makes the final norm of the stack with TENorm, and attention.py the norms of
+    queries and keys if --qk-layernorm is given and the spec leaves them to the config.
     """
     hybrid_block.TENorm = WrappedTorchNorm
     attention.TENorm = WrappedTorchNorm

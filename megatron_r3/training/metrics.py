@@ -52,10 +52,10 @@ class StepMetrics:
         self.dispatched[1] += total
 
     def scalars(self) -> dict[str, float]:
-        """The shares of this step, by name; then nothing of the step is kept.
+        """Return the shares of this step by name, and forget the step.
 
-        Empty where nothing was measured. All ranks call this together, since it sums over them:
-        every rank measures in the same iterations, also a rank without MoE layers.
+        Empty where nothing was measured. All ranks call this function together, since it sums over
+        the ranks: every rank measures in the same iterations, also a rank without MoE layers.
         """
         if not self.microbatches:
             return {}
