@@ -1,1 +1,1 @@
-"""What is measured, not tested: ratios, side by side in one run."""
+"""Measurements, not tests: ratios of ways that run side by side."""

@@ -2,10 +2,10 @@
 
     python -m benchmarks.dispatch --out build/bench/dispatch.json [--rounds 10]
 
-Three ways to train on the same rollouts at the same load (the routes are those of the live router):
-live, replayed without a plan, replayed with one. Their steps alternate in one run. A table of host
-waits, copies and collectives for each MoE layer and pass, and of step times relative to live.
-Exit status 1: a layer with a plan waits for something after all.
+It trains in three ways on the same rollouts at the same load (the routes are those of the live
+router): live, replayed without a plan, and replayed with one. Their steps alternate in one run. The
+table has host waits, copies and collectives for each MoE layer and pass, and step times relative to
+live. Exit status 1: a layer with a plan waits for something after all.
 """
 
 from __future__ import annotations

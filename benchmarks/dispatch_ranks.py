@@ -58,7 +58,7 @@ def record(rank: int, argv: list[str], checkpoint: Path) -> Recorded:
 
 
 def timed(rank: int, argv: list[str], rounds: int) -> dict[str, Any]:
-    """Train: a step of each way to warm up, `rounds` of each in turn, the last of each counted."""
+    """Train with the ways in turn: warm up, time `rounds` steps of each, then count in one more."""
     from megatron.training import get_args, training
 
     from fidelity.script import datasets, forward_step

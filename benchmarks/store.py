@@ -160,7 +160,7 @@ def _slices(directory: Path, num_tokens: int) -> Iterator[dict[str, Any]]:
 
 
 def _peers(num_rollouts: int) -> Iterator[dict[str, Any]]:
-    """The same routes as other projects move them, up to what they hand to the device."""
+    """Move the same routes as other projects do, up to what these hand to the device."""
     num_tokens = num_rollouts * TOKENS
     rows_TLK = _routes_TLK(0)
     text = json.dumps(rows_TLK.tolist())

@@ -31,19 +31,19 @@ SHARDS_BEFORE_KILL = 4
 
 
 def command(name: str, *arguments: object) -> list[str]:
-    """`megatron-r3 rollouts NAME ...`."""
+    """The command `megatron-r3 rollouts NAME`, with these arguments."""
     return [sys.executable, "-m", "megatron_r3.cli", "rollouts", name, *map(str, arguments)]
 
 
 def collect_command(engine: str, model: Path, prompts: Path, store: Path) -> list[str]:
-    """The collection; for vLLM `--url` comes after it."""
+    """The command that collects; for vLLM the caller adds `--url`."""
     arguments = ["--engine", engine, "--model", model, "--prompts", prompts, "--out", store]
     arguments += ["--n", SAMPLES_PER_PROMPT, "--max-tokens", task.MAX_ANSWER, "--seed", 1]
     return command("collect", *arguments, "--reward", "demo.task:reward")
 
 
 def main() -> int:
-    """Collect, with --kill twice; 0 if every rollout is there once."""
+    """Collect (twice with --kill); return 0 if every rollout is there once."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", type=Path, required=True, help="a transformers directory")

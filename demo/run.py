@@ -26,7 +26,7 @@ from megatron_r3.store import RolloutStore
 
 
 def run(stages: Stages) -> dict[str, Any]:
-    """All stages; returns what goes into summary.json."""
+    """Run all stages; return what goes into summary.json."""
     seconds: dict[str, float] = {}
     # The Makefile writes the seconds that the installation took into this file.
     installed = stages.out.parent / "venv" / ".done"

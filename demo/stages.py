@@ -59,7 +59,7 @@ class Stages:
                 process.run(command, self._log("sample"), env, lambda line: None)
 
     def train(self, mode: str) -> Path:
-        """GRPO on the rollouts, `live` or `replay`; the folder with its TensorBoard events."""
+        """Run GRPO on the rollouts, `live` or `replay`; return the folder of its events."""
         events = self.out / mode
         shutil.rmtree(events, ignore_errors=True)
         more = ["--rollouts", str(self.rollouts), "--tensorboard-dir", str(events)]

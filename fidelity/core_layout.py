@@ -32,7 +32,7 @@ class Progress:
     consumed_samples: int = 0
 
     def remember(self, entries: Any) -> None:
-        """There is no checkpoint to remember anything."""
+        """Do nothing: there is no checkpoint."""
 
     def remembered(self) -> list[Any]:
         """No checkpoint was loaded."""

@@ -1,8 +1,8 @@
 """What `megatron.training` does, for the trees that PyPI has without it (up to 0.16).
 
-From the same arguments: process groups, a GPTModel for each pipeline chunk, Megatron's own
-schedules and gradients. An argument that is not known here is refused, not ignored. Megatron is
-imported only inside the functions that ranks run.
+It takes the same arguments. It makes process groups and a GPTModel for each pipeline chunk, and
+runs Megatron's own schedules and gradients. An argument that is not known here is refused, not
+ignored. Megatron is imported only inside the functions that ranks run.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _argparse_options(hint: Any) -> dict[str, Any]:
 
 
 class _OneOrMore(argparse.Action):
-    """For a field that is a value or a list of values."""
+    """Keep one value as a value, and several values as a list."""
 
     def __call__(
         self,
@@ -142,7 +142,7 @@ _UNIONS = (typing.Union, types.UnionType)
 
 
 def initialize(argv: list[str]) -> argparse.Namespace:
-    """Make the process groups; the arguments under the names that Megatron's own have."""
+    """Make the process groups; return the arguments under the names that Megatron uses."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
@@ -281,7 +281,7 @@ def _whole(chunk: torch.nn.Module) -> Any:
 
 
 def wrap(args: argparse.Namespace, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The chunks for data parallelism, with what Megatron's loop sets in their config."""
+    """Wrap the chunks for data parallelism, and set in their config what Megatron's loop sets."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -302,7 +302,7 @@ def wrap(args: argparse.Namespace, chunks: list[torch.nn.Module]) -> list[torch.
 def forward_backward(
     args: argparse.Namespace, models: list[torch.nn.Module], forward_step: Any, data: Any
 ) -> list[dict[str, torch.Tensor]]:
-    """One step of Megatron's schedule; what the loss functions of this rank reported.
+    """Run one step of Megatron's schedule; return what the loss functions of this rank reported.
 
     Args:
         data: an iterator, or one for each chunk.

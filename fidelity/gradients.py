@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of one whole gradient, float32: gradients were summed in float32 at most."""
+    """A slice of one whole gradient, in float32, the widest type that gradients are summed in."""
 
     name: str
     whole: tuple[int, ...]
@@ -50,7 +50,7 @@ def collect(models: list[torch.nn.Module], gradients: dict[int, torch.Tensor]) -
 
 
 def _with(state: dict[str, Any], gradients: dict[int, torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    """The items of parameters, each with its gradient in its place."""
+    """The named items whose data is a parameter, with the gradient in place of the parameter."""
     for name, item in state.items():
         gradient = gradients.get(id(getattr(item, "data", None)))
         if gradient is not None:

@@ -88,7 +88,7 @@ class Judge:
         return off, gradient_error(assemble(pieces), self.gradients)
 
     def _caught(self, results: list[RankResult], control: str) -> bool:
-        """Both checks see it: what reached the experts, and the gradients."""
+        """Whether the experts and the gradients both show that the routes are wrong."""
         gradient = self.errors(results, control)[1]
         return self.dispatched(results, control) < 1.0 and gradient > self.tolerance
 

@@ -106,7 +106,7 @@ def _files(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def _exports(checked: Checked) -> Result:
-    """Committed on the tree and exported again, every patch that it has files for is the same."""
+    """A patch that is committed on the tree and exported again is the same, byte for byte."""
     try:
         series = read_series(checked.line.folder)
         again = reexport(checked.source, checked.commit, series, checked.tree)
@@ -119,7 +119,7 @@ def _exports(checked: Checked) -> Result:
 
 
 def _off(checked: Checked) -> Result:
-    """Without our options: bitwise the weights of the unpatched tree, without megatron_r3."""
+    """Without our options and megatron_r3, weights are bitwise those of the unpatched tree."""
     unpatched, patched = checked.worker(checked.unpatched), checked.worker(checked.patched)
     for name, (ranks, arguments) in LAYOUTS_OFF.items():
         try:

@@ -135,7 +135,7 @@ def watched_parts(
 
 
 def forward_only(args: Any, forward_step: Any, data: Any, model: Any) -> Any:
-    """Run forward over the next batch; an iterator that brings the same batch again."""
+    """Run forward over the next batch; return an iterator that brings the same batch again."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import (

@@ -1,4 +1,4 @@
-"""Option off: a few steps with the script's own data, every import of megatron_r3 failing.
+"""Train a few steps on the script's own data, while every import of megatron_r3 fails.
 
 Megatron is imported only inside the functions that ranks run.
 """
@@ -21,7 +21,7 @@ _SEEN = ("megatron_r3.cpu", "megatron_r3.launch", "megatron_r3.pretrain")
 
 
 class _Hidden(importlib.abc.MetaPathFinder):
-    """megatron_r3 is not importable, but for what runs an unpatched tree too."""
+    """Hides megatron_r3 from imports, except for what also runs an unpatched tree."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.startswith("megatron_r3") and not name.startswith(_SEEN):
@@ -56,11 +56,11 @@ _ARGUMENTS = """--micro-batch-size 2 --global-batch-size 8 --lr 1e-3
 
 
 def train_off(rank: int, arguments: str, seed: int) -> dict[str, torch.Tensor]:
-    """Train a tiny model without any option of ours; this rank's weights after some steps.
+    """Train a tiny model without any option of ours; return this rank's weights.
 
     Args:
         arguments: of the layout.
-        seed: another one gives other weights.
+        seed: another seed gives other weights.
     """
     argv = [*MODELS["base"].argv(), *shlex.split(_ARGUMENTS), *shlex.split(arguments)]
     argv += ["--train-iters", str(STEPS), "--eval-iters", "0", "--seed", str(seed)]

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(cases: list[Case], table: Table, verbose: bool) -> list[dict[str, object]]:
-    """The rows of some cases, printed as they come."""
+    """Run some cases, print their rows as they come, and return them."""
     print(HEAD, flush=True)
     rows = []
     for case in cases:

@@ -39,7 +39,7 @@ class MadeUpText(torch.utils.data.Dataset):
 
 
 def datasets(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Training, validation and test data of the numbers of samples that Megatron asks for."""
+    """Training, validation and test data, each with as many samples as Megatron asks for."""
     length = get_args().seq_length
     train, valid, test = (MadeUpText(max(size or 0, 1), length) for size in sizes)
     return train, valid, test

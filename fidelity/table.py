@@ -116,7 +116,7 @@ def _gradients(results: list[RankResult]) -> dict[str, torch.Tensor]:
 
 
 def _batch_size(argv: list[str], store: Path) -> int:
-    """All rollouts in one step: so many samples."""
+    """How many samples a step must have to use all rollouts."""
     if "--rollouts-pack" not in argv:
         return NUM_ROLLOUTS
     # each word with the word after it; of an option that is given twice the last value stays

@@ -42,6 +42,6 @@ def patched_copy(unpatched: Path, target: Path) -> Path:
 
 
 def training_or_core(tree: Path) -> str:
-    """The module whose import brings what a tree has: PyPI has no training loop up to 0.16."""
+    """The module to import: trees of PyPI have no training loop up to 0.16."""
     whole = (tree / "megatron" / "training" / "training.py").exists()
     return "megatron.training" if whole else "megatron.core.models.gpt"

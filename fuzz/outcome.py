@@ -92,7 +92,7 @@ def bad_line(text: str, names: Sequence[str]) -> str | None:
 
 
 def _for_users(error: BaseException) -> bool:
-    """Whether users may see it: a ValueError, or one of this project's; no UnicodeDecodeError."""
+    """Whether users may see it: a plain ValueError, or an error class of this project."""
     if not isinstance(error, ValueError):
         return False
     return type(error) is ValueError or type(error).__module__.partition(".")[0] == "megatron_r3"

@@ -85,7 +85,7 @@ def attempt(rng: random.Random, folder: Path, server_of_tests: ModuleType) -> Ve
 def wait_for_a_moment(
     rng: random.Random, process: subprocess.Popen[bytes], server: Any, total: int, seen: list[Any]
 ) -> bool:
-    """Wait for some moment of its life; return whether it has asked the server by then."""
+    """Wait for a random moment; return whether the collection has asked the server by then."""
     if rng.random() < 0.15:
         time.sleep(rng.uniform(0, 1.5))
         return bool(seen)
@@ -119,7 +119,7 @@ def _ended(
     whole: bool,
     twice: bool,
 ) -> int:
-    """Its exit status; raises a fault if the documentation does not promise this end."""
+    """The exit status; raises a fault if the documentation does not promise this end."""
     try:
         status = process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:

@@ -1,3 +1,3 @@
-"""Native Rollout Routing Replay (R3) for Megatron-LM: everything that is not a seam in Megatron."""
+"""Native Rollout Routing Replay (R3) for Megatron-LM."""
 
 __version__ = "0.1.0"

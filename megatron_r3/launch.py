@@ -34,7 +34,7 @@ def initialize(extra_args: AddArguments | None = None) -> Any:
 
 
 def build_model(args: Any) -> torch.nn.Module:
-    """The whole model that the arguments describe, inside Megatron's 16-bit wrapper if they ask so.
+    """The whole model that the arguments describe, in Megatron's wrapper if they ask for 16 bits.
 
     Args:
         args: what `initialize` returned, for one process.
@@ -88,7 +88,7 @@ def train(
 
 
 def watch_models(on_models: OnModels) -> None:
-    """Have the next `pretrain()` call `on_models` with this rank's model chunks, and no later one.
+    """Have the next `pretrain()`, and no later one, call `on_models` with this rank's model chunks.
 
     The models are wrapped for data parallelism by then, and their checkpoint is loaded.
     """

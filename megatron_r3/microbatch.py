@@ -71,7 +71,7 @@ ACTIVE: ContextVar[ForwardPass | None] = ContextVar("megatron_r3_forward_pass", 
 
 @dataclass(eq=False)
 class MicrobatchRoutes:
-    """The routes that one rank needs for one microbatch: its layers, its tokens, in its order.
+    """The routes of one microbatch that one rank needs, in the order of that rank's tokens.
 
     Where tokens choose live or are counted, one forward pass and its recomputes use the object,
     since the choice and the count belong to that pass. `fresh()` makes an object with the same
@@ -133,7 +133,7 @@ class MicrobatchRoutes:
         return replace(self, ids=self._given or self.ids)
 
     def stop_recording(self) -> None:
-        """Make what was recorded routes to replay."""
+        """Turn what was recorded into routes to replay."""
         assert self.mode is Mode.RECORD
         self.mode = Mode.REPLAY
 
@@ -178,7 +178,7 @@ class MicrobatchRoutes:
     def begin_layer(
         self, layer_number: int, logits_TE: Tensor, topk: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What a gate needs that chooses and counts by itself, and then calls `end_layer`.
+        """What a gate needs to choose and count by itself; afterwards it calls `end_layer`.
 
         Returns:
             The layer's ids `[T, K]`, and in its first pass `live_T` and `counted_T`. In a
@@ -197,7 +197,8 @@ class MicrobatchRoutes:
 
         Args:
             ids_TK: the ids, with the choice of live tokens written in.
-            differs_T: bool, the counted tokens that mismatch. None: the gate counted nothing.
+            differs_T: bool, the counted tokens that mismatch. None means that the gate counted
+                nothing.
         """
         self.ids[layer_number] = ids_TK
         self._first_pass[layer_number] = ACTIVE.get()
@@ -270,7 +271,7 @@ class MicrobatchRoutes:
         """
         layers = list(self.ids)
         if any(ids_TK.is_floating_point() for ids_TK in self.ids.values()):
-            raise ReplayError("expert ids are integers")
+            raise ReplayError("expert ids must be integers")
         if len({ids_TK.shape for ids_TK in self.ids.values()}) > 1:
             shapes = {layer: tuple(ids_TK.shape) for layer, ids_TK in self.ids.items()}
             raise ReplayError(f"the layers of one microbatch have routes of other shapes: {shapes}")

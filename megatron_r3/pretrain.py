@@ -49,7 +49,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
 
 
 def no_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
-    """Megatron asks for the script's own data: there is none.
+    """Refuse when Megatron asks for the script's own data, because there is none.
 
     Raises:
         SystemExit: with one line that says what to do.

@@ -80,7 +80,7 @@ def recording() -> Iterator[MicrobatchRoutes]:
 
 
 def bind_to_microbatch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which then always runs under what is active now: a microbatch, or none.
+    """Wrap `function` so that it always runs under the microbatch, or none, that is active now.
 
     Example: `checkpoint(layer, x)` keeps `bind_to_microbatch(layer)`. The backward pass calls it in
     autograd's own thread, where no block is open, and the layer takes its routes all the same.

@@ -1,11 +1,11 @@
 """Which Megatron configs can be replayed exactly, and why another one is refused.
 
-Two lists. `refusals` has what is known to go past the recorded routes, each with its reason.
-`KNOWN_NAMES` and `KNOWN_VALUES` have the options about routing that somebody has read in upstream's
-source, and they are closed: an option about routing that is set and is in neither list is refused
-too. A hash-routed layer, an expert that is offloaded or a megakernel would otherwise go past the
-recorded routes without a word. Whoever adds a release line reads what its new options do to a
-router, and adds each of them to the known names or to the refusals.
+There are two lists. `refusals` names what is known to ignore the recorded routes, with the reasons.
+`KNOWN_NAMES` and `KNOWN_VALUES` name the options about routing that somebody has read in upstream's
+source. An option about routing that is set and is in neither list is refused too. A hash-routed
+layer, an expert that is offloaded or a megakernel would otherwise go past the recorded routes
+without a word. Whoever adds a release line reads what its new options do to a router, and adds each
+of them to the known names or to the refusals.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
 
     Args:
         config: a TransformerConfig, a framework's subclass of it, or Megatron's parsed arguments
-            (the same names, but `num_experts`).
+            (the same names, except for `num_experts`).
         upstream: the class TransformerConfig. Its defaults mean "not set" for every option, also
             where `config` is of a subclass with other defaults, or has none (parsed arguments).
     """

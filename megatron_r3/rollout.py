@@ -76,8 +76,9 @@ class Rollout:
         response_N: bool, True on sampled tokens.
         logprobs_N: float32, the sampler's log-probability of each sampled token, 0 on all others.
         reward: of the whole response; `UNREWARDED` (NaN) when it comes from a decoder.
-        group: rollouts of one prompt share it: GRPO normalises rewards inside a group. It counts
-            inside one directory and policy version; a decoder counts the prompts of the request.
+        group: rollouts of one prompt share it: GRPO normalises rewards inside a group. It is unique
+            inside one directory and policy version; a decoder sets the index of the prompt in its
+            request.
         policy_version: which policy sampled; `UNKNOWN_POLICY` (-1) when it comes from a decoder.
         routes: `[L, N - 1, K]`; the last token has no row, because the engine never forwarded it.
         sample: the number of the rollout inside its group. Group, sample and policy version
@@ -128,7 +129,7 @@ class Rollout:
             raise RolloutError(f"{where}: {wrong}")
 
     def wrong_parts(self, vocab_size: int = 0) -> str | None:
-        """What of the tokens, log-probs, turns and routes cannot be; None if all of them can.
+        """Which of tokens, log-probs, turns and routes is impossible, and why; None if none is.
 
         Name and reward are not looked at: a decoder, which does not know them, asks here too.
 
@@ -171,14 +172,14 @@ class Rollout:
             return "its first token cannot be sampled: nothing predicts it"
         sampled_N = sampled_tokens(self.spans_U2, len(tokens_N))
         if sampled_N is None or not np.array_equal(sampled_N, self.response_N):
-            return "its turns are not the tokens that its response names"
+            return "its `turns` and its `response` name different tokens"
         if wrong := wrong_logprobs(np.asarray(self.logprobs_N), sampled_N):
             return f"token {wrong[0]}: {wrong[1]}"
         return None
 
 
 def wrong_logprobs(logprobs_N: np.ndarray, response_N: np.ndarray) -> tuple[int, str] | None:
-    """The first log-prob that cannot be: the index of its token, and what is wrong with it.
+    """The first impossible log-prob: the index of its token, and what is wrong with it.
 
     Args:
         logprobs_N: float, one for each token.

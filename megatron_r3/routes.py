@@ -79,7 +79,7 @@ def _check_range(
     if ids_LTK.ndim != 3:
         raise RoutesError(f"{where}: routes are [layers, tokens, topk]; got shape {ids_LTK.shape}")
     if not np.issubdtype(ids_LTK.dtype, np.integer):
-        raise RoutesError(f"{where}: expert ids are integers; got {ids_LTK.dtype}")
+        raise RoutesError(f"{where}: expert ids must be integers; got {ids_LTK.dtype}")
     topk = ids_LTK.shape[-1]
     if topk > num_experts:
         raise RoutesError(f"{where}: top-{topk} of {num_experts} experts is impossible")

@@ -56,8 +56,8 @@ def thd_index(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> torch.Te
 class _GatherSequence(torch.autograd.Function):
     """Gathers the tokens of all CP ranks, in the order of the ranks.
 
-    Every rank uses the keys and values of all ranks, so that a local token has a gradient from each
-    rank; backward adds them up.
+    Every rank uses the keys and values of all ranks, so a local token has a gradient from each
+    rank. The backward pass adds these gradients up.
     """
 
     @staticmethod
@@ -85,7 +85,7 @@ def _positions(
 def _thd_mask_QZ(packed: Any, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     """What a packed query sees, bool: itself and the earlier tokens of its own sequence.
 
-    Padding stands after its sequence, so no real token sees it.
+    Padding stands after its sequence, so no real token sees the padding.
     """
     padded = packed.cu_seqlens_q_padded
     bounds = (packed.cu_seqlens_q if padded is None else padded).long()
@@ -172,7 +172,7 @@ def patch() -> None:
 
 
 def _init_with_cp(upstream: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of DotProductAttention without its only use of CP, which is to refuse it."""
+    """Construct a DotProductAttention as if without CP, which its own constructor refuses."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         from megatron.core import parallel_state

@@ -25,7 +25,7 @@ _UNTOUCHED = {"is_initialized", "cudaStatus"}  # the first may return False, the
 
 
 class _Done:
-    """CPU work, which is done when the call that does it returns: there is nothing to wait for."""
+    """CPU work. It is done when its call returns, so there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = 0.0
@@ -79,7 +79,7 @@ class Stream(_Done):
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """The lowest and the highest priority: there are none."""
+        """The lowest and the highest priority: both are 0, because streams have none."""
         return (0, 0)
 
 
@@ -196,7 +196,7 @@ def _does_something(name: str, value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any) -> Any:
-    """A function that raises NotEmulated; for a class, a class, so that isinstance still works."""
+    """A function that raises NotEmulated; in place of a class it is a class, for isinstance."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotEmulated(f"torch.cuda.{name} is not emulated on the CPU")

@@ -1,9 +1,9 @@
 """DeepEP's intranode normal mode on any torch.distributed backend: layouts and sums, no kernels.
 
 Megatron's flex dispatcher imports `deep_ep`, which is CUDA only. A token goes once to each *rank*
-that has one of its experts; on the way back the rows that were sent of one token are added up.
-Example: 4 experts on 2 ranks, experts 0 and 1 on rank 0. A token for experts 0 and 1 is sent as one
-row, to rank 0; a token for experts 1 and 2 is sent as two rows, one to each rank.
+that has one of its experts; on the way back all rows of one token are added up. Example: 4 experts
+on 2 ranks, experts 0 and 1 on rank 0. A token for experts 0 and 1 is sent as one row, to rank 0; a
+token for experts 1 and 2 is sent as two rows, one to each rank.
 
 The module follows the docstrings of deep_ep/buffer.py and deep_ep/utils.py in
 github.com/deepseek-ai/DeepEP; the order of received rows (by sender, then by token) and the sum in
@@ -33,7 +33,7 @@ _IGNORED = {"config", "previous_event", "async_finish", "allocate_on_comm_stream
 def provide() -> None:
     """Put this module in the place of `deep_ep` and `deep_ep.utils`, unless they are installed.
 
-    Call it before Megatron is imported, which looks for them once.
+    Call it before Megatron is imported, because Megatron looks for these modules once.
     """
     if "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None:
         return
@@ -73,7 +73,7 @@ class EventOverlap(EventHandle):
 
 
 class Handle(NamedTuple):
-    """Where the tokens of one dispatch went: for the way back, and to send others the same way.
+    """Where the tokens of one dispatch went. A combine needs it, and a dispatch that repeats it.
 
     Attributes:
         tokens: how many tokens this rank had.
@@ -236,7 +236,7 @@ class Buffer:
             x: a row of the hidden size for each row that the dispatch of `handle` received.
             handle: the handle that the dispatch returned.
             topk_weights: K float32 numbers for each row, added up in the same way: the gradients of
-                the weights of a dispatch. None: there are none.
+                the weights of a dispatch. None means that there are no weights.
             options: streams and tuning, which change nothing.
 
         Returns:
@@ -278,7 +278,7 @@ class Buffer:
         return output
 
     def _add_up(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """The sum of the rows that come back of each token, in float32 or a wider type."""
+        """The sum of the rows of each token that come back, in float32 or a wider type."""
         back = self._exchange(rows, handle.received, handle.sent)
         wide = torch.promote_types(rows.dtype, torch.float32)
         total = back.new_zeros((handle.tokens, *rows.shape[1:]), dtype=wide)

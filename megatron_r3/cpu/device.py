@@ -130,7 +130,7 @@ def _cover_autograd() -> None:
 
 
 def _cover_threads() -> None:
-    """Have every thread that starts from here on enter a mode of its own: one covers one thread."""
+    """Have each thread that starts from here on enter a mode: a mode covers one thread only."""
     start = threading.Thread.start
 
     @functools.wraps(start)

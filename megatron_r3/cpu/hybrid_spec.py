@@ -30,8 +30,8 @@ from megatron_r3.cpu.errors import NotEmulated
 def _use_torch_norm() -> None:
     """Replace TENorm, which upstream hard-codes in two places outside of the spec.
 
-    hybrid_block.py makes the final norm of the stack with it, and attention.py the norms of queries
-    and keys if --qk-layernorm is given and the spec leaves them to the config.
+    hybrid_block.py makes the final norm of the stack with TENorm, and attention.py the norms of
+    queries and keys if --qk-layernorm is given and the spec leaves them to the config.
     """
     hybrid_block.TENorm = WrappedTorchNorm
     attention.TENorm = WrappedTorchNorm
@@ -50,7 +50,8 @@ def _layer(kind: type, *names: str, num_experts: int | None = None) -> ModuleSpe
     Args:
         kind: the module class of the layer.
         names: the parts that it has.
-        num_experts: None for a dense MLP, any number for a MoE: the config says how many there are.
+        num_experts: None for a dense MLP, any number for a MoE layer, whose config has the real
+            number.
     """
     # "RMSNorm" chooses torch's norms even if apex is installed; which norm it is, the config says
     whole = get_gpt_layer_local_submodules(num_experts=num_experts, normalization="RMSNorm")

@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def _check_importable() -> None:
-    """Say what to do if there is no Megatron. What a Megatron lacks itself stays its own error."""
+    """Refuse if there is no Megatron. If Megatron lacks a package, its own error is raised."""
     try:
         importlib.import_module("megatron.core")
     except ModuleNotFoundError as error:

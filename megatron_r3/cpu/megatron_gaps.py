@@ -1,4 +1,4 @@
-"""What Megatron-LM takes from CUDA, Transformer Engine, a compiler or a later Python, filled in.
+"""Fill in what Megatron-LM takes from CUDA, Transformer Engine, a compiler or a later Python.
 
 Each private function fills one gap, named in its docstring, and leaves alone what this release line
 of Megatron does not have. Attention and DeepEP are larger gaps with files of their own.
@@ -40,8 +40,8 @@ def provide_override() -> None:
 def disable_compiler() -> None:
     """Turn torch.compile off.
 
-    It needs a C++ compiler on a CPU, and compiles again for every number of tokens that an expert
-    gets: a tiny training takes twice as long with it.
+    On a CPU torch.compile needs a C++ compiler, and compiles again for every number of tokens
+    that an expert gets: a tiny training takes twice as long with it.
     """
     torch._dynamo.config.disable = True
 
@@ -79,7 +79,7 @@ def _define(module: ModuleType, **names: Any) -> None:
 
 
 def _define_names_in_moe_utils() -> None:
-    """0.16 asks `te_general_gemm is None`, also where importing it from TE failed."""
+    """Define te_general_gemm: 0.16 compares it with None even where its import from TE failed."""
     moe_utils = _import("megatron.core.transformer.moe.moe_utils")
     if moe_utils is not None:
         _define(moe_utils, te_general_gemm=None)

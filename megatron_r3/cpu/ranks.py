@@ -1,4 +1,4 @@
-"""What torchrun tells a rank through its environment, a port for it, and its share of the cores."""
+"""What torchrun tells a rank through its environment, a free port, and its share of the cores."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the requests and responses of all engines have in common: options, prompts, choices, arrays.
 
-Errors are raised without saying of which request: `decode_increments` adds that (`shape.naming`).
-Nothing is unpickled, and nothing is allocated that the data does not hold: the shape that a header
-claims is compared with the bytes that are there before an array is made.
+Errors do not name their request: `decode_increments` adds the name (`shape.naming`). Nothing is
+unpickled, and nothing is allocated that the data does not hold: the shape that a header claims is
+compared with the bytes that are there before an array is made.
 
 Shape suffixes (docs/glossary.md): G, V.
 """
@@ -45,17 +45,17 @@ def option(request: Mapping[str, Any], name: str, default: int) -> Any:
 
 
 def whole_number(value: Any, name: str, least: int = 0) -> int:
-    """`value`, if it is a whole number from `least` on, of 31 bits."""
+    """`value`, which must be a whole number from `least` on that 31 bits can hold."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKEN_ID:
-        raise EngineError(f"{name} is a whole number from {least} on; got {quoted(value)}")
+        raise EngineError(f"{name} must be a whole number from {least} on; got {quoted(value)}")
     return value
 
 
 def most_tokens(request: Mapping[str, Any]) -> int | None:
-    """How many tokens a response may have; None if the request does not say it.
+    """How many tokens a response may have; None if the request has no limit.
 
-    Engines disagree on which name counts where a request has two of them, so the larger number
-    does. `sampling_params` may be a list with one entry for each prompt (SGLang): likewise.
+    A request may give the limit under two names, or (SGLang) in a list of `sampling_params` with
+    one entry for each prompt. The largest number counts, because engines disagree on which does.
     """
     nested = request.get("sampling_params")
     holders = [request, *(nested if isinstance(nested, list) else [nested])]
@@ -85,7 +85,9 @@ def refuse_other_model(response: Mapping[str, Any], request: Mapping[str, Any]) 
     """Refuse a response that names another model than its request, where both name one."""
     asked, got = request.get("model"), response.get("model")
     if asked and got and asked != got:
-        raise EngineError(f"a response of the model {quoted(got)}; {quoted(asked)} was asked for")
+        raise EngineError(
+            f"the response names the model {quoted(got)}; the request asked for {quoted(asked)}"
+        )
 
 
 def refuse_half_way(reason: Any) -> None:
@@ -98,7 +100,7 @@ def refuse_half_way(reason: Any) -> None:
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
     if kind in ("abort", "error"):
         why = f": {said(message)}" if message else ""
-        raise EngineError(f"the engine ended it with {kind!r}, half-way{why}")
+        raise EngineError(f"the engine ended the response with {kind!r}, half-way{why}")
 
 
 def refuse_echo(request: Mapping[str, Any]) -> None:
@@ -115,14 +117,15 @@ def refuse_physical_ids(engine: str, version: str | None, first_logical: tuple[i
     Args:
         engine: its name.
         version: of the server; None if nobody knows.
-        first_logical: the first version that sends the ids of before the experts were moved.
+        first_logical: the first version that sends the model's own id, 3 in the example.
     """
     given = (version or "").split(".")[:3]
     parts = tuple(int(part) for part in given if re.fullmatch("[0-9]{1,6}", part))
     if len(parts) < 2 or parts < first_logical:
         raise EngineError(
-            f"with EPLB {engine} {said(version or 'of unknown version', 80)} returns physical "
-            f"expert ids; logical ones from {'.'.join(map(str, first_logical))} on"
+            f"with EPLB {engine} {said(version or 'of unknown version', 80)} returns "
+            f"physical expert ids; it returns logical ones from "
+            f"{'.'.join(map(str, first_logical))} on"
         )
 
 
@@ -145,7 +148,7 @@ def prompt_contents(request: Mapping[str, Any], names: tuple[str, ...]) -> list[
     if "messages" in request:
         messages = request["messages"]
         if not _is_chat(messages) or not all(isinstance(one, Mapping) for one in messages):
-            raise EngineError(f"`messages` is a list of objects; got {quoted(messages)}")
+            raise EngineError(f"`messages` must be a list of objects; got {quoted(messages)}")
         return [messages]
     prompt = next((request[name] for name in names if request.get(name) is not None), None)
     if isinstance(prompt, str):
@@ -204,7 +207,7 @@ def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
 def sampled_logprobs(
     logprobs: Any, response_G: np.ndarray, hint: str, prompt_length: int
 ) -> np.ndarray:
-    """Float32 log-probs `[G]` of the sampled tokens, from either form that OpenAI's routes have.
+    """Float32 log-probs `[G]` of the sampled tokens, from either form that OpenAI's endpoints have.
 
     The two forms are `{"token_logprobs": [-0.5], "tokens": ["token_id:9"]}` (completions) and
     `{"content": [{"logprob": -0.5, "token": "token_id:9"}]}` (chat). Where the log-probs name their
@@ -260,7 +263,7 @@ def integer_array(value: Any, name: str) -> np.ndarray:
     else:
         array = _integers(_plain(value, name), name)
     if array.ndim != 3:
-        raise EngineError(f"{name}: routes are [tokens, layers, topk]; got shape {array.shape}")
+        raise EngineError(f"{name}: routes must be [tokens, layers, topk]; got shape {array.shape}")
     return array
 
 
@@ -276,7 +279,7 @@ def token_array(value: Any, name: str) -> np.ndarray:
     """Token ids as int32."""
     array = _integers(_plain(value, name), name)
     if array.ndim != 1 or not array.size or array.min() < 0 or array.max() > MOST_TOKEN_ID:
-        raise EngineError(f"{name}: token ids are a list of at least one, from 0 on")
+        raise EngineError(f"{name}: token ids must be a list of at least one number from 0 on")
     return array.astype(np.int32)
 
 
@@ -284,14 +287,14 @@ def number_array(value: Any, name: str) -> np.ndarray:
     """Numbers of a list as float32; a number that is too large for float32 becomes infinite."""
     array_V = _plain(value, name)
     if array_V.ndim != 1 or array_V.dtype.kind not in "iuf":
-        raise EngineError(f"{name}: a list of numbers; got {_kinds(array_V)}")
+        raise EngineError(f"{name}: expected a list of numbers; got {_kinds(array_V)}")
     with np.errstate(over="ignore"):
         return array_V.astype(np.float32)
 
 
 def _decoded(text: Any, name: str) -> bytes:
     if not isinstance(text, str):
-        raise EngineError(f"{name}: base64 text; got {type(text).__name__}")
+        raise EngineError(f"{name}: expected base64 text; got {type(text).__name__}")
     try:
         return pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -314,7 +317,7 @@ def _npy_array(raw: bytes, name: str) -> np.ndarray:
     except (TypeError, ValueError) as error:
         raise EngineError(f"{broken} ({_short(error)})") from error
     if dtype.kind not in "iu":
-        raise EngineError(f"{name}: ids are integers; got {_short(dtype)}")
+        raise EngineError(f"{name}: ids must be integers; got {_short(dtype)}")
     # math.prod, because Python's numbers do not wrap: a header of (2**32, 2**32) would claim 0
     # elements in int64
     expected, got = math.prod(shape) * dtype.itemsize, len(raw) - header.end()
@@ -332,7 +335,7 @@ def _plain(value: Any, name: str) -> np.ndarray:
     if isinstance(value, (list, tuple)):
         return _from_lists(value, name)
     if not hasattr(value, "__array__"):
-        raise EngineError(f"{name}: a list or an array; got {type(value).__name__}")
+        raise EngineError(f"{name}: expected a list or an array; got {type(value).__name__}")
     try:
         return np.asarray(value)
     except Exception as error:  # another library's array may raise anything
@@ -363,7 +366,7 @@ def _from_lists(value: list[Any] | tuple[Any, ...], name: str) -> np.ndarray:
 
 def _integers(array: np.ndarray, name: str) -> np.ndarray:
     if array.size and array.dtype.kind not in "iu":
-        raise EngineError(f"{name}: ids are integers; got {_kinds(array)}")
+        raise EngineError(f"{name}: ids must be integers; got {_kinds(array)}")
     return array
 
 

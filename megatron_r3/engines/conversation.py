@@ -61,8 +61,8 @@ class Increment:
         num_tokens = len(self.tokens_N)
         if not 0 <= self.start <= self.prompt_length:
             raise EngineError(
-                f"routes start at token {self.start}; from 0 to the prompt's "
-                f"{self.prompt_length} tokens"
+                f"routes start at token {self.start}; expected a start from 0 to "
+                f"{self.prompt_length}, the length of the prompt"
             )
         if self.routes.num_rows != num_tokens - 1 - self.start:
             raise EngineError(
@@ -118,8 +118,8 @@ def read_choices(
 def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse") -> Rollout:
     """One rollout of all turns, with the rows of all its tokens but the last.
 
-    The longest response says the tokens; the tokens of every other one must be a beginning of
-    those. A row that arrives again (a retry, a prefix sent twice) must be the same set of experts.
+    The longest response has all tokens; every other response must have a beginning of them. A row
+    that arrives again (a retry, a prefix sent twice) must be the same set of experts.
 
     Args:
         increments: of one conversation, in any order.
@@ -131,10 +131,11 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
         A rollout without reward and policy version, as `engines.decode` returns them.
 
     Raises:
-        EngineError: naming token and layer of what does not agree or is not there.
+        EngineError: tokens or rows disagree, or a row is missing; the message names token and
+            layer.
     """
     if holes not in ("refuse", "missing"):
-        raise EngineError(f"{where}: holes are refuse or missing; got {holes!r}")
+        raise EngineError(f"{where}: holes must be refuse or missing; got {holes!r}")
     if not increments:
         raise EngineError(f"{where}: there are no responses to stitch")
     # the sort is stable: of two responses of one length, the retry comes second
@@ -186,7 +187,7 @@ def _refuse_other_tokens(increment: Increment, tokens_N: np.ndarray, other: str)
 
 
 def _joined_rows(ordered: Sequence[Increment], num_rows: int) -> Routes:
-    """The rows of all increments; those that none has are not recorded."""
+    """The rows of all increments; a row that no increment has is marked as not recorded."""
     first = ordered[0].routes
     if len(ordered) == 1 and first.num_rows == num_rows:  # the usual case: nothing is copied
         return first
@@ -232,10 +233,10 @@ def _refuse_other_rows(increment: Increment, known_LTK: np.ndarray, again_T: np.
 def _turns(
     ordered: Sequence[Increment], num_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The sampled spans, int32 `[U, 2]`; which tokens are in one, `[N]`; the log-probs, `[N]`.
+    """The sampled spans, int32 `[U, 2]`; which tokens were sampled, `[N]`; the log-probs, `[N]`.
 
-    The first response that sampled a token counts; a retry adds only what it has more. A response
-    that was cut off and asked to go on gives two turns that touch. Example, N = 6:
+    The first response that sampled a token counts; a retry adds only tokens behind those. A
+    response that was cut off and asked to go on gives two turns that touch. Example, N = 6:
 
         response 1, prompt of 2, samples tokens 2 3        turn of each token: - - 0 0
         response 2, prompt of 4, samples tokens 4 5                            - - 0 0 1 1

@@ -1,8 +1,8 @@
 """What Megatron-LM's inference server returns with `moe_enable_routing_replay`, from 0.17 on.
 
-/v1/completions and /v1/chat/completions of the dynamic text generation server: `moe_topk_indices`
-of each choice, nested lists in 0.17, `["ndarray", {data, dtype}]` with int16 from 0.18 on. They
-hold the MoE layers in the order in which routers were made: the decoder's, then those of MTP.
+The dynamic text generation server puts `moe_topk_indices` into each choice of /v1/completions and
+/v1/chat/completions: nested lists in 0.17, `["ndarray", {data, dtype}]` with int16 from 0.18 on.
+They hold the MoE layers in the order in which routers were made: the decoder's, then those of MTP.
 0.17's /v1/completions returns no token ids and cannot be read.
 
 No command reads these: this file is for a framework that samples with Megatron-LM and calls
@@ -149,7 +149,7 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
 
 
 def _array(value: Any, name: str) -> np.ndarray:
-    """The ids of one of three forms: lists, `["ndarray", {data, dtype}]`, `["tensor", lists]`."""
+    """Read ids in one of three forms: lists, `["ndarray", {data, dtype}]`, `["tensor", lists]`."""
     tagged = isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)
     if not tagged:
         return integer_array(value, name)
@@ -157,10 +157,12 @@ def _array(value: Any, name: str) -> np.ndarray:
     if kind == "tensor":
         return integer_array(content, name)
     if kind != "ndarray" or not isinstance(content, Mapping) or set(content) != {"data", "dtype"}:
-        raise EngineError(f"{name}: [ndarray, {{data, dtype}}]; got {quoted(kind, 20)}")
+        raise EngineError(f"{name}: expected [ndarray, {{data, dtype}}]; got {quoted(kind, 20)}")
     dtype = content["dtype"]
     if dtype not in _DTYPES:
-        raise EngineError(f"{name}: ids are integers ({', '.join(_DTYPES)}); got {quoted(dtype)}")
+        raise EngineError(
+            f"{name}: ids must be integers ({', '.join(_DTYPES)}); got {quoted(dtype)}"
+        )
     array = integer_array(content["data"], name)
     if array.size and not np.iinfo(dtype).min <= array.min() <= array.max() <= np.iinfo(dtype).max:
         raise EngineError(f"{name}: an id does not fit {dtype}")

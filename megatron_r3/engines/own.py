@@ -1,4 +1,4 @@
-"""Plain arrays: those of an engine of your own, or saved ones.
+"""Plain arrays, from an engine of your own or from a file.
 
 No command reads these: this file is for a framework that holds arrays and calls `engines.decode`.
 
@@ -37,12 +37,13 @@ def decode_increments(
     """What each sampled sequence adds to its conversation.
 
     Args:
-        response: one sampled sequence or a list of them, each a mapping: `token_ids` that were
-            sampled, their `logprobs`, `routes` of `[T, Y, K]` ids, all hidden layers or the MoE
-            layers alone, of every token but the last. All may be arrays or lists; `routes` may be
-            base64 of a `.npy` too. `prompt_token_ids` may be left out where the request has them.
-        request: `prompt`, the token ids that all of them continue; `start`, the token of the first
-            row, 0 if left out; `max_tokens`, if none may be longer.
+        response: one sampled sequence or a list of them. Each is a mapping with the sampled
+            `token_ids`, their `logprobs`, and `routes`: the ids `[T, Y, K]` of every token but the
+            last, in all hidden layers or in the MoE layers alone. All may be arrays or lists;
+            `routes` may be base64 of a `.npy` too. `prompt_token_ids` may be left out where the
+            request has them.
+        request: `prompt`, the token ids that every sequence continues; `start`, the token of the
+            first row, 0 if left out; `max_tokens`, if no sequence may be longer.
         shape: of the model that sampled.
         where: what errors call the request.
 
@@ -52,7 +53,7 @@ def decode_increments(
     with naming(where):
         sequences = [response] if isinstance(response, Mapping) else response
         if not isinstance(sequences, Sequence) or isinstance(sequences, str) or not sequences:
-            raise EngineError("a sampled sequence or a list of them")
+            raise EngineError("the response must be a sampled sequence or a list of them")
         start = whole_number(option(request, "start", 0), "start")
     return read_choices(
         sequences, where, lambda sequence, _: _increment(sequence, request, start, shape)
@@ -63,7 +64,7 @@ def _increment(
     sequence: Any, request: Mapping[str, Any], start: int, shape: ModelShape
 ) -> Increment:
     if not isinstance(sequence, Mapping):
-        raise EngineError(f"a sampled sequence is a mapping; got {type(sequence).__name__}")
+        raise EngineError(f"a sampled sequence must be a mapping; got {type(sequence).__name__}")
     missing = [name for name in ("token_ids", "logprobs", "routes") if sequence.get(name) is None]
     if missing:
         raise EngineError(f"{missing} missing")

@@ -1,8 +1,9 @@
 """What an SGLang server returns with `--enable-return-routed-experts`.
 
-Asked with `return_routed_experts`, from 0.5.7 on /generate (`meta_info.routed_experts`, of every
-sample), from 0.5.9 on OpenAI's routes (`sglext.routed_experts`, of the first choice only; with
-`return_meta_info`, from 0.5.18, of every choice).
+A request asks for routes with `return_routed_experts`. From 0.5.7 on /generate returns them
+(`meta_info.routed_experts` of every sample), and from 0.5.9 on OpenAI's endpoints do
+(`sglext.routed_experts` of the first choice only; from 0.5.18 on, with `return_meta_info`, of every
+choice).
 
 The routes are base64 of bare little-endian int32 of all hidden layers: neither a shape nor a start
 stands beside them.
@@ -66,7 +67,7 @@ def decode_increments(
     version: str | None = None,
     accept_retracted: bool = False,
 ) -> list[Increment]:
-    """What each sample adds to its conversation, in the order of the request: the `n` of a prompt.
+    """What each sample adds to its conversation: the `n` samples of each prompt, in order.
 
     Args:
         response: the body that the server returned.
@@ -76,8 +77,8 @@ def decode_increments(
         eplb: the server balances experts (`--enable-eplb`, `--init-expert-location`). Up to 0.5.9
             the ids of moved experts are not the model's.
         version: of SGLang; looked at with `eplb` only.
-        accept_retracted: take samples that were retracted and prefilled again: the routes of their
-            first tokens are the new ones, their log-probs the old ones.
+        accept_retracted: take samples that were retracted and prefilled again. The first tokens of
+            such a sample have routes of the second run and log-probs of the first.
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one.
@@ -114,7 +115,7 @@ def _samples_of_one(request: Mapping[str, Any]) -> Any:
 
 
 def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dict[str, Any]]:
-    """The samples of either route: token ids, prompt, log-probs as OpenAI has them, meta_info."""
+    """The samples of either endpoint, in one form (meta_info, log-probs as OpenAI has them)."""
     if isinstance(response, Mapping):
         refuse_failure(response)
         if "meta_info" not in response:
@@ -127,7 +128,7 @@ def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dic
         raise EngineError(f"{count} samples; the request asks for {expected}")
     for item in response:
         if not isinstance(item, Mapping) or not isinstance(item.get("meta_info"), Mapping):
-            raise EngineError("a sample of /generate has a meta_info")
+            raise EngineError("a sample of /generate must have a meta_info")
     return [
         {
             "token_ids": item.get("output_ids"),
@@ -153,8 +154,8 @@ def _openai_items(response: Mapping[str, Any], expected: int) -> list[dict[str, 
         if not isinstance(meta, Mapping):
             if expected > 1:
                 raise EngineError(
-                    f"routes of the first of {expected} choices only; ask for one, with "
-                    "return_meta_info, or /generate"
+                    f"only the first of {expected} choices has routes; ask for one choice, "
+                    "ask with return_meta_info, or use /generate"
                 )
             meta = {"routed_experts": extension.get("routed_experts")}
         tokens = next(
@@ -179,8 +180,8 @@ def _refuse_unusable(meta: Mapping[str, Any], accept_retracted: bool) -> None:
     retracted = meta.get("num_retractions", meta.get("total_retractions"))  # its name in 0.5.9
     if retracted and not accept_retracted:
         raise EngineError(
-            f"retracted {quoted(retracted, 20)} times: routes of its second prefill beside "
-            "log-probs of before; accept_retracted takes it"
+            f"retracted {quoted(retracted, 20)} times: its first tokens have routes of the "
+            "second run and log-probs of the first; to take it, set accept_retracted"
         )
 
 
@@ -196,7 +197,9 @@ def _increment(
     prompt = prompt_array(asked, item["prompt_token_ids"], item["hint"])
     counted = meta.get("prompt_tokens")
     if counted is not None and counted != len(prompt):
-        raise EngineError(f"{quoted(counted, 20)} prompt tokens; {len(prompt)} were sent")
+        raise EngineError(
+            f"the server counted {quoted(counted, 20)} prompt tokens; {len(prompt)} were sent"
+        )
     tokens, logprobs_G = item["token_ids"], None
     if meta.get("output_token_logprobs") is not None:  # they name their tokens by id, always
         named_G, logprobs_G = _native_logprobs(meta["output_token_logprobs"])
@@ -217,7 +220,7 @@ def _native_logprobs(entries: Any) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(entries, list) or not entries:
         raise EngineError(f"no log-probs; {_ASK_LOGPROBS}")
     if not all(isinstance(entry, (list, tuple)) and len(entry) >= 2 for entry in entries):
-        raise EngineError("output_token_logprobs are [log-prob, token id, text]")
+        raise EngineError("output_token_logprobs must be [log-prob, token id, text]")
     if any(entry[0] is None for entry in entries):
         raise EngineError("a response token has no log-prob (JSON has no NaN)")
     name = "output_token_logprobs"
@@ -230,9 +233,9 @@ def _native_logprobs(entries: Any) -> tuple[np.ndarray, np.ndarray]:
 def _rows(text: Any, num_tokens: int, start: int, shape: ModelShape) -> np.ndarray:
     """The ids of all hidden layers from token `start` on, `[T, Y, K]`, out of bare bytes.
 
-    The size alone says where they begin. Example: 10 tokens asked with a start of 4, in 5 layers
-    with top-4. 100 ids are 5 rows, from token 4 on; 180 ids are 9 rows, from token 0 on, and the
-    first 4 are dropped: 0.5.8 to 0.5.11 take `routed_experts_start_len` and ignore it.
+    Their size alone says at which token they begin. Example: 10 tokens asked with a start of 4, in
+    5 layers with top-4. 100 ids are 5 rows, from token 4 on; 180 ids are 9 rows, from token 0 on,
+    and the first 4 are dropped: 0.5.8 to 0.5.11 take `routed_experts_start_len` and ignore it.
     """
     if text is None:
         raise EngineError(

@@ -111,7 +111,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], st
     except ValueError as error:
         raise EngineError(f"{error}; a model config is expected") from error
     if not isinstance(config, dict):
-        raise EngineError(f"{path}: a model config is a JSON object; got {quoted(config)}")
+        raise EngineError(f"{path}: a model config must be a JSON object; got {quoted(config)}")
     return config, str(path)
 
 
@@ -123,7 +123,7 @@ def _integer(
     if value is None:
         raise EngineError(f"`{name}` is missing")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise EngineError(f"`{name}` is a whole number; got {quoted(value)}")
+        raise EngineError(f"`{name}` must be a whole number; got {quoted(value)}")
     if not least <= value <= most:
         raise EngineError(f"`{name}` is {quoted(value)}; possible are {least} to {most}")
     return value
@@ -149,7 +149,7 @@ def _vocab_size(config: Mapping[str, Any]) -> int | None:
 
 
 def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The 0-based hidden layers that are MoE layers; each family of models says it its own way."""
+    """The 0-based hidden layers that are MoE layers; each model family says it in its own way."""
     model_type = config.get("model_type")
     if config.get("mlp_layer_types") is not None:
         return _from_names(config["mlp_layer_types"], num_layers)
@@ -165,9 +165,9 @@ def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
         return tuple(range(num_layers))
     known = ", ".join((*_SPARSE_STEP, *_FIRST_DENSE, *_EVERY_LAYER))
     raise EngineError(
-        f"model type {quoted(model_type)} is unknown, so which layers are MoE layers is missing; "
-        f"known: {known}. For another one build ModelShape(num_experts, topk, moe_layers, "
-        "num_hidden_layers) yourself"
+        f"model type {quoted(model_type)} is unknown, so nobody can tell which layers are "
+        f"MoE layers; known: {known}. For another one build ModelShape(num_experts, topk, "
+        "moe_layers, num_hidden_layers) yourself"
     )
 
 
@@ -175,7 +175,7 @@ def _dense_layers(config: Mapping[str, Any]) -> set[int]:
     given = config.get("mlp_only_layers")
     given = [] if given is None else given
     if not isinstance(given, list) or not all(type(n) is int and n >= 0 for n in given):
-        raise EngineError(f"`mlp_only_layers` is a list of hidden layers; got {quoted(given)}")
+        raise EngineError(f"`mlp_only_layers` must be a list of hidden layers; got {quoted(given)}")
     return set(given)
 
 
@@ -186,7 +186,7 @@ def _from_names(names: Any, num_layers: int) -> tuple[int, ...]:
         or not all(name in ("dense", "sparse") for name in names)
     ):
         raise EngineError(
-            f"`mlp_layer_types` names each of {num_layers} layers dense or sparse; "
+            f"`mlp_layer_types` must name each of {num_layers} layers dense or sparse; "
             f"got {quoted(names, 200)}"
         )
     return tuple(i for i, name in enumerate(names) if name == "sparse")
@@ -207,6 +207,6 @@ def _after_first_dense(config: Mapping[str, Any], num_layers: int) -> tuple[int,
         raise EngineError(f"`moe_layer_freq` has {len(frequency)} entries for {num_layers} layers")
     if not all(isinstance(n, int) and n in (0, 1) for n in frequency):
         raise EngineError(
-            f"`moe_layer_freq` is a number, or a list of 0 and 1; got {quoted(frequency, 200)}"
+            f"`moe_layer_freq` must be a number, or a list of 0 and 1; got {quoted(frequency, 200)}"
         )
     return tuple(i for i in range(first, num_layers) if frequency[i])

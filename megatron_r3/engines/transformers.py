@@ -96,7 +96,7 @@ def _routers(model: nn.Module) -> dict[int, nn.Module]:
         routers[int(layer[1])] = module
     if not routers:
         raise EngineError(
-            f"{type(model).__name__} has no top-k router module; it takes transformers 5 and an "
-            "MoE model"
+            f"{type(model).__name__} has no top-k router module; needed are transformers 5 "
+            "and an MoE model"
         )
     return dict(sorted(routers.items()))

@@ -1,11 +1,12 @@
 """What vLLM returns with `--enable-return-routed-experts`: a server's JSON, or Python objects.
 
-A server: /v1/completions, /v1/chat/completions and /inference/v1/generate, asked with
-`return_token_ids` and `logprobs`; streamed, /inference/v1/generate alone carries routes. They are
-base64 of a `.npy` (0.22 on), or nested lists with the prompt's rows apart (0.21).
+A server sends routes on /v1/completions, /v1/chat/completions and /inference/v1/generate, if it is
+asked with `return_token_ids` and `logprobs`. Of streamed responses only those of
+/inference/v1/generate have routes. Routes are base64 of a `.npy` (0.22 on), or nested lists with
+the prompt's rows apart (0.21).
 
-The Python API, `LLM(..., enable_return_routed_experts=True)`, from 0.14 on: the
-`CompletionOutput.routed_experts` are an int32 array of all hidden layers until 0.20, later one of
+The Python API returns routes from 0.14 on: `LLM(..., enable_return_routed_experts=True)`. Until
+0.20 `CompletionOutput.routed_experts` is an int32 array of all hidden layers, later it has one of
 the forms that a server sends. vLLM itself is not imported: the objects are read by their
 attributes.
 
@@ -73,7 +74,7 @@ def decode_increments(
     Args:
         response: the body that the server returned, the text of a streamed one, or a finished
             `RequestOutput` of a request with `SamplingParams(logprobs=1)`.
-        request: the body that was sent; of a `RequestOutput` only what the object does not say:
+        request: the body that was sent. A `RequestOutput` needs only what it does not say itself:
             `routed_experts_prompt_start`, `n`, `max_tokens`, or nothing.
         shape: of the model that the engine runs.
         where: what errors call the request.
@@ -104,7 +105,7 @@ def decode_increments(
 
 
 def _body(response: Mapping[str, Any] | str, request: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The JSON object of a response, streamed or not, that is no refusal."""
+    """The JSON object of a response, streamed or not; a refusal of the server is an error."""
     if isinstance(response, Mapping) and isinstance(response.get("_raw_text"), str):
         response = response["_raw_text"]  # a stream in a recording, where a line is a JSON object
     streamed = isinstance(response, str)
@@ -163,7 +164,7 @@ def decode_routes(
 
     Raises:
         EngineError, RoutesError: wrong rows, layers or top-k, wrong ids, or rows that were not
-            captured; `shape.naming` adds of which request, and makes both an EngineError.
+            captured; `shape.naming` adds the name of the request, and makes both an EngineError.
     """
     routed = choice.get("routed_experts")
     if routed is None:
@@ -174,7 +175,7 @@ def decode_routes(
 def _prompt_and_response_rows(
     body: Mapping[str, Any], choice: Mapping[str, Any], prompt_length: int, shape: ModelShape
 ) -> np.ndarray:
-    """vLLM 0.21: the prompt's rows beside the choices, G - 1 rows in each; MoE layers only."""
+    """The rows as vLLM 0.21 sends them: the prompt's beside the choices, G - 1 in each choice."""
     if shape.moe_layers != tuple(range(shape.num_hidden_layers)):
         raise EngineError("vLLM 0.21 misplaces the layers of a model with dense layers")
     name = "prompt_routed_experts"
@@ -235,7 +236,7 @@ def _python_choice(output: Any) -> dict[str, Any]:
 
 
 def _python_logprobs(tokens: Any, entries: Any) -> list[Any]:
-    """The sampled token's log-prob out of each `{token id: Logprob}`, which holds others too."""
+    """Each sampled token's log-prob, out of a `{token id: Logprob}` that holds others too."""
     if not isinstance(tokens, list) or not isinstance(entries, (list, tuple)):
         raise EngineError("no log-probs; ask with SamplingParams(logprobs=1)")
     if len(tokens) != len(entries) or not all(isinstance(entry, Mapping) for entry in entries):

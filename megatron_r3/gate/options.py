@@ -69,11 +69,12 @@ class GateInputs(NamedTuple):
             outside of the tensors; the result of its row is undefined, as it is for a row in which
             an id is repeated.
         expert_bias_E: added to the scores when experts are chosen (live and counted rows), never to
-            the weights. Any float dtype; for sigmoid and sqrtsoftplus only. None: there is none.
+            the weights. Any float dtype; for sigmoid and sqrtsoftplus only. None means no bias.
         live_T: bool, rows whose experts are chosen here: the top-k of the selection scores (the
             logits for softmax after top-k, else the scores, plus the bias), in descending order,
-            and among equals the lowest index first. Their `ids_TK` are not read. None: no row.
-        counted_T: bool, rows to compare with what live top-k would choose. None: no row.
+            and among equals the lowest index first. Their `ids_TK` are not read. None means that no
+            row is live.
+        counted_T: bool, rows to compare with what live top-k would choose. None means no such row.
     """
 
     logits_TE: Tensor

@@ -46,19 +46,19 @@ def load_rows(ptr, stride_t, stride_e, rows_T, experts_1W32, inside_TW32):
 
 @triton.jit
 def row_sum(values_TW32):
-    """float32 `[T]`, always in the same order."""
+    """The sum of each row, float32 `[T]`, always added in the same order."""
     return tl.sum(tl.sum(values_TW32, axis=2), axis=1)
 
 
 @triton.jit
 def row_max(values_TW32):
-    """`[T]`."""
+    """The largest number of each row, `[T]`."""
     return tl.max(tl.max(values_TW32, axis=2), axis=1)
 
 
 @triton.jit
 def row_min(values_TW32):
-    """`[T]`."""
+    """The smallest number of each row, `[T]`."""
     return tl.min(tl.min(values_TW32, axis=2), axis=1)
 
 

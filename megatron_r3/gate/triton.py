@@ -28,7 +28,8 @@ def replayed_gate_triton(inputs: GateInputs, options: GateOptions) -> GateOutput
     """`megatron_r3.gate.replayed_gate` on a CUDA device, or under Triton's interpreter.
 
     Raises:
-        ValueError: as there, and for logits of a dtype other than bfloat16, float16 and float32.
+        ValueError: as `replayed_gate`, and for logits of a dtype other than bfloat16, float16 and
+            float32.
     """
     check_inputs(inputs, options)
     logits_TE, ids_TK, *small = inputs
@@ -90,7 +91,7 @@ def _launch(
     options: GateOptions,
     **constants: int,
 ) -> None:
-    """Launch a kernel on its tensors, followed by the strides of those that may have any."""
+    """Launch a kernel with its tensors, then the strides of those tensors that may have any."""
     logits_TE, ids_TK = strided[:2]
     if not len(logits_TE):  # a grid of no programs cannot be launched
         return

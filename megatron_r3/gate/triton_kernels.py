@@ -114,7 +114,7 @@ def gate_backward(
     W: tl.constexpr,
     FUNCTION: tl.constexpr,
 ):
-    """The gradient of BLOCK_T rows of logits, of that of their probabilities, `dprobs`.
+    """The gradient of BLOCK_T rows of logits, from the gradient of the probabilities, `dprobs`.
 
     With weights w_i = r_i / sum_j r_j (r: raw weights of the chosen experts) and gradients g_i of
     the probabilities, the gradient of r_i is (g_i - sum_j w_j g_j) / sum_j r_j: a raw weight moves
@@ -157,7 +157,7 @@ def gate_backward(
 def _selection_keys(
     logits_TW32, inside_TW32, experts_1W32, bias_ptr, E: tl.constexpr, FUNCTION: tl.constexpr
 ):
-    """What a live top-k would go by, as integers that compare alike."""
+    """The numbers by which a live top-k chooses, as integers that compare in the same way."""
     scores_TW32 = logits_TW32
     if FUNCTION == "pre_softmax":
         # the logits have the same order, but two of them may round to the same probability, and

@@ -41,7 +41,7 @@ def apply_series(root: Path, patches: Path, *, line: str = "") -> Change:
     """Apply the series in `patches` that is for the tree `root`, or the series of `line`.
 
     Guarantees: all files are patched or none is changed; an applied tree is not touched; a half
-    applied one is finished; what was written is read again and compared.
+    applied tree is finished; what was written is read again and compared.
 
     Raises:
         PatchingError: the tree is no known one, has uncommitted changes, or cannot be written.

@@ -75,7 +75,7 @@ class Job:
 
     @property
     def note(self) -> str:
-        """What tells the checkout of this bump from that of another one."""
+        """What tells this bump's checkout from the checkout of another bump."""
         return f"{self.old.name} {self.commit} {self.line}\n"
 
 
@@ -84,7 +84,7 @@ def bump_line(
 ) -> Bumped:
     """Bring the series of the line `old` to the commit `new` of the clone `repo`, as a new `line`.
 
-    `work` is made a checkout of `new` with the patches as commits; `repo` is not changed. Once all
+    `work` becomes a checkout of `new` with the patches as commits; `repo` is not changed. Once all
     patches are committed there, the patches and the line's entry in versions.toml are written, or
     neither.
 
@@ -146,8 +146,9 @@ def _already_there(versions: Versions, job: Job) -> bool:
 def _differs(versions: Versions, job: Job, exported: dict[str, bytes], there: bool) -> bool:
     """Whether patches of somebody else are in the way.
 
-    Patches of a bump that was killed are not: each has the bytes that are exported now, and the
-    line has no entry in versions.toml yet. A line with an entry must have all of its patches.
+    Patches of a bump that was killed are not in the way: each has the bytes that are exported now,
+    and the line has no entry in versions.toml yet. A line with an entry must have all of its
+    patches.
     """
     files = list((versions.folder / job.line).glob("*.patch"))
     known = all(exported.get(file.name) == file.read_bytes() for file in files)
@@ -188,7 +189,7 @@ def _bumped(versions: Versions, job: Job, *, again: bool) -> Bumped:
 
 
 def open_workplace(work: Path, repo: Path, job: Job) -> None:
-    """Make `work` a checkout of `repo` at the job's commit, or find that it is the one of this job.
+    """Make `work` a checkout of `repo` at the job's commit, unless it is this job's already.
 
     The checkout shares the objects of `repo`, which itself is not changed. A checkout that cannot
     be made whole is not made at all.

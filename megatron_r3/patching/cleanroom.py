@@ -198,7 +198,7 @@ def is_checkout(root: Path) -> bool:
 
 
 def borrow_objects(repo: Path, git_dir: Path) -> None:
-    """Let our own `git_dir` read the objects of `repo`; what it makes itself it keeps itself.
+    """Let our own `git_dir` read the objects of `repo`; new objects go into `git_dir` alone.
 
     So commands that need many objects and no index need no clean room: nothing else of `repo`,
     such as notes, grafts or replaced objects, reaches them.
@@ -216,7 +216,7 @@ def resolve(repo: Path, revision: str) -> str:
     """The id of the commit that `revision` names in `repo`.
 
     Raises:
-        PatchingError: there is none.
+        PatchingError: `repo` has no such commit.
     """
     # --end-of-options: a revision that begins with "-" is a name too, never an option
     command = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")

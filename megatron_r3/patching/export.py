@@ -1,4 +1,4 @@
-"""Write the commits of a checkout as the series of a release line, or check that they are it.
+"""Write the commits of a checkout as the series of a release line, or compare the two.
 
 git format-patch writes the patches, and git am commits them again, so that a series and its
 commits are the same thing in two forms, to the byte. A patch file is named by the number of its
@@ -112,7 +112,7 @@ def export_series(
 
 
 def export_commits(root: Path, base: str, versions: Versions, line: str) -> dict[str, bytes]:
-    """The series that the commits of `root` above `base` are for `line`: each file's bytes.
+    """The commits of `root` above `base` as a series of `line`: the bytes of each file.
 
     Raises:
         PatchingError: there are no commits, or one is not fit for a series; nothing is written.
@@ -166,7 +166,8 @@ def write_series(
     """Make the patches of `line` the `new` ones and no others, and write the files of `also`.
 
     Raises:
-        PatchingError: the files cannot be written. All are as they were, or the message says not.
+        PatchingError: the files cannot be written. All are as they were, unless the message says
+            otherwise.
     """
     gone = (file.name for file in (patches / line).glob("*.patch") if file.name not in new)
     wanted: dict[str, bytes | None] = {f"{line}/{name}": data for name, data in new.items()}

@@ -31,7 +31,7 @@ class PatchFailed(PatchingError):
 
     Attributes:
         number: the place of the patch in its series, from 1.
-        failures: for each file where it does not fit: the file with a line, or with a reason.
+        failures: each file that the patch does not fit, with a line or a reason.
         path: the first of those files; `where` says how it failed.
     """
 
@@ -147,10 +147,10 @@ def _failures(message: str) -> dict[str, str]:
 
 
 def patched_contents(status: TreeStatus, *, reverse: bool = False) -> dict[str, bytes | None]:
-    """What the files of a tree become where the series is applied or, with `reverse`, taken back.
+    """The contents of a tree's files after the series is applied or, with `reverse`, taken back.
 
-    A file is taken from the place in its chain where it is. Unknown files are tried from the first
-    patch on, and cannot be reverted. None stands for a file that is then not there.
+    Each file starts from the place in its chain at which it is now. Unknown files are tried from
+    the first patch on, and cannot be reverted. None stands for a file that is then not there.
 
     Raises:
         PatchFailed: a patch does not fit.
@@ -171,7 +171,7 @@ def run_series(
     With `reverse` what is applied is taken back, last patch first; errors as `patched_contents`.
 
     Returns:
-        Each patch that had something to do, and the files that it did it to.
+        Each patch that changed a file, and the files that it changed.
     """
     due: list[tuple[int, Patch, list[FileChange]]] = []
     for number, patch in enumerate(status.series.patches, 1):

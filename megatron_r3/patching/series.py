@@ -220,7 +220,7 @@ def unequal_numbers(several: Sequence[Series], line: str = "") -> list[str]:
             if not same and (not line or line in lines):
                 wrong.append(
                     f"{patch.name} and {first.name}: "
-                    "same number and same subject go together, in every line"
+                    "a number and its subject must go together in every line"
                 )
     return wrong
 

@@ -188,7 +188,8 @@ def compare(
             )
         if path not in tree.absent and len(blobs[path]) != len(series.blobs[path]):
             raise PatchingError(
-                f"versions.toml: {tree.name}: blobs of {path}: there must be one more than patches"
+                f"versions.toml: {tree.name}: blobs of {path}: there must be one blob more "
+                "than patches"
             )
     places = {
         path: chain.index(ids.get(path)) if ids.get(path) in chain else None

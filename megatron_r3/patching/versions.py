@@ -70,7 +70,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Versions:
-    """What `folder`/versions.toml says, checked."""
+    """The checked contents of `folder`/versions.toml."""
 
     folder: Path
     lines: tuple[Line, ...]
@@ -80,7 +80,7 @@ class Versions:
         """The release line of this name.
 
         Raises:
-            PatchingError: there is none; the message lists those there are.
+            PatchingError: no line has this name; the message lists all lines.
         """
         for line in self.lines:
             if line.name == name:
@@ -94,12 +94,12 @@ class Versions:
         return next(line for line in self.lines if self.default in line.trees)
 
     def find(self, name: str, source: str) -> tuple[Line, KnownTree]:
-        """The tree of a name that can be had from `source`, which is git or pypi.
+        """The tree of this name, which must be available from `source`: git or pypi.
 
         The name of a release line stands for the line's first such tree.
 
         Raises:
-            PatchingError: there is none; the message lists those there are.
+            PatchingError: no such tree; the message lists the trees of `source`.
         """
         field = "commit" if source == "git" else "pypi"
         trees = [(line, t) for line in self.lines for t in line.trees if getattr(t, field)]

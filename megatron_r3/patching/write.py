@@ -47,7 +47,7 @@ def replace_files(
     old: Mapping[str, FileOnDisk],
     executables: Iterable[str] = (),
 ) -> None:
-    """Write the `new` contents (None: remove the file) of some of the `old` files, or none.
+    """Write the `new` contents of some of the `old` files, all or none; None removes a file.
 
     A replaced file keeps its mode and owner; a created file gets the mode that git would give it.
     Folders are made where needed, and removed where they end up empty. A hard link is cut, not

@@ -246,9 +246,9 @@ def _collect(args: argparse.Namespace) -> int:
 
 
 def _engine_maker(args: argparse.Namespace) -> Callable[[Plan, int], Engine]:
-    """What makes the engine that --engine names, from a plan and a concurrency.
+    """A function that makes the engine named by --engine, from a plan and a concurrency.
 
-    What is missing for the engine is said here, before a prompt is read or a weight is digested.
+    What the engine lacks is refused here, before a prompt is read or a weight is digested.
 
     Raises:
         ValueError: --url is missing or does not belong there, or a package is not installed.

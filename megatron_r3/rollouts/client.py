@@ -1,4 +1,4 @@
-"""HTTP client for one server: repeats what may pass (no connection, 429, 5xx), and nothing else."""
+"""HTTP client for one server; repeats a request after no connection, a timeout, 429 or 5xx."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _TryAgain(Exception):
     """This request failed, and a repetition of it may succeed.
 
     Attributes:
-        pause: how many seconds the server wants to wait for the repetition.
+        pause: after how many seconds the server wants the repetition.
     """
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:
@@ -157,11 +157,13 @@ def _address(url: str) -> tuple[str, tuple[str, str] | None]:
         reason = "" if "@" in url else f" ({one_line(str(error), 300)})"
         raise EngineError(f"--url {shown}: not an address{reason}") from error
     if address.scheme not in ("http", "https") or not address.host:
-        raise EngineError(f"--url {shown}: an address begins with http:// or https://")
+        raise EngineError(f"--url {shown}: the address must begin with http:// or https://")
     if address.query or address.fragment:
-        raise EngineError(f"--url {shown}: an address without ? and #; paths are put after it")
+        raise EngineError(
+            f"--url {shown}: leave ? and # out of the address, because paths are added at its end"
+        )
     if address.port is not None and not 1 <= address.port <= 65535:
-        raise EngineError(f"--url {shown}: a port is 1 to 65535")
+        raise EngineError(f"--url {shown}: the port must be 1 to 65535")
     user = (address.username, address.password) if address.userinfo else None
     return str(address.copy_with(username=None, password=None)).rstrip("/"), user
 

@@ -149,7 +149,7 @@ class Sampler:
         self._rewards.close()
 
     async def sample(self, prompt: Prompt, index: int) -> Rollout:
-        """One rollout of a response, after which the engine confirmed to be the same.
+        """One rollout of a response; afterwards the engine has confirmed that it is the same one.
 
         Raises:
             GivenUp: there is no response, or none that can be used.
@@ -172,7 +172,7 @@ class Sampler:
         raise AssertionError("unreachable")
 
     async def _ask(self, prompt: Prompt, index: int, where: str) -> Answer:
-        """A response that can be used.
+        """Ask for one response; afterwards the engine has confirmed that it is still the same.
 
         Raises:
             EngineError: the response cannot be used.
@@ -250,22 +250,23 @@ class _Team:
     def raise_reason(
         self, failures: Sequence[BaseException], interrupted: Interrupted | None
     ) -> None:
-        """Raise what ended the collection early, or what is missing; return if nothing is."""
+        """Raise why the collection ended early, or what it lacks; return if it is complete."""
         progress = self.sampler.progress
         have = f"{self.shelf.out} has {progress.before + progress.stored}"
         have += f" of {progress.total} rollouts"
         for error in failures:
             if isinstance(error, _HopelessError):
                 raise CollectError(
-                    f"{HOPELESS} prompts in a row gave no rollout; {have}; the last: {error}"
+                    f"{HOPELESS} prompts in a row gave no rollout; {have}; the last "
+                    f"failure: {error}"
                 )
             raise error
         if interrupted is not None:
             raise Interrupted(
-                interrupted.number, f"interrupted; {have}: the same command takes the rest"
+                interrupted.number, f"interrupted; {have}: run the same command again for the rest"
             )
         if self.lost:
             raise CollectError(
                 f"{have}: the same command tries the {len(self.lost)} others again; "
-                f"the first: {self.lost[0]}"
+                f"the first failure: {self.lost[0]}"
             )

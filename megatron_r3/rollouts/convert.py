@@ -35,7 +35,7 @@ class Recording:
         engine, engine_version: the engine that sampled them.
         model: the model that the engine ran.
         policy_version: which policy sampled.
-        reward: rewards the lines that have no `reward`. None: each line must have one.
+        reward: rewards the lines that have no `reward`. None means that each line must have one.
     """
 
     path: Path
@@ -98,7 +98,7 @@ def _store_info(recording: Recording) -> StoreInfo:
     names = {"--engine-version": recording.engine_version, "--model": recording.model.name}
     for option, name in names.items():
         if wrong := wrong_text(name):
-            raise EngineError(f"{option} {quoted(name)}: what a store calls it is {wrong}")
+            raise EngineError(f"{option} {quoted(name)}: as a name in a store it must be {wrong}")
     return recording.model.store_info(recording.engine, recording.engine_version)
 
 
@@ -187,13 +187,15 @@ class _Reader:
         """The group of the line's first prompt."""
         given = line.get("group")
         if self._lines_name_groups not in (None, given is not None):
-            raise EngineError(f"{where}: either every line has a `group` or none")
+            raise EngineError(f"{where}: give every line a `group`, or no line")
         self._lines_name_groups = given is not None
         if given is None:
             self._prompts += prompts
             return self._prompts - prompts
         if prompts > 1 or isinstance(given, bool) or not isinstance(given, int):
-            raise EngineError(f"{where}: `group` is a whole number, of a request with one prompt")
+            raise EngineError(
+                f"{where}: `group` must be a whole number, and its request must have one prompt"
+            )
         return given
 
     def _refuse_other_prompt(self, group: int, digest: int, where: str) -> None:
@@ -215,11 +217,16 @@ class _Reader:
         given, function = line.get("reward"), self.recording.reward
         if given is None:
             if function is None:
-                raise RewardError(f"{where}: no `reward`; --reward module:function says one")
+                raise RewardError(
+                    f"{where}: the line has no `reward`: add one, or give --reward module:function"
+                )
             return score(function, sample, f"{where}, choice {index}")
         values = given if isinstance(given, list) else [given]
         if len(values) != count:
-            raise RewardError(f"{where}: {len(values)} rewards for {count} samples")
+            raise RewardError(
+                f"{where}: `reward` has {len(values)} numbers for {count} "
+                "choices: give one for each"
+            )
         if wrong := wrong_reward(values[index]):
             raise RewardError(
                 f"{where}, choice {index}: `reward` is {quoted(values[index])}; {wrong}"

@@ -50,7 +50,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Answer:
-    """One sample as the engine gave it. A response body may be many times as large; it is dropped.
+    """One sample, without the response body that it came in, which may be many times as large.
 
     Attributes:
         decoded: tokens, log-probs and routes, checked; the reward and the name are not known yet.
@@ -100,7 +100,7 @@ class Engine(Protocol):
         """
 
     async def confirm(self) -> None:
-        """Return if the engine is still the one that `begin` met, as asked after this call began.
+        """Return if the engine, asked after this call began, is still the one that `begin` met.
 
         Raises:
             EngineChanged: it is another one.
@@ -120,7 +120,8 @@ class EnginePolicy:
 
     Args:
         shelf: writes the shards, whose header holds the version.
-        stored: what the store's rollouts of this policy version say. None: it has no such rollout.
+        stored: the version that the store's rollouts of this policy version name. None means that
+            there are no such rollouts.
     """
 
     def __init__(self, shelf: Shelf, stored: str | None) -> None:
@@ -145,7 +146,7 @@ class EnginePolicy:
         if not reported and self._responses_must_say:
             raise EngineChanged(
                 f"{where}: the engine does not say which weights sampled; the rollouts in "
-                f"{self._shelf.out} are of its weights {self._known!r}: take another "
+                f"{self._shelf.out} are of its weights {self._known!r}: give another "
                 "--policy-version or --out"
             )
         for version in reported:
@@ -158,6 +159,6 @@ class EnginePolicy:
             elif version != self._known:
                 before = repr(self._known) if self._known else "without a version"
                 raise EngineChanged(
-                    f"{where}: the engine's weights were {before} and are {version!r} now: one "
-                    "--policy-version is one policy; give the new one another"
+                    f"{where}: the engine's weights were {before} and are {version!r} now: "
+                    "a --policy-version stands for one policy; give the new weights another one"
                 )

@@ -2,7 +2,7 @@
 
 A server batches the requests that it gets; here that is done by hand. Samples that are under way
 at a time and have prompts of one length run together, with a KV cache. There is no padding, so no
-sample depends on the others in its batch but by the rounding of a matrix product.
+sample depends on the others in its batch, except by the rounding of a matrix product.
 
 Shape suffixes (docs/glossary.md): B, N, G, L, T, K.
 """
@@ -80,8 +80,8 @@ class Transformers:
         self._captured = self._hooks.enter_context(capture_routes(self._model))
         if self._captured.moe_layers != shape.moe_layers:
             raise EngineError(
-                f"{directory}: routers in layers {list(self._captured.moe_layers)}; its config "
-                f"says MoE layers {list(shape.moe_layers)}"
+                f"{directory}: transformers has routers in layers "
+                f"{list(self._captured.moe_layers)}; its config says {list(shape.moe_layers)}"
             )
         self._thread = BackgroundThread("generate")
         self._waiting: defaultdict[int, list[_Request]] = defaultdict(list)  # by prompt length
@@ -91,7 +91,7 @@ class Transformers:
     def check(self, prompt: Prompt) -> None:
         """See `Engine.check`."""
         if not self._ids(prompt):
-            raise PromptError(f"{prompt.where}: the tokenizer makes no token of it")
+            raise PromptError(f"{prompt.where}: the tokenizer makes no token of the prompt")
 
     async def begin(self, on_retry: Callable[[], None]) -> Identity:
         """See `Engine.begin`."""
@@ -134,7 +134,9 @@ class Transformers:
             ids = self._tokenizer(content, add_special_tokens=not prompt.is_chat)["input_ids"]
         except Exception as error:  # a template fails in any way: it is a program of the model's
             reason = one_line(f"{type(error).__name__}: {error}", 300)
-            raise PromptError(f"{prompt.where}: the tokenizer refuses it: {reason}") from error
+            raise PromptError(
+                f"{prompt.where}: the tokenizer refuses the prompt: {reason}"
+            ) from error
         return [int(token) for token in ids]
 
     async def _run_batches(self) -> None:
@@ -290,7 +292,7 @@ def _choose(logits: Tensor, sampling: Sampling, draw_B: Tensor) -> Tensor:
 
 
 def load_model(directory: Path) -> Any:
-    """The model, in the dtype of its config, its attention and experts computed plainly.
+    """Load the model in the dtype of its config, with plain attention and plain experts.
 
     "eager" runs the experts one after the other in a fixed order. The grouped kernels that
     transformers would choose need not give the same result in two batches.

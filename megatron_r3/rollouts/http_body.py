@@ -58,14 +58,14 @@ async def body_of(answer: _Answer, most_bytes: int) -> bytearray:
     """
     length = answer.headers.get("content-length", "")
     if length.isdigit() and int(length) > most_bytes:
-        raise EngineError(f"a body of {length} bytes; {_at_most(most_bytes)}")
+        raise EngineError(f"the body has {length} bytes; {_at_most(most_bytes)}")
     unpacker = _unpacker(answer.headers.get("content-encoding", ""))
     body = bytearray()
     async for piece in answer.aiter_raw():
         # One byte more than allowed is room enough to see that the body is too long.
         body += unpacker.feed(piece, most_bytes + 1 - len(body))
         if len(body) > most_bytes:
-            raise EngineError(f"a body without end; {_at_most(most_bytes)}")
+            raise EngineError(f"the body does not end; {_at_most(most_bytes)}")
     unpacker.finish()
     return body
 
@@ -103,7 +103,8 @@ class _Zlib(_Plain):
 
     Args:
         encoding: how errors call it.
-        window: the `wbits` of `zlib.decompressobj`. None: deflate, whose first byte tells its form.
+        window: the `wbits` of `zlib.decompressobj`. None means deflate, whose first byte tells its
+            form.
     """
 
     def __init__(self, encoding: str, window: int | None) -> None:
@@ -128,12 +129,12 @@ class _Zlib(_Plain):
         except zlib.error as error:
             raise EngineError(f"the body is not {self.encoding} ({error})") from error
         if self._inflate.unused_data:
-            raise EngineError(f"the body goes on after the end of its {self.encoding}")
+            raise EngineError(f"the body goes on after the end of its {self.encoding} data")
         return data
 
     def finish(self) -> None:
         if self._inflate is None or not self._inflate.eof:
-            raise CutShort(f"the body ended inside its {self.encoding}")
+            raise CutShort(f"the body ended inside its {self.encoding} data")
 
 
 def _unpacker(encoding: str) -> _Plain:
@@ -145,6 +146,5 @@ def _unpacker(encoding: str) -> _Plain:
     if name == "deflate":
         return _Zlib(name, None)
     raise EngineError(
-        f"the body comes in the encoding {one_line(encoding, 40)!r}; identity was asked for, gzip "
-        "and deflate are read too"
+        f"the body has the encoding {one_line(encoding, 40)!r}; expected identity, gzip or deflate"
     )

@@ -89,7 +89,7 @@ def _source(store: RolloutStore) -> dict[str, Any]:
 
 
 def _prompts(store: RolloutStore) -> dict[str, Any]:
-    """How many prompts there are, how many rollouts they have, how many have one reward only."""
+    """How many prompts there are, how many rollouts each has, and how many have one reward only."""
     reward_M = store.column("reward")
     _, group_M, counts = np.unique(store.groups(), return_inverse=True, return_counts=True)
     least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
@@ -136,7 +136,7 @@ def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[st
     """How a layer's rows spread over its experts.
 
     `uneven` is the load of the busiest expert in units of the mean load. Example: 4 experts with 5,
-    1, 1 and 1 rows have a mean of 2, so it is 2.5.
+    1, 1 and 1 rows have a mean of 2, so `uneven` is 2.5.
 
     Args:
         hidden: the hidden layer; None for the sum of all layers.
@@ -185,8 +185,9 @@ def _read_routes(store: RolloutStore) -> _Routes:
             counts = np.bincount(ids_TK[recorded_T].reshape(-1), minlength=experts)
             if len(counts) > experts:
                 raise StoreError(
-                    f"{store.shards[0].path.parent}: MoE layer {layer} has an expert id "
-                    f"{len(counts) - 1} of {experts}: damaged; rollouts verify says where"
+                    f"{store.shards[0].path.parent}: MoE layer {layer} has the expert id "
+                    f"{len(counts) - 1}, but there are {experts} experts: the store is "
+                    "damaged; megatron-r3 rollouts verify says where"
                 )
             seen.counts_LE[layer] += counts
         # Neighbours of one rollout that have the same row in all layers are rare. An engine that

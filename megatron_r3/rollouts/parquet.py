@@ -229,7 +229,9 @@ def _rewarded(
     key = (rollout.policy_version, rollout.group, rollout.sample)
     row = rows.pop(key, None)
     if row is None:
-        raise StoreError(f"{path}: no row for {where}: {_text(key)}; or two rollouts of that name")
+        raise StoreError(
+            f"{path}: no row for {where}, which is {_text(key)}, or two rollouts have that name"
+        )
     if "tokens" in row and not np.array_equal(row["tokens"], rollout.tokens_N):
         raise StoreError(f"{path}: row {row['row']}, {_text(key)}, has other tokens than {where}")
     reward = checked_reward(row["reward"], f"{path}: row {row['row']}, {_text(key)}, has reward")

@@ -33,7 +33,7 @@ class Sampling:
         temperature: the logits are divided by it; 0 takes the likeliest token.
         top_p: sample from the likeliest tokens that together have this probability; 1 means all.
         top_k: sample from this many of the likeliest tokens; 0 means all.
-        seed: the seed of each sample is made from it. None: the engine chooses.
+        seed: the seed of each sample is made from it. None means that the engine chooses.
     """
 
     max_tokens: int
@@ -44,7 +44,7 @@ class Sampling:
 
     @property
     def settings(self) -> SamplingSettings:
-        """What the store says of it."""
+        """The settings that the store records."""
         return SamplingSettings(self.temperature, self.top_p, self.top_k, 0.0, self.max_tokens)
 
     def seed_of(self, group: int, sample: int, policy_version: int) -> int | None:
@@ -110,7 +110,7 @@ def read_model(path: Path) -> Model:
         return Model(folder.name, shape, routers, shape.vocab_size, policy_stamp(path))
     except ValueError as error:
         raise EngineError(
-            f"{error}; --model {path / 'config.json'} goes without a router fingerprint"
+            f"{error}; to store no router fingerprint, give --model {path / 'config.json'}"
         ) from error
 
 
@@ -151,7 +151,7 @@ class Plan:
         unknown = self.sampling.settings.unknown_to_the_loss()
         if unknown and not self.biased_sampling:
             raise ValueError(
-                f"{', '.join(unknown)}: {BIAS}; --biased-sampling collects all the same"
+                f"{', '.join(unknown)}: {BIAS}; to collect all the same, give --biased-sampling"
             )
         for prompt in self.prompts:
             prompt.check_vocabulary(self.model.vocab_size)

@@ -67,7 +67,7 @@ class Prompt:
             ) from error
 
     def check_vocabulary(self, vocab_size: int | None) -> None:
-        """Refuse token ids outside the model's vocabulary; None for `vocab_size`: it is not known.
+        """Refuse token ids outside the model's vocabulary, unless `vocab_size` is None (unknown).
 
         Raises:
             PromptError: naming the token.
@@ -119,8 +119,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         prompt = _prompt(line, number, f"{path}, line {number + 1}")
         if prompt.group in prompts:
             raise PromptError(
-                f"{prompt.where}: group {prompt.group} is that of {prompts[prompt.group].where}; "
-                "each prompt has its own, --n samples of it"
+                f"{prompt.where}: group {prompt.group} is already the group of "
+                f"{prompts[prompt.group].where}; give each prompt one of its own (--n says "
+                "how many samples it gets)"
             )
         prompts[prompt.group] = prompt
     if not prompts:
@@ -134,13 +135,13 @@ def _prompt(line: bytes, number: int, where: str) -> Prompt:
     except ValueError as error:
         raise PromptError(str(error)) from error
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
-        raise PromptError(f"{where}: a prompt is an object with `prompt` or `messages`")
+        raise PromptError(f"{where}: expected an object with `prompt` or `messages`")
     content = fields["prompt"] if "prompt" in fields else fields["messages"]
     if "prompt" in fields:
         if not isinstance(content, str) and not _all_ids(content):
-            raise PromptError(f"{where}: `prompt` is a text or a list of token ids from 0 on")
+            raise PromptError(f"{where}: `prompt` must be a text or a list of token ids from 0 on")
     elif not isinstance(content, list) or not all(isinstance(message, dict) for message in content):
-        raise PromptError(f"{where}: `messages` is a list of objects")
+        raise PromptError(f"{where}: `messages` must be a list of objects")
     if not content:
         raise PromptError(f"{where}: the prompt is empty")
     return Prompt(where, _group(fields, number, where), content, fields)
@@ -163,7 +164,7 @@ def _group(fields: Mapping[str, Any], number: int, where: str) -> int:
         return _number_of(value.encode(errors="surrogatepass"))
     if type(value) is not int or not -(2**63) <= value < 2**63:
         raise PromptError(
-            f"{where}: `{name}` is a whole number of 64 bits; got {one_line(repr(value), 80)}"
+            f"{where}: `{name}` must be a whole number of 64 bits; got {one_line(repr(value), 80)}"
         )
     return value
 

@@ -47,7 +47,7 @@ def _line(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(line, dict) or not {"request", "response"} <= line.keys():
         raise EngineError(f"{where}: an object with `request` and `response` is expected")
     if not isinstance(line["request"], dict):
-        raise EngineError(f"{where}: `request` is the body that was sent")
+        raise EngineError(f"{where}: `request` must be the JSON object that was sent")
     return line
 
 
@@ -63,7 +63,7 @@ def settings_of(request: Mapping[str, Any], where: str) -> SamplingSettings:
     """
     top_k = _number(request, "top_k", where)
     if top_k is not None and (top_k != int(top_k) or top_k < -1):
-        raise EngineError(f"{where}: top_k is a whole number from -1 on; got {quoted(top_k)}")
+        raise EngineError(f"{where}: top_k must be a whole number from -1 on; got {quoted(top_k)}")
     with naming(where):
         max_tokens = bodies.most_tokens(request)
     return SamplingSettings(
@@ -98,7 +98,7 @@ def _number(
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
         raise EngineError(
-            f"{where}: {name} is a number from {least:g} to {most:g}; got {quoted(value)}"
+            f"{where}: {name} must be a number from {least:g} to {most:g}; got {quoted(value)}"
         )
     return float(value)
 

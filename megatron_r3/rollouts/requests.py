@@ -31,8 +31,8 @@ def build_request(
 
     Args:
         seed: of this sample; None leaves it to the engine.
-        model: the name under which the server has the model. Empty: the request names none, and the
-            server takes its only one.
+        model: the name under which the server has the model. If it is empty, the request names no
+            model, and the server takes its only one.
 
     Raises:
         PromptError: this engine cannot be asked such a prompt.
@@ -97,8 +97,8 @@ def answer_of(response: Any, index: int, where: str) -> tuple[str, str]:
     """Text and finish reason of one choice of a response that was decoded.
 
     Raises:
-        EngineError: one of them is no text, or the engine gave the request up half-way. Then the
-            response ends where the engine stopped, and not where the policy did.
+        EngineError: text or finish reason is no text, or the engine gave the request up half-way.
+            Then the response ends where the engine stopped, and not where the policy did.
     """
     choice = _choice(response, index)
     message = choice.get("message") or {}
@@ -109,9 +109,9 @@ def answer_of(response: Any, index: int, where: str) -> tuple[str, str]:
     reason = reason or ""
     for name, value in (("text", text), ("finish reason", reason)):
         if not isinstance(value, str):
-            raise EngineError(f"{where}: its {name} is a text; got {type(value).__name__}")
+            raise EngineError(f"{where}: its {name} must be a text; got {type(value).__name__}")
     if reason in ("abort", "error"):
-        raise EngineError(f"{where}: the engine ended it with {reason!r}, half-way")
+        raise EngineError(f"{where}: the engine ended the response with {reason!r}, half-way")
     return text, reason
 
 
@@ -150,7 +150,7 @@ def policies_of(response: Any, index: int, where: str) -> list[str]:
             version = str(version) if type(version) is int else version
             wrong = wrong_text(version)
             if wrong is not None:
-                raise EngineError(f"{where}: the version of its weights is {wrong}")
+                raise EngineError(f"{where}: the version of its weights must be {wrong}")
             versions.append(version)
     return list(dict.fromkeys(versions))  # each once, in the order of their first appearance
 

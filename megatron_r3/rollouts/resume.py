@@ -32,7 +32,8 @@ class Stored:
     Attributes:
         samples: (group, sample) of each rollout.
         engine_policy: the version of the engine's weights that these rollouts are stored with, or
-            "" if they are stored without one. None: the store has no rollout of the policy version.
+            "" if they are stored without one. None means that the store has no rollout of the
+            policy version.
     """
 
     samples: set[tuple[int, int]] = field(default_factory=set)
@@ -90,7 +91,9 @@ def _lock(directory: Path) -> int:
             pass
         except BlockingIOError as error:
             os.close(descriptor)
-            raise StoreError(f"{directory}: another collection writes to it") from error
+            raise StoreError(
+                f"{directory}: another collection writes to it: wait for its end"
+            ) from error
         except OSError:
             os.close(descriptor)
             raise
@@ -130,7 +133,8 @@ def _check_info(store: RolloutStore, info: StoreInfo, policy_version: int) -> st
         )
         if same_policy != info:
             raise StoreError(
-                f"{shard.path}: its rollouts were collected otherwise than this command would: "
+                f"{shard.path}: its rollouts were not collected as this command would "
+                "collect them: "
                 f"{'; '.join(differences(same_policy, info))}: take another --out"
             )
         if policy_version not in shard.tensors["policy_version"]:
@@ -176,13 +180,14 @@ def _check_prompts(
         if no_digest_M[rollout]:  # a store of version 2: only token ids can be compared
             if prompt.tokens is None:
                 raise StoreError(
-                    f"{name}: its store does not say what was asked; take another --out"
+                    f"{name}: its store does not record the prompt, so nobody can compare "
+                    "it; give another --out"
                 )
             fields = store.fields(int(rollout))
             stored_tokens = fields["tokens"][: int(np.argmax(fields["response"]))]
             if np.array_equal(stored_tokens, np.asarray(prompt.tokens)):
                 continue
         raise StoreError(
-            f"{name} has another prompt: other prompts take another --out, or a `group` of their "
-            "own"
+            f"{name} was sampled from another prompt: give the new prompts another --out, "
+            "or a `group` of their own"
         )

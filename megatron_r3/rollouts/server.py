@@ -64,7 +64,9 @@ class Server:
         try:  # the decoder compares the response with the request, and with what a model can sample
             samples = self._decode(response, body, self.shape, where)
             if len(samples) != 1:
-                raise EngineError(f"{where}: {len(samples)} samples in the response to 1 request")
+                raise EngineError(
+                    f"{where}: the response has {len(samples)} samples; 1 was asked for"
+                )
             refuse_nameless(response, model, where)
             text, reason = answer_of(response, 0, where)
             return Answer(samples[0], text, reason, policies_of(response, 0, where))
@@ -154,7 +156,7 @@ class Watch:
         return self.start
 
     async def confirm(self) -> None:
-        """Return if the server is what it was at the start, asked after this call began.
+        """Return if the server, asked after this call began, is what it was at the start.
 
         One check serves all calls that came before the check began. Example: while a check is under
         way for call 1, calls 2 to 30 come and wait for the lock. Call 2 gets the lock, sees that 30
@@ -178,7 +180,7 @@ class Watch:
                     self._failure = error
                 self._served = serves
             if self._failure is not None:
-                raise NoAnswer(f"is it still the same server? {self._failure}")
+                raise NoAnswer(f"nobody knows whether it is still the same server: {self._failure}")
 
     async def _compare(self) -> None:
         names: dict[str, str] = {}
@@ -197,7 +199,7 @@ class Watch:
         """What a page says, by the names of `Identity`'s fields.
 
         Raises:
-            EngineError: it is no such page, or a value on it is no text.
+            EngineError: the page is another one, or a value on it is no text.
         """
         where = f"{self._client.url}{path}"
         try:
@@ -212,5 +214,5 @@ class Watch:
         for name, value in names.items():
             wrong = wrong_text(value)
             if wrong is not None:
-                raise EngineError(f"{where}: the server's {name} is {wrong}")
+                raise EngineError(f"{where}: the server's {name} must be {wrong}")
         return names

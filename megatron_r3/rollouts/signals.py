@@ -47,7 +47,7 @@ def raising() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         _end_at_the_next_signal()
-        raise Interrupted(number, "interrupted: the same command takes what is missing")
+        raise Interrupted(number, "interrupted: run the same command again for the rest")
 
     before = {number: signal.signal(number, stop) for number in _NUMBERS}
     try:
@@ -91,7 +91,7 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the signals back, unless one came: then the next one still ends the process."""
+        """Give the signals back. After a signal they stay taken: the next one ends the process."""
         if self.number is None:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
@@ -108,7 +108,7 @@ class Stop:
         finally:
             await end_tasks({came, task} if not task.done() else {came})
         if self.number is not None:
-            raise Interrupted(self.number, "interrupted: the same command takes what is missing")
+            raise Interrupted(self.number, "interrupted: run the same command again for the rest")
         return task.result()
 
 
@@ -154,7 +154,7 @@ class BackgroundThread:
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What the function returns; what it raises, is raised here."""
+        """Return what the function returns, or raise what it raises."""
         if self._thread.ident is None:
             self._thread.start()
         loop = asyncio.get_running_loop()

@@ -52,7 +52,7 @@ class Shelf:
         return len(self._whole) + sum(map(len, self._parts.values()))
 
     def expect(self, groups: Iterable[int]) -> None:
-        """Announce one sample of each of these groups; a group is named once for each sample."""
+        """Announce samples: `groups` names a group once for each of its samples."""
         self._left.update(groups)
 
     def take(self, group: int, rollout: Rollout | None) -> None:
@@ -86,8 +86,8 @@ class Shelf:
             write_shard(self.out, self.info, self._whole)
         except StoreError as error:
             raise StoreError(
-                f"{error}: {len(self._whole)} rollouts are not stored; make room or mend it, then "
-                "the same command samples them again"
+                f"{error}: {len(self._whole)} rollouts are not stored; make room or repair "
+                "it, then run the same command again"
             ) from error
         self.stored += len(self._whole)
         self._whole = []
@@ -118,7 +118,9 @@ def new_store(directory: Path) -> Iterator[Path]:
     """
     with writing(directory):
         if directory.is_symlink() or (directory.exists() and not _is_empty(directory)):
-            raise StoreError(f"{directory}: is there already; a conversion writes a new store")
+            raise StoreError(
+                f"{directory}: exists already; a conversion writes a new store: give another --out"
+            )
         parent = directory.absolute().parent
         parent.mkdir(parents=True, exist_ok=True)
         # beside `directory`: a rename does not cross file systems

@@ -24,7 +24,7 @@ class PlanHook:
         self._comparing = False
 
     def sizes(self, dispatcher: Any, routing_map: Tensor) -> LayerSizes | None:
-        """The planned sizes of this layer, or None: learn them on the device.
+        """The planned sizes of this layer; None if the dispatcher has to learn them on the device.
 
         Args:
             routing_map: what the dispatcher would count, `[T, E]` or its local part.

@@ -1,4 +1,4 @@
-"""What only the patches of 0.15 call, or those of 0.15 and 0.16: later lines have it upstream.
+"""What only the patches of 0.15, or of 0.15 and 0.16, call; upstream has it from then on.
 
 Shape suffixes (docs/glossary.md): T, E.
 """

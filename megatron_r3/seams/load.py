@@ -82,8 +82,8 @@ class RouterLoad:
     def map_for_expert_bias(self, logits_TE: Tensor, routed_TE: Tensor) -> Tensor:
         """The routing map `[T, E]` whose load updates the expert bias; padding is still in it.
 
-        To be called where gradients are as in the pass: inside `no_grad` it never follows the live
-        load.
+        Call it where gradients are on or off as in the forward pass: inside `no_grad` it never
+        follows the live load.
 
         Args:
             logits_TE: what the router routed by.

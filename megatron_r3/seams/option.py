@@ -14,7 +14,7 @@ from megatron_r3.seams import deferred
 def prepare_config(config: Any) -> None:
     """Check a config, settle what fusion means for it, and have deferred work bound.
 
-    Called where a config is made, and again where a router is made with it: frameworks set
+    It is called where a config is made, and again where a router is made with it: frameworks set
     `config.moe_router_replay` in between. Another call changes nothing.
 
     Raises:

@@ -23,13 +23,13 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class RouterHook:
     """Answers one router from the active microbatch; without one the router is live.
 
-    Speaks the protocol of Megatron's `RouterReplay` to `topk_routing_with_score_function`. The hook
-    holds no routes: it only knows its layer number, which `Router.set_layer_number` writes.
+    It speaks the protocol of Megatron's `RouterReplay` to `topk_routing_with_score_function`. The
+    hook holds no routes: it only knows its layer number, which `Router.set_layer_number` writes.
 
     Args:
         config: the router's TransformerConfig.
         has_routes: False for a router of which no rollout has routes (MTP): it stays live.
-        layer_number: Megatron's, from 1. None: not known yet.
+        layer_number: Megatron's, from 1. None means that it is not known yet.
 
     Raises:
         ValueError: the config asks for replay and could not replay exactly. It may have been made
@@ -63,7 +63,8 @@ class RouterHook:
     ) -> tuple[Tensor, Tensor]:
         """Scores and expert ids `[T, K]` of `scores` `[T, E]`: replayed, or live without routes.
 
-        Called by position (megatron/core/transformer/moe/moe_utils.py, `compute_topk`).
+        Upstream gives the arguments by position (megatron/core/transformer/moe/moe_utils.py,
+        `compute_topk`).
 
         Args:
             live: the top-k that upstream would take.
@@ -106,8 +107,9 @@ class RouterHook:
         Returns:
             None where the kernel does not do it: nothing is replayed now, there is no Triton or
             CUDA, the router is in float64 or larger than the kernel's limits, or it is
-            group-limited and the microbatch has tokens to choose for or to count. It is None in all
-            passes of a layer or in none, so that a recompute rounds as its forward pass did.
+            group-limited and the microbatch has tokens to choose for or to count. The result is
+            None in all passes of a layer or in none, so that a recompute rounds as its forward pass
+            did.
         """
         microbatch = self.replayed_microbatch()
         too_large = logits_TE.shape[1] > MAX_EXPERTS or topk > MAX_TOPK

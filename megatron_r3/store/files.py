@@ -97,7 +97,7 @@ class HeldFile:
                 advice = "raise `ulimit -n`: a store has as many open files as shards"
             raise StoreError(f"{path}: cannot be opened ({error.strerror}): {advice}") from error
         if not stat.S_ISREG(status.st_mode):
-            raise StoreError(f"{path}: not a file, which every shard is: remove it")
+            raise StoreError(f"{path}: not a regular file, as every shard must be: remove it")
         self.state = (status.st_size, status.st_mtime_ns, status.st_ino)
         self.size = status.st_size
 
@@ -137,7 +137,7 @@ class HeldFile:
         and gets another time of change.
 
         Raises:
-            StoreError: saying which of the two it was.
+            StoreError: the message says which of the two happened.
         """
         try:
             status = os.fstat(self._descriptor)
@@ -145,8 +145,8 @@ class HeldFile:
             raise self._unreadable(error) from error
         if not status.st_nlink:
             raise StoreError(
-                f"{self.path}: was removed or replaced while it is in use: put it back, and start "
-                "again"
+                f"{self.path}: was removed or replaced while it is in use: put the old file "
+                "back, and start again"
             )
         if (status.st_size, status.st_mtime_ns) != self.state[:2]:
             raise self._changed()

@@ -33,9 +33,10 @@ def open_stores(
     """Open stores to train on them.
 
     Args:
-        directories, mixed_policies: as of RolloutStore.
-        follow_s: seconds for which a rollout that is not there yet is waited for, the first rollout
-            included; the one directory may then grow. None: the stores are taken as they are.
+        directories, mixed_policies: see RolloutStore.
+        follow_s: how many seconds to wait for a rollout that is not there yet, also for the first
+            one. There must be one directory then, and it may grow. None means that the stores are
+            taken as they are.
         check: called with every shard before a rollout of it is used.
 
     Raises:
@@ -49,7 +50,9 @@ def open_stores(
                 check(shard)
         return store
     if len(directories) != 1:
-        raise StoreError(f"{' '.join(map(str, directories))}: one store can be followed")
+        raise StoreError(
+            f"{' '.join(map(str, directories))}: only one store can be followed: name one"
+        )
     followed = FollowedStore(directories[0], follow_s, mixed_policies, check)
     followed.wait_for(0)
     return followed
@@ -93,7 +96,7 @@ class FollowedStore(RolloutStore):
         return {name: value for name, value in vars(self).items() if name != "_refreshing"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take it in the spawned process, with a lock of its own."""
+        """Set the fields in the spawned process, which gets a lock of its own."""
         vars(self).update(state, _refreshing=threading.Lock())
 
     def refresh(self) -> None:
@@ -117,10 +120,10 @@ class FollowedStore(RolloutStore):
                 self._open = self._open.plus(shard)
 
     def wait_for(self, rollout: int) -> None:
-        """Return when the store has this rollout, by its index.
+        """Wait until the store has the rollout of this index.
 
         Raises:
-            StoreError: it does not come within `wait_s`, or what comes cannot be used.
+            StoreError: the rollout does not come within `wait_s`, or what comes cannot be used.
         """
         end = time.monotonic() + self.wait_s
         while rollout >= len(self):
@@ -136,7 +139,7 @@ class FollowedStore(RolloutStore):
             time.sleep(POLL_S)
 
     def shards_of(self, rows: np.ndarray) -> list[int]:
-        """As of RolloutStore. Looks for new shards first if a row lies behind those that are known.
+        """As in RolloutStore, after a look for new shards if a row lies behind the known ones.
 
         Example: a dataloader worker has seen shard 5 and sends its row ids; this process, which has
         shards 0 to 4 open, hears of shard 5 by these row ids.
@@ -154,8 +157,8 @@ class FollowedStore(RolloutStore):
         oldest = int(shard.tensors["policy_version"].min())
         if oldest < newest:
             raise StoreError(
-                f"{shard.path}: policy version {oldest} after {newest} of {last.path}: a store "
-                "that is followed comes in the order of its policies"
+                f"{shard.path}: policy version {oldest} comes after {newest} of "
+                f"{last.path}: in a store that is followed, versions must not go back"
             )
 
     def _gap(self) -> str:

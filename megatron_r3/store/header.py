@@ -184,13 +184,12 @@ def _read_entry(name: str, value: Any, data: int, where: str) -> Entry:
             return Entry(dtype, tuple(shape), data + offsets[0], data + offsets[1])
     raise _not_whole(
         where,
-        f"tensor {_quoted(name)}: {_quoted(value)} is no dtype, shape and place that belong "
-        "together",
+        f"tensor {_quoted(name)}: {_quoted(value)} is not a dtype, shape and place that agree",
     )
 
 
 def _read_body(metadata: dict[str, Any], where: str) -> tuple[dict[str, Any], bytes]:
-    """What the shard says of itself, and the text that says it."""
+    """What the shard says of itself: as a JSON object, and as the text in the header."""
     text = metadata.get("megatron_r3")
     if not isinstance(text, str) or not text:
         raise StoreError(f"{where}: a safetensors file, but not a rollout shard")
@@ -226,7 +225,7 @@ def _check_number(path: Path, body: dict[str, Any]) -> None:
 
 
 def _check_must_know(body: dict[str, Any], where: str) -> None:
-    """Refuse a shard that cannot be understood without something that this reader would ignore."""
+    """Refuse a shard whose `must_know` names a field that this reader does not know."""
     names = body.get("must_know")
     if not isinstance(names, list):
         raise StoreError(f"{where}: must_know {_quoted(names)} is no list of names")
@@ -235,7 +234,8 @@ def _check_must_know(body: dict[str, Any], where: str) -> None:
     for name in names:
         if not isinstance(name, str) or name not in known:
             raise StoreError(
-                f"{where}: needs {_quoted(name)}, which this megatron-r3 does not know: update it"
+                f"{where}: needs {_quoted(name)}, which this megatron-r3 does not know: "
+                "update megatron-r3"
             )
 
 

@@ -62,7 +62,9 @@ class RolloutStore:
     def __init__(self, directories: Sequence[str | Path], mixed_policies: bool = False) -> None:
         self.directories = [Path(directory) for directory in directories]
         if len({directory.resolve() for directory in self.directories}) < len(directories):
-            raise StoreError(f"{' '.join(map(str, directories))}: a store is named twice")
+            raise StoreError(
+                f"{' '.join(map(str, directories))}: a store is named twice: name it once"
+            )
         self._open = OpenShards()
         kinship = Kinship(mixed_policies)
         for directory in self.directories:
@@ -99,7 +101,10 @@ class RolloutStore:
             StoreError: there is no rollout of this index.
         """
         if rollout >= len(self):
-            raise StoreError(f"{self.directories[0]}: has no rollout {rollout}, only {len(self)}")
+            raise StoreError(
+                f"{self.directories[0]}: has no rollout {rollout}: it has "
+                f"{len(self)}, numbered from 0"
+            )
 
     def verify(self) -> None:
         """Check every byte and id of all routes; it is enough that one process of a node does it.
@@ -244,13 +249,13 @@ class Kinship:
         self._names.setdefault(shard.path.parent, set()).update(_names(shard))
 
     def check(self, shard: Shard, others: Sequence[Shard]) -> None:
-        """Refuse a shard of another model, engine or policy, a copy, and a rollout's name twice.
+        """Refuse a shard of another model, engine or policy, a copy, and a rollout that is known.
 
         Args:
             others: the shards that were added.
 
         Raises:
-            StoreError: naming the shard, and the one that it does not go with.
+            StoreError: naming the shard, and the other shard that contradicts it.
         """
         if others:
             first = others[0]
@@ -284,14 +289,14 @@ class Kinship:
                 version, group, sample = np.frombuffer(name, np.int64).tolist()
                 raise StoreError(
                     f"{shard.path}: rollout {rollout} is sample {sample} of group {group}, policy "
-                    f"version {version}: so is {namesake}; remove one, or number the samples of a "
-                    "group"
+                    f"version {version}: the same as {namesake}; remove one, or number the "
+                    "samples of a group"
                 )
             here.add(name)
 
 
 def _names(shard: Shard) -> list[bytes]:
-    """policy_version, group and sample of each rollout, as 24 bytes: a third of a tuple."""
+    """policy_version, group and sample of each rollout, as 24 bytes, a third of a tuple's."""
     names = [shard.tensors[name] for name in ("policy_version", "group", "sample")]
     data = np.stack(names, axis=1).tobytes()
     return [data[i : i + 24] for i in range(0, len(data), 24)]

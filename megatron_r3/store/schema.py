@@ -78,7 +78,7 @@ class StoreInfo(MoEShape):
     Attributes:
         engine, engine_version: what sampled.
         model: a name for people.
-        router_fingerprint: one digest for each trace layer of the sampler's router weights
+        router_fingerprint: one digest for each MoE layer of the sampler's router weights
             (`megatron_r3.fingerprint`), or empty where the sampler could not tell.
         policy_stamp: a digest of all of the sampler's weights, or empty: it tells policies apart
             whose routers are the same.
@@ -115,7 +115,7 @@ class StoreInfo(MoEShape):
         return self.router_fingerprint, self.policy_stamp, self.engine_policy
 
     def check(self, where: str = "StoreInfo") -> None:
-        """Refuse what cannot be.
+        """Refuse values that no store can have.
 
         Raises:
             StoreError: naming `where` and the field.
@@ -140,7 +140,10 @@ class StoreInfo(MoEShape):
             expected = "16 hex digits for each MoE layer, or empty"
             raise StoreError(must_be(where, expected, digests))
         if digests and len(digests) != len(self.moe_layers):
-            raise StoreError(f"{where}: {len(digests)} digests for {len(self.moe_layers)} layers")
+            raise StoreError(
+                f"{where}: {len(digests)} router digests; expected one for "
+                f"each of {len(self.moe_layers)} layers"
+            )
 
 
 def differences(there: StoreInfo, here: StoreInfo) -> list[str]:

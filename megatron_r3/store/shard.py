@@ -73,7 +73,7 @@ class Shard:
         return _reopened, (self.path, self.identity, self.file.state)
 
     def _check_rollouts(self) -> None:
-        """Refuse counts, names and rewards that cannot be."""
+        """Refuse impossible counts, names and rewards."""
         entries = self.header.entries
         for count, least, total in (
             ("num_tokens", 2, entries["tokens"].shape[0]),
@@ -168,7 +168,7 @@ class Shard:
         return parts
 
     def read_recorded(self, rows_T: np.ndarray) -> np.ndarray:
-        """Whether the engine returned routes for these rows, bool `[T]`; else as `read_routes`."""
+        """Whether the engine returned routes for these rows, bool `[T]`; see `read_routes`."""
         return self._read_rows("recorded", rows_T, [0], 1)[0, :, 0].astype(bool)
 
     def read_routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> np.ndarray:
@@ -247,7 +247,7 @@ class Shard:
     # Verifying
 
     def verify(self) -> None:
-        """Read everything: check sums and values, that ids are in range, that no row repeats one.
+        """Read everything; check all sums and values, and that each row has distinct ids in range.
 
         Raises:
             ValueError: naming the file, and for a wrong value or id the rollout, layer and token.
@@ -317,7 +317,7 @@ class Shard:
             raise StoreError(f"{self.path}: rollout {rollout}: token {token}: {wrong[1]}")
         sampled = self._sampled()
         if sampled is None or not np.array_equal(sampled, response):
-            raise StoreError(f"{self.path}: its turns are not the tokens that its response names")
+            raise StoreError(f"{self.path}: its `turns` and its `response` name different tokens")
 
     def _sampled(self) -> np.ndarray | None:
         """The tokens of the shard that the turns name, bool; None if a turn leaves its rollout."""
@@ -365,6 +365,7 @@ def _reopened(path: Path, identity: str, state: tuple[int, int, int]) -> Shard:
     shard = Shard(path)
     if shard.identity != identity or shard.file.state[:2] != state[:2]:
         raise StoreError(
-            f"{path}: was changed or replaced while it is in use: put it back, and start again"
+            f"{path}: was changed or replaced while it is in use: put the old file back, "
+            "and start again"
         )
     return shard

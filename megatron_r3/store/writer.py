@@ -82,14 +82,14 @@ def _check_rollouts(where: str, info: StoreInfo, rollouts: Sequence[Rollout]) ->
         got = (rollout.routes.num_layers, rollout.routes.topk, rollout.routes.num_experts)
         if got != expected:
             raise StoreError(
-                f"{where}: rollout {index}: routes of (layers, topk, experts) {got} in a store of "
-                f"{expected}"
+                f"{where}: rollout {index}: its routes have (layers, topk, experts) {got}; "
+                f"the store has {expected}"
             )
         name = (rollout.policy_version, rollout.group, rollout.sample)
         if (other := names.setdefault(name, index)) != index:
             raise StoreError(
                 f"{where}: rollout {index} is sample {name[2]} of group {name[1]}, policy version "
-                f"{name[0]}: so is rollout {other}; number the samples of a group"
+                f"{name[0]}: the same as rollout {other}; number the samples of a group"
             )
 
 

@@ -39,7 +39,7 @@ class RankBatches:
         self._positions: dict[int, Tensor] = {}  # by document length
 
     def split(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This context-parallel rank's part."""
+        """This context-parallel rank's part of a batch."""
         if self.cp_size == 1:
             return batch
         positions_S = self._local(batch)
@@ -68,9 +68,9 @@ class RankBatches:
     def _of_document(self, length: int) -> Tensor:
         """This rank's positions of a document, int64, as Megatron itself chooses them.
 
-        Megatron splits on the device. Its choice depends on the length alone, so it is asked once
-        a length with the positions 0, 1, 2 ... as the data, and its answer is kept on the host.
-        Example: 8 tokens, context parallel rank 0 of 2 (zig-zag): [0, 1, 6, 7].
+        Megatron splits on the device. The choice depends on the length alone. So Megatron is asked
+        once for each length, with the positions 0, 1, 2 ... as the data, and the answer is kept on
+        the host. Example: 8 tokens, context parallel rank 0 of 2 (zig-zag): [0, 1, 6, 7].
         """
         if length not in self._positions:
             from megatron.core import mpu
@@ -126,8 +126,8 @@ class HostRoutes:
         padding_T: bool.
         rows_T: int64, the row ids.
         mean_tokens: the whole batch's real tokens, as an average over the ranks that share it.
-        packed: the bytes of the first three, one after the other, in pinned memory. The first
-            three are views of it.
+        packed: the bytes of `ids_LTK`, `live_T` and `padding_T`, which are views of it, in pinned
+            memory.
     """
 
     ids_LTK: np.ndarray

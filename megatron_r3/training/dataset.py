@@ -110,10 +110,10 @@ class FollowedRollouts(RolloutDataset):
         self._take_new()
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """As a RolloutDataset's.
+        """The fields that RolloutDataset gives.
 
         Raises:
-            StoreError: the rollout does not come, or what comes cannot be used.
+            StoreError: the rollout does not come in time, or what comes cannot be used.
         """
         self.store.wait_for(index - self.start)
         self._take_new()
@@ -127,7 +127,7 @@ class FollowedRollouts(RolloutDataset):
                 version, group = again[0]
                 raise StoreError(
                     f"{shard.path}: group {group} of policy version {version} began in an earlier "
-                    "shard: in a store that is followed a group lies in one"
+                    "shard: in a store that is followed, a group must lie in one shard"
                 )
             reward = shard.tensors["reward"]
             # a group counts inside a policy version: number the pairs 0, 1, ...

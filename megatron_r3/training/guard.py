@@ -130,8 +130,9 @@ class StepGuard:
         heaviest, most, minus_least, own = on_host[:4]
         if most != -minus_least:
             refuse(
-                f"{self.store.directories[0]}: the ranks do not see the same shards in it; was it "
-                "changed while training runs, or is it another folder on another node?",
+                f"{self.store.directories[0]}: the ranks do not see the same shards in this "
+                "store; was it changed while training runs, or is it another folder on "
+                "another node?",
                 speaks=rank == 0,
             )
         if heaviest:

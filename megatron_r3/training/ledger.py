@@ -76,7 +76,7 @@ class Ledger:
         return notice
 
     def note(self) -> None:
-        """Write down the shards that are open; again whenever a followed store has grown."""
+        """Write down the shards that are open, unless none came since the last call."""
         shards = self.store.shards
         # a shard never changes and is never taken away, so the number says whether any came
         if self.entries and len(self.entries[-1].get("shards", ())) == len(shards):
@@ -109,8 +109,8 @@ class Ledger:
         where = " ".join(map(str, self.store.directories))
         if consumed < last["start"]:
             raise StoreError(
-                f"{where}: the checkpoint began with this store at sample {last['start']}, and "
-                f"{consumed} samples are said to be used: begin anew with --finetune"
+                f"{where}: the checkpoint began with this store at sample {last['start']}, "
+                f"but only {consumed} samples are counted as used: begin anew with --finetune"
             )
         again = (
             "train on the store as it was, or begin anew with --finetune; new rollouts belong into "
@@ -123,18 +123,18 @@ class Ledger:
         for index, (name, identity, _) in enumerate(last["shards"]):
             if index >= len(now):
                 raise StoreError(
-                    f"{where}: {name} is gone, which the checkpoint was trained on: {again}"
+                    f"{where}: {name}, which the checkpoint was trained on, is gone: {again}"
                 )
             if now[index].identity != identity:
                 raise StoreError(
-                    f"{now[index].path}: it is not the {name} that the checkpoint was trained on; "
-                    f"it was changed, replaced or put in another place: {again}"
+                    f"{now[index].path}: this is not the {name} that the checkpoint was "
+                    f"trained on; it was changed, replaced or put in another place: {again}"
                 )
         if last["order"] != self.options.sample_order:
             raise StoreError(
                 f"{where}: the checkpoint took its samples as {last['order']}, this training as "
-                f"{self.options.sample_order}, so it would repeat some and leave others out: give "
-                "the options of before that differ there, or begin anew with --finetune"
+                f"{self.options.sample_order}, so it would repeat some and leave others "
+                "out: give the earlier options again, or begin anew with --finetune"
             )
         rollouts = sum(rollouts for _, _, rollouts in last["shards"])
         # Sample i is rollout i modulo the number of rollouts. Within the first epoch of a store
@@ -144,8 +144,9 @@ class Ledger:
         whole_epoch = consumed - last["start"] > rollouts or last["order"] != "single"
         if grown and self.options.follow_s is None and whole_epoch:
             raise StoreError(
-                f"{where}: it has grown since the checkpoint, which had gone through all of it, or "
-                f"took it in packs or shuffled: sample numbers now name other rollouts; {again}"
+                f"{where}: the store has grown since the checkpoint, which had used all of "
+                f"it, or used it in packs or shuffled: sample numbers now name other "
+                f"rollouts; {again}"
             )
 
     def _check_other(self, remembered: list[dict[str, Any]]) -> None:

@@ -43,7 +43,7 @@ class Planner:
     """Plans the micro-batches of one model chunk together with the ranks that share its experts.
 
     A plan costs one collective a micro-batch, on the host. All of these ranks make their planners
-    in the same order, because making one makes a process group.
+    in the same order, because a new planner makes a process group.
     """
 
     def __init__(self, num_experts: int, layer_numbers: list[int]) -> None:

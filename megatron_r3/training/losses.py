@@ -104,8 +104,8 @@ def policy_loss(
 
     Args:
         batch: the fields of `megatron_r3.training.dataset`, on the device.
-        per_token: --calculate-per-token-loss: Megatron then divides the summed loss of a step by
-            its tokens, else the mean over micro-batches of each mean.
+        per_token: --calculate-per-token-loss, with which Megatron divides the summed loss of a step
+            by its tokens. Without it Megatron averages the means of the micro-batches.
         output_BS: the model's output on the last pipeline stage: Megatron's loss of each token,
             -log p(label), float32.
 

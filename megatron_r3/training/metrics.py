@@ -1,4 +1,4 @@
-"""How often the live router would have chosen otherwise, through Megatron's own writers.
+"""Report how often the live router would have chosen otherwise, with Megatron's own writers.
 
 `training_log` asks for a report in every iteration. The counts stay on the device until then. They
 are summed over all ranks, so a share is exact in every layout. docs/metrics.md has the formulas.
@@ -52,10 +52,10 @@ class StepMetrics:
         self.dispatched[1] += total
 
     def scalars(self) -> dict[str, float]:
-        """The shares of this step, by name; then nothing of the step is kept.
+        """Return the shares of this step by name, and forget the step.
 
-        Empty where nothing was measured. All ranks call this together, since it sums over them:
-        every rank measures in the same iterations, also a rank without MoE layers.
+        Empty where nothing was measured. All ranks call this function together, since it sums over
+        the ranks: every rank measures in the same iterations, also a rank without MoE layers.
         """
         if not self.microbatches:
             return {}

@@ -55,8 +55,8 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
     if sampler and trainer and sampler != trainer:
         lines.append(
             f"warning: the sampler's softmax has {sampler} rows, the trainer's {trainer} (padding):"
-            " the rows that differ take part in it, so log-probs do not agree to the last digits; "
-            "--make-vocab-size-divisible-by says how far it is padded"
+            " the extra rows take part in the softmax, so log-probs do not agree to the "
+            "last digits; --make-vocab-size-divisible-by says how far it is padded"
         )
     sampling = store.info.sampling
     if sampling.temperature is None:
@@ -85,7 +85,7 @@ def _check_shard(options: RolloutOptions, shard: Shard) -> None:
         raise ValueError(
             f"{shard.path}: sampled with {', '.join(biased)}, while the policy loss takes all "
             "log-probs at temperature 1 over the whole vocabulary: the ratio would compare two "
-            "distributions; sample again without, or give --rollouts-sampling any"
+            "distributions; sample again without these settings, or give --rollouts-sampling any"
         )
     if options.replay and (differences := options.shape_differences(shard.info)):
         raise ValueError(
@@ -98,7 +98,7 @@ def _check_shard(options: RolloutOptions, shard: Shard) -> None:
     if num_inputs > options.seq_length:
         raise ValueError(
             f"{shard.path}: rollout {longest} has {num_inputs} input tokens, more than --seq-length"
-            f" {options.seq_length}: raise it, or leave long rollouts out of the store"
+            f" {options.seq_length}: raise --seq-length, or leave long rollouts out of the store"
         )
     if not _reads_all():
         return

@@ -171,9 +171,13 @@ def _refuse_combinations(args: Any) -> None:
     """Refuse option values, and options beside --rollouts, that could not train as they say."""
     where = f"--rollouts {' '.join(args.rollouts)}"
     if not 0 < args.rollouts_clip_eps < 1:
-        raise ValueError(f"--rollouts-clip-eps {args.rollouts_clip_eps}: it lies between 0 and 1")
+        raise ValueError(
+            f"--rollouts-clip-eps {args.rollouts_clip_eps}: it must lie between 0 and 1"
+        )
     if args.rollouts_max_lag is not None and args.rollouts_max_lag < 0:
-        raise ValueError(f"--rollouts-max-lag {args.rollouts_max_lag}: 0 or more policy versions")
+        raise ValueError(
+            f"--rollouts-max-lag {args.rollouts_max_lag}: it must be 0 or more policy versions"
+        )
     if args.rollouts_pack and args.micro_batch_size != 1:
         raise ValueError(
             f"--rollouts-pack with --micro-batch-size {args.micro_batch_size}: a pack is a "
@@ -183,7 +187,7 @@ def _refuse_combinations(args: Any) -> None:
     if args.rollouts_pack and {*pattern} & {*"MG"}:  # M is Mamba, G is a gated delta net
         raise ValueError(
             f"--rollouts-pack with the hybrid pattern {pattern}: the state of its recurrent layers "
-            "would run on from one rollout into the next; unset one"
+            "would run on from one rollout into the next; leave one of the two out"
         )
     for option, reason in NOT_WITH_ROLLOUTS.items():
         if getattr(args, option, None):

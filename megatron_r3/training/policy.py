@@ -58,8 +58,9 @@ class PolicyCheck:
             oldest = int(shard.tensors["policy_version"].min())
             if newest - oldest > max_lag:
                 refuse(
-                    f"{shard.path}: policy version {oldest} while {newest} samples: more than "
-                    f"--rollouts-max-lag {max_lag} behind"
+                    f"{shard.path}: sampled with policy version {oldest}, which is more "
+                    f"than --rollouts-max-lag {max_lag} behind version {newest}: sample "
+                    "again, or raise --rollouts-max-lag"
                 )
 
     def _used_before(self) -> set[tuple[str, ...]]:

@@ -55,7 +55,7 @@ _parts = Parts()
 
 @contextmanager
 def made_of(parts: Parts) -> Iterator[None]:
-    """Make the trainings that begin inside the block of these parts."""
+    """Have trainings that begin inside the block use these parts."""
     global _parts
     before, _parts = _parts, parts
     try:
@@ -263,11 +263,11 @@ class RolloutStep:
         return result
 
     def _digest_of_used_shards(self) -> int:
-        """52 bits of the shards that hold what was used until now, in their order.
+        """A digest, 52 bits long, of the shards whose rollouts were used until now, in order.
 
-        In a store that grows, ranks may know different numbers of shards, but those that were used
-        must be the same on all of them. 52 bits, because the ranks compare the number in float64,
-        which is exact up to 2**53.
+        In a store that grows, ranks may know different numbers of shards, but the used shards must
+        be the same on all ranks. It has 52 bits because the ranks compare it in float64, which is
+        exact up to 2**53.
         """
         from megatron.core import mpu
         from megatron.core.num_microbatches_calculator import get_num_microbatches

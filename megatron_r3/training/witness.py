@@ -64,7 +64,7 @@ def matches(expected: np.ndarray, ignored: np.ndarray, received: np.ndarray) -> 
 
 
 class DispatchWitness:
-    """Counts, for watched microbatches, pairs that reached the recorded expert: every pass."""
+    """Counts, in every pass of watched microbatches, the pairs that reached the recorded expert."""
 
     def __init__(self, store: RolloutStore) -> None:
         self.store = store
@@ -119,8 +119,8 @@ class DispatchWitness:
     def _recorded(self, number: int, rows_T: np.ndarray) -> dict[int, np.ndarray]:
         """Each recorded token's route `[K]`.
 
-        The routes are read rollout by rollout, which is another way than the way replay reads them.
-        A fault in that way shows here.
+        The routes are read rollout by rollout. Replay reads them in another way, so a fault in its
+        way shows here.
         """
         trace = self.store.info.moe_layers.index(number - 1)
         rollouts: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Load a Megatron checkpoint whole or not at all, and save one so.
+"""Load or save a Megatron checkpoint, whole or not at all.
 
 Megatron's `load_checkpoint` continues wherever a training could. Without a checkpoint it keeps the
 random weights; a tensor that the checkpoint lacks stays random; a tensor that the model lacks is
@@ -167,7 +167,7 @@ def _compare(ours: Shapes, theirs: Shapes, vocab_size: int | None = None) -> Non
 
     Args:
         vocab_size: how many rows a tensor of the vocabulary must have at least; padding beyond them
-            may differ. None: all rows must be the same in number.
+            may differ. None means that the number of rows must be equal.
     """
     if missing := sorted(ours.keys() - theirs.keys()):
         raise ValueError(f"it has no {missing[0]} (tensors that it lacks: {len(missing)})")
@@ -215,7 +215,7 @@ def save_whole(model: torch.nn.Module, args: Any) -> None:
     """Save a whole (one-process) model as iteration 0 of the new checkpoint `args.save`.
 
     Raises:
-        ValueError: the checkpoint cannot be written; then it is not there.
+        ValueError: the checkpoint cannot be written; nothing is left of it then.
     """
     from megatron.training.checkpointing import get_checkpoint_tracker_filename, save_checkpoint
 

@@ -99,4 +99,4 @@ def test_a_policy_is_checked_when_its_first_rollout_is_used(
     anyone = ("--rollouts-policy", "any")
     patched.run(train, 1, steps_on(policy, tmp_path / "s", 2, *anyone), timeout_s=120)
     old = fails(patched, steps_on(policy, tmp_path / "s", 2, *anyone, "--rollouts-max-lag", "0"))
-    assert "policy version 0 while 1 samples: more than --rollouts-max-lag 0 behind" in old
+    assert "policy version 0, which is more than --rollouts-max-lag 0 behind version 1" in old

@@ -76,7 +76,7 @@ def test_a_store_that_lost_or_changed_a_shard_is_refused(
     last = store / "shard-00003.safetensors"
     kept = last.read_bytes()
     last.unlink()
-    assert "shard-00003.safetensors is gone, which the checkpoint was trained on" in fails(
+    assert "shard-00003.safetensors, which the checkpoint was trained on, is gone" in fails(
         patched, argv
     )
     info, shards = parts(policy)
@@ -154,7 +154,7 @@ def test_a_store_that_grew_goes_on_within_its_first_epoch_only(
         write_shard(tmp_path / "grows", plain, shard)
     patched.run(train, 1, resumed(policy, tmp_path / "grows", saved), timeout_s=120)
     told = fails(patched, resumed(policy, tmp_path / "grows", tmp_path / "later"))
-    assert "it has grown since the checkpoint" in told
+    assert "the store has grown since the checkpoint" in told
 
 
 def test_a_training_without_rollouts_before_begins_at_the_first(

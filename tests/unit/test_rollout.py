@@ -72,7 +72,7 @@ WRONG = {
     },
     # turns that overlap, begin late, are empty, leave the rollout, hold a token of the prompt
     **{
-        f"its turns are not the tokens that its response names {turns.tolist()}": {
+        f"its `turns` and its `response` name different tokens {turns.tolist()}": {
             "turns_U2": turns
         }
         for turns in (

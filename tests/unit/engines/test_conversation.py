@@ -144,14 +144,14 @@ def test_parts_of_different_conversations():
         stitch([turn(5, 9), dataclasses.replace(turn(13, 20, 8), routes=few)], "here")
     with pytest.raises(EngineError, match="no responses"):
         stitch([], "here")
-    with pytest.raises(EngineError, match="holes are"):
+    with pytest.raises(EngineError, match="holes must be"):
         stitch([turn(5, 9)], "here", holes="fill")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"start": 6}, "start at token 6; from 0 to the prompt's 5"),
+        ({"start": 6}, "start at token 6; expected a start from 0 to 5"),
         ({"start": -1}, "start at token -1"),
         ({"start": 1}, "8 rows of routes for 9 tokens from token 1 on; expected 7"),
         ({"prompt_length": 6}, "4 log-probs for 3 response tokens"),

@@ -47,9 +47,9 @@ def test_array_increments():
         ({"routes": None}, "'routes'. missing"),
         ({"routes": made.made_rows(8)}, "8 rows of routes for 10 tokens"),
         ({"routes": made.made_rows().transpose(1, 0, 2)}, "5 rows of routes"),
-        ({"routes": made.made_rows().astype(object)}, "ids are integers; got int"),
+        ({"routes": made.made_rows().astype(object)}, "ids must be integers; got int"),
         ({"routes": 3}, "a list or an array; got int"),
-        ({"token_ids": np.array([1.0])}, "ids are integers"),
+        ({"token_ids": np.array([1.0])}, "ids must be integers"),
         ({"logprobs": ["a"] * 4}, "a list of numbers; got str"),
         ({"logprobs": made.LOGPROBS[1:]}, "3 log-probs for 4 response tokens"),
         ({"logprobs": [-1.0, -(10**400), -1.0, -1.0]}, "numbers|even table"),
@@ -67,5 +67,5 @@ def test_wrong_sequences_are_refused(change, message):
 def test_one_long_text_does_not_widen_the_table():
     """Numpy would make every element as wide as the longest: a gigabyte here."""
     sequences, request = made.arrays([[[0] * 4] * 5] * 8 + [[[0] * 4] * 4 + [["a" * 10**6] * 4]])
-    with pytest.raises(EngineError, match="ids are integers; got int, str"):
+    with pytest.raises(EngineError, match="ids must be integers; got int, str"):
         decode("own", sequences, request, made.SHAPE, "request 7")

@@ -83,7 +83,7 @@ def test_rows_that_fit_neither_start_are_refused():
     for wrong in (rows[3:], rows[5:], rows[:0], np.concatenate([rows, rows[:1]])):
         with pytest.raises(EngineError, match="fit neither 5 rows from token 4 on nor 9 from"):
             decode(with_text(body, made.int32_text(wrong)), request)
-    with pytest.raises(EngineError, match="from 0 to the prompt's 6"):
+    with pytest.raises(EngineError, match="expected a start from 0 to 6"):
         decode(
             with_text(body, made.int32_text(rows[7:])), {**request, "routed_experts_start_len": 7}
         )
@@ -137,7 +137,7 @@ def test_openai_routes_hold_the_first_choice_only():
     body, request = made.sglang_openai(made.made_rows())
     second = {**body["choices"][0], "index": 1}
     two = {**body, "choices": [*body["choices"], second]}
-    with pytest.raises(EngineError, match="routes of the first of 2 choices only"):
+    with pytest.raises(EngineError, match="only the first of 2 choices has routes"):
         decode(two, {**request, "n": 2})
     for i, choice in enumerate(two["choices"]):  # return_meta_info, from 0.5.18
         choice["meta_info"] = made.sglang_item(made.made_rows(seed=i))["meta_info"]
@@ -169,7 +169,7 @@ def test_ids_beside_the_routes():
         ({"prompt_tokens": 7}, "7 prompt tokens; 6 were sent"),
         ({"output_token_logprobs": [[-1.0, 21, None]]}, "not those of output_ids"),
         ({"output_token_logprobs": []}, "no log-probs"),
-        ({"output_token_logprobs": [None] * 4}, "are .log-prob, token id, text"),
+        ({"output_token_logprobs": [None] * 4}, "must be .log-prob, token id, text"),
         ({"output_token_logprobs": [["a", 21, None]] * 4}, "a list of numbers; got str"),
         (
             {"output_token_logprobs": [[None, t, None] for t in made.RESPONSE]},

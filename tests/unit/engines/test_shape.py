@@ -74,11 +74,11 @@ def test_unreadable_configs_are_refused(tmp_path, text):
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
-        (QWEN3, {"model_type": "no_such"}, "'no_such' is unknown, so which layers"),
+        (QWEN3, {"model_type": "no_such"}, "'no_such' is unknown, so nobody can tell"),
         (QWEN3, {"model_type": None}, "None is unknown"),
         (QWEN3, {"num_experts": None}, "number of experts is missing"),
         (QWEN3, {"num_experts_per_tok": None}, "`num_experts_per_tok` is missing"),
-        (QWEN3, {"num_hidden_layers": "6"}, "`num_hidden_layers` is a whole number"),
+        (QWEN3, {"num_hidden_layers": "6"}, "`num_hidden_layers` must be a whole number"),
         (QWEN3, {"num_experts_per_tok": 17}, "topk must be a whole number from 1 to 16; got 17"),
         (QWEN3, {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
         (QWEN3, {"decoder_sparse_step": 7}, r"moe_layers must be the numbers .*; got \[\]"),

@@ -61,19 +61,25 @@ def test_mutated_configs(tmp_path, name):
         ({"num_hidden_layers": 4_000_000_000}, "`num_hidden_layers` is 4000000000; possible are"),
         ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0; possible are 1 to 10000"),
         ({"num_experts": 32769}, "`num_experts` is 32769; possible are 1 to 32768"),
-        ({"num_experts": [16]}, "`num_experts` is a whole number; got [16]"),
-        ({"num_experts": 16.0}, "`num_experts` is a whole number; got 16.0"),
-        ({"num_local_experts": {}}, "`num_local_experts` is a whole number; got {}"),
+        ({"num_experts": [16]}, "`num_experts` must be a whole number; got [16]"),
+        ({"num_experts": 16.0}, "`num_experts` must be a whole number; got 16.0"),
+        ({"num_local_experts": {}}, "`num_local_experts` must be a whole number; got {}"),
         ({"num_experts_per_tok": 10**6}, "`num_experts_per_tok` is 1000000; possible are 1 to"),
         ({"vocab_size": 0}, "`vocab_size` is 0; possible are 1 to 2147483648"),
-        ({"vocab_size": "512"}, "`vocab_size` is a whole number; got '512'"),
+        ({"vocab_size": "512"}, "`vocab_size` must be a whole number; got '512'"),
         ({"decoder_sparse_step": -1}, "`decoder_sparse_step` is -1"),
-        ({"mlp_only_layers": 3}, "`mlp_only_layers` is a list of hidden layers; got 3"),
-        ({"mlp_only_layers": ["0"]}, "`mlp_only_layers` is a list of hidden layers; got ['0']"),
-        ({"mlp_only_layers": {"0": 1}}, "`mlp_only_layers` is a list of hidden layers"),
-        ({"mlp_layer_types": 3}, "`mlp_layer_types` names each of 6 layers dense or sparse; got 3"),
-        ({"mlp_layer_types": [["sparse"]] * 6}, "`mlp_layer_types` names each of 6 layers"),
-        ({"mlp_layer_types": {"sparse": 1}}, "`mlp_layer_types` names each of 6 layers"),
+        ({"mlp_only_layers": 3}, "`mlp_only_layers` must be a list of hidden layers; got 3"),
+        (
+            {"mlp_only_layers": ["0"]},
+            "`mlp_only_layers` must be a list of hidden layers; got ['0']",
+        ),
+        ({"mlp_only_layers": {"0": 1}}, "`mlp_only_layers` must be a list of hidden layers"),
+        (
+            {"mlp_layer_types": 3},
+            "`mlp_layer_types` must name each of 6 layers dense or sparse; got 3",
+        ),
+        ({"mlp_layer_types": [["sparse"]] * 6}, "`mlp_layer_types` must name each of 6 layers"),
+        ({"mlp_layer_types": {"sparse": 1}}, "`mlp_layer_types` must name each of 6 layers"),
         ({"model_type": ["qwen3_moe"]}, "model type ['qwen3_moe'] is unknown"),
         ({"model_type": "\x1b[2J" + "x" * 10**5}, "model type '\\x1b[2Jxxx"),
     ],
@@ -93,7 +99,7 @@ def test_fields_that_no_model_has(tmp_path, change, message):
     "wrong", [[0, 1, 0, 1, 1, "0"], [0, 1, 0, 1, 1, 2], [[1]] * 6, "1", -1, {}]
 )
 def test_frequencies_that_no_model_has(wrong):
-    with pytest.raises(EngineError, match="`moe_layer_freq` is"):
+    with pytest.raises(EngineError, match=r"`moe_layer_freq` (must be|is)"):
         ModelShape.from_hf_config({**DEEPSEEK, "moe_layer_freq": wrong})
 
 
@@ -105,7 +111,7 @@ def test_frequencies_that_no_model_has(wrong):
         ('{"num_experts": ' + "9" * 5000 + "}", "not JSON"),
         (" " * (1 << 23), "bytes of JSON; at most"),
         ("\ufeff{}", "not JSON"),
-        ("3", "is a JSON object; got 3"),
+        ("3", "must be a JSON object; got 3"),
     ],
 )
 def test_texts_that_are_no_config(tmp_path, text, message):

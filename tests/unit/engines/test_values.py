@@ -97,7 +97,7 @@ def test_more_tokens_than_asked_are_refused(name, option, nested):
     decode(name, body, asking(4))
     with pytest.raises(EngineError, match="4 response tokens; at most 3 were asked for"):
         decode(name, body, asking(3))
-    with pytest.raises(EngineError, match=f"{option} is a whole number"):
+    with pytest.raises(EngineError, match=f"{option} must be a whole number"):
         decode(name, body, asking("4"))
 
 
@@ -122,7 +122,7 @@ def test_a_response_of_another_model_is_refused(name):
     decode(name, events, request)
     with pytest.raises(EngineError) as caught:
         decode(name, other, request)
-    message = "request 7: a response of the model 'large\\x1b'; 'tiny' was asked for"
+    message = "request 7: the response names the model 'large\\x1b'; the request asked for 'tiny'"
     assert str(caught.value) == message
     del request["model"]
     decode(name, other, request)
@@ -200,7 +200,7 @@ def test_what_an_engine_gave_up_is_refused(name, reason):
     with pytest.raises(EngineError) as caught:
         decode(name, body, request)
     told = ": no\\x1b[2J room" if name == "sglang" else ""
-    message = f"request 7, choice 0: the engine ended it with {reason!r}, half-way{told}"
+    message = f"request 7, choice 0: the engine ended the response with {reason!r}, half-way{told}"
     assert str(caught.value) == message
 
 

@@ -41,8 +41,8 @@ WRONG_ROWS = {
     ),
     "84 of 84 rows are zeros": lambda r: r * 0,
     "got shape": lambda r: r.reshape(-1, 4),
-    "ids are integers; got float32": lambda r: r.astype(np.float32),
-    "ids are integers; got bool": lambda r: r.astype(bool),
+    "ids must be integers; got float32": lambda r: r.astype(np.float32),
+    "ids must be integers; got bool": lambda r: r.astype(bool),
 }
 
 
@@ -110,9 +110,9 @@ def test_one_expert_of_many_may_be_expert_zero(two):
     ("field", "value", "message"),
     [
         ("token_ids", None, "return_token_ids"),
-        ("token_ids", [], "token ids are a list"),
-        ("token_ids", [1, -2], "token ids are a list"),
-        ("token_ids", ["a"], "ids are integers"),
+        ("token_ids", [], "token ids must be a list"),
+        ("token_ids", [1, -2], "token ids must be a list"),
+        ("token_ids", ["a"], "ids must be integers"),
         ("logprobs", None, "no log-probs"),
         ("logprobs", {"token_logprobs": [-1.0]}, "1 log-probs for 10 response tokens"),
         ("logprobs", {"token_logprobs": [None] * 10}, "has no log-prob"),
@@ -142,7 +142,7 @@ def test_swapped_prompts_are_refused():
         ({"echo": True}, "echo"),
         ({"stream": True}, "streamed"),
         ({"n": 3}, "the request asks for 3"),
-        ({"n": "2"}, "n is a whole number"),
+        ({"n": "2"}, "n must be a whole number"),
         ({"prompt": []}, "no prompt"),
     ],
 )

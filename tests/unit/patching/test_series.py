@@ -182,7 +182,7 @@ def test_versions_that_are_wrong(upstream, old, new, message):
     ("old", "new", "message"),
     [
         (f'["{README}"]', '["megatron/core/nothing.py"]', "no patch of .* is for .*nothing.py"),
-        ("blobs = {", f'blobs = {{ "{ROUTER}" = ["{"1" * 40}"],', "one more than patches"),
+        ("blobs = {", f'blobs = {{ "{ROUTER}" = ["{"1" * 40}"],', "one blob more than patches"),
     ],
 )
 def test_versions_that_do_not_fit_the_series(upstream, old, new, message):

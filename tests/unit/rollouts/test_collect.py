@@ -172,12 +172,15 @@ def test_no_server(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--url", "ftp://x"], "begins with http"),
-        (["--url", "http://127.0.0.1:99999"], "http://127.0.0.1:99999: a port is 1 to 65535"),
-        (["--url", "http://127.0.0.1:0"], "a port is 1 to 65535"),
+        (["--url", "ftp://x"], "must begin with http"),
+        (
+            ["--url", "http://127.0.0.1:99999"],
+            "http://127.0.0.1:99999: the port must be 1 to 65535",
+        ),
+        (["--url", "http://127.0.0.1:0"], "the port must be 1 to 65535"),
         (["--url", "http://127.0.0.1:x"], "http://127.0.0.1:x: not an address (Invalid port"),
-        (["--url", "http://127.0.0.1?a=b"], "an address without ? and #"),
-        (["--url", "http://"], "begins with http"),
+        (["--url", "http://127.0.0.1?a=b"], "leave ? and # out"),
+        (["--url", "http://"], "must begin with http"),
         (["--url", "http://a..b"], "http://a..b"),
         (["--url", "http://" + "a" * 70], "aaa"),
         (["--url", "http://x\x1b[2J"], "http://x\\x1b[2J"),
@@ -189,7 +192,7 @@ def test_no_server(folder, capsys):
         (["--reward", "lines:f"], "--reward lines:f: ValueError: one two\\x1b[2J"),
         (["--model", "none.json"], "none.json: not a readable model config"),
         (["--model", "deep.json"], "deep.json: JSON with more than 64 brackets"),
-        (["--model", "words.json"], "words.json: `vocab_size` is a whole number; got"),
+        (["--model", "words.json"], "words.json: `vocab_size` must be a whole number; got"),
         (["--prompts", "deep.json"], "deep.json, line 1: JSON with more than 64 brackets"),
         (["--prompts", "bytes.json"], "bytes.json, line 1: not JSON"),
         (["--prompts", "half.json"], "half.json, line 1: the prompt cannot be sent as JSON"),
@@ -334,7 +337,7 @@ def test_a_full_disk_is_one_line_and_loses_no_shard(folder):
         assert done.returncode == 1
         assert done.stderr.splitlines()[1:] == [
             "error: store: no shard can be written (File too large): 8 rollouts are not stored; "
-            "make room or mend it, then the same command samples them again"
+            "make room or repair it, then run the same command again"
         ]
         assert len(RolloutStore([folder / "store"])) == 8
         assert leftovers(folder / "store") == []

@@ -95,18 +95,18 @@ def test_what_cannot_be_decoded(folder, capsys):
     assert output.out == "store has 2 rollouts; lines left out: 1\n"
     assert output.err.startswith("left out: raw.jsonl, line 2, choice 0: ")
     assert convert(lines, "--skip-refused") == 1
-    assert "store: is there already" in capsys.readouterr().err
+    assert "store: exists already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reward": None}, "line 1: no `reward`"),
-        ({"reward": 1}, "line 1: 1 rewards for 2 samples"),
+        ({"reward": None}, "line 1: the line has no `reward`"),
+        ({"reward": 1}, "line 1: `reward` has 1 numbers for 2 choices"),
         ({"reward": [1, "x"]}, "line 1, choice 1: `reward` is 'x'"),
         ({"reward": [1, 1e39]}, "finite, in float32"),
-        ({"group": "x"}, "`group` is a whole number"),
-        ({"request": 3}, "`request` is the body"),
+        ({"group": "x"}, "`group` must be a whole number"),
+        ({"request": 3}, "`request` must be the JSON object"),
         ({"response": {"choices": [3, 4]}}, "a choice is not an object"),
     ],
 )
@@ -169,7 +169,7 @@ def test_new_rewards_in_any_order_make_a_new_store(store, capsys):
         different = {n for n in a.tensors if not np.array_equal(a.tensors[n], b.tensors[n])}
         assert different == {"reward"}
     assert back(table) == 1
-    assert "new: is there already" in capsys.readouterr().err
+    assert "new: exists already" in capsys.readouterr().err
 
 
 def test_tables_of_something_else_are_refused(store, capsys):
@@ -177,7 +177,7 @@ def test_tables_of_something_else_are_refused(store, capsys):
     nan = table.set_column(table.schema.get_field_index("reward"), "reward", [[1.0] * 4 + [None]])
     tokens = [[1, 2]] * 5
     tables = {
-        "no row for store/shard-00001.safetensors: rollout 2": table.slice(0, 4),
+        "no row for store/shard-00001.safetensors: rollout 2, which is": table.slice(0, 4),
         "rows 0 and 5 are both policy_version 7, group 0, sample 0": pa.concat_tables(
             [table, table.slice(0, 1)]
         ),

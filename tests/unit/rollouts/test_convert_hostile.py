@@ -85,15 +85,15 @@ def test_settings_of_a_request(request_, expected):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"temperature": "1"}, "temperature is a number from 0 to 2.14748e+09; got '1'"),
-        ({"temperature": float("nan")}, "temperature is a number from 0"),
-        ({"temperature": True}, "temperature is a number from 0"),
-        ({"top_p": 1.5}, "top_p is a number from 0 to 1; got 1.5"),
-        ({"top_p": [1]}, "top_p is a number from 0 to 1; got [1]"),
-        ({"min_p": -0.5}, "min_p is a number from 0 to 1; got -0.5"),
-        ({"top_k": 2.5}, "top_k is a whole number from -1 on; got 2.5"),
-        ({"top_k": 10**400}, "top_k is a number from -1"),
-        ({"max_tokens": -1}, "max_tokens is a whole number from 0 on; got -1"),
+        ({"temperature": "1"}, "temperature must be a number from 0 to 2.14748e+09; got '1'"),
+        ({"temperature": float("nan")}, "temperature must be a number from 0"),
+        ({"temperature": True}, "temperature must be a number from 0"),
+        ({"top_p": 1.5}, "top_p must be a number from 0 to 1; got 1.5"),
+        ({"top_p": [1]}, "top_p must be a number from 0 to 1; got [1]"),
+        ({"min_p": -0.5}, "min_p must be a number from 0 to 1; got -0.5"),
+        ({"top_k": 2.5}, "top_k must be a whole number from -1 on; got 2.5"),
+        ({"top_k": 10**400}, "top_k must be a number from -1"),
+        ({"max_tokens": -1}, "max_tokens must be a whole number from 0 on; got -1"),
         (
             {"sampling_params": [{"temperature": 1}, {"temperature": 0.5}]},
             "temperature differs between the prompts of one request",
@@ -176,12 +176,12 @@ def test_a_group_has_one_prompt(folder, capsys):
     [
         ({"group": 2**63}, f"group {2**63}: a whole number from {-(2**63)} on, of 64 bits"),
         ({"group": -(2**63) - 1}, "of 64 bits"),
-        ({"group": 1.0}, "`group` is a whole number"),
+        ({"group": 1.0}, "`group` must be a whole number"),
         ({"reward": [1, 10**400]}, "line 1, choice 1: `reward` is 1000"),
         ({"reward": [1, float("nan")]}, "choice 1: `reward` is nan; a reward is finite"),
         ({"reward": [1, "\x1b[2J"]}, "choice 1: `reward` is '\\x1b[2J'; a reward is a number"),
         ({"reward": [1, [2]]}, "choice 1: `reward` is [2]; a reward is a number"),
-        ({"reward": {"a": 1}}, "1 rewards for 2 samples"),
+        ({"reward": {"a": 1}}, "`reward` has 1 numbers for 2 choices"),
     ],
 )
 def test_numbers_that_a_store_cannot_hold(folder, capsys, change, message):
@@ -206,7 +206,7 @@ def test_a_negative_group_is_a_group(folder):
         (b"\xff\xfe{\x00}\x00", "line 1: not JSON"),
         (b'\n\n{"request": {}, "response": {}', "line 3: not JSON"),
         (b"[]", "line 1: an object with `request` and `response` is expected"),
-        (b'{"request": [], "response": {}}', "line 1: `request` is the body"),
+        (b'{"request": [], "response": {}}', "line 1: `request` must be the JSON object"),
     ],
 )
 def test_lines_that_are_no_json(folder, capsys, text, message):
@@ -231,7 +231,10 @@ def test_files_that_cannot_be_read_or_written(folder, capsys):
     assert run("none", "store") == "none: cannot be read (No such file or directory)"
     there = f"file/store: cannot be written ({folder / 'file'} is no directory)"
     assert run("raw.jsonl", "file/store") == there
-    assert run("raw.jsonl", "file") == "file: is there already; a conversion writes a new store"
+    assert (
+        run("raw.jsonl", "file")
+        == "file: exists already; a conversion writes a new store: give another --out"
+    )
     long = "x" * 300
     assert run("raw.jsonl", long) == f"{long}: cannot be written (File name too long)"
 
@@ -276,7 +279,11 @@ def test_a_full_disk(store):
     [
         ("\x1b[31m0.30", "tiny", r"--engine-version '\\x1b\[31m0.30': .* without control"),
         ("0" * 201, "tiny", "--engine-version .* at most 200 characters; got 201"),
-        ("0.30.0", "a\nb", r"--model 'a\\nb': what a store calls it is a text without control"),
+        (
+            "0.30.0",
+            "a\nb",
+            r"--model 'a\\nb': as a name in a store it must be a text without control",
+        ),
     ],
 )
 def test_names_that_a_terminal_would_obey(folder, version, model, message):
@@ -306,7 +313,7 @@ def test_what_an_engine_gave_up_is_left_out(folder, engine, streamed):
     found = _Reader(Recording(written([line]), engine, "1", model)).lines()
     ((rollouts, refused),) = found
     assert rollouts == []
-    assert "line 1, choice 0: the engine ended it with" in refused
+    assert "line 1, choice 0: the engine ended the response with" in refused
 
 
 def test_a_stream_is_stored_as_text_or_in_an_object(folder):

@@ -204,7 +204,7 @@ def test_routers_in_other_layers_than_the_config_says(folder, capsys, monkeypatc
     dense = qwen(mlp_only_layers=[0]).to(torch.bfloat16)
     monkeypatch.setattr(generate, "load_model", lambda directory: dense)
     assert main(command(1)) == 1
-    expected = "model: routers in layers [1, 2]; its config says MoE layers [0, 2]"
+    expected = "model: transformers has routers in layers [1, 2]; its config says [0, 2]"
     assert error_of(capsys) == expected
 
 
@@ -242,7 +242,7 @@ def test_a_signal_stores_whole_groups(folder):
     assert 4 <= have < 120
     assert have % 4 == 0
     assert done.stderr.splitlines() == [
-        f"interrupted; store has {have} of 120 rollouts: the same command takes the rest"
+        f"interrupted; store has {have} of 120 rollouts: run the same command again for the rest"
     ]
 
 

@@ -242,7 +242,10 @@ def test_verify_names_what_is_wrong(store, model, capsys):
     path.write_bytes(whole)
     write_shard(store, info, ROLLOUTS[1:2])
     error = refused(capsys, store)
-    assert "00002.safetensors: rollout 0 is sample 1 of group 0, policy version 7: so is" in error
+    assert (
+        "00002.safetensors: rollout 0 is sample 1 of group 0, policy version 7: the same as"
+        in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,7 +273,7 @@ def test_other_router_weights_are_refused(store, model, capsys):
     error = refused(capsys, store, "--model", model)
     assert "in 1 of 3 MoE layers, the first is hidden layer 2" in error
     save_torch({"x": torch.zeros(1)}, model / "model.safetensors")
-    assert "goes without a router fingerprint" in refused(capsys, store, "--model", model)
+    assert "to store no router fingerprint" in refused(capsys, store, "--model", model)
 
 
 def test_other_weights_are_refused_where_the_routers_are_the_same(tmp_path, model, capsys):

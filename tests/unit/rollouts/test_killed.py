@@ -111,8 +111,8 @@ def test_a_signal_at_any_moment_ends_eight_workers(tmp_path, number):
             shards = [*(tmp_path / f"s{trial}").glob("shard-*.safetensors")]
             have = len(RolloutStore([tmp_path / f"s{trial}"])) if shards else 0
             assert have % N == 0
-            said = f"interrupted; s{trial} has {have} of 2400 rollouts: the same command takes "
-            assert error.splitlines()[1:] == [said + "the rest"]
+            said = f"interrupted; s{trial} has {have} of 2400 rollouts: run the same command "
+            assert error.splitlines()[1:] == [said + "again for the rest"]
             left = [path.name for path in (tmp_path / f"s{trial}").glob("*")]
             assert len(left) == len(shards)
 
@@ -157,7 +157,7 @@ def test_a_signal_before_sampling_begins(tmp_path, number):
     process.send_signal(number)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 128 + number
-    assert error == "interrupted: the same command takes what is missing\n"
+    assert error == "interrupted: run the same command again for the rest\n"
     assert not (tmp_path / "store").exists()
 
 
@@ -170,7 +170,7 @@ def test_a_signal_before_the_server_answers(tmp_path, number):
     process.send_signal(number)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 128 + number
-    assert error == "interrupted: the same command takes what is missing\n"
+    assert error == "interrupted: run the same command again for the rest\n"
     assert not (tmp_path / "store").exists()
 
 

@@ -58,10 +58,10 @@ def test_every_form(tmp_path):
         ('{"prompt": [-1]}', "token ids from 0 on"),
         ('{"prompt": [2147483648]}', "token ids from 0 on"),
         ('{"messages": ["hi"]}', "a list of objects"),
-        ('{"prompt": [1], "group": "a"}', "`group` is a whole number"),
-        ('{"prompt": [1], "group": 9223372036854775808}', "`group` is a whole number"),
-        ('{"prompt": [1], "id": 1.5}', "`id` is a whole number"),
-        ('{"prompt": [1], "group": 1}\n{"prompt": [2]}', "line 2: group 1 is that of"),
+        ('{"prompt": [1], "group": "a"}', "`group` must be a whole number"),
+        ('{"prompt": [1], "group": 9223372036854775808}', "`group` must be a whole number"),
+        ('{"prompt": [1], "id": 1.5}', "`id` must be a whole number"),
+        ('{"prompt": [1], "group": 1}\n{"prompt": [2]}', "line 2: group 1 is already the group of"),
     ],
 )
 def test_wrong_prompts(tmp_path, text, message):

@@ -52,7 +52,8 @@ def test_other_prompts_are_refused_and_nothing_is_sampled(folder, capsys, kind):
         assert main(command(server.url, 2)) == 1
         assert capsys.readouterr().err.splitlines()[1:] == [
             "error: prompts.jsonl, line 1: store/shard-00000.safetensors: rollout 0 of its group 0 "
-            "has another prompt: other prompts take another --out, or a `group` of their own"
+            "was sampled from another prompt: give the new prompts another --out, "
+            "or a `group` of their own"
         ]
         write_prompts(folder, [lines[3], *lines[:3]])  # a line more in front: all groups shift
         assert main(command(server.url, 4)) == 1
@@ -73,7 +74,7 @@ def test_a_text_is_not_its_token_ids_nor_a_chat(folder, capsys):
         assert main(command(server.url, 1)) == 0
         write_prompts(folder, [{"prompt": "text"}])
         assert main(command(server.url, 2)) == 1
-        assert "has another prompt" in capsys.readouterr().err
+        assert "was sampled from another prompt" in capsys.readouterr().err
 
 
 def rewritten(folder, digests):
@@ -114,7 +115,8 @@ def test_a_store_without_digests(folder, capsys, kind):
             assert main(command(server.url, 3)) == 1
             assert capsys.readouterr().err.splitlines()[1:] == [
                 "error: prompts.jsonl, line 1: store/shard-00000.safetensors: rollout 0 of its "
-                "group 0: its store does not say what was asked; take another --out"
+                "group 0: its store does not record the prompt, so nobody can compare it; "
+                "give another --out"
             ]
             return
         assert main(command(server.url, 3)) == 0
@@ -132,7 +134,7 @@ def test_only_what_differs_is_said(folder, capsys):
         (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 513}))
         assert main(command(server.url, 2)) == 1
         error = capsys.readouterr().err.splitlines()[-1]
-        assert "shard-00000.safetensors: its rollouts were collected otherwise" in error
+        assert "shard-00000.safetensors: its rollouts were not collected as this" in error
         assert "vocab_size" in error
         for field in ("num_experts", "moe_layers", "StoreInfo", "sampling"):
             assert field not in error

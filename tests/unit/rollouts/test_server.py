@@ -54,10 +54,10 @@ def with_logprob(value):
         (changed(token_ids=lambda ids: [*ids[:-1], 100_000]), "id 100000; the vocabulary has"),
         (
             lambda body: {**answer(body), "model": "other"},
-            "of the model 'other'; 'served' was asked for",
+            "names the model 'other'; the request asked for 'served'",
         ),
         (lambda body: {**answer(body), "model": None}, "names no model; 'served' was asked for"),
-        (lambda body: {**answer(body), "model": "\x1b[2J"}, "of the model '\\x1b[2J'"),
+        (lambda body: {**answer(body), "model": "\x1b[2J"}, "names the model '\\x1b[2J'"),
     ],
 )
 def test_impossible_answers_are_refused_and_never_stored(folder, capsys, give, message):
@@ -118,7 +118,7 @@ def test_sampling_that_the_loss_does_not_know_needs_its_option(folder, capsys, a
             "config.json has no weights: no digest of them is stored",
             f"error: {what}: the policy loss takes all log-probs at temperature 1 over the whole "
             "vocabulary, so its ratio would compare two distributions and its gradient would be "
-            "biased; --biased-sampling collects all the same",
+            "biased; to collect all the same, give --biased-sampling",
         ]
         assert main(command(server.url, 1, *arguments, "--biased-sampling")) == 0
     sampling = RolloutStore([folder / "store"]).info.sampling
@@ -212,7 +212,7 @@ def test_a_server_that_does_not_confirm_gives_no_rollouts(folder, capsys):
         server.behave = behave
         assert main(command(server.url, 1)) == 1
     error = capsys.readouterr().err
-    assert "is it still the same server? http://127.0.0.1:" in error
+    assert "nobody knows whether it is still the same server: http://127.0.0.1:" in error
     assert not (folder / "store").exists()
 
 
@@ -261,7 +261,7 @@ def test_the_version_of_sglangs_weights(folder, capsys, versions, page, stored, 
     if message is not None:
         assert error[-1].startswith("error: prompts.jsonl, line ")
         assert message in error[-1]
-        assert "give the new one another" in error[-1]
+        assert "give the new weights another one" in error[-1]
     if stored:
         store = RolloutStore([folder / "store"])
         assert (len(store), store.info.engine_policy) == (stored, "7")

@@ -42,7 +42,7 @@ def test_a_store_that_grows_is_followed(tmp_path):
 
 
 def test_one_store_can_be_followed(store_dir, tmp_path):
-    with pytest.raises(StoreError, match="one store can be followed"):
+    with pytest.raises(StoreError, match="only only one store can be followed: name one: name one"):
         open_stores([store_dir, tmp_path], follow_s=1)
     with pytest.raises(StoreError, match="the first shard did not come"):
         open_stores([tmp_path / "none"], follow_s=0)
@@ -105,7 +105,7 @@ def test_a_store_that_is_not_followed_stays_as_it_was(store_dir):
     write_shard(store_dir, INFO, [replace(ROLLOUTS[0], sample=9)])
     store.refresh()
     store.wait_for(4)
-    with pytest.raises(StoreError, match=f"{store_dir}: has no rollout 5, only 5"):
+    with pytest.raises(StoreError, match=f"{store_dir}: has no rollout 5: it has 5, numbered"):
         store.wait_for(5)
     assert len(store) == 5
     assert len(RolloutStore([store_dir])) == 6

@@ -107,8 +107,8 @@ def test_two_rollouts_of_one_name(store_dir):
     write_shard(store_dir, INFO, [replace(ROLLOUTS[0], sample=8), ROLLOUTS[3]])
     assert refusal(store_dir) == (
         f"{store_dir / 'shard-00002.safetensors'}: rollout 1 is sample 3 of group 0, policy "
-        f"version 7: so is {store_dir / SECOND}: rollout 1; remove one, or number the samples of a "
-        "group"
+        f"version 7: the same as {store_dir / SECOND}: rollout 1; remove one, or number the "
+        "samples of a group"
     )
 
 
@@ -116,7 +116,7 @@ def test_two_rollouts_of_one_name_when_a_shard_comes(store_dir):
     store = open_stores([store_dir], follow_s=0)
     write_shard(store_dir, INFO, [ROLLOUTS[0]])
     with pytest.raises(
-        StoreError, match=r"00002.*: rollout 0 is sample 0 .* so is .*00000.*: roll"
+        StoreError, match=r"00002.*: rollout 0 is sample 0 .* the same as .*00000.*: roll"
     ):
         store.refresh()
     assert len(store) == 5

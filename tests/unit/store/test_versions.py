@@ -172,7 +172,8 @@ def test_what_must_be_known_is_refused(store_dir, name):
     with pytest.raises(StoreError) as refusal:
         RolloutStore([store_dir])
     assert str(refusal.value) == (
-        f"{store_dir / SHARD}: needs {name!r}, which this megatron-r3 does not know: update it"
+        f"{store_dir / SHARD}: needs {name!r}, which this megatron-r3 does not know: "
+        "update megatron-r3"
     )
 
 

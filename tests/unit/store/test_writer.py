@@ -31,7 +31,9 @@ WRONG_INFO = {
     "topk must be a whole number from 1 to 16; got 4.0": {"topk": 4.0},
     "topk must be a whole number from 1 to 16; got True": {"topk": True},
     "num_experts must be a whole number from 1 to 32768; got 32769": {"num_experts": 32769},
-    "router_fingerprint: 2 digests for 3 layers": {"router_fingerprint": OTHER[:2]},
+    "router_fingerprint: 2 router digests; expected one for each of 3 layers": {
+        "router_fingerprint": OTHER[:2]
+    },
     "router_fingerprint must be 16 hex digits for each MoE layer, or empty; got ['a', 'b', 'c']": {
         "router_fingerprint": ("a", "b", "c")
     },
@@ -103,7 +105,9 @@ def test_a_writer_refuses_values_that_no_rollout_has(tmp_path, message):
 
 
 def test_a_writer_refuses_two_rollouts_of_one_name(tmp_path):
-    with pytest.raises(StoreError, match=r"rollout 2 is sample 0 of group 1, .* so is rollout 0"):
+    with pytest.raises(
+        StoreError, match=r"rollout 2 is sample 0 of group 1, .* the same as rollout 0"
+    ):
         write_shard(tmp_path / "new", INFO, [*ROLLOUTS[:2], replace(ROLLOUTS[2], sample=0)])
     assert not (tmp_path / "new").exists()
 
@@ -117,7 +121,7 @@ def test_a_writer_refuses_rows_short_by_one(tmp_path):
 
 
 def test_a_writer_refuses_other_models(tmp_path):
-    with pytest.raises(StoreError, match=r"\(3, 4, 32\) in a store of \(3, 4, 16\)"):
+    with pytest.raises(StoreError, match=r"\(3, 4, 32\); the store has \(3, 4, 16\)"):
         write_shard(tmp_path, INFO, [make_rollout(5, experts=32)])
 
 
@@ -216,7 +220,7 @@ def test_a_writer_refuses_turns_that_are_not_the_response(tmp_path, turns):
     if turns == [[2, 12]]:
         write_shard(tmp_path, INFO, [rollout])
         return
-    with pytest.raises(StoreError, match="its turns are not the tokens that its response names"):
+    with pytest.raises(StoreError, match="its `turns` and its `response` name different tokens"):
         write_shard(tmp_path, INFO, [rollout])
 
 

@@ -45,7 +45,7 @@ WRONG = {
     "rollout 0: sample -1: a whole number from 0 on": {"sample": np.array([-1, 0])},
     "rollout 1: prompt_digest must not be negative": {"prompt_digest": np.array([0, -1])},
     "recorded must be 0 or 1": {"recorded": np.full(12, 2, np.uint8)},
-    "its turns are not the tokens that its response names": {
+    "its `turns` and its `response` name different tokens": {
         "turns": np.array([2, 6, 3, 9], np.int32)
     },
 }
@@ -310,12 +310,12 @@ def test_files_that_are_no_shards(store_dir):
             RolloutStore([store_dir])
     path.unlink()
     path.mkdir()
-    with pytest.raises(StoreError, match=f"{SHARD}: not a file, which every shard is"):
+    with pytest.raises(StoreError, match=f"{SHARD}: not a regular file, as every shard must be"):
         RolloutStore([store_dir])
     path.rmdir()
     os.mkfifo(path)
     with pytest.raises(
-        StoreError, match=f"{SHARD}: not a file, which every shard is"
+        StoreError, match=f"{SHARD}: not a regular file, as every shard must be"
     ):  # and it does not wait for one
         RolloutStore([store_dir])
     path.unlink()

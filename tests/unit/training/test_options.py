@@ -101,8 +101,8 @@ def test_what_changes_the_order_of_samples_is_part_of_it(change: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rollouts_clip_eps": 1.0}, "--rollouts-clip-eps 1.0: it lies between 0 and 1"),
-        ({"rollouts_max_lag": -1}, "--rollouts-max-lag -1: 0 or more"),
+        ({"rollouts_clip_eps": 1.0}, "--rollouts-clip-eps 1.0: it must lie between 0 and 1"),
+        ({"rollouts_max_lag": -1}, "--rollouts-max-lag -1: it must be 0 or more"),
         ({"rollouts_pack": True}, "--micro-batch-size 4: a pack is a micro-batch"),
         (
             {"rollouts_pack": True, "micro_batch_size": 1, "hybrid_layer_pattern": "*EM"},
