@@ -41,27 +41,39 @@ def options_of(text: str, heading: str) -> set[str]:
 
 
 def patched_options() -> set[str]:
-    """The options that the patches of the default line bring to the command line."""
+    """The options that the patches of the default line bring, as the command line spells them."""
     text = "".join(p.read_text() for p in sorted((ROOT / "patches/core_r0.19.0").glob("*.patch")))
     options = set(re.findall(r"^\+\s+group\.add_argument\(\s*'(--[\w-]+)'", text, re.MULTILINE))
-    fields = re.findall(r"^\+    (moe_router_replay\w*): ([^\n]*)", text, re.MULTILINE)
-    for name, rest in fields:  # Megatron makes --no-X of a field that is on
-        on = rest.endswith("= True") or "default=True" in rest
-        options.add(f"--{'no-' if on else ''}{name.replace('_', '-')}")
-    return {option.replace("--no-moe", "--moe") for option in options}
+    fields = re.findall(r"^\+    (moe_router_replay\w*): (.+) = (\S+)$", text, re.MULTILINE)
+    for name, kind, default in fields:
+        # Megatron makes --X of a bool that is off, and --no-X alone of any other, also of None
+        only_off = "bool" in kind and default != "False"
+        options.add(f"--{'no-' if only_off else ''}{name.replace('_', '-')}")
+    return options
+
+
+def unknown_options(text: str) -> set[str]:
+    """Options of ours that a text names and that no command line takes."""
+    named = re.findall(r"--(?:no-)?(?:moe-router-replay|rollouts)[a-z-]*", text)
+    return set(named) - patched_options()
 
 
 def test_every_option_of_training_is_documented() -> None:
     documented = options_of((ROOT / "docs" / "train.md").read_text(), "## Every option")
     assert len(documented) > 12
-    assert {option.replace("--no-moe", "--moe") for option in documented} == patched_options()
+    assert documented == patched_options()
+
+
+def test_an_option_is_spelt_as_the_command_line_takes_it() -> None:
+    names = ("--moe-router-replay-verify-plan", "--no-moe-router-replay-fused-gate")
+    assert unknown_options(" ".join(names)) == set()
+    wrong = {"--no-moe-router-replay-verify-plan", "--moe-router-replay-fused-gate"}
+    assert unknown_options(" ".join(wrong)) == wrong
 
 
 @each_page
 def test_options_of_ours_exist(page: Path) -> None:
-    named = set(re.findall(r"--(?:no-)?(?:moe-router-replay|rollouts)[a-z-]*", page.read_text()))
-    known = patched_options() | {o.replace("--moe", "--no-moe") for o in patched_options()}
-    assert named - known == set()
+    assert unknown_options(page.read_text()) == set()
 
 
 def test_the_whole_command_has_options_of_megatron() -> None:
