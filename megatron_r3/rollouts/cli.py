@@ -171,8 +171,8 @@ def _number(kind: type, least: float, most: float = float("inf")) -> Callable[[s
 def _add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
         "--model", required=required, type=Path, metavar="HF_DIR",
-        help="transformers directory of the model that samples. A config.json alone will do for a "
-        "server; the store then has no digests of the weights",
+        help="transformers directory of the model that sampled. For a server a config.json alone "
+        "will do; then no digests of the weights are stored or compared",
     )  # fmt: skip
 
 
