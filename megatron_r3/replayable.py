@@ -63,6 +63,10 @@ KNOWN_VALUES = {
     "moe_token_dispatcher_type": ("allgather", "alltoall", "flex", "alltoall_seq"),
     "moe_flex_dispatcher_backend": ("deepep", "hybridep", "ncclep"),
     "moe_router_dtype": (None, "fp32", "fp64"),
+    # ours: a misspelt value must not mean one of the two
+    "moe_router_replay_aux_loss": ("replayed", "live"),
+    "moe_router_replay_expert_bias": ("replayed", "live"),
+    "moe_router_replay_missing": ("live", "error"),
 }
 
 

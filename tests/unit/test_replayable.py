@@ -30,6 +30,15 @@ WRONG: dict[str, dict[str, Any]] = {
 
 def test_an_ordinary_config_is_accepted() -> None:
     assert refusals(SimpleNamespace(**GOOD)) == []
+    live = {"moe_router_replay_aux_loss": "live", "moe_router_replay_missing": "error"}
+    assert refusals(SimpleNamespace(**GOOD, **live)) == []
+
+
+@pytest.mark.parametrize("name", ["aux_loss", "expert_bias", "missing"])
+def test_a_misspelt_choice_is_refused(name: str) -> None:
+    option = f"moe_router_replay_{name}"
+    (refusal,) = refusals(SimpleNamespace(**GOOD, **{option: "lives"}))
+    assert refusal.startswith(f"{option}='lives'")
 
 
 @pytest.mark.parametrize("reason", WRONG)
