@@ -82,7 +82,7 @@ def test_a_store_that_lost_or_changed_a_shard_is_refused(
     info, shards = parts(policy)
     changed = [replace(rollout, reward=rollout.reward + 1) for rollout in shards[3]]
     write_shard(store, replace(info, router_fingerprint=()), changed)
-    assert "it is not the shard-00003.safetensors that the checkpoint was trained on" in fails(
+    assert "this is not the shard-00003.safetensors that the checkpoint was trained on" in fails(
         patched, argv
     )
     last.write_bytes(kept)  # control: as it was

@@ -4,6 +4,7 @@ Shape suffixes (docs/glossary.md): N.
 """
 
 import errno
+import gc
 import os
 import pickle
 import shutil
@@ -209,6 +210,7 @@ def test_files_are_closed(store_dir):
     def descriptors():
         return len([*Path("/proc/self/fd").iterdir()])
 
+    gc.collect()  # stores of other tests may wait in a reference circle to be freed
     before = descriptors()
     store = RolloutStore([store_dir])
     store.verify()

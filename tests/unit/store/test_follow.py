@@ -37,12 +37,12 @@ def test_a_store_that_grows_is_followed(tmp_path):
     with pytest.raises(StoreError, match=r"rollout 5 did not come within 0 s; it has 5 rollouts"):
         other.wait_for(5)
     write_shard(tmp_path / "s", INFO, [replace(ROLLOUTS[0], sample=9)])
-    with pytest.raises(StoreError, match=r"shard-00002.*policy version 7 after 8"):
+    with pytest.raises(StoreError, match=r"shard-00002.*policy version 7 comes after 8"):
         other.wait_for(5)
 
 
 def test_one_store_can_be_followed(store_dir, tmp_path):
-    with pytest.raises(StoreError, match="only only one store can be followed: name one: name one"):
+    with pytest.raises(StoreError, match="only one store can be followed: name one"):
         open_stores([store_dir, tmp_path], follow_s=1)
     with pytest.raises(StoreError, match="the first shard did not come"):
         open_stores([tmp_path / "none"], follow_s=0)
