@@ -28,6 +28,17 @@ def test_the_real_patches_and_versions():
             assert rest.startswith(patch.subject.split()[0].rstrip(":"))
 
 
+def test_a_real_patch_is_whole_on_a_tree_or_left_out_of_it():
+    """A package lacks some files. A patch with such a file and another one could not be exported."""
+    for line in read_versions(patches_folder()).lines:
+        patches = read_series(line.folder).patches
+        for tree in line.trees:
+            for patch in patches:
+                assert len({change.path in tree.absent for change in patch.changes}) == 1, (
+                    f"{patch.file.name} is half of {tree.name}"
+                )
+
+
 def test_the_real_entries_name_files_of_the_series(tmp_path):
     (tmp_path / "megatron/core").mkdir(parents=True)
     status = identify(tmp_path, read_versions(patches_folder()))
