@@ -29,7 +29,7 @@ def test_the_real_patches_and_versions():
 
 
 def test_a_real_patch_is_whole_on_a_tree_or_left_out_of_it():
-    """A package lacks some files. A patch with such a file and another one could not be exported."""
+    """A package lacks some files. A patch of such a file and others could not be exported there."""
     for line in read_versions(patches_folder()).lines:
         patches = read_series(line.folder).patches
         for tree in line.trees:
