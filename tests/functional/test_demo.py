@@ -30,8 +30,13 @@ def processes_naming(text: str) -> list[str]:
 def test_stopping_the_demo(patched_tree: Path, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "demo"
     command = [sys.executable, "-m", "demo.run", "--megatron", str(patched_tree)]
+    # A shell starts a job in the background with SIGINT ignored, and all its children inherit that.
     with subprocess.Popen(
-        [*command, "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [*command, "--out", str(out)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as demo:
         log = out / "logs" / "pretrain.log"
         deadline = time.monotonic() + 90
