@@ -123,7 +123,7 @@ def write_store(recorded: Recorded, folder: Path) -> Path:
 
 
 def summarise(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each way."""
+    """A row of the table for each way to train: live, replayed, replayed with a plan."""
     live = result["seconds"][MODES[0]]
     rows = []
     for mode in MODES:

@@ -100,7 +100,7 @@ class _Config:
 
 
 class Buffer:
-    """What DeepEP sends tokens with; here it is a process group and no memory.
+    """DeepEP's communication buffer. The stand-in holds a process group, and no memory.
 
     Args:
         group: the ranks, each with the same number of experts, in their order.
