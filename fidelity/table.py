@@ -23,6 +23,7 @@ from fidelity.rollouts import NUM_ROLLOUTS, make_rollouts, write_stores
 from fidelity.trees import training_or_core
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import PackedRollouts
+from megatron_r3.training.options import document_multiple
 
 TIMEOUT_S = 180.0
 BIAS = "expert_bias_matches"
@@ -121,8 +122,7 @@ def _batch_size(argv: list[str], store: Path) -> int:
         return NUM_ROLLOUTS
     # each word with the word after it; of an option that is given twice the last value stays
     value = dict(itertools.pairwise(argv))
-    context_parallel = int(value.get("--context-parallel-size", 1))
-    multiple = 2 * context_parallel if context_parallel > 1 else 1
+    multiple = document_multiple(int(value.get("--context-parallel-size", 1)))
     packed = PackedRollouts(RolloutStore([store]), int(value["--seq-length"]), None, multiple)
     return len(packed.packs)
 

@@ -29,6 +29,15 @@ NOT_WITH_ROLLOUTS = {
 }
 
 
+def document_multiple(context_parallel: int) -> int:
+    """To what multiple each rollout of a pack is padded.
+
+    Context parallelism cuts each document into 2 * CP pieces of one length: CP 4 pads a rollout of
+    13 tokens to 16.
+    """
+    return 2 * context_parallel if context_parallel > 1 else 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
     """What a training on rollouts is asked to do, and what it has to know of the trainer.
@@ -102,12 +111,8 @@ class RolloutOptions:
 
     @property
     def document_multiple(self) -> int:
-        """To what multiple each rollout of a pack is padded.
-
-        Context parallelism cuts each document into 2 * CP pieces of one length: CP 4 pads a
-        rollout of 13 tokens to 16.
-        """
-        return 2 * self.context_parallel if self.context_parallel > 1 else 1
+        """What the function of this name says for this training."""
+        return document_multiple(self.context_parallel)
 
     def shape_differences(self, sampler: MoEShape) -> list[str]:
         """In what the sampler's model differs from the trainer's; empty if the routes fit."""
@@ -225,6 +230,6 @@ def _sample_order(args: Any) -> str:
             f"{args.micro_batch_size}, data sharding {getattr(args, 'data_sharding', None)}"
         )
     if args.rollouts_pack:
-        multiple = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+        multiple = document_multiple(args.context_parallel_size)
         order += f", packs of {args.seq_length} aligned to {multiple}"
     return str(order)

@@ -70,7 +70,7 @@ class _Chunk:
 
     Attributes:
         number: 0, 1, ... in the order in which chunks were first used.
-        layer_numbers: its MoE layers, Megatron's numbers.
+        layer_numbers: its MoE layers, Megatron's numbers; empty where no layer is compared.
         has_plans: whether an iterator brings dispatch plans for it already.
     """
 
@@ -158,12 +158,12 @@ class RolloutStep:
         """Make what belongs to a model chunk, and put hooks into its routers and experts."""
         options = self.options
         routers = local_routers(module) if self._has_routes else {}
+        layer_numbers = sorted(routers)
         for number, router in routers.items():
             if router.router_replay is None:  # training routes live: the router only observes
                 self._observe(router, number)
         if self._witness is not None and self._has_routes:
             self._witness.attach(module, self.metrics)
-        layer_numbers = sorted(local_routers(module))
         planner = None
         if routers and options.use_plan:
             planner = self._parts.planner(self.store.info.num_experts, layer_numbers)

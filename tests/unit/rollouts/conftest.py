@@ -25,3 +25,12 @@ def store(folder):
     write_shard(folder / "store", INFO, GROUPED_ROLLOUTS[2:])
     assert main(["rollouts", "convert", "to-parquet", "store", "--out", "r.parquet"]) == 0
     return folder
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    """The working directory of a command whose reward is a module in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
+    return tmp_path

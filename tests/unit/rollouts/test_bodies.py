@@ -132,12 +132,9 @@ def test_the_limit_follows_what_was_asked():
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "rewards", raising=False)
-    write_inputs(tmp_path, 32)
-    return tmp_path
+def folder(empty_folder):
+    write_inputs(empty_folder, 32)
+    return empty_folder
 
 
 def endless() -> Iterator[bytes]:

@@ -27,12 +27,9 @@ from megatron_r3.store import RolloutStore
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "rewards", raising=False)
-    write_inputs(tmp_path, 6)
-    return tmp_path
+def folder(empty_folder):
+    write_inputs(empty_folder, 6)
+    return empty_folder
 
 
 def collect(url: str, n: int, *more: str) -> int:

@@ -41,14 +41,11 @@ def write_prompts(folder: Path, lines: list[dict]) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "rewards", raising=False)
-    write_inputs(tmp_path, 1)
-    save_model(tmp_path / "model")
-    write_prompts(tmp_path, [{"prompt": ids, "group": g} for g, ids in PROMPTS.items()])
-    return tmp_path
+def folder(empty_folder):
+    write_inputs(empty_folder, 1)
+    save_model(empty_folder / "model")
+    write_prompts(empty_folder, [{"prompt": ids, "group": g} for g, ids in PROMPTS.items()])
+    return empty_folder
 
 
 def command(n: int, *more: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -16,12 +15,9 @@ from megatron_r3.store import RolloutStore, write_shard
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "rewards", raising=False)
-    write_inputs(tmp_path, 1)
-    return tmp_path
+def folder(empty_folder):
+    write_inputs(empty_folder, 1)
+    return empty_folder
 
 
 def chat(text):
