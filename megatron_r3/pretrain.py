@@ -56,6 +56,8 @@ def no_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
     """
     from megatron.training import get_args
 
+    # Imported here: `fidelity/off.py` takes `forward_step` from this file where all else of
+    # megatron_r3 but `launch` and `cpu` is hidden.
     from megatron_r3.training.refuse import refuse
 
     if getattr(get_args(), "rollouts", None) is None:

@@ -95,8 +95,8 @@ def _raise_if_untaken(forward_pass: ForwardPass) -> None:
     """Refuse a forward pass that ended without any router asking for its routes.
 
     A schedule that splits a forward pass into nodes only binds functions in the block, and runs
-    them after it. There the caller looks at `MicrobatchRoutes.untaken` when the step is over, as
-    `megatron_r3.training.guard` does.
+    them after it. There the caller looks at `MicrobatchRoutes.untaken` when the step is over.
+    `megatron_r3.training.guard` looks at the counts behind it, `used`, of a whole step.
     """
     microbatch = forward_pass.microbatch
     if microbatch is None:

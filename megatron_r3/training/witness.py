@@ -132,9 +132,8 @@ class DispatchWitness:
             if rollout not in rollouts:
                 try:
                     rollouts[rollout] = self.store.rollout(rollout).routes
-                except (
-                    StoreError
-                ) as error:  # a recompute runs in backward, where nothing catches it
+                except StoreError as error:
+                    # a recompute calls this in the backward pass, where nothing catches an error
                     refuse(str(error))
             if rollouts[rollout].recorded_T[at]:
                 routes[token] = rollouts[rollout].ids_LTK[trace, at]

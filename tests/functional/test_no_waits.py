@@ -69,7 +69,7 @@ def counting(counts: Counter[tuple[int, str]]) -> None:
         ) -> Any:
             if caller_is_ours():
                 counts[get_args().curr_iteration, name] += 1
-            return original(self, *args)
+            return original(self, *args, **kw)
 
         setattr(torch.Tensor, name, read)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_r3.seams import option
 from megatron_r3.seams.option import settle_fusion
-from megatron_r3.training.layers import moe_layer_indices
 
 
 @dataclass
@@ -68,19 +66,3 @@ def test_the_first_rank_says_once_that_there_is_no_fused_router(
         for config in (Config(True), Config(True), Config()):
             settle_fusion(config)  # no Megatron is importable here, so no Transformer Engine either
     assert [record.message[:18] for record in caplog.records] == ["moe_router_fusion:"] * lines
-
-
-@pytest.mark.parametrize(
-    ("frequency", "layers"), [(1, (0, 1, 2, 3, 4)), (2, (0, 2, 4)), ([0, 1, 1, 0, 1], (1, 2, 4))]
-)
-def test_moe_layers_follow_megatrons_rule(frequency, layers):
-    assert moe_layer_indices(SimpleNamespace(num_layers=5, moe_layer_freq=frequency)) == layers
-
-
-HYBRID = ["hybrid_layer_pattern", "hybrid_override_pattern"]  # from 0.17 on, before
-
-
-@pytest.mark.parametrize("name", HYBRID)
-def test_moe_layers_of_a_hybrid_model_are_those_of_its_pattern(name):
-    config = SimpleNamespace(num_layers=6, moe_layer_freq=1, **{name: "*E|M-|EE/*E/*E"})
-    assert moe_layer_indices(config) == (1, 4, 5)

@@ -1,12 +1,12 @@
-"""Which modules of a model are its decoder's routers and MoE layers."""
+"""Which layers are MoE layers by the config, and which modules of a model are those."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_r3.training.layers import local_moe_layers, local_routers
+from megatron_r3.training.layers import local_moe_layers, local_routers, moe_layer_indices
 
 
 class TopKRouter(torch.nn.Module):
@@ -52,3 +52,19 @@ def test_those_of_mtp_layers_are_left_out_whatever_their_number(mtp_number):
     model = torch.nn.ModuleDict({"decoder": decoder, "mtp": mtp})
     assert local_moe_layers(model) == {1: decoder[0], 2: decoder[1], 4: decoder[2]}
     assert local_routers(model) == {layer.layer_number: layer.router for layer in decoder}
+
+
+@pytest.mark.parametrize(
+    ("frequency", "layers"), [(1, (0, 1, 2, 3, 4)), (2, (0, 2, 4)), ([0, 1, 1, 0, 1], (1, 2, 4))]
+)
+def test_moe_layers_follow_megatrons_rule(frequency, layers):
+    assert moe_layer_indices(SimpleNamespace(num_layers=5, moe_layer_freq=frequency)) == layers
+
+
+HYBRID = ["hybrid_layer_pattern", "hybrid_override_pattern"]  # from 0.17 on, before
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_moe_layers_of_a_hybrid_model_are_those_of_its_pattern(name):
+    config = SimpleNamespace(num_layers=6, moe_layer_freq=1, **{name: "*E|M-|EE/*E/*E"})
+    assert moe_layer_indices(config) == (1, 4, 5)
