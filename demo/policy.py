@@ -38,9 +38,8 @@ def main() -> int:
     one_process = arguments(["--micro-batch-size", "1"])
     for name, words in {"train": stages.grpo_arguments(), "export": one_process}.items():
         (args.out / f"{name}.args").write_text("\n".join(words) + "\n")
-    stages.hf.rename(
-        args.out / "policy"
-    )  # last: if there is a policy/, all other files are there too
+    # last: if there is a policy/, all other files are there too
+    stages.hf.rename(args.out / "policy")
     print(f"{args.out} has a policy; NPROC={WORLD_SIZE} trains it")
     return 0
 

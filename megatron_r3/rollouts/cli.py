@@ -51,11 +51,11 @@ def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
     _add_shard_size(parser)
     for flag, kind, default, text in _collect_options():
         add(flag, type=kind, default=default, help=text)
-    text = "allow other values of --temperature, --top-p and --top-k than the defaults. The policy "
-    text += (
+    text = (
+        "allow other values of --temperature, --top-p and --top-k than the defaults. The policy "
         "loss takes all log-probs at temperature 1 over the whole vocabulary, so its ratio then "
+        "compares two distributions, and its gradient is biased"
     )
-    text += "compares two distributions, and its gradient is biased"
     add("--biased-sampling", action="store_true", help=text)
     parser.set_defaults(run=run_collect)
 

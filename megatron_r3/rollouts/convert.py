@@ -17,13 +17,14 @@ from megatron_r3.rollouts.reward import (
     RewardError,
     RewardFunction,
     RewardSample,
+    checked_reward,
     score,
 )
 from megatron_r3.rollouts.writing import new_store, writing
 from megatron_r3.store import StoreInfo, write_shard
 from megatron_r3.store.schema import SamplingSettings
 from megatron_r3.untrusted import quoted, said
-from megatron_r3.values import wrong_name, wrong_reward, wrong_text
+from megatron_r3.values import wrong_name, wrong_text
 
 
 @dataclass(frozen=True)
@@ -227,11 +228,7 @@ class _Reader:
                 f"{where}: `reward` has {len(values)} numbers for {count} "
                 "choices: give one for each"
             )
-        if wrong := wrong_reward(values[index]):
-            raise RewardError(
-                f"{where}, choice {index}: `reward` is {quoted(values[index])}; {wrong}"
-            )
-        return float(values[index])
+        return checked_reward(values[index], f"{where}, choice {index}: `reward` is")
 
 
 def _or_not_said(value: float | None) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_r3.rollout import Rollout
-from megatron_r3.untrusted import one_line
+from megatron_r3.untrusted import one_line, quoted
 from megatron_r3.values import wrong_reward
 
 
@@ -108,7 +108,7 @@ def checked_reward(value: Any, prefix: str) -> float:
     except Exception as error:  # of a class of its own, for example a tensor of two numbers
         wrong = f"a reward is a number ({_text_of(error)})"
     if wrong is not None:
-        raise RewardError(f"{prefix} {one_line(repr(value), 200)}; {wrong}")
+        raise RewardError(f"{prefix} {quoted(value, 200)}; {wrong}")
     return float(value)
 
 

@@ -138,7 +138,9 @@ def _load(model: Path) -> Any:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise EngineError(f"--agreement needs transformers: {error}") from error
+        raise EngineError(
+            f"inspect --model takes transformers: pip install 'transformers>=5' ({error})"
+        ) from error
     try:
         return AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
     except Exception as error:  # a wrong config or wrong weights raise errors of any kind

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_r3.routes import id_dtype
 from megatron_r3.store.files import HeldFile, shard_name, shard_number
 from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, SamplingSettings, StoreError, StoreInfo
-from megatron_r3.untrusted import one_line, read_json
+from megatron_r3.untrusted import quoted, read_json
 
 # safetensors' names of the types that a shard's tensors have
 DTYPES: dict[str, type] = {
@@ -111,9 +111,7 @@ def read_header(file: HeldFile) -> Header:
         crc32 = _dict(body, "crc32", where)
         for name, value in crc32.items():
             if not _is_whole(value, 2**32 - 1):
-                raise StoreError(
-                    f"{where}: crc32 of {_quoted(name)}: {_quoted(value)} is no CRC-32"
-                )
+                raise StoreError(f"{where}: crc32 of {quoted(name)}: {quoted(value)} is no CRC-32")
     except StoreError:
         raise
     except ValueError as error:  # from read_json: the text is not JSON; begins with the path
@@ -156,7 +154,7 @@ def _read_layout(file: HeldFile) -> tuple[dict[str, Any], dict[str, Entry]]:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != end:
             raise _not_whole(
-                where, f"tensor {_quoted(name)} begins at byte {entry.begin}, not {end}"
+                where, f"tensor {quoted(name)} begins at byte {entry.begin}, not {end}"
             )
         end = entry.end
     if end != file.size:
@@ -184,7 +182,7 @@ def _read_entry(name: str, value: Any, data: int, where: str) -> Entry:
             return Entry(dtype, tuple(shape), data + offsets[0], data + offsets[1])
     raise _not_whole(
         where,
-        f"tensor {_quoted(name)}: {_quoted(value)} is not a dtype, shape and place that agree",
+        f"tensor {quoted(name)}: {quoted(value)} is not a dtype, shape and place that agree",
     )
 
 
@@ -207,7 +205,7 @@ def _read_version(body: dict[str, Any], where: str) -> int:
     # JSON's true and 3.0 equal whole numbers in Python, but no writer writes a version so
     if body.get("format") != FORMAT or type(version) is not int or version not in _VERSIONS:
         raise StoreError(
-            f"{where}: {_quoted(body.get('format'))} version {_quoted(version)}; this megatron-r3 "
+            f"{where}: {quoted(body.get('format'))} version {quoted(version)}; this megatron-r3 "
             f"reads {FORMAT!r} versions {' and '.join(map(str, _VERSIONS))}"
         )
     return version
@@ -216,7 +214,7 @@ def _read_version(body: dict[str, Any], where: str) -> int:
 def _check_number(path: Path, body: dict[str, Any]) -> None:
     number = body.get("number")
     if not _is_whole(number):
-        raise StoreError(f"{path}: number {_quoted(number)} is not the number of a shard")
+        raise StoreError(f"{path}: number {quoted(number)} is not the number of a shard")
     if number != shard_number(path):
         raise StoreError(
             f"{path}: says that it is shard {number}; was it renamed or copied? Give it back "
@@ -228,13 +226,13 @@ def _check_must_know(body: dict[str, Any], where: str) -> None:
     """Refuse a shard whose `must_know` names a field that this reader does not know."""
     names = body.get("must_know")
     if not isinstance(names, list):
-        raise StoreError(f"{where}: must_know {_quoted(names)} is no list of names")
+        raise StoreError(f"{where}: must_know {quoted(names)} is no list of names")
     known = {"format", "version", "number", "info", "crc32", "must_know", *_TENSORS, *_SINCE_3}
     known |= _field_names(StoreInfo) | _field_names(SamplingSettings)
     for name in names:
         if not isinstance(name, str) or name not in known:
             raise StoreError(
-                f"{where}: needs {_quoted(name)}, which this megatron-r3 does not know: "
+                f"{where}: needs {quoted(name)}, which this megatron-r3 does not know: "
                 "update megatron-r3"
             )
 
@@ -262,12 +260,12 @@ def _check_names(header: Header, where: str) -> None:
     needed, present = header.tensors.keys(), header.entries.keys()
     if needed - present or (header.version < FORMAT_VERSION and present - needed):
         raise StoreError(
-            f"{where}: tensors {_quoted(sorted(present), 400)}; a shard of version "
+            f"{where}: tensors {quoted(sorted(present), 400)}; a shard of version "
             f"{header.version} has {sorted(needed)}"
         )
     in_blocks = {"routes", *PER_TOKEN} if header.version >= FORMAT_VERSION else set()
     for name in sorted(present - in_blocks - header.crc32.keys()):
-        raise StoreError(f"{where}: crc32 has no checksum of {_quoted(name)}")
+        raise StoreError(f"{where}: crc32 has no checksum of {quoted(name)}")
 
 
 def _check_shapes(header: Header, where: str) -> None:
@@ -318,14 +316,10 @@ def _field_names(kind: type) -> set[str]:
 def _dict(values: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     value = values.get(name)
     if not isinstance(value, dict):
-        raise StoreError(f"{where}: {name} is no JSON object; got {_quoted(value)}")
+        raise StoreError(f"{where}: {name} is no JSON object; got {quoted(value)}")
     return value
 
 
 def _is_whole(value: Any, most: int = 2**63 - 1) -> bool:
     """Whether this is a whole number from 0 to `most`; True and 3.0 are not."""
     return type(value) is int and 0 <= value <= most
-
-
-def _quoted(value: Any, most: int = 120) -> str:
-    return one_line(repr(value), most)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_r3.rollout import MoEShape, must_be, wrong_whole
-from megatron_r3.untrusted import one_line
+from megatron_r3.untrusted import quoted
 from megatron_r3.values import wrong_text
 
 FORMAT = "megatron-r3 rollouts"
@@ -175,7 +175,7 @@ def differences(there: StoreInfo, here: StoreInfo) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    return one_line(repr(list(value) if isinstance(value, tuple) else value), 80)
+    return quoted(list(value) if isinstance(value, tuple) else value)
 
 
 def _is_number(value: Any) -> bool:

@@ -183,6 +183,14 @@ def _refuse_combinations(args: Any) -> None:
         raise ValueError(
             f"--rollouts-max-lag {args.rollouts_max_lag}: it must be 0 or more policy versions"
         )
+    if args.rollouts_follow is not None and not args.rollouts_follow >= 0:  # NaN is refused too
+        raise ValueError(f"--rollouts-follow {args.rollouts_follow}: it must be 0 or more seconds")
+    interval = args.moe_router_replay_log_mismatch_interval
+    if interval is not None and interval < 0:
+        raise ValueError(
+            f"--moe-router-replay-log-mismatch-interval {interval}: it must be 0 (never) or a "
+            "number of iterations"
+        )
     if args.rollouts_pack and args.micro_batch_size != 1:
         raise ValueError(
             f"--rollouts-pack with --micro-batch-size {args.micro_batch_size}: a pack is a "

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_r3.launch import build_model, initialize
-from megatron_r3.untrusted import one_line, read_json
+from megatron_r3.untrusted import one_line, quoted, read_json
 from megatron_r3.weights import qwen3_moe
 from megatron_r3.weights.checkpoint import check_load, check_save, load_whole, save_whole
 from megatron_r3.weights.qwen3_moe import VOCABULARY, check_config, hf_config, tensor_names
@@ -55,7 +55,7 @@ def to_hf(model: torch.nn.Module, directory: Path, config_json: dict[str, Any]) 
         for part, tensor in zip(parts, qwen3_moe.split(name, whole, config), strict=True):
             # a clone, because safetensors refuses tensors that share memory
             tensors[part] = tensor.detach().cpu().to(torch.bfloat16).contiguous().clone()
-            _refuse_non_finite(part, tensors[part], "the model")
+            _refuse_non_finite(part, tensors[part], "the model in bfloat16")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as t:
@@ -140,15 +140,16 @@ def _check_described(expected: Mapping[str, Any], directory: Path) -> None:
         raise ValueError(f"{file}: expected an object")
     family = theirs.get("model_type", expected["model_type"])
     if family != expected["model_type"]:
-        quoted = one_line(repr(family), 100)
-        raise ValueError(f"{file}: model_type is {quoted}: only Qwen3-MoE models can be moved")
+        raise ValueError(
+            f"{file}: model_type is {quoted(family)}: only Qwen3-MoE models can be moved"
+        )
     # transformers 5 has rope_theta in rope_parameters, earlier versions beside the other fields
     rope = theirs.get("rope_parameters")
     theirs = {**theirs, **(rope if isinstance(rope, dict) else {})}
     for name, ours in {**expected, **expected["rope_parameters"]}.items():
         if name in _NO_SHAPES and ours is not None and theirs.get(name, ours) != ours:
             raise ValueError(
-                f"{file}: {name} is {one_line(repr(theirs[name]), 100)}; Megatron's arguments "
+                f"{file}: {name} is {quoted(theirs[name])}; Megatron's arguments "
                 f"make it {ours!r}: other model arguments"
             )
 
@@ -172,7 +173,7 @@ def _refuse_non_finite(name: str, tensor: Tensor, where: object) -> None:
     if not finite.all():
         count = tensor.numel() - int(finite.sum())
         raise ValueError(
-            f"{where}: {count} of the {tensor.numel()} values of {name} are not finite in bfloat16"
+            f"{where}: {count} of the {tensor.numel()} values of {name} are not finite"
         )
 
 

@@ -68,7 +68,7 @@ RUN_BY = [
     (r"torchrun .*hf\.py --hf-import\b", "tests/functional/test_hf.py::test_import_and_export"),
     (
         r"torchrun .*pretrain_gpt\.py .*--rollouts-follow\b",
-        "tests/functional/test_follow.py::test_",
+        "tests/functional/test_follow.py::test_a_store_that_grows_trains_as_the_whole_one",
     ),
     (r"torchrun .*pretrain_gpt\.py\b", "ci make demo"),  # the options; the model is the reader's
     (r"pip install\b", "ci make test"),
@@ -92,10 +92,8 @@ def needed_by_ci() -> set[str]:
     """The make targets of .ci/run, and those that they need first."""
     needs = dict(re.findall(r"^([a-z-]+):([^\n#]*)", MAKEFILE, re.MULTILINE))
     targets = set(re.findall(r"^\s*make ([a-z-]+)", CI, re.MULTILINE))
-    while more := {word for t in targets for word in re.findall(r"[a-z-]+", needs[t])} - targets:
-        targets |= more & needs.keys()
-        if not more & needs.keys():
-            break
+    while more := {n for t in targets for n in needs[t].split() if n in needs} - targets:
+        targets |= more
     return targets
 
 

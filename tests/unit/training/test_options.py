@@ -103,6 +103,12 @@ def test_what_changes_the_order_of_samples_is_part_of_it(change: str) -> None:
     [
         ({"rollouts_clip_eps": 1.0}, "--rollouts-clip-eps 1.0: it must lie between 0 and 1"),
         ({"rollouts_max_lag": -1}, "--rollouts-max-lag -1: it must be 0 or more"),
+        ({"rollouts_follow": -1.0}, "--rollouts-follow -1.0: it must be 0 or more seconds"),
+        ({"rollouts_follow": float("nan")}, "--rollouts-follow nan: it must be 0 or more seconds"),
+        (
+            {"moe_router_replay_log_mismatch_interval": -1},
+            r"--moe-router-replay-log-mismatch-interval -1: it must be 0 \(never\)",
+        ),
         ({"rollouts_pack": True}, "--micro-batch-size 4: a pack is a micro-batch"),
         (
             {"rollouts_pack": True, "micro_batch_size": 1, "hybrid_layer_pattern": "*EM"},
