@@ -14,7 +14,7 @@ Shape suffixes (docs/glossary.md): L, T, E, K.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -82,10 +82,12 @@ class MicrobatchRoutes:
             any integer dtype. The dict is copied.
         mode: what the layers do.
         live_T: bool, True for tokens without a recorded route. Such a token takes the live choice
-            in the first pass of a layer, and the choice is written into `ids`. None means that
-            every token has a recorded route.
-        counted_T: bool, True for tokens that count in the mismatch statistics. None means that
-            nothing is measured.
+            in the first pass of a layer, and the choice is written into `ids`. Where tokens lack a
+            route in some layers only, a dict has the mask of each such layer by its number; in a
+            layer that the dict lacks, every token has a route. None means that every token has a
+            recorded route in every layer.
+        counted_T: bool, True for tokens that count in the mismatch statistics. A token that chooses
+            live in a layer is not counted there. None means that nothing is measured.
         padding_T: bool, True for padding tokens, which are left out of the router's load. Padding
             needs valid routes too (`rows.spread_padding` makes them). None means that the padding
             mask that the model was given is used.
@@ -108,7 +110,7 @@ class MicrobatchRoutes:
 
     ids: dict[int, Tensor]
     mode: Mode = field(default=Mode.REPLAY, kw_only=True)
-    live_T: Tensor | None = field(default=None, kw_only=True)
+    live_T: Tensor | Mapping[int, Tensor] | None = field(default=None, kw_only=True)
     counted_T: Tensor | None = field(default=None, kw_only=True)
     padding_T: Tensor | None = field(default=None, kw_only=True)
     mean_tokens: float | None = field(default=None, kw_only=True)
@@ -190,7 +192,8 @@ class MicrobatchRoutes:
         ids_TK = self._take(layer_number, logits_TE.shape, topk)
         if layer_number in self._first_pass:
             return ids_TK, None, None
-        return ids_TK, self.live_T, None if layer_number in self.mismatched else self.counted_T
+        counted_T = None if layer_number in self.mismatched else self.counted_T
+        return ids_TK, self._live_in(layer_number), counted_T
 
     def end_layer(self, layer_number: int, ids_TK: Tensor, differs_T: Tensor | None) -> None:
         """Keep what the gate of `begin_layer` used.
@@ -224,6 +227,11 @@ class MicrobatchRoutes:
             f"distinct experts from 0 to {self._num_experts - 1}, also for a padding token "
             f"({int(wrong_LT.sum())} such rows)"
         )
+
+    def _live_in(self, layer_number: int) -> Tensor | None:
+        """The tokens `[T]` that choose live in this layer; None if all of them have a route."""
+        live_T = self.live_T
+        return live_T if live_T is None or isinstance(live_T, Tensor) else live_T.get(layer_number)
 
     def _take(self, layer_number: int, shape_TE: torch.Size, topk: int) -> Tensor:
         """A layer's ids, counted as used. The first call checks the ids of all layers."""
@@ -280,8 +288,10 @@ class MicrobatchRoutes:
         ordered_LTK = ids_LTK.sort(dim=2).values
         wrong_LT = (ordered_LTK[..., 1:] == ordered_LTK[..., :-1]).any(2)
         wrong_LT |= (ordered_LTK[..., 0] < 0) | (ordered_LTK[..., -1] >= num_experts)
-        if self.live_T is not None:  # the ids of a token without a recorded route may be anything
-            wrong_LT &= ~self.live_T
+        for index, layer in enumerate(layers):
+            # the ids of a token without a recorded route may be anything
+            if (live_T := self._live_in(layer)) is not None:
+                wrong_LT[index] &= ~live_T
         self._wrong_LT, self._num_experts = wrong_LT, num_experts
         if ids_LTK.device.type == "cpu":
             self.raise_wrong_ids()
@@ -295,10 +305,11 @@ class MicrobatchRoutes:
         """The layer's ids with the live choice of the tokens that have no recorded route."""
         with torch.no_grad():
             _, chosen_TK = live_topk()
-            self._compare(layer_number, ids_TK, chosen_TK)
-            if self.live_T is not None:
-                ids_TK = torch.where(self.live_T[:, None], chosen_TK.to(ids_TK.dtype), ids_TK)
+            if (live_T := self._live_in(layer_number)) is not None:
+                ids_TK = torch.where(live_T[:, None], chosen_TK.to(ids_TK.dtype), ids_TK)
                 self.ids[layer_number] = ids_TK
+            # after the live tokens have their own choice: such a token never differs
+            self._compare(layer_number, ids_TK, chosen_TK)
         return ids_TK
 
     def _compare(self, layer_number: int, ids_TK: Tensor, chosen_TK: Tensor) -> None:

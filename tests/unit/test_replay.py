@@ -117,6 +117,41 @@ def test_without_the_write_back_a_recompute_would_differ():
     assert not torch.equal(first, second)
 
 
+def test_a_row_that_lacks_a_route_in_one_layer_is_live_in_that_layer_only():
+    live_T = torch.tensor([False, True, False, False, False, False])
+    ids, s = some_routes(), scores()
+    microbatch = MicrobatchRoutes({1: ids, 2: ids}, live_T={2: live_T})
+    given, mixed = chosen(microbatch, s), chosen(microbatch, s, layer=2)
+    best, wanted = s.topk(K, dim=1).indices.sort(dim=1).values, ids.long().sort(dim=1).values
+    assert torch.equal(given, wanted)
+    assert torch.equal(mixed, torch.where(live_T[:, None], best, wanted))
+    assert not torch.equal(mixed, wanted)
+    assert torch.equal(chosen(microbatch, scores(9), layer=2), mixed)
+    assert torch.equal(microbatch.begin_layer(1, s, K)[0], ids)
+    assert MicrobatchRoutes({1: ids}, live_T={2: live_T}).begin_layer(1, s, K)[1] is None
+    fresh = MicrobatchRoutes({2: ids}, live_T={2: live_T})
+    assert torch.equal(fresh.begin_layer(2, s, K)[1], live_T)
+
+
+def test_wrong_ids_are_allowed_only_where_that_layer_is_live():
+    live_T = torch.tensor([False, True, False, False, False, False])
+    wrong = some_routes()
+    wrong[1] = wrong[1, 0]
+    chosen(MicrobatchRoutes({1: some_routes(), 2: wrong}, live_T={2: live_T}), scores(), layer=2)
+    with pytest.raises(ReplayError, match="layer 2, token 1"):
+        chosen(MicrobatchRoutes({1: some_routes(), 2: wrong}, live_T={1: live_T}), scores())
+
+
+def test_a_token_that_chose_live_is_not_counted_as_a_mismatch():
+    live_T, everything_T = torch.zeros(T, dtype=torch.bool), torch.ones(T, dtype=torch.bool)
+    live_T[2] = True
+    s = scores()
+    ids = s.topk(K, dim=1, largest=False).indices
+    microbatch = MicrobatchRoutes({1: ids}, live_T=live_T, counted_T=everything_T)
+    chosen(microbatch, s)
+    assert microbatch.mismatched[1].item() == T - 1
+
+
 def test_mismatch_counts_sets_of_counted_tokens_once():
     s = scores()
     ids = s.topk(K, dim=1).indices.flip(1)  # the live sets, in another order
