@@ -141,8 +141,9 @@ def _parts_in_turn(spent: Spent) -> Any:
     """The parts of a training whose steps are live, replayed, and replayed with a plan in turn."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+    from megatron_r3.integrations.planner import Planner
     from megatron_r3.training.guard import StepGuard
-    from megatron_r3.training.lookahead import Planner, Prepared, Preparer
+    from megatron_r3.training.lookahead import Prepared, Preparer
     from megatron_r3.training.step import Parts
 
     class TurnedPreparer(Preparer):

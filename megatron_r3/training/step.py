@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from megatron_r3.integrations.planner import Planner
 from megatron_r3.microbatch import MicrobatchRoutes, Mode, ReplayError
 from megatron_r3.replay import replaying
 from megatron_r3.store.reader import RolloutStore
@@ -28,7 +29,7 @@ from megatron_r3.training.batch import RankBatches, packed_seq_params
 from megatron_r3.training.guard import StepGuard
 from megatron_r3.training.layers import local_routers, unwrapped
 from megatron_r3.training.ledger import Ledger
-from megatron_r3.training.lookahead import Lookahead, Planner, Prepared, Preparer
+from megatron_r3.training.lookahead import Lookahead, Prepared, Preparer
 from megatron_r3.training.losses import policy_loss
 from megatron_r3.training.metrics import StepMetrics
 from megatron_r3.training.options import RolloutOptions

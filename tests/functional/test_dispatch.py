@@ -81,7 +81,7 @@ def test_a_missing_row_on_one_rank_sends_all_ranks_the_ordinary_way(
 
 def train_by_a_wrong_plan(rank: int, argv: list[str], field: str) -> None:
     """One number of layer 2 on rank 1 is one too large."""
-    from megatron_r3.training.lookahead import Planner
+    from megatron_r3.integrations.planner import Planner
 
     plan = Planner.plan
 

@@ -1,0 +1,1 @@
+"""What frameworks import: upstream's RouterReplay on the active microbatch, and verl."""
