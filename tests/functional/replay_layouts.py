@@ -1,0 +1,285 @@
+"""A training step of code written for RouterReplay, in every layout; and of one process without it.
+
+Megatron is imported only inside the functions that a rank runs.
+
+Shape suffixes (docs/glossary.md): L, T, K.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tiny import BATCH, SEQUENCE, VOCABULARY, config, start
+
+from megatron_r3.replay import MicrobatchRoutes, replaying
+
+LAYERS, EXPERTS, TOPK, MICROBATCHES = 4, 8, 2, 4
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+# ranks, and the sizes of the process groups
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "1": (1, {}),
+    "EP2": (2, {"expert_model_parallel_size": 2}),
+    "TP2 SP": (2, {"tensor_model_parallel_size": 2}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}),
+    "PP2 VPP2": (
+        2,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
+}
+
+
+def make_chunks(layout: str, recompute: str, **options: Any) -> list[Any]:
+    """This rank's model chunks, with weights that are the same in every layout."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    sizes = LAYOUTS[layout][1]
+    start(**sizes)
+    options = {
+        "moe_router_replay": False,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": "tensor_model_parallel_size" in sizes,
+        "pipeline_dtype": torch.float32,
+        **sizes,
+        **RECOMPUTE[recompute],
+        **options,
+    }
+    num_chunks = sizes.get("virtual_pipeline_model_parallel_size", 1)
+    if num_chunks > 1:  # with two stages any other way mixes up messages; upstream refuses it
+        options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    made = config(**options)
+    chunks = []
+    for number in range(num_chunks):
+        stage = number if num_chunks > 1 else None
+        where = {"ignore_virtual": False, "vp_stage": stage}
+        chunks.append(
+            GPTModel(
+                made,
+                get_gpt_decoder_block_spec(made, use_transformer_engine=False, vp_stage=stage),
+                vocab_size=VOCABULARY,
+                max_sequence_length=SEQUENCE,
+                pre_process=mpu.is_pipeline_first_stage(**where),
+                post_process=mpu.is_pipeline_last_stage(**where),
+                position_embedding_type="rope",
+                share_embeddings_and_output_weights=False,
+                vp_stage=stage,
+            )
+        )
+        _fill(chunks[-1])
+    return chunks
+
+
+def _fill(chunk: Any) -> None:
+    """Draw each weight by its name in the whole model, and keep this rank's part of it."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    tp_size, tp_rank = (
+        mpu.get_tensor_model_parallel_world_size(),
+        mpu.get_tensor_model_parallel_rank(),
+    )
+    num_local = EXPERTS // mpu.get_expert_model_parallel_world_size()
+    layers = {
+        f"{name}.": f"layer {module.layer_number} "
+        for name, module in chunk.named_modules()
+        if isinstance(module, TransformerLayer)
+    }
+    for name, parameter in chunk.named_parameters():
+        prefix = next((prefix for prefix in layers if name.startswith(prefix)), "")
+        whole_name = layers.get(prefix, "") + name[len(prefix) :]
+        is_split = getattr(parameter, "tensor_model_parallel", False) and tp_size > 1
+        if "local_experts." in whole_name:
+            before, _, after = whole_name.partition("local_experts.")
+            number, _, rest = after.partition(".")
+            expert = int(number) + mpu.get_expert_model_parallel_rank() * num_local
+            whole_name, is_split = f"{before}expert {expert} {rest}", False
+        shape = list(parameter.shape)
+        if is_split:
+            shape[parameter.partition_dim] *= tp_size
+        seed = int(hashlib.sha1(whole_name.encode()).hexdigest()[:8], 16)
+        generator = torch.Generator().manual_seed(seed)
+        value = torch.randn(shape, generator=generator) * 0.3
+        value = value + 1 if parameter.dim() == 1 else value  # the weights of norms
+        value = value * 3 if "router" in whole_name else value
+        if is_split:
+            value = value.chunk(tp_size, parameter.partition_dim)[tp_rank]
+        with torch.no_grad():
+            parameter.copy_(value)
+
+
+@dataclass
+class Data:
+    """Micro-batches and their routes, which no live router would choose."""
+
+    seed: int = 0
+    tokens: list[torch.Tensor] = field(init=False)
+    routes: list[torch.Tensor] = field(init=False)  # int64 [L, T, K], T in the order of a router
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (BATCH, SEQUENCE + 1)
+        self.tokens = [
+            torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(MICROBATCHES)
+        ]
+        self.routes = [
+            torch.rand(LAYERS, BATCH * SEQUENCE, EXPERTS, generator=generator).topk(TOPK).indices
+            for _ in range(MICROBATCHES)
+        ]
+
+
+def routers_of(chunk: Any) -> list[Any]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return [module for module in chunk.decoder.modules() if isinstance(module, TopKRouter)]
+
+
+def own_rows(ids_LTK: torch.Tensor, chunk: Any) -> torch.Tensor:
+    """The rows that this rank's routers see."""
+    from megatron.core import parallel_state as mpu
+
+    if not chunk.config.sequence_parallel:
+        return ids_LTK
+    size = mpu.get_tensor_model_parallel_world_size()
+    return ids_LTK.chunk(size, 1)[mpu.get_tensor_model_parallel_rank()]
+
+
+def replay_as_upstream_says(chunk: Any, ids_LTK: torch.Tensor, run: Callable[[], Any]) -> Any:
+    """One forward pass as code for RouterReplay makes it: targets, action, pass, action."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    routers = routers_of(chunk)
+    ids = {router.layer_number: ids_LTK[router.layer_number - 1] for router in routers}
+    hooks = [router.router_replay for router in routers]
+    if hooks == RouterReplay.global_router_replay_instances:
+        RouterReplay.set_replay_data(list(ids.values()))
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        output = run()
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        return output
+    for hook, layer_ids in zip(hooks, ids.values(), strict=True):
+        hook.set_target_indices(layer_ids)
+        hook.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    output = run()
+    for hook in hooks:
+        hook.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+    return output
+
+
+def replay_natively(chunk: Any, ids_LTK: torch.Tensor, run: Callable[[], Any]) -> Any:
+    """The same by `replaying`."""
+    layers = [router.layer_number for router in routers_of(chunk)]
+    with replaying(MicrobatchRoutes({layer: ids_LTK[layer - 1] for layer in layers})):
+        return run()
+
+
+def live(chunk: Any, ids_LTK: torch.Tensor, run: Callable[[], Any]) -> Any:
+    """Without replay."""
+    return run()
+
+
+@dataclass
+class Step:
+    """What one step did on one rank.
+
+    Attributes:
+        loss: summed over the micro-batches; None where the rank has no last stage.
+        gradients: of every parameter, by its name.
+        routers: the gradient of each router, by layer.
+        maps: what each router did in each pass: layer, and its routing map.
+    """
+
+    loss: torch.Tensor | None = None
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    routers: dict[int, torch.Tensor] = field(default_factory=dict)
+    maps: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+    def wrong_passes(self, routes: list[torch.Tensor]) -> int:
+        """How many passes did not take the routes of any micro-batch; routes are own rows."""
+        return sum(
+            not any(
+                torch.equal(torch.zeros_like(seen).scatter(1, ids_LTK[layer - 1], True), seen)
+                for ids_LTK in routes
+            )
+            for layer, seen in self.maps
+        )
+
+
+def run_step(
+    chunks: list[Any],
+    data: Data,
+    way: Callable[..., Any],
+    routes: list[torch.Tensor] | None = None,
+    forward_only: bool = False,
+) -> Step:
+    """One step of Megatron's schedule for this layout, each forward pass by `way`."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    routes = data.routes if routes is None else routes
+    step, losses = Step(), []
+    handles = []
+    for chunk in chunks:
+        chunk.zero_grad(set_to_none=True)
+        for router in routers_of(chunk):
+
+            def keep(module: Any, _: Any, output: Any) -> None:
+                step.maps.append((module.layer_number, output[1].detach().clone()))
+
+            handles.append(router.register_forward_hook(keep))
+
+    def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        losses.append(output.sum().detach())
+        return output.sum(), {}
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        tokens, ids_LTK = next(iterator)
+        positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+        output = way(
+            chunk,
+            own_rows(ids_LTK, chunk),
+            lambda: chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:]),
+        )
+        return output, loss_function
+
+    iterators = [iter(zip(data.tokens, routes, strict=True)) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=forward_only,
+    )
+    for handle in handles:
+        handle.remove()
+    step.loss = torch.stack(losses).sum() if losses else None
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            if parameter.grad is not None:
+                step.gradients[f"{number} {name}"] = parameter.grad.clone()
+        for router in routers_of(chunk):
+            if router.weight.grad is not None:
+                step.routers[router.layer_number] = router.weight.grad.clone()
+    return step
+
+
+def same(one: Step, other: Step) -> bool:
+    """Loss and every gradient bitwise equal."""
+    if (one.loss is None) != (other.loss is None) or one.gradients.keys() != other.gradients.keys():
+        return False
+    return (one.loss is None or torch.equal(one.loss, other.loss)) and all(
+        torch.equal(gradient, other.gradients[name]) for name, gradient in one.gradients.items()
+    )
