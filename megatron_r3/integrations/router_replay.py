@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -69,12 +70,19 @@ class BoundTargets:
         replay_backward_list: upstream's queue; it stays empty.
     """
 
+    _router: weakref.ref[Any]
+
     layer_number: int | None
     router_replay_action: Any
     target_topk_idx: Tensor | None
     target_replay_mask: Tensor | None
     recorded_topk_idx: Tensor | None
     replay_backward_list: list[Tensor]
+
+    @property
+    def router(self) -> Any:
+        """The router whose hook this is; None if its model is gone."""
+        return self._router()
 
     def set_target_indices(self, topk_indices: Tensor, replay_mask: Tensor | None = None) -> None:
         """Keep what the next forward pass replays.
@@ -95,6 +103,7 @@ class BoundTargets:
     def clear_indices(self) -> None:
         """Forget what was recorded and given."""
         self.recorded_topk_idx = self.target_topk_idx = self.target_replay_mask = None
+        self.replay_backward_list = []
 
     def set_router_replay_action(self, router_replay_action: Any) -> None:
         """Set what the next forward pass of this router's block does; None makes it live."""
@@ -353,7 +362,7 @@ def _binding(build: Callable[..., None]) -> Callable[..., None]:
         build(self, config, *args, **kwargs)
         hook = self.router_replay
         if config.moe_router_replay and hook.has_routes:
-            _bind(hook)
+            _bind(hook, self)
 
     return bound
 
@@ -379,7 +388,7 @@ def _choose_ours(config: Any) -> None:
     config.moe_router_replay = True
 
 
-def _bind(hook: Any) -> None:
+def _bind(hook: Any, router: Any) -> None:
     """Give the hook that the patch has made upstream's interface, and its place in the lists."""
     layer_number = hook.layer_number
     # The hook's class belongs to the room of the seams, above this one, so that it cannot be a base
@@ -389,6 +398,7 @@ def _bind(hook: Any) -> None:
     hook.__class__ = _bound_class(seams_class, _upstream())
     _upstream().__init__(hook)  # its fields; it joins upstream's list
     hook.layer_number, hook.target_replay_mask = layer_number, None
+    hook._router = weakref.ref(router)
     for instances in _more_lists:
         instances.append(hook)
 

@@ -40,13 +40,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-def make_chunks(layout: str, recompute: str, **options: Any) -> list[Any]:
-    """This rank's model chunks, with weights that are the same in every layout."""
+def make_chunks(
+    sizes: dict[str, int],
+    recompute: str,
+    prepare: Callable[[Any], None] = lambda made: None,
+    **options: Any,
+) -> list[Any]:
+    """This rank's model chunks, with weights that are the same in every layout.
+
+    Args:
+        sizes: of the process groups, as in LAYOUTS.
+        prepare: what a framework does to the config before it builds the model.
+        options: of the config.
+    """
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    sizes = LAYOUTS[layout][1]
     start(**sizes)
     options = {
         "moe_router_replay": False,
@@ -61,6 +71,7 @@ def make_chunks(layout: str, recompute: str, **options: Any) -> list[Any]:
     if num_chunks > 1:  # with two stages any other way mixes up messages; upstream refuses it
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     made = config(**options)
+    prepare(made)
     chunks = []
     for number in range(num_chunks):
         stage = number if num_chunks > 1 else None

@@ -27,7 +27,7 @@ from fidelity.rig.worker import TreeWorker
 
 def reference(rank: int) -> Step:
     """One process, without recompute, by `replaying`; the drop-in is not imported."""
-    chunks = make_chunks("1", "none", moe_router_replay=True)
+    chunks = make_chunks({}, "none", moe_router_replay=True)
     step = run_step(chunks, Data(), replay_natively)
     step.maps = []
     return step
@@ -42,7 +42,7 @@ def in_a_layout(rank: int, layout: str, recompute: str) -> dict[str, Any]:
     """A forward-only pass that nobody clears, a step, its controls, and record and replay."""
     import megatron_r3.integrations.router_replay  # noqa: F401
 
-    chunks = make_chunks(layout, recompute, moe_enable_routing_replay=True)
+    chunks = make_chunks(LAYOUTS[layout][1], recompute, moe_enable_routing_replay=True)
     data = Data()
     with torch.no_grad():
         run_step(chunks, Data(1), replay_as_upstream_says, forward_only=True)
@@ -106,7 +106,7 @@ def record_and_replay(rank: int, layout: str, recompute: str) -> dict[str, bool]
 
     import megatron_r3.integrations.router_replay  # noqa: F401
 
-    chunks = make_chunks(layout, recompute, moe_enable_routing_replay=True)
+    chunks = make_chunks(LAYOUTS[layout][1], recompute, moe_enable_routing_replay=True)
     data = Data()
     lived = run_step(chunks, data, live)
     kept: dict[int, list[torch.Tensor]] = {}

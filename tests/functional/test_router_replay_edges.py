@@ -387,6 +387,73 @@ def test_a_dense_first_layer_shifts_nothing(patched: TreeWorker) -> None:
     assert result == {"layers": [2, 3, 4], "wrong": 0, "shifted by a layer": 0}
 
 
+def class_of_0_15(rank: int) -> dict[str, Any]:
+    """With the class that the patches bring to 0.15, whose __init__ calls its other methods."""
+    import megatron_r3.integrations.router_replay as drop_in
+    from megatron_r3.router_replay import RouterReplay, RouterReplayAction
+
+    start()
+    drop_in._upstream = lambda: RouterReplay
+    gpt = model(config(**ASKED, **FULL))
+    seen = maps_of(gpt)
+    RouterReplay.set_replay_data(targets())
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    loss_and_gradients(gpt, nullcontext())
+    want = [torch.zeros(TOKENS, 8, dtype=torch.bool).scatter(1, ids, True) for ids in targets()]
+    hooks = RouterReplay.global_router_replay_instances
+    return {
+        "queues": [hook.replay_backward_list for hook in hooks],
+        "wrong": sum(not torch.equal(want[layer - 1], map_TE) for layer, map_TE in seen),
+        "passes": len(seen),
+    }
+
+
+def test_the_class_of_0_15_is_bound_alike(patched: TreeWorker) -> None:
+    assert patched.run(class_of_0_15, 1) == [{"queues": [[]] * 4, "wrong": 0, "passes": 8}]
+
+
+def hybrid(rank: int) -> dict[str, Any]:
+    """A hybrid model of attention, MLP and MoE layers: another class of block."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+    from megatron.core.transformer.spec_utils import import_module
+
+    import megatron_r3.integrations.router_replay  # noqa: F401
+
+    start()
+    pattern = "*E*-*E"
+    made = HybridModel(
+        config(**ASKED, **FULL, num_layers=len(pattern), is_hybrid_model=True),
+        import_module(("megatron_r3.cpu.hybrid_spec", "spec")),
+        vocab_size=64,
+        max_sequence_length=SEQUENCE,
+        hybrid_layer_pattern=pattern,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    seen, given = maps_of(made), targets(layers=2)
+    RouterReplay.set_replay_data(given)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    loss_and_gradients(made, nullcontext())
+    want = {
+        layer: torch.zeros(TOKENS, 8, dtype=torch.bool).scatter(1, ids, True)
+        for layer, ids in zip((2, 6), given, strict=True)
+    }
+    clear()
+    replayed = list(seen)
+    seen.clear()
+    loss_and_gradients(made, nullcontext())
+    return {
+        "passes": len(replayed),
+        "wrong": sum(not torch.equal(want[layer], map_TE) for layer, map_TE in replayed),
+        "live passes that fit": sum(torch.equal(want[layer], map_TE) for layer, map_TE in seen),
+    }
+
+
+def test_a_hybrid_model_replays(patched: TreeWorker) -> None:
+    assert patched.run(hybrid, 1) == [{"passes": 4, "wrong": 0, "live passes that fit": 0}]
+
+
 def fusion(rank: int) -> dict[str, Any]:
     """With moe_router_fusion, and the reference in place of the kernel that a CPU does not have."""
     import megatron_r3.integrations.router_replay  # noqa: F401
