@@ -16,7 +16,8 @@ OLD      ?=
 NEW      ?=
 # export: with 1 nothing is written, and the exit status says whether a byte would change
 CHECK    ?=
-# fidelity: run the cases with this in their name; fuzz: run one class
+# fidelity: run the cases with this in their name; fuzz: run one class; clients: run the tests that
+# this expression of pytest -k chooses
 ONLY     ?=
 # fuzz: how many tries, and the seed that chooses them
 TRIES    ?= 10000
@@ -41,11 +42,13 @@ TESTS            ?=
 IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(MEGATRON_SOURCE) \
 	--version "$(MEGATRON_VERSION)" --repo "$(MEGATRON_REPO)" --base "$(BASE_IMAGE)" --tag "$(TAG)" --tests "$(TESTS)" \
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
+# the versions of verl that `make clients` runs (megatron_r3/integrations/verl.py knows no others)
+VERL     := 0.8.0 0.9.0 0.9.1
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix bench-dispatch bench-store \
-	bench-gpu image image-vllm-cpu image-test image-matrix test fuzz lint clean
+.PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix clients bench-dispatch \
+	bench-store bench-gpu image image-vllm-cpu image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -95,6 +98,20 @@ fidelity: megatron  ## compare every layout and schedule with one process (MEGAT
 matrix: setup  ## test every release line: apply, export, option off, replay (REPO=CLONE: on the real commits; LINE=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fidelity.matrix --out $(BUILD)/matrix.json \
 		$(if $(REPO),--repo "$(REPO)") $(if $(LINE),--line "$(LINE)")
+
+# verl requires an inference server and CUDA kernels. So its wheels are installed without what they
+# require, each version in a folder of its own, and beside them what its Megatron engine imports.
+$(BUILD)/clients/.done: $(VENV)/.done tests/clients/requirements.lock
+	rm -rf $(BUILD)/clients
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(BUILD)/clients/site \
+		-r tests/clients/requirements.lock
+	for version in $(VERL); do $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(BUILD)/clients/verl-$$version verl==$$version || exit 1; done
+	touch $@
+
+clients: megatron $(BUILD)/clients/.done  ## run verl's own engine (PyPI) on megatron_r3, in every layout (ONLY=)
+	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients $(VENV)/bin/python -m pytest tests/clients \
+		$(if $(ONLY),-k "$(ONLY)")
 
 bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: live, replay, replay with a plan
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
