@@ -14,8 +14,6 @@ example the one that a tuning has just written; it then takes the place of the t
 
 The number of pipeline stages is not part of a tile: no loop of the kernels loads what the next
 round needs, so Triton makes the same code for any number (tests/unit/gate/test_compile.py).
-
-Shape suffixes (docs/glossary.md): E.
 """
 
 from __future__ import annotations
