@@ -124,7 +124,12 @@ def timed(
             found = {key: _found(times, name, of) for key, of in RATIOS.items()}
             host_us = timer.on_host(of_pass[name], 3 if args.rehearse else 50)
             agrees = name == FLOOR or _checked(name, outputs, inputs)
-            row = {"pass": direction, "way": name, **_spread(times_us), "host_us": host_us}
+            row: dict[str, Any] = {
+                "pass": direction,
+                "way": name,
+                **_spread(times_us),
+                "host_us": host_us,
+            }
             rows.append({**row, **found, "agrees": agrees})
     dtype = str(inputs.model.dtype).removeprefix("torch.")
     return [{"dtype": dtype, **row} for row in rows]
