@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.agree import agree
 from benchmarks.interval import LOOKS
 from benchmarks.kernel_ways import (
     FLOOR,
@@ -37,6 +36,7 @@ from benchmarks.kernel_ways import (
     TE,
     UNFUSED,
     Inputs,
+    agree,
     floor,
     replay_of,
     ways,

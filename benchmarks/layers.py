@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,35 +163,41 @@ def measured(
     stack: Stack, args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], Any]
 ) -> list[dict[str, Any]]:
     """A row for each way, without and with recompute; `keep` gets all rows after each part."""
-    # what rounding explains: bfloat16 has 8 bits, and the loss is a mean over many tokens
-    tolerances = (1e-3, 2e-2) if stack.cuda else (1e-6, 1e-4)
     waits = measure.Waits(stack)
+    if waits.broken:
+        stack.skipped["host waits"] = waits.broken
     rows: dict[tuple[str, bool], dict[str, Any]] = {}
 
-    def add(found: measure.Found, recompute: bool) -> None:
+    def add(recompute: bool, found: measure.Found) -> None:
         for name, values in found.items():
             about = {"recompute": recompute, "way": name, "beside": stack.ways[name].beside}
             rows.setdefault((name, recompute), about).update(values)
         keep(list(rows.values()))
 
     for recompute in (False, True):
-        label = "full recompute" if recompute else "no recompute"
-
-        def add_here(found: measure.Found, recompute: bool = recompute) -> None:
-            add(found, recompute)
-
-        def part(recompute: bool = recompute, add_here: Any = add_here) -> None:
-            add_here(measure.check(stack, recompute, tolerances))
-            add_here(waits.count(recompute))
-            if stack.cuda:
-                add_here(measure.peak_memory(stack, recompute))
-            print(f"{label}: checked and counted; timing", file=sys.stderr, flush=True)
-            measure.timed(stack, recompute, args.rounds, args.seconds, add_here)
-
-        too_large = _out_of_memory(part)
+        add_here = partial(add, recompute)
+        too_large = _out_of_memory(partial(_parts, stack, recompute, args, waits, add_here))
         if too_large:
             add_here({name: {"skipped": too_large} for name in stack.ways})
     return list(rows.values())
+
+
+def _parts(
+    stack: Stack,
+    recompute: bool,
+    args: argparse.Namespace,
+    waits: measure.Waits,
+    add: Callable[[measure.Found], None],
+) -> None:
+    """What is measured without recompute, or with it; `add` gets each part as it is there."""
+    # what rounding explains: bfloat16 has 8 bits, and the loss is a mean over many tokens
+    add(measure.check(stack, recompute, (1e-3, 2e-2) if stack.cuda else (1e-6, 1e-4)))
+    add(waits.count(recompute))
+    if stack.cuda:
+        add(measure.peak_memory(stack, recompute))
+    label = "full recompute" if recompute else "no recompute"
+    print(f"{label}: checked and counted; timing", file=sys.stderr, flush=True)
+    measure.timed(stack, recompute, args.rounds, args.seconds, add)
 
 
 def _out_of_memory(part: Callable[[], None]) -> str | None:
@@ -226,11 +233,12 @@ def _line(row: dict[str, Any]) -> str:
     start = f"{'full' if row['recompute'] else 'none':9} {row['way']:14}"
     if "skipped" in row:
         return f"{start} skipped: {row['skipped']}"
+    counts = [row.get(name) for name in (WAITS, PER_LAYER, COPIES, PAGEABLE)]
+    waits, layer, copies, pageable = ("-" if n is None else f"{n:g}" for n in counts)
     peak = f"{row['peak_mb']:.0f}" if "peak_mb" in row else "-"
     return (
-        f"{start} {row['step_ms']:>8.1f} {row['beside']:>11} {shown(row['ratio']):>20} "
-        f"{row[WAITS]:>6} {row[PER_LAYER]:>6.2f} {row[COPIES]:>6} {row.get(PAGEABLE, '-'):>8} "
-        f"{peak:>8} {row['gradient_error']:>8.1e}"
+        f"{start} {row['step_ms']:>8.1f} {row['beside']:>11} {shown(row['ratio']):>20} {waits:>6} "
+        f"{layer:>6} {copies:>6} {pageable:>8} {peak:>8} {row['gradient_error']:>8.1e}"
     )
 
 

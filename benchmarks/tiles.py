@@ -33,9 +33,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.agree import agree
 from benchmarks.interval import LOOKS
-from benchmarks.kernel_ways import MODELS, Inputs, kernel_of, unfused_of
+from benchmarks.kernel_ways import MODELS, Inputs, agree, kernel_of, unfused_of
 from benchmarks.machine import device_of, machine_of, write_results
 from benchmarks.timer import Timer, ratio, shown
 from megatron_r3.gate import substitute_gate
