@@ -13,8 +13,9 @@ that does not differ from 1 by more than its interval is wide is shown with "can
 
 With `--spec local` attention is unfused and the host launches every expert, so a step is longer
 than with Transformer Engine (`--spec te`), and ratios are nearer to 1. The benchmark needs torch,
-Triton, and what TREE imports (numpy, packaging). A rehearsal runs tiny layers with the plain
-reference of the gate; its times say nothing. Each case is written as soon as it is measured. The
+Triton, and what TREE imports (numpy, packaging). A rehearsal runs tiny layers, whatever sizes are
+asked for, with the plain reference of the gate; its times say nothing. Each case is written as soon
+as it is measured, under a name that says the slice: "layers Qwen3-30B-A3B te 8192". The
 exit status is 1 if loss or router gradients of a way are not those of live, and 77 if there is no
 Transformer Engine for `--spec te`.
 """
@@ -61,10 +62,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     _import_tree(args.megatron.resolve(), cuda)
     model = MODELS[args.model]
-    sizes = replace(model.tiny if args.rehearse else model.sizes, **_given(args))
+    sizes = model.tiny if args.rehearse else replace(model.sizes, **_given(args))
     start(cuda)
     stack = Stack(model, sizes, args.spec, cuda)
-    name = _name(args, sizes)
+    name = _name(args)
     # on a CPU the routers see no kernel, and would not take the fused path
     with nullcontext() if cuda else substitute_gate(replayed_gate_reference):
         stack.record()
@@ -124,10 +125,10 @@ def _given(args: argparse.Namespace) -> dict[str, int]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _name(args: argparse.Namespace, sizes: Sizes) -> str:
+def _name(args: argparse.Namespace) -> str:
     """The name of the record: "layers Qwen3-30B-A3B te 8192", and what is not as in the model."""
-    name = f"layers {args.model} {args.spec} {sizes.sequence}"
-    usual = asdict(MODELS[args.model].tiny if args.rehearse else MODELS[args.model].sizes)
+    usual = asdict(MODELS[args.model].sizes)
+    name = f"layers {args.model} {args.spec} {args.sequence or usual['sequence']}"
     other = {n: v for n, v in _given(args).items() if n != "sequence" and v != usual[n]}
     return name + "".join(f", {field} {value}" for field, value in other.items())
 

@@ -198,17 +198,16 @@ class Stack:
             # what int64 would take: not measured, it is 8 bytes for each id
             "int64 bytes per token": 8 * self.sizes.layers * self.sizes.topk,
         }
-        about = {"spec": self.spec, "experts_module": experts, "attention": _attention(self.spec)}
+        about = {"spec": self.spec, "experts_module": experts, "attention": self._attention()}
         return {"sizes": sizes, **about, "routes": routes, "ways_skipped": self.skipped}
 
+    def _attention(self) -> dict[str, str] | str:
+        """What computes attention; with Transformer Engine the backends that it has chosen."""
+        if self.spec == "local":
+            return type(self.gpt.decoder.layers[0].self_attention.core_attention).__name__
+        from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
-def _attention(spec: str) -> dict[str, str] | str:
-    """Which backends Transformer Engine has chosen for the last attention that ran."""
-    if spec == "local":
-        return "local"
-    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
-
-    return {n: str(v) for n, v in _attention_backends.items() if n != "attention_params"}
+        return {n: str(v) for n, v in _attention_backends.items() if n != "attention_params"}
 
 
 def _batch(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
