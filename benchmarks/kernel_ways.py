@@ -19,6 +19,7 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor
 
+from benchmarks.machine import no_transformer_engine
 from megatron_r3.gate import GateInputs, GateOptions, replayed_gate
 from megatron_r3.gate.reference import replayed_topk
 
@@ -204,12 +205,11 @@ def _of_transformer_engine(inputs: Inputs, groups: dict[str, int | None]) -> Gat
 
     The arguments are those of transformer_engine/pytorch/router.py, 2.16.1, all of them by name.
     """
-    try:
-        from transformer_engine.pytorch.router import fused_topk_with_score_function
-    except ModuleNotFoundError:
-        return "Transformer Engine is not installed"
-    except Exception as error:  # without its compiled library it raises one of several errors
-        return f"Transformer Engine cannot be imported: {' '.join(str(error).split())}"
+    missing = no_transformer_engine()
+    if missing:
+        return missing
+    from transformer_engine.pytorch.router import fused_topk_with_score_function
+
     options = {**_options(inputs), **groups}
 
     def gate(logits_TE: Tensor) -> tuple[Tensor, Tensor]:

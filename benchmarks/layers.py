@@ -36,10 +36,10 @@ from typing import Any
 import torch
 
 from benchmarks import layers_measure as measure
-from benchmarks.layers_config import MODELS, SPECS, Sizes, has_transformer_engine
+from benchmarks.layers_config import MODELS, SPECS, Sizes
 from benchmarks.layers_measure import PAGEABLE, PER_LAYER
 from benchmarks.layers_model import Stack, start
-from benchmarks.machine import device_of, machine_of, write_results
+from benchmarks.machine import device_of, machine_of, no_transformer_engine, write_results
 from benchmarks.timer import shown
 from benchmarks.waits import COPIES, WAITS
 from megatron_r3.gate import replayed_gate_reference, substitute_gate
@@ -54,8 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     """Measure every way, without and with full recompute."""
     args = _arguments(argv)
     cuda = args.device == "cuda"
-    if args.spec == "te" and not has_transformer_engine():
-        print("skipped: Transformer Engine is not installed")
+    missing = no_transformer_engine() if args.spec == "te" else None
+    if missing:
+        print(f"skipped: {missing}")
         return 77
     if cuda and not torch.cuda.is_available():
         print("error: no CUDA device here; --device cpu --rehearse runs it all", file=sys.stderr)

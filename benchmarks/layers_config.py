@@ -8,7 +8,6 @@ Shape suffixes (docs/glossary.md): S, B, A, F.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -87,11 +86,6 @@ MODELS = {
         latent=True,
     ),
 }
-
-
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed; whether it works shows when Megatron imports it."""
-    return find_spec("transformer_engine") is not None
 
 
 def make_config(model: Model, sizes: Sizes, spec: str, cuda: bool) -> Any:

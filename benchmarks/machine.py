@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import platform
 import re
@@ -35,6 +36,19 @@ def device_of(device: str) -> dict[str, Any]:
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         facts["driver"] = _driver()
     return facts
+
+
+def no_transformer_engine() -> str | None:
+    """Why Transformer Engine cannot be used here, in words; None if it can."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ModuleNotFoundError as error:
+        if error.name == "transformer_engine":
+            return "Transformer Engine is not installed"
+        return f"Transformer Engine cannot be imported: {error}"
+    except Exception as error:  # without its compiled library it raises one of several errors
+        return f"Transformer Engine cannot be imported: {' '.join(str(error).split())}"
+    return None
 
 
 def write_results(out: Path, bench: str, record: dict[str, Any]) -> Path:

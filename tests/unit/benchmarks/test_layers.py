@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from benchmarks import layers, layers_measure
-from benchmarks.layers_config import has_transformer_engine
 from benchmarks.layers_measure import check, timed
 from benchmarks.layers_model import LIVE_FUSED, WAYS, Way, ways_of
+from benchmarks.machine import no_transformer_engine
 from megatron_r3.gate import GateInputs, GateOptions, replayed_gate
 
 GROUPED = SimpleNamespace(moe_router_group_topk=4)
@@ -141,14 +141,29 @@ def test_ways_of_a_spec_and_a_router() -> None:
     assert all(way.beside in ways for way in ways.values())
 
 
-@pytest.mark.skipif(has_transformer_engine(), reason="Transformer Engine is installed here")
+MISSING = "Transformer Engine is not installed"
+
+
+@pytest.mark.skipif(no_transformer_engine() != MISSING, reason="Transformer Engine is here")
 def test_without_transformer_engine_the_step_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["--out", str(tmp_path), "--megatron", str(tmp_path), "--device", "cpu", "--rehearse"]
     assert layers.main([*out, "--spec", "te"]) == 77
-    assert capsys.readouterr().out == "skipped: Transformer Engine is not installed\n"
+    assert capsys.readouterr().out == f"skipped: {MISSING}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_transformer_engine_that_is_not_compiled_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pure Python package alone raises a RuntimeError when it is imported."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('Found empty\\nmeta package')")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = no_transformer_engine()
+    assert said == "Transformer Engine cannot be imported: Found empty meta package"
 
 
 def test_the_record_is_named_for_its_slice() -> None:
