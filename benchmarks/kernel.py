@@ -20,6 +20,7 @@ Shape suffixes (docs/glossary.md): T, E.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -43,6 +44,7 @@ from benchmarks.kernel_ways import (
 )
 from benchmarks.machine import device_of, machine_of, write_results
 from benchmarks.timer import Timer, Times, ratio, shown
+from megatron_r3.gate.tile_table import VARIABLE
 
 TOKENS = (1024, 4096, 16384, 65536)
 # a ratio below 1 is a way that is faster than the one it is compared with
@@ -63,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     most, flush, tokens = (3, 1 << 10, (8, 33)) if args.rehearse else (LOOKS[-1], 1 << 30, TOKENS)
     timer = Timer(args.device, flush)
     rows: list[dict[str, Any]] = []
-    settings = {"rehearsal": args.rehearse, "most rounds": most, "rows": rows}
+    settings: dict[str, Any] = {"rehearsal": args.rehearse, "most rounds": most, "rows": rows}
+    settings["tiles"] = os.environ.get(VARIABLE)  # another table than that of the package
     record = {**machine_of(), **device_of(args.device), **settings}
     print(HEAD, flush=True)
     for name in args.models or MODELS:
