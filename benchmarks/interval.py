@@ -110,20 +110,16 @@ def shown(record: Mapping[str, Any]) -> str:
         record: what `Median.record` made, also after a detour through JSON.
 
     Returns:
-        For example "0.93 (0.91 to 0.95)", "cannot tell (0.97 to 1.03)", or "cannot tell (3 values)"
-        for fewer values than an interval needs. Numbers above 10 have no decimals.
+        For example "0.930 (0.911 to 0.952)", "cannot tell (0.970 to 1.030)", or "cannot tell (3
+        values)" where there are fewer than an interval needs.
     """
     if record["low"] is None or record["high"] is None:
         return f"cannot tell ({record['count']} value{'s' * (record['count'] != 1)})"
-    median, low, high = (_number(record[name]) for name in ("median", "low", "high"))
-    return f"{median} ({low} to {high})" if record["tells"] else f"cannot tell ({low} to {high})"
-
-
-def _number(value: float) -> str:
-    if value >= 10:
-        return f"{value:.0f}"
-    # three decimals near 1, where the second one would say 1.00 for what is known to be 0.996
-    return f"{value:.3f}" if 0.5 < value < 2 else f"{value:.2f}"
+    # three decimals near 1, where two would say 1.00 for what is known to be 0.996
+    median = record["median"]
+    decimals = 0 if median >= 10 else 3 if 0.5 < median < 2 else 2
+    interval = f"({record['low']:.{decimals}f} to {record['high']:.{decimals}f})"
+    return f"{median:.{decimals}f} {interval}" if record["tells"] else f"cannot tell {interval}"
 
 
 def turn(ways: Sequence[Way], number: int) -> list[Way]:
