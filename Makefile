@@ -24,7 +24,7 @@ SEED     ?= 0
 # test: how many processes share the tests
 JOBS     ?= $(shell nproc)
 # bench-dispatch and bench-store: the most rounds; the benchmark ends earlier if every ratio tells
-ROUNDS   ?= 64
+ROUNDS   ?= 32
 # bench-store: tokens of a round
 TOKENS   ?= 100000
 # bench-gpu: with 1 it runs tiny sizes on the CPU

@@ -1,6 +1,6 @@
 """`make bench-dispatch`: what a MoE layer waits for and a step costs, with and without a plan.
 
-    python -m benchmarks.dispatch --out build/bench/dispatch.json [--rounds 64]
+    python -m benchmarks.dispatch --out build/bench/dispatch.json [--rounds 32]
 
 It trains in three ways on the same rollouts at the same load (the routes are those of the live
 router): live, replayed without a plan, and replayed with one. A round has a step of each way, in an
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dispatch", description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--rounds", type=int, default=64, help="steps of each way at most, in a layout (default 64)"
+        "--rounds", type=int, default=32, help="steps of each way at most, in a layout (default 32)"
     )
     args = parser.parse_args(argv)
     if args.rounds < 1:

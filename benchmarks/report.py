@@ -128,7 +128,7 @@ def status(runs: list[GpuRun]) -> dict[str, str]:
         if words:
             run_on += f"; one [{gpu}](docs/gpu.md), {run.date}: {'; '.join(words)}"
     missing = ["NCCL", "several nodes", "HybridEP"]
-    if not any(TRAINED_TE in works for works in (shown_there,)):
+    if TRAINED_TE not in shown_there:
         missing.insert(2, "Transformer Engine")
     if not shown_there:
         missing.insert(0, "CUDA")

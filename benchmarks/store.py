@@ -1,6 +1,6 @@
 """`make bench-store`: routes from an engine's response to a rank's slice, and as peers move them.
 
-    python -m benchmarks.store --out build/bench/store.json [--rounds 64] [--tokens 100000]
+    python -m benchmarks.store --out build/bench/store.json [--rounds 32] [--tokens 100000]
 
 Qwen3-30B-A3B-shaped routes (48 layers, 128 experts, top-8), one process, one thread. A round moves
 routes in every way, in an order that changes from round to round. Rates are medians, of stored
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run every way in rounds, print a table, write the file."""
     parser = argparse.ArgumentParser(prog="bench-store", description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--rounds", type=int, default=64, help="at most (default 64)")
+    parser.add_argument("--rounds", type=int, default=32, help="at most (default 32)")
     parser.add_argument("--tokens", type=int, default=100_000, help="of a round (default 100000)")
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.tokens < 1:

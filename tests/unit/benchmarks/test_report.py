@@ -86,28 +86,39 @@ def test_the_command(tmp_path: Path) -> None:
 # -- runs on a GPU, made up
 
 
+def ratio(value: float) -> dict[str, Any]:
+    return median_of([value] * 16).record()
+
+
 def everything() -> dict[str, Any]:
-    gate = [
+    gate: list[dict[str, Any]] = [
         {"model": "Qwen3", "tokens": 1024, "pass": "forward", "dtype": "bfloat16", "agrees": True}
-        | {"way": way, "us": us, "of_copies": 10.0 / us}
+        | {"way": way, "us": us, "of_unfused": ratio(us / 100.0), "of_te": ratio(us / 25.0)}
+        | {"of_copies": ratio(us / 10.0)}
         for way, us in (("kernel", 12.5), ("(a) unfused", 100.0), ("(c) TE, live", 25.0))
     ]
+    gate += [{"model": "Kimi", "way": "(b) compiled", "skipped": "no compiler"}] * 2
     steps = [
         {"recompute": False, "way": way, "beside": "live", "step_ms": ms, "agrees": True}
-        | {WAITS: waits, COPIES: waits, "peak_mb": 1000.0}
-        | {"ratio": median_of([ms / 20.0 + 0.001 * (i % 2) for i in range(16)]).record()}
+        | {WAITS: waits, COPIES: waits, "peak_mb": 1000.0, "ratio": ratio(ms / 20.0)}
         for way, ms, waits in (("live", 20.0, 8), ("plan", 18.0, 0))
     ]
     sizes = {"layers": 4, "sequence": 512, "batch": 2, "topk": 8}
+    # either shape: a record with the cases in its rows, or a record for each case
     training = [
         {"case": "local", "spec": "local", "dispatched": 1.0, "bitwise": True},
         {"case": "te grouped", "spec": "te", "dispatched": 1.0, "bitwise": True},
         {"case": "te fp8", "spec": "te", "skipped": "no fp8 here"},
     ]
+    exactness = [
+        {"row": "replay", "ok": True, "dispatched": 1.0, "ratios": {"step": ratio(0.9)}},
+        {"row": "live, the control", "ok": True, "dispatched": 0.7},
+    ]
     return {
         "kernel": {**MACHINE, "rows": gate},
         "layers": {**MACHINE, "sizes": sizes, "route_bytes": 4 * 512 * 2 * 8, "rows": steps},
         "training": {**MACHINE, "transformer_engine": "2.16.1", "rows": training},
+        "training exactness": {**MACHINE, "spec": "te", "rows": exactness},
         "cellar": {**MACHINE, "rows": [{"wine": 1}]},
         "steps": {
             **MACHINE,
@@ -122,21 +133,24 @@ def test_a_whole_run_is_told(tmp_path: Path) -> None:
     assert "### NVIDIA H200, 2026-12-01" in gpu
     assert NOTHING not in gpu
     for row in (
-        "| step with replay and plan, by the live step | at most 0.97 | 0.900 (0.900 to 0.901) (",
+        "by the live one's | at most 0.97 | 0.900 (0.900 to 0.900) (layers, no recompute) |",
         "| 0 | 0, live 8 (layers, no recompute) |",
-        "| at least 1.5 | 2.00 to 2.00, 1 cases |",
-        "| at least 0.7 | 0.80 to 0.80, 1 cases |",
+        "| at most 0.67 | 0.50 to 0.50 in 1 of 1 cases |",
+        "| at most 1.43 | 1.25 to 1.25 in 1 of 1 cases |",
         "| 8.00 for top-8 (layers) |",
-        "| every case | 1 of 1 cases |",
+        "| trainings under Transformer Engine that are exact | all | 3 of 3 |",
         "| tests-gpu | passed | 61 |  |",
         "| slices | skipped | 1 | no memory |",
-        "| te grouped | te | 1.00000 | yes |  |",
-        "| te fp8 | te |  |  | skipped: no fp8 here |",
-        "| Qwen3 | 1024 | forward | 12.5 | 8.00 | 2.00 | 0.80 |",
+        "| te grouped | te | yes | 1.00000 | yes |  |",
+        "| te fp8 | te |  |  |  | skipped: no fp8 here |",
+        "| exactness: replay | te | yes | 1.00000 |  | step 0.900 (0.900 to 0.900) |",
+        "| exactness: live, the control | te | yes | 0.70000 |  |  |",
+        "| Qwen3 | 1024 | forward | 12.5 | 0.12 (0.12 to 0.12) | 0.50 (0.50 to 0.50) | 1.250 (",
+        "\n\n- skipped: (b) compiled: no compiler\n\n",
         "The file also holds: `cellar`.",
         "Transformer Engine 2.16.1",
     ):
-        assert row in gpu
+        assert row in gpu, row
     assert (
         "; one [NVIDIA H200](docs/gpu.md), 2026-12-01: gate kernel, MoE layers, training with "
         in (readme)
@@ -172,13 +186,19 @@ def test_what_went_wrong_is_told(tmp_path: Path) -> None:
     records["kernel"]["rows"][0]["agrees"] = False
     records["layers"]["rows"][1]["agrees"] = False
     records["training"]["rows"][1]["bitwise"] = False
+    records["training exactness"]["rows"][0] = {"row": "replay", "ok": False, "error": "a\nb"}
     records["steps"]["slices"] = {"status": "timed out", "seconds": 600.0, "reason": "600 s"}
     readme, gpu = texts(copied(tmp_path, **records))
-    assert "wrong or not finished: slices, gate, layers, te grouped |" in readme
+    assert "wrong or not finished: slices, gate, layers, te grouped, exactness: replay |" in readme
     assert "training with Transformer Engine" not in readme
     assert "gate kernel" not in readme.partition("**not run on**")[0]
     assert "several nodes, Transformer Engine, HybridEP**" in readme
-    for told in ("12.5, **wrong**", "plan, **wrong gradients**", "| **no** |", "| 0 of 1 cases |"):
+    for told in (
+        "12.5, **wrong**",
+        "plan, **wrong gradients**",
+        "| te | **no** | 1.00000 | no |",
+        "| all | 1 of 3 |",
+    ):
         assert told in gpu
     # a time of what is wrong is no number to be proud of
     assert gpu.count("| not measured |") == 3
@@ -190,10 +210,11 @@ def test_a_ratio_that_does_not_tell_is_not_told(tmp_path: Path) -> None:
     _, gpu = texts(copied(tmp_path, **records))
     assert "| at most 0.97 | cannot tell (0.900 to 1.040) (" in gpu
     records["layers"]["rows"][1]["ratio"] = 0.9
+    records["kernel"]["rows"][0]["of_te"] = median_of([0.9, 1.04] * 8).record()
     (tmp_path / "benchmarks" / "results" / GPU).write_text(json.dumps(records))
     _, gpu = texts(tmp_path)
-    assert "0.9 " not in gpu
-    assert "| at most 0.97 | not told: no interval is recorded (" in gpu
+    assert "| at most 0.97 | no interval recorded (" in gpu
+    assert "| at most 0.67 | cannot tell in 1 cases |" in gpu
 
 
 def test_the_newest_run_on_a_gpu_counts_in_the_readme(tmp_path: Path) -> None:
