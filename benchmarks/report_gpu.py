@@ -26,7 +26,8 @@ from benchmarks.interval import shown
 from benchmarks.waits import COPIES, WAITS
 
 Row = Mapping[str, Any]
-KERNEL, TRAINED_TE = "kernel", "training with Transformer Engine"
+KERNEL = "kernel"
+RAN_GATE, TRAINED_TE = "gate kernel", "training with Transformer Engine"
 PACKAGES = {
     "torch": "torch",
     "triton": "Triton",
@@ -120,9 +121,10 @@ def read_run(path: Path) -> GpuRun | None:
         )
     about = [*records.values()]
     given = records.pop("steps", {})
+    within = given.get("steps")
     steps = {
         name: step
-        for name, step in {**given, **given.get("steps", {})}.items()
+        for name, step in (within if isinstance(within, dict) else given).items()
         if isinstance(step, dict) and "status" in step
     }
     return GpuRun(path.name, gpus.pop(), date[0], records, steps, about)
@@ -225,7 +227,7 @@ def _which(name: str, row: Row) -> str:
 def _gate_by(run: GpuRun, field: str) -> str:
     """The smallest and the largest ratio of the kernel over all shapes and passes."""
     of_kernel = [row for row in run.gate if row.get("way") == KERNEL and _agrees(row)]
-    ratios = [row[field] for row in of_kernel if isinstance(row.get(field), Mapping)]
+    ratios = [row[field] for row in of_kernel if _is_ratio(row.get(field))]
     told = sorted(ratio["median"] for ratio in ratios if ratio["tells"])
     if not told:
         return f"cannot tell in {len(ratios)} cases" if ratios else ""
@@ -286,7 +288,7 @@ def _gate(run: GpuRun) -> str:
     rows = []
     for row in run.gate:
         if row.get("way") == KERNEL and not row.get("skipped"):
-            us = f"{_value(row['us']):.1f}" + ("" if _agrees(row) else ", **wrong**")
+            us = _number(row["us"], 1) + ("" if _agrees(row) else ", **wrong**")
             what = [str(row.get(name, "")) for name in ("model", "tokens", "pass")]
             ratios = [_cell(row.get(name)) for name in ("of_unfused", "of_te", "of_copies")]
             rows.append([*what, us, *ratios])
@@ -312,7 +314,7 @@ def _layers(run: GpuRun) -> str:
         way = f"{row['way']}" + ("" if _agrees(row) else ", **wrong gradients**")
         ratio = f"{_cell(row.get('ratio'))} of {row['beside']}" if row.get("beside") else ""
         counts = [_number(row.get(count), 0) for count in (WAITS, COPIES, "peak_mb")]
-        step = f"{_value(row['step_ms']):.2f}"
+        step = _number(row["step_ms"], 2)
         rows.append([_which(name, row), way, step, ratio, *counts])
     head = ["layers", "way", "step, ms", "ratio", "host waits", "copies to the host", "peak MB"]
     return _with_skipped(table(head, rows) if rows else "", [row for _, row in run.layers])
@@ -337,7 +339,13 @@ def _cell(ratio: Any) -> str:
     """A ratio with its interval; empty for None. One without an interval is not told."""
     if ratio is None:
         return ""
-    return shown(ratio) if isinstance(ratio, Mapping) else "no interval recorded"
+    return shown(ratio) if _is_ratio(ratio) else "no interval recorded"
+
+
+def _is_ratio(value: Any) -> bool:
+    """Whether a value is what `Median.record` makes."""
+    fields = {"median", "low", "high", "count", "tells"}
+    return isinstance(value, Mapping) and fields <= value.keys()
 
 
 # -- the README's status box
@@ -347,7 +355,7 @@ def shows(run: GpuRun) -> list[str]:
     """What a run shows to work, in the words of the README's status box."""
     found = []
     if any(row.get("way") == KERNEL and _agrees(row) for row in run.gate):
-        found.append("gate kernel")
+        found.append(RAN_GATE)
     if any(_agrees(row) for _, row in run.layers):
         found.append("MoE layers")
     exact = [row for row in run.training if _exact(row) and row.get("dispatched") == 1.0]
