@@ -141,8 +141,10 @@ def _parts_in_turn(spent: Spent) -> Any:
     """The parts of a training whose steps are live, replayed, and replayed with a plan in turn."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+    from megatron_r3.integrations.planner import Planner
+    from megatron_r3.training.dataset import SEQUENCE_FIELDS
     from megatron_r3.training.guard import StepGuard
-    from megatron_r3.training.lookahead import Planner, Prepared, Preparer
+    from megatron_r3.training.lookahead import Prepared, Preparer
     from megatron_r3.training.step import Parts
 
     class TurnedPreparer(Preparer):
@@ -153,7 +155,7 @@ def _parts_in_turn(spent: Spent) -> Any:
             mode = MODES[self.num_prepared // get_num_microbatches() % len(MODES)]
             self.num_prepared += 1
             if mode == "live":
-                return Prepared(self.batches.split(whole), [], None, None)
+                return Prepared(self.layout.split(whole, SEQUENCE_FIELDS), [], None, None)
             return super().prepare(whole, with_plan and mode == "plan")
 
     class TimedPlanner(Planner):
