@@ -233,8 +233,10 @@ def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
     """The parts of a training whose steps are live, replayed, and replayed with a plan in turn."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+    from megatron_r3.integrations.planner import Planner
+    from megatron_r3.training.dataset import SEQUENCE_FIELDS
     from megatron_r3.training.guard import StepGuard
-    from megatron_r3.training.lookahead import Planner, Prepared, Preparer
+    from megatron_r3.training.lookahead import Prepared, Preparer
     from megatron_r3.training.step import Parts
 
     class TurnedPreparer(Preparer):
@@ -247,7 +249,7 @@ def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
             rounds.wait_for(step)
             mode = rounds.mode(step)
             if mode == "live":
-                return Prepared(self.batches.split(whole), [], None, None)
+                return Prepared(self.layout.split(whole, SEQUENCE_FIELDS), [], None, None)
             return super().prepare(whole, with_plan and mode == "plan")
 
     class TimedPlanner(Planner):
