@@ -43,7 +43,7 @@ from benchmarks.kernel_ways import (
     ways,
 )
 from benchmarks.machine import device_of, machine_of, write_results
-from benchmarks.timer import Timer, Times, ratio, shown
+from benchmarks.timer import Timer, Times, cell, ratio
 from megatron_r3.gate.tile_table import VARIABLE
 
 TOKENS = (1024, 4096, 16384, 65536)
@@ -51,7 +51,7 @@ TOKENS = (1024, 4096, 16384, 65536)
 RATIOS = {"of_unfused": UNFUSED, "of_te": TE, "of_copies": FLOOR}
 HEAD = (
     f"{'model':14} {'dtype':8} {'tokens':>6} {'pass':8} {'':21} {'us':>9} {'10%':>9} {'90%':>9} "
-    f"{'host us':>8} {'of (a)':>20} {'of (c)':>20} {'of copies':>20}"
+    f"{'host us':>8} {'of (a)':>28} {'of (c)':>28} {'of copies':>28}"
 )
 
 
@@ -183,7 +183,7 @@ def _line(row: dict[str, Any]) -> str:
         return f"{line}{'':8} {row['way']:21} skipped: {row['skipped']}"
     line += f"{row['pass']:8} {row['way']:21} {row['us']:>9.1f} {row['low_us']:>9.1f} "
     line += f"{row['high_us']:>9.1f} {row['host_us']:>8.1f}"
-    return line + "".join(f" {shown(row[name]):>20}" for name in RATIOS)
+    return line + "".join(f" {cell(row[name]):>28}" for name in RATIOS)
 
 
 if __name__ == "__main__":

@@ -40,12 +40,12 @@ from benchmarks.layers_config import MODELS, SPECS, Sizes
 from benchmarks.layers_measure import PAGEABLE, PER_LAYER
 from benchmarks.layers_model import Stack, start
 from benchmarks.machine import device_of, machine_of, no_transformer_engine, write_results
-from benchmarks.timer import shown
+from benchmarks.timer import cell
 from benchmarks.waits import COPIES, WAITS
 from megatron_r3.gate import replayed_gate_reference, substitute_gate
 
 HEAD = (
-    f"{'recompute':9} {'way':14} {'step ms':>8} {'beside':>11} {'ratio':>20} {'waits':>6} "
+    f"{'recompute':9} {'way':14} {'step ms':>8} {'beside':>11} {'ratio':>28} {'waits':>6} "
     f"{'layer':>6} {'copies':>6} {'pageable':>8} {'peak MB':>8} {'gradient':>8}"
 )
 
@@ -222,7 +222,7 @@ def _about(name: str, stack: Stack) -> str:
     return (
         f"{name}: {stack.sizes.layers} layers, {tokens} tokens to {stack.sizes.topk} of "
         f"{stack.sizes.experts} experts\n"
-        f"the routes of a microbatch take {routes['bytes']} bytes on the device (measured: "
+        f"the routes of a microbatch take {stack.route_bytes} bytes on the device (measured: "
         f"{routes['measured bytes']}), {routes['bytes per token']:.0f} for a token, where int64 "
         f"would take {routes['int64 bytes per token']}\n"
         "ratio: time of the step by that of the step next to it, of the way named under `beside`\n"
@@ -239,7 +239,7 @@ def _line(row: dict[str, Any]) -> str:
     waits, layer, copies, pageable = ("-" if n is None else f"{n:g}" for n in counts)
     peak = f"{row['peak_mb']:.0f}" if "peak_mb" in row else "-"
     return (
-        f"{start} {row['step_ms']:>8.1f} {row['beside']:>11} {shown(row['ratio']):>20} {waits:>6} "
+        f"{start} {row['step_ms']:>8.1f} {row['beside']:>11} {cell(row['ratio']):>28} {waits:>6} "
         f"{layer:>6} {copies:>6} {pageable:>8} {peak:>8} {row['gradient_error']:>8.1e}"
     )
 

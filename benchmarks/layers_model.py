@@ -192,14 +192,19 @@ class Stack:
         sizes = {**asdict(self.sizes), "dtype": dtype, "parameters": parameters}
         tokens = self.sizes.sequence * self.sizes.batch
         routes = {
-            "bytes": self.route_bytes,
             "measured bytes": self.route_bytes_measured,
             "bytes per token": self.route_bytes / tokens,
             # what int64 would take: not measured, it is 8 bytes for each id
             "int64 bytes per token": 8 * self.sizes.layers * self.sizes.topk,
         }
         about = {"spec": self.spec, "experts_module": experts, "attention": self._attention()}
-        return {"sizes": sizes, **about, "routes": routes, "ways_skipped": self.skipped}
+        return {
+            "sizes": sizes,
+            **about,
+            "route_bytes": self.route_bytes,
+            "routes": routes,
+            "ways_skipped": self.skipped,
+        }
 
     def _attention(self) -> dict[str, str] | str:
         """What computes attention; with Transformer Engine the backends that it has chosen."""

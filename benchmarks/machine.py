@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
+import os
 import platform
 import re
 import subprocess
@@ -20,6 +21,18 @@ def machine_of() -> dict[str, str]:
         "processor": _processor(),
         "python": platform.python_version(),
     }
+
+
+def machine_at_start() -> dict[str, Any]:
+    """`machine_of`, how many cores this process may use, and the load before anything is timed.
+
+    Returns:
+        Among others "load": the mean number of processes that ran or waited for a core in the last
+        minute. With a load near the number of cores, times of the wall are those of a shared
+        machine.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return {**machine_of(), "cores": cores, "load": round(os.getloadavg()[0], 2)}
 
 
 def device_of(device: str) -> dict[str, Any]:

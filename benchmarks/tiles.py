@@ -36,7 +36,7 @@ import torch
 from benchmarks.interval import LOOKS
 from benchmarks.kernel_ways import MODELS, Inputs, agree, kernel_of, unfused_of
 from benchmarks.machine import device_of, machine_of, write_results
-from benchmarks.timer import Timer, ratio, shown
+from benchmarks.timer import Timer, cell, ratio
 from megatron_r3.gate import substitute_gate
 from megatron_r3.gate.tile_table import KERNELS, Shape, Tile, gpu_name, rule, use_table, words_of
 
@@ -234,7 +234,7 @@ def _dtype(dtype: torch.dtype) -> str:
 def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['model']:14} {row['tokens']:>6} {row['kernel']:8} {row['rows']:>3} rows "
-        f"{row['num_warps']} warps {row['us']:>9.1f} us, of rule {shown(row['of_rule'])}"
+        f"{row['num_warps']} warps {row['us']:>9.1f} us, of rule {cell(row['of_rule'])}"
         f"{'' if row['agrees'] else '  WRONG'}"
     )
 

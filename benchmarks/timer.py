@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.interval import LOOKS, Median, enough, median_of
+from benchmarks.interval import LOOKS, Median, enough, median_of, shown, turn
 
 Call = Callable[[], Any]
 Times = dict[str, list[float]]  # microseconds of each round, by the name of the call
@@ -32,8 +32,8 @@ class Timer:
     ) -> Times:
         """Time all calls in turn, round after round.
 
-        Calls of one round are neighbours, so that their ratio is one of equal conditions. Every
-        second round goes backwards, so that a GPU which slows down favours none.
+        Calls of one round are neighbours, so that their ratio is one of equal conditions. Their
+        order changes from round to round (`turn`), so that a GPU which slows down favours none.
 
         Args:
             calls: what to time. Each is called three times before, to warm up.
@@ -55,7 +55,7 @@ class Timer:
     def _rounds(self, calls: Mapping[str, Call], times: Times, rounds: range) -> None:
         spans: list[tuple[str, Any, Any]] = []
         for number in rounds:
-            for name in list(calls)[:: -1 if number % 2 else 1]:
+            for name in turn(list(calls), number):
                 self.flush.zero_()
                 if not self.cuda:
                     times[name].append(_host_us(calls[name]))
@@ -90,17 +90,9 @@ def ratio(times: Times, name: str, other: str) -> Median:
     return median_of(ratios(times, name, other))
 
 
-def shown(found: Mapping[str, Any] | None) -> str:
-    """A ratio for a table: "0.931 (0.92-0.94)", or "1.004 cannot tell"; "-" for None.
-
-    Args:
-        found: `Median.record()`.
-    """
-    if found is None:
-        return "-"
-    if not found["tells"]:
-        return f"{found['median']:.3f} cannot tell"
-    return f"{found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f})"
+def cell(found: Mapping[str, Any] | None) -> str:
+    """A ratio for a table, from `Median.record`; "-" for None."""
+    return "-" if found is None else shown(found)
 
 
 def _host_us(call: Call) -> float:
