@@ -128,7 +128,7 @@ def _exports(checked: Checked) -> Result:
         f"{len(same)} patches, {skipped} without files in this tree, {len(again) - len(same)} on "
         "another base"
     )
-    return bool(same) and not differ, f"differ: {', '.join(differ)}" if differ else detail
+    return bool(again) and not differ, f"differ: {', '.join(differ)}" if differ else detail
 
 
 def _off(checked: Checked) -> Result:
