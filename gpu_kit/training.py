@@ -1,14 +1,14 @@
 """The kit's trainings: a tree's own training script, replayed, on one rank.
 
-    python -m gpu_kit.training --cases exactness,recorded --tree TREE --store DIR --checkpoint DIR \\
-        --script TREE/pretrain_gpt.py --out RESULTS
+    python -m gpu_kit.training --cases exactness,recorded --tree TREE --store DIR \\
+        --checkpoint DIR --script TREE/pretrain_gpt.py --out RESULTS
     python -m gpu_kit.training --cases all ... --device cpu --rehearse
 
 TREE is a patched Megatron-LM of 0.19; DIR are the demo's rollout store and checkpoint. Each case
 writes its rows as they come into a file of RESULTS (benchmarks/machine.py), under the name
 `training CASE`. On a GPU the layers are Transformer Engine's (--spec te) or Megatron's own (--spec
-local); a rehearsal trains Megatron's own on the CPU, tiny. Exit status: 0 if every row shows what it
-must, 1 if one does not, 77 if there is no row, 2 for wrong arguments.
+local); a rehearsal trains Megatron's own on the CPU, tiny. Exit status: 0 if every row shows what
+it must, 1 if one does not, 77 if there is no row, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def run(case: str, rows: Rows, out: Path, about: dict[str, Any]) -> list[dict[st
 
 def _told(fields: dict[str, Any]) -> str:
     hidden = ("ok", "ratios", "seconds", "losses")
-    told = [f"{name} {value}" for name, value in fields.items() if name not in hidden]
+    # of an error the last line says most; the record has all of it
+    short = {**fields, **({"error": fields["error"].splitlines()[-1]} if "error" in fields else {})}
+    told = [f"{name} {value}" for name, value in short.items() if name not in hidden]
     for name, ratio in fields.get("ratios", {}).items():
         tells = "" if ratio["tells"] else " (cannot tell)"
         told.append(f"{name} {ratio['median']:.3f}{tells}")

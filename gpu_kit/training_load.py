@@ -26,13 +26,14 @@ def load_local_checkpoints() -> None:
     A checkpoint that has the names of the model is loaded as it always was. A tensor that the
     checkpoint has under neither name is an error, which Megatron's loader raises.
     """
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.training import checkpointing
 
     dist = checkpointing.dist_checkpointing
     load = dist.load
 
     def renamed_load(state: Any, directory: Any, *rest: Any, **more: Any) -> Any:
-        saved = dist.load_sharded_metadata(str(directory))
+        saved = load_sharded_metadata(str(directory))
         state["model"] = asked(state["model"], {item.key for item in saved.values()})
         return load(state, directory, *rest, **more)
 
