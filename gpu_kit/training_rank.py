@@ -98,11 +98,8 @@ class Seen:
         self.counts[name] = self.counts.get(name, 0) + more
 
 
-def train(order: Order) -> Seen:
-    """Run the training of the order in this process."""
-    seen = Seen()
-    if order.stand_in:
-        _stand_in_for_apex(seen)
+def train(order: Order, seen: Seen) -> None:
+    """Run the training of the order in this process, and write what it shows into `seen`."""
     from megatron_r3.gate import replayed_gate_reference, substitute_gate
     from megatron_r3.training.step import Parts, made_of
 
@@ -117,7 +114,6 @@ def train(order: Order) -> Seen:
             stack.enter_context(substitute_gate(replayed_gate_reference))
         stack.enter_context(made_of(Parts(metrics=_kept_metrics(seen))))
         runpy.run_path(order.script, run_name="__main__")
-    return seen
 
 
 def _watch_steps(order: Order, seen: Seen) -> None:
@@ -286,14 +282,13 @@ def _stand_in_for_apex(seen: Seen) -> None:
     sys.modules[module.__name__] = module
 
 
-def parse(order: Order) -> Seen:
-    """Only parse and check each command line; why it was refused, or nothing."""
+def parse(order: Order, seen: Seen) -> None:
+    """Only parse and check each command line."""
     import contextlib
     import io
 
     from megatron.training.arguments import parse_and_validate_args
 
-    seen = Seen()
     for arguments in order.refusals:
         sys.argv = [order.script, *arguments]
         errors, code = io.StringIO(), None
@@ -307,7 +302,6 @@ def parse(order: Order) -> Seen:
         # a text is what python would print, and exit with 1
         refused = f"{errors.getvalue()}{code if isinstance(code, str) else ''}".strip()
         seen.refused.append(refused if code not in (None, 0) else "")
-    return seen
 
 
 def main() -> None:
@@ -317,6 +311,9 @@ def main() -> None:
     for name, value in describe_rank(0, 1, free_port()).items():
         os.environ.setdefault(name, value)
     sys.path.insert(0, str(Path(order.script).resolve().parent))
+    seen = Seen()
+    if order.stand_in:  # Megatron looks for it while it is imported
+        _stand_in_for_apex(seen)
     if order.cpu:
         from megatron_r3.cpu import install
 
@@ -325,7 +322,7 @@ def main() -> None:
         from megatron_r3.cpu.megatron_gaps import patch_index_builder
 
         patch_index_builder()  # upstream's ends the process where a tree has no Makefile
-    seen = parse(order) if order.refusals else train(order)
+    (parse if order.refusals else train)(order, seen)
     torch.save(asdict(seen), result)
     sys.stdout.flush()
     sys.stderr.flush()

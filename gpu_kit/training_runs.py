@@ -38,6 +38,11 @@ FROZEN = ["--lr", "1e-30", "--min-lr", "0"]
 # Attention is no part of what is compared, and Transformer Engine's unfused attention is the one
 # that is the same on every machine. The environment variables are those that it asks for.
 DETERMINISTIC = ["--deterministic-mode", "--attention-backend", "unfused"]
+DETERMINISTIC_ENV = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+}
 
 
 class RunFailed(RuntimeError):
@@ -132,7 +137,7 @@ class Place:
         with log.open("w") as output:
             process = subprocess.Popen(
                 command,
-                env=self._environment(),
+                env=self._environment(order),
                 cwd=self.folder,  # a folder in which an import finds nothing
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -153,14 +158,16 @@ class Place:
         read = torch.load(result, weights_only=True)
         return replace(Seen(**read), steps=[Step(**step) for step in read["steps"]])
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, order: Order) -> dict[str, str]:
         """The environment, without what would choose attention or algorithms for the training."""
-        taken = ("NVTE_", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")
-        env = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
+        taken = {*DETERMINISTIC_ENV, "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"}
+        env = {name: value for name, value in os.environ.items() if name not in taken}
         path = [str(self.tree), str(ROOT), env.get("PYTHONPATH", "")]
         env |= {"PYTHONPATH": os.pathsep.join(part for part in path if part)}
         if self.cpu:
             env |= {"OMP_NUM_THREADS": "1"}
+        if "--deterministic-mode" in order.arguments:
+            env |= DETERMINISTIC_ENV
         return env | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
