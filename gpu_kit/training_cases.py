@@ -105,16 +105,17 @@ def recompute(place: Place) -> Rows:
             yield name, beside(seen[name], base, judge.unbound)
         else:
             again = name.endswith(("full", "moe"))  # the experts run again
-            by = "te_checkpoint" if with_te else "checkpoint"
-
-            def check(one: Seen, other: Seen, again: bool = again, by: str = by) -> Row:
-                # fp8 casts twice what is cast once without recompute; a norm is rounded anew
-                return judge.recomputed(one, other, 2 if again else 1, again and by[0] == "c", by)
-
-            yield name, beside(seen[name], base, check)
+            yield name, beside(seen[name], base, _recomputed(again, with_te))
     if not place.te:
         for name in ("moe_act", "te_checkpoint full", "te_checkpoint moe"):
             yield name, {"skipped": NO_TE}
+
+
+def _recomputed(again: bool, with_te: bool) -> Callable[[Seen, Seen], Row]:
+    """How a recompute is judged. The bits must be the same where experts run again in bfloat16."""
+    passes, by = (2 if again else 1), ("te_checkpoint" if with_te else "checkpoint")
+    bitwise = again and not with_te
+    return lambda seen, base: judge.recomputed(seen, base, passes, bitwise, by)
 
 
 def grad_fusion(place: Place) -> Rows:

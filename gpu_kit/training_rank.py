@@ -6,7 +6,7 @@ The process is the only rank. The script and its arguments are those of a user. 
 taken at the places where Megatron's own loop begins and ends a step. Megatron is imported only
 inside of functions, after `megatron_r3.cpu` was installed where there is no GPU.
 
-Shape suffixes (docs/glossary.md): T.
+Shape suffixes (docs/glossary.md): K, T.
 """
 
 from __future__ import annotations
@@ -258,11 +258,12 @@ def _mask(prepared: Any) -> torch.Tensor:
 def _with_one_change(routes: Any, counted_T: torch.Tensor) -> Any:
     """The same routes, but in the first layer one response token has another last expert."""
     first = min(routes.ids)
-    ids_T = routes.ids[first].clone()
+    ids_TK = routes.ids[first].clone()
     token = int(counted_T.bool().int().argmax())
-    taken = set(ids_T[token].tolist())
-    ids_T[token, -1] = next(expert for expert in range(len(taken) + 1) if expert not in taken)
-    return replace(routes, ids={**routes.ids, first: ids_T})
+    taken = set(ids_TK[token].tolist())
+    # Example: [0, 5, 1, 9] becomes [0, 5, 1, 2]; of K + 1 experts one is not taken.
+    ids_TK[token, -1] = next(expert for expert in range(len(taken) + 1) if expert not in taken)
+    return replace(routes, ids={**routes.ids, first: ids_TK})
 
 
 def _stand_in_for_apex(seen: Seen) -> None:

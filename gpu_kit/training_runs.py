@@ -1,4 +1,7 @@
-"""Start the trainings of a case, each in a process of its own with its own time limit."""
+"""Start the trainings of a case, each in a process of its own with its own time limit.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ The judgements themselves are tested with made-up trainings in tests/unit/gpu_ki
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,3 @@ def test_a_local_checkpoint_loads_under_the_names_of_transformer_engine(
     assert all(torch.equal(weight, got[name]) for name, weight in want.items())
     with pytest.raises(RankError, match=r"decoder\.layers\.pre_mlp_layernorm\.weight"):
         patched.run(train_with_the_names_of_te, 1, argv, False, timeout_s=120)
-
-
-if sys.platform != "linux":
-    pytestmark = pytest.mark.skip("the kit is for a Linux machine")
