@@ -5,24 +5,11 @@ Shape suffixes (docs/glossary.md): E, K, L, R, T.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 
+from megatron_r3.integrations.host_routes import HostRoutes
 from megatron_r3.plan import ExpertRanks, LayerSizes, count_tokens, layer_sizes
-
-
-class PlannedRoutes(Protocol):
-    """What a plan is made of: expert ids `[L, T, K]`, and which tokens have no known route."""
-
-    @property
-    def ids_LTK(self) -> np.ndarray:
-        """On the host, of any integer dtype."""
-
-    @property
-    def live_T(self) -> np.ndarray:
-        """Bool, of any shape: one True anywhere means that there is no plan."""
 
 
 class Planner:
@@ -53,7 +40,7 @@ class Planner:
                 use_local_synchronization=True,
             )
 
-    def plan(self, routes: PlannedRoutes) -> dict[int, LayerSizes] | None:
+    def plan(self, routes: HostRoutes) -> dict[int, LayerSizes] | None:
         """The sizes of every layer; None if any rank has tokens whose route is not known yet."""
         counts_LE = count_tokens(routes.ids_LTK, self.num_experts)
         known = not routes.live_T.any()

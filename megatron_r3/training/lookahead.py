@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_r3.integrations.host_routes import HostRoutes, read_routes
+from megatron_r3.integrations.layout import RankLayout
 from megatron_r3.integrations.planner import Planner
 from megatron_r3.plan import LayerSizes
 from megatron_r3.store.reader import RolloutStore
-from megatron_r3.training.batch import HostRoutes, RankBatches, read_routes
+from megatron_r3.training.dataset import SEQUENCE_FIELDS
 
 DEPTH = 2  # prepared micro-batches that wait to be used
 
@@ -44,7 +46,7 @@ class Preparer:
 
     Args:
         store: the rollouts.
-        batches: splits a batch as Megatron splits the model's input.
+        layout: which tokens of a batch this rank holds.
         layer_numbers: the chunk's MoE layers, Megatron's numbers.
         reads_routes: False where no layer replays or is compared.
         planner: plans the dispatch; None where no dispatcher asks for a plan.
@@ -53,12 +55,12 @@ class Preparer:
     def __init__(
         self,
         store: RolloutStore,
-        batches: RankBatches,
+        layout: RankLayout,
         layer_numbers: list[int],
         reads_routes: bool,
         planner: Planner | None,
     ) -> None:
-        self.store, self.batches, self.layer_numbers = store, batches, layer_numbers
+        self.store, self.layout, self.layer_numbers = store, layout, layer_numbers
         self.reads_routes, self.planner = reads_routes, planner
 
     def prepare(self, whole: dict[str, Tensor], with_plan: bool) -> Prepared:
@@ -67,12 +69,12 @@ class Preparer:
         Args:
             with_plan: whether to plan the dispatch, where there is a planner.
         """
-        batch = self.batches.split(whole)
+        batch = self.layout.split(whole, SEQUENCE_FIELDS)
         shards = self.store.shards_of(whole["rows"].numpy())
         if not self.reads_routes:
             return Prepared(batch, shards, None, None)
-        rows_T = self.batches.router_order(batch["rows"])
-        routes = self.read_routes(rows_T, self.batches.mean_tokens(whole["rows"]))
+        rows_T = self.layout.router_order(batch["rows"])
+        routes = self.read_routes(rows_T, self.layout.mean_tokens(whole["rows"]))
         plan = self.planner.plan(routes) if with_plan and self.planner else None
         return Prepared(batch, shards, routes, plan)
 

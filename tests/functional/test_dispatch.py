@@ -118,16 +118,16 @@ def test_a_wrong_plan_fails_loudly_without_the_check(
 
 
 def count_one_too_many(rank: int, argv: list[str]) -> None:
-    from megatron_r3.integrations import planner
+    from megatron_r3.integrations import planner as ahead
 
-    count = planner.count_tokens
+    count = ahead.count_tokens
 
     def wrong(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
         counts = count(ids_LTK, num_experts)
         counts[2, 5] += rank
         return counts
 
-    planner.count_tokens = wrong
+    ahead.count_tokens = wrong
     train(rank, argv)
 
 
