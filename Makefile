@@ -4,11 +4,13 @@ BUILD    := build
 VENV     := $(BUILD)/venv
 R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
-# the Megatron-LM tree of apply, revert, status, fidelity, export
+# the Megatron-LM tree of apply, revert, status, check, fidelity, export
 MEGATRON ?=
+# apply: with 1 a tree that is no release is taken too, if all patches of a line apply to it exactly
+UNRELEASED ?=
 # the Megatron-LM clone of verify, bump and matrix
 REPO     ?=
-# the release line of verify and matrix (default: all lines), of export (default: the line that fits)
+# the release line of verify and matrix (default: all lines), of apply and export (default: the line that fits)
 # and of bump (default: named after the tag)
 LINE     ?=
 # bump: the line whose patches are carried, and the tag or commit that they are carried to
@@ -65,11 +67,11 @@ megatron: setup  ## fetch the default megatron-core sources from PyPI, as a git 
 
 apply revert status: setup
 	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
-	@$(R3) $@ "$(MEGATRON)"
+	@$(R3) $@ "$(MEGATRON)" $(if $(LINE),--line "$(LINE)") $(if $(filter apply,$@),$(if $(UNRELEASED),--unreleased))
 
-apply:   ## put the patches into MEGATRON=DIR
+apply:   ## put the patches into MEGATRON=DIR (UNRELEASED=1: between releases too, where all of them fit; LINE=)
 revert:  ## remove the patches from MEGATRON=DIR
-status:  ## show which release MEGATRON=DIR is and whether it is patched
+status:  ## show which release MEGATRON=DIR is, or is close to, whether it is patched, and when it was checked
 
 verify: setup  ## check the patches of every release line against the commits in REPO=CLONE (LINE=)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }

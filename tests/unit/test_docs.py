@@ -57,7 +57,7 @@ RUN_BY = [
     (r"python -m benchmarks\.\w+", "ci make bench-gpu"),
     (r"python -m demo\.collect\b", "by hand: it takes a vLLM server for minutes"),
     (r"python -m megatron_r3\.cpu\b", "ci make demo"),
-    (r"python -m tests\.upstream\.driver\b", "tests/upstream/test_driver.py::test_rows_say_what"),
+    (r"python -m fidelity\.upstream\b", "tests/unit/fidelity/test_upstream.py::test_rows_say_what"),
     (
         r"(python -m sglang|vllm serve)\b",
         "by hand: the engine's own; make demo SAMPLER=vllm runs one",
