@@ -110,15 +110,15 @@ def read_record(root: Path) -> Record | None:
     try:
         # O_NOFOLLOW, O_NONBLOCK: a link is refused, and a pipe does not wait for a writer
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(opened, "rb") as file:
+            info = os.fstat(opened)
+            if not stat.S_ISREG(info.st_mode) or info.st_size > _MOST_BYTES:
+                raise _damaged(path, "not a small plain file")
+            data = file.read()
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except OSError as error:  # a folder too
         raise _damaged(path, error.strerror or str(error)) from None
-    with open(opened, "rb") as file:
-        info = os.fstat(file.fileno())
-        if not stat.S_ISREG(info.st_mode) or info.st_size > _MOST_BYTES:
-            raise _damaged(path, "not a small plain file")
-        data = file.read()
     try:
         return _parse(json.loads(data))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -149,7 +149,8 @@ def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
             matches.append(compare(root, candidate, series, tree, ids, files))
     best = _best(matches)
     if best.unknown and (recorded := _recorded(root, versions, line)):
-        matches.append(recorded)
+        # A release that has as many of the files is the better name for an unpatched tree.
+        matches = [recorded, *matches] if recorded.patched else [*matches, recorded]
         best = _best(matches)
     equal = [m for m in matches if m.line is best.line and m.places == best.places]
     return replace(best, names=tuple(match.tree.name for match in equal))

@@ -73,8 +73,15 @@ def _fit(root: Path, line: Line, read: Callable[[str], FileOnDisk]) -> Fit | Non
     blobs = _there_and_back(present, series)
     if blobs is None:
         return None
-    commit = resolve(root, "HEAD") if is_checkout(root) else ""
     differ = tuple(nearest.unknown)
+    for path, chain in blobs.items():
+        # A file that is the release's own must become what it becomes in the release.
+        if path not in differ and chain != nearest.blobs[path]:
+            raise PatchingError(
+                f"the patches of {line.name} are damaged: they do not give the {path} that is "
+                f"promised for {nearest.tree.name}; nothing was changed"
+            )
+    commit = resolve(root, "HEAD") if is_checkout(root) else ""
     tree = Unreleased(
         *(line.name, nearest.tree.name, differ, commit),
         *(series_digest(series), __version__, absent, blobs),
