@@ -18,7 +18,7 @@ OLD      ?=
 NEW      ?=
 # export: with 1 nothing is written, and the exit status says whether a byte would change
 CHECK    ?=
-# fidelity: run the cases with this in their name; fuzz: run one class
+# fidelity: run the cases with this in their name; check: run the checks with this; fuzz: run one class
 ONLY     ?=
 # fuzz: how many tries, and the seed that chooses them
 TRIES    ?= 10000
@@ -46,7 +46,7 @@ IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix bench-dispatch bench-store \
+.PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix bench-dispatch bench-store \
 	bench-gpu image image-vllm-cpu image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
@@ -72,6 +72,10 @@ apply revert status: setup
 apply:   ## put the patches into MEGATRON=DIR (UNRELEASED=1: between releases too, where all of them fit; LINE=)
 revert:  ## remove the patches from MEGATRON=DIR
 status:  ## show which release MEGATRON=DIR is, or is close to, whether it is patched, and when it was checked
+
+check: setup  ## test the patched MEGATRON=DIR itself: option off, replay, upstream's own router tests (ONLY=: some, unrecorded)
+	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m fidelity.check "$(MEGATRON)" $(if $(ONLY),--only "$(ONLY)")
 
 verify: setup  ## check the patches of every release line against the commits in REPO=CLONE (LINE=)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }

@@ -1,10 +1,11 @@
 """`make check MEGATRON=DIR`: test a patched tree, above all one that is no release.
 
-    python -m fidelity.check DIR [--patches DIR]
+    python -m fidelity.check DIR [--only TEXT] [--patches DIR]
 
 The checks run on two copies of the files that are in DIR now: as they are, and with the patches
 taken back. Exit status 0 says that every check passed; the record of DIR then has today's date and
-a digest of the files. 1 says that a check failed, 2 that DIR cannot be checked.
+a digest of the files, unless --only left some checks out. 1 says that a check failed, 2 that DIR
+cannot be checked.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from megatron_r3.patching.write import locked
 # What is copied of a tree: the package, the scripts beside it, and what upstream's unit tests need.
 # A checkout may hold data and checkpoints too.
 COPIED = ("megatron", "tests/unit_tests", "tests/test_utils", "tests/__init__.py")
+Outcome = tuple[bool | None, str]  # whether it holds, and what was seen; None: nothing to run
+Checks = dict[str, Callable[[Copies], Outcome]]
 TESTS = ("test_router_replay.py", "test_routers.py", "test_moe_layer.py")
 
 
@@ -51,9 +54,13 @@ def main(argv: list[str] | None = None) -> int:
     """Check one tree and record it."""
     parser = argparse.ArgumentParser(prog="check", description=str(__doc__).splitlines()[0])
     parser.add_argument("tree", type=Path, metavar="DIR", help="a patched Megatron-LM tree")
+    parser.add_argument("--only", default="", help="checks with this in their name; unrecorded")
     parser.add_argument("--patches", type=Path, help="folder of patches (default: patches/)")
     args = parser.parse_args(argv)
     begin = time.monotonic()
+    checks = {name: check for name, check in CHECKS.items() if args.only in name}
+    if not checks:
+        parser.error(f"no check has {args.only!r} in its name: {', '.join(CHECKS)}")
     try:
         patches = args.patches or patches_folder()
         status = _applied(args.tree, patches)
@@ -63,16 +70,19 @@ def main(argv: list[str] | None = None) -> int:
             copies = make_copies(status, patches, Path(folder))
             digest = files_digest(copies.patched)
             with copies:
-                failed = run(copies)
+                failed = run(checks, copies)
         seconds = f"{time.monotonic() - begin:.0f} s"
-        path = remember(status.root, None if failed else digest)
-    except PatchingError as error:
+        whole = checks.keys() == CHECKS.keys()
+        if failed or whole:
+            remember(status.root, None if failed else digest)
+    except (PatchingError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if failed:
         print(f"FAILED in {seconds}: {', '.join(failed)}; do not train on this tree")
         return 1
-    print(f"every check passed in {seconds}, recorded in {path}")
+    recorded = f"recorded in {record_path(status.root)}" if whole else "not recorded: not all ran"
+    print(f"{len(checks)} of {len(CHECKS)} checks passed in {seconds}; {recorded}")
     return 0
 
 
@@ -108,10 +118,10 @@ def make_copies(status: TreeStatus, patches: Path, folder: Path) -> Copies:
     return copies
 
 
-def run(copies: Copies) -> list[str]:
-    """Run every check, print a row for each as it ends, and return the names of those that fail."""
+def run(checks: Checks, copies: Copies) -> list[str]:
+    """Run the checks, print a row for each as it ends, and return the names of those that fail."""
     failed: dict[str, str] = {}
-    for name, check in CHECKS.items():
+    for name, check in checks.items():
         begin = time.monotonic()
         print(f"{name:18}", end="", flush=True)
         passed, detail = check(copies)
@@ -183,8 +193,7 @@ def _counted(outcomes: Outcomes) -> str:
     return ", ".join(f"{number} {name}" for name, number in sorted(counts(outcomes).items()))
 
 
-Outcome = tuple[bool | None, str]  # None: there is nothing to run
-CHECKS: dict[str, Callable[[Copies], Outcome]] = {
+CHECKS: Checks = {
     "apply again": again,
     "off": line_checks.off,
     "RouterReplay": line_checks.router_replay,
@@ -194,7 +203,7 @@ CHECKS: dict[str, Callable[[Copies], Outcome]] = {
 }
 
 
-def remember(root: Path, digest: str | None) -> Path:
+def remember(root: Path, digest: str | None) -> None:
     """Write into the record of `root` that these files were checked today; None: that none were."""
     checked = None
     if digest:
@@ -203,7 +212,6 @@ def remember(root: Path, digest: str | None) -> Path:
     with locked(root):
         record = read_record(root) or Record()
         write_record(root, replace(record, checked=checked))
-    return record_path(root)
 
 
 if __name__ == "__main__":
