@@ -7,6 +7,7 @@ order; only the line numbers may differ. They must also come off again and leave
 
 from __future__ import annotations
 
+import re
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping
@@ -19,9 +20,13 @@ from megatron_r3.patching.cleanroom import is_checkout, resolve
 from megatron_r3.patching.git import PatchingError, names
 from megatron_r3.patching.record import Unreleased, series_digest
 from megatron_r3.patching.repository import OwnRepository, PatchFailed
-from megatron_r3.patching.series import Blobs, Series, read_series
+from megatron_r3.patching.series import Blobs, FileChange, Series, read_series
 from megatron_r3.patching.tree import FileOnDisk, TreeStatus, compare, read_file
 from megatron_r3.patching.versions import KnownTree, Line, Versions
+
+# what git says of a hunk that is not where the patch names it:
+# "Hunk #2 succeeded at 812 (offset -30 lines)."
+_OFFSET = re.compile(rb"^Hunk #\d+ succeeded at \d+ \(offset -?(\d+) lines?\)\.$", re.M)
 
 
 @dataclass(frozen=True)
@@ -31,22 +36,34 @@ class Fit:
     Attributes:
         status: the tree, compared with itself: unpatched.
         tree: what the record of the tree will say.
+        moved: by how many lines the hunks are away from where the patches name them, together.
     """
 
     status: TreeStatus
     tree: Unreleased
+    moved: int
 
     @property
     def size(self) -> str:
-        """How near the known tree is: "core_r0.19.0 (1 of 12 files differ from core_v0.19.0)"."""
-        num_files, tree = len(self.tree.blobs), self.tree
-        return f"{tree.line} ({len(tree.differ)} of {num_files} files differ from {tree.near})"
+        """How near the known tree is, in a few words.
+
+        Example: "main (8 of 11 files differ from main of 2026-08-22, hunks moved by 40 lines)".
+        """
+        tree = self.tree
+        files = f"{len(tree.differ)} of {len(tree.blobs)} files differ from {tree.near}"
+        return f"{tree.line} ({files}, hunks moved by {self.moved} lines)"
+
+    @property
+    def distance(self) -> tuple[int, int]:
+        """What orders the lines that fit: the nearest one has the least."""
+        return len(self.tree.differ), self.moved
 
 
 def find_fits(root: Path, versions: Versions, line: str = "") -> list[Fit]:
     """The lines, or that `line`, whose patches all apply to the unpatched tree `root`.
 
-    The line with the fewest files that differ from a known tree of it is the first.
+    The line with the fewest files that differ from a known tree of it is the first; of equal ones
+    that in whose patches the hunks are nearest to where they fit.
 
     Raises:
         PatchingError: a file in question is a symlink, a folder or unreadable, or a series is
@@ -56,7 +73,7 @@ def find_fits(root: Path, versions: Versions, line: str = "") -> list[Fit]:
     read = cache(partial(read_file, root))  # most files are in the series of every line
     candidates = [versions.line(line)] if line else versions.lines
     fits = [fit for candidate in candidates if (fit := _fit(root, candidate, read))]
-    return sorted(fits, key=lambda fit: len(fit.tree.differ))
+    return sorted(fits, key=lambda fit: fit.distance)
 
 
 def _fit(root: Path, line: Line, read: Callable[[str], FileOnDisk]) -> Fit | None:
@@ -70,9 +87,10 @@ def _fit(root: Path, line: Line, read: Callable[[str], FileOnDisk]) -> Fit | Non
     if nearest.patched or any(files[path].data is not None for path in absent):
         return None
     present = {path: file for path, file in files.items() if path not in absent}
-    blobs = _there_and_back(present, series)
-    if blobs is None:
+    there_and_back = _there_and_back(present, series)
+    if there_and_back is None:
         return None
+    blobs, moved = there_and_back
     differ = tuple(nearest.unknown)
     for path, chain in blobs.items():
         # A file that is the release's own must become what it becomes in the release.
@@ -88,11 +106,16 @@ def _fit(root: Path, line: Line, read: Callable[[str], FileOnDisk]) -> Fit | Non
     )
     known = KnownTree(tree.name, absent=absent, blobs=blobs)
     status = compare(root, line, series, known, ids, files)
-    return Fit(replace(status, unreleased=tree), tree)
+    return Fit(replace(status, unreleased=tree), tree, moved)
 
 
-def _there_and_back(files: Mapping[str, FileOnDisk], series: Series) -> dict[str, Blobs] | None:
-    """The chain of blobs of each file, if all patches apply and come off again; else None."""
+def _there_and_back(
+    files: Mapping[str, FileOnDisk], series: Series
+) -> tuple[dict[str, Blobs], int] | None:
+    """The chain of blobs of each file, and by how many lines hunks moved.
+
+    None where a patch does not apply, or does not come off again.
+    """
     parts = [
         (number, patch, [change for change in patch.changes if change.path in files])
         for number, patch in enumerate(series.patches, 1)
@@ -104,8 +127,10 @@ def _there_and_back(files: Mapping[str, FileOnDisk], series: Series) -> dict[str
         before = repo.blobs(files)
         base = repo.git("write-tree")
         chains: dict[str, list[str | None]] = {path: [before.get(path)] for path in files}
+        moved = 0
         try:
             for number, patch, changes in parts:
+                moved += _offsets(repo, changes)
                 repo.apply(number, patch, changes)
                 after = repo.blobs(change.path for change in changes)
                 for change in changes:
@@ -127,7 +152,14 @@ def _there_and_back(files: Mapping[str, FileOnDisk], series: Series) -> dict[str
     # A file's id must say how many of its patches are in it.
     if any(len(set(chain)) < len(chain) for chain in chains.values()):
         return None
-    return {path: tuple(chain) for path, chain in chains.items()}
+    return {path: tuple(chain) for path, chain in chains.items()}, moved
+
+
+def _offsets(repo: OwnRepository, changes: list[FileChange]) -> int:
+    """By how many lines the hunks of a patch are away from where the patch names them."""
+    diffs = b"".join(change.diff for change in changes)
+    told = repo.run("apply", "--cached", "--check", "--verbose", "-", stdin=diffs, check=False)
+    return sum(int(offset) for offset in _OFFSET.findall(told.stderr))
 
 
 def choose(fits: list[Fit]) -> tuple[Fit, str]:
@@ -137,7 +169,7 @@ def choose(fits: list[Fit]) -> tuple[Fit, str]:
         PatchingError: two lines fit equally well, so that nothing says which one is meant.
     """
     first, others = fits[0], fits[1:]
-    equal = [fit for fit in others if len(fit.tree.differ) == len(first.tree.differ)]
+    equal = [fit for fit in others if fit.distance == first.distance]
     if equal:
         lines = ", ".join(fit.size for fit in (first, *equal))
         raise PatchingError(

@@ -316,6 +316,7 @@ def test_the_nearest_of_several_lines_is_taken_and_said(between, capsys):
     assert f"({LINE}, {between.commit[:12]}, close to {TAG} (1 file differs))" in out
     assert f"differ from {TAG}: {ROUTER}\n" in out
     assert "is nearer than the other lines that fit: core_r9.2.0 (2 of 6 files differ from" in out
+    assert "hunks moved by 2 lines" in out  # both hunks of the router, by the new first line
     assert f"make check MEGATRON={between.checkout}" in out
 
 
