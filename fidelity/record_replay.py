@@ -39,6 +39,7 @@ def record_and_replay(rank: int, arguments: str) -> list[str]:
         arguments: of the layout, for Megatron's command line.
     """
     argv = [*MODELS["base"].argv(), *shlex.split(arguments), "--micro-batch-size", "1"]
+    argv += ["--global-batch-size", "2"]  # a micro-batch for each rank, where there are two
     _, model = build([*argv, "--moe-router-replay"])
     live = _run(model, rank, contextlib.nullcontext)
     with recording() as microbatch:
