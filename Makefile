@@ -25,10 +25,10 @@ TRIES    ?= 10000
 SEED     ?= 0
 # test: how many processes share the tests
 JOBS     ?= $(shell nproc)
-# bench-dispatch: steps of each variant
-ROUNDS   ?= 10
-# bench-store: tokens of all rollouts together
-TOKENS   ?= 1000000
+# bench-dispatch and bench-store: the most rounds; the benchmark ends earlier if every ratio tells
+ROUNDS   ?= 32
+# bench-store: tokens of a round
+TOKENS   ?= 100000
 # bench-gpu: with 1 it runs tiny sizes on the CPU
 REHEARSE ?=
 # image, image-test and image-matrix: see docs/image.md
@@ -108,7 +108,7 @@ bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: l
 
 bench-store: setup  ## measure routes on their way from a response to a rank, here and in other frameworks (TOKENS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \
-		--tokens $(TOKENS)
+		--rounds $(ROUNDS) --tokens $(TOKENS)
 
 # On a GPU this runs with $(PYTHON), which needs torch, triton and what Megatron imports, on the patched MEGATRON=DIR.
 bench-gpu: $(if $(REHEARSE),megatron)  ## measure the replayed gate and a MoE stack on a GPU (MEGATRON=DIR; REHEARSE=1: tiny, on the CPU)

@@ -1,11 +1,14 @@
 """`make bench-dispatch`: what a MoE layer waits for and a step costs, with and without a plan.
 
-    python -m benchmarks.dispatch --out build/bench/dispatch.json [--rounds 10]
+    python -m benchmarks.dispatch --out build/bench/dispatch.json [--rounds 32]
 
 It trains in three ways on the same rollouts at the same load (the routes are those of the live
-router): live, replayed without a plan, and replayed with one. Their steps alternate in one run. The
-table has host waits, copies and collectives for each MoE layer and pass, and step times relative to
-live. Exit status 1: a layer with a plan waits for something after all.
+router): live, replayed without a plan, and replayed with one. A round has a step of each way, in an
+order that changes from round to round. The table has host waits, copies and collectives for each
+MoE layer and pass, and what a step takes relative to the live step of its round: by the wall clock,
+and in CPU time of the busiest rank. The rounds of a layout end when every ratio's interval is
+narrower than its difference from 1, or at --rounds; a ratio that cannot be told from 1 is not
+shown. Exit status 1: a layer with a plan waits for something after all.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dispatch_ranks import MODES, Recorded, record, timed
-from benchmarks.machine import machine_of
+from benchmarks.dispatch_ranks import MODES, Recorded, ratios_to_live, record, timed
+from benchmarks.interval import CONFIDENCE, median_of, shown
+from benchmarks.machine import machine_at_start
 from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
@@ -44,7 +48,7 @@ MODEL = """
 """.split()
 HEAD = (
     f"{'EP':>2} {'recompute':9} {'':7} {WAITS:>10} {'copies':>7} {'metadata':>8} {'plan':>5} "
-    f"{'step':>8} {'of live':>8} {'spread':>13} {'check':>7} {'planning':>20}"
+    f"{'wall':>8} {'CPU':>8} {'wall of live':29} {'CPU of live':29} {'check':>7} planning"
 )
 
 
@@ -53,15 +57,21 @@ def main(argv: list[str] | None = None) -> int:
     doc = str(__doc__)
     parser = argparse.ArgumentParser(prog="dispatch", description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=10, help="steps of each way")
+    parser.add_argument(
+        "--rounds", type=int, default=32, help="steps of each way at most, in a layout (default 32)"
+    )
     args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1")
+    machine = {**machine_at_start(), "device": "cpu, gloo"}
     rows = []
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = Path(scratch)
         tree, name = unpatched_copy(None, folder / "unpatched")
         patched = patched_copy(tree, folder / "patched")
         print("by MoE layer and pass: host waits, copies to the host, metadata collectives;")
-        print("by microbatch: collectives of the plan; step times relative to live", flush=True)
+        print("by microbatch: collectives of the plan; wall and CPU time of a step, and both by")
+        print(f"those of live at {CONFIDENCE:.0%}; load at start: {machine['load']}", flush=True)
         print(HEAD, flush=True)
         with TreeWorker(patched, preload=["megatron.training"]) as worker:
             (recorded,) = worker.run(
@@ -72,15 +82,18 @@ def main(argv: list[str] | None = None) -> int:
                 more = ["--expert-model-parallel-size", str(ep), *(FULL if recompute else [])]
                 more += ["--load", str(folder / "checkpoint"), "--rollouts", str(store)]
                 results = worker.run(
-                    timed, ep, [*CPU_ARGS, *MODEL, *more], args.rounds, timeout_s=600
+                    timed,
+                    ep,
+                    [*CPU_ARGS, *MODEL, *more],
+                    args.rounds,
+                    timeout_s=600 + 30 * args.rounds,
                 )
                 for row in summarise(results[0]):
                     rows.append({"ep": ep, "recompute": recompute, "tree": name, **row})
                     print(_line(rows[-1]), flush=True)
-    machine = {**machine_of(), "device": "cpu, gloo"}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(
-        json.dumps({**machine, "rounds": args.rounds, "rows": rows}, indent=1) + "\n"
+        json.dumps({**machine, "most_rounds": args.rounds, "rows": rows}, indent=1) + "\n"
     )
     wrong = [row for row in rows if not _counts_hold(row)]
     for row in wrong:
@@ -123,42 +136,53 @@ def write_store(recorded: Recorded, folder: Path) -> Path:
 
 
 def summarise(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row of the table for each way to train: live, replayed, replayed with a plan."""
-    live = result["seconds"][MODES[0]]
+    """A row of the table for each way to train: live, replayed, replayed with a plan.
+
+    Args:
+        result: what `timed` returned.
+
+    Returns:
+        Rows whose `wall_of_live` and `cpu_of_live` are records of `Median`; live has None there.
+    """
     rows = []
     for mode in MODES:
-        seconds, counts = result["seconds"][mode], result["counts"][mode]
-        ratios = [mine / theirs for mine, theirs in zip(seconds, live, strict=True)]
-        step = statistics.median(seconds)
+        counts = result["counts"][mode]
+        wall_s, cpu_s = (statistics.median(result[name][mode]) for name in ("wall_s", "cpu_s"))
         row = {
             "mode": mode,
             **{name: counts[name] / result["layer_passes"] for name in (WAITS, COPIES, GATHERS)},
             PLANS: result["plan_collectives"] if mode == "plan" else 0.0,
-            "step_ms": 1e3 * step,
-            "step_of_live": statistics.median(ratios),
-            "spread": [min(ratios), max(ratios)],
-            "checking_share_of_step": result["checking_s"] / step,
+            "rounds": len(result["wall_s"][mode]),
+            "step_wall_ms": 1e3 * wall_s,
+            "step_cpu_ms": 1e3 * cpu_s,
+            "wall_of_live": _ratio(result["wall_s"], mode),
+            "cpu_of_live": _ratio(result["cpu_s"], mode),
+            "checking_share_of_cpu": result["checking_s"] / cpu_s,
         }
         if mode == "plan":
-            row["planning_share_of_step"] = result["planning_s"] / step
+            row["planning_share_of_cpu"] = result["planning_s"] / cpu_s
             row["planning_us_per_1000_tokens"] = 1e9 * result["planning_s"] / result["tokens"]
         rows.append(row)
     return rows
 
 
+def _ratio(seconds: dict[str, list[float]], mode: str) -> dict[str, Any] | None:
+    return None if mode == MODES[0] else median_of(ratios_to_live(seconds, mode)).record()
+
+
 def _line(row: dict[str, Any]) -> str:
-    low, high = row["spread"]
+    wall, cpu = (shown(row[name]) if row[name] else "" for name in ("wall_of_live", "cpu_of_live"))
     planning = ""
-    if "planning_share_of_step" in row:
+    if "planning_share_of_cpu" in row:
         planning = (
-            f"{row['planning_share_of_step']:.1%}, "
+            f"{row['planning_share_of_cpu']:.1%}, "
             f"{row['planning_us_per_1000_tokens']:.0f} us/1000 tok"
         )
     return (
         f"{row['ep']:>2} {'full' if row['recompute'] else 'none':9} {row['mode']:7} "
         f"{row[WAITS]:>10.2f} {row[COPIES]:>7.2f} {row[GATHERS]:>8.2f} {row[PLANS]:>5.2f} "
-        f"{row['step_ms']:>5.0f} ms {row['step_of_live']:>8.3f} {low:>6.3f}-{high:.3f} "
-        f"{row['checking_share_of_step']:>7.2%} {planning}"
+        f"{row['step_wall_ms']:>5.0f} ms {row['step_cpu_ms']:>5.0f} ms {wall:29} {cpu:29} "
+        f"{row['checking_share_of_cpu']:>7.2%} {planning}"
     )
 
 

@@ -5,8 +5,8 @@ Shape suffixes (docs/glossary.md): L, T, K.
 
 from __future__ import annotations
 
-import itertools
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.interval import enough, turn
 from benchmarks.waits import PLANS, instrument, mark_host
 
 MODES = ("live", "replay", "plan")
@@ -57,55 +58,146 @@ def record(rank: int, argv: list[str], checkpoint: Path) -> Recorded:
     return Recorded([ids.astype(np.int32) for ids in tokens], routes, args.num_experts)
 
 
-def timed(rank: int, argv: list[str], rounds: int) -> dict[str, Any]:
-    """Train with the ways in turn: warm up, time `rounds` steps of each, then count in one more."""
+def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
+    """Train with the ways in turn: warm up, time rounds of steps, then count in one more round.
+
+    Args:
+        argv: of Megatron.
+        most: the rounds end here, although some ratio to live cannot be told from 1.
+    """
     from megatron.training import get_args, training
 
     from fidelity.script import datasets, forward_step
     from megatron_r3.launch import train
     from megatron_r3.training.step import made_of
 
-    cycles = rounds + 3  # one to warm up, one for what is prepared ahead, one counted
-    steps = len(MODES) * cycles
+    rounds = Rounds(most)
     sys.argv = ["dispatch.py", *argv, "--moe-router-replay", "--finetune", "--no-load-optim"]
     sys.argv += ["--no-load-rng", "--micro-batch-size", str(BATCH), "--lr", "1e-30"]
-    sys.argv += ["--global-batch-size", str(ROLLOUTS), "--train-iters", str(steps)]
+    sys.argv += ["--global-batch-size", str(ROLLOUTS), "--train-iters", str(rounds.most_steps)]
     sys.argv += ["--moe-router-load-balancing-type", "none", "--calculate-per-token-loss"]
     sys.argv += ["--log-interval", "1000", "--moe-router-replay-log-mismatch-interval", "0"]
     spent = Spent()
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     counted: dict[str, Counter[str]] = {}
     counts, passes = Counter[str](), Counter[str]()
-    train_step, numbers = training.train_step, itertools.count()
+    train_step = training.train_step
 
     def step(*step_args: Any, **kwargs: Any) -> Any:
-        cycle, way = divmod(next(numbers), len(MODES))
-        if cycle == rounds + 1 and way == 0:
+        if rounds.counting and not counted:
             instrument(counts)
             spent.plans = 0
         before = Counter(counts)
+        mode = rounds.mode()
         torch.distributed.barrier()
-        begin = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
+        rounds.open_step()
         result = train_step(*step_args, **kwargs)
-        if 1 <= cycle <= rounds:
-            seconds[MODES[way]].append(time.perf_counter() - begin)
-        counted[MODES[way]] = counts - before
+        mine = [time.perf_counter() - wall, time.process_time() - cpu]
+        if rounds.counting:
+            counted[mode] = counts - before
+        if rounds.close_step(mine):  # the loop of Megatron's train() asks before every step
+            get_args().train_iters = rounds.done
         return result
 
     training.train_step = step
-    with made_of(_parts_in_turn(spent)):
+    with made_of(_parts_in_turn(spent, rounds)):
         train(datasets, forward_step, lambda models: _count_passes(models, passes))
     args = get_args()
     microbatches = ROLLOUTS // BATCH // args.data_parallel_size
     return {
-        "seconds": seconds,
+        "wall_s": rounds.wall_s,
+        "cpu_s": rounds.cpu_s,
         "counts": counted,
-        "layer_passes": passes["experts"] / steps,
+        "layer_passes": passes["experts"] / rounds.done,
         "plan_collectives": counts[PLANS] / spent.plans,
         "planning_s": spent.planning_s / (spent.all_plans / microbatches),
-        "checking_s": spent.checking_s / steps,
+        "checking_s": spent.checking_s / rounds.done,
         "tokens": ROLLOUTS // args.data_parallel_size * args.seq_length,
     }
+
+
+class Rounds:
+    """Which way each step goes, what it took, and when the steps end: alike on all ranks.
+
+    Round 0 warms up. The rounds after it are timed until they are enough. One more is counted.
+
+    Args:
+        most: so many rounds are timed at most.
+
+    Attributes:
+        wall_s, cpu_s: for each way the seconds of its steps, on the rank where they were most. CPU
+            time is that of all threads of the rank's process.
+        done: how many steps are over.
+        counting: whether the round that is counted has begun.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.most_steps = len(MODES) * (most + 2)
+        self.wall_s: dict[str, list[float]] = {mode: [] for mode in MODES}
+        self.cpu_s: dict[str, list[float]] = {mode: [] for mode in MODES}
+        self.done, self.counting = 0, False
+        self._opened = threading.Condition()
+        self._open = -1  # the last step that has begun
+
+    def mode(self, step: int | None = None) -> str:
+        """The way that a step goes; None: the step that is next."""
+        number, place = divmod(self.done if step is None else step, len(MODES))
+        return turn(MODES, number)[place]
+
+    def open_step(self) -> None:
+        """Let the thread that prepares micro-batches go on with those of this step."""
+        with self._opened:
+            self._open = self.done
+            self._opened.notify_all()
+
+    def wait_for(self, step: int) -> None:
+        """Return when this step has begun.
+
+        Micro-batches are prepared up to three ahead of their use. At EP 4 a step has two, so that
+        all of its preparation, reading of routes and planning too, would be paid by the steps
+        before it, which go other ways. So nothing of a step is prepared before it begins. A real
+        training hides more of that work than a step here does.
+        """
+        with self._opened:
+            self._opened.wait_for(lambda: self._open >= step)
+
+    def close_step(self, mine_s: list[float]) -> bool:
+        """Note what a step took; return whether it was the last one.
+
+        Args:
+            mine_s: wall and CPU seconds of this rank.
+        """
+        mode, (number, place) = self.mode(), divmod(self.done, len(MODES))
+        self.done += 1
+        most = torch.tensor(mine_s, dtype=torch.float64)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        if number and not self.counting:
+            self.wall_s[mode].append(float(most[0]))
+            self.cpu_s[mode].append(float(most[1]))
+        if place < len(MODES) - 1:
+            return False
+        if self.counting:
+            return True
+        # rank 0 decides for all: ranks that disagreed would wait for each other for ever
+        decided = torch.tensor([number > 0 and enough(self.ratios(), self.most)])
+        torch.distributed.broadcast(decided, 0)
+        self.counting = bool(decided[0])
+        return False
+
+    def ratios(self) -> list[list[float]]:
+        """What must tell: of each way but live, wall and CPU seconds by those of live."""
+        return [ratios_to_live(taken, mode) for taken in self.taken for mode in MODES[1:]]
+
+    @property
+    def taken(self) -> tuple[dict[str, list[float]], ...]:
+        """Wall seconds and CPU seconds, by way."""
+        return self.wall_s, self.cpu_s
+
+
+def ratios_to_live(seconds: dict[str, list[float]], mode: str) -> list[float]:
+    """The seconds of each step of a way by those of the live step of the same round."""
+    return [mine / live for mine, live in zip(seconds[mode], seconds[MODES[0]], strict=True)]
 
 
 def _count_passes(models: list[torch.nn.Module], passes: Counter[str]) -> None:
@@ -137,23 +229,27 @@ class Spent:
     checking_s: float = 0.0
 
 
-def _parts_in_turn(spent: Spent) -> Any:
+def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
     """The parts of a training whose steps are live, replayed, and replayed with a plan in turn."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+    from megatron_r3.integrations.planner import Planner
+    from megatron_r3.training.dataset import SEQUENCE_FIELDS
     from megatron_r3.training.guard import StepGuard
-    from megatron_r3.training.lookahead import Planner, Prepared, Preparer
+    from megatron_r3.training.lookahead import Prepared, Preparer
     from megatron_r3.training.step import Parts
 
     class TurnedPreparer(Preparer):
         num_prepared = 0
 
         def prepare(self, whole: Any, with_plan: bool) -> Prepared:
-            # micro-batches are prepared ahead of their step, so a step is known by their number
-            mode = MODES[self.num_prepared // get_num_microbatches() % len(MODES)]
+            # a thread runs this, so it knows a step by the number of micro-batches before it
+            step = self.num_prepared // get_num_microbatches()
             self.num_prepared += 1
+            rounds.wait_for(step)
+            mode = rounds.mode(step)
             if mode == "live":
-                return Prepared(self.batches.split(whole), [], None, None)
+                return Prepared(self.layout.split(whole, SEQUENCE_FIELDS), [], None, None)
             return super().prepare(whole, with_plan and mode == "plan")
 
     class TimedPlanner(Planner):

@@ -14,11 +14,12 @@ doubled (`LOOKS`), and the confidence is 99 %.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
-from typing import Any
+from typing import Any, TypeVar
 
+Way = TypeVar("Way")
 CONFIDENCE = 0.99
 # after how many values a benchmark looks whether it can tell a difference; 8 is the smallest number
 # whose extremes are an interval at 99 % (2 / 2**8 = 0.8 %)
@@ -100,3 +101,37 @@ def enough(comparisons: Sequence[Sequence[float]], most: int) -> bool:
     if count >= most:
         return True
     return count in LOOKS and all(median_of(ratios).tells for ratios in comparisons)
+
+
+def shown(record: Mapping[str, Any]) -> str:
+    """The cell of a table for a ratio: the number with its interval, or that nobody can tell.
+
+    Args:
+        record: what `Median.record` made, also after a detour through JSON.
+
+    Returns:
+        For example "0.930 (0.911 to 0.952)", "cannot tell (0.970 to 1.030)", or "cannot tell (3
+        values)" where there are fewer than an interval needs.
+    """
+    if record["low"] is None or record["high"] is None:
+        return f"cannot tell ({record['count']} value{'s' * (record['count'] != 1)})"
+    # three decimals near 1, where two would say 1.00 for what is known to be 0.996
+    median = record["median"]
+    decimals = 0 if median >= 10 else 3 if 0.5 < median < 2 else 2
+    interval = f"({record['low']:.{decimals}f} to {record['high']:.{decimals}f})"
+    return f"{median:.{decimals}f} {interval}" if record["tells"] else f"cannot tell {interval}"
+
+
+def turn(ways: Sequence[Way], number: int) -> list[Way]:
+    """The order of the ways in a round: turned by one place in every second round, else mirrored.
+
+    Every way is in every place equally often, and before a neighbour as often as behind it. Three
+    ways a, b, c have all six orders in six rounds: abc cba bca acb cab bac.
+
+    Args:
+        ways: what is measured.
+        number: of the round, from 0.
+    """
+    start = number // 2 % len(ways)
+    turned = [*ways[start:], *ways[:start]]
+    return turned[::-1] if number % 2 else turned

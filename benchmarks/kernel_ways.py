@@ -1,4 +1,4 @@
-"""The ways to compute a router's weights and map that `benchmarks.kernel` compares.
+"""The ways to compute a router's weights and map that `benchmarks.kernel` compares, and how.
 
 They need torch, and Triton where there is a GPU. Megatron-LM and Transformer Engine are needed only
 by the ways that call their functions.
@@ -19,9 +19,13 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor
 
+from benchmarks.machine import no_transformer_engine
 from megatron_r3.gate import GateInputs, GateOptions, replayed_gate
 from megatron_r3.gate.reference import replayed_topk
 
+KERNEL, UNFUSED, COMPILED, FLOOR = "kernel", "(a) unfused", "(b) compiled", "(d) copies"
+TE, TE_GROUPS = "(c) TE, live", "(c) TE, live, groups"
+OF_OTHERS = (TE, TE_GROUPS)  # need a package that may be missing, and choose their own experts
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits to probabilities and map, both [T, E]
 
 
@@ -35,12 +39,14 @@ class Model:
     dtype: torch.dtype
     scaling_factor: float | None = None
     biased: bool = False  # it has an expert bias, which takes part in choosing only
+    num_groups: int | None = None  # experts are chosen from `group_topk` groups of so many
+    group_topk: int | None = None
 
 
 # Megatron's softmax after top-k is norm_topk_prob of the Qwen3 models
 MODELS = {
     "Qwen3-30B-A3B": Model(128, 8, "softmax", torch.bfloat16),
-    "DeepSeek-V3": Model(256, 8, "sigmoid", torch.float32, 2.5, True),
+    "DeepSeek-V3": Model(256, 8, "sigmoid", torch.float32, 2.5, True, 8, 4),
     "Kimi-K2": Model(384, 8, "sigmoid", torch.float32, 2.827, True),
     "Qwen3-Next": Model(512, 10, "softmax", torch.bfloat16),
 }
@@ -75,7 +81,7 @@ class Inputs:
             self.bias_E = torch.zeros(model.num_experts, device=device)
 
 
-def ways(inputs: Inputs, megatron: Path | None, compiler: str) -> dict[str, Gate]:
+def ways(inputs: Inputs, megatron: Path | None, compiler: str) -> dict[str, Gate | str]:
     """The ways by name: the kernel, (a) unfused, (b) compiled, (c) Transformer Engine's.
 
     Args:
@@ -84,21 +90,29 @@ def ways(inputs: Inputs, megatron: Path | None, compiler: str) -> dict[str, Gate
         compiler: the backend of torch.compile.
 
     Returns:
-        Functions from logits to probabilities and map. (c) is absent if Transformer Engine is not
-        installed.
+        Functions from logits to probabilities and map; or why a way cannot run, in words.
     """
-    unfused = _of_megatron(inputs, megatron) if megatron else _unfused(inputs)
+    unfused = _of_megatron(inputs, megatron) if megatron else unfused_of(inputs)
     # every call compiles once more; at its limit of recompilations torch.compile gives up without
     # a word, and (b) would be (a)
     torch._dynamo.reset()
     # a compiled backward may reuse saved buffers for its output, and then runs only once
     torch._functorch.config.donated_buffer = False
-    named = {"kernel": _kernel(inputs), "(a) unfused": unfused}
-    named["(b) compiled"] = torch.compile(unfused, backend=compiler, dynamic=False)
-    fused = _of_transformer_engine(inputs)
-    if fused is not None:
-        named["(c) TE, live"] = fused
+    named: dict[str, Gate | str] = {KERNEL: kernel_of(inputs), UNFUSED: unfused}
+    named[COMPILED] = torch.compile(unfused, backend=compiler, dynamic=False)
+    named[TE] = _of_transformer_engine(inputs, {"num_groups": None, "group_topk": None})
+    if inputs.model.num_groups:
+        groups = {"num_groups": inputs.model.num_groups, "group_topk": inputs.model.group_topk}
+        named[TE_GROUPS] = _of_transformer_engine(inputs, groups)
     return named
+
+
+def replay_of(map_TE: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities, gradient and map of the kernel, when it replays the experts of a map."""
+    ids_TK = map_TE.int().topk(inputs.model.topk, dim=1).indices.to(inputs.ids_TK.dtype)
+    probs_TE, replayed_TE = kernel_of(inputs, ids_TK)(inputs.logits_TE)
+    (gradient_TE,) = torch.autograd.grad(probs_TE, inputs.logits_TE, inputs.upstream_TE)
+    return probs_TE.detach(), gradient_TE, replayed_TE
 
 
 def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
@@ -121,19 +135,21 @@ def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
     return {"forward": forward, "backward": backward}
 
 
-def _kernel(inputs: Inputs) -> Gate:
+def kernel_of(inputs: Inputs, ids_TK: Tensor | None = None) -> Gate:
+    """The kernel, or the plain reference without one; with the recorded ids or with `ids_TK`."""
+    ids_TK = inputs.ids_TK if ids_TK is None else ids_TK
     options = GateOptions(
         score_function=inputs.model.score_function, scaling_factor=inputs.model.scaling_factor
     )
 
     def gate(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        out = replayed_gate(GateInputs(logits_TE, inputs.ids_TK, inputs.bias_E), options)
+        out = replayed_gate(GateInputs(logits_TE, ids_TK, inputs.bias_E), options)
         return out.probs_TE, out.routing_map_TE
 
     return gate
 
 
-def _unfused(inputs: Inputs) -> Gate:
+def unfused_of(inputs: Inputs) -> Gate:
     """What `topk_routing_with_score_function` of Megatron 0.19 does under replay.
 
     It follows megatron/core/transformer/moe/moe_utils.py, with `replayed_topk` for its top-k.
@@ -184,13 +200,17 @@ def _of_megatron(inputs: Inputs, tree: Path) -> Gate:
     return gate
 
 
-def _of_transformer_engine(inputs: Inputs) -> Gate | None:
-    """Transformer Engine's fused gate with its live top-k, as it cannot replay; None without it."""
-    try:
-        from transformer_engine.pytorch.router import fused_topk_with_score_function
-    except ImportError:
-        return None
-    options = {**_options(inputs), "num_groups": None, "group_topk": None}
+def _of_transformer_engine(inputs: Inputs, groups: dict[str, int | None]) -> Gate | str:
+    """Transformer Engine's fused gate with its live top-k, as it cannot replay.
+
+    The arguments are those of transformer_engine/pytorch/router.py, 2.16.1, all of them by name.
+    """
+    missing = no_transformer_engine()
+    if missing:
+        return missing
+    from transformer_engine.pytorch.router import fused_topk_with_score_function
+
+    options = {**_options(inputs), **groups}
 
     def gate(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         return fused_topk_with_score_function(
@@ -207,3 +227,26 @@ def _options(inputs: Inputs) -> dict[str, Any]:
         "scaling_factor": inputs.model.scaling_factor,
         "expert_bias": inputs.bias_E,
     }
+
+
+def agree(got: tuple[Tensor, ...], want: tuple[Tensor, ...], upstream_TE: Tensor) -> bool:
+    """Whether probabilities, gradient and map are the same, but for rounding.
+
+    Args:
+        got, want: probabilities, gradient of the logits, and map, each `[T, E]`.
+        upstream_TE: the gradient of the probabilities.
+
+    Allowed are 64 roundings of float32 arithmetic on numbers as large as the largest, and two
+    roundings to the dtype of the result.
+    """
+    (*got_values, got_map_TE), (*want_values, want_map_TE) = got, want
+    if not torch.equal(got_map_TE, want_map_TE):
+        return False
+    largest = want_values[0].abs().max().float()
+    sizes = (largest, largest * upstream_TE.abs().max())
+    for got_TE, want_TE, size in zip(got_values, want_values, sizes, strict=True):
+        room_TE = 64 * torch.finfo(torch.float32).eps * size
+        room_TE = room_TE + 2 * torch.finfo(got_TE.dtype).eps * want_TE.float().abs()
+        if not bool(((got_TE.float() - want_TE.float()).abs() <= room_TE).all()):
+            return False
+    return True

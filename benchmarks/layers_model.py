@@ -13,29 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.layers_config import Model, Sizes, make_config, make_model
 from megatron_r3.plan import ExpertRanks, count_tokens, layer_sizes
 from megatron_r3.replay import MicrobatchRoutes, recording, replaying
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the layers, and of the microbatch that goes through them."""
-
-    layers: int = 4
-    hidden: int = 2048
-    heads: int = 32
-    query_groups: int = 4
-    head: int = 128
-    experts: int = 128
-    topk: int = 8
-    ffn: int = 768
-    sequence: int = 4096
-    batch: int = 1
-    vocabulary: int = 1024  # small, because the benchmark is about the layers
-
-
-QWEN3_30B_A3B = Sizes()
-TINY = Sizes(2, 32, 4, 2, 8, 8, 2, 16, 16, 2, 64)
 
 
 @dataclass(frozen=True)
@@ -46,7 +26,7 @@ class Way:
         beside: the name of the way that it is compared with, whose steps stand next to its own.
         replays: the routers take the recorded routes. False: they are live.
         plan: the dispatcher takes its split sizes from a plan.
-        fused: the routers try the fused gate.
+        fused: the routers try the fused gate; of a live way, Transformer Engine's fused top-k.
         counted: the mismatch with live routing is measured for every token.
     """
 
@@ -66,6 +46,25 @@ WAYS = {
     "plan, counted": Way("plan", plan=True, counted=True),
     "fused, counted": Way("plan, fused", plan=True, fused=True, counted=True),
 }
+# what a training with Transformer Engine and --moe-router-fusion runs without replay
+LIVE_FUSED = "live, fused"
+TE_WAYS = {
+    LIVE_FUSED: Way("live", replays=False, fused=True),
+    "plan, fused": Way(LIVE_FUSED, plan=True, fused=True),
+}
+
+
+def ways_of(config: Any, spec: str) -> tuple[dict[str, Way], dict[str, str]]:
+    """The ways that a model has, and why it has not the others, by name."""
+    ways, skipped = dict(WAYS), {}
+    if spec == "te":
+        ways |= TE_WAYS
+    else:
+        skipped[LIVE_FUSED] = "the fused live router is Transformer Engine's"
+    if config.moe_router_group_topk:
+        del ways["fused, counted"]
+        skipped["fused, counted"] = "the fused gate counts over all experts, and knows no groups"
+    return ways, skipped
 
 
 def start(cuda: bool) -> None:
@@ -85,83 +84,37 @@ def start(cuda: bool) -> None:
     torch.manual_seed(1)
 
 
-def _config(sizes: Sizes, cuda: bool) -> Any:
-    """A config that needs neither Transformer Engine nor apex; each step sets its recompute."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    dtype = torch.bfloat16 if cuda else torch.float32
-    unfused = ("bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
-    unfused += ("bias_activation_fusion", "apply_rope_fusion", "persist_layer_norm")
-    return TransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        num_attention_heads=sizes.heads,
-        num_query_groups=sizes.query_groups,
-        kv_channels=sizes.head,
-        ffn_hidden_size=sizes.ffn,
-        num_moe_experts=sizes.experts,
-        moe_router_topk=sizes.topk,
-        moe_ffn_hidden_size=sizes.ffn,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_router_replay=True,
-        moe_router_fusion=True,
-        qk_layernorm=True,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        normalization="RMSNorm",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        bf16=cuda,
-        use_cpu_initialization=not cuda,
-        init_method_std=sizes.hidden**-0.5,  # large enough for the experts to matter to the loss
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=1,
-        **dict.fromkeys(unfused, False),
-    )
-
-
-def _model(sizes: Sizes, config: Any) -> Any:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    model = GPTModel(
-        config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
-        vocab_size=sizes.vocabulary,
-        max_sequence_length=sizes.sequence,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    return model.cuda().to(config.params_dtype)  # torch's norms are made in float32
-
-
 class Stack:
     """A model, one batch, and the routes that its live routers take for it.
 
     One model serves all ways, because two do not fit on every GPU. A step changes only what is read
-    at each pass: full recompute in the config, and whether the hook of a router tries the fused
-    gate.
+    at each pass: full recompute and the fused live router in the config, and whether the hook of a
+    router tries the fused gate.
 
     Attributes:
-        route_bytes: how many bytes the ids of one microbatch take on the device.
+        ways: by name; `skipped` says why the model has not the others.
+        route_bytes: how many bytes the ids of one microbatch take on the device: uint8, or int16
+            above 256 experts.
+        route_bytes_measured: how much more the allocator of CUDA has given out when they are there
+            (it rounds up to 512 bytes); None on a CPU.
     """
 
-    def __init__(self, sizes: Sizes, cuda: bool) -> None:
+    def __init__(self, model: Model, sizes: Sizes, spec: str, cuda: bool) -> None:
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        self.sizes, self.config = sizes, _config(sizes, cuda)
+        self.sizes, self.spec, self.cuda = sizes, spec, cuda
+        self.config = make_config(model, sizes, spec, cuda)
         assert self.config.moe_router_replay_fused_gate
         # else live routers would take Transformer Engine's fused gate, where it is installed
         self.config.moe_router_fusion = False
-        self.gpt = _model(sizes, self.config)
+        self.ways, self.skipped = ways_of(self.config, spec)
+        self.gpt = make_model(model, sizes, self.config, spec)
         self.layers = [m for m in self.gpt.modules() if isinstance(m, MoELayer)]
         self.routers = [layer.router for layer in self.layers]
         assert len(self.routers) == sizes.layers
         assert all(router.router_replay.fused for router in self.routers)
+        grouped = type(self.layers[0].experts).__name__ == "TEGroupedMLP"
+        assert grouped == (spec == "te"), "the experts are not those of the spec"
         self._batch = _batch(sizes)
 
     def record(self) -> None:
@@ -175,7 +128,10 @@ class Stack:
         ids_LTK = ids_LTK.to(torch.uint8 if self.sizes.experts <= 256 else torch.int16)
         self._ids_LTK = ids_LTK.pin_memory()  # only pinned memory is copied without waiting
         self._all_T = torch.ones(ids_LTK.shape[1], dtype=torch.bool).cuda()
-        self.route_bytes = sum(ids.nbytes for ids in self._on_device().values())
+        before = torch.cuda.memory_allocated() if self.cuda else 0
+        moved = self._on_device()
+        self.route_bytes = sum(ids.nbytes for ids in moved.values())
+        self.route_bytes_measured = torch.cuda.memory_allocated() - before if self.cuda else None
         self.plan()
 
     def plan(self) -> None:
@@ -202,6 +158,7 @@ class Stack:
             counted_T=self._all_T if way.counted else None,
             padding_T=~self._all_T,
             mean_tokens=float(len(self._all_T)),
+            checked=True,  # as in a training, where the reader of the store has checked the ids
         )
         microbatch.plan = self._plan if way.plan else None
         return microbatch
@@ -212,6 +169,7 @@ class Stack:
         The microbatch is None for a live way. After the step it holds what was counted.
         """
         self.config.recompute_granularity = "full" if recompute else None
+        self.config.moe_router_fusion = way.fused and not way.replays
         for router in self.routers:
             router.router_replay.fused = way.fused
         self.gpt.zero_grad(set_to_none=True)
@@ -232,7 +190,29 @@ class Stack:
         experts = type(self.layers[0].experts).__name__
         dtype = str(self.config.params_dtype).removeprefix("torch.")
         sizes = {**asdict(self.sizes), "dtype": dtype, "parameters": parameters}
-        return {"sizes": sizes, "experts_module": experts, "route_bytes": self.route_bytes}
+        tokens = self.sizes.sequence * self.sizes.batch
+        routes = {
+            "measured bytes": self.route_bytes_measured,
+            "bytes per token": self.route_bytes / tokens,
+            # what int64 would take: not measured, it is 8 bytes for each id
+            "int64 bytes per token": 8 * self.sizes.layers * self.sizes.topk,
+        }
+        about = {"spec": self.spec, "experts_module": experts, "attention": self._attention()}
+        return {
+            "sizes": sizes,
+            **about,
+            "route_bytes": self.route_bytes,
+            "routes": routes,
+            "ways_skipped": self.skipped,
+        }
+
+    def _attention(self) -> dict[str, str] | str:
+        """What computes attention; with Transformer Engine the backends that it has chosen."""
+        if self.spec == "local":
+            return type(self.gpt.decoder.layers[0].self_attention.core_attention).__name__
+        from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
+
+        return {n: str(v) for n, v in _attention_backends.items() if n != "attention_params"}
 
 
 def _batch(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
+import os
 import platform
 import re
 import subprocess
@@ -21,6 +23,18 @@ def machine_of() -> dict[str, str]:
     }
 
 
+def machine_at_start() -> dict[str, Any]:
+    """`machine_of`, how many cores this process may use, and the load before anything is timed.
+
+    Returns:
+        Among others "load": the mean number of processes that ran or waited for a core in the last
+        minute. With a load near the number of cores, times of the wall are those of a shared
+        machine.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return {**machine_of(), "cores": cores, "load": round(os.getloadavg()[0], 2)}
+
+
 def device_of(device: str) -> dict[str, Any]:
     """The device ("cuda" or "cpu"), and the packages that drive it."""
     import torch
@@ -35,6 +49,19 @@ def device_of(device: str) -> dict[str, Any]:
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         facts["driver"] = _driver()
     return facts
+
+
+def no_transformer_engine() -> str | None:
+    """Why Transformer Engine cannot be used here, in words; None if it can."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ModuleNotFoundError as error:
+        if error.name == "transformer_engine":
+            return "Transformer Engine is not installed"
+        return f"Transformer Engine cannot be imported: {error}"
+    except Exception as error:  # without its compiled library it raises one of several errors
+        return f"Transformer Engine cannot be imported: {' '.join(str(error).split())}"
+    return None
 
 
 def write_results(out: Path, bench: str, record: dict[str, Any]) -> Path:

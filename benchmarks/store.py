@@ -1,9 +1,13 @@
 """`make bench-store`: routes from an engine's response to a rank's slice, and as peers move them.
 
-    python -m benchmarks.store --out build/bench/store.json [--tokens 1000000]
+    python -m benchmarks.store --out build/bench/store.json [--rounds 32] [--tokens 100000]
 
-Qwen3-30B-A3B-shaped routes (48 layers, 128 experts, top-8), one process, one thread. Rates are of
-stored routes (384 bytes a token), whatever a way moves for them, by time and by time of a core.
+Qwen3-30B-A3B-shaped routes (48 layers, 128 experts, top-8), one process, one thread. A round moves
+routes in every way, in an order that changes from round to round. Rates are medians, of stored
+routes (384 bytes a token), whatever a way moves for them, by time and by time of a core. Some ways
+are compared with "decode and check": how long they take for the same routes, round by round. The
+rounds end when every such ratio's interval is narrower than its difference from 1, or at --rounds;
+a ratio that cannot be told from 1 is not shown.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -15,16 +19,19 @@ import base64
 import io
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import machine_of
+from benchmarks.interval import CONFIDENCE, enough, median_of, shown, turn
+from benchmarks.machine import machine_at_start
 from megatron_r3.engines.shape import ModelShape
 from megatron_r3.engines.vllm import decode_routes
 from megatron_r3.rollouts.writing import keep_freed_memory
@@ -38,44 +45,119 @@ TOKENS = 2000  # of a rollout
 SHARD = 32  # rollouts
 TOKEN_BYTES = LAYERS * TOPK
 STAGES, CP = 4, 2
+BASE = "decode and check (base64 .npy)"
+Seconds = tuple[float, float]  # by the wall, and of a core
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run every way in one go, print a table, write the file."""
-    parser = argparse.ArgumentParser(prog="bench-store", description=__doc__.splitlines()[0])
+    """Run every way in rounds, print a table, write the file."""
+    parser = argparse.ArgumentParser(prog="bench-store", description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="of all rollouts")
+    parser.add_argument("--rounds", type=int, default=32, help="at most (default 32)")
+    parser.add_argument("--tokens", type=int, default=100_000, help="of a round (default 100000)")
     args = parser.parse_args(argv)
+    if args.rounds < 1 or args.tokens < 1:
+        parser.error("--rounds and --tokens: at least 1")
+    machine = machine_at_start()
     num_rollouts = max(1, args.tokens // TOKENS)
     keep_freed_memory()  # as collect and convert do
     with tempfile.TemporaryDirectory(prefix="bench-store-", dir=".") as folder:
-        rows = [*_ours(num_rollouts, Path(folder)), *_peers(max(1, num_rollouts // 10))]
-    print(f"{'':52} {'GB/s':>6} {'GB/s of a core':>14} {'bytes/token':>11}")
+        ways = [*_ours(num_rollouts, Path(folder)), *_peers(max(1, num_rollouts // 10))]
+        rows = summarise(ways, run_rounds(ways, args.rounds))
+    print(f"ratios: of the time that {BASE!r} takes, at {CONFIDENCE:.0%}; load: {machine['load']}")
+    print(f"{'':40} {'GB/s':>6} {'of a core':>9} {'bytes/token':>11}  {'wall':28} {'CPU':28}")
     for row in rows:
-        moved = "" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:.0f}"
-        rates = f"{row['gb_per_s']:6.2f} {row['gb_per_cpu_s']:14.2f}"
-        print(f"{row['what']:52} {rates} {moved:>11}")
+        print(_line(row))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**machine_of(), "rows": rows}, indent=1) + "\n")
+    record = {**machine, "most_rounds": args.rounds, "tokens": num_rollouts * TOKENS, "rows": rows}
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
-def _row(
-    what: str, wall_cpu: tuple[float, float], num_tokens: int, moved: float | None
-) -> dict[str, Any]:
-    stored = num_tokens * TOKEN_BYTES / 1e9
-    return {
-        "what": what,
-        "gb_per_s": stored / wall_cpu[0],
-        "gb_per_cpu_s": stored / wall_cpu[1],
-        "bytes_per_token": moved,
-    }
+@dataclass(frozen=True)
+class Way:
+    """One way to move routes.
+
+    Attributes:
+        what: its name in the table.
+        run: moves the routes of one round.
+        num_bytes: how many bytes of stored routes that are.
+        bytes_per_token: what it moves or stores for one token; None where that says nothing.
+        compared: whether the time it takes is set beside that of `BASE`.
+        before: called before each run, outside of what is timed.
+    """
+
+    what: str
+    run: Callable[[], Any]
+    num_bytes: float
+    bytes_per_token: float | None
+    compared: bool = False
+    before: Callable[[], Any] = lambda: None
 
 
-def _timed(run: Callable[[], Any]) -> tuple[tuple[float, float], Any]:
+def _timed(run: Callable[[], Any]) -> Seconds:
     wall, cpu = time.perf_counter(), time.process_time()
-    result = run()
-    return (time.perf_counter() - wall, max(time.process_time() - cpu, 1e-9)), result
+    run()
+    return time.perf_counter() - wall, max(time.process_time() - cpu, 1e-9)
+
+
+def run_rounds(
+    ways: Sequence[Way], most: int, timed: Callable[[Callable[[], Any]], Seconds] = _timed
+) -> dict[str, list[Seconds]]:
+    """Seconds per byte of stored routes, of each way in each round; a first round warms up.
+
+    Args:
+        ways: what to run; one of them is `BASE`.
+        most: rounds at most.
+        timed: runs a function and returns what it took.
+    """
+    taken: dict[str, list[Seconds]] = {way.what: [] for way in ways}
+    for number in range(most + 1):
+        for way in turn(ways, number):
+            way.before()
+            wall, cpu = timed(way.run)
+            if number:
+                taken[way.what].append((wall / way.num_bytes, cpu / way.num_bytes))
+        if number and enough(_all_ratios(ways, taken), most):
+            break
+    return taken
+
+
+def _all_ratios(ways: Sequence[Way], taken: dict[str, list[Seconds]]) -> list[list[float]]:
+    return [_ratios(taken, way, clock) for way in ways if way.compared for clock in (0, 1)]
+
+
+def _ratios(taken: dict[str, list[Seconds]], way: Way, clock: int) -> list[float]:
+    pairs = zip(taken[way.what], taken[BASE], strict=True)
+    return [mine[clock] / base[clock] for mine, base in pairs]
+
+
+def summarise(ways: Sequence[Way], taken: dict[str, list[Seconds]]) -> list[dict[str, Any]]:
+    """A row for each way; `wall_of_base` and `cpu_of_base` are None where nothing is compared."""
+    rows = []
+    for way in ways:
+        wall, cpu = (
+            statistics.median(round_[clock] for round_ in taken[way.what]) for clock in (0, 1)
+        )
+        row: dict[str, Any] = {
+            "what": way.what,
+            "rounds": len(taken[way.what]),
+            "gb_per_s": 1e-9 / wall,
+            "gb_per_cpu_s": 1e-9 / cpu,
+            "bytes_per_token": way.bytes_per_token,
+        }
+        for clock, name in enumerate(("wall_of_base", "cpu_of_base")):
+            ratios = _ratios(taken, way, clock)
+            row[name] = median_of(ratios).record() if way.compared else None
+        rows.append(row)
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    moved = "" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:.0f}"
+    wall, cpu = (shown(row[name]) if row[name] else "" for name in ("wall_of_base", "cpu_of_base"))
+    rates = f"{row['gb_per_s']:6.3f} {row['gb_per_cpu_s']:9.3f}"
+    return f"{row['what']:40} {rates} {moved:>11}  {wall:28} {cpu:28}".rstrip()
 
 
 def _routes_TLK(number: int) -> np.ndarray:
@@ -102,86 +184,101 @@ def _rollout(routes: Routes, number: int) -> Rollout:
     return Rollout(IDS, RESPONSE, LOGPROBS, 1.0, number // 8, 0, routes, number % 8, TURNS)
 
 
-def _ours(num_rollouts: int, folder: Path) -> Iterator[dict[str, Any]]:
+def _ours(num_rollouts: int, folder: Path) -> list[Way]:
     payloads = [_payload(i) for i in range(min(num_rollouts, 64))]
-    num_tokens = num_rollouts * TOKENS
+    stored = num_rollouts * TOKENS * TOKEN_BYTES
 
     def decode(number: int) -> Routes:
         choice = {"routed_experts": payloads[number % len(payloads)]}
         return decode_routes(choice, TOKENS, SHAPE)
 
-    spent = _copied([decode(i).ids_LTK for i in range(len(payloads))], num_rollouts)
-    yield _row("numpy memcpy of the same bytes", spent, num_tokens, TOKEN_BYTES)
-    spent, _ = _timed(lambda: [decode(i).num_rows for i in range(num_rollouts)])
-    yield _row("decode and check (base64 .npy)", spent, num_tokens, TOKEN_BYTES * 4 / 3)
-
-    def store() -> None:
+    def write(into: Path) -> None:
         for start in range(0, num_rollouts, SHARD):
             numbers = range(start, min(start + SHARD, num_rollouts))
-            write_shard(folder / "store", INFO, [_rollout(decode(i), i) for i in numbers])
+            write_shard(into, INFO, [_rollout(decode(i), i) for i in numbers])
 
-    spent, _ = _timed(store)
+    write(folder / "store")
     opened = RolloutStore([folder / "store"])
     size = sum(shard.path.stat().st_size for shard in opened.shards)
-    yield _row("decode, check and store (fsync in it)", spent, num_tokens, size / num_tokens)
-    spent, _ = _timed(opened.verify)
-    yield _row("verify: every checksum and id", spent, num_tokens, TOKEN_BYTES)
-    yield from _slices(folder / "store", num_tokens)
-    shutil.rmtree(folder / "store")
-
-
-def _copied(arrays: list[np.ndarray], count: int) -> tuple[float, float]:
+    arrays = [decode(i).ids_LTK for i in range(len(payloads))]
     into = np.empty_like(arrays[0])
-    return _timed(lambda: [np.copyto(into, arrays[i % len(arrays)]) for i in range(count)])[0]
+    return [
+        Way(
+            "numpy memcpy of the same bytes",
+            lambda: [np.copyto(into, arrays[i % len(arrays)]) for i in range(num_rollouts)],
+            stored,
+            TOKEN_BYTES,
+            compared=True,
+        ),
+        Way(
+            BASE,
+            lambda: [decode(i).num_rows for i in range(num_rollouts)],
+            stored,
+            TOKEN_BYTES * 4 / 3,
+        ),
+        Way(
+            "decode, check and store (fsync in it)",
+            lambda: write(folder / "written"),
+            stored,
+            size / (num_rollouts * TOKENS),
+            compared=True,
+            before=lambda: shutil.rmtree(folder / "written", ignore_errors=True),
+        ),
+        Way("verify: every checksum and id", opened.verify, stored, TOKEN_BYTES),
+        _slice(folder / "store"),
+    ]
 
 
-def _slices(directory: Path, num_tokens: int) -> Iterator[dict[str, Any]]:
+def _slice(directory: Path) -> Way:
     """What one rank of PP4 x CP2 reads: a quarter of the layers, half of the tokens, zig-zag."""
-    store = RolloutStore([directory])
     layers = range(LAYERS // STAGES)
     chunk = (TOKENS - 1) // (2 * CP)
+    store = RolloutStore([directory])
+    wanted = len(store) * 2 * chunk * len(layers) * TOPK
 
-    def read() -> int:
-        wanted = 0
+    def reopen() -> None:
+        nonlocal store
+        store = RolloutStore([directory])
+
+    def read() -> None:
         for rollout in range(len(store)):
             rows = store.row_ids(rollout)
-            mine = np.concatenate([rows[:chunk], rows[-chunk:]])
-            wanted += len(mine)
-            store.routes(mine, layers)
-        return wanted * len(layers) * TOPK
+            store.routes(np.concatenate([rows[:chunk], rows[-chunk:]]), layers)
+        got = sum(shard.bytes_read for shard in store.shards)
+        assert got <= 1.05 * wanted, f"{got} bytes read for a slice of {wanted}"
 
-    spent, wanted = _timed(read)
-    got = sum(shard.bytes_read for shard in store.shards)
-    share = got / wanted
-    row = _row(f"slice of a PP4 x CP2 rank, {share:.3f} of its bytes read", spent, 0, None)
-    rate = wanted / 1e9
-    yield {**row, "gb_per_s": rate / spent[0], "gb_per_cpu_s": rate / spent[1], "read": share}
-    assert share <= 1.05, f"{got} bytes read for a slice of {wanted}"
+    return Way("slice of a PP4 x CP2 rank", read, wanted, None, before=reopen)
 
 
-def _peers(num_rollouts: int) -> Iterator[dict[str, Any]]:
+def _peers(num_rollouts: int) -> list[Way]:
     """Move the same routes as other projects do, up to what these hand to the device."""
-    num_tokens = num_rollouts * TOKENS
     rows_TLK = _routes_TLK(0)
     text = json.dumps(rows_TLK.tolist())
-    spent, _ = _timed(lambda: [np.array(json.loads(text)) for _ in range(num_rollouts)])
-    yield _row("nested JSON lists to int64", spent, num_tokens, len(text) / (TOKENS - 1))
     raw = base64.b64encode(rows_TLK.astype("<i4").tobytes()).decode()
-
-    def int32() -> np.ndarray:
-        flat = np.frombuffer(base64.b64decode(raw), "<i4")
-        return flat.reshape(rows_TLK.shape).astype(np.int64)
-
-    spent, _ = _timed(lambda: [int32() for _ in range(num_rollouts)])
-    yield _row("base64 of int32 to int64", spent, num_tokens, len(raw) / (TOKENS - 1))
     twice = base64.b64encode(raw.encode()).decode()
 
-    def both() -> np.ndarray:
-        flat = np.frombuffer(base64.b64decode(base64.b64decode(twice)), "<i4")
-        return flat.reshape(rows_TLK.shape).astype(np.int64)
+    def int64(data: bytes) -> np.ndarray:
+        return np.frombuffer(data, "<i4").reshape(rows_TLK.shape).astype(np.int64)
 
-    spent, _ = _timed(lambda: [both() for _ in range(num_rollouts)])
-    yield _row("base64 twice of int32 to int64", spent, num_tokens, len(twice) / (TOKENS - 1))
+    moves: list[tuple[str, Callable[[], np.ndarray], str]] = [
+        ("nested JSON lists to int64", lambda: np.array(json.loads(text)), text),
+        ("base64 of int32 to int64", lambda: int64(base64.b64decode(raw)), raw),
+        (
+            "base64 twice of int32 to int64",
+            lambda: int64(base64.b64decode(base64.b64decode(twice))),
+            twice,
+        ),
+    ]
+    return [
+        Way(
+            what,
+            lambda move=move: [move() for _ in range(num_rollouts)],  # type: ignore[misc]
+            num_rollouts * TOKENS * TOKEN_BYTES,
+            len(sent) / (TOKENS - 1),
+            compared=True,
+        )
+        for what, move, sent in moves
+    ]
 
 
 if __name__ == "__main__":

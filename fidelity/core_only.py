@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_r3.training.layers import moe_layer_indices
+from megatron_r3.integrations.layers import moe_layer_indices
 from megatron_r3.training.options import RolloutOptions
 
 # config fields that have another name on the command line, or a way of their own

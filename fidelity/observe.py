@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from fidelity.gradients import Piece
+from megatron_r3.integrations.host_routes import HostRoutes, read_routes
+from megatron_r3.integrations.layers import local_moe_layers, local_routers
 from megatron_r3.store.reader import RolloutStore
-from megatron_r3.training.batch import HostRoutes, read_routes
-from megatron_r3.training.layers import local_moe_layers, local_routers
 from megatron_r3.training.lookahead import Preparer
 from megatron_r3.training.metrics import StepMetrics
 from megatron_r3.training.step import Parts

@@ -20,9 +20,9 @@ import torch
 from fidelity import core_only
 from fidelity.gradients import Piece, collect
 from fidelity.rollouts import Sampled
+from megatron_r3.integrations.layers import local_moe_layers
 from megatron_r3.launch import build_model, initialize
 from megatron_r3.replay import MicrobatchRoutes, replaying
-from megatron_r3.training.layers import local_moe_layers
 
 CLIP_EPS = 0.9
 

@@ -73,14 +73,15 @@ def train(
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
     }
-    config = None
     if hasattr(arguments, "parse_and_validate_args"):
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
         args = arguments.parse_and_validate_args()
         config = _builder_config(args)
         script["cfg_container"] = pretrain_cfg_container_from_args(args, config)
-    if config is None:
+    # Main of June 2026 took a config and still asked for a provider; 0.19 builds from the config.
+    provider = inspect.signature(training.pretrain).parameters["model_provider"]
+    if provider.default is inspect.Parameter.empty:
         script["model_provider"] = _model_provider
     if on_models is not None:
         watch_models(on_models)

@@ -16,7 +16,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Token
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
 
 from megatron_r3.microbatch import ACTIVE, ForwardPass, MicrobatchRoutes, Mode, ReplayError
 
@@ -26,7 +31,10 @@ __all__ = [
     "Mode",
     "ReplayError",
     "active_microbatch",
+    "begin",
     "bind_to_microbatch",
+    "end",
+    "num_entered",
     "recording",
     "replaying",
 ]
@@ -44,6 +52,23 @@ def active_microbatch() -> MicrobatchRoutes | None:
     return None if active is None else active.microbatch
 
 
+_entered = 0  # by this process: see `num_entered`
+
+
+def num_entered() -> int:
+    """How often this process has entered `replaying` or `recording`, or run what `begin` announced.
+
+    `replaying(None)` counts too: it says that a pass is live on purpose.
+    """
+    return _entered
+
+
+def _enter(forward_pass: ForwardPass) -> Token[ForwardPass | None]:
+    global _entered
+    _entered += 1
+    return ACTIVE.set(forward_pass)
+
+
 @contextmanager
 def replaying(microbatch: MicrobatchRoutes | None) -> Iterator[MicrobatchRoutes | None]:
     """Let routers take the routes of `microbatch` inside the block. None makes routing live.
@@ -55,7 +80,7 @@ def replaying(microbatch: MicrobatchRoutes | None) -> Iterator[MicrobatchRoutes 
             device are wrong. An exception of the block itself goes first.
     """
     forward_pass = ForwardPass(microbatch)
-    token = ACTIVE.set(forward_pass)
+    token = _enter(forward_pass)
     try:
         yield microbatch
     finally:
@@ -77,6 +102,96 @@ def recording() -> Iterator[MicrobatchRoutes]:
             yield microbatch
     finally:
         microbatch.stop_recording()
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A forward pass that `begin` has announced for a model.
+
+    Attributes:
+        has_run: whether the model's forward pass has returned.
+    """
+
+    forward_pass: ForwardPass
+    token: Token[ForwardPass | None] | None = None
+    has_run: bool = False
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Make the routes active inside the model's next forward pass, and only there.
+
+        The second hook is called after an exception too (`always_call`), so that neither the routes
+        nor the hooks outlive a forward pass that raised.
+        """
+
+        def before(*_: Any) -> None:
+            self.token = _enter(self.forward_pass)
+
+        def after(*_: Any) -> None:
+            if self.token is not None:
+                ACTIVE.reset(self.token)
+            self.forward_pass.is_open = False
+            self.detach()
+
+        def returned(*_: Any) -> None:
+            self.has_run = True
+
+        self._hooks = [
+            model.register_forward_pre_hook(before, prepend=True),
+            model.register_forward_hook(returned),
+            model.register_forward_hook(after, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+_begun: WeakKeyDictionary[torch.nn.Module, _Begun] = WeakKeyDictionary()
+
+
+def begin(model: torch.nn.Module, microbatch: MicrobatchRoutes | None) -> None:
+    """Let the next forward pass of `model` take these routes: `replaying` without a `with`.
+
+    For code that is called before and after a forward pass and does not call the model itself. The
+    routes are active inside `model.forward` and nowhere else. If that forward pass raises, nothing
+    stays active, and the next one is live.
+
+    Args:
+        model: what is called, with its wrappers. A schedule that asks the model for the nodes of
+            its forward pass (combined 1F1B) does not call it: use `replaying` there.
+        microbatch: the routes; None makes the forward pass live.
+
+    Raises:
+        ReplayError: `begin` was called for this model before, and neither `end` nor a forward pass
+            has come since.
+    """
+    if (begun := _begun.get(model)) is not None and begun.forward_pass.is_open:
+        begun.detach()
+        del _begun[model]
+        raise ReplayError(
+            "begin was called twice for one model without a forward pass between: the first "
+            "routes were not taken"
+        )
+    _begun[model] = _Begun(ForwardPass(microbatch))
+    _begun[model].attach(model)
+
+
+def end(model: torch.nn.Module) -> None:
+    """End what `begin` has begun.
+
+    Raises:
+        ReplayError: nothing was begun; or the model did not run since; or no router took the
+            routes; or ids on a device are wrong.
+    """
+    begun = _begun.pop(model, None)
+    if begun is None:
+        raise ReplayError("end was called for a model without a begin")
+    begun.detach()
+    begun.forward_pass.is_open = False
+    if not begun.has_run:
+        raise ReplayError("the model did not run, or raised, between begin and end")
+    _raise_if_untaken(begun.forward_pass)
 
 
 def bind_to_microbatch(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_r3.replayable import refusals
 from megatron_r3.training.open_store import open_store
-from megatron_r3.training.options import RolloutOptions
+from megatron_r3.training.options import RolloutOptions, refuse_without_rollouts
 from megatron_r3.training.refuse import refuse
 
 
@@ -24,9 +24,10 @@ def check_args(args: Any) -> None:
         reasons = refusals(args, TransformerConfig)
         if reasons:
             refuse("--moe-router-replay: " + "; ".join(reasons))
-    if args.rollouts is None:
-        return
     try:
-        open_store(RolloutOptions.from_args(args))
+        if args.rollouts is None:
+            refuse_without_rollouts(args)
+        else:
+            open_store(RolloutOptions.from_args(args))
     except ValueError as error:
         refuse(str(error))

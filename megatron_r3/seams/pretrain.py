@@ -21,6 +21,7 @@ from megatron_r3.training.open_store import open_store, recorded_share, warnings
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.progress import MegatronProgress
 from megatron_r3.training.refuse import refuse
+from megatron_r3.training.script_step import refuse_silence
 from megatron_r3.training.step import RolloutStep
 
 Provider = Callable[..., Any]
@@ -30,14 +31,15 @@ _step: RolloutStep | None = None  # of the training that runs in this process
 
 def use_rollouts(
     args: Any, provider: Provider, forward_step: Callable[..., Any]
-) -> tuple[Provider, RolloutStep]:
+) -> tuple[Provider, Callable[..., Any]]:
     """The dataset provider and forward step that pretrain() uses instead of the script's own.
 
-    Validation and test data, and their forward step, stay the script's.
+    Validation and test data, and their forward step, stay the script's. Without --rollouts
+    everything stays the script's, which then replays in its own forward step.
     """
     global _step
     if args.rollouts is None:
-        refuse("--moe-router-replay has nothing to replay: give --rollouts DIR, a rollout store")
+        return provider, refuse_silence(forward_step)
     try:
         # once more after check_args: a tokenizer may have set the vocabulary since
         options = RolloutOptions.from_args(args)

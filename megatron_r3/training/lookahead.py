@@ -1,6 +1,6 @@
 """Prepare micro-batches ahead of the step, in a thread: read their routes, plan their dispatch.
 
-Shape suffixes (docs/glossary.md): E, K, L, R, T.
+Shape suffixes (docs/glossary.md): T.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.plan import ExpertRanks, LayerSizes, count_tokens, layer_sizes
+from megatron_r3.integrations.host_routes import HostRoutes, read_routes
+from megatron_r3.integrations.layout import RankLayout
+from megatron_r3.integrations.planner import Planner
+from megatron_r3.plan import LayerSizes
 from megatron_r3.store.reader import RolloutStore
-from megatron_r3.training.batch import HostRoutes, RankBatches, read_routes
+from megatron_r3.training.dataset import SEQUENCE_FIELDS
 
 DEPTH = 2  # prepared micro-batches that wait to be used
 
@@ -39,62 +41,12 @@ class Prepared:
     plan: dict[int, LayerSizes] | None
 
 
-class Planner:
-    """Plans the micro-batches of one model chunk together with the ranks that share its experts.
-
-    A plan costs one collective a micro-batch, on the host. All of these ranks make their planners
-    in the same order, because a new planner makes a process group.
-    """
-
-    def __init__(self, num_experts: int, layer_numbers: list[int]) -> None:
-        from megatron.core import mpu
-
-        self.num_experts, self.layer_numbers = num_experts, layer_numbers
-        self.ranks = ExpertRanks(
-            mpu.get_expert_model_parallel_world_size(),
-            mpu.get_expert_model_parallel_rank(),
-            mpu.get_expert_tensor_parallel_world_size(),
-            mpu.get_expert_tensor_parallel_rank(),
-        )
-        group = mpu.get_expert_tensor_and_model_parallel_group()
-        self.size = group.size()
-        # The lookahead thread gathers while the training thread runs collectives of its own. In a
-        # shared group the two could pair up differently on two ranks, so the plan has its group.
-        if self.size > 1:
-            self.group = torch.distributed.new_group(
-                torch.distributed.get_process_group_ranks(group),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-
-    def plan(self, routes: HostRoutes) -> dict[int, LayerSizes] | None:
-        """The sizes of every layer; None if any rank has tokens whose route is not known yet."""
-        counts_LE = count_tokens(routes.ids_LTK, self.num_experts)
-        known = not routes.live_T.any()
-        # One message a rank: the counts of all layers, then 1 if all its routes are known.
-        # Example with 2 layers and 4 experts: [3 1 0 2  2 2 1 1  1].
-        gathered = self._gather(np.append(counts_LE.ravel(), np.int32(known)))
-        if not gathered[:, -1].all():
-            return None
-        counts_RLE = gathered[:, :-1].reshape(self.size, *counts_LE.shape)
-        return layer_sizes(counts_RLE, self.ranks, self.layer_numbers)
-
-    def _gather(self, message: np.ndarray) -> np.ndarray:
-        if self.size == 1:
-            return message[None]
-        gathered = torch.empty(self.size, len(message), dtype=torch.int32)
-        torch.distributed.all_gather_into_tensor(
-            gathered.view(-1), torch.from_numpy(message), group=self.group
-        )
-        return gathered.numpy()
-
-
 class Preparer:
     """Makes what one model chunk of this rank needs of a batch, on the host.
 
     Args:
         store: the rollouts.
-        batches: splits a batch as Megatron splits the model's input.
+        layout: which tokens of a batch this rank holds.
         layer_numbers: the chunk's MoE layers, Megatron's numbers.
         reads_routes: False where no layer replays or is compared.
         planner: plans the dispatch; None where no dispatcher asks for a plan.
@@ -103,12 +55,12 @@ class Preparer:
     def __init__(
         self,
         store: RolloutStore,
-        batches: RankBatches,
+        layout: RankLayout,
         layer_numbers: list[int],
         reads_routes: bool,
         planner: Planner | None,
     ) -> None:
-        self.store, self.batches, self.layer_numbers = store, batches, layer_numbers
+        self.store, self.layout, self.layer_numbers = store, layout, layer_numbers
         self.reads_routes, self.planner = reads_routes, planner
 
     def prepare(self, whole: dict[str, Tensor], with_plan: bool) -> Prepared:
@@ -117,12 +69,12 @@ class Preparer:
         Args:
             with_plan: whether to plan the dispatch, where there is a planner.
         """
-        batch = self.batches.split(whole)
+        batch = self.layout.split(whole, SEQUENCE_FIELDS)
         shards = self.store.shards_of(whole["rows"].numpy())
         if not self.reads_routes:
             return Prepared(batch, shards, None, None)
-        rows_T = self.batches.router_order(batch["rows"])
-        routes = self.read_routes(rows_T, self.batches.mean_tokens(whole["rows"]))
+        rows_T = self.layout.router_order(batch["rows"])
+        routes = self.read_routes(rows_T, self.layout.mean_tokens(whole["rows"]))
         plan = self.planner.plan(routes) if with_plan and self.planner else None
         return Prepared(batch, shards, routes, plan)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_r3.integrations.layers import hybrid_pattern, moe_layer_indices
 from megatron_r3.rollout import MoEShape
-from megatron_r3.training.layers import hybrid_pattern, moe_layer_indices
 
 # Megatron's other ways to make batches, losses or a model's parts, and why each is refused
 NOT_WITH_ROLLOUTS = {
@@ -64,7 +64,7 @@ class RolloutOptions:
         padded_vocab_size: rows of the trainer's output layer; None where it is not known yet.
         seq_length: to which samples are padded.
         micro_batch_size: samples of a micro-batch.
-        tensor_parallel, context_parallel: the sizes of these groups.
+        context_parallel: the size of that group.
         sequence_parallel: whether tensor parallelism splits the sequence outside of attention.
         per_token_loss: --calculate-per-token-loss.
         validate_loss: whether Megatron's rerun machine looks at the loss.
@@ -95,7 +95,6 @@ class RolloutOptions:
     padded_vocab_size: int | None = None
     seq_length: int
     micro_batch_size: int
-    tensor_parallel: int = 1
     context_parallel: int = 1
     sequence_parallel: bool = False
     per_token_loss: bool = False
@@ -159,7 +158,6 @@ class RolloutOptions:
             padded_vocab_size=args.padded_vocab_size,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
-            tensor_parallel=args.tensor_model_parallel_size,
             context_parallel=args.context_parallel_size,
             sequence_parallel=args.sequence_parallel,
             per_token_loss=args.calculate_per_token_loss,
@@ -241,3 +239,34 @@ def _sample_order(args: Any) -> str:
         multiple = document_multiple(args.context_parallel_size)
         order += f", packs of {args.seq_length} aligned to {multiple}"
     return str(order)
+
+
+# Options that only a training on rollouts reads, and their defaults.
+_OF_ROLLOUTS = {
+    "rollouts_policy": "same",
+    "rollouts_sampling": "plain",
+    "rollouts_max_lag": None,
+    "rollouts_follow": None,
+    "rollouts_pack": False,
+    "rollouts_clip_eps": 0.2,
+    "moe_router_replay_missing": "live",
+    "moe_router_replay_log_mismatch_interval": None,
+    "moe_router_replay_verify_dispatch": False,
+}
+
+
+def refuse_without_rollouts(args: Any) -> None:
+    """Refuse options that would do nothing, because there is no --rollouts.
+
+    Args:
+        args: Megatron's arguments, with `rollouts` None.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name, default in _OF_ROLLOUTS.items():
+        if getattr(args, name, default) != default:
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--{flag} does nothing without --rollouts: give --rollouts DIR, or leave it out"
+            )

@@ -20,15 +20,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from megatron_r3.integrations.layers import local_routers, unwrapped
+from megatron_r3.integrations.layout import RankLayout, packed_seq_params
+from megatron_r3.integrations.planner import Planner
 from megatron_r3.microbatch import MicrobatchRoutes, Mode, ReplayError
 from megatron_r3.replay import replaying
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
-from megatron_r3.training.batch import RankBatches, packed_seq_params
 from megatron_r3.training.guard import StepGuard
-from megatron_r3.training.layers import local_routers, unwrapped
 from megatron_r3.training.ledger import Ledger
-from megatron_r3.training.lookahead import Lookahead, Planner, Prepared, Preparer
+from megatron_r3.training.lookahead import Lookahead, Prepared, Preparer
 from megatron_r3.training.losses import policy_loss
 from megatron_r3.training.metrics import StepMetrics
 from megatron_r3.training.options import RolloutOptions
@@ -111,7 +112,7 @@ class RolloutStep:
         self._witness = DispatchWitness(store) if options.verify_dispatch else None
         # a dense model, or another model than the sampler's, has no routers to compare
         self._has_routes = bool(options.num_experts) and not options.shape_differences(store.info)
-        self._batches = RankBatches(options)
+        self._layout = RankLayout(options.sequence_parallel)
         self._chunks: WeakKeyDictionary[torch.nn.Module, _Chunk] = WeakKeyDictionary()
         self._first_iteration: int | None = None
 
@@ -171,7 +172,7 @@ class RolloutStep:
             number=len(self._chunks),
             layer_numbers=layer_numbers,
             preparer=self._parts.preparer(
-                self.store, self._batches, layer_numbers, self._has_routes, planner
+                self.store, self._layout, layer_numbers, self._has_routes, planner
             ),
             policies=PolicyCheck(options, self.store, self.ledger, routers),
         )
@@ -209,7 +210,7 @@ class RolloutStep:
         counted_T = None
         if self._measures():
             # what counts: response tokens whose route was recorded
-            counted_T = self._batches.router_order(prepared.batch["loss_mask"]).bool()
+            counted_T = self._layout.router_order(prepared.batch["loss_mask"]).bool()
             counted_T &= ~torch.from_numpy(routes.live_T)
             counted_T = counted_T.cuda(non_blocking=True)
         if not options.replay and counted_T is None:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_r3.integrations.layers import local_moe_layers
 from megatron_r3.microbatch import MicrobatchRoutes
 from megatron_r3.replay import active_microbatch
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
-from megatron_r3.training.layers import local_moe_layers
 from megatron_r3.training.refuse import refuse
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.training.layers import moe_layer_indices
+from megatron_r3.integrations.layers import moe_layer_indices
 
 # Megatron's name of each tensor outside the layers: transformers' name
 VOCABULARY = {

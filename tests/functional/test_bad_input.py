@@ -270,8 +270,16 @@ def the_error(trained: tuple[bool, str]) -> str:
 
 
 def test_replay_without_rollouts(patched: TreeWorker, tmp_path: Path) -> None:
-    argv = arguments(STEP, ["--moe-router-replay"])
-    assert "give --rollouts DIR" in the_error(train_on(patched, argv, tmp_path / "logs"))
+    """The script's own forward step knows nothing of routes."""
+    batch = ["--micro-batch-size", "4", "--global-batch-size", "4", "--train-iters", "1"]
+    argv = arguments(batch, ["--lr", "1e-3", "--moe-router-replay"])
+    line = the_error(train_on(patched, argv, tmp_path / "logs"))
+    assert "this script's forward step replayed nothing" in line
+
+
+def test_options_of_rollouts_without_rollouts(patched: TreeWorker, tmp_path: Path) -> None:
+    line = the_error(train_on(patched, arguments(STEP, ["--moe-router-replay"]), tmp_path / "logs"))
+    assert "does nothing without --rollouts" in line
 
 
 def test_all_ranks_find_it_and_one_speaks(patched_tree: Path, policy: Policy) -> None:

@@ -81,7 +81,7 @@ def test_a_missing_row_on_one_rank_sends_all_ranks_the_ordinary_way(
 
 def train_by_a_wrong_plan(rank: int, argv: list[str], field: str) -> None:
     """One number of layer 2 on rank 1 is one too large."""
-    from megatron_r3.training.lookahead import Planner
+    from megatron_r3.integrations.planner import Planner
 
     plan = Planner.plan
 
@@ -118,7 +118,7 @@ def test_a_wrong_plan_fails_loudly_without_the_check(
 
 
 def count_one_too_many(rank: int, argv: list[str]) -> None:
-    from megatron_r3.training import lookahead as ahead
+    from megatron_r3.integrations import planner as ahead
 
     count = ahead.count_tokens
 

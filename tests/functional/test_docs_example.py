@@ -1,11 +1,10 @@
 """The example of docs/integrate.md runs as it stands there, on four processes.
 
-Shape suffixes (docs/glossary.md): E, H, T.
+Shape suffixes (docs/glossary.md): E, H, K, L, T.
 """
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from tiny import BATCH, SEQUENCE, config, model, start
 
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.integrations import ModelRoutes
 
 ROOT = Path(__file__).parents[2]
 LAYERS, EXPERTS, TOPK = 4, 8, 2
@@ -45,17 +45,6 @@ def whole_batch() -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "labels": tokens, "position_ids": positions, "rows": rows}
 
 
-def split(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This context-parallel rank's part, by Megatron's own function, as the release wants it."""
-    from megatron.core import mpu
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    options = {"is_hybrid_cp": False, "cp_group": mpu.get_context_parallel_group()}
-    accepted = inspect.signature(get_batch_on_this_cp_rank).parameters
-    known = {name: value for name, value in options.items() if name in accepted}
-    return get_batch_on_this_cp_rank(batch, **known)
-
-
 def run_example(rank: int, shift: int) -> dict[str, int]:
     """How many rows of this rank's routing maps are those of the tokens that are there."""
     from megatron.core import parallel_state
@@ -73,8 +62,8 @@ def run_example(rank: int, shift: int) -> dict[str, int]:
         layer.mlp.router.register_forward_hook(
             lambda _, args, out, number=number: seen["maps"].update({number: out[1].detach()})
         )
-    part = split(dict(batch))
-    example()(gpt, made, part, routes.roll(shift, dims=1), list(range(LAYERS)))
+    routes_LTK = routes.roll(shift, dims=1).numpy()
+    example()(gpt, made, ModelRoutes(gpt), dict(batch), routes_LTK, list(range(LAYERS)))
 
     # which token each hidden state is: its embedding, compared with those of the whole vocabulary
     group = parallel_state.get_tensor_model_parallel_group()

@@ -27,7 +27,7 @@ def caller_is_ours(depth: int = 2) -> bool:
     """Whether the innermost frame outside of torch is of megatron_r3 (the CPU layer is not).
 
     The lookahead thread does not count: a step does not wait for it. It reads back the positions of
-    each length of a packed document once (`RankBatches`), when the length first comes.
+    each length of a packed document once (`RankLayout`), when the length first comes.
     """
     if threading.current_thread().name == "megatron_r3 lookahead":
         return False

@@ -56,6 +56,7 @@ RUN_BY = [
     (r"megatron-r3 rollouts\b", HERE),
     (r"python -m pytest\b", "ci make test"),
     (r"python -m fuzz\.run\b", "ci make fuzz"),
+    (r"python -m benchmarks\.report\b", "tests/unit/benchmarks/test_report.py::test_the_command"),
     (r"python -m benchmarks\.\w+", "ci make bench-gpu"),
     (r"python -m demo\.collect\b", "by hand: it takes a vLLM server for minutes"),
     (r"python -m megatron_r3\.cpu\b", "ci make demo"),

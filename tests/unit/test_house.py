@@ -38,6 +38,7 @@ FLOORS = [
     rollouts patching seams weights pretrain
     router_replay
     training launch cpu engines
+    integrations
     replay replayable
     microbatch
     plan gate store rows
@@ -47,7 +48,7 @@ FLOORS = [
     """.strip().splitlines()
 ]
 HEIGHT = {room: len(FLOORS) - number for number, line in enumerate(FLOORS) for room in line}
-KNOW_MEGATRON = {"seams", "training", "weights", "launch", "cpu", "pretrain"}
+KNOW_MEGATRON = {"seams", "training", "integrations", "weights", "launch", "cpu", "pretrain"}
 # what the product, the proof and the benchmarks must run without
 FORBIDDEN = {
     "megatron_r3": {"fidelity", "demo", "benchmarks", "tests", "fuzz", "docker"},

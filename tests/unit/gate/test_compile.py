@@ -20,7 +20,9 @@ MODELS: dict[str, tuple[int, int, str, str, str, bool]] = {
 }
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
+def compiled(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int = 1, **more: int
+) -> Any:
     """For sm_90, pointers and `*_stride_t` divisible by 16 as those of contiguous tensors are."""
     from megatron_r3.gate.triton import COMPILE_OPTIONS
 
@@ -33,16 +35,20 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> A
     }
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options=COMPILE_OPTIONS)
+    options = {**COMPILE_OPTIONS, "num_warps": num_warps, **more}
+    return triton.compile(source, target=target, options=options)
 
 
-def both(model: tuple[int, int, str, str, str, bool]) -> list[Any]:
+def both(model: tuple[int, int, str, str, str, bool], tile: Any = None, **more: int) -> list[Any]:
+    """Forward and backward with one tile, by default that of the rule."""
     from megatron_r3.gate.options import GateOptions
+    from megatron_r3.gate.tile_table import rule, words_of
     from megatron_r3.gate.triton import launch_constants
     from megatron_r3.gate.triton_kernels import gate_backward, gate_forward
 
     num_experts, topk, dtype, ids_dtype, function, rows = model
-    _, constants = launch_constants((1000, num_experts), topk, GateOptions(function))
+    tile = tile or rule(words_of(num_experts))
+    _, constants = launch_constants((1000, num_experts), topk, GateOptions(function), tile)
     types = dict.fromkeys(gate_forward.arg_names + gate_backward.arg_names, "i32")
     types |= {name: "*u8" for name in types if name.endswith("_ptr")}
     types |= dict.fromkeys(("logits_ptr", "probs_ptr", "dprobs_ptr", "dlogits_ptr"), f"*{dtype}")
@@ -54,7 +60,8 @@ def both(model: tuple[int, int, str, str, str, bool]) -> list[Any]:
     block_k = triton.next_power_of_2(topk)
     forward = {**constants, **last, "BLOCK_K": block_k, **dict.fromkeys(none)}
     backward = {**constants, **last, "dprobs_stride_e": 1}
-    return [compiled(gate_forward, types, forward), compiled(gate_backward, types, backward)]
+    pairs = ((gate_forward, forward), (gate_backward, backward))
+    return [compiled(kernel, types, these, tile.num_warps, **more) for kernel, these in pairs]
 
 
 def stack_bytes(kernel: Any, folder: Path) -> int:
@@ -74,6 +81,19 @@ def test_compiles_for_hopper(name: str, tmp_path: Path) -> None:
         ptx = kernel.asm["ptx"]
         assert "ld.global.v4.b32" in ptx  # a row, 16 bytes for each lane
         assert not re.search(r"\b(atom|red)\.", ptx)
+
+
+def test_stages_change_nothing_so_no_tile_has_them() -> None:
+    """And warps do change the code, so that the comparison can tell."""
+    from megatron_r3.gate.tile_table import Tile
+
+    def code(rows: int, num_warps: int, stages: int) -> list[str]:
+        kernels = both(MODELS["DeepSeek-V3, everything"], Tile(rows, num_warps), num_stages=stages)
+        return [kernel.asm["ptx"] for kernel in kernels]
+
+    for tile in ((4, 1), (8, 2)):
+        assert code(*tile, 1) == code(*tile, 3)
+    assert code(8, 2, 1) != code(8, 4, 1)
 
 
 def test_the_check_for_spills_can_fail(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megatron_r3.training.layers import local_moe_layers, local_routers, moe_layer_indices
+from megatron_r3.integrations.layers import local_moe_layers, local_routers, moe_layer_indices
 
 
 class TopKRouter(torch.nn.Module):

@@ -1,0 +1,187 @@
+"""`python -m benchmarks.layers`: what it compares, when it stops, what it skips.
+
+Steps of Megatron's layers are run by `make bench-gpu REHEARSE=1`; here a stand-in takes them.
+
+Shape suffixes (docs/glossary.md): T, E, K.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import layers, layers_measure
+from benchmarks.layers_measure import check, timed
+from benchmarks.layers_model import LIVE_FUSED, WAYS, Way, ways_of
+from benchmarks.machine import no_transformer_engine
+from megatron_r3.gate import GateInputs, GateOptions, replayed_gate
+
+GROUPED = SimpleNamespace(moe_router_group_topk=4)
+PLAIN = SimpleNamespace(moe_router_group_topk=None)
+
+
+class Steps:
+    """Takes steps of 2 routers; `losses` and `passes` of a way can be made wrong."""
+
+    def __init__(self, losses: dict[str, list[float]] | None = None, passes: int = 1) -> None:
+        self.ways, self.skipped = ways_of(PLAIN, "te")
+        self.sizes, self.cuda = SimpleNamespace(layers=2), False
+        self.routers = [torch.nn.Linear(2, 4) for _ in range(2)]
+        self.losses, self.passes, self.seconds = losses or {}, passes, dict[Any, float]()
+        self.clock = 0.0
+        self.grads = dict[str, float]()
+
+    def name(self, way: Way) -> str:
+        return next(name for name, other in self.ways.items() if other == way)
+
+    def step(self, way: Way, recompute: bool) -> tuple[torch.Tensor, Any]:
+        name = self.name(way)
+        self.clock += self.seconds.get(name, 0.0)
+        for router in self.routers * (self.passes + recompute):
+            logits_TE = router(torch.ones(3, 2))
+            if way.fused and way.replays:
+                ids_TK = torch.zeros(3, 1, dtype=torch.uint8)
+                replayed_gate(GateInputs(logits_TE, ids_TK), GateOptions())
+        self.last = self.grads.get(name, 1.0)
+        losses = self.losses.get(name, [1.0])
+        return torch.tensor(losses.pop(0) if len(losses) > 1 else losses[0]), None
+
+    def gradient(self) -> torch.Tensor:
+        return torch.tensor([1.0, self.last])
+
+
+def agreeing(steps: Any) -> dict[str, bool]:
+    found = check(steps, False, (1e-3, 2e-2))
+    return {name: values["agrees"] for name, values in found.items()}
+
+
+def test_equal_steps_agree() -> None:
+    assert all(agreeing(Steps()).values())
+
+
+@pytest.mark.parametrize(
+    ("way", "loss", "agrees"),
+    [
+        ("replay", 1.0 + 1e-6, False),  # unfused: to the bit
+        ("plan, fused", 1.0 + 1e-4, True),
+        ("plan, fused", 1.0 + 1e-2, False),
+        (LIVE_FUSED, 1.0 + 5e-3, True),  # another top-k: other experts among equals
+        (LIVE_FUSED, 1.05, False),
+    ],
+)
+def test_another_loss_is_found(way: str, loss: float, agrees: bool) -> None:
+    found = agreeing(Steps({way: [loss]}))
+    assert found.pop(way) == agrees
+    assert all(found.values())
+
+
+def test_where_two_live_steps_differ_replay_may_differ_as_fused_ways_may() -> None:
+    noisy = {"live": [1.0, 1.0 + 1e-5, 1.0], "replay": [1.0 + 2e-5], "plan": [1.01]}
+    found = check(Steps(noisy), False, (1e-3, 2e-2))
+    assert {values["repeat_error"] for values in found.values()} != {0.0}
+    assert found["replay"]["agrees"]
+    assert not found["plan"]["agrees"]
+
+
+def test_other_gradients_are_found() -> None:
+    steps = Steps()
+    steps.grads = {"plan": 1.2, LIVE_FUSED: 1.2}
+    found = agreeing(steps)
+    assert not found["plan"]
+    assert found[LIVE_FUSED]  # only its loss is compared
+
+
+def test_a_step_that_ran_otherwise_than_its_name_says() -> None:
+    with pytest.raises(AssertionError, match="live: 4 passes, not 2"):
+        check(Steps(passes=2), False, (1e-3, 2e-2))
+
+
+def kept(steps: Any, most: int, seconds: float) -> dict[str, Any]:
+    """What is kept last, by a clock that only steps move."""
+    looks: list[Any] = []
+    clock = SimpleNamespace(perf_counter=lambda: steps.clock)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers_measure, "time", clock)
+        timed(steps, False, most, seconds, looks.append)
+    assert all(found.keys() == steps.ways.keys() for found in looks)
+    return looks[-1]
+
+
+def test_steps_go_on_until_their_ratios_tell() -> None:
+    steps = Steps()
+    del steps.ways["plan, counted"], steps.ways["fused, counted"], steps.ways["replay"]
+    seconds = {"live": 0.008, LIVE_FUSED: 0.004, "plan": 0.004, "plan, fused": 0.002}
+    steps.seconds = seconds
+    found = kept(steps, 64, 60.0)
+    assert found["plan"]["ratio"]["tells"]
+    assert found["plan"]["ratio"]["median"] < 1
+    assert found["plan"]["ratio"]["count"] == 8
+    assert not found["live"]["ratio"]["tells"]  # compared with itself, and not waited for
+
+
+def test_equal_steps_go_on_to_the_most_or_to_the_end_of_the_time() -> None:
+    steps = Steps()
+    steps.seconds = dict.fromkeys(steps.ways, 1.0)  # 7 ways, and each has a neighbour
+    assert kept(steps, 9, 1000.0)["plan"]["ratio"]["count"] == 9
+    assert kept(steps, 64, 14.0 * 5)["plan"]["ratio"]["count"] == 3  # after 2 that warm up
+    assert kept(steps, 64, 0.0)["plan"]["ratio"]["count"] == 1
+
+
+def test_ways_of_a_spec_and_a_router() -> None:
+    ways, skipped = ways_of(PLAIN, "local")
+    assert ways == WAYS
+    assert skipped.keys() == {LIVE_FUSED}
+    ways, skipped = ways_of(GROUPED, "te")
+    assert skipped.keys() == {"fused, counted"}
+    assert ways["plan, fused"].beside == LIVE_FUSED
+    assert all(way.beside in ways for way in ways.values())
+
+
+MISSING = "Transformer Engine is not installed"
+
+
+@pytest.mark.skipif(no_transformer_engine() != MISSING, reason="Transformer Engine is here")
+def test_without_transformer_engine_the_step_is_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path), "--megatron", str(tmp_path), "--device", "cpu", "--rehearse"]
+    assert layers.main([*out, "--spec", "te"]) == 77
+    assert capsys.readouterr().out == f"skipped: {MISSING}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_transformer_engine_that_is_not_compiled_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pure Python package alone raises a RuntimeError when it is imported."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('Found empty\\nmeta package')")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = no_transformer_engine()
+    assert said == "Transformer Engine cannot be imported: Found empty meta package"
+
+
+def test_the_record_is_named_for_its_slice() -> None:
+    def name(*argv: str) -> str:
+        return layers._name(layers._arguments(["--out", "o", "--megatron", "m", *argv]))
+
+    assert name() == "layers Qwen3-30B-A3B local 4096"
+    assert name("--spec", "te", "--sequence", "8192") == "layers Qwen3-30B-A3B te 8192"
+    fewer = name("--model", "DeepSeek-V3", "--experts", "128", "--layers", "2")
+    assert fewer == "layers DeepSeek-V3 local 4096, experts 128"
+
+
+def test_a_case_that_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def too_large() -> None:
+        raise torch.OutOfMemoryError
+
+    assert layers._out_of_memory(too_large) == "out of memory, with 3.0 GiB of tensors"
+    assert layers._out_of_memory(lambda: None) is None
