@@ -86,6 +86,9 @@ def _fit(root: Path, line: Line, read: Callable[[str], FileOnDisk]) -> Fit | Non
     # With a patched file the tree is no base, whatever can still be applied to it.
     if nearest.patched or any(files[path].data is not None for path in absent):
         return None
+    commit = resolve(root, "HEAD") if is_checkout(root) else ""
+    if commit and commit in [tree.commit for tree in line.trees]:
+        return None  # a release whose files the patches do not name: a patch is missing
     present = {path: file for path, file in files.items() if path not in absent}
     there_and_back = _there_and_back(present, series)
     if there_and_back is None:
@@ -99,7 +102,6 @@ def _fit(root: Path, line: Line, read: Callable[[str], FileOnDisk]) -> Fit | Non
                 f"the patches of {line.name} are damaged: they do not give the {path} that is "
                 f"promised for {nearest.tree.name}; nothing was changed"
             )
-    commit = resolve(root, "HEAD") if is_checkout(root) else ""
     tree = Unreleased(
         *(line.name, nearest.tree.name, differ, commit),
         *(series_digest(series), __version__, absent, blobs),
