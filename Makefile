@@ -4,11 +4,13 @@ BUILD    := build
 VENV     := $(BUILD)/venv
 R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
-# the Megatron-LM tree of apply, revert, status, fidelity, export
+# the Megatron-LM tree of apply, revert, status, check, fidelity, export
 MEGATRON ?=
+# apply: with 1 a tree that is no release is taken too, if all patches of a line apply to it exactly
+UNRELEASED ?=
 # the Megatron-LM clone of verify, bump and matrix
 REPO     ?=
-# the release line of verify and matrix (default: all lines), of export (default: the line that fits)
+# the release line of verify and matrix (default: all lines), of apply and export (default: the line that fits)
 # and of bump (default: named after the tag)
 LINE     ?=
 # bump: the line whose patches are carried, and the tag or commit that they are carried to
@@ -16,8 +18,8 @@ OLD      ?=
 NEW      ?=
 # export: with 1 nothing is written, and the exit status says whether a byte would change
 CHECK    ?=
-# fidelity: run the cases with this in their name; fuzz: run one class; clients: run the tests that
-# this expression of pytest -k chooses
+# fidelity: run the cases with this in their name; check: run the checks with this; fuzz: run one class;
+# clients: run the tests that this expression of pytest -k chooses
 ONLY     ?=
 # fuzz: how many tries, and the seed that chooses them
 TRIES    ?= 10000
@@ -47,8 +49,8 @@ VERL     := 0.8.0 0.9.0 0.9.1
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status verify export bump demo fidelity matrix clients bench-dispatch \
-	bench-store bench-gpu image image-vllm-cpu image-test image-matrix test fuzz lint clean
+.PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
+	bench-dispatch bench-store bench-gpu image image-vllm-cpu image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -68,11 +70,15 @@ megatron: setup  ## fetch the default megatron-core sources from PyPI, as a git 
 
 apply revert status: setup
 	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
-	@$(R3) $@ "$(MEGATRON)"
+	@$(R3) $@ "$(MEGATRON)" $(if $(LINE),--line "$(LINE)") $(if $(filter apply,$@),$(if $(UNRELEASED),--unreleased))
 
-apply:   ## put the patches into MEGATRON=DIR
+apply:   ## put the patches into MEGATRON=DIR (UNRELEASED=1: between releases too, where all of them fit; LINE=)
 revert:  ## remove the patches from MEGATRON=DIR
-status:  ## show which release MEGATRON=DIR is and whether it is patched
+status:  ## show which release MEGATRON=DIR is, or is close to, whether it is patched, and when it was checked
+
+check: setup  ## test the patched MEGATRON=DIR itself: option off, replay, upstream's own router tests (ONLY=: some, unrecorded)
+	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m fidelity.check "$(MEGATRON)" $(if $(ONLY),--only "$(ONLY)")
 
 verify: setup  ## check the patches of every release line against the commits in REPO=CLONE (LINE=)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }

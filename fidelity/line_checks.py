@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ from megatron_r3.patching.verify import verify_tree
 from megatron_r3.patching.versions import KnownTree, Line
 
 Result = tuple[bool, str]
+C = TypeVar("C", bound="Copies")
 
 LAYOUTS_OFF = {
     "1 process": (1, ""),
@@ -34,23 +36,18 @@ LAYOUTS_OFF = {
 }
 
 
-class Checked:
-    """One known tree: unpatched and patched copies, and a process that runs on each.
+class Copies:
+    """An unpatched and a patched copy of one tree, and a process that runs on each.
 
     Args:
-        source: a git repository that holds `commit`, the tree's files.
-        folder: for the copies.
+        line: the release line whose patches are in the patched copy.
+        name: what the tree is called.
+        folder: of the copies, which are its `unpatched` and `patched`.
     """
 
-    def __init__(
-        self, line: Line, tree: KnownTree, source: Path, commit: str, folder: Path
-    ) -> None:
-        self.line, self.tree, self.source, self.commit = line, tree, source, commit
-        self.patches = line.folder.parent
-        self.folder = folder
+    def __init__(self, line: Line, name: str, folder: Path) -> None:
+        self.line, self.name, self.folder = line, name, folder
         self.unpatched, self.patched = folder / "unpatched", folder / "patched"
-        for copy in (self.unpatched, self.patched):
-            unpatched_copy(source, copy, commit)
         self._workers: dict[Path, TreeWorker] = {}
         self._open = ExitStack()
 
@@ -61,7 +58,7 @@ class Checked:
             self._workers[tree] = self._open.enter_context(worker)
         return self._workers[tree]
 
-    def __enter__(self) -> Checked:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(
@@ -73,27 +70,45 @@ class Checked:
         self._open.close()
 
 
+class Checked(Copies):
+    """One known tree, whose patched copy `_applies` patches.
+
+    Args:
+        source: a git repository that holds `commit`, the tree's files.
+        folder: for the copies.
+    """
+
+    def __init__(
+        self, line: Line, tree: KnownTree, source: Path, commit: str, folder: Path
+    ) -> None:
+        super().__init__(line, tree.name, folder)
+        self.tree, self.source, self.commit = tree, source, commit
+        self.patches = line.folder.parent
+        for copy in (self.unpatched, self.patched):
+            unpatched_copy(source, copy, commit)
+
+
 def _applies(checked: Checked) -> Result:
     """The series applies and reverts exactly; the patched copy stays for the other checks."""
     try:
         verified = verify_tree(checked.source, checked.line, checked.tree)
-        before = _files(checked.patched)
+        before = files_and_modes(checked.patched)
         applied = apply_series(checked.patched, checked.patches, line=checked.line.name)
-        patched = _files(checked.patched)
+        patched = files_and_modes(checked.patched)
         if apply_series(checked.patched, checked.patches).files:
             return False, "a second apply changed files"
         revert_series(checked.patched, checked.patches)
-        if _files(checked.patched) != before:
+        if files_and_modes(checked.patched) != before:
             return False, "a revert does not give the tree back"
         apply_series(checked.patched, checked.patches)
     except PatchingError as error:
         return False, str(error)
-    if verified is None or _files(checked.patched) != patched or patched == before:
+    if verified is None or files_and_modes(checked.patched) != patched or patched == before:
         return False, "the tree is not the known one, or applying it again gives another"
     return True, f"{verified.num_patches} patches, {len(applied.files)} files"
 
 
-def _files(root: Path) -> dict[str, tuple[int, str]]:
+def files_and_modes(root: Path) -> dict[str, tuple[int, str]]:
     """Mode and digest of every file."""
     return {
         str(path.relative_to(root)): (
@@ -131,7 +146,7 @@ def _exports(checked: Checked) -> Result:
     return bool(again) and not differ, f"differ: {', '.join(differ)}" if differ else detail
 
 
-def _off(checked: Checked) -> Result:
+def off(checked: Copies) -> Result:
     """Without our options and megatron_r3, weights are bitwise those of the unpatched tree."""
     unpatched, patched = checked.worker(checked.unpatched), checked.worker(checked.patched)
     for name, (ranks, arguments) in LAYOUTS_OFF.items():
@@ -155,7 +170,7 @@ def _equal(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tenso
     )
 
 
-def _router_replay(checked: Checked) -> Result:
+def router_replay(checked: Copies) -> Result:
     """Code for upstream's RouterReplay runs on the patched tree."""
     try:
         checked.worker(checked.patched).run(use_router_replay, 1, timeout_s=180)
@@ -164,9 +179,9 @@ def _router_replay(checked: Checked) -> Result:
     return True, "records, replays, recomputes; refused together with moe_router_replay"
 
 
-def _replay(checked: Checked) -> Result:
+def replay(checked: Copies) -> Result:
     """The quick cases of the fidelity table, with their controls."""
-    table = Table(checked.worker(checked.patched), checked.folder, checked.tree.name)
+    table = Table(checked.worker(checked.patched), checked.folder, checked.name)
     cases = [c for c in CASES if c.quick and c.runs_on(checked.patched, checked.line.name)]
     rows = [table.row(case) for case in cases]
     failed = [f"{row['case']}: {row.get('error', row)}" for row in rows if not passed(row)]
@@ -177,7 +192,7 @@ def _replay(checked: Checked) -> Result:
 CHECKS: dict[str, Callable[[Checked], Result]] = {
     "apply, revert": _applies,
     "export": _exports,
-    "off": _off,
-    "RouterReplay": _router_replay,
-    "replay": _replay,
+    "off": off,
+    "RouterReplay": router_replay,
+    "replay": replay,
 }

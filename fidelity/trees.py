@@ -35,9 +35,12 @@ def unpatched_copy(source: Path | None, target: Path, commit: str = "HEAD") -> t
 
 
 def patched_copy(unpatched: Path, target: Path) -> Path:
-    """A copy with the patches in it."""
+    """A copy with the patches in it; the tree may be one between releases.
+
+    The user's own tree needs a word for that. This is a copy, and it is made to be tested.
+    """
     shutil.copytree(unpatched, target)
-    apply_series(target, patches_folder())
+    apply_series(target, patches_folder(), unreleased=True)
     return target
 
 

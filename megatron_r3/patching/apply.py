@@ -8,8 +8,17 @@ from pathlib import Path
 
 from megatron_r3.patching.cleanroom import has_commit, is_checkout, read_git
 from megatron_r3.patching.git import PatchingError, names
+from megatron_r3.patching.record import Record, record_path, remove_record, write_record
 from megatron_r3.patching.repository import PatchFailed, patched_contents
-from megatron_r3.patching.tree import TreeState, TreeStatus, dirty_files, identify, left_out_files
+from megatron_r3.patching.tree import (
+    TreeState,
+    TreeStatus,
+    dirty_files,
+    identify,
+    left_out_files,
+    read_file,
+)
+from megatron_r3.patching.unreleased import choose, find_fits, how_to_take
 from megatron_r3.patching.versions import Versions, read_versions
 from megatron_r3.patching.write import locked, remove_leftovers, replace_files
 
@@ -30,23 +39,29 @@ class Change:
             done and `files` is empty.
         status: the tree now, read from the disk again.
         files: the files that were written or removed.
+        others: for an unreleased tree, what to say of other lines whose patches apply too.
     """
 
     before: TreeState
     status: TreeStatus
     files: tuple[str, ...]
+    others: str = ""
 
 
-def apply_series(root: Path, patches: Path, *, line: str = "") -> Change:
+def apply_series(root: Path, patches: Path, *, line: str = "", unreleased: bool = False) -> Change:
     """Apply the series in `patches` that is for the tree `root`, or the series of `line`.
 
     Guarantees: all files are patched or none is changed; an applied tree is not touched; a half
     applied tree is finished; what was written is read again and compared.
 
+    Args:
+        unreleased: whether a tree that versions.toml does not list is taken too, if all patches of
+            a line apply to it exactly. It gets a record of itself, which `revert_series` removes.
+
     Raises:
         PatchingError: the tree is no known one, has uncommitted changes, or cannot be written.
     """
-    return _move(root, patches, line, TreeState.APPLIED)
+    return _move(root, patches, line, TreeState.APPLIED, unreleased)
 
 
 def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
@@ -59,27 +74,32 @@ def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
     return _move(root, patches, line, TreeState.PRISTINE)
 
 
-def _move(root: Path, patches: Path, line: str, goal: TreeState) -> Change:
+def _move(
+    root: Path, patches: Path, line: str, goal: TreeState, unreleased: bool = False
+) -> Change:
     """Bring the tree from the state in which it is to the state `goal`."""
     versions = read_versions(patches)
     reverse = goal is TreeState.PRISTINE
+    others = ""
     try:
         status = identify(root, versions, line)  # refuses what is no tree and cannot be locked
         with locked(status.root):
             # Read again: another apply may have ended between the first look and the lock.
             status = identify(root, versions, line)
+            if status.state is not goal and not reverse:
+                _refuse_uncommitted(status)
+                if status.state is TreeState.UNKNOWN:
+                    status, others = _take(status, versions, line, unreleased)
             if status.state is goal:
                 remove_leftovers(status.root, status.files)
+                if reverse:
+                    remove_record(status.root)
                 return Change(goal, status, ())
-            if not reverse:
-                _refuse_uncommitted(status)
-            contents = _contents(status, versions, line, reverse)
-            new = {p: data for p, data in contents.items() if data != status.files[p].data}
-            changes = (change for patch in status.series.patches for change in patch.changes)
-            executables = {change.path for change in changes if change.executable}
-            replace_files(status.root, new, status.files, executables)
+            new = _write(status, versions, line, reverse)
             # What is on the disk now is what counts, not what was meant to be written.
             after = identify(root, versions, status.line.name)
+            if reverse and after.state is goal:
+                remove_record(status.root)
     except OSError as error:
         raise PatchingError(f"{root}: {error}") from error
     if after.state is not goal:
@@ -88,7 +108,50 @@ def _move(root: Path, patches: Path, line: str, goal: TreeState) -> Change:
             "wrote to the tree at the same time; stop that program, then give the same command "
             "again"
         )
-    return Change(status.state, after, tuple(new))
+    return Change(status.state, after, new, others)
+
+
+def _take(
+    status: TreeStatus, versions: Versions, line: str, unreleased: bool
+) -> tuple[TreeStatus, str]:
+    """An unknown tree as one that can be patched, and what to say of other lines that fit.
+
+    A tree to which no line fits comes back as it is, so that the patch which fails is told.
+
+    Raises:
+        PatchingError: a line fits, and the user has not said the word for that.
+    """
+    fits = [] if left_out_files(status) else find_fits(status.root, versions, line)
+    if not fits:
+        return status, ""
+    if not unreleased:
+        raise PatchingError(how_to_take(status.root, fits))
+    fit, others = choose(fits)
+    return fit.status, others
+
+
+def _write(status: TreeStatus, versions: Versions, line: str, reverse: bool) -> tuple[str, ...]:
+    """Write the patched files of a tree, or with `reverse` the unpatched ones; return which."""
+    contents = _contents(status, versions, line, reverse)
+    new = {p: data for p, data in contents.items() if data != status.files[p].data}
+    changes = (change for patch in status.series.patches for change in patch.changes)
+    executables = {change.path for change in changes if change.executable}
+    fresh = not reverse and status.state is TreeState.PRISTINE
+    first = fresh and not record_path(status.root).exists()
+    if fresh:
+        # Before the files, so that an apply which is killed can be finished and undone. A tree of
+        # versions.toml needs no record, and one that is there is about what the tree was before.
+        write_record(status.root, Record(status.unreleased))
+    try:
+        replace_files(status.root, new, status.files, executables)
+    except BaseException:
+        now = (read_file(status.root, path).data for path in status.files)
+        if first and all(
+            data == old.data for data, old in zip(now, status.files.values(), strict=True)
+        ):
+            remove_record(status.root)
+        raise
+    return tuple(new)
 
 
 def _contents(
@@ -127,6 +190,12 @@ def why_not(status: TreeStatus, versions: Versions) -> str:
             + _NO_CRLF
         )
     wrong = "".join(f"\n  {path}: {reason}" for path, reason in why.items())
+    if status.unreleased:
+        return (
+            f"{status.root} has changed since {record_path(status.root)} was written: it was "
+            f"{status.line.name}, {status.tree.name}; bring back these files, or if nothing of it "
+            f"is patched any more, apply it again with --unreleased:{wrong}"
+        )
     if status.crlf:
         wrong += f"\nCRLF line ends: {_NO_CRLF}"
     if left_out:

@@ -7,6 +7,7 @@ Each returns 0, or 1 for a state that is not as it should be; a refusal is a Pat
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from megatron_r3.patching.bump import bump_line
 from megatron_r3.patching.export import export_series
 from megatron_r3.patching.fetch import UPSTREAM, clone_tree, fetch_tree, tree_folder
 from megatron_r3.patching.git import PatchingError, names
+from megatron_r3.patching.record import Unreleased, files_digest, read_record
 from megatron_r3.patching.tree import TreeState, TreeStatus, identify
+from megatron_r3.patching.unreleased import find_fits, how_to_take
 from megatron_r3.patching.verify import TreeCheck, check_rules, verify_repo
 from megatron_r3.patching.versions import patches_folder, read_versions
 
@@ -34,6 +37,9 @@ def add_commands(commands: Commands) -> None:
         argument = _add(commands, name, run, summary)
         argument("tree", type=Path, metavar="DIR", help="the Megatron-LM tree")
         argument("--line", default="", help="release line of the tree (default: told by its files)")
+        if name == "apply":
+            hint = "take a tree between releases too, if all patches of a line fit it exactly"
+            argument("--unreleased", action="store_true", help=hint)
 
     argument = _add(
         commands, "megatron", run_megatron, "fetch a Megatron-LM tree that the patches fit"
@@ -95,7 +101,13 @@ def _patches(args: argparse.Namespace) -> Path:
 
 def run_apply(args: argparse.Namespace) -> int:
     """Apply the patches and say what was done."""
-    print(_done("applied", "to", apply_series(args.tree, _patches(args), line=args.line)))
+    change = apply_series(args.tree, _patches(args), line=args.line, unreleased=args.unreleased)
+    print(_done("applied", "to", change))
+    if tree := change.status.unreleased:
+        print(_differ(tree))
+        if change.others:
+            print(change.others)
+        print(f"nobody has tested this tree: next: make check MEGATRON={_quoted(change.status)}")
     return 0
 
 
@@ -111,15 +123,45 @@ def run_status(args: argparse.Namespace) -> int:
     status = identify(args.tree, versions, args.line)
     print(f"{status.state.value}: {status.root}")  # the image's build looks for `applied: `
     if status.state is TreeState.UNKNOWN:
-        print(why_not(status, versions))
+        fits = find_fits(status.root, versions, args.line)
+        print(how_to_take(status.root, fits) if fits else why_not(status, versions))
         return 1
-    print(f"{_tree(status)}, {_size(status)}{_skipped(status.tree.name, status.tree.absent)}")
+    tree = status.unreleased
+    print(
+        f"{'unreleased' if tree else 'release'}: {_tree(status)}, {_size(status)}"
+        f"{_skipped(status.tree.name, status.tree.absent)}"
+    )
+    if tree:
+        print(_differ(tree))
     if status.state is TreeState.HALF_APPLIED:
         rest = [p for p in status.files if p not in status.patched and p not in status.tree.absent]
         print(f"patched: {names(status.patched)}; not patched: {names(rest)}")
         print("an apply or a revert was interrupted: apply finishes it, revert undoes it")
         return 1
+    if checked := _checked(status):
+        print(checked)
     return 0
+
+
+def _checked(status: TreeStatus) -> str:
+    """What the record says of `make check`; nothing for a release that nobody has checked here."""
+    record = read_record(status.root)
+    again = f"make check MEGATRON={_quoted(status)}"
+    if record is None or record.checked is None:
+        return f"not checked: {again}" if status.unreleased else ""
+    checked = record.checked
+    done = f"checked on {checked.date} by megatron-r3 {checked.version}"
+    if checked.files != files_digest(status.root):
+        return f"{done}, but its files have changed since: {again}"
+    return done
+
+
+def _differ(tree: Unreleased) -> str:
+    return f"differ from {tree.near}: {names(tree.differ, most=99) or 'none'}"
+
+
+def _quoted(status: TreeStatus) -> str:
+    return shlex.quote(str(status.root))
 
 
 def run_megatron(args: argparse.Namespace) -> int:

@@ -4,7 +4,8 @@ A tree is recognised by the blob ids of the files that the series touches. Its v
 nothing (upstream's tag core_v0.19.0 calls itself 0.19.1), and the tree need not be a git checkout.
 Every file has a place in its chain of blobs: place 0 is the base, the last place is patched.
 Example: two patches change router.py, so its chain is (a, b, c). A file with the id b has place 1:
-the first patch is in it, the second is not.
+the first patch is in it, the second is not. The chains of a release are those of its patches and of
+versions.toml; those of an unreleased tree that was patched are in the tree's own record.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from megatron_r3.patching.cleanroom import is_checkout, read_git
 from megatron_r3.patching.git import PatchingError, blob_id
+from megatron_r3.patching.record import Unreleased, read_record, record_path, series_digest
 from megatron_r3.patching.series import Blobs, Series, read_series
 from megatron_r3.patching.versions import KnownTree, Line, Versions
 
@@ -61,6 +63,7 @@ class TreeStatus:
         files: the files as they were read; empty where the tree is a commit, not a directory.
         blobs: the chain of each file of the series in `tree`; (None,) for a file that `tree` lacks.
         places: the index of each file in its chain, or None where its id is not in the chain.
+        unreleased: what the record of the tree says, if `tree` is made of it; else None.
     """
 
     root: Path
@@ -71,6 +74,7 @@ class TreeStatus:
     files: Mapping[str, FileOnDisk]
     blobs: Mapping[str, Blobs]
     places: Mapping[str, int | None]
+    unreleased: Unreleased | None = None
 
     @property
     def state(self) -> TreeState:
@@ -123,9 +127,12 @@ class TreeStatus:
 def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
     """Compare `root` with the known trees of `line`, or of every line, and return the best match.
 
+    A tree that no entry of versions.toml knows is compared with its own record too.
+
     Raises:
         PatchingError: `root` is no Megatron-LM tree, or a file in question is a symlink, a folder
-            or unreadable; or the series or its entry in versions.toml is wrong.
+            or unreadable; or the series or its entry in versions.toml is wrong; or the record of
+            an unknown tree is damaged, or is about other patches.
     """
     root = root.resolve()
     if not root.is_dir():
@@ -140,10 +147,44 @@ def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
         ids = {path: file.blob for path, file in files.items()}
         for tree in candidate.trees:
             matches.append(compare(root, candidate, series, tree, ids, files))
-    # the first of the best: no unknown file, then as many known files as possible
-    best = max(matches, key=lambda m: (not m.unknown, m.num_recognised, -len(m.unknown)))
+    best = _best(matches)
+    if best.unknown and (recorded := _recorded(root, versions, line)):
+        # A release that has as many of the files is the better name for an unpatched tree.
+        matches = [recorded, *matches] if recorded.patched else [*matches, recorded]
+        best = _best(matches)
     equal = [m for m in matches if m.line is best.line and m.places == best.places]
     return replace(best, names=tuple(match.tree.name for match in equal))
+
+
+def _best(matches: list[TreeStatus]) -> TreeStatus:
+    """The first of the best matches: no unknown file, then as many known files as possible."""
+    return max(matches, key=lambda m: (not m.unknown, m.num_recognised, -len(m.unknown)))
+
+
+def _recorded(root: Path, versions: Versions, line: str) -> TreeStatus | None:
+    """`root` compared with the tree of its record; None where the record does not matter.
+
+    Raises:
+        PatchingError: the record is damaged, or other patches than those of today are in the tree.
+    """
+    record = read_record(root)
+    if record is None or (tree := record.tree) is None or (line and tree.line != line):
+        return None
+    own = next((candidate for candidate in versions.lines if candidate.name == tree.line), None)
+    series = read_series(own.folder) if own else None
+    if own is None or series is None or series_digest(series) != tree.series:
+        base = {path: chain[0] for path, chain in tree.blobs.items()}
+        if all(read_file(root, path).blob == blob for path, blob in base.items()):
+            return None  # nothing is patched, so it does not matter how it was patched before
+        raise PatchingError(
+            f"{root} was patched by other patches of {tree.line}, those of megatron-r3 "
+            f"{tree.version}: revert with that version; or bring back the unpatched files (git "
+            f"checkout -- megatron) and remove {record_path(root)}; then apply again"
+        )
+    files = {path: read_file(root, path) for path in series.blobs}
+    ids = {path: file.blob for path, file in files.items()}
+    known = KnownTree(tree.name, absent=tree.absent, blobs=tree.blobs)
+    return replace(compare(root, own, series, known, ids, files), unreleased=tree)
 
 
 def read_file(root: Path, path: str) -> FileOnDisk:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.patching.git import PatchingError, names
+from megatron_r3.patching.series import Blobs
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,7 +54,7 @@ class KnownTree:
     pypi: str = ""
     sdist_sha256: str = ""
     absent: tuple[str, ...] = ()
-    blobs: Mapping[str, tuple[str, ...]] | None = None
+    blobs: Mapping[str, Blobs] | None = None
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,12 @@ NO_CLONE = "by hand: it needs a clone of Megatron-LM, a network away"
 NO_DOCKER = "by hand: it needs several images of gigabytes"
 IMAGE = "tests/unit/docker/test_image.py"
 PATCHING = "tests/unit/patching/"
+CHECK = "tests/functional/test_check.py"
 # the first row that matches a command from its beginning counts; `ci make X` is a step of .ci/run,
 # or what such a step needs first
 RUN_BY = [
     (r"make (setup|megatron|lint)\b", "ci make test"),
+    (r"make (apply .*UNRELEASED=1|check)\b", f"{CHECK}::test_apply_check_status_revert"),
     (r"make (apply|revert|status)\b", "tests/functional/test_make.py::test_apply_status_revert"),
     (r"make verify\b", f"{PATCHING}test_verify.py::test_the_command"),
     (r"make export\b", f"{PATCHING}test_export.py::test_the_command"),
@@ -58,7 +60,7 @@ RUN_BY = [
     (r"python -m benchmarks\.\w+", "ci make bench-gpu"),
     (r"python -m demo\.collect\b", "by hand: it takes a vLLM server for minutes"),
     (r"python -m megatron_r3\.cpu\b", "ci make demo"),
-    (r"python -m tests\.upstream\.driver\b", "tests/upstream/test_driver.py::test_rows_say_what"),
+    (r"python -m fidelity\.upstream\b", "tests/unit/fidelity/test_upstream.py::test_rows_say_what"),
     (
         r"(python -m sglang|vllm serve)\b",
         "by hand: the engine's own; make demo SAMPLER=vllm runs one",

@@ -20,7 +20,7 @@ def cli(upstream, capsys):
 def test_a_whole_round(upstream, cli):
     tree = upstream.checkout
     where = f"{tree} ({LINE}, {TAG}); files changed: 6\n"
-    about = f"{LINE}, {TAG}, 4 patches of 6 files\n"
+    about = f"release: {LINE}, {TAG}, 4 patches of 6 files\n"
     assert cli("status", tree) == (0, f"pristine: {tree}\n{about}", "")
     assert cli("apply", tree) == (0, f"applied 4 patches of 6 files to {where}", "")
     again = f"{tree} is already applied: {LINE}, {TAG}, nothing to do\n"

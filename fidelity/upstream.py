@@ -1,13 +1,13 @@
 """Megatron-LM's own MoE unit tests, on a tree and on a patched copy: all must end alike on both.
 
-    python -m tests.upstream.driver --megatron DIR [--ranks 1 2 4] [--only TEXT ...]
+    python -m fidelity.upstream --megatron DIR [--ranks 1 2 4] [--only TEXT ...]
         [--out FILE.json]
 
 DIR is a checkout of Megatron-LM with its tests; what is committed in it is tested. Its tests are
 for GPUs: many cannot pass on a CPU, without Transformer Engine, or with so few ranks. Such a test
 must fail on both trees. The exit status is 0 if tests passed and no outcome differs.
 
-No test of this project calls this: it takes hours. pytest collects only `test_driver.py` here.
+All files take hours; `make check` runs three of them on one rank, by the `Suite` below.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Row = dict[str, Any]
 def main(argv: list[str] | None = None) -> int:
     """Run the chosen files on both trees; return 1 if an outcome differs or nothing passed."""
     doc = str(__doc__).splitlines()[0]
-    parser = argparse.ArgumentParser(prog="tests.upstream.driver", description=doc)
+    parser = argparse.ArgumentParser(prog="fidelity.upstream", description=doc)
     parser.add_argument("--megatron", type=Path, required=True, help="a Megatron-LM checkout")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="how many")
     parser.add_argument("--only", nargs="+", default=[""], help="files with one of these in them")
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         rows = run(suites, files, args.ranks, args.out)
     total = len({test for row in rows for test in row["unpatched"]})
-    passes = sum(_counts(row["unpatched"])["passed"] for row in rows)
+    passes = sum(counts(row["unpatched"])["passed"] for row in rows)
     differ = sum(len(row["differ"]) for row in rows)
     print(f"{total} tests of {name}: {passes} passes unpatched, {differ} outcomes differ patched")
     return 1 if differ or not passes else 0
@@ -94,7 +94,7 @@ def run(
             row["differ"] = differing(row["unpatched"], row["patched"])
             print(f"{_line(row)}   {time.monotonic() - begin:.0f} s", flush=True)
             for test in row["differ"]:
-                print(f"  {test}\n{_why(row, test, 'unpatched')}\n{_why(row, test, 'patched')}")
+                print(f"  {test}", *(why(row[label], test, label) for label in suites), sep="\n")
             rows.append(row)
             if out:
                 out.parent.mkdir(parents=True, exist_ok=True)
@@ -301,27 +301,27 @@ def _count_lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def _counts(outcomes: Outcomes) -> Counter[str]:
+def counts(outcomes: Outcomes) -> Counter[str]:
+    """How many tests ended in each way."""
     return Counter(outcome for outcome, _ in outcomes.values())
 
 
 def _line(row: Row) -> str:
     head = f"{row['file']:42} {row['ranks']:>5}"
     for label in ("unpatched", "patched"):
-        counts = _counts(row[label])
-        head += " " + " ".join(f"{counts[name] or '-':>7}" for name in OUTCOMES) + "  "
+        ended = counts(row[label])
+        head += " " + " ".join(f"{ended[name] or '-':>7}" for name in OUTCOMES) + "  "
     return head + (f" DIFFER: {len(row['differ'])}" if row["differ"] else " same")
 
 
-def _why(row: Row, test: str, label: str) -> str:
-    outcome, why = row[label].get(test, ("not reached", ""))
-    return f"    {label}: {outcome} {why.strip()}"
+def why(outcomes: Outcomes, test: str, label: str) -> str:
+    """How a test ended on the tree that is called `label`, and why."""
+    outcome, reason = outcomes.get(test, ("not reached", ""))
+    return f"    {label}: {outcome} {reason.strip()}"
 
 
 if __name__ == "__main__":
-    # The ranks import `as_rank` by the name of its module. They would look for `tests.upstream` in
-    # Megatron's own package `tests`, which comes first there. So the module is called `driver`.
-    sys.path.append(str(Path(__file__).parent))
-    import driver
+    # The ranks import `as_rank` by the name of its module, which must not be __main__ for that.
+    from fidelity import upstream
 
-    sys.exit(driver.main())
+    sys.exit(upstream.main())

@@ -1,0 +1,199 @@
+"""Trees that versions.toml does not list, to which the patches of a line apply all the same.
+
+Such a tree lies between two releases: a commit that a framework pins, or a fork. The patches must
+apply to its files exactly, as `git apply` means it: every line of context is there, in the same
+order; only the line numbers may differ. They must also come off again and leave every byte.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+from megatron_r3 import __version__
+from megatron_r3.patching.cleanroom import is_checkout, resolve
+from megatron_r3.patching.git import PatchingError, names
+from megatron_r3.patching.record import Unreleased, series_digest
+from megatron_r3.patching.repository import OwnRepository, PatchFailed
+from megatron_r3.patching.series import Blobs, FileChange, Series, read_series
+from megatron_r3.patching.tree import FileOnDisk, TreeStatus, compare, read_file
+from megatron_r3.patching.versions import KnownTree, Line, Versions
+
+# what git says of a hunk that is not where the patch names it:
+# "Hunk #2 succeeded at 812 (offset -30 lines)."
+_OFFSET = re.compile(rb"^Hunk #\d+ succeeded at \d+ \(offset -?(\d+) lines?\)\.$", re.M)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A tree to which all patches of a line apply: the tree, and its nearest known tree.
+
+    Attributes:
+        status: the tree, compared with itself: unpatched.
+        tree: what the record of the tree will say.
+        moved: by how many lines the hunks are away from where the patches name them, together.
+    """
+
+    status: TreeStatus
+    tree: Unreleased
+    moved: int
+
+    @property
+    def size(self) -> str:
+        """How near the known tree is, in a few words.
+
+        Example: "main (8 of 11 files differ from main of 2026-08-22, hunks moved by 40 lines)".
+        """
+        tree = self.tree
+        files = f"{len(tree.differ)} of {len(tree.blobs)} files differ from {tree.near}"
+        return f"{tree.line} ({files}, hunks moved by {self.moved} lines)"
+
+    @property
+    def distance(self) -> tuple[int, int]:
+        """What orders the lines that fit: the nearest one has the least."""
+        return len(self.tree.differ), self.moved
+
+
+def find_fits(root: Path, versions: Versions, line: str = "") -> list[Fit]:
+    """The lines, or that `line`, whose patches all apply to the unpatched tree `root`.
+
+    The line with the fewest files that differ from a known tree of it is the first; of equal ones
+    that in whose patches the hunks are nearest to where they fit.
+
+    Raises:
+        PatchingError: a file in question is a symlink, a folder or unreadable, or a series is
+            wrong.
+    """
+    root = root.resolve()
+    read = cache(partial(read_file, root))  # most files are in the series of every line
+    candidates = [versions.line(line)] if line else versions.lines
+    fits = [fit for candidate in candidates if (fit := _fit(root, candidate, read))]
+    return sorted(fits, key=lambda fit: fit.distance)
+
+
+def _fit(root: Path, line: Line, read: Callable[[str], FileOnDisk]) -> Fit | None:
+    series = read_series(line.folder)
+    files = {path: read(path) for path in series.blobs}
+    ids = {path: file.blob for path, file in files.items()}
+    matches = [compare(root, line, series, tree, ids, files) for tree in line.trees]
+    nearest = min(matches, key=lambda match: len(match.unknown))
+    absent = nearest.tree.absent
+    # With a patched file the tree is no base, whatever can still be applied to it.
+    if nearest.patched or any(files[path].data is not None for path in absent):
+        return None
+    commit = resolve(root, "HEAD") if is_checkout(root) else ""
+    if commit and commit in [tree.commit for tree in line.trees]:
+        return None  # a release whose files the patches do not name: a patch is missing
+    present = {path: file for path, file in files.items() if path not in absent}
+    there_and_back = _there_and_back(present, series)
+    if there_and_back is None:
+        return None
+    blobs, moved = there_and_back
+    differ = tuple(nearest.unknown)
+    for path, chain in blobs.items():
+        # A file that is the release's own must become what it becomes in the release.
+        if path not in differ and chain != nearest.blobs[path]:
+            raise PatchingError(
+                f"the patches of {line.name} are damaged: they do not give the {path} that is "
+                f"promised for {nearest.tree.name}; nothing was changed"
+            )
+    tree = Unreleased(
+        *(line.name, nearest.tree.name, differ, commit),
+        *(series_digest(series), __version__, absent, blobs),
+    )
+    known = KnownTree(tree.name, absent=absent, blobs=blobs)
+    status = compare(root, line, series, known, ids, files)
+    return Fit(replace(status, unreleased=tree), tree, moved)
+
+
+def _there_and_back(
+    files: Mapping[str, FileOnDisk], series: Series
+) -> tuple[dict[str, Blobs], int] | None:
+    """The chain of blobs of each file, and by how many lines hunks moved.
+
+    None where a patch does not apply, or does not come off again.
+    """
+    parts = [
+        (number, patch, [change for change in patch.changes if change.path in files])
+        for number, patch in enumerate(series.patches, 1)
+    ]
+    parts = [part for part in parts if part[2]]
+    with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
+        repo = OwnRepository.new(Path(folder))
+        repo.add(files)
+        before = repo.blobs(files)
+        base = repo.git("write-tree")
+        chains: dict[str, list[str | None]] = {path: [before.get(path)] for path in files}
+        moved = 0
+        try:
+            for number, patch, changes in parts:
+                moved += _offsets(repo, changes)
+                repo.apply(number, patch, changes)
+                after = repo.blobs(change.path for change in changes)
+                for change in changes:
+                    chains[change.path].append(after.get(change.path))
+            for number, patch, changes in reversed(parts):
+                repo.apply(number, patch, changes, reverse=True)
+                after = repo.blobs(change.path for change in changes)
+                # Where the same lines are in a file twice, git may take a patch off at the other
+                # place: then the tree would be patched, and could never be reverted.
+                if any(
+                    after.get(change.path) != chains[change.path][series.place(change)]
+                    for change in changes
+                ):
+                    return None
+        except PatchFailed:
+            return None
+        if repo.git("write-tree") != base:
+            return None
+    # A file's id must say how many of its patches are in it.
+    if any(len(set(chain)) < len(chain) for chain in chains.values()):
+        return None
+    return {path: tuple(chain) for path, chain in chains.items()}, moved
+
+
+def _offsets(repo: OwnRepository, changes: list[FileChange]) -> int:
+    """By how many lines the hunks of a patch are away from where the patch names them."""
+    diffs = b"".join(change.diff for change in changes)
+    told = repo.run("apply", "--cached", "--check", "--verbose", "-", stdin=diffs, check=False)
+    return sum(int(offset) for offset in _OFFSET.findall(told.stderr))
+
+
+def choose(fits: list[Fit]) -> tuple[Fit, str]:
+    """The nearest line of those that fit, and what to say of the other ones.
+
+    Raises:
+        PatchingError: two lines fit equally well, so that nothing says which one is meant.
+    """
+    first, others = fits[0], fits[1:]
+    equal = [fit for fit in others if fit.distance == first.distance]
+    if equal:
+        lines = ", ".join(fit.size for fit in (first, *equal))
+        raise PatchingError(
+            f"{first.status.root}: the patches of several release lines apply, and none is nearer "
+            f"than the others: {lines}; choose one: --line {first.tree.line}"
+        )
+    if not others:
+        return first, ""
+    rest = ", ".join(fit.size for fit in others)
+    return first, f"{first.size} is nearer than the other lines that fit: {rest}"
+
+
+def how_to_take(root: Path, fits: list[Fit]) -> str:
+    """What to say where the patches fit, and the user has not said the word."""
+    tree, others = fits[0].tree, [fit.size for fit in fits[1:]]
+    quoted = shlex.quote(str(root))
+    also = f" (so do those of {names(others)})" if others else ""
+    differ = "".join(f"\n  {path}" for path in tree.differ)
+    return (
+        f"{root} is close to {tree.near}, but no release: {len(tree.differ)} of its "
+        f"{len(tree.blobs)} files differ:{differ}\nall patches of {tree.line} apply to it exactly"
+        f"{also}, but nobody has tested what they make of it: bring back these files; or if they "
+        f"are meant to be as they are, apply with --unreleased (make apply MEGATRON={quoted} "
+        f"UNRELEASED=1), then test the tree with make check MEGATRON={quoted}"
+    )
