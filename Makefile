@@ -8,7 +8,7 @@ SAMPLER  ?= transformers
 MEGATRON ?=
 # apply: with 1 a tree that is no release is taken too, if all patches of a line apply to it exactly
 UNRELEASED ?=
-# the Megatron-LM clone of verify, bump and matrix
+# the Megatron-LM clone of verify, bump, matrix and gpu-kit
 REPO     ?=
 # the release line of verify and matrix (default: all lines), of apply and export (default: the line that fits)
 # and of bump (default: named after the tag)
@@ -30,7 +30,7 @@ JOBS     ?= $(shell nproc)
 ROUNDS   ?= 32
 # bench-store: tokens of a round
 TOKENS   ?= 100000
-# bench-gpu: with 1 it runs tiny sizes on the CPU
+# gpu-kit: with 1 it is built without packages, unpacked in a fresh folder, and run tiny on the CPU
 REHEARSE ?=
 # image, image-test and image-matrix: see docs/image.md
 MEGATRON_SOURCE  ?= git
@@ -50,7 +50,7 @@ VERL     := 0.8.0 0.9.0 0.9.1
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
-	bench-dispatch bench-store bench-gpu image image-vllm-cpu image-test image-matrix test fuzz lint clean
+	bench-dispatch bench-store gpu-kit image image-vllm-cpu image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -127,15 +127,11 @@ bench-store: setup  ## measure routes on their way from a response to a rank, he
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \
 		--rounds $(ROUNDS) --tokens $(TOKENS)
 
-# On a GPU this runs with $(PYTHON), which needs torch, triton and what Megatron imports, on the patched MEGATRON=DIR.
-bench-gpu: $(if $(REHEARSE),megatron)  ## measure the replayed gate and a MoE stack on a GPU (MEGATRON=DIR; REHEARSE=1: tiny, on the CPU)
-	$(if $(REHEARSE),$(R3) apply $(TREE))
-	PYTHONPATH=. $(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.kernel \
-		--out $(if $(REHEARSE),$(BUILD)/bench/kernel.json --device cpu --rehearse,benchmarks/results) \
-		$(if $(MEGATRON),--megatron "$(MEGATRON)")
-	PYTHONPATH=. $(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.layers \
-		--megatron "$(if $(MEGATRON),$(MEGATRON),$(TREE))" \
-		--out $(if $(REHEARSE),$(BUILD)/bench/layers.json --device cpu --rehearse,benchmarks/results)
+# A rehearsal has a folder of its own, so that it leaves a kit that was built for a machine as it is.
+gpu-kit: KIT := $(BUILD)/gpu-kit$(if $(REHEARSE),-rehearsal)
+gpu-kit: megatron  ## build what runs on a GPU machine without a network (REPO=CLONE; REHEARSE=1: run it tiny, on the CPU)
+	$(VENV)/bin/python -m gpu_kit.build --out $(KIT) $(if $(REPO),--repo "$(REPO)") $(if $(REHEARSE),--rehearse)
+	$(if $(REHEARSE),$(VENV)/bin/python -m gpu_kit.rehearse $(KIT))
 
 image:  ## build the image (BASE_IMAGE=, MEGATRON_SOURCE=git or pypi, MEGATRON_VERSION=, MEGATRON=DIR, TAG=)
 	$(IMAGE) build

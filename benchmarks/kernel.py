@@ -1,4 +1,4 @@
-"""`make bench-gpu`, first part: weights and map of replayed experts, as one kernel and otherwise.
+"""Weights and map of replayed experts, as one kernel and otherwise.
 
     python -m benchmarks.kernel --out build/bench/kernel.json [--megatron DIR]
     python -m benchmarks.kernel --out build/bench/kernel.json --device cpu --rehearse

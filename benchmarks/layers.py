@@ -1,4 +1,4 @@
-"""Steps of MoE layers: live, replayed, planned, with a fused gate. `make bench-gpu`, second part.
+"""Steps of MoE layers: live, replayed, planned, with a fused gate.
 
     python -m benchmarks.layers --megatron TREE --out build/bench/layers.json
     python -m benchmarks.layers --megatron TREE --out RESULTS --model DeepSeek-V3 --spec te

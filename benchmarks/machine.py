@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+RECORD_SUFFIX = "MEGATRON_R3_RECORD_SUFFIX"
+
 
 def machine_of() -> dict[str, str]:
     """Architecture, processor and Python."""
@@ -71,16 +73,28 @@ def write_results(out: Path, bench: str, record: dict[str, Any]) -> Path:
         out: a file, which then holds the record alone; or a folder, which has one file for each GPU
             and day, for example `nvidia-h200-2026-11-21.json`. Such a file holds the records of
             several benchmarks by name; a record of the same name is replaced.
-        bench: the name of the benchmark.
+        bench: the name of the benchmark. Where the environment names a suffix, as a session of the
+            kit does for a program that runs in two of its steps, the suffix is appended: "kernel"
+            of the step with Transformer Engine is "kernel te", and replaces no other record.
         record: what it measured.
     """
+    bench = f"{bench} {os.environ.get(RECORD_SUFFIX, '')}".strip()
     if out.is_dir():
-        gpu = re.sub(r"\W+", "-", str(record.get("gpu", "cpu"))).strip("-").lower()
-        out = out / f"{gpu}-{datetime.date.today()}.json"
+        out = results_file(out, record)
         record = {**(json.loads(out.read_text()) if out.exists() else {}), bench: record}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    # A process that is killed meanwhile leaves the old file, and not half of the new one, in which
+    # no later record could be put.
+    new = out.with_name(f"{out.name}.new")
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(out)
     return out
+
+
+def results_file(folder: Path, record: dict[str, Any]) -> Path:
+    """The file of a folder that holds today's records of the GPU that `record` names."""
+    gpu = re.sub(r"\W+", "-", str(record.get("gpu", "cpu"))).strip("-").lower()
+    return folder / f"{gpu}-{datetime.date.today()}.json"
 
 
 def _processor() -> str:

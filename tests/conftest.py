@@ -22,6 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="a git tree of Megatron-LM whose commit is tested, instead of the default one",
     )
+    parser.addoption(
+        "--patched-tree",
+        type=Path,
+        help="a patched tree that tests of a patched tree run on as it is; nothing is fetched",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -52,9 +57,14 @@ def megatron_tree(trees: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def patched_tree(trees: Path) -> Path:
+def patched_tree(request: pytest.FixtureRequest) -> Path:
     """A patched tree. All tests share it: copy it before changing it, without __pycache__."""
-    return trees / "patched"
+    named = request.config.getoption("--patched-tree")
+    if named is None:
+        return request.getfixturevalue("trees") / "patched"
+    if not (named / "megatron" / "core").is_dir():
+        pytest.exit(f"--patched-tree {named}: no tree of Megatron-LM", returncode=2)
+    return named
 
 
 @pytest.fixture(scope="session")

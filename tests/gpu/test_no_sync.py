@@ -1,6 +1,7 @@
 """The router's part of a replay never makes the host wait: on a CUDA device, and as counted on CPU.
 
-Without Megatron's tree, which a GPU machine without a network may not have, the test is skipped.
+The tree is the tests' own, or with `--patched-tree DIR` the one in DIR, as on a GPU machine without
+a network. Where there is neither, the test is skipped.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("megatron_r3", "fidelity", "benchmarks", "demo", "fuzz", "tests")
+ROOMS = ("megatron_r3", "fidelity", "benchmarks", "demo", "fuzz", "gpu_kit", "tests")
 Trees = Mapping[str, ast.Module]  # of each file, by its path below ROOT
 
 
@@ -51,9 +51,9 @@ HEIGHT = {room: len(FLOORS) - number for number, line in enumerate(FLOORS) for r
 KNOW_MEGATRON = {"seams", "training", "integrations", "weights", "launch", "cpu", "pretrain"}
 # what the product, the proof and the benchmarks must run without
 FORBIDDEN = {
-    "megatron_r3": {"fidelity", "demo", "benchmarks", "tests", "fuzz", "docker"},
-    "fidelity": {"demo", "benchmarks", "tests", "fuzz"},
-    "benchmarks": {"demo", "tests", "fuzz"},
+    "megatron_r3": {"fidelity", "demo", "benchmarks", "tests", "fuzz", "docker", "gpu_kit"},
+    "fidelity": {"demo", "benchmarks", "tests", "fuzz", "gpu_kit"},
+    "benchmarks": {"demo", "tests", "fuzz", "gpu_kit"},
 }
 
 
