@@ -30,6 +30,8 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with `run` and some parts, as make gpu-kit leaves it; the packages are none."""
     checkout = tmp_path / "checkout"
     (checkout / "gpu_kit").mkdir(parents=True)
+    # without it Python would take a whole package of this name from further down its path
+    (checkout / "gpu_kit" / "__init__.py").touch()
     (checkout / "gpu_kit" / "session.py").write_text(SESSION)
     # does not compress, so that there are several parts
     noise = bytes((i * i * 7 + i // 251) % 256 for i in range(3 * PART))
