@@ -151,6 +151,8 @@ def _checked(status: TreeStatus) -> str:
         return f"not checked: {again}" if status.unreleased else ""
     checked = record.checked
     done = f"checked on {checked.date} by megatron-r3 {checked.version}"
+    if checked.not_run:
+        done += f" (not run: {', '.join(checked.not_run)})"
     if checked.files != files_digest(status.root):
         return f"{done}, but its files have changed since: {again}"
     return done

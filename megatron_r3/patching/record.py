@@ -73,11 +73,13 @@ class CheckedOn:
         date: the day, in UTC: 2026-11-22.
         files: what `files_digest` gave for the tree that was checked.
         version: the version of megatron-r3 that checked it.
+        not_run: the checks for which there was nothing to run, such as tests that are not there.
     """
 
     date: str
     files: str
     version: str
+    not_run: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,9 @@ def _parse(data: Any) -> Record:
         blobs = {path: tuple(chain) for path, chain in tree["blobs"].items()}
         lists = {key: tuple(tree[key]) for key in ("differ", "absent")}
         tree = Unreleased(**{**tree, **lists, "blobs": blobs})
-    return Record(tree, None if checked is None else CheckedOn(**checked))
+    if checked is not None:
+        checked = CheckedOn(**{**checked, "not_run": tuple(checked["not_run"])})
+    return Record(tree, checked)
 
 
 def _digest(data: Mapping[str, Any]) -> str:
