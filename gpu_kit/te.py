@@ -2,8 +2,8 @@
 
     python -m gpu_kit.te INTO
 
-INTO is the folder of the kit on the machine. Its folder te/ has the other packages of Transformer
-Engine; the compiled one goes there too. The state is in INTO/te-build: `log`, `state.json` once the
+INTO is the folder of the kit on the machine. The compiled package and the others of Transformer
+Engine are then installed into INTO/te. The state is in INTO/te-build: `log`, `state.json` once the
 compile has ended, and `lock`, which the process holds as long as it lives. So a compile that was
 killed is told from one that goes on, also by a later call.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PACKAGE = "transformer_engine_torch"
+PIP = (sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check")
+OFFLINE = ("--no-index", "--no-deps", "--no-cache-dir")
 # cores that the compile leaves to the step that runs meanwhile
 SPARED_CORES = 4
 # what shows that all parts of it fit together
@@ -95,19 +98,28 @@ def compiled(into: Path) -> str:
     if len(sources) != 1:
         return "the kit has no sources of transformer_engine_torch: it was built for a rehearsal"
     folder = into / "te-build"
-    pip = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"]
-    offline = ["--no-index", "--no-deps", "--no-cache-dir"]
     wheels = folder / "wheels"
-    wheel = [*pip, "wheel", "-v", *offline, "--no-build-isolation", "-w", str(wheels)]
+    wheel = [*PIP, "wheel", "-v", *OFFLINE, "--no-build-isolation", "-w", str(wheels)]
     if not _ran([*wheel, str(sources[0])], compiler_environment()):
         return f"it does not compile; the log: {folder / 'log'}"
-    built = [str(path) for path in wheels.glob(f"{PACKAGE}-*.whl")]
-    if not _ran([*pip, "install", *offline, "--target", str(into / "te"), *built]):
+    if not installed(into, wheels):
         return f"it cannot be installed; the log: {folder / 'log'}"
     paths = [into / "te", into / "site"]
     if not _ran([sys.executable, "-c", TRIAL], {"PYTHONPATH": os.pathsep.join(map(str, paths))}):
         return f"it cannot be imported; the log: {folder / 'log'}"
     return ""
+
+
+def installed(into: Path, compiled_wheels: Path) -> bool:
+    """Install the compiled wheel and those of the kit, all at once, into `into`/te; False if not.
+
+    All at once, since three of them put files into the folder transformer_engine, and pip leaves a
+    folder of a target that is there already as it is: a wheel that comes later loses its files.
+    """
+    shutil.rmtree(into / "te", ignore_errors=True)
+    folders = (into / "kit" / "packages" / "te", compiled_wheels)
+    wheels = [str(path) for folder in folders for path in sorted(folder.glob("*.whl"))]
+    return _ran([*PIP, "install", *OFFLINE, "--target", str(into / "te"), *wheels])
 
 
 def _ran(command: list[str], env: dict[str, str] | None = None) -> bool:

@@ -33,9 +33,6 @@ from typing import Any, NoReturn
 KIT: dict[str, Any] = {}
 
 MISSING = 3
-# Packages of each folder are installed into a folder of the same name: `te` has Transformer Engine,
-# and only the steps that need it see that folder.
-FOLDERS = ("site", "te")
 
 
 class KitError(Exception):
@@ -56,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"missing: {', '.join(missing)}: bring them, and call this again")
                 return MISSING
             unpack(into, KIT)
-            for folder in FOLDERS:
-                install(into / "kit" / "packages" / folder, into / folder)
+            # those of Transformer Engine are installed with what is compiled (gpu_kit/te.py)
+            install(into / "kit" / "packages" / "site", into / "site")
             _start_session(into, args, started, lock)
     except KitError as error:
         print(f"error: {error}", file=sys.stderr)

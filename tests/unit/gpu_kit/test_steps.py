@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import os
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,30 @@ def test_a_compile_that_cannot_be_says_so(tmp_path: Path) -> None:
     build = te.state(tmp_path)
     assert build.status == "failed", (tmp_path / "te-build" / "log").read_text()
     assert build.reason.startswith("the kit has no sources of transformer_engine_torch")
+
+
+def write_wheel(folder: Path, name: str, file: str) -> None:
+    """A wheel with one empty file in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = f"{name}-1.0.dist-info"
+    texts = {
+        file: "",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/RECORD": "",
+    }
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for path, text in texts.items():
+            wheel.writestr(path, text)
+
+
+def test_packages_that_share_a_folder_keep_all_their_files(tmp_path: Path) -> None:
+    write_wheel(tmp_path / "kit" / "packages" / "te", "engine", "engine/__init__.py")
+    write_wheel(tmp_path / "wheels", "engine_torch", "engine/wheel_lib/engine_torch.so")
+    for _ in range(2):  # also where an earlier try left something
+        assert te.installed(tmp_path, tmp_path / "wheels")
+        assert (tmp_path / "te" / "engine" / "__init__.py").exists()
+        assert (tmp_path / "te" / "engine" / "wheel_lib" / "engine_torch.so").exists()
 
 
 def test_the_compiler_finds_headers_and_leaves_cores(monkeypatch: pytest.MonkeyPatch) -> None:
