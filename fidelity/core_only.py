@@ -204,7 +204,6 @@ def rollout_options(args: argparse.Namespace) -> RolloutOptions:
         num_experts=args.num_experts,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
-        tensor_parallel=args.tensor_model_parallel_size,
         context_parallel=args.context_parallel_size,
         sequence_parallel=args.sequence_parallel,
         per_token_loss=args.calculate_per_token_loss,
