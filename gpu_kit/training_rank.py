@@ -155,7 +155,7 @@ def _watch_steps(order: Order, seen: Seen) -> None:
 
 
 def _describe(models: list[torch.nn.Module], seen: Seen) -> None:
-    from megatron_r3.training.layers import local_moe_layers
+    from megatron_r3.integrations.layers import local_moe_layers
 
     seen.experts = type(next(iter(local_moe_layers(models[0]).values())).experts).__name__
     modules = [module for model in models for module in model.modules()]
