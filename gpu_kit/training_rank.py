@@ -244,7 +244,7 @@ def _steer(ways: list[str], seen: Seen) -> None:
             recorded[index].stop_recording()
         routes = recorded[index].fresh()
         if way == "changed" and index == 0:
-            routes = _with_one_change(routes, self._batches.router_order(_mask(prepared)))
+            routes = _with_one_change(routes, self._layout.router_order(_mask(prepared)))
         self._guard.add_routes(routes)
         return routes
 

@@ -5,11 +5,14 @@ Shape suffixes (docs/glossary.md): T.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import SEQUENCE_FIELDS
 
 DEPTH = 2  # prepared micro-batches that wait to be used
+END_S = 2.0  # how long the end of the process waits for a micro-batch that is being prepared
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,21 @@ class Preparer:
         return read_routes(self.store, rows_T, self.layer_numbers, mean_tokens)
 
 
+_alive: WeakSet[Lookahead] = WeakSet()
+
+
+@atexit.register
+def end_all() -> None:
+    """End the threads of all Lookaheads. Python calls this before it ends the process.
+
+    A thread that is still inside of torch then would be ended in the middle of C++ code, and C++
+    ends the process for it: "terminate called without an active exception", status 134, after a
+    training that went well.
+    """
+    for lookahead in list(_alive):
+        lookahead.end()
+
+
 class Lookahead:
     """An iterator that prepares in a thread what another iterator brings, ahead of its use.
 
@@ -92,12 +111,24 @@ class Lookahead:
 
     def __init__(self, batches: Iterator[Any], prepare: Callable[[Any], Prepared]) -> None:
         self._device = torch.cuda.current_device()
+        self._ending = False
         # an item is a prepared micro-batch, or the exception that ended the thread
         self._ready: queue.Queue[tuple[Prepared | None, BaseException | None]] = queue.Queue(DEPTH)
         self._thread = threading.Thread(
             target=self._run, args=(batches, prepare), name="megatron_r3 lookahead", daemon=True
         )
+        _alive.add(self)
         self._thread.start()
+
+    def end(self) -> None:
+        """End the thread when it has prepared what it is at; wait for that, at most END_S."""
+        self._ending = True
+        deadline = time.monotonic() + END_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:  # the thread may wait for room in the queue
+                self._ready.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.01)
 
     def __iter__(self) -> Lookahead:
         return self
@@ -113,7 +144,7 @@ class Lookahead:
     def _run(self, batches: Iterator[Any], prepare: Callable[[Any], Prepared]) -> None:
         try:
             torch.cuda.set_device(self._device)  # a new thread starts with device 0
-            while True:
+            while not self._ending:
                 self._ready.put((prepare(next(batches)), None))
         except BaseException as error:  # StopIteration too: the step must see the end
             self._ready.put((None, error))

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_r3.training.lookahead import DEPTH, Lookahead
+from megatron_r3.training.lookahead import DEPTH, END_S, Lookahead, end_all
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +55,33 @@ def test_the_end_stays_the_end():
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(ahead)
+
+
+@pytest.mark.parametrize("waits_for_room", [True, False])
+def test_the_end_of_the_process_ends_the_thread(waits_for_room):
+    prepared = []
+
+    def prepare(batch):
+        prepared.append(batch)
+        time.sleep(0 if waits_for_room else 0.02)
+        return batch
+
+    ahead = Lookahead(iter(range(10_000)), prepare)
+    if waits_for_room:
+        deadline = time.monotonic() + 5
+        while len(prepared) < DEPTH + 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    end_all()
+    assert not ahead._thread.is_alive()
+    seen = len(prepared)
+    time.sleep(0.1)
+    assert len(prepared) == seen  # nothing is prepared for nobody
+
+
+def test_a_thread_that_does_not_end_is_left():
+    block = threading.Event()
+    Lookahead(iter(range(3)), lambda batch: block.wait(60))
+    begin = time.monotonic()
+    end_all()
+    assert END_S <= time.monotonic() - begin < END_S + 5
+    block.set()
