@@ -35,12 +35,14 @@ def verl_path(clients: Path) -> dict[str, str]:
 
 def _worker(tree: Path, path: str, modules: str) -> Iterator[TreeWorker]:
     """A worker that has imported verl's engine, with verl's own setting for other modules."""
+    # The settings are those of this worker alone: another one starts while it still lives.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
         patch.setenv("VERL_USE_EXTERNAL_MODULES", modules)
         patch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
-        with TreeWorker(tree, ("megatron.training", "pytest", ENGINE)) as worker:
-            yield worker
+        worker = TreeWorker(tree, ("megatron.training", "pytest", ENGINE))
+    with worker:
+        yield worker
 
 
 @pytest.fixture(scope="session", params=VERSIONS)
