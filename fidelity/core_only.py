@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_r3.integrations.layers import moe_layer_indices
+from megatron_r3.integrations.planner import PLANNED_DISPATCHERS
 from megatron_r3.training.options import RolloutOptions
 
 # config fields that have another name on the command line, or a way of their own
@@ -188,8 +189,8 @@ def initialize(argv: list[str]) -> argparse.Namespace:
 
 def rollout_options(args: argparse.Namespace) -> RolloutOptions:
     """What a training on rollouts is asked to do by these arguments."""
-    dispatchers = ("alltoall", "allgather")
-    asks_for_plans = getattr(args, "moe_token_dispatcher_type", "allgather") in dispatchers
+    dispatcher = getattr(args, "moe_token_dispatcher_type", "allgather")
+    asks_for_plans = dispatcher in PLANNED_DISPATCHERS
     return RolloutOptions(
         directories=tuple(args.rollouts),
         replay=args.moe_router_replay,

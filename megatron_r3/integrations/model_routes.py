@@ -14,11 +14,9 @@ from torch import Tensor
 from megatron_r3.integrations.host_routes import RouteSource, read_routes
 from megatron_r3.integrations.layers import local_routers, unwrapped
 from megatron_r3.integrations.layout import RankLayout
-from megatron_r3.integrations.planner import Planner
+from megatron_r3.integrations.planner import PLANNED_DISPATCHERS, Planner
 from megatron_r3.microbatch import MicrobatchRoutes, Mode
 from megatron_r3.rollout import MoEShape
-
-_PLANNED = ("alltoall", "allgather")  # the dispatchers that ask for a plan
 
 
 class ModelRoutes:
@@ -56,7 +54,7 @@ class ModelRoutes:
             )
         self.layer_numbers = sorted(routers)
         self.layout = RankLayout(config.sequence_parallel)
-        asks = config.moe_token_dispatcher_type in _PLANNED
+        asks = config.moe_token_dispatcher_type in PLANNED_DISPATCHERS
         if plan is None:
             plan = config.moe_router_replay_dispatch_plan and asks
         if plan and not asks:

@@ -5,11 +5,31 @@ Shape suffixes (docs/glossary.md): E, K, L, R, T.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
-from megatron_r3.integrations.host_routes import HostRoutes
 from megatron_r3.plan import ExpertRanks, LayerSizes, count_tokens, layer_sizes
+
+# the token dispatchers that ask for a plan (patches 7 and 8); the flex dispatcher learns its sizes
+# in a kernel of its own
+PLANNED_DISPATCHERS = ("alltoall", "allgather")
+
+
+class PlannedRoutes(Protocol):
+    """What a planner reads of the routes of a micro-batch: `HostRoutes`, or `HostTargets`.
+
+    Attributes:
+        ids_LTK: expert ids on the host, of any integer dtype.
+        live_T: bool, True where a route is not known yet; of any shape.
+    """
+
+    @property
+    def ids_LTK(self) -> np.ndarray: ...  # noqa: D102
+
+    @property
+    def live_T(self) -> np.ndarray: ...  # noqa: D102
 
 
 class Planner:
@@ -40,7 +60,7 @@ class Planner:
                 use_local_synchronization=True,
             )
 
-    def plan(self, routes: HostRoutes) -> dict[int, LayerSizes] | None:
+    def plan(self, routes: PlannedRoutes) -> dict[int, LayerSizes] | None:
         """The sizes of every layer; None if any rank has tokens whose route is not known yet."""
         counts_LE = count_tokens(routes.ids_LTK, self.num_experts)
         known = not routes.live_T.any()

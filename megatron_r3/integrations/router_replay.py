@@ -39,6 +39,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from megatron_r3.integrations.planner import PLANNED_DISPATCHERS, Planner
 from megatron_r3.integrations.target_routes import TargetRoutes
 from megatron_r3.microbatch import ACTIVE, MicrobatchRoutes, ReplayError
 from megatron_r3.plan import LayerSizes
@@ -51,7 +52,6 @@ _BLOCKS = (
     ("megatron.core.models.hybrid.hybrid_block", "HybridStack"),
     ("megatron.core.ssm.mamba_block", "MambaStack"),
 )
-_PLANNING_DISPATCHERS = ("alltoall", "allgather")  # those that ask for a plan (patches 7 and 8)
 
 # The lists that code for RouterReplay reads beside upstream's own; a framework's adapter adds its.
 _more_lists: list[list[Any]] = []
@@ -193,7 +193,7 @@ def take_mismatch() -> dict[int, tuple[int, int]]:
 
 
 _hooks: WeakKeyDictionary[torch.nn.Module, list[BoundTargets]] = WeakKeyDictionary()
-_planners: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+_planners: WeakKeyDictionary[torch.nn.Module, Planner] = WeakKeyDictionary()
 
 
 def _hooks_of(block: torch.nn.Module) -> list[BoundTargets]:
@@ -297,16 +297,12 @@ def _plan(block: Any, routes: TargetRoutes) -> dict[int, LayerSizes] | None:
     It costs one wait for the device a microbatch, since the targets are there already.
     """
     config = block.config
-    asks = config.moe_token_dispatcher_type in _PLANNING_DISPATCHERS
+    asks = config.moe_token_dispatcher_type in PLANNED_DISPATCHERS
     if not (config.moe_router_replay_dispatch_plan and asks):
         return None
-    from megatron_r3.integrations.planner import Planner
-
     if block not in _planners:
         _planners[block] = Planner(config.num_moe_experts, routes.layers)
-    on_host: Any = routes.on_host()
-    plan: dict[int, LayerSizes] | None = _planners[block].plan(on_host)
-    return plan
+    return _planners[block].plan(routes.on_host())
 
 
 # -- the switch

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_r3.integrations.layers import hybrid_pattern, moe_layer_indices
+from megatron_r3.integrations.planner import PLANNED_DISPATCHERS
 from megatron_r3.rollout import MoEShape
 
 # Megatron's other ways to make batches, losses or a model's parts, and why each is refused
@@ -131,7 +132,7 @@ class RolloutOptions:
         """
         _refuse_combinations(args)
         interval = args.moe_router_replay_log_mismatch_interval
-        asks_for_plans = args.moe_token_dispatcher_type in ("alltoall", "allgather")
+        asks_for_plans = args.moe_token_dispatcher_type in PLANNED_DISPATCHERS
         plan = args.moe_router_replay and args.moe_router_replay_dispatch_plan and asks_for_plans
         # With the rerun machine disabled, validate_result ends the step with a traceback before the
         # guard can name the rollout.

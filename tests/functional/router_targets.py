@@ -1,0 +1,74 @@
+"""Targets for the routers of a tiny model, as code that is written for RouterReplay gives them.
+
+Shape suffixes (docs/glossary.md): K, T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tiny import BATCH, SEQUENCE, batch
+
+from megatron_r3.replay import ReplayError
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+TOKENS, EXPERTS = BATCH * SEQUENCE, 8
+ASKED = {"moe_router_replay": False, "moe_enable_routing_replay": True}
+
+
+def targets(seed: int = 0, layers: int = 4) -> list[torch.Tensor]:
+    """Drawn routes of each layer, int64, as RouterReplay takes them."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(TOKENS, 8, generator=generator).topk(2).indices for _ in range(layers)]
+
+
+def routers_of(gpt: Any) -> list[Any]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return [module for module in gpt.decoder.modules() if isinstance(module, TopKRouter)]
+
+
+def give(gpt: Any, given: list[torch.Tensor], action: str = "replay_forward") -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    for router, ids_TK in zip(routers_of(gpt), given, strict=True):
+        router.router_replay.set_target_indices(ids_TK)
+        router.router_replay.set_router_replay_action(RouterReplayAction(action))
+
+
+def clear() -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    RouterReplay.clear_global_indices()
+    RouterReplay.clear_global_router_replay_action()
+
+
+def equal(one: Any, other: Any) -> bool:
+    return torch.equal(one[0], other[0]) and all(
+        torch.equal(gradient, other[1][name]) for name, gradient in one[1].items()
+    )
+
+
+def maps_of(gpt: Any) -> list[tuple[int, torch.Tensor]]:
+    """What each decoder router does from now on: layer, and routing map."""
+    seen: list[tuple[int, torch.Tensor]] = []
+    for router in routers_of(gpt):
+        router.register_forward_hook(
+            lambda r, _, out: seen.append((r.layer_number, out[1].clone()))
+        )
+    return seen
+
+
+def refusal(what: Callable[[], Any]) -> str:
+    try:
+        what()
+    except (ReplayError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def forward(gpt: Any) -> torch.Tensor:
+    tokens, positions, labels = batch()
+    return gpt(tokens, positions, None, labels=labels).sum()
