@@ -44,8 +44,12 @@ TESTS            ?=
 IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(MEGATRON_SOURCE) \
 	--version "$(MEGATRON_VERSION)" --repo "$(MEGATRON_REPO)" --base "$(BASE_IMAGE)" --tag "$(TAG)" --tests "$(TESTS)" \
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
-# the versions of verl that `make clients` runs (megatron_r3/integrations/verl.py knows no others)
-VERL     := 0.8.0 0.9.0 0.9.1
+# what `make clients` and `make bench-clients` take from PyPI (integrations/verl.py knows no other versions of verl)
+CLIENTS  := verl==0.8.0 verl==0.9.0 verl==0.9.1 ms-swift==4.6.0 mbridge==0.15.1 megatron-bridge==0.3.1
+# what is not on PyPI: clones, whose pinned commits are in tests/clients/sources.py; without one its tests are skipped
+SKYRL    ?=
+NEMO_RL  ?=
+BRIDGE   ?=
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
@@ -105,19 +109,19 @@ matrix: setup  ## test every release line: apply, export, option off, replay (RE
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fidelity.matrix --out $(BUILD)/matrix.json \
 		$(if $(REPO),--repo "$(REPO)") $(if $(LINE),--line "$(LINE)")
 
-# verl requires an inference server and CUDA kernels. So its wheels are installed without what they
-# require, each version in a folder of its own, and beside them what its Megatron engine imports.
+# These packages require inference servers and CUDA kernels. So their wheels are installed without what
+# they require, each in a folder of its own, and beside them what their Megatron part imports.
 $(BUILD)/clients/.done: $(VENV)/.done tests/clients/requirements.lock
 	rm -rf $(BUILD)/clients
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(BUILD)/clients/site \
 		-r tests/clients/requirements.lock
-	for version in $(VERL); do $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		--target $(BUILD)/clients/verl-$$version verl==$$version || exit 1; done
+	for wheel in $(CLIENTS); do $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(BUILD)/clients/$$(echo $$wheel | sed s/==/-/) $$wheel || exit 1; done
 	touch $@
 
-clients: megatron $(BUILD)/clients/.done  ## run verl's own engine (PyPI) on megatron_r3, in every layout (ONLY=)
-	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients $(VENV)/bin/python -m pytest tests/clients \
-		$(if $(ONLY),-k "$(ONLY)")
+clients: megatron $(BUILD)/clients/.done  ## run the code of RL frameworks on megatron_r3 (SKYRL=, NEMO_RL=, BRIDGE=CLONE, ONLY=)
+	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients SKYRL="$(SKYRL)" NEMO_RL="$(NEMO_RL)" BRIDGE="$(BRIDGE)" \
+		$(VENV)/bin/python -m pytest tests/clients $(if $(ONLY),-k "$(ONLY)")
 
 bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: live, replay, replay with a plan
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
