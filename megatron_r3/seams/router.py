@@ -136,8 +136,8 @@ def check_hook(router: Any) -> None:
     """Refuse a router whose config was changed since it was made; called at each of its passes.
 
     Raises:
-        ReplayError: the option was not set yet when the router was made, or upstream's own replay
-            was turned on since.
+        ReplayError: the option was not set yet when the router was made, upstream's own replay was
+            turned on since, or slime's has registered at the router.
     """
     if getattr(router.config, "moe_enable_routing_replay", False):
         raise ReplayError(
@@ -148,4 +148,12 @@ def check_hook(router: Any) -> None:
         raise ReplayError(
             "moe_router_replay was set after this model was made, so its routers and recomputes "
             "do not know of it: set it in the TransformerConfig before the model is made"
+        )
+    # slime's patch of Megatron-LM gives each router a list of its own, if ENABLE_ROUTING_REPLAY=1:
+    # routers without routes of ours would then take those of that list.
+    if hasattr(router, "routing_replay"):
+        raise ReplayError(
+            "moe_router_replay is set, and slime's own replay has registered at this router: they "
+            "would compete for it; unset ENABLE_ROUTING_REPLAY (slime: --use-routing-replay, "
+            "--use-rollout-routing-replay), or moe_router_replay"
         )

@@ -91,6 +91,20 @@ def test_both_replay_options_are_refused_in_any_order(patched: TreeWorker) -> No
         assert "moe_enable_routing_replay" in text, (order, text)
 
 
+def with_slimes_list(rank: int) -> str:
+    """What slime's patch of the tree does to a router: `register_routing_replay`."""
+    start()
+    registered = model(config())
+    for router in (layer.mlp.router for layer in registered.decoder.layers):
+        router.routing_replay = object()
+    return refusal(lambda: loss_and_gradients(registered, replaying(None)))
+
+
+def test_slimes_own_replay_beside_ours_is_refused(patched: TreeWorker) -> None:
+    (told,) = patched.run(with_slimes_list, 1)
+    assert told.startswith("ReplayError") and "unset ENABLE_ROUTING_REPLAY" in told
+
+
 def nobody_takes_them(rank: int) -> dict[str, str]:
     start()
     given = MicrobatchRoutes(routes())
