@@ -10,7 +10,7 @@
 
 The trainer of this project (`megatron_r3/training`) comes through the same door.
 `router_replay` is for code that was written for Megatron's own `RouterReplay`, and `verl` for verl.
-docs/integrate.md has a page for each.
+docs/integrate.md says how each is used; docs/frameworks has a page for each framework.
 """
 
 from megatron_r3.integrations.host_routes import RouteArrays, RouteSource
