@@ -89,11 +89,11 @@ def make_chunks(
                 vp_stage=stage,
             )
         )
-        _fill(chunks[-1])
+        fill(chunks[-1])
     return chunks
 
 
-def _fill(chunk: Any) -> None:
+def fill(chunk: Any) -> None:
     """Draw each weight by its name in the whole model, and keep this rank's part of it."""
     from megatron.core import parallel_state as mpu
     from megatron.core.transformer.transformer_layer import TransformerLayer
