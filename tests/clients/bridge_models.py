@@ -16,6 +16,7 @@ from tiny import SEQUENCE, SHAPE, VOCABULARY
 # what this rig is, and not what a library decides: no CUDA kernels, and 32 bits
 RIG = {name: value for name, value in SHAPE.items() if value is False} | {
     "moe_permute_fusion": False,
+    "moe_grouped_gemm": False,
     "cross_entropy_loss_fusion": False,
     "pipeline_dtype": torch.float32,
     "params_dtype": torch.float32,
