@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(text: str, language: str) -> list[str]:
-    return [match[3] for match in FENCE.finditer(text) if match[2] == language]
+    return [dedent(match[3]) for match in FENCE.finditer(text) if match[2] == language]
 
 
 def spans(text: str) -> list[str]:

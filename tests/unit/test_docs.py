@@ -69,6 +69,7 @@ RUN_BY = [
         r"(python -m sglang|vllm serve)\b",
         "by hand: the engine's own; make demo SAMPLER=vllm runs one",
     ),
+    (r"(uv run|megatron rlhf)\b", "by hand: a framework's own, which needs GPUs"),
     (r"torchrun .*-m megatron_r3\.cpu demo/pretrain\.py\b", "ci make demo"),
     (r"torchrun .*-m megatron_r3\.cpu ~/Megatron-LM/pretrain_gpt\.py\b", NO_CLONE),
     (r"torchrun .*hf\.py --hf-export\b", "tests/functional/test_hf.py::test_import_and_export"),
