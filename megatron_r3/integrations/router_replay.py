@@ -123,9 +123,9 @@ class BoundTargets:
         if self.router_replay_action is not None and ACTIVE.get() is None:
             raise ReplayError(
                 f"layer {self.layer_number}: the action is {action_of(self)}, and the router runs "
-                "outside of TransformerBlock.forward, where megatron_r3 looks at the action. "
-                "Likely causes: a class of layers with a forward of its own, a router that is "
-                "called by itself, or a recompute that is not Megatron's"
+                "outside of a call of TransformerBlock, where megatron_r3 looks at the action. "
+                "Likely causes: a class of layers that is no TransformerBlock, a router or a "
+                "layer that is called by itself, or a recompute that is not Megatron's"
             )
         return super().microbatch()  # type: ignore[misc]
 
@@ -204,17 +204,21 @@ def _hooks_of(block: torch.nn.Module) -> list[BoundTargets]:
     return [hook for hook in _hooks[block] if hook.has_routes]
 
 
-def _with_routes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's `forward` that first looks at the actions of the block's routers."""
+def _with_routes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's `__call__` that first looks at the actions of the block's routers.
 
-    @functools.wraps(forward)
+    It is not the block's `forward`, because a subclass may have another one that does not call
+    Megatron's: mcore-bridge's TransformerBlock, with which ms-swift builds its models, does.
+    """
+
+    @functools.wraps(call)
     def with_routes(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         hooks = _hooks_of(self)
         if not hooks:
-            return forward(self, *args, **kwargs)
+            return call(self, *args, **kwargs)
         try:
             with _forward_pass(self, hooks):
-                return forward(self, *args, **kwargs)
+                return call(self, *args, **kwargs)
         except BaseException:
             for hook in hooks:
                 hook.clear_indices()
@@ -333,7 +337,7 @@ def install() -> None:
         except ModuleNotFoundError:  # another release has it under another name
             continue
         if block is not None and block not in wrapped:
-            block.forward = _with_routes(block.forward)
+            block.__call__ = _with_routes(block.__call__)
             wrapped.append(block)
 
 

@@ -221,6 +221,46 @@ def test_a_hybrid_model_replays(patched: TreeWorker) -> None:
     assert patched.run(hybrid, 1) == [{"passes": 4, "wrong": 0, "live passes that fit": 0}]
 
 
+def own_forward(rank: int) -> dict[str, Any]:
+    """A class of layers with a `forward` that does not call TransformerBlock's: mcore-bridge's."""
+    from megatron.core.tensor_parallel import checkpoint
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    import megatron_r3.integrations.router_replay  # noqa: F401
+
+    class OwnForward(TransformerBlock):
+        def forward(self, hidden_states: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+            for layer in self.layers:
+
+                def run(hidden_states: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+                    output: torch.Tensor = layer(hidden_states, None)[0]
+                    return output
+
+                hidden_states = checkpoint(run, False, hidden_states)
+            return hidden_states
+
+    start()
+    gpt = model(config(**ASKED))
+    gpt.decoder.__class__ = OwnForward
+    seen, given = maps_of(gpt), targets()
+    give(gpt, given)
+    loss_and_gradients(gpt, nullcontext())
+    want = [torch.zeros(TOKENS, 8, dtype=torch.bool).scatter(1, ids, True) for ids in given]
+    clear()
+    replayed = list(seen)
+    seen.clear()
+    loss_and_gradients(gpt, nullcontext())
+    return {
+        "passes": len(replayed),
+        "wrong": sum(not torch.equal(want[layer - 1], map_TE) for layer, map_TE in replayed),
+        "live passes that fit": sum(torch.equal(want[layer - 1], map_TE) for layer, map_TE in seen),
+    }
+
+
+def test_a_block_with_a_forward_of_its_own_replays(patched: TreeWorker) -> None:
+    assert patched.run(own_forward, 1) == [{"passes": 8, "wrong": 0, "live passes that fit": 0}]
+
+
 def fusion(rank: int) -> dict[str, Any]:
     """With moe_router_fusion, and the reference in place of the kernel that a CPU does not have."""
     import megatron_r3.integrations.router_replay  # noqa: F401
