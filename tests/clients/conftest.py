@@ -1,4 +1,4 @@
-"""Clients from PyPI, installed by `make clients` in folders of their own; skipped without them."""
+"""Clients, from PyPI in folders of their own, or from a clone; skipped without them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fidelity.rig.worker import TreeWorker
+from sources import from_clone
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 VERSIONS = ("0.8.0", "0.9.0", "0.9.1")
@@ -58,3 +59,62 @@ def verl(
 def verl_alone(patched_tree: Path, verl_path: dict[str, str]) -> Iterator[TreeWorker]:
     """verl 0.9.1 with its own replay."""
     yield from _worker(patched_tree, verl_path["0.9.1"], "")
+
+
+def _framework(tree: Path, name: str, folders: list[Path]) -> Iterator[TreeWorker]:
+    """A worker that has imported NAME_client.py, with these folders on its path."""
+    here = Path(__file__).parent
+    path = [*folders, here, here.parent / "functional"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))
+        worker = TreeWorker(tree, ("megatron.training", "pytest", f"{name}_client"))
+    with worker:
+        yield worker
+
+
+@pytest.fixture(scope="session")
+def skyrl_folders(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    out = tmp_path_factory.mktemp("skyrl")
+    from_clone("SKYRL", ["skyrl", "skyrl-gym/skyrl_gym"], out)
+    return [out, out / "skyrl-gym", clients / "site"]
+
+
+@pytest.fixture(scope="session")
+def skyrl(patched_tree: Path, skyrl_folders: list[Path]) -> Iterator[TreeWorker]:
+    """SkyRL at its pinned commit; each case imports the drop-in, or not."""
+    yield from _framework(patched_tree, "skyrl", skyrl_folders)
+
+
+@pytest.fixture(scope="session")
+def skyrl_unpatched(megatron_tree: Path, skyrl_folders: list[Path]) -> Iterator[TreeWorker]:
+    yield from _framework(megatron_tree, "skyrl", skyrl_folders)
+
+
+@pytest.fixture(scope="session")
+def nemo_rl_folders(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    out = tmp_path_factory.mktemp("nemo_rl")
+    return [from_clone("NEMO_RL", ["nemo_rl"], out), clients / "site"]
+
+
+@pytest.fixture(scope="session")
+def nemo_rl(patched_tree: Path, nemo_rl_folders: list[Path]) -> Iterator[TreeWorker]:
+    """NeMo-RL at its pinned commit; each case imports the drop-in, or not."""
+    yield from _framework(patched_tree, "nemo_rl", nemo_rl_folders)
+
+
+@pytest.fixture(scope="session")
+def nemo_rl_unpatched(megatron_tree: Path, nemo_rl_folders: list[Path]) -> Iterator[TreeWorker]:
+    yield from _framework(megatron_tree, "nemo_rl", nemo_rl_folders)
+
+
+@pytest.fixture(scope="session")
+def ms_swift(patched_tree: Path, clients: Path) -> Iterator[TreeWorker]:
+    """ms-swift 4.6.0; each case imports the drop-in, or not."""
+    folders = [clients / "ms-swift-4.6.0", clients / "site"]
+    yield from _framework(patched_tree, "ms_swift", folders)
+
+
+@pytest.fixture(scope="session")
+def ms_swift_unpatched(megatron_tree: Path, clients: Path) -> Iterator[TreeWorker]:
+    folders = [clients / "ms-swift-4.6.0", clients / "site"]
+    yield from _framework(megatron_tree, "ms_swift", folders)

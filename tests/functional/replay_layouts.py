@@ -55,7 +55,10 @@ def make_chunks(
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
 
     start(**sizes)
     options = {
@@ -76,16 +79,19 @@ def make_chunks(
     for number in range(num_chunks):
         stage = number if num_chunks > 1 else None
         where = {"ignore_virtual": False, "vp_stage": stage}
+        spec = get_gpt_decoder_block_spec(made, use_transformer_engine=False, vp_stage=stage)
+        mtp = get_gpt_mtp_block_spec(made, spec, False) if made.mtp_num_layers else None
         chunks.append(
             GPTModel(
                 made,
-                get_gpt_decoder_block_spec(made, use_transformer_engine=False, vp_stage=stage),
+                spec,
                 vocab_size=VOCABULARY,
                 max_sequence_length=SEQUENCE,
                 pre_process=mpu.is_pipeline_first_stage(**where),
                 post_process=mpu.is_pipeline_last_stage(**where),
                 position_embedding_type="rope",
                 share_embeddings_and_output_weights=False,
+                mtp_block_spec=mtp,
                 vp_stage=stage,
             )
         )
