@@ -18,7 +18,8 @@ of the block's own routers:
 So there is no queue of targets, a second model in the process cannot take part, and an exception
 leaves nothing active. Whatever is recomputed takes the routes of its own forward pass, in any
 order, whether the caller sets REPLAY_BACKWARD before the backward pass or not. MTP routers are not
-in a block and not in the list: nobody has routes for them.
+in a block and not in the list: nobody has routes for them. They have the interface, because some
+code walks the modules of a model for routers (NeMo-RL's does), and they stay live.
 
 Without this import upstream's class is as it was.
 
@@ -120,7 +121,8 @@ class BoundTargets:
             ReplayError: an action is set, and the router runs where no block of layers looked at
                 it: upstream would have replayed.
         """
-        if self.router_replay_action is not None and ACTIVE.get() is None:
+        acts = self.has_routes and self.router_replay_action is not None
+        if acts and ACTIVE.get() is None:
             raise ReplayError(
                 f"layer {self.layer_number}: the action is {action_of(self)}, and the router runs "
                 "outside of a call of TransformerBlock, where megatron_r3 looks at the action. "
@@ -361,7 +363,7 @@ def _binding(build: Callable[..., None]) -> Callable[..., None]:
         _choose_ours(config)
         build(self, config, *args, **kwargs)
         hook = self.router_replay
-        if config.moe_router_replay and hook.has_routes:
+        if config.moe_router_replay:
             _bind(hook, self)
 
     return bound
@@ -390,7 +392,7 @@ def _choose_ours(config: Any) -> None:
 
 def _bind(hook: Any, router: Any) -> None:
     """Give the hook that the patch has made upstream's interface, and its place in the lists."""
-    layer_number = hook.layer_number
+    layer_number, has_routes = hook.layer_number, hook.has_routes
     # The hook's class belongs to the room of the seams, above this one, so that it cannot be a base
     # class here. The class of this object is put together from it: targets as they are kept here,
     # answers as the seam gives them, and for the rest upstream's class of whichever release.
@@ -401,6 +403,7 @@ def _bind(hook: Any, router: Any) -> None:
     hook._router = weakref.ref(router)
     for instances in _more_lists:
         instances.append(hook)
+    hook.has_routes = has_routes  # an MTP router leaves the lists again
 
 
 @functools.cache

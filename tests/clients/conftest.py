@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sources import from_clone
 
 from fidelity.rig.worker import TreeWorker
-from sources import from_clone
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 VERSIONS = ("0.8.0", "0.9.0", "0.9.1")

@@ -1,13 +1,13 @@
 """ms-swift's own GRPO trainer on this rank: `train_step`, `forward_step`, and its replay helpers.
 
 Real are all modules of ms-swift that are imported here. Of mcore-bridge, with which ms-swift builds
-its models, real are `utils`, the class of its block of layers and that of its router; the model here
-is made of them. The rest of mcore-bridge needs Transformer Engine, and is names without content.
+its models, real are `utils`, the class of its block of layers and that of its router: the model
+here is made of them. The rest of mcore-bridge needs Transformer Engine: names without content.
 
 The trainer is made without its `__init__`, which would load a Hugging Face checkpoint, start an
 optimizer and an inference engine.
 
-Shape suffixes (docs/glossary.md): T.
+Shape suffixes (docs/glossary.md): K, L, T.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from router_replay_client import LONGEST, Client
 
 _spec = importlib.util.find_spec("mcore_bridge")
-assert _spec is not None and _spec.submodule_search_locations
+assert _spec is not None
+assert _spec.submodule_search_locations
 _folder = _spec.submodule_search_locations[0]
 
 
@@ -55,6 +56,11 @@ from swift.megatron.utils import apply_router_replay_patch, router_replay_utils 
 from swift.rlhf_trainers import utils as rlhf_utils  # noqa: E402
 
 FIRST = torch.tensor([0])
+
+
+def answered(ids_TLK: torch.Tensor) -> torch.Tensor:
+    """What an engine returns: no row for a last token that has no route."""
+    return ids_TLK[:-1] if int(ids_TLK[-1, 0, 0]) < 0 else ids_TLK
 
 
 class Framework(Client):
@@ -117,6 +123,13 @@ class Framework(Client):
         trainer.opt_param_scheduler = SimpleNamespace(step=lambda increment: None)
         self.trainer = trainer
 
+    def without_some(self, routes: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """vLLM does not forward the last token; ms-swift then fills in expert 0, K times."""
+        kept = [[one.clone() for one in each] for each in routes]
+        for one in kept[0]:
+            one[-1] = -1
+        return kept
+
     def collate(self, encoded: list[dict[str, Any]], padding_to: int | None) -> dict[str, Any]:
         """As ms-swift's template: one row of all samples, or a row for each, padded."""
         rows = {
@@ -141,7 +154,7 @@ class Framework(Client):
             samples = [
                 SimpleNamespace(
                     encoded={"input_ids": tokens_T, "length": len(tokens_T)},
-                    routed_experts=None if routes is None else routes[number][index],
+                    routed_experts=None if routes is None else answered(routes[number][index]),
                     is_truncated=False,
                     rollout_logprobs=None,
                 )

@@ -32,7 +32,8 @@ def _empty(name: str, path: list[str] | None = None, **names: Any) -> None:
 
 
 _nemo_rl = importlib.util.find_spec("nemo_rl")
-assert _nemo_rl is not None and _nemo_rl.origin is not None
+assert _nemo_rl is not None
+assert _nemo_rl.origin is not None
 _models = Path(_nemo_rl.origin).parent / "models"
 _empty("nemo_rl.models.generation", [str(_models / "generation")])
 _empty("nemo_rl.utils.logger", Logger=object)

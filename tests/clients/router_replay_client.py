@@ -264,6 +264,12 @@ class Client:
         )
         return [rows_T.chunk(size)[rank] for rows_T in rows]
 
+    def without_some(self, routes: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Routes of which some rows of micro-batch 0 are missing, as this framework marks them."""
+        kept = [[one.clone() for one in each] for each in routes]
+        kept[0][0][3] = kept[0][1][5] = kept[0][1][-1] = -1
+        return kept
+
     def run_by_hand(self, routes: list[list[torch.Tensor]]) -> Passes:
         """A step in which the framework knows nothing of replay, each forward in `replaying`."""
         rows = self.run(None, forward_only=True).rows
@@ -293,13 +299,6 @@ def shifted(routes: list[list[torch.Tensor]]) -> dict[str, list[list[torch.Tenso
     }
 
 
-def without_some(routes: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Routes of which three rows of micro-batch 0 are missing."""
-    kept = [[one.clone() for one in each] for each in routes]
-    kept[0][0][3] = kept[0][1][5] = kept[0][1][-1] = -1
-    return kept
-
-
 def framework(name: str) -> type[Client]:
     """The class of tests/clients/NAME_client.py."""
     made: type[Client] = importlib.import_module(f"{name}_client").Framework
@@ -325,7 +324,7 @@ def dropped_in(rank: int, name: str, case: Case) -> dict[str, Any]:
         client = framework(name)(case)
         routes = client.data.routes
         if case.missing:
-            routes = without_some(routes)
+            routes = client.without_some(routes)
         before = client.run(shifted(routes)["expert"], forward_only=True)
         step = client.run(routes)
         controls = {}
@@ -351,15 +350,31 @@ def dropped_in(rank: int, name: str, case: Case) -> dict[str, Any]:
 def by_hand(rank: int, name: str, case: Case) -> Passes:
     """The same step without the drop-in."""
     client = framework(name)(case, replays=False, moe_router_replay=True)
-    routes = without_some(client.data.routes) if case.missing else client.data.routes
+    routes = client.data.routes
+    if case.missing:
+        routes = client.without_some(routes)
     run = lambda: client.run_by_hand(routes)  # noqa: E731
     return fused(run) if case.options.get("moe_router_fusion") else run()
 
 
-def by_itself(rank: int, name: str, case: Case) -> Passes:
-    """The framework's code on upstream's class, without the drop-in."""
-    client = framework(name)(case)
+def by_itself(rank: int, name: str, case: Case, **attributes: Any) -> Passes:
+    """The framework's code on upstream's class, without the drop-in.
+
+    Args:
+        attributes: of the class `Framework`.
+    """
+    made = framework(name)
+    for attribute, value in attributes.items():
+        setattr(made, attribute, value)
+    client = made(case)
     return client.run(client.data.routes)
+
+
+def step_dropped_in(rank: int, name: str, case: Case, **attributes: Any) -> Passes:
+    """The same on the drop-in."""
+    import megatron_r3.integrations.router_replay  # noqa: F401
+
+    return by_itself(rank, name, case, **attributes)
 
 
 # -- what a test asks
@@ -390,7 +405,9 @@ def check_off(patched: Any, unpatched: Any, name: str, case_name: str) -> None:
     """Without the import: bitwise what upstream's class does on the unpatched tree."""
     case = CASES[case_name]
     number = LAYOUTS[case.layout][0]
-    ours, theirs = (w.run(by_itself, number, name, case, timeout_s=120) for w in (patched, unpatched))
+    ours, theirs = (
+        w.run(by_itself, number, name, case, timeout_s=120) for w in (patched, unpatched)
+    )
     for one, other in zip(ours, theirs, strict=True):
         assert one.same(other)
         assert len(one.maps) == len(other.maps) > 0

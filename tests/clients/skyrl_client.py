@@ -19,7 +19,8 @@ import torch
 from router_replay_client import LONGEST, Client
 
 _skyrl = importlib.util.find_spec("skyrl")
-assert _skyrl is not None and _skyrl.origin is not None
+assert _skyrl is not None
+assert _skyrl.origin is not None
 sys.modules["skyrl.backends"] = _package = types.ModuleType("skyrl.backends")
 _package.__path__ = [str(Path(_skyrl.origin).parent / "backends")]
 

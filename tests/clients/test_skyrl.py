@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from router_replay_client import CASES, check, check_off
+import torch
+from router_replay_client import CASES, Data, by_itself, check, check_off, step_dropped_in
 
 from fidelity.rig.worker import TreeWorker
 
@@ -19,3 +20,22 @@ def test_without_the_import_skyrl_is_as_on_the_unpatched_tree(
     skyrl: TreeWorker, skyrl_unpatched: TreeWorker, case: str
 ) -> None:
     check_off(skyrl, skyrl_unpatched, "skyrl", case)
+
+
+def test_without_packing_skyrl_replays_the_routes_of_other_tokens(skyrl: TreeWorker) -> None:
+    """SkyRL's own, pinned here: with upstream's class and with the import alike.
+
+    With `remove_microbatch_padding=False` a micro-batch is [B, S]; `_split_replay_indices` flattens
+    its routes sample by sample, and Megatron's routers see it token by token:
+
+        routes   sample 0 token 0, sample 0 token 1, ...
+        tokens   sample 0 token 0, sample 1 token 0, ...
+    """
+    given = ("skyrl", CASES["full"])
+    ours, theirs = (
+        skyrl.run(what, 1, *given, remove_padding=False)[0] for what in (step_dropped_in, by_itself)
+    )
+    assert len(ours.maps) == len(theirs.maps) == 16
+    assert ours.wrong(Data().routes) == theirs.wrong(Data().routes) == 16
+    for our, their in zip(ours.maps, theirs.maps, strict=True):
+        assert torch.equal(our.map_TE, their.map_TE)

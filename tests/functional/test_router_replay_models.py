@@ -113,18 +113,37 @@ def mtp(rank: int) -> dict[str, Any]:
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     loss_and_gradients(gpt, nullcontext())
     want = [torch.zeros(TOKENS, 8, dtype=torch.bool).scatter(1, ids, True) for ids in targets()]
+    replayed = list(seen)
+    # code that walks the modules of the model finds the MTP router too, and gives it targets
+    mine: list[torch.Tensor] = []
+    (extra,) = [router for router in all_routers if router not in routers_of(gpt)]
+    extra.register_forward_hook(lambda *given: mine.append(given[2][1]))
+    before = loss_and_gradients(gpt, nullcontext())
+    extra.router_replay.set_target_indices(targets()[0])
+    extra.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    after = loss_and_gradients(gpt, nullcontext())
     late = routers_of(gpt)[3].router_replay
     late.has_routes = False  # what 0.15 and 0.16 do to an MTP router, after it was made
     return {
         "routers": len(all_routers),
-        "wrong": sum(not torch.equal(want[layer - 1], map_TE) for layer, map_TE in seen),
-        "passes": len(seen),
+        "wrong": sum(not torch.equal(want[layer - 1], map_TE) for layer, map_TE in replayed),
+        "passes": len(replayed),
+        "targets do nothing": equal(before, after) and torch.equal(mine[0], mine[-1]),
+        "MTP takes them": sum(torch.equal(map_TE, want[0]) for map_TE in mine),
         "the list": len(RouterReplay.global_router_replay_instances),
     }
 
 
 def test_mtp_routers_are_in_no_list_and_stay_live(patched: TreeWorker) -> None:
-    assert patched.run(mtp, 1) == [{"routers": 5, "wrong": 0, "passes": 8, "the list": 3}]
+    (result,) = patched.run(mtp, 1)
+    assert result == {
+        "routers": 5,
+        "wrong": 0,
+        "passes": 8,
+        "targets do nothing": True,
+        "MTP takes them": 0,
+        "the list": 3,
+    }
 
 
 def dense_first_layer(rank: int) -> dict[str, Any]:
