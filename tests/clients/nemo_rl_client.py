@@ -55,8 +55,8 @@ from nemo_rl.algorithms.loss.loss_functions import NLLLossFn  # noqa: E402
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict  # noqa: E402
 from nemo_rl.models.megatron import data, router_replay, train  # noqa: E402
 
-CONFIG = {
-    "sequence_packing": {"enabled": False},
+CONFIG: dict[str, Any] = {
+    "sequence_packing": {"enabled": False},  # True with context parallelism, which needs it
     "router_replay": {"enabled": True},
     "generation": {"backend": "vllm"},
     "megatron_cfg": {"enabled": True},
@@ -102,20 +102,21 @@ class Framework(Client):
 
     def step(self, routes: list[list[torch.Tensor]] | None, forward_only: bool) -> Any:
         """`train` or `get_logprobs` of the worker, lines 1492 to 1516 and 1879 to 1893."""
-        batches = self.microbatches(routes)
+        batches, is_packed = self.microbatches(routes), self.case.layout == "CP2"
+        config = {**CONFIG, "sequence_packing": {"enabled": is_packed}}
         processed = data.make_processed_microbatch_iterator(
             iter(batches),
-            CONFIG,
-            seq_length_key=None,
-            pad_individual_seqs_to_multiple_of=1,
+            config,
+            seq_length_key="input_lengths" if is_packed else None,
+            pad_individual_seqs_to_multiple_of=4 if is_packed else 1,
             pad_packed_seq_to_multiple_of=1,
             straggler_timer=None,
             pad_full_seq_to=None,
         )
         after = (
-            train.LogprobsPostProcessor(CONFIG)
+            train.LogprobsPostProcessor(config)
             if forward_only
-            else train.LossPostProcessor(NLLLossFn(), CONFIG, num_microbatches=len(batches))
+            else train.LossPostProcessor(NLLLossFn(), config, num_microbatches=len(batches))
         )
         results = train.megatron_forward_backward(
             model=self.chunk,

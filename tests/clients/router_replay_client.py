@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from replay_layouts import EXPERTS, LAYERS, LAYOUTS, TOPK, make_chunks, routers_of
+from replay_layouts import EXPERTS, LAYERS, TOPK, make_chunks, routers_of
+from replay_layouts import LAYOUTS as OTHER_LAYOUTS
 from tiny import VOCABULARY
 
 from megatron_r3.replay import MicrobatchRoutes, replaying
 
 LENGTHS = [[9, 15], [6, 12]]  # of the samples of each micro-batch
 MICROBATCHES = len(LENGTHS)
+LAYOUTS = {**OTHER_LAYOUTS, "CP2": (2, {"context_parallel_size": 2})}
 LONGEST = 16  # what a batch with padding is padded to
 
 
@@ -31,7 +33,7 @@ class Case:
     """A layout and the options of a model.
 
     Attributes:
-        layout: a key of `replay_layouts.LAYOUTS`.
+        layout: a key of LAYOUTS.
         recompute: a key of `replay_layouts.RECOMPUTE`.
         missing: whether micro-batch 0 has rows without a route.
         options: of the TransformerConfig.
@@ -49,6 +51,7 @@ CASES = {
     "moe": Case(recompute="moe"),
     "EP2": Case("EP2"),
     "TP2 SP": Case("TP2 SP"),
+    "CP2": Case("CP2"),
     # the first stage has two micro-batches in flight: forward, forward, backward, backward
     "PP2": Case("PP2", "none"),
     "PP2 full": Case("PP2"),
@@ -56,6 +59,7 @@ CASES = {
     "MTP": Case(options={"mtp_num_layers": 1}),
     "fusion": Case(options={"moe_router_fusion": True}),
     "missing": Case(missing=True),
+    "CP2 missing": Case("CP2", missing=True),
 }
 # as many layers of a rank replay in the cases that are not named here
 REPLAYED = {"PP2": LAYERS // 2, "PP2 full": LAYERS // 2, "dense first": LAYERS - 1}

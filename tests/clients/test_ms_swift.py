@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from replay_layouts import LAYOUTS
 from router_replay_client import (
     CASES,
+    LAYOUTS,
     Data,
     Passes,
     by_itself,
@@ -21,7 +21,8 @@ from router_replay_client import (
 from fidelity.rig.worker import TreeWorker
 
 
-@pytest.mark.parametrize("case", CASES)
+# With context parallelism ms-swift's template pads each sample; there is no template here.
+@pytest.mark.parametrize("case", [name for name in CASES if "CP2" not in name])
 def test_ms_swift_replays(ms_swift: TreeWorker, case: str) -> None:
     check(ms_swift, "ms_swift", case)
 
