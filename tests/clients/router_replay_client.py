@@ -57,6 +57,9 @@ CASES = {
     "PP2 full": Case("PP2"),
     "dense first": Case(options={"moe_layer_freq": [0, 1, 1, 1]}),
     "MTP": Case(options={"mtp_num_layers": 1}),
+    "expert bias": Case(
+        options={"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    ),
     "fusion": Case(options={"moe_router_fusion": True}),
     "missing": Case(missing=True),
     "CP2 missing": Case("CP2", missing=True),
