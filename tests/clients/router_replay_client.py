@@ -4,7 +4,7 @@ A framework's own file (skyrl_client.py, nemo_rl_client.py, ms_swift_client.py) 
 `Framework`, which runs that framework's own code on a chunk of a tiny model. It is imported only in
 the process of a Megatron tree, since it imports Megatron.
 
-Shape suffixes (docs/glossary.md): E, K, L, T.
+Shape suffixes (docs/glossary.md): E, K, T.
 """
 
 from __future__ import annotations

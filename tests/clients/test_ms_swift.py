@@ -1,4 +1,7 @@
-"""ms-swift's own GRPO trainer, unchanged, replays through megatron_r3."""
+"""ms-swift's own GRPO trainer, unchanged, replays through megatron_r3.
+
+Shape suffixes (docs/glossary.md): E, T.
+"""
 
 from __future__ import annotations
 

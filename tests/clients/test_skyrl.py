@@ -1,4 +1,7 @@
-"""SkyRL's own worker, unchanged, replays through megatron_r3."""
+"""SkyRL's own worker, unchanged, replays through megatron_r3.
+
+Shape suffixes (docs/glossary.md): E, T.
+"""
 
 from __future__ import annotations
 

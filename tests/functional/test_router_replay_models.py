@@ -280,6 +280,26 @@ def test_a_block_with_a_forward_of_its_own_replays(patched: TreeWorker) -> None:
     assert patched.run(own_forward, 1) == [{"passes": 8, "wrong": 0, "live passes that fit": 0}]
 
 
+def counts_of(rank: int) -> list[list[int]]:
+    """Expert-bias counts with a mask `[T]`, `[T, 1]` as SkyRL hands it over, and by hand."""
+    start()
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    router = routers_of(model(config(**bias)))[0]
+    map_TE = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter(1, targets()[0], True)
+    padding_T = torch.arange(TOKENS) % 3 == 0
+    counts = []
+    for mask in (padding_T, padding_T.unsqueeze(-1)):
+        router.local_tokens_per_expert.zero_()
+        router._apply_expert_bias(map_TE, mask)
+        counts.append(router.local_tokens_per_expert.long().tolist())
+    return [*counts, map_TE[~padding_T].sum(0).tolist()]
+
+
+def test_expert_bias_counts_take_a_mask_that_is_broadcast_already(patched: TreeWorker) -> None:
+    ((one, other, want),) = patched.run(counts_of, 1)
+    assert one == other == want
+
+
 def fusion(rank: int) -> dict[str, Any]:
     """With moe_router_fusion, and the reference in place of the kernel that a CPU does not have."""
     import megatron_r3.integrations.router_replay  # noqa: F401
