@@ -46,9 +46,12 @@ class TreeWorker:
     Args:
         tree: a Megatron-LM checkout or the unpacked sources of megatron-core.
         preload: more modules to import before the first case.
+        env: more environment variables, for the worker and its ranks.
     """
 
-    def __init__(self, tree: Path, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tree: Path, preload: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> None:
         self.tree = tree.resolve()
         self._folder = tempfile.TemporaryDirectory(prefix="worker-")
         self._log = Path(self._folder.name) / "worker.log"
@@ -65,7 +68,7 @@ class TreeWorker:
                 pass_fds=[its_end.fileno()],
                 start_new_session=True,  # so that Ctrl-C reaches this process alone
                 cwd=self._folder.name,  # a folder in which an import finds nothing
-                env=_environment(self.tree),
+                env=_environment(self.tree, {**os.environ, **(env or {})}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -145,16 +148,16 @@ class TreeWorker:
         return answer
 
 
-def _environment(tree: Path) -> dict[str, str]:
+def _environment(tree: Path, given: Mapping[str, str]) -> dict[str, str]:
     """The environment of a worker: no Megatron on the path but this tree, and one thread.
 
     One thread, because a fork copies no others.
     """
     repository = Path(megatron_r3.__file__).parents[1]
-    entries = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    entries = [Path(entry) for entry in given.get("PYTHONPATH", "").split(os.pathsep) if entry]
     others = [entry.resolve() for entry in entries if not (entry / "megatron" / "core").is_dir()]
     path = os.pathsep.join(str(entry) for entry in (tree, repository, *others))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return {**given, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def _import_folder(fn: Callable[..., Any]) -> str:

@@ -1,19 +1,13 @@
-"""Frameworks that are not on PyPI: their pinned commits, and files of a clone at such a commit."""
+"""Frameworks that are not on PyPI: files of a clone at the pinned commit, or a test is skipped."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-# variable of make: (repository, commit)
-PINS = {
-    "SKYRL": ("NovaSky-AI/SkyRL", "a9564572eb8e91076be43c1bd5e4615e3de17265"),
-    "NEMO_RL": ("NVIDIA-NeMo/RL", "7ea279abfbeb698b092856d0dab61e7cf39bc909"),
-    "BRIDGE": ("NVIDIA-NeMo/Megatron-Bridge", "51885cf132b2814188b6855c25a8588254274c2a"),  # v0.6.0
-}
+from fidelity.clients.sources import PINS, take_from_clone
 
 
 def from_clone(name: str, paths: list[str], out: Path) -> Path:
@@ -26,15 +20,10 @@ def from_clone(name: str, paths: list[str], out: Path) -> Path:
     Returns:
         `out`.
     """
-    repository, commit = PINS[name]
     clone = os.environ.get(name)
     if not clone:
-        pytest.skip(f"needs a clone of {repository}: make clients {name}=CLONE")
-    archive = subprocess.run(
-        ["git", "-C", clone, "archive", commit, *paths], capture_output=True, check=False
-    )
-    if archive.returncode:
-        said = archive.stderr.decode(errors="replace").strip()
-        pytest.fail(f"{name}={clone}: no {', '.join(paths)} at {commit} of {repository}: {said}")
-    subprocess.run(["tar", "-x", "-C", str(out)], input=archive.stdout, check=True)
-    return out
+        pytest.skip(f"needs a clone of {PINS[name][0]}: make clients {name}=CLONE")
+    try:
+        return take_from_clone(name, clone, paths, out)
+    except ValueError as error:
+        pytest.fail(str(error))

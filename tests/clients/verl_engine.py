@@ -1,9 +1,8 @@
 """One rank of verl's own Megatron engine on a tiny model: batches, passes, controls.
 
-`MegatronEngineWithLMHead.forward_backward_batch` and all that it calls are verl's. The engine is
-made without its `__init__`, which would load a Hugging Face checkpoint and start an optimizer; what
-`__init__` does for replay is done here, in its order. Shims: the device is the CPU, and for
-interleaved stages all sequences have one length, because gloo cannot exchange shapes there.
+`fidelity.clients.verl_engine` says how the engine is made; what its `__init__` does for replay is
+done here, in its order. Shims: the device is the CPU, and for interleaved stages all sequences have
+one length, because gloo cannot exchange shapes there.
 
 Shape suffixes (docs/glossary.md): E, K, T.
 """
@@ -11,11 +10,18 @@ Shape suffixes (docs/glossary.md): E, K, T.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from replay_layouts import EXPERTS, LAYERS, TOPK, make_chunks, routers_of
+
+from fidelity.clients.verl_engine import (
+    ask_for_replay,
+    bare_engine,
+    jagged,
+    put_on_cpu,
+    trainer_batch,
+)
 
 LENGTHS, RESPONSES = [9, 14, 6, 11], [4, 6, 3, 5]  # of the samples; two in a micro-batch
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -30,10 +36,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "CP2": (2, {"context_parallel_size": 2}),
     "CP2 EP2": (2, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
 }
-
-
-def jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Engine:
         from verl.workers.engine.megatron import transformer_impl as impl
 
         self.is_old = verl.__version__.startswith("0.8")
-        self.sizes, self.mode, self.impl = LAYOUTS[layout][1], mode, impl
+        self.sizes, self.impl = LAYOUTS[layout][1], impl
         self.num_chunks = self.sizes.get("virtual_pipeline_model_parallel_size", 1)
         self.lengths = [10] * 4 if even or self.num_chunks > 1 else LENGTHS
         self._shim()
@@ -85,7 +87,8 @@ class Engine:
             moe_permute_fusion=False,
             **options,
         )
-        self.engine = self._make()
+        context_parallel = self.sizes.get("context_parallel_size", 1)
+        self.engine = bare_engine(impl, self.chunks, mode, context_parallel)
         generator = torch.Generator().manual_seed(11)
         self.tokens = [torch.randint(1, 64, (n,), generator=generator) for n in self.lengths]
         self.routes = [  # of each sample [T, L, K]; the last token has none
@@ -94,10 +97,7 @@ class Engine:
         ]
 
     def _shim(self) -> None:
-        from verl.utils.megatron import router_replay_utils
-
-        self.impl.get_device_id = lambda: "cpu"
-        router_replay_utils.device_name = "cpu"
+        put_on_cpu(self.impl)
         if self.num_chunks > 1:
             schedule = self.impl.get_forward_backward_func
 
@@ -108,65 +108,14 @@ class Engine:
             self.impl.get_forward_backward_func = of_one_length
 
     def _as_the_engine_does(self, config: Any) -> None:
-        """Set the flag that verl sets on the finished config (`_build_tf_config`)."""
-        if self.is_old:
-            config.enable_routing_replay = True
-        else:
-            config.moe_enable_routing_replay = True
+        """Set what verl sets on the finished config (`_build_tf_config`)."""
+        ask_for_replay(config)
         if self.num_chunks > 1:
             config.microbatch_group_size_per_vp_stage = 2
 
-    def _make(self) -> Any:
-        engine = object.__new__(self.impl.MegatronEngineWithLMHead)
-        engine.engine_config = SimpleNamespace(
-            router_replay=SimpleNamespace(mode=self.mode),
-            use_fused_kernels=False,
-            context_parallel_size=self.sizes.get("context_parallel_size", 1),
-            dynamic_context_parallel=False,
-            pad_bshd_to_minibatch_max=False,
-            use_remove_padding=True,
-            pad_to_length=False,
-            pad_to_length_bucket=512,
-            entropy_from_logits_with_chunking=False,
-            virtual_pipeline_model_parallel_size=self.num_chunks if self.num_chunks > 1 else None,
-        )
-        engine.model_config = SimpleNamespace(
-            mtp=SimpleNamespace(enable=False, enable_train=False),
-            hf_config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"]),
-            tokenizer=SimpleNamespace(pad_token_id=0),
-        )
-        engine.tf_config, engine.module = self.chunks[0].config, self.chunks
-        engine.enable_routing_replay, engine.mini_layer_topk_idx_list = True, []
-        return engine
-
     def batch(self, routes: list[torch.Tensor] | None, replays: bool = True) -> Any:
         """A TensorDict as verl's trainer hands it to the engine."""
-        from verl.utils import tensordict_utils as tu
-
-        num_samples = len(self.lengths)
-        response_mask = torch.zeros(num_samples, max(RESPONSES))
-        for index, length in enumerate(RESPONSES):
-            response_mask[index, :length] = 1
-        loss_mask = [
-            torch.cat([torch.zeros(n - r - 1), torch.ones(r), torch.zeros(1)])
-            for n, r in zip(self.lengths, RESPONSES, strict=True)
-        ]
-        data = tu.get_tensordict(
-            {
-                "input_ids": jagged(self.tokens),
-                "loss_mask": jagged(loss_mask),
-                "response_mask": response_mask,
-                "temperature": torch.ones(num_samples),
-            },
-            non_tensor_dict={
-                "use_dynamic_bsz": False,
-                "micro_batch_size_per_gpu": 2,
-                "enable_routing_replay": replays,
-            },
-        )
-        if routes is not None:
-            data["routed_experts"] = jagged(routes)
-        return data
+        return trainer_batch(self.tokens, RESPONSES, routes, 2, replays)
 
     def given(self, routes: list[torch.Tensor]) -> list[torch.Tensor]:
         """Routes as verl's rollout hands them over: 0.8 has a row of zeros for the last token."""
