@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.interval import enough, turn
-from benchmarks.waits import PLANS, instrument, mark_host
+from benchmarks.waits import PLANS, count_passes, instrument
 
 MODES = ("live", "replay", "plan")
 ROLLOUTS, BATCH = 64, 8
@@ -101,7 +101,7 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
 
     training.train_step = step
     with made_of(_parts_in_turn(spent, rounds)):
-        train(datasets, forward_step, lambda models: _count_passes(models, passes))
+        train(datasets, forward_step, lambda models: count_passes(models, passes))
     args = get_args()
     microbatches = ROLLOUTS // BATCH // args.data_parallel_size
     return {
@@ -198,19 +198,6 @@ class Rounds:
 def ratios_to_live(seconds: dict[str, list[float]], mode: str) -> list[float]:
     """The seconds of each step of a way by those of the live step of the same round."""
     return [mine / live for mine, live in zip(seconds[mode], seconds[MODES[0]], strict=True)]
-
-
-def _count_passes(models: list[torch.nn.Module], passes: Counter[str]) -> None:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    def count(*_: Any) -> None:
-        passes["experts"] += 1
-
-    for layer in (module for model in models for module in model.modules()):
-        if isinstance(layer, MoELayer):
-            layer.experts.register_forward_pre_hook(count)
-            for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
-                mark_host(getattr(layer.token_dispatcher, name))  # its permute_idx_device
 
 
 @dataclass

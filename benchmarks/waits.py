@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 WAITS, COPIES = "host waits", "copies to the host"
 GATHERS, PLANS = "metadata collectives", "plan collectives"
+GATHERED = "bytes gathered"  # what both kinds of collectives bring to a rank
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 # the shape of what these return depends on values, so the host must wait for it
@@ -39,7 +40,7 @@ def instrument(counts: Counter[str]) -> None:
     """Count from now on, for as long as this process lives.
 
     Args:
-        counts: gets a number for each of WAITS, COPIES, GATHERS and PLANS.
+        counts: gets a number for each of WAITS, COPIES, GATHERS, PLANS and GATHERED.
     """
     for name in READS:
         _wrap_read(counts, name)
@@ -59,6 +60,20 @@ def instrument(counts: Counter[str]) -> None:
 
     # mappings has bound the function that was there when it was imported
     mappings.dist_all_gather_func = dist.all_gather_into_tensor
+
+
+def count_passes(models: Iterable[torch.nn.Module], passes: Counter[str]) -> None:
+    """Count from now on under "experts" how often a MoE layer runs its experts, in any pass."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    def count(*_: Any) -> None:
+        passes["experts"] += 1
+
+    for layer in (module for model in models for module in model.modules()):
+        if isinstance(layer, MoELayer):
+            layer.experts.register_forward_pre_hook(count)
+            for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+                mark_host(getattr(layer.token_dispatcher, name))  # its permute_idx_device
 
 
 def _inside_moe() -> bool:
@@ -168,11 +183,12 @@ def _wrap_collective(counts: Counter[str], name: str) -> None:
         # the first argument of a gather is its output; integers are sizes, not activations
         output = args[0] if args else None
         if isinstance(output, torch.Tensor) and not output.is_floating_point():
-            if _inside_moe():
-                counts[GATHERS] += 1
             # a plan is made by this project, outside of any layer
-            elif sys._getframe(1).f_globals.get("__name__", "").startswith("megatron_r3"):
-                counts[PLANS] += 1
+            ours = sys._getframe(1).f_globals.get("__name__", "").startswith("megatron_r3")
+            kind = GATHERS if _inside_moe() else PLANS if ours else None
+            if kind:
+                counts[kind] += 1
+                counts[GATHERED] += output.nbytes
         return original(*args, **kwargs)
 
     setattr(dist, name, collective)
