@@ -15,7 +15,7 @@ import torch
 
 LAYERS, EXPERTS, TOPK = 4, 16, 4
 VOCABULARY, LONGEST = 256, 48
-SAMPLES, TOGETHER = 16, 4  # samples of a rank, and how many are packed into a micro-batch
+SAMPLES, TOGETHER = 8, 4  # samples of a rank, and how many are packed into a micro-batch
 MICROBATCHES = SAMPLES // TOGETHER
 FULL = {
     "recompute_granularity": "full",
@@ -113,8 +113,10 @@ class Batch:
 
     def __post_init__(self) -> None:
         """Draw the samples."""
-        # equal lengths on all ranks: they would wait for the one with the most tokens in each layer
-        lengths = np.random.default_rng(0).integers(LONGEST // 2, LONGEST + 1, SAMPLES).tolist()
+        # The same lengths in every micro-batch and on every rank: ranks would wait in each layer for
+        # the one with the most tokens.
+        drawn = np.random.default_rng(0).integers(LONGEST // 2, LONGEST + 1, TOGETHER)
+        lengths = np.tile(drawn, MICROBATCHES).tolist()
         rng = np.random.default_rng(1 + self.rank)
         self.tokens = [torch.from_numpy(rng.integers(1, VOCABULARY, n)) for n in lengths]
         self.responses = [len(ids) // 2 for ids in self.tokens]

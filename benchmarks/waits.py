@@ -33,6 +33,8 @@ READS += ("nonzero", "masked_select")
 SAME_PLACE = ("sum", "long", "ravel", "view", "reshape", "contiguous")
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_gather")
 PLACE = "megatron.core.transformer.moe"
+# Both are the CPU, and all of torch takes either: "cpu" is the host, "cpu:0" stands for a GPU.
+HOST, ON_DEVICE = torch.device("cpu"), torch.device("cpu", 0)
 _state = threading.local()
 
 
@@ -46,6 +48,7 @@ def instrument(counts: Counter[str]) -> None:
         _wrap_read(counts, name)
     for name in SAME_PLACE:
         _keep_place(name)
+    _name_device()
     transposed = torch.Tensor.T  # a property, so it is replaced by one
     torch.Tensor.T = property(lambda self: _marked(transposed.__get__(self), _is_host(self)))
     _wrap_copies(counts)
@@ -140,6 +143,20 @@ def _keep_place(name: str) -> None:
     setattr(torch.Tensor, name, same_place)
 
 
+def _name_device() -> None:
+    """Have `tensor.device` tell where a GPU would hold the tensor, by a name of the CPU.
+
+    `ids.to(scores.device)` is no copy to the host where scores are on a GPU, and must not count.
+    """
+    device: Any = torch.Tensor.device  # a property, so it is replaced by one
+
+    def named(self: torch.Tensor) -> torch.device:
+        found: torch.device = device.__get__(self)
+        return ON_DEVICE if found == HOST and not _is_host(self) else found
+
+    torch.Tensor.device = property(named)  # type: ignore[assignment]
+
+
 def _wrap_copies(counts: Counter[str]) -> None:
     to, cpu = torch.Tensor.to, torch.Tensor.cpu
 
@@ -148,7 +165,9 @@ def _wrap_copies(counts: Counter[str]) -> None:
         if not _is_host(self) and _inside_moe():
             counts[COPIES] += 1
             counts[WAITS] += waits
-        return _marked(copy(), True)
+        # A copy to a GPU calls once more under `megatron_r3.cpu`, as one to the CPU. It is the
+        # outer call that says where the copy goes.
+        return _marked(copy(), getattr(_state, "depth", 0) == 1)
 
     def copy_cpu(self: torch.Tensor, *args: Any) -> torch.Tensor:
         with _call():
@@ -157,7 +176,7 @@ def _wrap_copies(counts: Counter[str]) -> None:
     def copy_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device", args[0] if args else None)
         with _call():
-            if isinstance(device, torch.device) and device.type == "cpu":
+            if isinstance(device, torch.device) and device == HOST:
                 waits = not kwargs.get("non_blocking", False)
                 return counted(self, waits, lambda: to(self, *args, **kwargs))
             return to(self, *args, **kwargs)

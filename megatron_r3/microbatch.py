@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -45,21 +46,25 @@ class Mode(Enum):
     RECORD = "record"
 
 
+_numbers = count(1)
+
+
 class ForwardPass:
     """One `with replaying(...)` block: a forward pass, and what was bound in it to run later.
 
     Attributes:
         microbatch: the routes of the block; None inside `replaying(None)`, which routes live.
+        number: of this pass among all passes of the process.
         asked: whether a router took routes.
         bound: whether a function was bound in the block, to run later.
         bound_ran: whether a bound function ran.
         is_open: whether the block has not ended yet.
     """
 
-    __slots__ = ("asked", "bound", "bound_ran", "is_open", "microbatch")
+    __slots__ = ("asked", "bound", "bound_ran", "is_open", "microbatch", "number")
 
     def __init__(self, microbatch: MicrobatchRoutes | None) -> None:
-        self.microbatch = microbatch
+        self.microbatch, self.number = microbatch, next(_numbers)
         self.asked = self.bound = self.bound_ran = False
         self.is_open = True
 
@@ -67,6 +72,10 @@ class ForwardPass:
 # Which block the running code belongs to. A context variable is per thread and per asyncio task, so
 # a lookahead thread, an evaluation in another thread or a second model never sees these routes.
 ACTIVE: ContextVar[ForwardPass | None] = ContextVar("megatron_r3_forward_pass", default=None)
+
+
+def _number(forward_pass: ForwardPass | None) -> int:
+    return 0 if forward_pass is None else forward_pass.number
 
 
 @dataclass(eq=False)
@@ -120,8 +129,10 @@ class MicrobatchRoutes:
     mismatched: dict[int, Tensor] = field(default_factory=dict, init=False)
     mismatched_T: Tensor | None = field(default=None, init=False)
     used: Counter[int] = field(default_factory=Counter, init=False)
-    # the forward pass in which each layer asked for the first time
-    _first_pass: dict[int, ForwardPass | None] = field(default_factory=dict, init=False)
+    # The number of the forward pass in which each layer asked for the first time, 0 outside of any.
+    # The pass itself would hold this object, in a circle: the routes of every micro-batch would
+    # stay on the device until Python's collector of circles comes by.
+    _first_pass: dict[int, int] = field(default_factory=dict, init=False)
     _given: dict[int, Tensor] = field(default_factory=dict, init=False)
     _wrong_LT: Tensor | None = field(default=None, init=False)  # what the check of the ids found
     _num_experts: int = field(default=0, init=False)  # of the router that asked first
@@ -163,7 +174,7 @@ class MicrobatchRoutes:
         if self.mode is Mode.RECORD and layer_number not in self.ids:
             values_TK, chosen_TK = live_topk()
             self.ids[layer_number] = chosen_TK.detach().to(torch.int16)
-            self._first_pass[layer_number] = ACTIVE.get()
+            self._first_pass[layer_number] = _number(ACTIVE.get())
             self.used[layer_number] += 1
             return values_TK, chosen_TK
         ids_TK = self._take(layer_number, scores_TE.shape, topk)
@@ -174,7 +185,7 @@ class MicrobatchRoutes:
         if layer_number not in self._first_pass:
             if self.live_T is not None or self.counted_T is not None:
                 ids_TK = self._choose_live(layer_number, ids_TK, live_topk)
-            self._first_pass[layer_number] = ACTIVE.get()
+            self._first_pass[layer_number] = _number(ACTIVE.get())
         return replayed_topk(scores_TE, ids_TK)
 
     def begin_layer(
@@ -204,7 +215,7 @@ class MicrobatchRoutes:
                 nothing.
         """
         self.ids[layer_number] = ids_TK
-        self._first_pass[layer_number] = ACTIVE.get()
+        self._first_pass[layer_number] = _number(ACTIVE.get())
         if differs_T is not None:
             self._count(layer_number, differs_T)
 
@@ -251,7 +262,8 @@ class MicrobatchRoutes:
         # Example: an old-policy pass and the training pass share one object. The first choice of a
         # token without a route would be replayed in the second pass, and its mismatch reported.
         chooses = self.live_T is not None or self.counted_T is not None
-        if chooses and self._first_pass.get(layer_number, active) is not active:
+        number = _number(active)
+        if chooses and self._first_pass.get(layer_number, number) != number:
             raise ReplayError(
                 f"layer {layer_number} took these routes in an earlier forward pass, whose choice "
                 "for tokens without a recorded route would be repeated, and whose mismatch would "

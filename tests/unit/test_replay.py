@@ -3,7 +3,9 @@
 Shape suffixes (docs/glossary.md): E, T.
 """
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -205,6 +207,27 @@ def test_a_bound_function_keeps_what_callers_look_for_in_it():
     assert bound.__wrapped__ is run
     assert (bound.__name__, bound.mark) == ("run", "a framework's own")
     assert not hasattr(bound, "another")
+
+
+def test_routes_are_freed_with_their_last_user_and_not_by_the_collector_of_circles():
+    ids = some_routes()
+    memory = weakref.ref(ids)
+    gc.disable()
+    try:
+        microbatch = MicrobatchRoutes({1: ids}, live_T=torch.ones(T, dtype=torch.bool))
+        del ids
+        with replaying(microbatch):
+            again = bind_to_microbatch(lambda: chosen(active_microbatch(), scores()))
+            first = again()
+        kept = weakref.ref(microbatch)
+        del microbatch
+        assert torch.equal(again(), first)  # a recompute keeps the routes ...
+        assert kept() is not None
+        del again
+        assert kept() is None  # ... and nothing else does
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_routes_that_nobody_took_are_an_error_and_an_exception_comes_first():
