@@ -26,7 +26,7 @@ TRIES    ?= 10000
 SEED     ?= 0
 # test: how many processes share the tests
 JOBS     ?= $(shell nproc)
-# bench-dispatch and bench-store: the most rounds; the benchmark ends earlier if every ratio tells
+# bench-dispatch, bench-clients and bench-store: the most rounds; the benchmark ends earlier if every ratio tells
 ROUNDS   ?= 32
 # bench-store: tokens of a round
 TOKENS   ?= 100000
@@ -46,7 +46,7 @@ IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
 # what `make clients` and `make bench-clients` take from PyPI (integrations/verl.py knows no other versions of verl)
 CLIENTS  := verl==0.8.0 verl==0.9.0 verl==0.9.1 ms-swift==4.6.0 mbridge==0.15.1 megatron-bridge==0.3.1
-# what is not on PyPI: clones, whose pinned commits are in tests/clients/sources.py; without one its tests are skipped
+# what is not on PyPI: clones, whose pinned commits are in fidelity/clients/sources.py; without one its tests are skipped
 SKYRL    ?=
 NEMO_RL  ?=
 BRIDGE   ?=
@@ -54,7 +54,7 @@ BRIDGE   ?=
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
-	bench-dispatch bench-store gpu-kit image image-vllm-cpu image-test image-matrix test fuzz lint clean
+	bench-dispatch bench-clients bench-store gpu-kit image image-vllm-cpu image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -126,6 +126,10 @@ clients: megatron $(BUILD)/clients/.done  ## run the code of RL frameworks on me
 bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: live, replay, replay with a plan
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
 		--rounds $(ROUNDS)
+
+bench-clients: megatron $(BUILD)/clients/.done  ## measure replay of verl, of upstream and of SkyRL (SKYRL=CLONE) beside ours
+	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients $(VENV)/bin/python -m benchmarks.clients \
+		--out $(BUILD)/bench/clients.json --rounds $(ROUNDS) --skyrl "$(SKYRL)"
 
 bench-store: setup  ## measure routes on their way from a response to a rank, here and in other frameworks (TOKENS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \

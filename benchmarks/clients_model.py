@@ -113,8 +113,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         """Draw the samples."""
-        # The same lengths in every micro-batch and on every rank: ranks would wait in each layer for
-        # the one with the most tokens.
+        # The same lengths in every micro-batch and on every rank: in each layer ranks would wait
+        # for the one with the most tokens.
         drawn = np.random.default_rng(0).integers(LONGEST // 2, LONGEST + 1, TOGETHER)
         lengths = np.tile(drawn, MICROBATCHES).tolist()
         rng = np.random.default_rng(1 + self.rank)

@@ -3,7 +3,7 @@
     python -m benchmarks.report
 
 It writes the lines "run on", "not run on" and "stand-ins" of the README's status box, the section
-"What was run" of docs/gpu.md, and the two tables of benchmarks/README.md. A test holds that the
+"What was run" of docs/gpu.md, and the tables of benchmarks/README.md. A test holds that the
 documents are what this makes of the recorded results, so that no document says more.
 """
 
@@ -66,7 +66,8 @@ def documents(root: Path) -> dict[Path, str]:
     readme, gpu = root / "README.md", root / "docs" / "gpu.md"
     bench = root / "benchmarks" / "README.md"
     text = bench.read_text()
-    for name, make in (("dispatch", dispatch_part), ("store", store_part)):
+    parts = {"dispatch": dispatch_part, "clients": clients_part, "store": store_part}
+    for name, make in parts.items():
         recorded = [path for path in results if path.name.startswith(f"{name}-cpu-")]
         text = filled(text, name, make(recorded[-1]) if recorded else "No run is recorded.", bench)
     return {
@@ -183,6 +184,33 @@ def dispatch_part(path: Path) -> str:
         f"check of a step before its update\n{min(checking):.1%} to {max(checking):.1%}."
     )
     return f"{_recorded(found, path)}, CPU tensors and gloo\n\n{table(head, rows)}\n\n{shares}"
+
+
+def clients_part(path: Path) -> str:
+    """The table of `make bench-clients`: a ratio that cannot be told from 1 is not in it."""
+    found = json.loads(path.read_text())
+    bytes_of = ("moved_per_token", "gathered_per_token", "held_per_token")
+    rows = [
+        [
+            str(row["ep"]),
+            "full" if row["recompute"] else "none",
+            row["way"],
+            *(f"{row[name]:.0f}" for name in (WAITS, COPIES, GATHERS)),
+            *(f"{row[name]:.0f}" for name in bytes_of),
+            f"{row['step_wall_ms']:.0f}",
+            f"{row['step_cpu_ms']:.0f}",
+            *(
+                shown(row[name]) if row[name] else ""
+                for name in ("wall_of_peer", "cpu_of_peer", "cpu_of_live")
+            ),
+            str(row["rounds"]),
+        ]
+        for row in found["rows"]
+    ]
+    head = ["EP", "recompute", "", "host waits", "copies", "metadata", "moved", "gathered", "held"]
+    head += ["wall, ms", "CPU, ms", "wall / peer", "CPU / peer", "CPU / live", "rounds"]
+    what = f"CPU tensors and gloo, verl {found['verl']}"
+    return f"{_recorded(found, path)}, {what}\n\n{table(head, rows)}"
 
 
 def store_part(path: Path) -> str:
