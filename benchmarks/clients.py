@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients_driver import Processes
+from benchmarks.clients_driver import Ranks
 from benchmarks.clients_ranks import WAYS, Case
 from benchmarks.interval import CONFIDENCE, enough, median_of, shown, turn
 from benchmarks.machine import machine_at_start
@@ -90,7 +90,7 @@ def _measure(
     stack: ExitStack, clients: Path, skyrl: Path | None, folder: Path, rounds: int, load: float
 ) -> list[dict[str, Any]]:
     """The rows of all cases, printed as soon as they are there."""
-    tree, name = unpatched_copy(None, folder / "unpatched")
+    tree, tree_name = unpatched_copy(None, folder / "unpatched")
     patched = patched_copy(tree, folder / "patched")
     print("by MoE layer and pass: host waits, copies to the host, metadata collectives; by token:")
     print("bytes of routes moved to the device, gathered from ranks, and held until the backward")
@@ -100,25 +100,23 @@ def _measure(
     # A worker ends with the thread that started it, and these threads end with the pool.
     pool = stack.enter_context(ThreadPoolExecutor(max_workers=16))
     starting = {
-        process: pool.submit(TreeWorker, patched, modules, environment)
-        for process, (modules, environment) in _processes(clients).items()
+        name: pool.submit(TreeWorker, patched, modules, environment)
+        for name, (modules, environment) in _workers(clients).items()
     }
-    workers = {
-        process: stack.enter_context(worker.result()) for process, worker in starting.items()
-    }
+    workers = {name: stack.enter_context(worker.result()) for name, worker in starting.items()}
     rows = []
     for ep, recompute in CASES:
         case = Case(ep, recompute, skyrl)
-        with Processes(pool, workers, case, folder, 900 + 60.0 * rounds) as processes:
-            result = run_rounds(case.ways(), processes, rounds)
+        with Ranks(pool, workers, case, folder, 900 + 60.0 * rounds) as ranks:
+            result = run_rounds(case.ways(), ranks, rounds)
         for row in summarise(result):
-            rows.append({"ep": ep, "recompute": recompute, "tree": name, **row})
+            rows.append({"ep": ep, "recompute": recompute, "tree": tree_name, **row})
             print(_line(rows[-1]), flush=True)
     return rows
 
 
-def _processes(clients: Path) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]:
-    """For each process the modules that it imports before its ranks fork, and its environment."""
+def _workers(clients: Path) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]:
+    """For each worker the modules that it imports before its ranks fork, and its environment."""
     path = os.pathsep.join(map(str, (clients / VERL, clients / "site", ROOT)))
     verl = {"PYTHONPATH": path, "VERL_USE_EXTERNAL_PLUGINS": "none"}
     return {
@@ -129,34 +127,34 @@ def _processes(clients: Path) -> dict[str, tuple[tuple[str, ...], dict[str, str]
     }
 
 
-def run_rounds(names: list[str], processes: Any, most: int) -> dict[str, Any]:
+def run_rounds(names: list[str], ranks: Any, most: int) -> dict[str, Any]:
     """Record routes, warm up, time rounds until they are enough, then count in one more.
 
     Args:
         names: the ways.
-        processes: a `Processes`.
+        ranks: a `Ranks`.
         most: so many rounds are timed at most.
 
     Returns:
         "wall_s" and "cpu_s": for each way the seconds of its steps, on the rank where they were
         most; "counts": for each way what `Bench.count` returned, by rank.
     """
-    routes = processes.ask("r3", "record")
-    for process in dict.fromkeys(WAYS[name].process for name in names):
-        processes.ask(process, "take", routes)
+    routes = ranks.ask("by hand, native", "record")
+    for name in names:
+        ranks.ask(name, "take", routes)
     wall_s: Seconds = {name: [] for name in names}
     cpu_s: Seconds = {name: [] for name in names}
     number = 0
     while True:
         for name in turn(names, number):
-            walls, cpus = zip(*processes.ask_way(name, "step"), strict=True)
+            walls, cpus = zip(*ranks.ask(name, "step"), strict=True)
             if number:  # round 0 warms up
                 wall_s[name].append(max(walls))
                 cpu_s[name].append(max(cpus))
         if number and enough(compared(wall_s) + compared(cpu_s), most):
             break
         number += 1
-    counts = {name: processes.ask_way(name, "count") for name in names}
+    counts = {name: ranks.ask(name, "count") for name in names}
     return {"wall_s": wall_s, "cpu_s": cpu_s, "counts": counts}
 
 

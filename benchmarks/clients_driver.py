@@ -1,7 +1,8 @@
-"""Processes of several ways, their ranks in lockstep: one runs a step, all others are blocked.
+"""The ranks of several ways in lockstep: those of one way run a step, all others are blocked.
 
-A `TreeWorker` runs one function until it returns. So each process of a case is a call of
-`TreeWorker.run` in a thread of its own, and the ranks talk to the driver through a socket.
+A `TreeWorker` runs one function until it returns. So the ranks of all ways that are forked from one
+worker are one call of `TreeWorker.run`, in a thread of its own, and they talk to the driver through
+a socket.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.clients_ranks import WAYS, Case, serve
+from benchmarks.clients_ranks import Case, serve
 from fidelity.rig.worker import TreeWorker
 
 START_S, STEP_S = 300.0, 120.0  # how long ranks may take to be there, and for an answer
 
 
-class Processes:
-    """The processes of one case; use it as a context manager.
+class Ranks:
+    """The ranks of all ways of one case; use it as a context manager.
 
     Args:
-        pool: runs the calls; it needs a free thread for each process.
-        workers: a worker for each process that has a way.
+        pool: runs the calls; it needs a free thread for each worker.
+        workers: by the name that `clients_ranks.WAYS` has for each.
         case: of all ways.
         folder: where the socket is made.
         limit_s: seconds after which the ranks are killed.
@@ -47,23 +48,24 @@ class Processes:
         self._ranks: dict[str, list[Connection]] = {}
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(address))
-            listening.listen(len(workers) * case.expert_parallel)
+            all_ranks = len(case.ways()) * case.expert_parallel
+            listening.listen(all_ranks)
             self._runs: list[Future[Any]] = [
                 pool.submit(
                     worker.run,
                     serve,
-                    case.expert_parallel,
-                    process,
+                    len(case.ways_of(name)) * case.expert_parallel,
+                    name,
                     str(address),
                     case,
                     timeout_s=limit_s,
                 )
-                for process, worker in workers.items()
+                for name, worker in workers.items()
             ]
             listening.settimeout(1.0)
             arrived: dict[tuple[str, int], Connection] = {}
             waited = 0
-            while len(arrived) < len(workers) * case.expert_parallel:
+            while len(arrived) < all_ranks:
                 try:
                     connection = Connection(listening.accept()[0].detach())
                 except TimeoutError:
@@ -73,28 +75,23 @@ class Processes:
                         raise
                     continue
                 arrived[connection.recv()] = connection
-        for process, rank in sorted(arrived):
-            self._ranks.setdefault(process, []).append(arrived[process, rank])
+        for way, rank in sorted(arrived):
+            self._ranks.setdefault(way, []).append(arrived[way, rank])
 
-    def ask(self, process: str, method: str, *arguments: list[Any]) -> list[Any]:
-        """Have all ranks of a process do something, and return their answers by rank.
+    def ask(self, way: str, method: str, *arguments: list[Any]) -> list[Any]:
+        """Have all ranks of a way do something, and return their answers by rank.
 
         Args:
-            process: a process of `clients_ranks.WAYS`.
+            way: a name of `clients_ranks.WAYS`.
             method: of `clients_ranks.Bench`.
             arguments: of the method; each is a list with the argument for each rank.
         """
-        ranks = self._ranks[process]
+        ranks = self._ranks[way]
         for number, rank in enumerate(ranks):
             rank.send((method, *(argument[number] for argument in arguments)))
         return [self._answer(rank) for rank in ranks]
 
-    def ask_way(self, name: str, method: str) -> list[Any]:
-        """The same for a method whose argument is the name of a way."""
-        process = WAYS[name].process
-        return self.ask(process, method, [name] * len(self._ranks[process]))
-
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(

@@ -24,12 +24,19 @@ FULL = {
 }
 
 
-def start(expert_parallel: int) -> None:
-    """Process groups and random streams."""
+def start(rank: int, expert_parallel: int, meeting: str) -> None:
+    """Process groups and random streams.
+
+    Args:
+        rank: of as many ranks as share the experts.
+        meeting: where these ranks find each other, as torch's `init_method`.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=expert_parallel
+    )
     parallel_state.initialize_model_parallel(
         expert_tensor_parallel_size=1, expert_model_parallel_size=expert_parallel
     )

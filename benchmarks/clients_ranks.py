@@ -1,8 +1,9 @@
 """What the ranks of `make bench-clients` do: they wait for a word, run a step, and answer.
 
-The ways patch Megatron differently, so they are spread over several processes (`WAYS`), each with
-its ranks. The driver lets one process run one step at a time. All others are blocked at a socket
-meanwhile, so that the steps of a round have the machine one after the other.
+The ways patch Megatron differently, so each way has ranks of its own, with one model each; a rank
+that held more would be slower by some percents for that alone. The driver lets the ranks of one way
+run one step at a time. All others are blocked at a socket meanwhile, so that the steps of a round
+have the machine one after the other.
 
 Megatron and the frameworks are imported only inside the functions.
 
@@ -12,10 +13,13 @@ Shape suffixes (docs/glossary.md): L, T, K, E.
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,8 +37,10 @@ from benchmarks.clients_model import (
     make_model,
     start,
 )
-from benchmarks.clients_ways import ByHand, HandWritten, Live, Native, SkyRL
+from benchmarks.clients_ways import ByHand, HandWritten, Live, Moved, Native, Packed, SkyRL
 from benchmarks.waits import count_passes, instrument
+from megatron_r3.integrations import MicrobatchRoutes, recording
+from megatron_r3.integrations.host_routes import HostRoutes
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,13 @@ class Way:
     """A way to replay.
 
     Attributes:
-        process: the process that it runs in.
+        worker: the worker that its ranks are forked from, which has imported what they need.
         live: the way without replay around which everything else is the same.
         peer: the way that it would replace; None for a peer, and for live.
         plan: whether its layers have a dispatch plan.
     """
 
-    process: str
+    worker: str
     live: str
     peer: str | None = None
     plan: bool = False
@@ -89,58 +95,62 @@ class Case:
         """The ways that can run."""
         return [name for name in WAYS if self.skyrl or not name.startswith("SkyRL")]
 
+    def ways_of(self, worker: str) -> list[str]:
+        """Those whose ranks are forked from one worker."""
+        return [name for name in self.ways() if WAYS[name].worker == worker]
 
-def serve(rank: int, process: str, address: str, case: Case) -> None:
+
+def serve(rank: int, worker: str, address: str, case: Case) -> None:
     """Do what the driver says, until it says nothing more.
 
     Args:
-        process: the ways of this process are run.
-        address: of the driver's socket. It gets the name and the rank first, and then an answer for
+        rank: among the ranks of all ways of the worker. Example with two ways on EP2: ranks 0 and 1
+            are those of the first way, ranks 2 and 3 are 0 and 1 of the second.
+        worker: whose ways are run.
+        address: of the driver's socket. It gets the way and its rank first, and then an answer for
             each word: the name of a method of `Bench`, and its arguments.
     """
-    bench = Bench(rank, process, case)
+    number, own_rank = divmod(rank, case.expert_parallel)
+    name = case.ways_of(worker)[number]
+    os.environ |= {"RANK": str(own_rank), "LOCAL_RANK": str(own_rank)}
+    os.environ["WORLD_SIZE"] = str(case.expert_parallel)
+    bench = Bench(own_rank, name, case, f"file://{address}-{name.replace(' ', '-')}")
     with socket.socket(socket.AF_UNIX) as connecting:
         connecting.connect(address)
         connection = Connection(connecting.detach())
-    connection.send((process, rank))
+    connection.send((name, own_rank))
     while (word := connection.recv()) is not None:
         method, *arguments = word
         connection.send(getattr(bench, method)(*arguments))
 
 
 class Bench:
-    """The ways of one process on one rank."""
+    """One way on one rank.
 
-    def __init__(self, rank: int, process: str, case: Case) -> None:
+    Args:
+        rank: among the ranks of the way.
+        name: of the way.
+        case: of all ways.
+        meeting: where the ranks of the way find each other, as torch's `init_method`.
+    """
+
+    def __init__(self, rank: int, name: str, case: Case, meeting: str) -> None:
         torch.set_num_threads(1)
-        start(case.expert_parallel)
-        self.case, self.batch = case, Batch(rank)
-        self.held = Held()
-        self.chunks: dict[str, Any] = {}
-        self.ways: dict[str, Any] = {}
-        build = {
-            "verl": self._build_verl,
-            "verl on r3": self._build_verl_on_r3,
-            "upstream": self._build_upstream,
-            "r3": self._build_r3,
-        }
-        build[process]()
-        assert self.ways.keys() == {n for n in case.ways() if WAYS[n].process == process}
-        self._passes: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
-        self._counting = False
+        start(rank, case.expert_parallel, meeting)
+        self.case, self.batch, self.held = case, Batch(rank), Held()
+        self.chunk, self.way, self.moved = self._built(name)
+        # What Python's collector of circles looks through in a step is what the step has made, and
+        # not the modules of this process, of which another process has more or fewer.
+        gc.collect()
+        gc.freeze()
 
     def record(self) -> list[np.ndarray]:
         """The routes of the batch for all ways, made from what the live router chooses."""
-        from benchmarks.clients_ways import Packed
-        from megatron_r3.integrations import recording
-
         chosen = []
         for samples in self.batch.microbatches():
             packed = Packed.of(self.batch, samples)
-            chunk = self.chunks["native"]
             with torch.no_grad(), recording() as routes:
-                chunk(packed.tokens, packed.positions, None, packed_seq_params=packed.bounds)
+                self.chunk(packed.tokens, packed.positions, None, packed_seq_params=packed.bounds)
             ids_TLK = torch.stack([routes.ids[n] for n in sorted(routes.ids)], 1).numpy()
             ends = np.cumsum([len(self.batch.tokens[index]) for index in samples])
             # the last token of a sample has no route
@@ -151,134 +161,102 @@ class Bench:
         """Train on these routes from now on."""
         self.batch.routes = routes
 
-    def step(self, name: str) -> tuple[float, float]:
+    def step(self) -> tuple[float, float]:
         """Run one step; wall and CPU seconds of this rank, of all its threads."""
-        way = self.ways[name]
-        way.chunk.zero_grad(set_to_none=True)
-        gc.collect()  # what another way has left is not this one's to clear away
+        self.chunk.zero_grad(set_to_none=True)
+        gc.collect()  # what an earlier step has left is not this one's to clear away
         torch.distributed.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
-        way.step()
+        self.way.step()
         return time.perf_counter() - wall, time.process_time() - cpu
 
-    def count(self, name: str) -> dict[str, Any]:
+    def count(self) -> dict[str, Any]:
         """Run one step and count; no step is timed afterwards, since counting goes on.
 
         Returns:
             Numbers by name: those of `benchmarks.waits`; "layer passes"; "wrong", the passes of a
             router that took other routes than those of their micro-batch; "moved", the bytes of
-            routes that were copied to the device; "held" by a micro-batch; "tokens".
+            routes that were copied to the device; "held" by a token of a micro-batch; "tokens".
         """
-        if not self._counting:
-            self._counting = True
-            count_passes(self.chunks.values(), self._passes)
-            instrument(self._counts)
-            _count_moved(self.ways)
-        way = self.ways[name]
-        way.chunk.zero_grad(set_to_none=True)
-        before, passes, way_moved = Counter(self._counts), Counter(self._passes), _moved(way)
-        num_before = way_moved.num_bytes
-        with Seen(way.chunk) as seen, self.held.measured(way.chunk):
-            way.step()
+        counts, passes = Counter[str](), Counter[str]()
+        count_passes([self.chunk], passes)
+        instrument(counts)
+        self.chunk.zero_grad(set_to_none=True)
+        self.moved.num_bytes = 0
+        with _native_copies(self.moved), Seen(self.chunk) as seen, self.held.measured(self.chunk):
+            self.way.step()
         return {
-            **(self._counts - before),
-            "layer passes": (self._passes - passes)["experts"],
+            **counts,
+            "layer passes": passes["experts"],
             "wrong": seen.wrong(self.batch, self.case.recompute),
-            "moved": way_moved.num_bytes - num_before,
+            "moved": self.moved.num_bytes,
             "held": self.held.most / (self.batch.num_tokens() / MICROBATCHES),
             "tokens": self.batch.num_tokens(),
         }
 
-    # -- the models and ways of each process
-
-    def _chunk(self, name: str, prepare: Any = None, **options: Any) -> Any:
-        config = make_config(self.case.expert_parallel, self.case.recompute, **options)
-        if prepare:
-            prepare(config)
-        self.chunks[name] = make_model(config)
-        return self.chunks[name]
-
-    def _in_verl(self, name: str, way: str, chunk: Any) -> None:
-        from benchmarks.clients_verl import InVerl
-
-        begin, sample = self.held.begin, self.held.sample
-        self.ways[name] = InVerl(self.batch, chunk, way, begin, sample)
-
-    def _by_hand(self, name: str, way: Live, chunk: Any) -> None:
-        self.ways[name] = HandWritten(way, chunk, self.held.begin, self.held.sample)
-
-    def _build_verl(self) -> None:
-        """verl's replay, as its engine puts it into Megatron."""
-        from verl.workers.engine.megatron import transformer_impl as impl
-
-        from fidelity.clients.verl_engine import ask_for_replay, put_on_cpu
-
-        put_on_cpu(impl)
-        impl.apply_router_replay_patch()
-        chunk = self._chunk("own", ask_for_replay)
-        self._in_verl("verl, own replay", "verl", chunk)
-
-    def _build_verl_on_r3(self) -> None:
-        from verl.workers.engine.megatron import transformer_impl as impl
-
-        from fidelity.clients.verl_engine import ask_for_replay, put_on_cpu
-
-        put_on_cpu(impl)
-        self._in_verl("verl, live", "live", self._chunk("live"))
-        native = self._chunk("native", moe_router_replay=True)
-        self._in_verl("verl, native", "native", native)
-        self._in_verl("verl, native, plan", "native, plan", native)
-        impl.apply_router_replay_patch()  # ours, since verl was started with the setting for it
-        self._in_verl("verl, on megatron_r3", "verl", self._chunk("hook", ask_for_replay))
-
-    def _build_upstream(self) -> None:
-        self._prepare_skyrl()
-        chunk = self._chunk("RouterReplay", moe_enable_routing_replay=True)
-        self._by_hand("by hand, RouterReplay", ByHand(self.batch), chunk)
-        if self.case.skyrl:
-            self._by_hand("SkyRL, RouterReplay", SkyRL(self.batch), chunk)
-
-    def _build_r3(self) -> None:
-        self._by_hand("by hand, live", Live(self.batch), self._chunk("live"))
-        native = self._chunk("native", moe_router_replay=True)
-        for name, plan in {"by hand, native": False, "by hand, native, plan": True}.items():
-            self._by_hand(name, Native(self.batch, native, plan), native)
-        # Routers that are made from here on stand in upstream's list, so this model comes last:
-        # code for RouterReplay gives targets to all routers of the list.
-        import megatron_r3.integrations.router_replay  # noqa: F401
-
-        self._prepare_skyrl()
-        drop_in = self._chunk("drop-in", moe_enable_routing_replay=True)
-        self._by_hand("by hand, drop-in", ByHand(self.batch), drop_in)
-        if self.case.skyrl:
-            self._by_hand("SkyRL, drop-in", SkyRL(self.batch), drop_in)
-
-    def _prepare_skyrl(self) -> None:
-        if self.case.skyrl:
+    def _built(self, name: str) -> tuple[Any, Any, Moved]:
+        """The model of a way, its step, and where it counts the bytes that it copies."""
+        around, _, kind = name.partition(", ")
+        if around == "verl":
+            return self._built_in_verl(kind)
+        if kind == "drop-in":
+            import megatron_r3.integrations.router_replay  # noqa: F401
+        if around == "SkyRL":
             sys.path.append(str(self.case.skyrl))
             from skyrl.backends.skyrl_train.utils import replay_utils
 
             replay_utils.patch_topk_router_layer_number()  # before the model is made
+        native = kind.startswith("native")
+        chunk = self._model(
+            moe_router_replay=native, moe_enable_routing_replay=not native and kind != "live"
+        )
+        way: Live
+        if native:
+            way = Native(self.batch, chunk, plan=WAYS[name].plan)
+        elif around == "SkyRL":
+            way = SkyRL(self.batch)
+        else:
+            way = Live(self.batch) if kind == "live" else ByHand(self.batch)
+        step = HandWritten(way, chunk, self.held.begin, self.held.sample)
+        return chunk, step, way.moved
+
+    def _built_in_verl(self, kind: str) -> tuple[Any, Any, Moved]:
+        from verl.workers.engine.megatron import transformer_impl as impl
+
+        from benchmarks.clients_verl import InVerl
+        from fidelity.clients.verl_engine import ask_for_replay, put_on_cpu
+
+        put_on_cpu(impl)
+        if kind in ("own replay", "on megatron_r3"):
+            # the first thing that the engine does; it is ours where verl has the setting for it
+            impl.apply_router_replay_patch()
+            chunk, kind = self._model(ask_for_replay), "verl"
+        else:
+            chunk = self._model(moe_router_replay=kind != "live")
+        way = InVerl(self.batch, chunk, kind, self.held.begin, self.held.sample)
+        return chunk, way, way.moved
+
+    def _model(self, prepare: Any = None, **options: Any) -> Any:
+        config = make_config(self.case.expert_parallel, self.case.recompute, **options)
+        if prepare:
+            prepare(config)
+        return make_model(config)
 
 
-def _moved(way: Any) -> Any:
-    """Where a way counts the bytes of routes that it copies to the device."""
-    return way.way.moved if isinstance(way, HandWritten) else way.moved
-
-
-def _count_moved(ways: dict[str, Any]) -> None:
-    """Have `HostRoutes` say how many bytes it copies, to the ways that copy by it."""
-    from megatron_r3.integrations.host_routes import HostRoutes
-
-    native = [_moved(way) for name, way in ways.items() if "native" in name]
+@contextmanager
+def _native_copies(moved: Moved) -> Iterator[None]:
+    """Have `HostRoutes` say how many bytes it copies to the device."""
     on_device = HostRoutes.on_device
 
     def counted(self: HostRoutes, *args: Any, **kwargs: Any) -> Any:
-        for moved in native:  # one way runs at a time, and reads the difference
-            moved.num_bytes += self.packed.nbytes
+        moved.num_bytes += self.packed.nbytes
         return on_device(self, *args, **kwargs)
 
     HostRoutes.on_device = counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HostRoutes.on_device = on_device  # type: ignore[method-assign]
 
 
 class Seen:
@@ -364,8 +342,6 @@ class Held:
         """A forward pass is over, and its backward pass has not begun."""
         if self._chunk is None:
             return
-        from megatron_r3.integrations import MicrobatchRoutes
-
         found = dict(self._saved)
         for hook in (getattr(router, "router_replay", None) for router in routers_of(self._chunk)):
             for name in self._KEPT:

@@ -23,8 +23,8 @@ from benchmarks.report import clients_part
 from benchmarks.waits import COPIES, GATHERED, GATHERS, PLANS, WAITS
 
 
-class Processes:
-    """Two made-up ranks of every process, which answer at once.
+class Ranks:
+    """Two made-up ranks of every way, which answer at once.
 
     Args:
         slow: how many times as long as the others a way takes.
@@ -38,15 +38,14 @@ class Processes:
         self.slow, self.spread, self.counts = slow, spread, counts
         self.draw, self.steps, self.taken = random.Random(0), [], []
 
-    def ask(self, process: str, method: str, *arguments: list[Any]) -> list[Any]:
+    def ask(self, name: str, method: str, *arguments: list[Any]) -> list[Any]:
         if method == "record":
             return ["routes of rank 0", "routes of rank 1"]
-        assert method == "take"
-        assert arguments == (["routes of rank 0", "routes of rank 1"],)
-        self.taken.append(process)
-        return [None, None]
-
-    def ask_way(self, name: str, method: str) -> list[Any]:
+        if method == "take":
+            assert arguments == (["routes of rank 0", "routes of rank 1"],)
+            self.taken.append(name)
+            return [None, None]
+        assert not arguments
         if method == "count":
             return [counted(name) | self.counts.get(name, {})] * 2
         self.steps.append(name)
@@ -71,18 +70,18 @@ def counted(name: str) -> dict[str, float]:
     }
 
 
-def rows_of(most: int = 1, **what: Any) -> tuple[dict[str, dict[str, Any]], Processes]:
+def rows_of(most: int = 1, **what: Any) -> tuple[dict[str, dict[str, Any]], Ranks]:
     given = {"slow": {}, "spread": 0.1, "counts": {}, **what}
-    processes = Processes(**given)
-    result = run_rounds(list(WAYS), processes, most)
+    ranks = Ranks(**given)
+    result = run_rounds(list(WAYS), ranks, most)
     rows = [{"ep": 2, "recompute": True, **row} for row in summarise(result)]
-    return {row["way"]: row for row in rows}, processes
+    return {row["way"]: row for row in rows}, ranks
 
 
-def test_every_way_has_a_turn_in_every_round_and_every_process_the_routes() -> None:
-    _, processes = rows_of(3)
-    assert sorted(processes.taken) == sorted({way.process for way in WAYS.values()})
-    rounds = np.array(processes.steps).reshape(4, len(WAYS))  # one warms up
+def test_every_way_has_a_turn_in_every_round_and_the_routes() -> None:
+    _, ranks = rows_of(3)
+    assert sorted(ranks.taken) == sorted(WAYS)
+    rounds = np.array(ranks.steps).reshape(4, len(WAYS))  # one warms up
     assert all(sorted(names) == sorted(WAYS) for names in rounds)
     assert len({tuple(names) for names in rounds}) == 4
 
@@ -93,7 +92,7 @@ def test_a_way_is_compared_with_the_peer_of_its_own_forward_step() -> None:
         if way.peer:
             assert WAYS[way.peer].peer is None
             assert WAYS[way.peer].live == way.live
-            assert WAYS[way.peer].process != way.process
+            assert WAYS[way.peer].worker != way.worker
             assert name.split(",")[0] == way.peer.split(",")[0]
     assert "SkyRL, drop-in" not in Case(1, False).ways()
     assert Case(1, False, Path("skyrl")).ways() == list(WAYS)
@@ -101,8 +100,8 @@ def test_a_way_is_compared_with_the_peer_of_its_own_forward_step() -> None:
 
 def test_ways_that_differ_end_early_and_tell() -> None:
     slow = {name: 0.5 for name, way in WAYS.items() if way.peer}
-    rows, processes = rows_of(32, slow=slow, spread=0.02)
-    assert len(processes.steps) == len(WAYS) * (1 + LOOKS[0])
+    rows, ranks = rows_of(32, slow=slow, spread=0.02)
+    assert len(ranks.steps) == len(WAYS) * (1 + LOOKS[0])
     for name, way in WAYS.items():
         for ratio in ("wall_of_peer", "cpu_of_peer"):
             if way.peer:
@@ -115,8 +114,8 @@ def test_ways_that_differ_end_early_and_tell() -> None:
 
 def test_equal_ways_run_to_the_end_and_cannot_tell() -> None:
     """The control: only noise, and nothing is claimed."""
-    rows, processes = rows_of(16)
-    assert len(processes.steps) == len(WAYS) * 17
+    rows, ranks = rows_of(16)
+    assert len(ranks.steps) == len(WAYS) * 17
     assert "cannot tell (0." in _line(rows["by hand, native"])
     seconds = {name: [1.0] for name in WAYS}
     assert len(compared(seconds)) == sum(way.peer is not None for way in WAYS.values())
