@@ -132,7 +132,7 @@ class Native(Live):
     """`replaying`, from arrays on the host.
 
     Args:
-        chunk: the model; None for a way that only says what it costs.
+        chunk: the model, with `moe_router_replay`.
         plan: whether each micro-batch gets a dispatch plan.
     """
 
