@@ -80,9 +80,10 @@ def main(argv: list[str] | None = None) -> int:
     args.out.write_text(
         json.dumps({**machine, "most_rounds": args.rounds, "rows": rows}, indent=1) + "\n"
     )
-    wrong = {f"EP{row['ep']}, {row['way']}: {fault}" for row in rows for fault in faults(row)}
-    for line in sorted(wrong):
-        print(f"error: {line}", file=sys.stderr)
+    wrong = [(row, fault) for row in rows for fault in faults(row)]
+    for row, fault in wrong:
+        recompute = "full" if row["recompute"] else "none"
+        print(f"error: EP{row['ep']}, {recompute}, {row['way']}: {fault}", file=sys.stderr)
     return 1 if wrong else 0
 
 
