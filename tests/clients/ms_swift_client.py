@@ -19,7 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from router_replay_client import LONGEST, Client
+from framework_cases import LONGEST
+from router_replay_client import Client
 
 _spec = importlib.util.find_spec("mcore_bridge")
 assert _spec is not None

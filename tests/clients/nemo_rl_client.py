@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 import transformers
-from router_replay_client import LONGEST, Client
+from framework_cases import LONGEST
+from router_replay_client import Client
 
 
 def _empty(name: str, path: list[str] | None = None, **names: Any) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from router_replay_client import LONGEST, Client
+from framework_cases import LONGEST
+from router_replay_client import Client
 
 _skyrl = importlib.util.find_spec("skyrl")
 assert _skyrl is not None

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from framework_cases import CASES, LAYOUTS, Data
 from router_replay_client import (
-    CASES,
-    LAYOUTS,
-    Data,
     Passes,
     by_itself,
     check,

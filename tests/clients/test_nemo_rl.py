@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from router_replay_client import CASES, check, check_off
+from framework_cases import CASES
+from router_replay_client import check, check_off
 
 from fidelity.rig.worker import TreeWorker
 

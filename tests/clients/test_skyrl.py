@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from router_replay_client import CASES, Data, by_itself, check, check_off, step_dropped_in
+from framework_cases import CASES, Data
+from router_replay_client import by_itself, check, check_off, step_dropped_in
 
 from fidelity.rig.worker import TreeWorker
 
