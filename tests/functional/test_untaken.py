@@ -102,7 +102,8 @@ def with_slimes_list(rank: int) -> str:
 
 def test_slimes_own_replay_beside_ours_is_refused(patched: TreeWorker) -> None:
     (told,) = patched.run(with_slimes_list, 1)
-    assert told.startswith("ReplayError") and "unset ENABLE_ROUTING_REPLAY" in told
+    assert told.startswith("ReplayError")
+    assert "unset ENABLE_ROUTING_REPLAY" in told
 
 
 def nobody_takes_them(rank: int) -> dict[str, str]:
