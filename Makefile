@@ -19,7 +19,7 @@ NEW      ?=
 # export: with 1 nothing is written, and the exit status says whether a byte would change
 CHECK    ?=
 # fidelity: run the cases with this in their name; check: run the checks with this; fuzz: run one class;
-# clients: run the tests that this expression of pytest -k chooses
+# clients: run the tests that this expression of pytest -k chooses; bench-clients: the cases with this, as EP2 full
 ONLY     ?=
 # fuzz: how many tries, and the seed that chooses them
 TRIES    ?= 10000
@@ -129,7 +129,7 @@ bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: l
 
 bench-clients: megatron $(BUILD)/clients/.done  ## measure replay of verl, of upstream and of SkyRL (SKYRL=CLONE) beside ours
 	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients $(VENV)/bin/python -m benchmarks.clients \
-		--out $(BUILD)/bench/clients.json --rounds $(ROUNDS) --skyrl "$(SKYRL)"
+		--out $(BUILD)/bench/clients.json --rounds $(ROUNDS) --skyrl "$(SKYRL)" --only "$(ONLY)"
 
 bench-store: setup  ## measure routes on their way from a response to a rank, here and in other frameworks (TOKENS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \

@@ -57,9 +57,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--skyrl", default="", help="a clone of NovaSky-AI/SkyRL; without it its ways are left out"
     )
+    parser.add_argument("--only", default="", help="cases with this in their name, as EP2 full")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
+    cases = [case for case in CASES if args.only in _name(*case)]
+    if not cases:
+        names = ", ".join(_name(*case) for case in CASES)
+        parser.error(f"--only {args.only}: no case has this in its name: {names}")
     clients = Path(os.environ.get("MEGATRON_R3_CLIENTS", ROOT / "build" / "clients")).resolve()
     if not (clients / VERL).is_dir():
         print(f"error: no {VERL} in {clients}: run `make bench-clients`", file=sys.stderr)
@@ -75,22 +80,33 @@ def main(argv: list[str] | None = None) -> int:
             except ValueError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 1
-        rows = _measure(stack, clients, skyrl, folder, args.rounds, machine["load"])
+        rows = _measure(stack, cases, clients, skyrl, folder, args.rounds, machine["load"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(
         json.dumps({**machine, "most_rounds": args.rounds, "rows": rows}, indent=1) + "\n"
     )
     wrong = [(row, fault) for row in rows for fault in faults(row)]
     for row, fault in wrong:
-        recompute = "full" if row["recompute"] else "none"
-        print(f"error: EP{row['ep']}, {recompute}, {row['way']}: {fault}", file=sys.stderr)
+        name = _name(row["ep"], row["recompute"])
+        print(f"error: {name}, {row['way']}: {fault}", file=sys.stderr)
     return 1 if wrong else 0
 
 
+def _name(ep: int, recompute: bool) -> str:
+    """Of a case: "EP2 full"."""
+    return f"EP{ep} {'full' if recompute else 'none'}"
+
+
 def _measure(
-    stack: ExitStack, clients: Path, skyrl: Path | None, folder: Path, rounds: int, load: float
+    stack: ExitStack,
+    cases: list[tuple[int, bool]],
+    clients: Path,
+    skyrl: Path | None,
+    folder: Path,
+    rounds: int,
+    load: float,
 ) -> list[dict[str, Any]]:
-    """The rows of all cases, printed as soon as they are there."""
+    """The rows of these cases, printed as soon as they are there."""
     tree, tree_name = unpatched_copy(None, folder / "unpatched")
     patched = patched_copy(tree, folder / "patched")
     print("by MoE layer and pass: host waits, copies to the host, metadata collectives; by token:")
@@ -106,7 +122,7 @@ def _measure(
     }
     workers = {name: stack.enter_context(worker.result()) for name, worker in starting.items()}
     rows = []
-    for ep, recompute in CASES:
+    for ep, recompute in cases:
         case = Case(ep, recompute, skyrl)
         with Ranks(pool, workers, case, folder, 900 + 60.0 * rounds) as ranks:
             result = run_rounds(case.ways(), ranks, rounds)

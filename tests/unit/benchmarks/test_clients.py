@@ -243,3 +243,5 @@ def test_what_is_not_there_is_one_line(
     assert not (tmp_path / "out.json").exists()
     with pytest.raises(SystemExit):
         clients.main([*out, "--rounds", "0"])
+    with pytest.raises(SystemExit):
+        clients.main([*out, "--only", "EP3"])
