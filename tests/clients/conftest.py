@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sources import from_clone
+from client_workers import from_clone, worker_with
 
 from fidelity.rig.worker import TreeWorker
 
@@ -20,101 +22,78 @@ def clients() -> Path:
     """The folder of `make clients`."""
     folder = os.environ.get("MEGATRON_R3_CLIENTS")
     if folder is None:
-        pytest.skip("needs verl: run `make clients`")
+        pytest.skip("needs the packages of frameworks: run `make clients`")
     return Path(folder).resolve()
 
 
 @pytest.fixture(scope="session")
 def verl_path(clients: Path) -> dict[str, str]:
     """What is on the path of a process for each version of verl."""
-    here = Path(__file__).parents[1] / "functional"
     return {
-        version: os.pathsep.join(map(str, (clients / f"verl-{version}", clients / "site", here)))
+        version: os.pathsep.join(map(str, (clients / f"verl-{version}", clients / "site")))
         for version in VERSIONS
     }
 
 
-def _worker(tree: Path, path: str, modules: str) -> Iterator[TreeWorker]:
+def _verl(clients: Path, tree: Path, version: str, modules: str) -> Iterator[TreeWorker]:
     """A worker that has imported verl's engine, with verl's own setting for other modules."""
-    # The settings are those of this worker alone: another one starts while it still lives.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        patch.setenv("VERL_USE_EXTERNAL_MODULES", modules)
-        patch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
-        worker = TreeWorker(tree, ("megatron.training", "pytest", ENGINE))
-    with worker:
+    folders = [clients / f"verl-{version}", clients / "site"]
+    settings = {"VERL_USE_EXTERNAL_MODULES": modules, "VERL_USE_EXTERNAL_PLUGINS": "none"}
+    with worker_with(tree, folders, ENGINE, **settings) as worker:
         yield worker
 
 
 @pytest.fixture(scope="session", params=VERSIONS)
-def verl(
-    request: pytest.FixtureRequest, patched_tree: Path, verl_path: dict[str, str]
-) -> Iterator[TreeWorker]:
+def verl(request: pytest.FixtureRequest, patched_tree: Path, clients: Path) -> Iterator[TreeWorker]:
     """verl on megatron_r3, by one setting."""
-    modules = "megatron_r3.integrations.verl"
-    yield from _worker(patched_tree, verl_path[request.param], modules)
+    yield from _verl(clients, patched_tree, request.param, "megatron_r3.integrations.verl")
 
 
 @pytest.fixture(scope="session")
-def verl_alone(patched_tree: Path, verl_path: dict[str, str]) -> Iterator[TreeWorker]:
+def verl_alone(patched_tree: Path, clients: Path) -> Iterator[TreeWorker]:
     """verl 0.9.1 with its own replay."""
-    yield from _worker(patched_tree, verl_path["0.9.1"], "")
+    yield from _verl(clients, patched_tree, "0.9.1", "")
 
 
-def _framework(tree: Path, name: str, folders: list[Path]) -> Iterator[TreeWorker]:
-    """A worker that has imported NAME_client.py, with these folders on its path."""
-    here = Path(__file__).parent
-    path = [*folders, here, here.parent / "functional"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))
-        worker = TreeWorker(tree, ("megatron.training", "pytest", f"{name}_client"))
-    with worker:
-        yield worker
+# The files of a framework, by the name of its NAME_client.py, which its workers import. In each
+# case the ranks of a worker import the drop-in, or not.
 
 
 @pytest.fixture(scope="session")
-def skyrl_folders(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    out = tmp_path_factory.mktemp("skyrl")
-    from_clone("SKYRL", ["skyrl", "skyrl-gym/skyrl_gym"], out)
-    return [out, out / "skyrl-gym", clients / "site"]
+def frameworks(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """For each framework the folders that go on the path; a clone is unpacked once."""
+
+    @functools.cache
+    def folders(name: str) -> list[Path]:
+        site = clients / "site"
+        if name == "ms_swift":
+            return [clients / "ms-swift-4.6.0", site]
+        out = tmp_path_factory.mktemp(name)
+        if name == "skyrl":
+            from_clone("SKYRL", ["skyrl", "skyrl-gym/skyrl_gym"], out)
+            return [out, out / "skyrl-gym", site]
+        return [from_clone("NEMO_RL", ["nemo_rl"], out), site]
+
+    return folders
 
 
-@pytest.fixture(scope="session")
-def skyrl(patched_tree: Path, skyrl_folders: list[Path]) -> Iterator[TreeWorker]:
-    """SkyRL at its pinned commit; each case imports the drop-in, or not."""
-    yield from _framework(patched_tree, "skyrl", skyrl_folders)
+def _framework(name: str, tree: str) -> Any:
+    """A fixture: the worker of a framework on a tree, which is the name of a fixture."""
+
+    @pytest.fixture(scope="session")
+    def worker(
+        request: pytest.FixtureRequest, frameworks: Callable[[str], Any]
+    ) -> Iterator[TreeWorker]:
+        folders = frameworks(name)
+        root = request.getfixturevalue(tree)
+        with worker_with(root, folders, f"{name}_client") as made:
+            yield made
+
+    return worker
 
 
-@pytest.fixture(scope="session")
-def skyrl_unpatched(megatron_tree: Path, skyrl_folders: list[Path]) -> Iterator[TreeWorker]:
-    yield from _framework(megatron_tree, "skyrl", skyrl_folders)
-
-
-@pytest.fixture(scope="session")
-def nemo_rl_folders(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    out = tmp_path_factory.mktemp("nemo_rl")
-    return [from_clone("NEMO_RL", ["nemo_rl"], out), clients / "site"]
-
-
-@pytest.fixture(scope="session")
-def nemo_rl(patched_tree: Path, nemo_rl_folders: list[Path]) -> Iterator[TreeWorker]:
-    """NeMo-RL at its pinned commit; each case imports the drop-in, or not."""
-    yield from _framework(patched_tree, "nemo_rl", nemo_rl_folders)
-
-
-@pytest.fixture(scope="session")
-def nemo_rl_unpatched(megatron_tree: Path, nemo_rl_folders: list[Path]) -> Iterator[TreeWorker]:
-    yield from _framework(megatron_tree, "nemo_rl", nemo_rl_folders)
-
-
-@pytest.fixture(scope="session")
-def ms_swift(patched_tree: Path, clients: Path) -> Iterator[TreeWorker]:
-    """ms-swift 4.6.0; each case imports the drop-in, or not."""
-    folders = [clients / "ms-swift-4.6.0", clients / "site"]
-    yield from _framework(patched_tree, "ms_swift", folders)
-
-
-@pytest.fixture(scope="session")
-def ms_swift_unpatched(megatron_tree: Path, clients: Path) -> Iterator[TreeWorker]:
-    folders = [clients / "ms-swift-4.6.0", clients / "site"]
-    yield from _framework(megatron_tree, "ms_swift", folders)
+skyrl, skyrl_unpatched = (_framework("skyrl", t) for t in ("patched_tree", "megatron_tree"))
+nemo_rl, nemo_rl_unpatched = (_framework("nemo_rl", t) for t in ("patched_tree", "megatron_tree"))
+ms_swift, ms_swift_unpatched = (
+    _framework("ms_swift", t) for t in ("patched_tree", "megatron_tree")
+)

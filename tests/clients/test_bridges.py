@@ -5,7 +5,6 @@ Shape suffixes (docs/glossary.md): B, K, L, S, T.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bridge_models import DECIDES, build
+from client_workers import from_clone, worker_with
 from replay_layouts import (
     EXPERTS,
     LAYERS,
@@ -30,12 +30,9 @@ from replay_layouts import (
     run_step,
     same,
 )
-from sources import from_clone
 from tiny import BATCH, SEQUENCE, start
 
 from fidelity.rig.worker import TreeWorker
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(
@@ -53,13 +50,9 @@ def library(
         folder = from_clone("BRIDGE", ["src/megatron"], tmp_path_factory.mktemp("bridge")) / "src"
     else:
         folder = clients / f"{name}-{version}"
-    path = (folder, clients / "site", HERE, HERE.parent / "functional")
     # "mbridge", or the module that imports megatron.bridge
     module = "mbridge" if name == "mbridge" else "import_bridge"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))
-        worker = TreeWorker(patched_tree, ("megatron.training", "pytest", module))
-    with worker:
+    with worker_with(patched_tree, [folder, clients / "site"], module) as worker:
         yield name, worker
 
 
@@ -148,10 +141,12 @@ def watched(gpt: Any) -> Iterator[tuple[Step, list[bool]]]:
 
     handles = [router.register_forward_hook(keep) for router in routers_of(gpt)]
     PlanHook.sizes = asked  # type: ignore[method-assign]
-    yield step, planned
-    PlanHook.sizes = sizes  # type: ignore[method-assign]
-    for handle in handles:
-        handle.remove()
+    try:
+        yield step, planned
+    finally:
+        PlanHook.sizes = sizes  # type: ignore[method-assign]
+        for handle in handles:
+            handle.remove()
 
 
 def as_it_is_trained(rank: int, name: str, recompute: str) -> dict[str, Any]:

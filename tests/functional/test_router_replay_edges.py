@@ -20,7 +20,7 @@ from router_targets import (
     routers_of,
     targets,
 )
-from tiny import SHAPE, config, loss_and_gradients, model, start
+from tiny import config, loss_and_gradients, model, start
 
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay import MicrobatchRoutes, active_microbatch, replaying
@@ -206,23 +206,15 @@ def test_an_unpatched_tree_is_one_error_at_import(unpatched: TreeWorker) -> None
 # -- off
 
 
-def upstreams_config(**options: Any) -> Any:
-    """As `config`, without an option that an unpatched tree does not have."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    more = {"moe_router_load_balancing_type": "none", "num_layers": 4}
-    return TransformerConfig(**SHAPE, **more, **options)
-
-
 def off(rank: int, imported: bool) -> list[Any]:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     if imported:
         import megatron_r3.integrations.router_replay  # noqa: F401
     start()
-    plain = model(upstreams_config())
+    plain = model(config(moe_router_replay=False))
     live = loss_and_gradients(plain, nullcontext())
-    gpt = model(upstreams_config(moe_enable_routing_replay=True))
+    gpt = model(config(**ASKED))
     classes = {type(router.router_replay).__name__ for router in routers_of(gpt)}
     plain_hooks = {type(router.router_replay).__name__ for router in routers_of(plain)}
     RouterReplay.set_replay_data(targets())

@@ -50,11 +50,9 @@ def config(**options: Any) -> Any:
     """Four layers, eight experts, top-2, replay on. With replay off any tree takes it."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if not options.get("moe_router_replay", True):
-        del options["moe_router_replay"]  # off is the default, and an unpatched tree has no field
-        on = {}
-    else:
-        on = {"moe_router_replay": True}
+    options = {"moe_router_replay": True, **options}
+    if not options["moe_router_replay"]:  # off is the default, and an unpatched tree has no field
+        del options["moe_router_replay"]
     return TransformerConfig(
         **{
             **SHAPE,
@@ -63,7 +61,6 @@ def config(**options: Any) -> Any:
             "qk_layernorm": True,
             "moe_router_load_balancing_type": "none",
             "activation_func": torch.nn.functional.silu,
-            **on,
             **options,
         }
     )
