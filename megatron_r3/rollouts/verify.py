@@ -75,7 +75,7 @@ def measure_agreement(directory: Path, model: Path, num_rollouts: int) -> dict[s
     Returns:
         `rollouts`, `tokens`: how many were compared. `routes`: for each MoE layer the share of
         recorded rows with the same set of experts. `k3_kl`, `extreme`, `abs_dlogp`: means over the
-        sampled tokens (megatron_r3.training.losses).
+        sampled tokens (megatron_r3.training.losses.agreement).
 
     Raises:
         EngineError: transformers cannot read the model, or the model has other MoE layers than the
@@ -123,7 +123,7 @@ def _log_prob_sums(network: Any, rollout: Rollout) -> dict[str, float]:
     """Run a rollout; the sums of `agreement_sums` over its sampled tokens."""
     import torch
 
-    from megatron_r3.training.losses import agreement_sums
+    from megatron_r3.training.losses.agreement import agreement_sums
 
     ids_N = torch.from_numpy(rollout.tokens_N.astype(np.int64))
     # The logits of a token are about the next one: row 0 predicts token 1.

@@ -1,13 +1,15 @@
 """Other half of the pretrain patch: swap in the rollouts, check each step, log each step.
 
-`pretrain()` calls `use_rollouts`, `train_step()` calls `check_step` before its update, and
-`training_log()` calls `log_step`. The training itself lives in `megatron_r3/training/`.
+`pretrain()` calls `use_rollouts`, `train_step()` calls `begin_step` before its forward passes and
+`check_step` before its update, and `training_log()` calls `log_step`. The training itself lives in
+`megatron_r3/training/`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +52,17 @@ def use_rollouts(
     progress = MegatronProgress(args)
     ledger = Ledger(options, progress, store)
     _step = RolloutStep(options, store, progress, ledger, forward_step, observe)
-    return _provider(options, store, ledger, provider, args.eval_iters), _step
+    return _provider(_step, provider, args.eval_iters), _step
+
+
+def begin_step(models: list[Any]) -> None:
+    """Have what a step needs of the old policy, before its forward passes.
+
+    Args:
+        models: this rank's model chunks, as `train_step` has them.
+    """
+    assert _step is not None, "pretrain() has not called use_rollouts"
+    _step.begin(models)
 
 
 def check_step(models: list[Any]) -> None:
@@ -93,10 +105,9 @@ def _announce(options: RolloutOptions, store: RolloutStore) -> None:
         print(f"> rollouts: {line}", flush=True)
 
 
-def _provider(
-    options: RolloutOptions, store: RolloutStore, ledger: Ledger, scripts: Provider, eval_iters: int
-) -> Provider:
+def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider:
     """A dataset provider with the rollouts for training, and the script's own data for the rest."""
+    options, store, ledger = step.options, step.store, step.ledger
 
     def training_data(num_samples: int) -> RolloutDataset:
         # Megatron asks for data once the checkpoint is loaded, and again for a further epoch of
@@ -105,16 +116,18 @@ def _provider(
             notice = ledger.begin()
             if notice and torch.distributed.get_rank() == 0:
                 print(f"> rollouts: {notice}", flush=True)
+        use = replace(options.use, start=ledger.start)
         if options.follow_s is not None:
-            return FollowedRollouts(store, options.seq_length, num_samples, ledger.start)
+            return FollowedRollouts(store, use, num_samples)
         if options.pack:
-            multiple = options.document_multiple
-            return PackedRollouts(store, options.seq_length, num_samples, multiple, ledger.start)
-        return RolloutDataset(store, options.seq_length, num_samples, ledger.start)
+            return PackedRollouts(store, use, num_samples, options.document_multiple)
+        return RolloutDataset(store, use, num_samples)
 
     def provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         try:
             train = training_data(sizes[0])
+            if step.old_pass is not None:
+                step.old_pass.data = train
         except StoreError as error:
             refuse(str(error))
         if not eval_iters:

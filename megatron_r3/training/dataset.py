@@ -9,7 +9,8 @@ from torch import Tensor
 from megatron_r3.rows import PADDING
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
-from megatron_r3.training.losses import group_normalised
+from megatron_r3.training.losses.advantages import ADVANTAGES
+from megatron_r3.training.schedule import SOURCES, STORED, UseOfRollouts
 
 # what a rollout has for each input token, and what padding holds
 _FILL = {
@@ -19,6 +20,8 @@ _FILL = {
     "loss_mask": 0.0,
     "sampled_logprobs": 0.0,
     "advantages": 0.0,
+    "document": 0,
+    "source": 0,
 }
 SEQUENCE_FIELDS = (*_FILL, "position_ids")
 
@@ -26,71 +29,106 @@ SEQUENCE_FIELDS = (*_FILL, "position_ids")
 class RolloutDataset(torch.utils.data.Dataset):
     """Sample i is rollout i - start modulo their number, in store order.
 
-    A training input is tokens[:-1], so it has N - 1 tokens: exactly those that have routes.
+    With mini-steps or epochs the schedule says which sample of the store it is instead. A training
+    input is tokens[:-1], so it has N - 1 tokens: exactly those that have routes.
 
     Args:
         store: the rollouts; none longer than `seq_length + 1` tokens.
-        seq_length: S, to which samples are padded on the right.
+        use: what the training does with them.
         num_samples: how many samples training will draw; more than there are rollouts is more
             than one epoch.
-        start: the sample of the training that is the first rollout of the store. In a training that
-            was resumed with a new store, the samples before it came from another store.
     """
 
     def __init__(
-        self, store: RolloutStore, seq_length: int, num_samples: int | None = None, start: int = 0
+        self, store: RolloutStore, use: UseOfRollouts, num_samples: int | None = None
     ) -> None:
-        self.store = store
-        self.seq_length = seq_length
-        self.start = start
-        self.num_samples = max(num_samples or 0, start + len(store))
+        self.store, self.use = store, use
+        self.num_samples = max(num_samples or 0, use.start + len(store))
         self.reward = store.column("reward")
-        self.advantage = group_normalised(self.reward, store.groups())
+        self.version = store.column("policy_version")
+        self.advantage = self._advantages(store.groups())
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Fields of length S: tokens, labels, position_ids and rows int64; loss_mask,
-        sampled_logprobs and advantages float32; and the rewards.
+        """Fields of length S: tokens, labels, position_ids, rows, document and source int64;
+        loss_mask, sampled_logprobs and advantages float32; the rewards, and the collection.
 
         Position t predicts token t + 1, and its loss_mask, log-prob and advantage are those of
-        token t + 1. Example: prompt [5, 6], response [7, 8], S = 4:
+        token t + 1. `document` is the number of the rollout in the sample, `source` says whose
+        routes the token takes (`SOURCES`). Example: prompt [5, 6], response [7, 8], S = 4:
         tokens [5, 6, 7, 0], labels [6, 7, 8, 0], loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
         """
-        return self._sample([(index - self.start) % len(self.store)], [self.seq_length])
+        return self.of_store(self.use.schedule.in_store(index - self.use.start))
 
-    def _sample(self, rollouts: list[int], lengths: list[int]) -> dict[str, Tensor]:
+    def of_store(self, sample: int) -> dict[str, Tensor]:
+        """The fields of a sample of the store; after the last one the first one comes again."""
+        return self._sample([sample % len(self.store)], [self.use.seq_length], sample)
+
+    def rollouts_of(self, samples: range) -> list[int]:
+        """The rollouts of some samples of the store."""
+        return [sample % len(self.store) for sample in samples]
+
+    def _advantages(self, groups: np.ndarray) -> np.ndarray:
+        if self.use.advantages == STORED:
+            return self.store.column("advantage")
+        return ADVANTAGES[self.use.advantages](self.reward, groups)
+
+    def _sample(self, rollouts: list[int], lengths: list[int], sample: int) -> dict[str, Tensor]:
         """These rollouts one after the other, each padded to its length."""
-        documents = [self._document(rollout) for rollout in rollouts]
+        newest = self._newest_version(sample)
+        documents = [self._document(rollout, newest) for rollout in rollouts]
         fields: dict[str, Tensor] = {}
         for name, fill in _FILL.items():
-            values = np.full(self.seq_length, fill, documents[0][name].dtype)
+            values = np.full(self.use.seq_length, fill, documents[0][name].dtype)
             start = 0
-            for document, length in zip(documents, lengths, strict=False):
-                values[start : start + len(document[name])] = document[name]
+            for number, (document, length) in enumerate(zip(documents, lengths, strict=False)):
+                value = number if name == "document" else document[name]
+                values[start : start + len(document["rows"])] = value
                 start += length
             fields[name] = torch.from_numpy(values)
         positions = np.concatenate([np.arange(length) for length in lengths])
         fields["position_ids"] = torch.from_numpy(positions)
         fields["reward"] = torch.from_numpy(self.reward[rollouts])
+        fields["collection"] = torch.tensor(self.use.schedule.collection_of(sample))
         return fields
 
-    def _document(self, rollout: int) -> dict[str, np.ndarray]:
+    def _document(self, rollout: int, newest: int) -> dict[str, np.ndarray]:
         fields = self.store.fields(rollout)
         response = fields["response"][1:].astype(np.float32)
+        rows = self.store.row_ids(rollout)
+        max_lag = self.use.replay_max_lag
+        is_stale = max_lag is not None and newest - int(self.version[rollout]) > max_lag
+        source = SOURCES.index(self.use.stale_source if is_stale else self.use.source)
         return {
             "tokens": fields["tokens"][:-1].astype(np.int64),
             "labels": fields["tokens"][1:].astype(np.int64),
-            "rows": self.store.row_ids(rollout),
+            "rows": rows,
             "loss_mask": response,
             "sampled_logprobs": fields["logprobs"][1:],
             "advantages": response * self.advantage[rollout],
+            "document": np.zeros(len(rows), np.int64),
+            "source": np.full(len(rows), source, np.int64),
         }
+
+    def _newest_version(self, sample: int) -> int:
+        """The newest policy version in the store up to the end of a sample's collection.
+
+        All ranks find the same one, also in a store that grows: nobody asks for what comes later.
+        """
+        if self.use.replay_max_lag is None:
+            return 0
+        return int(self.version[: self._end_of_collection(sample)].max())
+
+    def _end_of_collection(self, sample: int) -> int:
+        """The number of rollouts of the store up to the end of a sample's collection."""
+        schedule = self.use.schedule
+        return min(schedule.of_collection(schedule.collection_of(sample)).stop, len(self.store))
 
 
 class FollowedRollouts(RolloutDataset):
-    """Sample i is rollout i - start of a store that grows: one that is not there is waited for.
+    """A store that grows, whose rollouts are waited for.
 
     Advantages are normalised over a whole group, so a group lies in one shard: a group whose second
     half came with the next shard would have been normalised without that half.
@@ -99,25 +137,30 @@ class FollowedRollouts(RolloutDataset):
         num_samples: how many samples training will draw.
     """
 
-    def __init__(
-        self, store: RolloutStore, seq_length: int, num_samples: int, start: int = 0
-    ) -> None:
-        super().__init__(store, seq_length, num_samples, start)
+    def __init__(self, store: RolloutStore, use: UseOfRollouts, num_samples: int) -> None:
+        super().__init__(store, use, num_samples)
         self.num_samples = num_samples
         self.reward = self.advantage = np.zeros(0, np.float32)
+        self.version = np.zeros(0, np.int64)
         self._num_shards = 0
         self._groups: set[tuple[int, int]] = set()
         self._take_new()
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """The fields that RolloutDataset gives.
+    def of_store(self, sample: int) -> dict[str, Tensor]:
+        """The fields of a sample of the store; it is waited for.
 
         Raises:
             StoreError: the rollout does not come in time, or what comes cannot be used.
         """
-        self.store.wait_for(index - self.start)
+        # Which routes are too old depends on the newest policy of the collection.
+        last = sample if self.use.replay_max_lag is None else self._end_of_collection(sample) - 1
+        self.store.wait_for(last)
         self._take_new()
-        return self._sample([index - self.start], [self.seq_length])
+        return self._sample([sample], [self.use.seq_length], sample)
+
+    def _end_of_collection(self, sample: int) -> int:
+        schedule = self.use.schedule
+        return schedule.of_collection(schedule.collection_of(sample)).stop
 
     def _take_new(self) -> None:
         for shard in self.store.shards[self._num_shards :]:
@@ -129,11 +172,15 @@ class FollowedRollouts(RolloutDataset):
                     f"{shard.path}: group {group} of policy version {version} began in an earlier "
                     "shard: in a store that is followed, a group must lie in one shard"
                 )
-            reward = shard.tensors["reward"]
             # a group counts inside a policy version: number the pairs 0, 1, ...
             number = np.unique(np.stack([versions, groups], 1), axis=0, return_inverse=True)[1]
+            reward = shard.tensors["reward"]
+            if self.use.advantages == STORED:
+                advantage = shard.tensors["advantage"]
+            else:
+                advantage = ADVANTAGES[self.use.advantages](reward, number.reshape(-1))
             self.reward = np.append(self.reward, reward)
-            advantage = group_normalised(reward, number.reshape(-1))
+            self.version = np.append(self.version, versions)
             self.advantage = np.append(self.advantage, advantage)
             self._groups |= keys
             self._num_shards += 1
@@ -152,12 +199,12 @@ class PackedRollouts(RolloutDataset):
     def __init__(
         self,
         store: RolloutStore,
-        seq_length: int,
+        use: UseOfRollouts,
         num_samples: int | None = None,
         align: int = 1,
-        start: int = 0,
     ) -> None:
-        super().__init__(store, seq_length, num_samples, start)
+        super().__init__(store, use, num_samples)
+        seq_length, start = use.seq_length, use.start
         assert seq_length % align == 0, f"{seq_length} is no multiple of {align}"
         inputs = store.column("num_tokens") - 1
         self.lengths = -(-inputs // align) * align  # rounded up: 13 becomes 16 with align 8
@@ -171,16 +218,25 @@ class PackedRollouts(RolloutDataset):
             room -= length
         self.num_samples = max(num_samples or 0, start + len(self.packs))
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def of_store(self, sample: int) -> dict[str, Tensor]:
         """A RolloutDataset's fields, and cu_seqlens, int32 `[D + 1]`: where the documents begin.
 
         Example with S = 64 and rollouts of 16 and 24 tokens: cu_seqlens is [0, 16, 40, 64], and the
         third document is padding alone.
         """
-        rollouts = self.packs[(index - self.start) % len(self.packs)]
+        rollouts = self.packs[sample % len(self.packs)]
         lengths = self.lengths[rollouts].tolist()
-        tail = self.seq_length - sum(lengths)
+        tail = self.use.seq_length - sum(lengths)
         lengths += [tail] if tail else []
-        sample = self._sample(rollouts, lengths)
-        sample["cu_seqlens"] = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-        return sample
+        fields = self._sample(rollouts, lengths, sample)
+        fields["cu_seqlens"] = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+        return fields
+
+    def rollouts_of(self, samples: range) -> list[int]:
+        """The rollouts of some packs."""
+        return [rollout for i in samples for rollout in self.packs[i % len(self.packs)]]
+
+    def _end_of_collection(self, sample: int) -> int:
+        schedule = self.use.schedule
+        samples = schedule.of_collection(schedule.collection_of(sample))
+        return self.packs[min(samples.stop, len(self.packs)) - 1][-1] + 1

@@ -91,8 +91,16 @@ class Ledger:
         self.progress.remember(self.entries)
 
     def consumed(self) -> int:
-        """How many samples of this store the training has used."""
+        """How many samples the training has drawn since it began with this store."""
         return max(0, self.progress.consumed_samples - self.start)
+
+    def used(self, more: int = 0) -> int:
+        """How many samples of this store the training has used.
+
+        Args:
+            more: how many it draws now, beyond those of finished iterations.
+        """
+        return self.options.use.schedule.used(self.consumed() + more)
 
     def _continues(self, last: dict[str, Any]) -> bool:
         """Whether the store is meant to be the one that was used last, whole or not.
@@ -141,7 +149,9 @@ class Ledger:
         # that grew, the numbers name the same rollouts as before. Beyond it they do not: of 128
         # rollouts sample 130 was rollout 2, of 256 it is rollout 130.
         grown = len(now) > len(last["shards"])
-        whole_epoch = consumed - last["start"] > rollouts or last["order"] != "single"
+        used = self.options.use.schedule.used(consumed - last["start"])
+        in_order = last["order"].startswith("single") and "packs" not in last["order"]
+        whole_epoch = used > rollouts or not in_order
         if grown and self.options.follow_s is None and whole_epoch:
             raise StoreError(
                 f"{where}: the store has grown since the checkpoint, which had used all of "

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,11 @@ from megatron_r3.integrations.planner import Planner
 from megatron_r3.plan import LayerSizes
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import SEQUENCE_FIELDS
+from megatron_r3.training.old_policy import OldPolicy
+from megatron_r3.training.schedule import SOURCES
 
 DEPTH = 2  # prepared micro-batches that wait to be used
+_ROLLOUT, _OLD_POLICY = SOURCES.index("rollout"), SOURCES.index("old-policy")
 END_S = 2.0  # how long the end of the process waits for a micro-batch that is being prepared
 
 
@@ -54,6 +58,8 @@ class Preparer:
         layer_numbers: the chunk's MoE layers, Megatron's numbers.
         reads_routes: False where no layer replays or is compared.
         planner: plans the dispatch; None where no dispatcher asks for a plan.
+        old: the old policy's routes, for tokens that take those; None where none of them are
+            recorded, because one update uses a collection: these tokens choose live, once.
     """
 
     def __init__(
@@ -63,15 +69,19 @@ class Preparer:
         layer_numbers: list[int],
         reads_routes: bool,
         planner: Planner | None,
+        old: OldPolicy | None = None,
     ) -> None:
         self.store, self.layout, self.layer_numbers = store, layout, layer_numbers
-        self.reads_routes, self.planner = reads_routes, planner
+        self.reads_routes, self.planner, self.old = reads_routes, planner, old
 
-    def prepare(self, whole: dict[str, Tensor], with_plan: bool) -> Prepared:
+    def prepare(
+        self, whole: dict[str, Tensor], with_plan: bool, for_old_pass: bool = False
+    ) -> Prepared:
         """This rank's part of a whole batch.
 
         Args:
             with_plan: whether to plan the dispatch, where there is a planner.
+            for_old_pass: whether it is for the pass that records the old policy's routes.
         """
         batch = self.layout.split(whole, SEQUENCE_FIELDS)
         shards = self.store.shards_of(whole["rows"].numpy())
@@ -79,12 +89,28 @@ class Preparer:
             return Prepared(batch, shards, None, None)
         rows_T = self.layout.router_order(batch["rows"])
         routes = self.read_routes(rows_T, self.layout.mean_tokens(whole["rows"]))
+        source_T = self.layout.router_order(batch["source"]).numpy()
+        if not for_old_pass and self.old is not None and (source_T == _OLD_POLICY).any():
+            self.old.wait_for(int(whole["collection"].max()))
+            self._take_old(routes, source_T == _OLD_POLICY)
+            source_T = np.where(source_T == _OLD_POLICY, _ROLLOUT, source_T)
+        # All other tokens that do not take the routes of their rollout choose live. `live_T` is a
+        # view of the packed memory: it is changed in place.
+        routes.live_T[(source_T != _ROLLOUT) & ~routes.padding_T] = True
         plan = self.planner.plan(routes) if with_plan and self.planner else None
         return Prepared(batch, shards, routes, plan)
 
     def read_routes(self, rows_T: Tensor, mean_tokens: float) -> HostRoutes:
         """The routes of these rows in this chunk's layers."""
         return read_routes(self.store, rows_T, self.layer_numbers, mean_tokens)
+
+    def _take_old(self, routes: HostRoutes, here_T: np.ndarray) -> None:
+        """Write the old policy's routes of some tokens in the place of their rollouts' routes."""
+        assert self.old is not None
+        here_T = here_T & ~routes.padding_T
+        for index, layer in enumerate(self.layer_numbers):
+            routes.ids_LTK[index, here_T] = self.old.routes(layer, routes.rows_T[here_T])
+        routes.live_T[here_T] = False
 
 
 _alive: WeakSet[Lookahead] = WeakSet()
@@ -107,10 +133,21 @@ class Lookahead:
 
     It stands inside Megatron's RerunDataIterator, which keeps what it was handed and hands it out
     again where a step is run twice.
+
+    Args:
+        batches: what is prepared.
+        prepare: prepares one batch.
+        cancel: ends a wait inside `prepare`; called when the thread is to end.
     """
 
-    def __init__(self, batches: Iterator[Any], prepare: Callable[[Any], Prepared]) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        prepare: Callable[[Any], Prepared],
+        cancel: Callable[[], None] = lambda: None,
+    ) -> None:
         self._device = torch.cuda.current_device()
+        self._cancel = cancel
         self._ending = False
         # an item is a prepared micro-batch, or the exception that ended the thread
         self._ready: queue.Queue[tuple[Prepared | None, BaseException | None]] = queue.Queue(DEPTH)
@@ -123,6 +160,7 @@ class Lookahead:
     def end(self) -> None:
         """End the thread when it has prepared what it is at; wait for that, at most END_S."""
         self._ending = True
+        self._cancel()
         deadline = time.monotonic() + END_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:  # the thread may wait for room in the queue

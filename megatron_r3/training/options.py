@@ -7,12 +7,15 @@ can make them without a Megatron command line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_r3.integrations.layers import hybrid_pattern, moe_layer_indices
 from megatron_r3.integrations.planner import PLANNED_DISPATCHERS
 from megatron_r3.rollout import MoEShape
+from megatron_r3.training.losses.loss import LossOptions
+from megatron_r3.training.schedule import UseOfRollouts
+from megatron_r3.training.update_options import read_loss, read_use, refuse_update
 
 # Megatron's other ways to make batches, losses or a model's parts, and why each is refused
 NOT_WITH_ROLLOUTS = {
@@ -51,7 +54,12 @@ class RolloutOptions:
         follow_s: seconds to wait for a rollout of a store that grows; None for one that does not.
         max_lag: how many versions a rollout's policy may be behind the newest one; None for any.
         pack: whether a sample is a pack of rollouts (THD).
-        clip_eps: clip range of the policy ratio.
+        loss: the policy loss.
+        trainer_is_old: whether the trainer, at the start of a collection, is the old policy; else
+            the sampler is.
+        use: in which order the rollouts are used, their advantages, whose routes they take.
+        save_directory, load_directory: of checkpoints; None where there is none.
+        log_file: to which a JSON line is appended in each step; None for none.
         refuse_missing: whether a token without a recorded route is refused.
         use_plan: whether a token dispatcher of the model asks for dispatch plans.
         verify_plan: whether each plan is compared with what the device counts.
@@ -63,7 +71,6 @@ class RolloutOptions:
         topk, num_experts: of a MoE layer; num_experts is 0 for a dense model.
         vocab_size: token ids of the trainer are below it; None where it is not known yet.
         padded_vocab_size: rows of the trainer's output layer; None where it is not known yet.
-        seq_length: to which samples are padded.
         micro_batch_size: samples of a micro-batch.
         context_parallel: the size of that group.
         sequence_parallel: whether tensor parallelism splits the sequence outside of attention.
@@ -82,7 +89,12 @@ class RolloutOptions:
     follow_s: float | None = None
     max_lag: int | None = None
     pack: bool = False
-    clip_eps: float = 0.2
+    loss: LossOptions = field(default_factory=LossOptions)
+    trainer_is_old: bool = False
+    use: UseOfRollouts
+    save_directory: str | None = None
+    load_directory: str | None = None
+    log_file: str | None = None
     refuse_missing: bool = False
     use_plan: bool = False
     verify_plan: bool = False
@@ -94,7 +106,6 @@ class RolloutOptions:
     num_experts: int
     vocab_size: int | None = None
     padded_vocab_size: int | None = None
-    seq_length: int
     micro_batch_size: int
     context_parallel: int = 1
     sequence_parallel: bool = False
@@ -108,6 +119,25 @@ class RolloutOptions:
     def where(self) -> str:
         """The stores as the user named them, for an error."""
         return f"--rollouts {' '.join(self.directories)}"
+
+    @property
+    def seq_length(self) -> int:
+        """To which samples are padded."""
+        return self.use.seq_length
+
+    @property
+    def needs_old_pass(self) -> bool:
+        """Whether a pass over each collection comes before its first update.
+
+        With one update on a collection the trainer of that update is the old policy: its log-probs
+        are there without a pass, and its routes are those that it chooses in the update.
+        """
+        if self.use.schedule.steps == 1:
+            return False
+        sources = {self.use.source}
+        if self.use.replay_max_lag is not None:
+            sources.add(self.use.stale_source)
+        return self.trainer_is_old or (self.replay and "old-policy" in sources)
 
     @property
     def document_multiple(self) -> int:
@@ -144,8 +174,13 @@ class RolloutOptions:
             any_sampling=args.rollouts_sampling == "any",
             follow_s=args.rollouts_follow,
             max_lag=args.rollouts_max_lag,
-            pack=args.rollouts_pack,
-            clip_eps=args.rollouts_clip_eps,
+            pack=bool(args.rollouts_pack),
+            loss=read_loss(args),
+            trainer_is_old=args.rollouts_old_policy == "trainer",
+            use=read_use(args),
+            save_directory=args.save,
+            load_directory=args.load,
+            log_file=args.rollouts_log,
             refuse_missing=args.moe_router_replay_missing == "error",
             use_plan=bool(plan),
             verify_plan=args.moe_router_replay_verify_plan,
@@ -157,7 +192,6 @@ class RolloutOptions:
             num_experts=args.num_experts or 0,
             vocab_size=args.padded_vocab_size or args.vocab_size,
             padded_vocab_size=args.padded_vocab_size,
-            seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             context_parallel=args.context_parallel_size,
             sequence_parallel=args.sequence_parallel,
@@ -174,10 +208,7 @@ class RolloutOptions:
 def _refuse_combinations(args: Any) -> None:
     """Refuse option values, and options beside --rollouts, that could not train as they say."""
     where = f"--rollouts {' '.join(args.rollouts)}"
-    if not 0 < args.rollouts_clip_eps < 1:
-        raise ValueError(
-            f"--rollouts-clip-eps {args.rollouts_clip_eps}: it must lie between 0 and 1"
-        )
+    refuse_update(args)
     if args.rollouts_max_lag is not None and args.rollouts_max_lag < 0:
         raise ValueError(
             f"--rollouts-max-lag {args.rollouts_max_lag}: it must be 0 or more policy versions"
@@ -239,20 +270,21 @@ def _sample_order(args: Any) -> str:
     if args.rollouts_pack:
         multiple = document_multiple(args.context_parallel_size)
         order += f", packs of {args.seq_length} aligned to {multiple}"
+    mini_steps, epochs = args.rollouts_mini_steps or 1, args.rollouts_epochs or 1
+    if mini_steps * epochs > 1:
+        order += f", {epochs} times {mini_steps} steps of {args.global_batch_size} on a collection"
     return str(order)
 
 
-# Options that only a training on rollouts reads, and their defaults.
+# Options of the config that only a training on rollouts reads, and their defaults. All options that
+# begin with --rollouts, and those of the routes' source, are None unless they are given.
 _OF_ROLLOUTS = {
-    "rollouts_policy": "same",
-    "rollouts_sampling": "plain",
-    "rollouts_max_lag": None,
-    "rollouts_follow": None,
-    "rollouts_pack": False,
-    "rollouts_clip_eps": 0.2,
     "moe_router_replay_missing": "live",
     "moe_router_replay_log_mismatch_interval": None,
     "moe_router_replay_verify_dispatch": False,
+    "moe_router_replay_source": None,
+    "moe_router_replay_stale_source": None,
+    "moe_router_replay_max_lag": None,
 }
 
 
@@ -265,7 +297,8 @@ def refuse_without_rollouts(args: Any) -> None:
     Raises:
         ValueError: naming the option.
     """
-    for name, default in _OF_ROLLOUTS.items():
+    given = {name: None for name in vars(args) if name.startswith("rollouts_")} | _OF_ROLLOUTS
+    for name, default in given.items():
         if getattr(args, name, default) != default:
             flag = name.replace("_", "-")
             raise ValueError(

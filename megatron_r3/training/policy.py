@@ -69,14 +69,14 @@ class PolicyCheck:
         Only rollouts of this store count: those of another store, which the checkpoint was trained
         on before, say nothing about the policy that sampled these.
         """
-        store, consumed = self.store, self.ledger.consumed()
-        if not consumed:
+        store, used = self.store, self.ledger.used()
+        if not used:
             return set()
         if self.options.pack:  # samples are packs, and all rollouts are of one policy
             return {store.info.router_fingerprint}
         if self.options.follow_s is not None:
-            store.wait_for(consumed - 1)
-        last = store.shards_of(store.row_ids(min(consumed, len(store)) - 1))[0]
+            store.wait_for(used - 1)
+        last = store.shards_of(store.row_ids(min(used, len(store)) - 1))[0]
         return {shard.info.router_fingerprint for shard in store.shards[: last + 1]}
 
     def _compare(self, stamp: tuple[str, ...]) -> None:

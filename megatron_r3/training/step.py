@@ -30,15 +30,17 @@ from megatron_r3.store.schema import StoreError
 from megatron_r3.training.guard import StepGuard
 from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.lookahead import Lookahead, Prepared, Preparer
-from megatron_r3.training.losses import policy_loss
+from megatron_r3.training.losses.loss import policy_loss, terms_of
 from megatron_r3.training.metrics import StepMetrics
+from megatron_r3.training.old_pass import OldPass
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.policy import PolicyCheck
 from megatron_r3.training.progress import Progress
 from megatron_r3.training.refuse import refuse
 from megatron_r3.training.witness import DispatchWitness
 
-_HOST_FIELDS = {"rows", "cu_seqlens"}  # the loss does not need these fields, so they stay
+# the loss does not need these fields, so they stay
+_HOST_FIELDS = {"rows", "cu_seqlens", "source", "collection"}
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class RolloutStep:
         # a dense model, or another model than the sampler's, has no routers to compare
         self._has_routes = bool(options.num_experts) and not options.shape_differences(store.info)
         self._layout = RankLayout(options.sequence_parallel)
+        self.old_pass = OldPass(options, store, ledger) if options.needs_old_pass else None
         self._chunks: WeakKeyDictionary[torch.nn.Module, _Chunk] = WeakKeyDictionary()
         self._first_iteration: int | None = None
 
@@ -132,24 +135,41 @@ class RolloutStep:
             refuse(_message_of(error))
         host = prepared.batch
         self._guard.add_rows(host["rows"])
-        microbatch = self._microbatch(chunk, prepared)
-        packed = packed_seq_params(host)
-        batch = {k: v.cuda(non_blocking=True) for k, v in host.items() if k not in _HOST_FIELDS}
+        batch = _on_device(host)
         # combined 1F1B asks for the nodes of the forward pass, and runs them after this call
         forward = model.build_schedule_plan if kwargs.get("return_schedule_plan") else model
-        try:
-            with replaying(microbatch):
-                output = forward(
-                    batch["tokens"],
-                    batch["position_ids"],
-                    None,
-                    labels=batch["labels"],
-                    loss_mask=batch["loss_mask"],
-                    packed_seq_params=packed,
-                )
-        except ReplayError as error:
-            refuse(str(error))
+        output = _run(forward, batch, host, self._microbatch(chunk, prepared))
         return output, partial(self._loss, batch, host)
+
+    def begin(self, models: list[Any]) -> None:
+        """Before the first update on a collection: let the old policy go over it, if it is asked.
+
+        All ranks call this before the forward passes of a step.
+        """
+        if self.old_pass is not None:
+            self.old_pass.begin(models, self._old_forward)
+
+    def _old_forward(
+        self, data_iterator: Iterator[dict[str, Tensor]], model: Any
+    ) -> tuple[Any, Callable[..., Any]]:
+        """The forward step of the old-policy pass: live or replayed as the update will be."""
+        assert self.old_pass is not None
+        module = unwrapped(model)
+        chunk = self._chunks.get(module) or self._equip(module)
+        prepared = chunk.preparer.prepare(next(data_iterator), with_plan=False, for_old_pass=True)
+        chunk.policies.check(prepared.shards)
+        host, routes, microbatch = prepared.batch, prepared.routes, None
+        if routes is not None and self.options.replay:
+            microbatch = routes.on_device(chunk.layer_numbers, torch.device("cuda"))
+        output = _run(model, _on_device(host), host, microbatch)
+        if routes is not None and microbatch is not None:
+            self.old_pass.policy.add_routes(torch.from_numpy(routes.rows_T), microbatch.ids)
+
+        def keep(output_BS: Tensor, non_loss_data: bool) -> None:
+            assert self.old_pass is not None
+            self.old_pass.policy.add_logprobs(host["rows"], -output_BS.float())
+
+        return output, keep
 
     def check(self, models: list[Any]) -> None:
         """Look at a step after its last backward pass. It ends training, or returns."""
@@ -172,7 +192,12 @@ class RolloutStep:
             number=len(self._chunks),
             layer_numbers=layer_numbers,
             preparer=self._parts.preparer(
-                self.store, self._layout, layer_numbers, self._has_routes, planner
+                self.store,
+                self._layout,
+                layer_numbers,
+                self._has_routes,
+                planner,
+                None if self.old_pass is None else self.old_pass.policy,
             ),
             policies=PolicyCheck(options, self.store, self.ledger, routers),
         )
@@ -196,7 +221,8 @@ class RolloutStep:
         ):
             prepare = partial(chunk.preparer.prepare, with_plan=not chunk.has_plans)
             chunk.has_plans = True
-            data_iterator.iterable = Lookahead(data_iterator.iterable, prepare)
+            cancel = (lambda: None) if self.old_pass is None else self.old_pass.policy.cancel
+            data_iterator.iterable = Lookahead(data_iterator.iterable, prepare, cancel)
         item = next(data_iterator)
         if isinstance(item, Prepared):
             return item
@@ -213,12 +239,13 @@ class RolloutStep:
             counted_T = self._layout.router_order(prepared.batch["loss_mask"]).bool()
             counted_T &= ~torch.from_numpy(routes.live_T)
             counted_T = counted_T.cuda(non_blocking=True)
-        if not options.replay and counted_T is None:
+        replays = options.replay and options.use.source != "live"
+        if not replays and counted_T is None:
             return None
         microbatch = routes.on_device(
             chunk.layer_numbers,
             torch.device("cuda"),
-            mode=Mode.REPLAY if options.replay else Mode.OBSERVE,
+            mode=Mode.REPLAY if replays else Mode.OBSERVE,
             counted_T=counted_T,
             plan=prepared.plan,
             verify_plan=options.verify_plan,
@@ -250,18 +277,29 @@ class RolloutStep:
         from megatron.core.rerun_state_machine import get_rerun_state_machine
 
         options = self.options
-        result = policy_loss(batch, options.clip_eps, options.per_token_loss, output_BS)
-        self._guard.add_loss(host, output_BS, batch["loss_mask"], result[0])
+        terms = terms_of(batch, output_BS, self._old_logprobs(batch, host))
+        loss, count, report, _ = policy_loss(
+            terms, batch["reward"], options.loss, options.per_token_loss
+        )
+        self._guard.add_loss(host, output_BS, batch["loss_mask"], loss)
         if options.validate_loss:
             for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
                 get_rerun_state_machine().validate_result(
-                    result=result[0],
+                    result=loss,
                     rejection_func=rejected,
                     message=f"found {name} in the policy loss",
                     tolerance=0.0,
                     fatal=True,
                 )
-        return result
+        return loss, count, report
+
+    def _old_logprobs(self, batch: dict[str, Tensor], host: dict[str, Tensor]) -> Tensor | None:
+        """The old policy's log-probs `[B, S]`; None: those of this very pass, so the ratio is 1."""
+        if not self.options.trainer_is_old:
+            return batch["sampled_logprobs"]
+        if self.old_pass is None:
+            return None
+        return self.old_pass.policy.logprobs(host["rows"]).cuda(non_blocking=True)
 
     def _digest_of_used_shards(self) -> int:
         """A digest, 52 bits long, of the shards whose rollouts were used until now, in order.
@@ -276,7 +314,7 @@ class RolloutStep:
         store, used = self.store, len(self.store)
         if self.options.follow_s is not None:
             samples = get_num_microbatches() * self.options.micro_batch_size
-            used = self.ledger.consumed() + samples * mpu.get_data_parallel_world_size()
+            used = self.ledger.used(samples * mpu.get_data_parallel_world_size())
             try:
                 store.wait_for(used - 1)  # another rank has used it, so it is there
             except StoreError as error:
@@ -285,6 +323,35 @@ class RolloutStep:
         shards = store.shards[: store.shard_of_rollout(used - 1) + 1]
         identities = " ".join(shard.identity for shard in shards)
         return int.from_bytes(hashlib.sha256(identities.encode()).digest()[:8], "big") >> 12
+
+
+def _on_device(host: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v.cuda(non_blocking=True) for k, v in host.items() if k not in _HOST_FIELDS}
+
+
+def _run(
+    forward: Callable[..., Any],
+    batch: dict[str, Tensor],
+    host: dict[str, Tensor],
+    microbatch: MicrobatchRoutes | None,
+) -> Any:
+    """Run a forward pass with the routes of a micro-batch; ends training where it takes none.
+
+    Args:
+        batch, host: the batch on the device, and on the host.
+    """
+    try:
+        with replaying(microbatch):
+            return forward(
+                batch["tokens"],
+                batch["position_ids"],
+                None,
+                labels=batch["labels"],
+                loss_mask=batch["loss_mask"],
+                packed_seq_params=packed_seq_params(host),
+            )
+    except ReplayError as error:
+        refuse(str(error))
 
 
 def _message_of(error: StoreError) -> str:

@@ -1,0 +1,1 @@
+"""The policy update as formulas: losses, corrections, averages, advantages, agreement."""

@@ -1,0 +1,136 @@
+"""Policy losses by name: each is a function from the terms of a micro-batch to the gain of tokens.
+
+A loss of your own is one function more, in a module that `--rollouts-loss-module` names:
+
+    from megatron_r3.training.losses.policy import Gain, Clip, policy_loss_named
+    from megatron_r3.training.losses.terms import LossTerms
+
+    @policy_loss_named("reinforce")
+    def reinforce(terms: LossTerms, clip: Clip) -> Gain:
+        return Gain(terms.advantages_BS * terms.logprobs_BS, terms.log_ratio_BS.exp())
+
+Shape suffixes (docs/glossary.md): B, S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_r3.training.losses.terms import LossTerms
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Where the policy ratio is clipped: 1 - low, 1 + high, and for A < 0 at `dual` (None: never).
+
+    Attributes:
+        low, high: above 0.
+        dual: the c of dual clip, above 1: a token with a negative advantage loses at most c |A|.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a loss gives for each token.
+
+    Attributes:
+        value_BS: what the update raises, with gradient; what it holds outside the mask is not used.
+        ratio_BS: the ratio that the loss compares with the clip range; for the metrics.
+    """
+
+    value_BS: Tensor
+    ratio_BS: Tensor
+
+
+PolicyLoss = Callable[[LossTerms, Clip], Gain]
+LOSSES: dict[str, PolicyLoss] = {}
+
+
+def policy_loss_named(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Put a loss into the table that `--rollouts-loss` chooses from.
+
+    Raises:
+        ValueError: another loss has this name.
+    """
+
+    def add(loss: PolicyLoss) -> PolicyLoss:
+        if LOSSES.setdefault(name, loss) is not loss:
+            raise ValueError(f"two policy losses are named {name!r}: give yours another name")
+        return loss
+
+    return add
+
+
+@policy_loss_named("grpo")
+def grpo(terms: LossTerms, clip: Clip) -> Gain:
+    """min(r A, clip(r, 1 - low, 1 + high) A) with r = pi / old of each token.
+
+    GRPO, arXiv 2402.03300, equation 3, without the KL term; it is PPO's objective (arXiv
+    1707.06347, equation 7). Two different bounds: "clip-higher" of DAPO, arXiv 2503.14476,
+    section 3.1. Dual clip: arXiv 1912.09729, equation 5.
+    """
+    ratio_BS = terms.log_ratio_BS.exp()
+    return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS)
+
+
+@policy_loss_named("gspo")
+def gspo(terms: LossTerms, clip: Clip) -> Gain:
+    """min(s A, clip(s, 1 - low, 1 + high) A) with s = exp(mean of log r over the response).
+
+    GSPO, arXiv 2507.18071, equations 5 to 7. The ratio belongs to the whole response. It is written
+    for each token, as GSPO-token of section 4.3, because a response may lie on several ranks: each
+    token has the value of s and, through its own log-prob, its part of the gradient of s.
+
+    Example: a response of 2 tokens with log r = (0.1, 0.3) has s = exp(0.2) at both tokens. The
+    mean over the two tokens has the value s, and its gradient is s / 2 of each log-prob: that of s.
+    """
+    own_BS = terms.logprobs_BS - terms.logprobs_BS.detach()  # 0, with the gradient of the log-prob
+    mean_BS = terms.sequence_mean(terms.log_ratio_BS)
+    ratio_BS = (mean_BS + torch.where(terms.mask_BS > 0, own_BS, 0.0)).exp()
+    return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS)
+
+
+@policy_loss_named("cispo")
+def cispo(terms: LossTerms, clip: Clip) -> Gain:
+    """sg(clip(r, 1 - low, 1 + high)) A log pi, where sg stops the gradient.
+
+    CISPO of MiniMax-M1, arXiv 2506.13585, equations 4 and 5. A clipped token keeps its gradient.
+    The value is that of the weight alone, times A: a log-prob would make it incomparable.
+    """
+    ratio_BS = terms.log_ratio_BS.exp()
+    weight_BS = ratio_BS.detach().clamp(1.0 - clip.low, 1.0 + clip.high)
+    own_BS = terms.logprobs_BS - terms.logprobs_BS.detach()
+    one_BS = 1.0 + torch.where(terms.mask_BS > 0, own_BS, 0.0)
+    return Gain(weight_BS * terms.advantages_BS * one_BS, ratio_BS)
+
+
+def _clipped(ratio_BS: Tensor, advantages_BS: Tensor, clip: Clip) -> Tensor:
+    """min(r A, clip(r) A); with dual clip not below c A where A < 0."""
+    within_BS = ratio_BS.clamp(1.0 - clip.low, 1.0 + clip.high)
+    gain_BS = torch.minimum(ratio_BS * advantages_BS, within_BS * advantages_BS)
+    if clip.dual is None:
+        return gain_BS
+    floor_BS = torch.where(advantages_BS < 0, clip.dual * advantages_BS, -torch.inf)
+    return torch.maximum(gain_BS, floor_BS)
+
+
+def clipped_shares(gain: Gain, terms: LossTerms, clip: Clip) -> dict[str, Tensor]:
+    """How many response tokens the clip range keeps from the update; scalars, no gradient.
+
+    A token is clipped low where its ratio is below 1 - low and its advantage is negative, and
+    clipped high where the ratio is above 1 + high and the advantage is positive: only there does
+    min() take the clipped product.
+    """
+    with torch.no_grad():
+        ratio_BS, advantages_BS, on_BS = gain.ratio_BS, terms.advantages_BS, terms.mask_BS > 0
+        low_BS = on_BS & (ratio_BS < 1.0 - clip.low) & (advantages_BS < 0)
+        high_BS = on_BS & (ratio_BS > 1.0 + clip.high) & (advantages_BS > 0)
+        return {"clip_low": low_BS.sum().float(), "clip_high": high_BS.sum().float()}

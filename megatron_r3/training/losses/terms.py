@@ -1,0 +1,105 @@
+"""What a policy loss is made of: log-probs of three policies, advantages, and whose token is whose.
+
+Three policies give each response token a log-prob: the sampler (mu), the old policy (old), from
+which the update starts, and the trainer as it is now (pi). The ratio of the policy loss is
+pi / old; old / mu is what a correction looks at.
+
+Shape suffixes (docs/glossary.md): B, S, M.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+# exp(20) is 5e8: no ratio that training can use comes near it, and its products stay far from the
+# largest float32
+LOG_RATIO_BOUND = 20.0
+
+
+def bounded_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log p - log p_old, between -20 and 20; 0 where the mask is 0.
+
+    Without a bound a log-prob of -95 gives a ratio of infinity, and infinity times an advantage of
+    0 is NaN, as is its gradient. Beyond the bound the gradient is 0. NaN stays NaN.
+
+    Args:
+        logprobs, old_logprobs, mask: of one shape; mask 1 on response tokens, else 0.
+    """
+    # outside the mask there is no sampled log-prob: keep what is there away from exp()
+    log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0)
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+class Sequences:
+    """Which rollout of a micro-batch each token belongs to; sums over whole rollouts.
+
+    Context parallelism splits a rollout over the ranks of a group. A sum over a rollout is then
+    summed over these ranks too, so that each of them has the sum over the whole rollout.
+
+    Args:
+        index_BS: int64, the number of each token's rollout inside the micro-batch, from 0 on; any
+            number below `num_rollouts` where there is padding.
+        num_rollouts: M, of the micro-batch.
+        cp_group: the ranks that share the rollouts; None for one rank.
+    """
+
+    def __init__(self, index_BS: Tensor, num_rollouts: int, cp_group: object | None = None) -> None:
+        self.index_BS, self.num_rollouts, self.cp_group = index_BS, num_rollouts, cp_group
+
+    def sums(self, values_BS: Tensor) -> Tensor:
+        """Sums over each whole rollout, `[M]`, without a gradient: padding must hold zeros."""
+        sums_M = values_BS.new_zeros(self.num_rollouts)
+        sums_M.index_add_(0, self.index_BS.reshape(-1), values_BS.detach().reshape(-1))
+        if self.cp_group is not None:
+            torch.distributed.all_reduce(sums_M, group=self.cp_group)
+        return sums_M
+
+    def each(self, values_M: Tensor) -> Tensor:
+        """For each token the value of its rollout, `[B, S]`."""
+        return values_M[self.index_BS]
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What a loss and a correction see of one micro-batch; fields are `[B, S]` and float32.
+
+    Attributes:
+        logprobs_BS: the trainer's, with gradient.
+        old_logprobs_BS: of the policy from which the update starts, without gradient.
+        sampled_logprobs_BS: the sampler's.
+        advantages_BS: one value for all tokens of a rollout.
+        mask_BS: 1 on the response tokens that the loss counts, else 0.
+        sequences: which rollout each token belongs to.
+    """
+
+    logprobs_BS: Tensor
+    old_logprobs_BS: Tensor
+    sampled_logprobs_BS: Tensor
+    advantages_BS: Tensor
+    mask_BS: Tensor
+    sequences: Sequences
+
+    @cached_property
+    def log_ratio_BS(self) -> Tensor:
+        """log(pi / old) of each response token, bounded, with gradient; 0 elsewhere."""
+        return bounded_log_ratio(self.logprobs_BS, self.old_logprobs_BS, self.mask_BS)
+
+    @cached_property
+    def log_weight_BS(self) -> Tensor:
+        """log(old / mu) of each response token, bounded, without gradient; 0 elsewhere."""
+        with torch.no_grad():
+            return bounded_log_ratio(self.old_logprobs_BS, self.sampled_logprobs_BS, self.mask_BS)
+
+    @cached_property
+    def lengths_M(self) -> Tensor:
+        """How many response tokens each whole rollout has, float32."""
+        return self.sequences.sums(self.mask_BS)
+
+    def sequence_mean(self, values_BS: Tensor) -> Tensor:
+        """For each token the mean over its whole rollout's response, `[B, S]`, no gradient."""
+        sums_M = self.sequences.sums(values_BS * self.mask_BS)
+        return self.sequences.each(sums_M / self.lengths_M.clamp(min=1))

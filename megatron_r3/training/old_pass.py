@@ -1,0 +1,128 @@
+"""The pass of the old policy over a collection, before the first update on it.
+
+It is forward only, with the weights of that moment, in the layout of the training, and replayed
+as the updates will be. What it finds is kept by `OldPolicy`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from megatron_r3.store.reader import RolloutStore
+from megatron_r3.store.schema import StoreError
+from megatron_r3.training.dataset import RolloutDataset
+from megatron_r3.training.ledger import Ledger
+from megatron_r3.training.old_policy import OldPolicy, collection_folder, remove_unneeded
+from megatron_r3.training.options import RolloutOptions
+from megatron_r3.training.refuse import refuse
+
+
+class OldPass:
+    """Runs the pass where a collection begins, and reads its record where a training is resumed.
+
+    Attributes:
+        policy: what the pass found.
+        data: the training's samples; set when they are made.
+    """
+
+    def __init__(self, options: RolloutOptions, store: RolloutStore, ledger: Ledger) -> None:
+        self.options, self.store, self.ledger = options, store, ledger
+        self.policy = OldPolicy()
+        self.data: RolloutDataset | None = None
+
+    def begin(self, models: list[Any], forward_step: Callable[..., Any]) -> None:
+        """Have the record of the collection of the step that begins.
+
+        Args:
+            models: this rank's model chunks.
+            forward_step: the forward step of the pass.
+        """
+        schedule = self.options.use.schedule
+        step, rest = divmod(self.ledger.consumed(), schedule.batch)
+        assert not rest, "a training on collections is not between two of its steps"
+        place = schedule.place(step)
+        began_at = self.ledger.progress.iteration - step % schedule.steps
+        try:
+            if place.begins_collection:
+                self._run(models, forward_step, place.collection)
+                self._write(place.collection, began_at)
+            elif self.policy.collection != place.collection:
+                self._read(place.collection, began_at)
+        except StoreError as error:
+            refuse(str(error))
+
+    def _run(self, models: list[Any], forward_step: Callable[..., Any], collection: int) -> None:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        options = self.options
+        self.policy.begin(collection)
+        iterators = [self._batches(collection) for _ in models]
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(models) > 1 else iterators[0],
+                model=models if len(models) > 1 else models[0],
+                num_microbatches=options.use.schedule.mini_steps * get_num_microbatches(),
+                seq_length=options.seq_length,
+                micro_batch_size=options.micro_batch_size,
+                decoder_seq_length=None,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        for model in models:
+            model.train()
+        self.policy.finish()
+
+    def _batches(self, collection: int) -> Iterator[dict[str, Tensor]]:
+        """This rank's micro-batches of a collection, in the order of its updates.
+
+        Example with 2 ranks and micro-batches of 2: rank 0 has the samples 0 1, 4 5, 8 9, ..., as
+        Megatron's MegatronPretrainingSampler shares them out.
+        """
+        from megatron.core import mpu
+
+        assert self.data is not None, "pretrain() has not asked for the training data"
+        size = self.options.micro_batch_size
+        ranks, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+        samples = self.options.use.schedule.of_collection(collection)
+        for first in range(samples.start + rank * size, samples.stop, ranks * size):
+            yield default_collate([self.data.of_store(i) for i in range(first, first + size)])
+
+    def _write(self, collection: int, began_at: int) -> None:
+        if (directory := self.options.save_directory) is None:
+            return
+        folder = collection_folder(directory, began_at)
+        self.policy.write(folder, torch.distributed.get_rank(), self._about(collection))
+        if torch.distributed.get_rank() == 0:
+            remove_unneeded(directory, began_at, self.options.use.schedule.steps)
+
+    def _read(self, collection: int, began_at: int) -> None:
+        rows = [batch["rows"].reshape(-1).numpy() for batch in self._batches(collection)]
+        wanted = np.unique(np.concatenate(rows))
+        directory = self.options.load_directory
+        assert directory is not None, "a training that begins here begins with a collection"
+        folder = collection_folder(directory, began_at)
+        self.policy.read(folder, collection, wanted[wanted >= 0], self._about(collection))
+
+    def _about(self, collection: int) -> dict[str, str]:
+        """What tells the record of one collection from others."""
+        samples = self.options.use.schedule.of_collection(collection)
+        assert self.data is not None
+        rollouts = self.data.rollouts_of(range(samples.start, samples.stop))
+        shards = sorted({self.store.shard_of_rollout(rollout) for rollout in rollouts})
+        text = " ".join(self.store.shards[number].identity for number in shards)
+        return {
+            "order": self.options.sample_order,
+            "rollouts": f"{min(rollouts)} to {max(rollouts)}",
+            "shards": hashlib.sha256(text.encode()).hexdigest()[:16],
+        }

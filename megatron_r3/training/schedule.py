@@ -1,0 +1,107 @@
+"""Which rollouts each optimizer step uses: collections, the mini-steps on one, and their epochs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Whose routes a token takes: those of its rollout (R3), those of the old policy (R2), or none.
+SOURCES = ("rollout", "old-policy", "live")
+STORED = "stored"  # advantages that the store brings
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a training an optimizer step is, all counted from 0."""
+
+    collection: int
+    epoch: int
+    mini_step: int
+
+    @property
+    def begins_collection(self) -> bool:
+        """Whether the step is the first one on its collection."""
+        return self.epoch == 0 and self.mini_step == 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order in which a training goes over its samples.
+
+    A collection is what one policy is updated on: `mini_steps` optimizer steps of `batch` samples
+    each go once over it, and `epochs` times. Samples count from where the training began with its
+    store.
+
+    Example with batch 2, 2 mini-steps, 2 epochs: the steps use the samples 01, 23, 01, 23 of the
+    store, then 45, 67, 45, 67.
+
+    Attributes:
+        batch: samples of an optimizer step, over all ranks.
+        mini_steps, epochs: 1 and 1: each sample is used once, in a step of its own.
+    """
+
+    batch: int
+    mini_steps: int = 1
+    epochs: int = 1
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps a collection has."""
+        return self.mini_steps * self.epochs
+
+    def place(self, step: int) -> Place:
+        """Where an optimizer step is."""
+        collection, inside = divmod(step, self.steps)
+        return Place(collection, *divmod(inside, self.mini_steps))
+
+    def place_of_sample(self, sample: int) -> Place:
+        """Where the optimizer step is that uses a sample of the training."""
+        return self.place(sample // self.batch)
+
+    def in_store(self, sample: int) -> int:
+        """Which sample of the store a sample of the training is."""
+        step, within = divmod(sample, self.batch)
+        place = self.place(step)
+        return (place.collection * self.mini_steps + place.mini_step) * self.batch + within
+
+    def used(self, consumed: int) -> int:
+        """How many samples of the store the first `consumed` samples of the training are."""
+        if not consumed:
+            return 0
+        place = self.place_of_sample(consumed - 1)
+        if place.epoch:  # the whole collection was used before
+            return (place.collection + 1) * self.mini_steps * self.batch
+        return self.in_store(consumed - 1) + 1
+
+    def collection_of(self, sample: int) -> int:
+        """The collection to which a sample of the store belongs."""
+        return sample // (self.mini_steps * self.batch)
+
+    def of_collection(self, collection: int) -> range:
+        """The samples of the store that are a collection."""
+        size = self.mini_steps * self.batch
+        return range(collection * size, (collection + 1) * size)
+
+
+@dataclass(frozen=True)
+class UseOfRollouts:
+    """What a training does with its rollouts, as far as their batches depend on it.
+
+    Attributes:
+        seq_length: S, to which samples are padded on the right.
+        schedule: the order in which the samples are used.
+        start: the sample of the training that is the first rollout of the store. In a training that
+            was resumed with a new store, the samples before it came from another store.
+        advantages: a name of `ADVANTAGES`, or "stored".
+        source: whose routes the tokens take, a name of `SOURCES`.
+        replay_max_lag: rollouts whose policy is more versions older than the newest one of the
+            store, up to the end of their collection, are stale. None: none is.
+        stale_source: whose routes the tokens of stale rollouts take.
+    """
+
+    seq_length: int
+    schedule: Schedule
+    start: int = 0
+    advantages: str = "group-normalised"
+    source: str = "rollout"
+    stale_source: str = "live"
+    replay_max_lag: int | None = None

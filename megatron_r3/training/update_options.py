@@ -1,0 +1,164 @@
+"""The options of the policy update: loss, old policy, mini-steps, routes; and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+from megatron_r3.training.losses.advantages import ADVANTAGES
+from megatron_r3.training.losses.aggregation import AGGREGATIONS
+from megatron_r3.training.losses.correction import CORRECTIONS, CorrectionOptions
+from megatron_r3.training.losses.loss import LossOptions
+from megatron_r3.training.losses.policy import LOSSES, Clip
+from megatron_r3.training.schedule import SOURCES, STORED, Schedule, UseOfRollouts
+
+# The clip ranges and bounds of the papers, where the options do not name others.
+_CLIP = {"gspo": Clip(3e-4, 4e-4)}  # arXiv 2507.18071, section 5.1
+_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
+
+
+def read_loss(args: Any) -> LossOptions:
+    """The loss that Megatron's validated arguments ask for.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if args.rollouts_loss_module is not None:
+        _import_losses(args.rollouts_loss_module)
+    name = _one_of(args, "rollouts_loss", LOSSES, "grpo")
+    usual = _CLIP.get(name, Clip())
+    low = usual.low if args.rollouts_clip_eps is None else args.rollouts_clip_eps
+    high = usual.high if args.rollouts_clip_eps is None else args.rollouts_clip_eps
+    if args.rollouts_clip_eps_high is not None:
+        high = args.rollouts_clip_eps_high
+    if not 0 < low <= 1:
+        raise ValueError(f"--rollouts-clip-eps {low:g}: it must be above 0 and at most 1")
+    if not 0 < high < math.inf:
+        raise ValueError(f"--rollouts-clip-eps-high {high:g}: it must be above 0")
+    dual = args.rollouts_dual_clip
+    if dual is not None and not 1 < dual < math.inf:
+        raise ValueError(f"--rollouts-dual-clip {dual:g}: it must be above 1")
+    fixed_length = args.rollouts_fixed_length
+    aggregation = _one_of(args, "rollouts_aggregation", AGGREGATIONS, "token-mean")
+    if fixed_length is not None and (aggregation != "fixed-length" or fixed_length < 1):
+        raise ValueError(
+            f"--rollouts-fixed-length {fixed_length}: a number of tokens, with "
+            "--rollouts-aggregation fixed-length"
+        )
+    return LossOptions(
+        name=name,
+        clip=Clip(low, high, dual),
+        aggregation=aggregation,
+        fixed_length=args.seq_length if fixed_length is None else fixed_length,
+        correction=_read_correction(args),
+    )
+
+
+def read_use(args: Any) -> UseOfRollouts:
+    """What Megatron's validated arguments, which `refuse_update` has seen, ask of the rollouts."""
+    mini_steps, epochs = args.rollouts_mini_steps or 1, args.rollouts_epochs or 1
+    return UseOfRollouts(
+        args.seq_length,
+        Schedule(args.global_batch_size, mini_steps, epochs),
+        advantages=args.rollouts_advantages or "group-normalised",
+        source=args.moe_router_replay_source or "rollout",
+        stale_source=args.moe_router_replay_stale_source or "live",
+        replay_max_lag=args.moe_router_replay_max_lag,
+    )
+
+
+def refuse_update(args: Any) -> None:
+    """Refuse options of the update that could not do what they say.
+
+    Raises:
+        ValueError: naming the options.
+    """
+    _one_of(args, "rollouts_advantages", (*ADVANTAGES, STORED), "group-normalised")
+    source = _one_of(args, "moe_router_replay_source", SOURCES, "rollout")
+    _one_of(args, "moe_router_replay_stale_source", SOURCES[1:], "live")
+    for name in ("rollouts_mini_steps", "rollouts_epochs"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"{_flag(name)} {getattr(args, name)}: it must be 1 or more")
+    steps = (args.rollouts_mini_steps or 1) * (args.rollouts_epochs or 1)
+    if steps > 1 and args.dataloader_type not in (None, "single"):
+        raise ValueError(
+            f"--rollouts-mini-steps and --rollouts-epochs need --dataloader-type single, not "
+            f"{args.dataloader_type}: a collection is a run of rollouts in the order of the store"
+        )
+    if steps > 1 and getattr(args, "rampup_batch_size", None):
+        raise ValueError(
+            "--rollouts-mini-steps and --rollouts-epochs not together with --rampup-batch-size: "
+            "a collection has one size"
+        )
+    correction = args.rollouts_correction or "none"
+    if correction != "none" and args.rollouts_old_policy != "trainer":
+        raise ValueError(
+            f"--rollouts-correction {correction} needs --rollouts-old-policy trainer: with the "
+            "sampler as the old policy there is no difference between the two to correct"
+        )
+    names = ("moe_router_replay_source", "moe_router_replay_max_lag")
+    for name in (*names, "moe_router_replay_stale_source"):
+        if getattr(args, name) is not None and not args.moe_router_replay:
+            raise ValueError(f"{_flag(name)} needs --moe-router-replay")
+    max_lag = args.moe_router_replay_max_lag
+    if max_lag is not None and max_lag < 0:
+        raise ValueError(f"--moe-router-replay-max-lag {max_lag}: it must be 0 or more versions")
+    if max_lag is not None and source != "rollout":
+        raise ValueError(
+            f"--moe-router-replay-max-lag with --moe-router-replay-source {source}: no rollout's "
+            "own routes are taken, so none can be too old for that"
+        )
+    if args.moe_router_replay_stale_source is not None and max_lag is None:
+        raise ValueError("--moe-router-replay-stale-source needs --moe-router-replay-max-lag")
+
+
+def _read_correction(args: Any) -> CorrectionOptions:
+    name = _one_of(args, "rollouts_correction", CORRECTIONS, "none")
+    level = _one_of(args, "rollouts_correction_level", ("token", "sequence"), "token")
+    bounds = args.rollouts_correction_bounds
+    if name == "none":
+        for given in ("rollouts_correction_level", "rollouts_correction_bounds"):
+            if getattr(args, given) is not None:
+                raise ValueError(f"{_flag(given)} does nothing without --rollouts-correction")
+        return CorrectionOptions()
+    low, high = _BOUNDS[name] if bounds is None else _two(name, bounds)
+    if not 0 <= low < high < math.inf:
+        raise ValueError(
+            f"--rollouts-correction-bounds {low:g} {high:g}: 0 <= lower < upper is needed"
+        )
+    return CorrectionOptions(name, level, low, high)
+
+
+def _two(name: str, bounds: list[float]) -> tuple[float, float]:
+    """The lower and the upper bound. tis has an upper one alone."""
+    expected = 1 if name == "tis" else 2
+    if len(bounds) != expected:
+        what = "its upper bound" if name == "tis" else "a lower and an upper bound"
+        raise ValueError(f"--rollouts-correction-bounds: {name} takes {what}, {expected} number(s)")
+    return (0.0, bounds[0]) if name == "tis" else (bounds[0], bounds[1])
+
+
+def _one_of(args: Any, name: str, known: Any, default: str) -> str:
+    given = getattr(args, name)
+    if given is not None and given not in known:
+        raise ValueError(f"{_flag(name)} {given}: it must be one of {', '.join(known)}")
+    return default if given is None else str(given)
+
+
+def _import_losses(module: str) -> None:
+    """Import the user's module, which puts its losses into the table.
+
+    Raises:
+        ValueError: there is no such module, or it raises.
+    """
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(
+            f"--rollouts-loss-module {module}: cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
