@@ -3,7 +3,7 @@
 A `Rollout` is the only record between an engine and the trainer: a decoder in `engines/` makes it
 out of a response, `rollouts/` adds the reward and the name, `store/` writes it and reads it back.
 
-Shape suffixes (docs/glossary.md): N, U.
+Shape suffixes (docs/glossary.md): C, N, U.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_r3.kept import KeptSets
 from megatron_r3.routes import Routes
 from megatron_r3.untrusted import quoted
 from megatron_r3.values import wrong_logprob, wrong_name, wrong_reward, wrong_token
@@ -88,6 +89,14 @@ class Rollout:
             tells them apart.
         prompt_digest: 63 bits of a hash of what the engine was asked; 0 where nobody knows. The
             rollouts of one group share it.
+        kept: the tokens that top-k or top-p left for each sampled token. The log-probs are then
+            normalised over them. None if nothing was cut off, or nobody recorded it.
+        versions_C2: int64, the first token and the policy version of each span that one policy
+            sampled, if the weights changed while the rollout was sampled. The first span begins at
+            the first sampled token, each other one at a sampled token, and versions ascend. Then
+            `policy_version` is the first and oldest one. None if one policy sampled all tokens.
+        advantage: of the whole response, given by whoever rewarded it; None if the trainer is to
+            work it out of the rewards.
     """
 
     tokens_N: np.ndarray
@@ -100,6 +109,9 @@ class Rollout:
     sample: int = 0
     turns_U2: np.ndarray | None = None
     prompt_digest: int = 0
+    kept: KeptSets | None = None
+    versions_C2: np.ndarray | None = None
+    advantage: float | None = None
 
     @cached_property
     def spans_U2(self) -> np.ndarray:
@@ -125,6 +137,8 @@ class Rollout:
         wrong = self._wrong_name() or self.wrong_parts(vocab_size)
         if wrong is None and (reason := wrong_reward(self.reward)):
             wrong = f"reward {quoted(self.reward)}: {reason}"
+        if wrong is None and self.advantage is not None and wrong_reward(self.advantage):
+            wrong = must_be("advantage", "a finite number, in float32", self.advantage)
         if wrong is not None:
             raise RolloutError(f"{where}: {wrong}")
 
@@ -148,7 +162,7 @@ class Rollout:
                 f"{self.routes.num_rows} rows of routes for {num_tokens} tokens; expected "
                 f"{num_tokens - 1} (every token but the last is forwarded once)"
             )
-        return self._wrong_tokens(vocab_size)
+        return self._wrong_tokens(vocab_size) or self._wrong_extras(vocab_size)
 
     def _wrong_name(self) -> str | None:
         for name in ("policy_version", "group", "sample", "prompt_digest"):
@@ -176,6 +190,53 @@ class Rollout:
         if wrong := wrong_logprobs(np.asarray(self.logprobs_N), sampled_N):
             return f"token {wrong[0]}: {wrong[1]}"
         return None
+
+    def _wrong_extras(self, vocab_size: int) -> str | None:
+        """What is wrong with kept sets and version spans; asked when all other parts are right."""
+        sampled_N = np.asarray(self.response_N, bool)
+        if self.versions_C2 is not None and (
+            wrong := wrong_versions(self.versions_C2, sampled_N, self.policy_version)
+        ):
+            return wrong
+        if self.kept is None:
+            return None
+        tokens_N, logprobs_N = np.asarray(self.tokens_N), np.asarray(self.logprobs_N)
+        return self.kept.wrong(tokens_N, sampled_N, logprobs_N, vocab_size)
+
+
+def wrong_versions(
+    versions_C2: np.ndarray, sampled_N: np.ndarray, policy_version: int
+) -> str | None:
+    """Why these cannot be the spans of a rollout (`Rollout.versions_C2`); None if they can be."""
+    spans = np.asarray(versions_C2)
+    if spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 2 or not len(spans):
+        return "its version spans must be int64 pairs of first token and version"
+    first_C, version_C = spans.T
+    for token in first_C.tolist():
+        if not 0 <= token < len(sampled_N) or not sampled_N[token]:
+            return f"a version span begins at token {token}, which was not sampled"
+    if first_C[0] != np.argmax(sampled_N):
+        return f"its version spans begin at token {first_C[0]}, not at the first sampled one"
+    for name, values_C in (("first tokens", first_C), ("versions", version_C)):
+        if (np.diff(values_C) <= 0).any():
+            return f"the {name} of its version spans must ascend; got {values_C[:20].tolist()}"
+    if version_C[0] != policy_version:
+        return (
+            f"policy_version is {policy_version}, and its first version span is of {version_C[0]}: "
+            "the oldest version must be the rollout's"
+        )
+    return None
+
+
+def versions_of(
+    versions_C2: np.ndarray | None, sampled_N: np.ndarray, policy_version: int
+) -> np.ndarray:
+    """The policy version that sampled each token, int64 `[N]`; -1 for tokens of a prompt."""
+    if versions_C2 is None:
+        return np.where(sampled_N, policy_version, -1)
+    # Example: spans that begin at 3 and 5 have, up to each of 7 tokens, 0 0 0 1 1 2 2 begun.
+    begun_N = np.searchsorted(versions_C2[:, 0], np.arange(len(sampled_N)), side="right")
+    return np.where(sampled_N, versions_C2[np.maximum(begun_N - 1, 0), 1], -1)
 
 
 def wrong_logprobs(logprobs_N: np.ndarray, response_N: np.ndarray) -> tuple[int, str] | None:

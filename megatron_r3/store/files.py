@@ -151,6 +151,13 @@ class HeldFile:
         if (status.st_size, status.st_mtime_ns) != self.state[:2]:
             raise self._changed()
 
+    def damaged(self, what_differs: str) -> StoreError:
+        """The error of bytes that are not those of their checksum."""
+        return StoreError(
+            f"{self.path}: {what_differs} differs: the shard is damaged, or was changed while it "
+            "is in use: copy it again or remove it"
+        )
+
     def _changed(self) -> StoreError:
         return StoreError(
             f"{self.path}: was changed while it is in use: copy it again, and start again"

@@ -45,6 +45,14 @@ PER_ROLLOUT = {
 PER_TOKEN = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"}
 _TENSORS = {**PER_ROLLOUT, **PER_TOKEN, "turns": "I32", "routes": ""}  # "": see `id_dtype`
 _SINCE_3 = {"prompt_digest": "I64", "block_crc32": "U32"}
+# Tensors that a shard has where one of its rollouts needs them, in sets that come together. They
+# are named in `must_know`, so a megatron-r3 that does not know them refuses the shard.
+OPTIONAL = {
+    "kept_ids": {"num_kept": "I64", "kept_sizes": "I32", "kept_ids": "I32", "kept_crc32": "U32"},
+    "versions": {"num_versions": "I64", "versions": "I64"},
+    "advantage": {"advantage": "F32"},
+}
+_OPTIONAL_TENSORS = {n: dtype for tensors in OPTIONAL.values() for n, dtype in tensors.items()}
 
 _DTYPE_NAME = re.compile("[A-Z0-9_]{1,16}")
 _MOST_HEADER_BYTES = 1 << 26
@@ -76,6 +84,7 @@ class Header:
         entries: where each tensor lies.
         crc32: of each tensor's bytes; from version 3 on without `routes` and PER_TOKEN, whose sums
             are in the tensor `block_crc32`.
+        must_know: the names that a reader has to know.
         identity: 16 hex digits of the SHA-256 of the header's text. The text holds the checksums of
             all tensors, so two shards of one identity have the same content.
     """
@@ -84,12 +93,21 @@ class Header:
     info: StoreInfo
     entries: Mapping[str, Entry]
     crc32: Mapping[str, int]
+    must_know: frozenset[str]
     identity: str
 
     @property
     def tensors(self) -> dict[str, str]:
-        """The names and types of the tensors that a shard of this version must have."""
-        return _TENSORS if self.version < FORMAT_VERSION else {**_TENSORS, **_SINCE_3}
+        """The names and types of the tensors that this shard must have."""
+        if self.version < FORMAT_VERSION:
+            return _TENSORS
+        optional = {n: t for n, t in _OPTIONAL_TENSORS.items() if self.has(n)}
+        return {**_TENSORS, **_SINCE_3, **optional}
+
+    def has(self, name: str) -> bool:
+        """Whether the shard has the optional tensors that come with this one."""
+        together = next(tensors for tensors in OPTIONAL.values() if name in tensors)
+        return bool(together.keys() & (self.entries.keys() | self.must_know))
 
 
 def read_header(file: HeldFile) -> Header:
@@ -104,9 +122,10 @@ def read_header(file: HeldFile) -> Header:
         body, text = _read_body(metadata, where)
         version = _read_version(body, where)
         info_values = _dict(body, "info", where)
+        must_know: frozenset[str] = frozenset()
         if version >= FORMAT_VERSION:
             _check_number(file.path, body)
-            _check_must_know(body, where)
+            must_know = _read_must_know(body, where)
         info = _read_info(info_values, where)
         crc32 = _dict(body, "crc32", where)
         for name, value in crc32.items():
@@ -116,10 +135,22 @@ def read_header(file: HeldFile) -> Header:
         raise
     except ValueError as error:  # from read_json: the text is not JSON; begins with the path
         raise StoreError(f"{error}; copy the shard again or remove it") from error
-    header = Header(version, info, entries, crc32, hashlib.sha256(text).hexdigest()[:16])
+    identity = hashlib.sha256(text).hexdigest()[:16]
+    header = Header(version, info, entries, crc32, must_know, identity)
     _check_names(header, where)
     _check_shapes(header, where)
+    check_logprobs_of(info, "kept_ids" in header.tensors, where)
     return header
+
+
+def check_logprobs_of(info: StoreInfo, has_kept_sets: bool, where: str) -> None:
+    """Refuse kept sets beside log-probs that are not known to be normalised over them."""
+    if has_kept_sets and info.sampling.logprobs_of != "processed":
+        raise StoreError(
+            f"{where}: has kept sets, and sampling.logprobs_of is "
+            f"{quoted(info.sampling.logprobs_of)}: it must be 'processed', because the trainer "
+            "normalises over the kept sets"
+        )
 
 
 def _read_layout(file: HeldFile) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -222,12 +253,13 @@ def _check_number(path: Path, body: dict[str, Any]) -> None:
         )
 
 
-def _check_must_know(body: dict[str, Any], where: str) -> None:
-    """Refuse a shard whose `must_know` names a field that this reader does not know."""
+def _read_must_know(body: dict[str, Any], where: str) -> frozenset[str]:
+    """What `must_know` names; a shard that names what this reader does not know is refused."""
     names = body.get("must_know")
     if not isinstance(names, list):
         raise StoreError(f"{where}: must_know {quoted(names)} is no list of names")
     known = {"format", "version", "number", "info", "crc32", "must_know", *_TENSORS, *_SINCE_3}
+    known |= _OPTIONAL_TENSORS.keys()
     known |= _field_names(StoreInfo) | _field_names(SamplingSettings)
     for name in names:
         if not isinstance(name, str) or name not in known:
@@ -235,6 +267,7 @@ def _check_must_know(body: dict[str, Any], where: str) -> None:
                 f"{where}: needs {quoted(name)}, which this megatron-r3 does not know: "
                 "update megatron-r3"
             )
+    return frozenset(names)
 
 
 def _read_info(given: dict[str, Any], where: str) -> StoreInfo:
@@ -275,7 +308,10 @@ def _check_shapes(header: Header, where: str) -> None:
     row. So the shapes of `num_tokens`, `tokens` and `turns` determine those of all tensors.
     """
     entries, info = header.entries, header.info
-    for name in ("num_tokens", "tokens", "turns"):
+    # tensors of any length, by how many numbers belong together
+    ragged = {"turns": 2, "kept_ids": 1, "versions": 2}
+    ragged = {name: width for name, width in ragged.items() if name in header.tensors}
+    for name in ("num_tokens", "tokens", *ragged):
         if len(entries[name].shape) != 1:
             raise StoreError(f"{where}: {name} has {len(entries[name].shape)} dimensions, not 1")
     num_rollouts, num_tokens = entries["num_tokens"].shape[0], entries["tokens"].shape[0]
@@ -289,9 +325,13 @@ def _check_shapes(header: Header, where: str) -> None:
         **dict.fromkeys((*PER_ROLLOUT, "prompt_digest"), (num_rollouts,)),
         **dict.fromkeys(PER_TOKEN, (num_tokens,)),
         "recorded": (num_rows,),
-        "turns": (entries["turns"].shape[0] // 2 * 2,),  # pairs: an odd length does not fit
         "routes": (num_layers, num_rows, info.topk),
         "block_crc32": (num_rollouts, num_layers + len(PER_TOKEN)),
+        **dict.fromkeys(("num_kept", "num_versions", "advantage"), (num_rollouts,)),
+        "kept_sizes": (num_tokens,),
+        "kept_crc32": (num_rollouts, 2),
+        # an odd length does not fit pairs
+        **{n: (entries[n].shape[0] // width * width,) for n, width in ragged.items()},
     }
     ids = next(name for name, dtype in DTYPES.items() if dtype == id_dtype(info.num_experts))
     for name, dtype in header.tensors.items():

@@ -4,7 +4,7 @@ A row id counts the rows of all shards in the order of their numbers, so one int
 token of which rollout it is. Example: shard 0 has rollouts of 5 and 9 tokens, so 4 + 8 rows, and
 the row ids 0 to 11; row id 5 is row 1 of rollout 1, and the first row of shard 1 has row id 12.
 
-Shape suffixes (docs/glossary.md): T, L, K, M.
+Shape suffixes (docs/glossary.md): C, K, L, M, N, T.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_r3.rollout import Rollout
+from megatron_r3.kept import KeptSets
+from megatron_r3.rollout import Rollout, versions_of
 from megatron_r3.routes import Routes
 from megatron_r3.store.files import SHARD_GLOB, shards_in_order
 from megatron_r3.store.schema import StoreError, StoreInfo, differences
@@ -150,8 +151,25 @@ class RolloutStore:
         return fields | {name: fields[name].astype(bool) for name in ("response", "recorded")}
 
     def column(self, name: str) -> np.ndarray:
-        """A value for each rollout: reward, group, sample, policy_version, num_tokens, ..."""
+        """A value for each rollout: reward, group, sample, policy_version, num_tokens, ...
+
+        Raises:
+            StoreError: `advantage` is asked for, and a rollout has none; the message names it.
+        """
+        if name == "advantage":
+            self._refuse_missing_advantage()
         return np.concatenate([shard.tensors[name] for shard in self.shards])
+
+    def _refuse_missing_advantage(self) -> None:
+        first = 0
+        for shard in self.shards:
+            has = [shard.extras.advantage(i) is not None for i in range(shard.num_rollouts)]
+            if not all(has):
+                raise StoreError(
+                    f"{self.name(first + has.index(False))} has no advantage: give every rollout "
+                    "of the store one, or work advantages out of the rewards"
+                )
+            first += shard.num_rollouts
 
     def groups(self) -> np.ndarray:
         """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`.
@@ -188,7 +206,68 @@ class RolloutStore:
             int(shard.tensors["sample"][index]),
             shard.turns(index),
             int(shard.tensors["prompt_digest"][index]),
+            shard.extras.kept(index),
+            shard.extras.versions_C2(index),
+            shard.extras.advantage(index),
         )
+
+    def versions(self, rollout: int) -> np.ndarray:
+        """The policy version that sampled each token, int64 `[N]`; -1 for tokens of a prompt."""
+        shard, index, _ = self._find(rollout)
+        response_N = shard.read_tokens(index)["response"].astype(bool)
+        version = int(shard.tensors["policy_version"][index])
+        return versions_of(shard.extras.versions_C2(index), response_N, version)
+
+    def has_kept(self, rollout: int) -> bool:
+        """Whether a rollout has kept sets; nothing is read."""
+        shard, index, _ = self._find(rollout)
+        return bool(shard.extras.num_kept_M[index])
+
+    def kept(self, rollout: int) -> KeptSets | None:
+        """The kept sets of a rollout's tokens; None if it has none.
+
+        Raises:
+            StoreError: the shard is damaged, or was changed since it was opened.
+        """
+        shard, index, _ = self._find(rollout)
+        return shard.extras.kept(index)
+
+    def kept_of_next(self, rows_T: np.ndarray) -> KeptSets:
+        """By row id, the kept set of the token that follows: what the logits of the row predict.
+
+        Example: a rollout has the tokens 5 9 7 3, and 7 and 3 were sampled. Its rows are those of
+        5, 9 and 7. The row of 5 gets an empty set, since 9 was not sampled; the row of 9 gets what
+        was kept when 7 was drawn, and the row of 7 what was kept when 3 was drawn.
+
+        Args:
+            rows_T: int64, in any order; -1 (padding) gives an empty set, as does a row whose next
+                token was not sampled or whose rollout has no kept sets.
+
+        Returns:
+            T sets, in the order of the rows.
+
+        Raises:
+            StoreError: a shard is damaged, or was changed since it was opened.
+        """
+        shards, _, first_row = self._open
+        parts, base = [KeptSets.from_lists([])], 0
+        # where in `parts`, taken one behind the other, the set of each row is
+        place_T = np.full(len(rows_T), -1, np.int64)
+        for number in self.shards_of(rows_T):
+            shard, first = shards[number], int(first_row[number])
+            here = np.flatnonzero((rows_T >= first) & (rows_T < first + shard.num_rows))
+            rows = rows_T[here] - first
+            rollouts = np.searchsorted(shard.row_start_M, rows, side="right") - 1
+            for rollout in np.unique(rollouts).tolist():
+                kept = shard.extras.kept(rollout)
+                if kept is None:
+                    continue
+                of_it = rollouts == rollout
+                # row r of a rollout is about token r, and predicts token r + 1
+                place_T[here[of_it]] = base + rows[of_it] - shard.row_start_M[rollout] + 1
+                parts.append(kept)
+                base += len(kept.sizes_N)
+        return KeptSets.joined(parts).take(place_T)
 
     def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Routes by row id, for some MoE layers: only these rows and layers are read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_r3.rollout import MoEShape, must_be, wrong_whole
@@ -28,6 +28,9 @@ class SamplingSettings:
         temperature: what the logits were divided by.
         top_p, top_k, min_p: what the distribution was cut off by; top_k 0 cuts nothing off.
         max_tokens: the length at which a response was ended.
+        logprobs_of: whose log-probs the store has: those of the "raw" distribution, at temperature
+            1 over the whole vocabulary, or those of the "processed" one, which tokens were drawn
+            from: divided by the temperature, and normalised over what was kept.
     """
 
     temperature: float | None = None
@@ -35,6 +38,7 @@ class SamplingSettings:
     top_k: int | None = None
     min_p: float | None = None
     max_tokens: int | None = None
+    logprobs_of: str | None = None
 
     def check(self, where: str) -> None:
         """Refuse settings that no engine has.
@@ -53,6 +57,17 @@ class SamplingSettings:
                 wrong := wrong_whole(f"sampling.{name}", value, least, 2**31 - 1)
             ):
                 raise StoreError(f"{where}: {wrong}")
+        if self.logprobs_of not in (None, "raw", "processed"):
+            expected = "raw, processed or None"
+            raise StoreError(
+                f"{where}: {must_be('sampling.logprobs_of', expected, self.logprobs_of)}"
+            )
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The object that a header has; `logprobs_of` is left out where nobody knows it."""
+        values = asdict(self)
+        return {k: v for k, v in values.items() if k != "logprobs_of" or v is not None}
 
     def unknown_to_the_loss(self) -> list[str]:
         """The settings under which tokens were not drawn from the distribution of the log-probs.

@@ -3,7 +3,7 @@
 What each rollout has once (its reward, its lengths) is kept in memory. Tokens and routes stay in
 the open file and are read where they are asked for.
 
-Shape suffixes (docs/glossary.md): T, L, K, M, U.
+Shape suffixes (docs/glossary.md): K, L, M, T, U.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from zlib_ng import zlib_ng
 
 from megatron_r3.rollout import sampled_tokens, wrong_logprobs
 from megatron_r3.routes import Origin, RoutesError, check_ids, id_dtype
+from megatron_r3.store.extras import Extras, optional_in_memory
 from megatron_r3.store.files import HeldFile
 from megatron_r3.store.header import DTYPES, PER_ROLLOUT, PER_TOKEN, read_header
 from megatron_r3.store.schema import StoreError
@@ -39,6 +40,7 @@ class Shard:
         has_blocks: whether each rollout has checksums of its own, as from version 3 on.
         token_start_M, row_start_M, turn_start_M: `[M + 1]`, where each rollout's tokens, rows and
             turns begin in the shard's tensors, and where the last rollout's end.
+        extras: what only some rollouts have.
         bytes_read: the bytes of routes that this process has read so far.
 
     Raises:
@@ -52,21 +54,22 @@ class Shard:
         self.header = read_header(self.file)
         self.info, self.identity = self.header.info, self.header.identity
         self.has_blocks = "block_crc32" in self.header.tensors
-        kept = ["turns", *PER_ROLLOUT]
+        names = ["turns", *PER_ROLLOUT]
         if self.has_blocks:
-            kept += ["prompt_digest", "block_crc32"]
-        self._kept = {name: self._read_whole(name) for name in kept}
+            names += ["prompt_digest", "block_crc32", *optional_in_memory(self.header)]
+        self._memory = {name: self._read_whole(name) for name in names}
         self.file.check_unchanged()
-        for name, tensor in self._kept.items():
+        for name, tensor in self._memory.items():
             if zlib_ng.crc32(tensor.data) != self.header.crc32[name]:
-                raise self._damaged(f"checksum of {name!r}")
-        self._kept.setdefault("prompt_digest", np.zeros(self.num_rollouts, np.int64))
+                raise self.file.damaged(f"checksum of {name!r}")
+        self._memory.setdefault("prompt_digest", np.zeros(self.num_rollouts, np.int64))
         self._check_rollouts()
-        num_tokens_M, num_turns_M = self._kept["num_tokens"], self._kept["num_turns"]
+        num_tokens_M, num_turns_M = self._memory["num_tokens"], self._memory["num_turns"]
         self.token_start_M, self.row_start_M, self.turn_start_M = (
             np.concatenate([[0], np.cumsum(count_M)])
             for count_M in (num_tokens_M, num_tokens_M - 1, num_turns_M)
         )
+        self.extras = Extras(self.file, self.header, self._memory, self.token_start_M)
 
     def __reduce__(self) -> Any:
         """Let another process open the file for itself, and find the same file there."""
@@ -79,10 +82,10 @@ class Shard:
             ("num_tokens", 2, entries["tokens"].shape[0]),
             ("num_turns", 0, entries["turns"].shape[0] // 2),
         ):
-            if wrong := wrong_count(self._kept[count], least, total):
+            if wrong := wrong_count(self._memory[count], least, total):
                 raise StoreError(f"{self.path}: {count}: {wrong}")
         columns = ("reward", "policy_version", "group", "sample", "prompt_digest")
-        values = zip(*(self._kept[name].tolist() for name in columns), strict=True)
+        values = zip(*(self._memory[name].tolist() for name in columns), strict=True)
         for rollout, (reward, version, group, sample, digest) in enumerate(values):
             where = f"{self.path}: rollout {rollout}"
             if wrong := wrong_reward(reward):
@@ -95,12 +98,12 @@ class Shard:
     @property
     def tensors(self) -> Mapping[str, np.ndarray]:
         """All tensors but the routes; those of PER_TOKEN are read when they are asked for."""
-        return _Tensors(self, self._kept)
+        return _Tensors(self, self._memory)
 
     @property
     def num_rollouts(self) -> int:
         """How many rollouts, M."""
-        return len(self._kept["num_tokens"])
+        return len(self._memory["num_tokens"])
 
     @property
     def num_rows(self) -> int:
@@ -123,7 +126,7 @@ class Shard:
     def turns(self, rollout: int) -> np.ndarray:
         """First token and end of each of a rollout's turns, int32 `[U, 2]`."""
         bounds = slice(2 * self.turn_start_M[rollout], 2 * self.turn_start_M[rollout + 1])
-        return self._kept["turns"][bounds].reshape(-1, 2).copy()
+        return self._memory["turns"][bounds].reshape(-1, 2).copy()
 
     # Reading
 
@@ -232,17 +235,11 @@ class Shard:
         if name != "routes":  # `block_crc32` has the layers first, then the tensors PER_TOKEN
             column = len(self.info.moe_layers) + [*PER_TOKEN].index(name)
         sums = [zlib_ng.crc32(part[start:end].data) for start, end in pairwise(bounds)]
-        stored = self._kept["block_crc32"][rollout : rollout + len(sums), column].tolist()
+        stored = self._memory["block_crc32"][rollout : rollout + len(sums), column].tolist()
         if sums != stored:
             wrong = rollout + next(i for i, crc32 in enumerate(sums) if crc32 != stored[i])
             part_name = f"the routes of MoE layer {layer}" if name == "routes" else repr(name)
-            raise self._damaged(f"rollout {wrong}: checksum of {part_name}")
-
-    def _damaged(self, what_differs: str) -> StoreError:
-        return StoreError(
-            f"{self.path}: {what_differs} differs: the shard is damaged, or was changed while it "
-            "is in use: copy it again or remove it"
-        )
+            raise self.file.damaged(f"rollout {wrong}: checksum of {part_name}")
 
     # Verifying
 
@@ -260,7 +257,7 @@ class Shard:
             whole |= {*PER_TOKEN}
         for name in sorted(whole):
             if self._crc32_of(name) != self.header.crc32[name]:
-                raise self._damaged(f"checksum of {name!r}")
+                raise self.file.damaged(f"checksum of {name!r}")
         self._check_values(per_token)
         self._verify_routes(per_token["recorded"].astype(bool))
 
@@ -276,7 +273,7 @@ class Shard:
                 wrong_layer = layer if wrong_layer is None else wrong_layer
         # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
         if not self.has_blocks and crc32 != self.header.crc32["routes"]:
-            raise self._damaged("checksum of 'routes'")
+            raise self.file.damaged("checksum of 'routes'")
         if wrong_layer is None:
             return
         for rollout, (begin, end) in enumerate(pairwise(self.row_start_M.tolist())):
@@ -318,12 +315,13 @@ class Shard:
         sampled = self._sampled()
         if sampled is None or not np.array_equal(sampled, response):
             raise StoreError(f"{self.path}: its `turns` and its `response` name different tokens")
+        self.extras.check(per_token, self.info.vocab_size)
 
     def _sampled(self) -> np.ndarray | None:
         """The tokens of the shard that the turns name, bool; None if a turn leaves its rollout."""
-        starts_U = np.repeat(self.token_start_M[:-1], self._kept["num_turns"])
-        ends_U = np.repeat(self.token_start_M[1:], self._kept["num_turns"])
-        turns_U2 = self._kept["turns"].reshape(-1, 2) + starts_U[:, None]
+        starts_U = np.repeat(self.token_start_M[:-1], self._memory["num_turns"])
+        ends_U = np.repeat(self.token_start_M[1:], self._memory["num_turns"])
+        turns_U2 = self._memory["turns"].reshape(-1, 2) + starts_U[:, None]
         if (turns_U2[:, 0] < starts_U).any() or (turns_U2[:, 1] > ends_U).any():
             return None
         return sampled_tokens(turns_U2, int(self.token_start_M[-1]))
@@ -337,22 +335,23 @@ class Shard:
         if wrong := wrong_token(self.tensors["tokens"], vocab_size):
             rollout, token = self.locate_token(wrong[0])
             raise StoreError(f"{self.path}: rollout {rollout}: token {token} {wrong[1]}")
+        self.extras.check_kept_ids(vocab_size)
 
 
 class _Tensors(Mapping[str, np.ndarray]):
     """A shard's tensors by name: in memory, or read when they are asked for."""
 
-    def __init__(self, shard: Shard, kept: Mapping[str, np.ndarray]) -> None:
-        self.shard, self.kept = shard, kept
+    def __init__(self, shard: Shard, in_memory: Mapping[str, np.ndarray]) -> None:
+        self.shard, self.in_memory = shard, in_memory
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self.shard.read_per_token(name) if name in PER_TOKEN else self.kept[name]
+        return self.shard.read_per_token(name) if name in PER_TOKEN else self.in_memory[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.kept, *PER_TOKEN])
+        return iter([*self.in_memory, *PER_TOKEN])
 
     def __len__(self) -> int:
-        return len(self.kept) + len(PER_TOKEN)
+        return len(self.in_memory) + len(PER_TOKEN)
 
 
 def _locate(start_M: np.ndarray, place: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ in memory, as the safetensors library's own writer would need. The header holds 
 that was written; therefore it comes last, into a space that was kept free for it. A shard gets its
 name when all its bytes are on disk, so readers see it whole or not at all. No shard is overwritten.
 
-Shape suffixes (docs/glossary.md): T, L, K, N, U.
+Shape suffixes (docs/glossary.md): C, K, L, N, T, U, V.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from zlib_ng import zlib_ng
 
+from megatron_r3.kept import KeptSets
 from megatron_r3.rollout import Rollout, RolloutError
 from megatron_r3.store.files import shard_name, shards_in_order
-from megatron_r3.store.header import PER_TOKEN
+from megatron_r3.store.header import OPTIONAL, PER_TOKEN, check_logprobs_of
 from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreInfo
 
 _LARGEST_NUMBER = 10**9 - 1  # of a shard: nine digits, the most that its name can have
@@ -72,6 +73,7 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
 def _check_rollouts(where: str, info: StoreInfo, rollouts: Sequence[Rollout]) -> None:
     if not rollouts:
         raise StoreError(f"{where}: a shard holds at least one rollout")
+    check_logprobs_of(info, any(r.kept is not None for r in rollouts), where)
     expected = (len(info.moe_layers), info.topk, info.num_experts)
     names: dict[tuple[int, int, int], int] = {}
     for index, rollout in enumerate(rollouts):
@@ -125,9 +127,11 @@ def _metadata(info: StoreInfo, crc32: Mapping[str, int], number: int) -> dict[st
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "number": number,
-            "info": asdict(info),
+            "info": {**asdict(info), "sampling": info.sampling.stored},
             "crc32": dict(crc32),
-            "must_know": [],
+            "must_know": [
+                name for together in OPTIONAL.values() for name in together if name in crc32
+            ],
         },
         sort_keys=True,
     )
@@ -149,6 +153,7 @@ def _tensors(rollouts: Sequence[Rollout]) -> dict[str, Streamed]:
         "policy_version": np.array([r.policy_version for r in rollouts], np.int64),
         "prompt_digest": np.array([r.prompt_digest for r in rollouts], np.int64),
     }
+    per_rollout |= _optional_tensors(rollouts)
     per_token: dict[str, np.ndarray] = {
         "tokens": np.concatenate([r.tokens_N for r in rollouts]).astype(np.int32),
         "response": np.concatenate([r.response_N for r in rollouts]).astype(np.uint8),
@@ -170,6 +175,28 @@ def _tensors(rollouts: Sequence[Rollout]) -> dict[str, Streamed]:
         "routes": Streamed(routes.ids_LTK.dtype, shape, layers, summed=False),
         "block_crc32": Streamed(sums.dtype, sums.shape, [[sums]]),
     }
+
+
+def _optional_tensors(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """What only some rollouts have; a tensor that no rollout needs is left out."""
+    tensors: dict[str, np.ndarray] = {}
+    if any(r.kept is not None for r in rollouts):
+        # a rollout without sets: all of its tokens have an empty one
+        kept = [r.kept or KeptSets.from_lists([[]] * len(r.tokens_N)) for r in rollouts]
+        sums = [[zlib_ng.crc32(k.sizes_N.data), zlib_ng.crc32(k.ids_V.data)] for k in kept]
+        tensors["num_kept"] = np.array([len(k.ids_V) for k in kept], np.int64)
+        tensors["kept_sizes"] = np.concatenate([k.sizes_N for k in kept])
+        tensors["kept_ids"] = np.concatenate([k.ids_V for k in kept])
+        tensors["kept_crc32"] = np.array(sums, np.uint32)
+    if any(r.versions_C2 is not None for r in rollouts):
+        empty_C2 = np.zeros((0, 2), np.int64)
+        spans = [empty_C2 if r.versions_C2 is None else r.versions_C2 for r in rollouts]
+        tensors["num_versions"] = np.array([len(versions_C2) for versions_C2 in spans], np.int64)
+        tensors["versions"] = np.concatenate(spans).reshape(-1)
+    if any(r.advantage is not None for r in rollouts):
+        given = [np.nan if r.advantage is None else r.advantage for r in rollouts]
+        tensors["advantage"] = np.array(given, np.float32)
+    return tensors
 
 
 def _layers(rollouts: Sequence[Rollout], sums: np.ndarray) -> Iterator[list[np.ndarray]]:

@@ -43,7 +43,7 @@ FLOORS = [
     microbatch
     plan gate store rows
     rollout fingerprint
-    routes
+    routes kept
     untrusted values
     """.strip().splitlines()
 ]
