@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from fuzz.shard_extras import FORGERIES
 from fuzz.shard_parts import ShardFile
 
 _WRAP = 2**62  # four of these add up to 2**64, which is 0 in 64 bits
@@ -363,4 +364,5 @@ _FORGERIES: dict[str, Callable[[ShardFile, random.Random], str | bytes | None]] 
     "name": _name, "reward": _reward, "shape": _shape, "dtype": _dtype, "offsets": _offsets,
     "tensor names": _names, "info": _info, "no info": _no_info, "body": _body, "sums": _sums,
     "not JSON": _not_json, "layout": _layout, "metadata": _metadata, "unknown keys": _unknown,
+    **FORGERIES,
 }  # fmt: skip

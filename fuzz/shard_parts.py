@@ -23,6 +23,15 @@ import numpy as np
 _DTYPES = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I32": "<i4", "I64": "<i8", "F32": "<f4"}
 _PER_TOKEN = ("tokens", "response", "logprobs", "recorded")  # in the order of `block_crc32`
 _SINCE_3 = ("prompt_digest", "block_crc32")
+_EXTRAS = (
+    "num_kept",
+    "kept_sizes",
+    "kept_ids",
+    "kept_crc32",
+    "num_versions",
+    "versions",
+    "advantage",
+)
 _INFO_OF_2 = (
     "num_experts", "topk", "moe_layers", "engine", "engine_version", "model", "router_fingerprint",
 )  # fmt: skip
@@ -100,10 +109,27 @@ class ShardFile:
             bounds = pairwise(accumulate([0, *(count - per_row for count in counts)]))
             for row, (begin, end) in enumerate([*bounds][: len(sums)]):
                 sums[row, column] = zlib.crc32(tensor[begin:end].tobytes())
+        self._sum_kept(counts)
+
+    def _sum_kept(self, num_tokens: list[int]) -> None:
+        """Sum up the kept sets of each rollout: its sizes, one a token, and its ids."""
+        if not {"num_kept", "kept_sizes", "kept_ids", "kept_crc32"} <= self.tensors.keys():
+            return
+        counts = [int(count) for count in self.tensors["num_kept"].reshape(-1)]
+        sums = self.tensors["kept_crc32"].reshape(-1)
+        for column, (name, lengths) in enumerate(
+            (("kept_sizes", num_tokens), ("kept_ids", counts))
+        ):
+            bounds = [*pairwise(accumulate([0, *lengths]))]
+            for row, (begin, end) in enumerate(bounds[: len(sums) // 2]):
+                part = self.tensors[name][max(begin, 0) : max(end, 0)]
+                sums[2 * row + column] = zlib.crc32(part.tobytes())
 
     def as_version_2(self) -> bytes:
         """The same rollouts as a shard of version 2, which has no block sums and no prompts."""
-        old = ShardFile({n: t for n, t in self.tensors.items() if n not in _SINCE_3}, {})
+        old = ShardFile(
+            {n: t for n, t in self.tensors.items() if n not in (*_SINCE_3, *_EXTRAS)}, {}
+        )
         info = {name: self.body["info"][name] for name in _INFO_OF_2}
         old.body = {"format": self.body["format"], "version": 2, "info": info}
         old.body["crc32"] = dict.fromkeys(old.tensors, 0)

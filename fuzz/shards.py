@@ -3,7 +3,7 @@
 A store that opens and verifies must give exactly what was written, read rollout by rollout and row
 by row. Everything else must be an error that names the store.
 
-Shape suffixes (docs/glossary.md): K, L, N, T, U.
+Shape suffixes (docs/glossary.md): C, K, L, N, T, U, V.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import numpy as np
 
 from fuzz import shard_bytes, store_files
 from fuzz.outcome import BAD_MESSAGE, REFUSED, RIGHT, SILENT, Kind, Verdict, bad_line, judged, note
+from fuzz.shard_extras import VOCABULARY
 from fuzz.shard_parts import ShardFile
 from fuzz.store_files import Base
 from megatron_r3.cli import main as megatron_r3
+from megatron_r3.kept import KeptSets
 from megatron_r3.routes import Routes
 from megatron_r3.store import (
     Rollout,
@@ -33,7 +35,6 @@ from megatron_r3.store import (
     write_shard,
 )
 
-VOCABULARY = 64
 # Seconds since 1970: what the files of a store say when they were written. Every change to such a
 # file shows in its time, also where the clock of the file system is coarse.
 _LONG_AGO = 1_700_000_000
@@ -63,7 +64,7 @@ def _rollout(info: StoreInfo, rng: np.random.Generator, group: int, sample: int)
     response_N = np.arange(num_tokens) >= rng.integers(1, num_tokens)
     if num_tokens > 8:  # two turns, with a token between them that was given
         response_N[3], response_N[4], response_N[5] = True, False, True
-    return Rollout(
+    rollout = Rollout(
         tokens_N=rng.integers(0, VOCABULARY, num_tokens).astype(np.int32),
         response_N=response_N,
         logprobs_N=np.where(response_N, -4 * rng.random(num_tokens), 0).astype(np.float32),
@@ -73,6 +74,24 @@ def _rollout(info: StoreInfo, rng: np.random.Generator, group: int, sample: int)
         routes=Routes.from_array(ids_LTK, info.num_experts, recorded_T),
         sample=sample,
         prompt_digest=1 + group,
+    )
+    return _with_extras(rollout, rng) if info.sampling.logprobs_of else rollout
+
+
+def _with_extras(rollout: Rollout, rng: np.random.Generator) -> Rollout:
+    """The rollout with kept sets, two policy versions and an advantage."""
+    drawn = zip(rollout.response_N.tolist(), rollout.tokens_N.tolist(), strict=True)
+    sets = [
+        sorted({own, *rng.choice(np.delete(np.arange(VOCABULARY), own), 3).tolist()}) if new else []
+        for new, own in drawn
+    ]
+    first, last = np.flatnonzero(rollout.response_N)[[0, -1]].tolist()
+    spans = [(first, 7), *([(last, 9)] if last > first else [])]
+    return replace(
+        rollout,
+        kept=KeptSets.from_lists(sets),
+        versions_C2=np.array(spans, np.int64),
+        advantage=float(np.float32(rng.normal())),
     )
 
 
@@ -86,11 +105,12 @@ def _write(folder: Path, info: StoreInfo, shards: int, seed: int) -> dict[str, b
 
 
 def prepare(shared: Path) -> list[Base]:
-    """Stores of one to three shards, of one- and two-byte ids, of both versions."""
+    """Stores of one to three shards, of one- and two-byte ids, of both versions, with extras."""
     small = _info(16, 4, (1, 2, 5), stamped=True)
     wide = _info(300, 2, (0,), stamped=False)
+    cut = replace(small, sampling=SamplingSettings(0.7, 0.9, 20, 0.0, 16, "processed"))
     bases = []
-    for index, (info, shards) in enumerate(((small, 3), (small, 2), (wide, 1))):
+    for index, (info, shards) in enumerate(((small, 3), (small, 2), (wide, 1), (cut, 2))):
         folder, elsewhere = shared / f"store{index}", shared / f"other{index}"
         files, other = (
             _write(f, info, shards, s) for f, s in ((folder, index), (elsewhere, index + 100))
@@ -126,6 +146,7 @@ def contents(store: RolloutStore, verify: bool = True) -> dict[str, Any]:
         for name in ("reward", "group", "sample", "policy_version", "prompt_digest"):
             result[f"{index}.{name}"] = getattr(rollout, name)
         result[f"{index}.turns"] = rollout.spans_U2
+        result |= _extras(store, index, rollout)
         # Both ways of reading give the same. A row without recorded routes has ids of its own
         # in each of them, so that only recorded rows are compared.
         pairs = (
@@ -139,6 +160,19 @@ def contents(store: RolloutStore, verify: bool = True) -> dict[str, Any]:
     result["groups"] = store.groups()
     result["reward"] = store.column("reward")
     return result
+
+
+def _extras(store: RolloutStore, index: int, rollout: Rollout) -> dict[str, Any]:
+    by_row = store.kept_of_next(store.row_ids(index))
+    kept = rollout.kept or KeptSets.from_lists([[]] * len(rollout.tokens_N))
+    return {
+        f"{index}.kept sizes": kept.sizes_N,
+        f"{index}.kept ids": kept.ids_V,
+        f"{index}.kept by row agree": np.array_equal(by_row.sizes_N, kept.sizes_N[1:])
+        and np.array_equal(by_row.ids_V, kept.ids_V),
+        f"{index}.versions": store.versions(index),
+        f"{index}.advantage": rollout.advantage,
+    }
 
 
 def difference(got: dict[str, Any], expected: dict[str, Any]) -> str | None:
