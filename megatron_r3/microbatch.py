@@ -108,6 +108,9 @@ class MicrobatchRoutes:
         checked: True where the ids are known to be in range and distinct, as those of a verified
             store are. False means that the ids of all layers are checked when the first router
             asks: ids on the host at once, ids on a device with one wait at the end of the block.
+        as_with_gradients: whether a layer orders its experts by score also where gradients are off.
+            Megatron does that only where gradients are on, and sums over experts round by their
+            order. A forward-only pass then gives the bits of the training pass that follows it.
 
     Attributes:
         mismatched: for each layer the number of counted tokens whose live choice is another set of
@@ -126,6 +129,7 @@ class MicrobatchRoutes:
     plan: dict[int, LayerSizes] | None = field(default=None, kw_only=True)
     verify_plan: bool = field(default=False, kw_only=True)
     checked: bool = field(default=False, kw_only=True)
+    as_with_gradients: bool = field(default=False, kw_only=True)
     mismatched: dict[int, Tensor] = field(default_factory=dict, init=False)
     mismatched_T: Tensor | None = field(default=None, init=False)
     used: Counter[int] = field(default_factory=Counter, init=False)
@@ -171,6 +175,9 @@ class MicrobatchRoutes:
         Raises:
             ReplayError: the layer has no routes, or not as many as the router has tokens.
         """
+        if self.as_with_gradients and not torch.is_grad_enabled():
+            with torch.enable_grad():  # the scores have no graph, so none is made here
+                return self.topk(layer_number, scores_TE, topk, live_topk)
         if self.mode is Mode.RECORD and layer_number not in self.ids:
             values_TK, chosen_TK = live_topk()
             self.ids[layer_number] = chosen_TK.detach().to(torch.int16)

@@ -160,7 +160,9 @@ class RolloutStep:
         chunk.policies.check(prepared.shards)
         host, routes, microbatch = prepared.batch, prepared.routes, None
         if routes is not None and self.options.replay:
-            microbatch = routes.on_device(chunk.layer_numbers, torch.device("cuda"))
+            microbatch = routes.on_device(
+                chunk.layer_numbers, torch.device("cuda"), as_with_gradients=True
+            )
         output = _run(model, _on_device(host), host, microbatch)
         if routes is not None and microbatch is not None:
             self.old_pass.policy.add_routes(torch.from_numpy(routes.rows_T), microbatch.ids)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from once import Once
-from training import PART, Policy, fails, parts, same, steps_on, train
+from training import PART, Policy, fails, parts, resumed, same, steps_on, stores, train
 
 from demo.report import series_of
 from fidelity.rig.worker import TreeWorker
@@ -17,27 +17,11 @@ from megatron_r3.store import RolloutStore, write_shard
 FOREIGN = ("0" * 16,) * 4
 
 
-def stores(policy: Policy, folder: Path) -> Path:
-    """The four parts as one store, one policy version each; not stamped."""
-    info, shards = parts(policy)
-    for shard in shards:
-        write_shard(folder / "store", replace(info, router_fingerprint=()), shard)
-    return folder / "store"
-
-
 def half(patched: TreeWorker, policy: Policy, store: Path, folder: Path, *more: str) -> Path:
     """Two of four steps, saved."""
     saved = ["--save", str(folder / "saved"), "--save-interval", "2", "--exit-interval", "2"]
     patched.run(train, 1, steps_on(policy, store, 4, *more, *saved), timeout_s=120)
     return folder / "saved"
-
-
-def resumed(policy: Policy, store: Path, saved: Path, *more: str) -> list[str]:
-    argv = steps_on(policy, store, 4, *more)
-    for name in ("--finetune", "--no-load-optim", "--no-load-rng"):
-        argv.remove(name)
-    argv[argv.index("--load") + 1] = str(saved)
-    return argv
 
 
 @pytest.fixture(scope="session")

@@ -155,6 +155,28 @@ def steps_on(policy: Policy, store: Path, steps: int, *more: str) -> list[str]:
     return [*argv, "--lr-decay-style", "constant"]
 
 
+def stores(policy: Policy, folder: Path, mixed: bool = False) -> Path:
+    """The four parts as one store, one policy version each; not stamped.
+
+    Args:
+        mixed: rewards 0 and 1 in turn, so that every update changes the weights.
+    """
+    info, shards = parts(policy)
+    for shard in shards:
+        if mixed:
+            shard = [replace(rollout, reward=i % 2) for i, rollout in enumerate(shard)]
+        write_shard(folder / "store", replace(info, router_fingerprint=()), shard)
+    return folder / "store"
+
+
+def resumed(policy: Policy, store: Path, saved: Path, *more: str) -> list[str]:
+    argv = steps_on(policy, store, 4, *more)
+    for name in ("--finetune", "--no-load-optim", "--no-load-rng"):
+        argv.remove(name)
+    argv[argv.index("--load") + 1] = str(saved)
+    return argv
+
+
 def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
     pairs = zip(one, other, strict=True)
     return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
