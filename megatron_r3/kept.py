@@ -42,7 +42,7 @@ class KeptSets:
     ids_V: np.ndarray
 
     @classmethod
-    def from_lists(cls, sets: Sequence[Sequence[int]]) -> KeptSets:
+    def from_lists(cls, sets: Sequence[Sequence[int] | np.ndarray]) -> KeptSets:
         """Of a list of ids for each token, in any order; an empty list for a token without a set.
 
         Raises:

@@ -11,7 +11,7 @@ Token 4 was sampled by the first response and forwarded by the second: an engine
 token when it forwards the token, and the last token of a response is never forwarded there. So ask
 the next turn with a start of the previous length - 1, which is 4 here, and not 5.
 
-Shape suffixes (docs/glossary.md): N, G, U, L, T, K.
+Shape suffixes (docs/glossary.md): C, G, K, L, N, T, U.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import TypeVar
 import numpy as np
 
 from megatron_r3.engines.shape import EngineError, naming
-from megatron_r3.rollout import UNKNOWN_POLICY, UNREWARDED, Rollout
+from megatron_r3.kept import KeptSets
+from megatron_r3.rollout import UNKNOWN_POLICY, UNREWARDED, Rollout, wrong_versions
 from megatron_r3.routes import Routes
 from megatron_r3.values import wrong_logprob, wrong_token
 
@@ -42,6 +43,10 @@ class Increment:
         start: the token of the first row.
         group: the index of the prompt in its request.
         where: what errors call the response.
+        kept: of all its tokens, those of its prompt with empty sets; None if the engine returned no
+            sampling mask. The log-probs are then normalised over the kept sets.
+        versions_G: int64, the version of the weights that sampled each token; None if the engine
+            does not report it as a whole number.
     """
 
     tokens_N: np.ndarray
@@ -51,6 +56,8 @@ class Increment:
     start: int = 0
     group: int = 0
     where: str = "response"
+    kept: KeptSets | None = None
+    versions_G: np.ndarray | None = None
 
     def check(self) -> None:
         """Refuse parts that do not belong together, and values that no rollout has.
@@ -80,6 +87,11 @@ class Increment:
             raise EngineError(f"the log-prob of token {self.prompt_length + wrong[0]} {wrong[1]}")
         if wrong := wrong_token(self.tokens_N):
             raise EngineError(f"token {wrong[0]} {wrong[1]}")
+        sampled_N = np.arange(num_tokens) >= self.prompt_length
+        logprobs_N = np.zeros(num_tokens, np.float32)
+        logprobs_N[sampled_N] = self.logprobs_G
+        if self.kept and (reason := self.kept.wrong(self.tokens_N, sampled_N, logprobs_N)):
+            raise EngineError(reason)
 
     def whole(self) -> Rollout:
         """The rollout of this response alone.
@@ -128,7 +140,8 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
             not recorded.
 
     Returns:
-        A rollout without reward and policy version, as `engines.decode` returns them.
+        A rollout without reward and policy version, as `engines.decode` returns them. If the
+        engine's versions of several weights sampled it, its policy version is the oldest of them.
 
     Raises:
         EngineError: tokens or rows disagree, or a row is missing; the message names token and
@@ -150,16 +163,19 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
     routes = _joined_rows(ordered, len(tokens_N) - 1)
     if holes == "refuse":
         _refuse_holes(routes, where)
-    turns_U2, response_N, logprobs_N = _turns(ordered, len(tokens_N))
+    turns_U2, response_N, logprobs_N, source_N = _turns(ordered, len(tokens_N))
+    versions_C2 = _joined_versions(ordered, source_N, where)
     rollout = Rollout(
         tokens_N=tokens_N,
         response_N=response_N,
         logprobs_N=logprobs_N,
         reward=UNREWARDED,
         group=ordered[0].group,
-        policy_version=UNKNOWN_POLICY,
+        policy_version=UNKNOWN_POLICY if versions_C2 is None else int(versions_C2[0, 1]),
         routes=routes,
         turns_U2=turns_U2,
+        kept=_joined_kept(ordered, source_N),
+        versions_C2=versions_C2,
     )
     if wrong := rollout.wrong_parts():
         raise EngineError(f"{where}: {wrong}")
@@ -232,8 +248,10 @@ def _refuse_other_rows(increment: Increment, known_LTK: np.ndarray, again_T: np.
 
 def _turns(
     ordered: Sequence[Increment], num_tokens: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The sampled spans, int32 `[U, 2]`; which tokens were sampled, `[N]`; the log-probs, `[N]`.
+
+    The last array, `[N]`, says for each sampled token which of `ordered` sampled it; -1 for others.
 
     The first response that sampled a token counts; a retry adds only tokens behind those. A
     response that was cut off and asked to go on gives two turns that touch. Example, N = 6:
@@ -244,16 +262,65 @@ def _turns(
     That line changes at 2, at 4 and at its end, so the turns are [2, 4] and [4, 6].
     """
     turn_N = np.full(num_tokens, -1, np.int32)
+    source_N = np.full(num_tokens, -1, np.int64)
     logprobs_N = np.zeros(num_tokens, np.float32)
     prompt_lengths: list[int] = []  # a turn is known by its prompt: a retry has the same one
-    for increment in ordered:
+    for number, increment in enumerate(ordered):
         span = slice(increment.prompt_length, len(increment.tokens_N))
         new = turn_N[span] < 0
         if increment.prompt_length not in prompt_lengths:
             prompt_lengths.append(increment.prompt_length)
         turn_N[span][new] = prompt_lengths.index(increment.prompt_length)
         logprobs_N[span][new] = increment.logprobs_G[new]
+        source_N[span][new] = number
     edges = np.flatnonzero(np.diff(turn_N, prepend=-1, append=-1))
     spans = np.stack([edges[:-1], edges[1:]], 1)
     turns_U2 = spans[turn_N[spans[:, 0]] >= 0].astype(np.int32)  # not the gaps between two turns
-    return turns_U2, turn_N >= 0, logprobs_N
+    return turns_U2, turn_N >= 0, logprobs_N, source_N
+
+
+def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets | None:
+    """The kept sets of the responses that sampled the tokens; None if no response has any.
+
+    Raises:
+        EngineError: some responses have kept sets and others have none.
+    """
+    parts = [increment.kept for increment in ordered]
+    used = np.unique(source_N[source_N >= 0]).tolist()
+    if all(parts[number] is None for number in used):
+        return None
+    for number in used:
+        if parts[number] is None:
+            raise EngineError(
+                f"{ordered[number].where}: no sampling mask, while other responses of its "
+                "conversation have one"
+            )
+    empty = KeptSets.from_lists([])
+    joined = KeptSets.joined([part or empty for part in parts])
+    sizes = [0 if part is None else len(part.sizes_N) for part in parts]
+    begin = np.cumsum([0, *sizes])[source_N]  # where the sets of each token's response begin
+    return joined.take(np.where(source_N >= 0, begin + np.arange(len(source_N)), -1))
+
+
+def _joined_versions(
+    ordered: Sequence[Increment], source_N: np.ndarray, where: str
+) -> np.ndarray | None:
+    """The spans of a rollout that several versions sampled; None if there is one, or none is known.
+
+    Raises:
+        EngineError: a token was sampled by older weights than a token before it.
+    """
+    sampled = np.flatnonzero(source_N >= 0)
+    versions = []
+    for token in sampled.tolist():
+        increment = ordered[source_N[token]]
+        if increment.versions_G is None:
+            return None
+        versions.append(int(increment.versions_G[token - increment.prompt_length]))
+    changes = np.flatnonzero(np.diff(versions, prepend=-1))
+    if len(changes) < 2:
+        return None
+    versions_C2 = np.stack([sampled[changes], np.array(versions)[changes]], 1).astype(np.int64)
+    if wrong := wrong_versions(versions_C2, source_N >= 0, versions[0]):
+        raise EngineError(f"{where}: {wrong}")
+    return versions_C2

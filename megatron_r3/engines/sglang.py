@@ -13,6 +13,7 @@ Shape suffixes (docs/glossary.md): G, K, N, T, Y.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,9 @@ from megatron_r3.engines.body import (
 )
 from megatron_r3.engines.checks import checked_routes, checked_tokens
 from megatron_r3.engines.conversation import Increment, read_choices
+from megatron_r3.engines.drawn import kept_sets, version_spans
 from megatron_r3.engines.shape import EngineError, ModelShape, naming
+from megatron_r3.kept import KeptSets
 from megatron_r3.untrusted import quoted
 
 # A sample of /generate, and a response of /v1/completions, without what is not read here:
@@ -51,6 +54,9 @@ from megatron_r3.untrusted import quoted
 #    "sglext": {"routed_experts": "AwAAAAEAAAA..."}}
 
 PROMPT_FIELDS = ("input_ids", "text", "prompt")  # of a request: the first that is there counts
+
+# 0.5.23 with return_sampling_mask: managers/tokenizer_manager.py, `_handle_batch_output`
+_MASK, _MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 
 _ASK_PROMPT = "send input_ids, not text"
 _ASK_IDS = "ask with return_token_ids true (0.5.23; chat: return_prompt_token_ids), or /generate"
@@ -210,9 +216,38 @@ def _increment(
     elif not np.array_equal(response_G, named_G):
         raise EngineError("output_token_logprobs are not those of output_ids")
     tokens_N = checked_tokens(prompt, response_G, request, shape)
+    kept = kept_sets(meta.get(_MASK), _MASK, len(prompt), len(response_G))
+    if kept is not None:
+        logprobs_G = _logprobs_of_mask(meta, tokens_N, kept, len(prompt))
+    versions_G = version_spans(meta.get("weight_versions"), len(response_G))
     rows_TYK = _rows(meta.get("routed_experts"), len(tokens_N), start, shape)
     routes = checked_routes(rows_TYK, len(tokens_N), shape, start)
-    return Increment(tokens_N, len(prompt), logprobs_G, routes, start, group)
+    return Increment(
+        tokens_N, len(prompt), logprobs_G, routes, start, group, kept=kept, versions_G=versions_G
+    )
+
+
+def _logprobs_of_mask(
+    meta: Mapping[str, Any], tokens_N: np.ndarray, kept: KeptSets, prompt_length: int
+) -> np.ndarray:
+    """Float32 log-probs `[G]` over the kept sets; `output_token_logprobs` are over all tokens.
+
+    Each entry is the log-prob of the sampled token, or, asked with `sampling_logprobs_mode`
+    "support", a list of the log-probs of all tokens of the mask, in the order of the mask.
+    """
+    values, masks = meta.get(_MASK_LOGPROBS), meta[_MASK]
+    if not isinstance(values, list) or len(values) != len(masks):
+        raise EngineError(f"{_MASK} without {_MASK_LOGPROBS} of each token")
+    chosen = []
+    for value, mask, token in zip(values, masks, tokens_N[prompt_length:].tolist(), strict=True):
+        if isinstance(value, list):
+            if len(value) != len(mask):
+                raise EngineError(f"{_MASK_LOGPROBS}: {len(value)} for a mask of {len(mask)}")
+            value = value[mask.index(token)] if token in mask else math.nan
+        if value is None:
+            raise EngineError("a response token has no log-prob (JSON has no NaN)")
+        chosen.append(value)
+    return number_array(chosen, _MASK_LOGPROBS)
 
 
 def _native_logprobs(entries: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -39,6 +39,7 @@ from megatron_r3.engines.body import (
 )
 from megatron_r3.engines.checks import checked_routes, checked_tokens
 from megatron_r3.engines.conversation import Increment, read_choices
+from megatron_r3.engines.drawn import kept_sets, version_spans
 from megatron_r3.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.routes import Routes
 from megatron_r3.untrusted import quoted, read_json, said
@@ -145,7 +146,13 @@ def _increment(
     else:
         rows_TYK = _prompt_and_response_rows(body, choice, len(prompt), shape)
         routes = checked_routes(rows_TYK, len(tokens_N), shape)
-    return Increment(tokens_N, len(prompt), logprobs_G, routes, start, group)
+    # /inference/v1/generate of a server with --return-sampling-mask: such a server does not start
+    # without --logprobs-mode processed_logprobs, so its log-probs are normalised over the mask
+    kept = kept_sets(choice.get("sampling_mask"), "sampling_mask", len(prompt), len(response_G))
+    versions_G = version_spans(choice.get("weight_versions"), len(response_G))
+    return Increment(
+        tokens_N, len(prompt), logprobs_G, routes, start, group, kept=kept, versions_G=versions_G
+    )
 
 
 def decode_routes(
@@ -232,6 +239,8 @@ def _python_choice(output: Any) -> dict[str, Any]:
         "logprobs": {"token_logprobs": logprobs},
         "routed_experts": getattr(output, "routed_experts", None),
         "finish_reason": getattr(output, "finish_reason", None),
+        "sampling_mask": getattr(getattr(output, "sampling_mask", None), "token_ids", None),
+        "weight_versions": getattr(output, "weight_versions", None),
     }
 
 
@@ -301,6 +310,8 @@ def _empty_choice(index: int) -> dict[str, Any]:
         "logprobs": {"content": []},
         "routed_experts": None,
         "finish_reason": None,
+        "sampling_mask": None,
+        "weight_versions": None,
     }
 
 
@@ -320,3 +331,8 @@ def _join(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
         if choice["routed_experts"] is not None:
             raise EngineError("the stream carries routes twice")
         choice["routed_experts"] = routed
+    masks = part.get("sampling_mask")
+    if isinstance(masks, list):  # of the tokens of this event, or of all in the last one
+        choice["sampling_mask"] = [*(choice["sampling_mask"] or []), *masks]
+    if part.get("weight_versions"):
+        choice["weight_versions"] = part["weight_versions"]

@@ -52,9 +52,9 @@ def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
     for flag, kind, default, text in _collect_options():
         add(flag, type=kind, default=default, help=text)
     text = (
-        "allow other values of --temperature, --top-p and --top-k than the defaults. The policy "
-        "loss takes all log-probs at temperature 1 over the whole vocabulary, so its ratio then "
-        "compares two distributions, and its gradient is biased"
+        "sample with --temperature, --top-p and --top-k, and store the log-probs that the engine "
+        "sends, without kept sets. They need not be those of the distribution that was sampled; "
+        "the ratio of the policy loss then compares two distributions, and its gradient is biased"
     )
     add("--biased-sampling", action="store_true", help=text)
     parser.set_defaults(run=run_collect)
@@ -66,12 +66,13 @@ def _collect_options() -> tuple[tuple[str, Callable[[str], float], float | None,
         ("--max-tokens", _number(int, 1), 1024,
          "the largest number of tokens of a response (default: 1024)"),
         ("--temperature", _number(float, 0), 1.0,
-         "divide the logits by this; needs --biased-sampling (default: 1)"),
+         "divide the logits by this; a server also needs --top-k or --top-p (default: 1)"),
         ("--top-p", _number(float, 0, 1), 1.0,
-         "sample from the likeliest tokens that together have this probability; needs "
-         "--biased-sampling (default: 1, all tokens)"),
+         "sample from the likeliest tokens that together have this probability, and store which "
+         "they were; vLLM also needs --top-k (default: 1, all tokens)"),
         ("--top-k", _number(int, 0), 0,
-         "sample from so many of the likeliest tokens; needs --biased-sampling (default: 0, all)"),
+         "sample from so many of the likeliest tokens, and store which they were "
+         "(default: 0, all)"),
         ("--seed", int, None, "make each sample's seed from this (default: the engine chooses)"),
         ("--concurrency", _number(int, 1), None,
          "samples under way at a time (default: 32; transformers: 256, which run in batches)"),
@@ -129,7 +130,7 @@ def _add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     _add_model(parser)
     _add_reward(parser, required=False)
-    _add_policy_version(parser)
+    _add_policy_version(parser, default=None)
     _add_shard_size(parser)
     parser.add_argument(
         "--skip-refused", action="store_true",
@@ -183,10 +184,11 @@ def _add_reward(parser: argparse.ArgumentParser, required: bool = True) -> None:
     )  # fmt: skip
 
 
-def _add_policy_version(parser: argparse.ArgumentParser) -> None:
+def _add_policy_version(parser: argparse.ArgumentParser, default: int | None = 0) -> None:
+    unsaid = "0" if default is not None else "what the responses say, if it is a number; else 0"
     parser.add_argument(
-        "--policy-version", type=_number(int, 0, 2**63 - 1), default=0, metavar="N",
-        help="version of the weights that sample (default: 0)",
+        "--policy-version", type=_number(int, 0, 2**63 - 1), default=default, metavar="N",
+        help=f"version of the weights that sample (default: {unsaid})",
     )  # fmt: skip
 
 
@@ -212,13 +214,15 @@ def run_collect(args: argparse.Namespace) -> int:
 
 def _collect(args: argparse.Namespace) -> int:
     from megatron_r3.rollouts.collect import collect
-    from megatron_r3.rollouts.plan import Plan, Sampling, read_model
+    from megatron_r3.rollouts.plan import Plan, Sampling, read_model, sampling_for
     from megatron_r3.rollouts.prompts import read_prompts
     from megatron_r3.rollouts.reward import load_reward
     from megatron_r3.rollouts.writing import keep_freed_memory
 
     keep_freed_memory()
     make_engine = _engine_maker(args)
+    sampling = Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.seed)
+    sampling = sampling_for(args.engine, sampling, args.biased_sampling)
     prompts, reward, model = (
         read_prompts(args.prompts), load_reward(args.reward), read_model(args.model),
     )  # fmt: skip
@@ -227,7 +231,7 @@ def _collect(args: argparse.Namespace) -> int:
     plan = Plan(
         prompts=prompts,
         n=args.n,
-        sampling=Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.seed),
+        sampling=sampling,
         reward=reward,
         model=model,
         out=args.out,

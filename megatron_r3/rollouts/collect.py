@@ -5,7 +5,7 @@ waits for the engine and the reward (`Sampler`), and hands its rollout to the `S
 whole groups. However the collection ends, the groups that are whole then are stored, and the same
 command takes the rest (resume.py).
 
-Shape suffixes (docs/glossary.md): N.
+Shape suffixes (docs/glossary.md): C, N.
 """
 
 from __future__ import annotations
@@ -195,6 +195,7 @@ class Sampler:
             sample=index,
             policy_version=plan.policy_version,
             prompt_digest=prompt.digest,
+            versions_C2=None,  # one version of the weights sampled all of it: see EnginePolicy
         )
         rollout.check(where)
         self.progress.tokens += int(rollout.response_N.sum())

@@ -1,7 +1,11 @@
-"""From recorded responses of an engine, JSON lines, to a new store."""
+"""From recorded responses of an engine, JSON lines, to a new store.
+
+Shape suffixes (docs/glossary.md): C.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +16,7 @@ from megatron_r3.engines.shape import EngineError
 from megatron_r3.rollout import Rollout
 from megatron_r3.rollouts.plan import Model
 from megatron_r3.rollouts.recorded import answers_of, digests_of, read_lines, settings_of
-from megatron_r3.rollouts.requests import decoder
+from megatron_r3.rollouts.requests import decoder, policies_of
 from megatron_r3.rollouts.reward import (
     RewardError,
     RewardFunction,
@@ -35,7 +39,8 @@ class Recording:
         path: JSON lines `{"request": ..., "response": ..., "reward"?: ..., "group"?: ...}`.
         engine, engine_version: the engine that sampled them.
         model: the model that the engine ran.
-        policy_version: which policy sampled.
+        policy_version: which policy sampled; None takes the versions that the responses report,
+            where these are whole numbers, and 0 where they are not.
         reward: rewards the lines that have no `reward`. None means that each line must have one.
     """
 
@@ -43,7 +48,7 @@ class Recording:
     engine: str
     engine_version: str
     model: Model
-    policy_version: int = 0
+    policy_version: int | None = None
     reward: RewardFunction | None = None
 
 
@@ -134,13 +139,16 @@ class _Reader:
             decoded = self.decode(response, request, self.recording.model.shape, where)
             answers = answers_of(response, len(decoded), where)
             digests = digests_of(self.recording.engine, request, where)
+            if any(choice.kept is not None for choice in decoded):
+                settings = replace(settings, logprobs_of="processed")
             self._refuse_other_settings(settings, where)
+            versions = [self._version(response, i, c, where) for i, c in enumerate(decoded)]
         except EngineError as error:
             return [], str(error)
         # The decoders refuse what they know to be wrong; this catches what they do not know.
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
             return [], f"{where}: the response cannot be read ({said(repr(error))})"
-        return list(self._rollouts(line, decoded, answers, digests, where)), ""
+        return list(self._rollouts(line, decoded, answers, digests, versions, where)), ""
 
     def _refuse_other_settings(self, settings: SamplingSettings, where: str) -> None:
         """A store has one way of sampling: that of its first response."""
@@ -161,13 +169,14 @@ class _Reader:
         decoded: list[Rollout],
         answers: list[tuple[str, str]],
         digests: list[int],
+        versions: list[int],
         where: str,
     ) -> Iterator[Rollout]:
-        version = self.recording.policy_version
         # The decoder numbers the prompts of a request from 0 on; `first` is the group of prompt 0.
         first = self._first_group(line, 1 + max(choice.group for choice in decoded), where)
         for index, (choice, answer) in enumerate(zip(decoded, answers, strict=True)):
             group, digest = first + choice.group, digests[choice.group]
+            version = versions[index]
             sample = self._samples[group]
             if wrong := wrong_name(version, group, sample):
                 raise EngineError(f"{where}: {wrong}")
@@ -183,6 +192,27 @@ class _Reader:
                 policy_version=version,
                 prompt_digest=digest,
             )
+
+    def _version(self, response: Any, index: int, choice: Rollout, where: str) -> int:
+        """The policy version of one choice: of its spans, of the command, or of the response.
+
+        Raises:
+            EngineError: the command names another version than the spans begin with.
+        """
+        given = self.recording.policy_version
+        if choice.versions_C2 is not None:
+            if given not in (None, choice.policy_version):
+                raise EngineError(
+                    f"{where}, choice {index}: the engine's versions "
+                    f"{choice.versions_C2[:, 1].tolist()[:20]} sampled it, and --policy-version "
+                    f"says {given}: leave --policy-version out, and the versions are the engine's"
+                )
+            return choice.policy_version
+        if given is not None:
+            return given
+        said = policies_of(response, index, where) if isinstance(response, (dict, list)) else []
+        whole = len(said) == 1 and re.fullmatch("[0-9]{1,18}", said[0])
+        return int(said[0]) if whole else 0
 
     def _first_group(self, line: dict[str, Any], prompts: int, where: str) -> int:
         """The group of the line's first prompt."""
@@ -231,5 +261,7 @@ class _Reader:
         return checked_reward(values[index], f"{where}, choice {index}: `reward` is")
 
 
-def _or_not_said(value: float | None) -> str:
-    return "not said" if value is None else f"{value:g}"
+def _or_not_said(value: float | str | None) -> str:
+    if value is None:
+        return "not said"
+    return value if isinstance(value, str) else f"{value:g}"

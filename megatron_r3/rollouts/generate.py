@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.engines.transformers import capture_routes
+from megatron_r3.kept import KeptSets
 from megatron_r3.rollout import UNKNOWN_POLICY, UNREWARDED, Rollout
 from megatron_r3.rollouts.engine import Answer, Identity, NoAnswer
 from megatron_r3.rollouts.plan import Sampling
@@ -166,7 +167,9 @@ class Transformers:
         """Continue prompts of one length; runs in the thread."""
         length = len(batch[0].ids)
         ids_BN = torch.tensor([request.ids for request in batch], device=self._device)
-        tokens_BN, logprobs_BG, ids_LBTK = self._continue(ids_BN, _draws(batch, self.sampling))
+        tokens_BN, logprobs_BG, ids_LBTK, kept_B = self._continue(
+            ids_BN, _draws(batch, self.sampling)
+        )
         answers = []
         for i, request in enumerate(batch):
             ended = np.isin(tokens_BN[i, length:], self._stop_ids.cpu().numpy())
@@ -188,6 +191,9 @@ class Transformers:
                     self._shape.num_experts,
                     where=request.where,
                 ),
+                kept=KeptSets.from_lists([*([[]] * length), *kept_B[i][:sampled]])
+                if self.sampling.wants_kept
+                else None,
             )
             if wrong := rollout.wrong_parts():
                 raise EngineError(f"{request.where}: {wrong}")
@@ -202,7 +208,7 @@ class Transformers:
     @torch.inference_mode()
     def _continue(
         self, prompt_BN: Tensor, draws_BG: Tensor
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[list[np.ndarray]]]:
         """Sample until every sequence has a token that ends it, or `max_tokens` tokens.
 
         Args:
@@ -210,11 +216,14 @@ class Transformers:
             draws_BG: float64 numbers in [0, 1), one for each token (`_choose`).
 
         Returns:
-            Tokens [B, N] int32, prompts included; log-probs [B, G] float32 at temperature 1 over
-            the whole vocabulary; expert ids [L, B, T, K] of all forwarded tokens.
+            Tokens [B, N] int32, prompts included; log-probs [B, G] float32, at temperature 1 over
+            the whole vocabulary unless those of the processed distribution are asked for; expert
+            ids [L, B, T, K] of all forwarded tokens; of each sequence the kept ids of each sampled
+            token, empty unless they are asked for.
         """
         cache, step_BN = None, prompt_BN
         tokens, logprobs, routes = [prompt_BN], [], []
+        kept_B: list[list[np.ndarray]] = [[] for _ in prompt_BN]
         ended_B = torch.zeros(len(prompt_BN), dtype=torch.bool, device=self._device)
         self._captured.take()  # what a batch that failed has left there
         for draw_B in draws_BG.to(self._device).unbind(1):
@@ -229,10 +238,15 @@ class Transformers:
             (ids_LTK,) = self._captured.take()  # its T counts the tokens of all sequences
             routes.append(ids_LTK.unflatten(1, step_BN.shape).cpu())
             logits = output.logits[:, -1].float()
-            chosen_B = _choose(logits, self.sampling, draw_B)
+            processed = _processed(logits, self.sampling)
+            chosen_B = _choose(processed, self.sampling, draw_B)
             step_BN = chosen_B[:, None]
             tokens.append(step_BN)
-            logprobs.append(torch.log_softmax(logits, -1).gather(1, step_BN))
+            of = processed if self.sampling.logprobs_of == "processed" else logits
+            logprobs.append(torch.log_softmax(of, -1).gather(1, step_BN).float())
+            if self.sampling.wants_kept:
+                for row, kept in zip(processed.isfinite().cpu().numpy(), kept_B, strict=True):
+                    kept.append(np.flatnonzero(row))
             ended_B |= torch.isin(chosen_B, self._stop_ids)
             if bool(ended_B.all()):
                 break
@@ -240,6 +254,7 @@ class Transformers:
             torch.cat(tokens, 1).to(torch.int32).cpu().numpy(),
             torch.cat(logprobs, 1).cpu().numpy(),
             torch.cat(routes, 2).numpy(),
+            kept_B,
         )
 
 
@@ -260,7 +275,32 @@ def _draws(batch: list[_Request], sampling: Sampling) -> Tensor:
     return torch.stack(draws)
 
 
-def _choose(logits: Tensor, sampling: Sampling, draw_B: Tensor) -> Tensor:
+def _processed(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The logits that are sampled from: divided by the temperature, and -inf where cut off.
+
+    Args:
+        logits: float32, one row of the vocabulary for each sequence.
+
+    Returns:
+        The same shape, float64: the sum of the probabilities of a large vocabulary is rounded less.
+    """
+    if sampling.temperature == 0:
+        return logits.double()
+    logits = logits / sampling.temperature
+    if sampling.top_k and sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    logits = logits.double()
+    if sampling.top_p < 1:
+        ordered, order = torch.softmax(logits, -1).sort(-1, descending=True)
+        # Cut a token if those before it already have the wanted probability; the first one stays.
+        cut = ordered.cumsum(-1) - ordered >= sampling.top_p
+        cut[:, 0] = False
+        logits = logits.masked_fill(cut.scatter(-1, order, cut), float("-inf"))
+    return logits
+
+
+def _choose(processed: Tensor, sampling: Sampling, draw_B: Tensor) -> Tensor:
     """The token of each sequence, int64 [B], by the inverse of the distribution function.
 
     Example: probabilities .2 .5 .3 have the sums .2 .7 1; a draw of .6 takes the token 1, because
@@ -268,22 +308,11 @@ def _choose(logits: Tensor, sampling: Sampling, draw_B: Tensor) -> Tensor:
     the first.
 
     Args:
-        logits: float32, one row of the vocabulary for each sequence.
+        processed: what `_processed` makes of the logits of each sequence.
     """
     if sampling.temperature == 0:
-        return logits.argmax(-1)
-    logits = logits / sampling.temperature
-    if sampling.top_k and sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    probabilities = torch.softmax(logits.double(), -1)
-    if sampling.top_p < 1:
-        ordered, order = probabilities.sort(-1, descending=True)
-        # Cut a token if those before it already have the wanted probability; the first one stays.
-        cut = ordered.cumsum(-1) - ordered >= sampling.top_p
-        cut[:, 0] = False
-        probabilities = probabilities.masked_fill(cut.scatter(-1, order, cut), 0.0)
-    sums = probabilities.cumsum(-1)
+        return processed.argmax(-1)
+    sums = torch.softmax(processed, -1).cumsum(-1)
     total = sums[:, -1:]
     # The sum of rounded probabilities is not exactly 1, and a draw just below 1 times the total may
     # be rounded up to the total, above which no sum is.

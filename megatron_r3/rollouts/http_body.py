@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.rollouts.plan import Sampling
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.untrusted import one_line
 
@@ -19,6 +20,8 @@ from megatron_r3.untrusted import one_line
 _OF_ANY_ANSWER = 1 << 20  # names, times, counts: whatever a server sends beside its tokens
 _OF_A_TOKEN = 1024  # its id twice, its text, its log-prob, and the same of one alternative
 _OF_AN_ID = 14  # an expert id as `65535, ` in a nested list, twice
+_OF_A_KEPT_ID = 16  # `2147483647, ` and some blanks
+_MOST_KEPT = 65_536  # of a token; SGLang sends 4096 if it is not told otherwise
 _TEMPLATE_TOKENS = 4096  # tokens that a chat template adds to the messages
 
 
@@ -34,7 +37,7 @@ class _Answer(Protocol):
     def aiter_raw(self) -> AsyncIterator[bytes]: ...
 
 
-def answer_limit(shape: ModelShape, prompt: Prompt, max_tokens: int) -> int:
+def answer_limit(shape: ModelShape, prompt: Prompt, sampling: Sampling) -> int:
     """The largest number of bytes that the answer to a request for one sample may have.
 
     Example: 48 layers, top-8, a prompt of 1,000 tokens and 1,024 sampled tokens: 14 MB. vLLM's
@@ -45,7 +48,11 @@ def answer_limit(shape: ModelShape, prompt: Prompt, max_tokens: int) -> int:
     else:  # a token of a text has at least one byte of the text
         prompt_tokens = len(json.dumps(prompt.content)) + _TEMPLATE_TOKENS
     of_a_row = _OF_AN_ID * shape.num_hidden_layers * shape.topk
-    return _OF_ANY_ANSWER + (prompt_tokens + max_tokens) * (_OF_A_TOKEN + of_a_row)
+    limit = _OF_ANY_ANSWER + (prompt_tokens + sampling.max_tokens) * (_OF_A_TOKEN + of_a_row)
+    if sampling.wants_kept:  # tokens of one probability may be kept beyond top-k
+        kept = min(2 * sampling.top_k or _MOST_KEPT, shape.vocab_size or _MOST_KEPT)
+        limit += sampling.max_tokens * _OF_A_KEPT_ID * kept
+    return limit
 
 
 async def body_of(answer: _Answer, most_bytes: int) -> bytearray:

@@ -1,10 +1,11 @@
 """What stores hold, in numbers and as a table: rollouts, and how routes spread over the experts.
 
-Shape suffixes (docs/glossary.md): L, T, K, E, M, G.
+Shape suffixes (docs/glossary.md): E, G, K, L, M, N, T, V.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ def inspect_store(directory: Path) -> dict[str, Any]:
         **_source(store),
         **_prompts(store),
         "reward": _spread(store.column("reward").astype(float)),
+        "advantages": _share_of_advantages(store),
         **_responses(store),
         "missing_rows": routes.missing / max(routes.rows, 1),
         "repeated_rows": routes.repeated / max(routes.pairs, 1),
@@ -106,20 +108,36 @@ def _prompts(store: RolloutStore) -> dict[str, Any]:
 
 def _responses(store: RolloutStore) -> dict[str, Any]:
     lengths, total, impossible = [], 0.0, []
+    kept_tokens, kept_ids, of_version = 0, 0, Counter[int]()
     for rollout in range(len(store)):
         fields = store.fields(rollout)
         logprobs_G = fields["logprobs"][fields["response"]]
         lengths.append(len(logprobs_G))
         total += float(logprobs_G.sum(dtype=np.float64))
+        versions_N = store.versions(rollout)
+        of_version.update(versions_N[versions_N >= 0].tolist())
+        if (kept := store.kept(rollout)) is not None:
+            kept_tokens, kept_ids = kept_tokens + len(logprobs_G), kept_ids + len(kept.ids_V)
         if wrong := wrong_logprob(logprobs_G):
             token = int(np.flatnonzero(fields["response"])[wrong[0]])
             impossible.append(f"{store.name(rollout)}: the log-prob of token {token} {wrong[1]}")
     return {
         "impossible_logprobs": impossible,
         "response_tokens": sum(lengths),
+        "token_versions": {
+            str(version): count / max(sum(lengths), 1)
+            for version, count in sorted(of_version.items())
+        },
+        "kept_share": kept_tokens / max(sum(lengths), 1),
+        "kept_size": kept_ids / max(kept_tokens, 1),
         "response_length": _spread(np.array(lengths, float)),
         "logprob_mean": total / max(sum(lengths), 1),
     }
+
+
+def _share_of_advantages(store: RolloutStore) -> float:
+    given = [s.extras.advantage(i) is not None for s in store.shards for i in range(s.num_rollouts)]
+    return sum(given) / len(given)
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
@@ -250,7 +268,19 @@ def _column(store: dict[str, Any]) -> dict[str, str]:
         "policy version": ", ".join(versions),
         "engine": f"{store['engine']} {store['engine_version']}",
         "model": store["model"] or "-",
+        "tokens by version": ", ".join(
+            f"{version} ({share:.1%})" for version, share in store["token_versions"].items()
+        ),
         "sampling": _sampling(store["sampling"]),
+        "kept sets": f"of {store['kept_share']:.1%} of the sampled tokens, mean size "
+        f"{store['kept_size']:.1f}"
+        if store["kept_share"]
+        else "none",
+        "advantages": "given"
+        if store["advantages"] == 1
+        else f"of {store['advantages']:.1%}"
+        if store["advantages"]
+        else "none",
         "vocabulary": f"{store['vocab_size'] or 'not said'}",
         "router fingerprint": " ".join(digests[0] for digests in prints) if prints else "none",
         "policy stamp": " ".join(stamps) if stamps else "none",
@@ -283,6 +313,8 @@ def _sampling(settings: dict[str, Any]) -> str:
     ]
     if settings["max_tokens"] is not None:
         words.append(f"at most {settings['max_tokens']} tokens")
+    if settings["logprobs_of"] is not None:
+        words.append(f"log-probs {settings['logprobs_of']}")
     return ", ".join(words) or "not said"
 
 

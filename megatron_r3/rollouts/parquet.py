@@ -3,7 +3,7 @@
 The table has everything but the routes. Only the rewards can come back: rollouts are scored again
 elsewhere, and a new store gets the old rollouts with the new rewards.
 
-Shape suffixes (docs/glossary.md): N.
+Shape suffixes (docs/glossary.md): C, N, V.
 """
 
 from __future__ import annotations
@@ -72,11 +72,12 @@ def to_parquet(directory: Path, path: Path) -> int:
         descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
         os.close(descriptor)
         try:
-            with pq.ParquetWriter(name, _schema()) as writer:
+            schema = _schema(store)
+            with pq.ParquetWriter(name, schema) as writer:
                 first = 0
                 for shard in store.shards:
                     rows = [_row(store, shard, i, first + i) for i in range(shard.num_rollouts)]
-                    writer.write_table(pa.Table.from_pylist(rows, schema=_schema()))
+                    writer.write_table(pa.Table.from_pylist(rows, schema=schema))
                     first += shard.num_rollouts
             os.chmod(name, 0o644)  # mkstemp made it readable for its owner alone
             os.replace(name, path)
@@ -85,7 +86,13 @@ def to_parquet(directory: Path, path: Path) -> int:
     return len(store)
 
 
-def _schema() -> pa.Schema:
+def _has(store: RolloutStore, tensor: str) -> bool:
+    """Whether any shard has an optional tensor (docs/rollout-store.md)."""
+    return any(tensor in shard.header.tensors for shard in store.shards)
+
+
+def _schema(store: RolloutStore) -> pa.Schema:
+    """The columns; those of what only some stores have come last, where a shard has it."""
     columns = (*KEY, "prompt_digest", "num_tokens", "prompt_length")
     numbers = [(name, pa.int64()) for name in columns]
     texts = [(name, pa.string()) for name in ("shard", "engine", "engine_version", "model")]
@@ -98,12 +105,20 @@ def _schema() -> pa.Schema:
             ("recorded", pa.list_(pa.bool_())),
             ("turns", pa.list_(pa.list_(pa.int32(), 2))),
             *texts,
+            *([("advantage", pa.float32())] if _has(store, "advantage") else []),
+            *([("versions", pa.list_(pa.list_(pa.int64(), 2)))] if _has(store, "versions") else []),
+            *(
+                (name, pa.list_(pa.int32()))
+                for name in ("kept_sizes", "kept_ids")
+                if _has(store, name)
+            ),
         ]
     )
 
 
 def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[str, Any]:
-    fields = store.fields(rollout)
+    fields, kept = store.fields(rollout), store.kept(rollout)
+    versions_C2 = shard.extras.versions_C2(index)
     return {
         **{name: int(shard.tensors[name][index]) for name in (*KEY, "prompt_digest", "num_tokens")},
         # argmax of booleans is the first True
@@ -115,6 +130,11 @@ def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[st
         "engine": shard.info.engine,
         "engine_version": shard.info.engine_version,
         "model": shard.info.model,
+        # a schema without these columns leaves them out
+        "advantage": shard.extras.advantage(index),
+        "versions": None if versions_C2 is None else versions_C2.tolist(),
+        "kept_sizes": None if kept is None else kept.sizes_N,
+        "kept_ids": None if kept is None else kept.ids_V,
     }
 
 
@@ -122,7 +142,8 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
     """Write a new store, the old one with the table's rewards; returns how many rewards changed.
 
     A row is found by its `policy_version`, `group` and `sample`, so rows may come in any order. If
-    the table has `tokens`, they must be those of the store.
+    the table has `tokens`, they must be those of the store. If the store has advantages, they are
+    of the old rewards, so the table must have a column `advantage`: null leaves a rollout without.
 
     Raises:
         StoreError: the table cannot be read or has columns of other types; a rollout has no row, a
@@ -158,8 +179,9 @@ def _rows(
     """
     known = set(zip(*(store.column(name).tolist() for name in KEY), strict=True))
     known_tokens = int(store.column("num_tokens").sum())
+    has_advantages = _has(store, "advantage")
     rows: dict[tuple[int, ...], dict[str, Any]] = {}
-    for number, row in enumerate(_read(path, known_tokens)):
+    for number, row in enumerate(_read(path, known_tokens, has_advantages)):
         for name in KEY:
             if row[name] is None:
                 raise StoreError(f"{path}: row {number} has no {name}")
@@ -172,10 +194,10 @@ def _rows(
     return rows
 
 
-def _read(path: Path, known_tokens: int) -> Iterator[dict[str, Any]]:
+def _read(path: Path, known_tokens: int, has_advantages: bool) -> Iterator[dict[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
-            names = _columns(file, path, known_tokens)
+            names = _columns(file, path, known_tokens, has_advantages)
             for batch in file.iter_batches(ROWS, columns=names):
                 yield from batch.to_pylist()
     except StoreError:
@@ -186,18 +208,25 @@ def _read(path: Path, known_tokens: int) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def _columns(file: pq.ParquetFile, path: Path, known_tokens: int) -> list[str]:
+def _columns(
+    file: pq.ParquetFile, path: Path, known_tokens: int, has_advantages: bool
+) -> list[str]:
     """The names of the columns to read, whose types have been checked."""
     schema = file.schema_arrow
     missing = [name for name in WANTED if name not in schema.names]
     if missing:
         raise StoreError(f"{path}: no column {', '.join(missing)}")
-    wanted = [*WANTED, *(["tokens"] if "tokens" in schema.names else [])]
+    if has_advantages and "advantage" not in schema.names:
+        raise StoreError(
+            f"{path}: no column advantage: the store has advantages, which are of the old rewards; "
+            "add the new ones, or nulls"
+        )
+    wanted = [*WANTED, *(name for name in ("tokens", "advantage") if name in schema.names)]
     for name in wanted:
         if schema.names.count(name) > 1:
             raise StoreError(f"{path}: {schema.names.count(name)} columns {name}; one is expected")
         kind = schema.field(name).type
-        expected, fits = _KINDS["tokens" if name == "tokens" else WANTED[name]]
+        expected, fits = _KINDS[{"advantage": "reward", "tokens": "tokens", **WANTED}[name]]
         if not fits(kind):
             raise StoreError(
                 f"{path}: column {name} has {one_line(str(kind), 80)}; expected {expected}"
@@ -236,7 +265,15 @@ def _rewarded(
         raise StoreError(f"{path}: row {row['row']}, {_text(key)}, has other tokens than {where}")
     reward = checked_reward(row["reward"], f"{path}: row {row['row']}, {_text(key)}, has reward")
     # float32, as the store holds it: otherwise .1 would count as a change of the stored .1
-    return replace(rollout, reward=float(np.float32(reward)))
+    return replace(rollout, reward=float(np.float32(reward)), advantage=_advantage(row, path, key))
+
+
+def _advantage(row: dict[str, Any], path: Path, key: Sequence[int]) -> float | None:
+    given = row.get("advantage")
+    if given is None:
+        return None
+    where = f"{path}: row {row['row']}, {_text(key)}, has advantage"
+    return float(np.float32(checked_reward(given, where)))
 
 
 def _text(key: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,14 @@ from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.rollouts.reward import RewardFunction
 from megatron_r3.store import SamplingSettings, StoreInfo
 
+# Why an engine's log-probs at another temperature cannot be used: its answer does not say whose
+# they are.
+_NOBODY_SAYS = {
+    "vllm": "vLLM's are of temperature 1, or of the processed distribution where the server was "
+    "started with --logprobs-mode processed_logprobs",
+    "sglang": "SGLang's are of this temperature, or of temperature 1 where the server has "
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+}
 BIAS = (
     "the policy loss takes all log-probs at temperature 1 over the whole vocabulary, so its ratio "
     "would compare two distributions and its gradient would be biased"
@@ -34,6 +42,8 @@ class Sampling:
         top_p: sample from the likeliest tokens that together have this probability; 1 means all.
         top_k: sample from this many of the likeliest tokens; 0 means all.
         seed: the seed of each sample is made from it. None means that the engine chooses.
+        logprobs_of: whose log-probs are stored ("raw", "processed"), as in SamplingSettings. With
+            "processed", the kept set of each token is stored too, where top-p or top-k cut it.
     """
 
     max_tokens: int
@@ -41,11 +51,19 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    logprobs_of: str | None = None
 
     @property
     def settings(self) -> SamplingSettings:
         """The settings that the store records."""
-        return SamplingSettings(self.temperature, self.top_p, self.top_k, 0.0, self.max_tokens)
+        return SamplingSettings(
+            self.temperature, self.top_p, self.top_k, 0.0, self.max_tokens, self.logprobs_of
+        )
+
+    @property
+    def wants_kept(self) -> bool:
+        """Whether each rollout has to have kept sets."""
+        return self.logprobs_of == "processed" and (self.top_p < 1 or self.top_k > 0)
 
     def seed_of(self, group: int, sample: int, policy_version: int) -> int | None:
         """The seed of one sample, of 31 bits. It does not depend on what was sampled before."""
@@ -54,6 +72,47 @@ class Sampling:
         # A digest, so that no two samples have neighbouring seeds, which some generators mix badly.
         name = f"{self.seed} {policy_version} {group} {sample}".encode()
         return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
+
+
+def sampling_for(engine: str, sampling: Sampling, biased: bool) -> Sampling:
+    """The sampling with `logprobs_of`: what this engine can be asked to return.
+
+    Args:
+        engine: "vllm", "sglang" or "transformers".
+        biased: take log-probs that are not those of the distribution that was sampled
+            (`--biased-sampling`).
+
+    Raises:
+        ValueError: the engine does not return what training on such rollouts takes.
+    """
+    unknown = sampling.settings.unknown_to_the_loss()
+    if not unknown:
+        return sampling
+    given = ", ".join(unknown)
+    if biased:
+        # What a server's log-probs are is not known. Those of transformers are computed here.
+        return replace(sampling, logprobs_of="raw" if engine == "transformers" else None)
+    all_the_same = "to collect all the same, give --biased-sampling"
+    if sampling.temperature == 0:
+        raise ValueError(
+            f"{given}: the likeliest token is taken, so every log-prob of the distribution that is "
+            f"sampled is 0, and nothing can be learned from it; {all_the_same}"
+        )
+    processed = replace(sampling, logprobs_of="processed")
+    if engine == "transformers":
+        return processed
+    if not processed.wants_kept:
+        raise ValueError(
+            f"{given}: the response does not say whose log-probs it has: {_NOBODY_SAYS[engine]}; "
+            f"with --top-k, e.g. 1000, the engine returns kept sets and log-probs over them; "
+            f"{all_the_same}"
+        )
+    if engine == "vllm" and not sampling.top_k:
+        raise ValueError(
+            f"{given}: vLLM returns kept sets only with a top-k: give --top-k, e.g. 1000; "
+            f"{all_the_same}"
+        )
+    return processed
 
 
 @dataclass(frozen=True)
@@ -129,7 +188,8 @@ class Plan:
         shard_size: rollouts of a shard, or a few more, so that groups stay whole. A kill loses the
             rollouts that wait for their shard to be full.
         refused_retries: how often a sample is asked for again after a response that cannot be used.
-        biased_sampling: take temperature, top-p and top-k that the policy loss does not know.
+        biased_sampling: take temperature, top-p and top-k although the log-probs that are stored
+            are not those of the distribution that is sampled.
 
     Raises:
         ValueError: the policy loss does not know the sampling, or a prompt cannot be asked.
@@ -149,7 +209,7 @@ class Plan:
     def __post_init__(self) -> None:
         """Refuse what no engine needs to be asked about."""
         unknown = self.sampling.settings.unknown_to_the_loss()
-        if unknown and not self.biased_sampling:
+        if unknown and not self.biased_sampling and self.sampling.logprobs_of != "processed":
             raise ValueError(
                 f"{', '.join(unknown)}: {BIAS}; to collect all the same, give --biased-sampling"
             )

@@ -29,6 +29,8 @@ def build_request(
 ) -> tuple[str, dict[str, Any]]:
     """Path and body of the request for one sample, with token ids, log-probs and routes.
 
+    Where the kept sets are wanted, they are asked for. vLLM returns them on another endpoint.
+
     Args:
         seed: of this sample; None leaves it to the engine.
         model: the name under which the server has the model. If it is empty, the request names no
@@ -37,6 +39,8 @@ def build_request(
     Raises:
         PromptError: this engine cannot be asked such a prompt.
     """
+    if engine == "vllm" and sampling.wants_kept:
+        return "/inference/v1/generate", _vllm_tokens(prompt, sampling, seed, model)
     if engine == "vllm":
         return _vllm(prompt, sampling, seed, model)
     return "/generate", _sglang(prompt, sampling, seed)
@@ -68,6 +72,32 @@ def _vllm(
     return "/v1/completions", {**body, "prompt": prompt.content, "logprobs": 1}
 
 
+def _vllm_tokens(
+    prompt: Prompt, sampling: Sampling, seed: int | None, model: str
+) -> dict[str, Any]:
+    """The endpoint that returns sampling masks: /v1/completions and /v1/chat do not."""
+    if prompt.tokens is None:
+        raise PromptError(
+            f"{prompt.where}: vLLM returns kept sets for prompts of token ids alone; give `prompt` "
+            "as token ids"
+        )
+    params: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "n": 1,
+        "logprobs": 1,
+    }
+    if seed is not None:
+        params["seed"] = seed
+    # From 0.32 on the response has a text too, if it is asked for; 0.30 ignores this field.
+    body = {"token_ids": prompt.tokens, "sampling_params": params, "output_mode": "text"}
+    return {**body, "model": model} if model else body
+
+
 def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> dict[str, Any]:
     if prompt.tokens is None:
         raise PromptError(
@@ -84,13 +114,32 @@ def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> dict[str, A
     }
     if seed is not None:
         params["sampling_seed"] = seed
-    return {
+    body = {
         "input_ids": prompt.tokens,
         "sampling_params": params,
         "return_logprob": True,
         "return_routed_experts": True,
         "stream": False,
     }
+    return {**body, "return_sampling_mask": True} if sampling.wants_kept else body
+
+
+# how a server is made to return kept sets
+_ASK_MASK = {
+    "vllm": "start the server with --enable-scale-out --return-sampling-mask --logprobs-mode "
+    "processed_logprobs (0.30 or later)",
+    "sglang": "SGLang 0.5.23 returns one; is the server older?",
+}
+
+
+def refuse_without_kept(engine: str, decoded: Rollout, sampling: Sampling, where: str) -> None:
+    """Refuse a response whose kept sets are wanted and not there.
+
+    Raises:
+        EngineError: saying how the server is made to return them.
+    """
+    if sampling.wants_kept and decoded.kept is None:
+        raise EngineError(f"{where}: the response has no sampling mask: {_ASK_MASK[engine]}")
 
 
 def answer_of(response: Any, index: int, where: str) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from megatron_r3.rollouts.requests import (
     decoder,
     policies_of,
     refuse_nameless,
+    refuse_without_kept,
 )
 from megatron_r3.values import wrong_text
 
@@ -55,7 +56,7 @@ class Server:
         """See `Engine.sample`."""
         model = self._watch.start.model if self.name == "vllm" else ""
         path, body = build_request(self.name, prompt, self.sampling, seed, model)
-        most_bytes = answer_limit(self.shape, prompt, self.sampling.max_tokens)
+        most_bytes = answer_limit(self.shape, prompt, self.sampling)
         # The response has no name here, so it is freed as soon as it is decoded: hundreds of
         # responses may wait for `confirm` at a time.
         return self._read(await self._client.post(path, body, most_bytes), body, model, where)
@@ -68,6 +69,7 @@ class Server:
                     f"{where}: the response has {len(samples)} samples; 1 was asked for"
                 )
             refuse_nameless(response, model, where)
+            refuse_without_kept(self.name, samples[0], self.sampling, where)
             text, reason = answer_of(response, 0, where)
             return Answer(samples[0], text, reason, policies_of(response, 0, where))
         except EngineError:

@@ -30,6 +30,7 @@ from fuzz.outcome import (
     Verdict,
     bad_line,
     judged,
+    noted,
 )
 from megatron_r3 import rollout
 from megatron_r3.engines import conversation
@@ -184,11 +185,13 @@ def test_shards_whose_reader_mixes_up_rollouts(tmp_path, monkeypatch):
     read = shards.RolloutStore.column
     backwards = lambda self, name: read(self, name)[::-1]  # noqa: E731
     monkeypatch.setattr(shards.RolloutStore, "column", backwards)
-    found = [
-        shards.attempt(random.Random(number), folder, states).outcome
-        for number in range(60)
-        if (folder := tmp_path / str(number)).mkdir() is None
-    ]
+    found = []
+    for number in range(60):
+        (folder := tmp_path / str(number)).mkdir()
+        verdict = shards.attempt(random.Random(number), folder, states)
+        # of a store that lost files, or grows, the rollouts are compared and the columns are not
+        if not noted(folder).startswith("files"):
+            found.append(verdict.outcome)
     assert SILENT in found
     assert RIGHT not in found
 

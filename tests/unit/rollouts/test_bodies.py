@@ -17,6 +17,7 @@ from engine_server import PAGES, Raw, answer, command, engine, write_inputs
 from megatron_r3.cli import main
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.rollouts.http_body import CutShort, answer_limit, beginning_of, body_of
+from megatron_r3.rollouts.plan import Sampling
 from megatron_r3.rollouts.prompts import Prompt
 
 MB = 1 << 20
@@ -118,16 +119,21 @@ def test_the_beginning_of_a_refusal():
 def test_the_limit_follows_what_was_asked():
     shape = ModelShape(128, 8, tuple(range(48)), 48)
     asked = Prompt("line 1", 0, [1] * 1000, {})
-    limit = answer_limit(shape, asked, 1024)
+    limit = answer_limit(shape, asked, Sampling(1024))
     as_lists = 2023 * 48 * 8 * len("127, ")  # routes at their longest
     as_base64 = 2023 * 48 * 8 * 4 / 3
     assert as_lists < limit < 20 * as_base64
-    assert answer_limit(shape, asked, 2048) > limit
+    assert answer_limit(shape, asked, Sampling(2048)) > limit
+    cut = Sampling(1024, top_k=50, logprobs_of="processed")
+    masks = 1024 * 50 * len("2147483647, ")
+    assert limit + masks < answer_limit(shape, asked, cut) < limit + 3 * masks
     text = Prompt("line 1", 0, "\u20ac" * 1000, {})  # of up to 3 tokens each
-    assert answer_limit(shape, text, 1024) > answer_limit(
-        shape, Prompt("", 0, [1] * 3000, {}), 1024
+    assert answer_limit(shape, text, Sampling(1024)) > answer_limit(
+        shape, Prompt("", 0, [1] * 3000, {}), Sampling(1024)
     )
-    tiny = answer_limit(ModelShape(16, 4, (0, 1, 2, 3), 4), Prompt("", 0, [1] * 12, {}), 1024)
+    tiny = answer_limit(
+        ModelShape(16, 4, (0, 1, 2, 3), 4), Prompt("", 0, [1] * 12, {}), Sampling(1024)
+    )
     assert tiny < 3 * MB
 
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_r3.cli import main
 from megatron_r3.engines.transformers import capture_routes
-from megatron_r3.rollouts.generate import _choose, load_model, stop_ids
+from megatron_r3.rollouts.generate import _choose, _processed, load_model, stop_ids
 from megatron_r3.rollouts.plan import Sampling
 from megatron_r3.store import RolloutStore
 from tests.unit.engines.test_transformers import qwen
@@ -247,7 +247,7 @@ def frequencies(sampling: Sampling, probabilities: list[float]) -> list[float]:
     """How often each token is chosen by evenly spread draws."""
     draws = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     logits = torch.tensor(probabilities).log().expand(1000, -1)
-    chosen = _choose(logits, sampling, draws)
+    chosen = _choose(_processed(logits, sampling), sampling, draws)
     return (torch.bincount(chosen, minlength=len(probabilities)) / 1000).tolist()
 
 
@@ -264,5 +264,6 @@ def test_tokens_are_chosen_by_their_probabilities():
     assert frequencies(Sampling(1, top_k=9), some) == pytest.approx(some, abs=2e-3)
     last = torch.tensor([1 - 2**-53], dtype=torch.float64)
     for probabilities in ([0.1] * 10, [1 / 3] * 3, [0.5, 0.5, 0.0]):
-        (chosen,) = _choose(torch.tensor([probabilities]).log(), Sampling(1), last)
+        logits = torch.tensor([probabilities]).log()
+        (chosen,) = _choose(_processed(logits, Sampling(1)), Sampling(1), last)
         assert probabilities[int(chosen)] > 0

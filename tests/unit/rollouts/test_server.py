@@ -98,27 +98,29 @@ def test_prompts_outside_the_vocabulary_are_refused_before_any_request(folder, c
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "what", "reason"),
     [
-        (["--temperature", "0"], "temperature 0"),
-        (["--temperature", "0.7", "--top-p", "0.9"], "temperature 0.7, top_p 0.9"),
-        (["--top-k", "50"], "top_k 50"),
+        (["--temperature", "0"], "temperature 0", "the likeliest token is taken, so every log-prob "
+         "of the distribution that is sampled is 0, and nothing can be learned from it"),
+        (["--temperature", "0.7", "--top-p", "0.9"], "temperature 0.7, top_p 0.9",
+         "vLLM returns kept sets only with a top-k: give --top-k, e.g. 1000"),
+        (["--temperature", "0.7"], "temperature 0.7", "the response does not say whose log-probs "
+         "it has: vLLM's are of temperature 1, or of the processed distribution where the server "
+         "was started with --logprobs-mode processed_logprobs; with --top-k, e.g. 1000, the engine "
+         "returns kept sets and log-probs over them"),
     ],
-)
-def test_sampling_that_the_loss_does_not_know_needs_its_option(folder, capsys, arguments, what):
+)  # fmt: skip
+def test_sampling_without_its_log_probs_needs_an_option(folder, capsys, arguments, what, reason):
     with engine() as server:
         assert main(command(server.url, 1, *arguments)) == 1
         assert not server.pages_asked
         error = capsys.readouterr().err.splitlines()
-        assert error == [
-            "config.json has no weights: no digest of them is stored",
-            f"error: {what}: the policy loss takes all log-probs at temperature 1 over the whole "
-            "vocabulary, so its ratio would compare two distributions and its gradient would be "
-            "biased; to collect all the same, give --biased-sampling",
-        ]
+        all_the_same = "to collect all the same, give --biased-sampling"
+        assert error == [f"error: {what}: {reason}; {all_the_same}"]
         assert main(command(server.url, 1, *arguments, "--biased-sampling")) == 0
     sampling = RolloutStore([folder / "store"]).info.sampling
     assert sampling.unknown_to_the_loss() == what.split(", ")
+    assert sampling.logprobs_of is None
 
 
 def test_what_the_store_says_of_model_and_sampling(folder):
@@ -229,9 +231,14 @@ def of_weights(versions):
         response = generate(body)
         one = left.pop(0) if len(left) > 1 else left[0]
         spans = one if isinstance(one, list) else [one]
+        end = len(response["output_ids"])
+        bounds = [*range(len(spans)), end]  # new weights after each token
         response["meta_info"] |= {
             "weight_version": spans[-1],
-            "weight_versions": [{"version": v, "start": 0, "end": 3} for v in spans],
+            "weight_versions": [
+                {"version": v, "start": bounds[i], "end": bounds[i + 1]}
+                for i, v in enumerate(spans)
+            ],
         }
         return response
 
