@@ -39,18 +39,17 @@ def read_loss(args: Any) -> LossOptions:
     dual = args.rollouts_dual_clip
     if dual is not None and not 1 < dual < math.inf:
         raise ValueError(f"--rollouts-dual-clip {dual:g}: it must be above 1")
-    fixed_length = args.rollouts_fixed_length
-    aggregation = _one_of(args, "rollouts_aggregation", AGGREGATIONS, "token-mean")
-    if fixed_length is not None and (aggregation != "fixed-length" or fixed_length < 1):
+    if dual is not None and name == "cispo":
         raise ValueError(
-            f"--rollouts-fixed-length {fixed_length}: a number of tokens, with "
-            "--rollouts-aggregation fixed-length"
+            "--rollouts-dual-clip does nothing with --rollouts-loss cispo: its weight is bounded "
+            "for both signs of an advantage; leave the option out"
         )
+    aggregation, fixed_length = _read_aggregation(args)
     return LossOptions(
         name=name,
         clip=Clip(low, high, dual),
         aggregation=aggregation,
-        fixed_length=args.seq_length if fixed_length is None else fixed_length,
+        fixed_length=fixed_length,
         correction=_read_correction(args),
     )
 
@@ -75,6 +74,7 @@ def refuse_update(args: Any) -> None:
         ValueError: naming the options.
     """
     _one_of(args, "rollouts_advantages", (*ADVANTAGES, STORED), "group-normalised")
+    _one_of(args, "rollouts_old_policy", ("sampler", "trainer"), "sampler")
     source = _one_of(args, "moe_router_replay_source", SOURCES, "rollout")
     _one_of(args, "moe_router_replay_stale_source", SOURCES[1:], "live")
     for name in ("rollouts_mini_steps", "rollouts_epochs"):
@@ -111,6 +111,47 @@ def refuse_update(args: Any) -> None:
         )
     if args.moe_router_replay_stale_source is not None and max_lag is None:
         raise ValueError("--moe-router-replay-stale-source needs --moe-router-replay-max-lag")
+
+
+def _read_aggregation(args: Any) -> tuple[str, int]:
+    """How the loss of tokens is averaged, and what fixed-length divides by."""
+    name = _one_of(args, "rollouts_aggregation", AGGREGATIONS, "token-mean")
+    length = args.rollouts_fixed_length
+    if length is not None and (name != "fixed-length" or length < 1):
+        raise ValueError(
+            f"--rollouts-fixed-length {length}: a number of tokens, with --rollouts-aggregation "
+            "fixed-length"
+        )
+    if name == "fixed-length" and length is None and args.rollouts_pack:
+        raise ValueError(
+            "--rollouts-aggregation fixed-length with --rollouts-pack needs "
+            "--rollouts-fixed-length: --seq-length is the length of a pack, not of a rollout"
+        )
+    if name != "token-mean" and args.calculate_per_token_loss and (others := _other_losses(args)):
+        raise ValueError(
+            f"--rollouts-aggregation {name}: not together with --calculate-per-token-loss and "
+            f"{others[0]}: Megatron would divide that loss, too, by the number of rollouts instead "
+            "of tokens; leave one of the three out"
+        )
+    return name, args.seq_length if length is None else length
+
+
+def _other_losses(args: Any) -> list[str]:
+    """The options of losses that Megatron adds to the policy loss, and scales for its divisor.
+
+    With --calculate-per-token-loss a router's auxiliary loss, its z-loss and the loss of MTP layers
+    are multiplied by a number of tokens, because all gradients are divided by such a number later.
+    """
+    names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor")
+    aux, z, mtp = (getattr(args, name, None) for name in names)
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or []
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    is_on = (
+        any("aux_loss" in kind for kind in kinds) and (any(aux) if isinstance(aux, list) else aux),
+        z,
+        getattr(args, "mtp_num_layers", None) and mtp,
+    )
+    return [_flag(name) for name, on in zip(names, is_on, strict=True) if on]
 
 
 def _read_correction(args: Any) -> CorrectionOptions:
@@ -155,8 +196,10 @@ def _import_losses(module: str) -> None:
     try:
         importlib.import_module(module)
     except Exception as error:  # a user's module may raise anything
+        first_line = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"--rollouts-loss-module {module}: cannot be imported: {type(error).__name__}: {error}"
+            f"--rollouts-loss-module {module}: cannot be imported: {type(error).__name__}: "
+            f"{first_line}"
         ) from error
 
 

@@ -101,4 +101,5 @@ def correct(terms: LossTerms, options: CorrectionOptions) -> Corrected:
 
 
 def _within(ratio_BS: Tensor, options: CorrectionOptions) -> Tensor:
-    return ((ratio_BS >= options.low) & (ratio_BS <= options.high)).to(ratio_BS.dtype)
+    # NaN is inside: a token whose log-prob is NaN must not leave the loss without a word.
+    return (~((ratio_BS < options.low) | (ratio_BS > options.high))).to(ratio_BS.dtype)
