@@ -81,9 +81,9 @@ def _batches(args: argparse.Namespace, options: RolloutOptions, store: RolloutSt
 
     if options.pack:
         multiple = options.document_multiple
-        data: RolloutDataset = PackedRollouts(store, args.seq_length, None, multiple)
+        data: RolloutDataset = PackedRollouts(store, options.use, None, multiple)
     else:
-        data = RolloutDataset(store, args.seq_length)
+        data = RolloutDataset(store, options.use)
     size, ranks = args.micro_batch_size, args.data_parallel_size
     first = parallel_state.get_data_parallel_rank() * size
     starts = range(first, args.global_batch_size, size * ranks)

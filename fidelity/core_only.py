@@ -20,7 +20,10 @@ import torch.nn.functional as F
 
 from megatron_r3.integrations.layers import moe_layer_indices
 from megatron_r3.integrations.planner import PLANNED_DISPATCHERS
+from megatron_r3.training.losses.loss import LossOptions
+from megatron_r3.training.losses.policy import Clip
 from megatron_r3.training.options import RolloutOptions
+from megatron_r3.training.schedule import Schedule, UseOfRollouts
 
 # config fields that have another name on the command line, or a way of their own
 _FLAGS: dict[str, dict[str, Any]] = {
@@ -195,7 +198,8 @@ def rollout_options(args: argparse.Namespace) -> RolloutOptions:
         directories=tuple(args.rollouts),
         replay=args.moe_router_replay,
         pack=args.rollouts_pack,
-        clip_eps=args.rollouts_clip_eps,
+        loss=LossOptions(clip=Clip(args.rollouts_clip_eps, args.rollouts_clip_eps)),
+        use=UseOfRollouts(args.seq_length, Schedule(args.global_batch_size)),
         use_plan=args.moe_router_replay_dispatch_plan and asks_for_plans,
         verify_plan=args.moe_router_replay_verify_plan,
         verify_dispatch=args.moe_router_replay_verify_dispatch,
@@ -203,7 +207,6 @@ def rollout_options(args: argparse.Namespace) -> RolloutOptions:
         moe_layers=moe_layer_indices(args),
         topk=args.moe_router_topk,
         num_experts=args.num_experts,
-        seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         context_parallel=args.context_parallel_size,
         sequence_parallel=args.sequence_parallel,
@@ -317,7 +320,6 @@ def forward_backward(
         data_iterator=data,
         model=models if len(models) > 1 else models[0],
         num_microbatches=get_num_microbatches(),
-        seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
     )

@@ -24,6 +24,7 @@ from fidelity.trees import training_or_core
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import PackedRollouts
 from megatron_r3.training.options import document_multiple
+from megatron_r3.training.schedule import Schedule, UseOfRollouts
 
 TIMEOUT_S = 180.0
 BIAS = "expert_bias_matches"
@@ -123,7 +124,8 @@ def _batch_size(argv: list[str], store: Path) -> int:
     # each word with the word after it; of an option that is given twice the last value stays
     value = dict(itertools.pairwise(argv))
     multiple = document_multiple(int(value.get("--context-parallel-size", 1)))
-    packed = PackedRollouts(RolloutStore([store]), int(value["--seq-length"]), None, multiple)
+    use = UseOfRollouts(int(value["--seq-length"]), Schedule(1))
+    packed = PackedRollouts(RolloutStore([store]), use, None, multiple)
     return len(packed.packs)
 
 

@@ -14,6 +14,7 @@ from stored import INFO, OTHER, ROLLOUTS, make_rollout, opened, rewrite
 from megatron_r3.routes import RoutesError
 from megatron_r3.store import RolloutStore, StoreError, write_shard
 from megatron_r3.training.dataset import RolloutDataset
+from megatron_r3.training.schedule import Schedule, UseOfRollouts
 
 
 def test_round_trip_over_shards(store_dir):
@@ -170,7 +171,7 @@ def test_missing_empty_and_foreign_directories(tmp_path):
 
 def test_samples_align_inputs_with_what_they_predict(store_dir):
     store = RolloutStore([store_dir])
-    dataset = RolloutDataset(store, seq_length=16, num_samples=8)
+    dataset = RolloutDataset(store, UseOfRollouts(16, Schedule(1)), num_samples=8)
     assert len(dataset) == 8
     for index in (0, 3, 7):
         sample, rollout = dataset[index], ROLLOUTS[index % 5]

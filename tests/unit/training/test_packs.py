@@ -1,5 +1,6 @@
 """Packs: every token of every rollout once, in order, each document where cu_seqlens says."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +9,9 @@ from stored import INFO, make_rollout
 
 from megatron_r3.store import RolloutStore, write_shard
 from megatron_r3.training.dataset import PackedRollouts, RolloutDataset
+from megatron_r3.training.schedule import Schedule, UseOfRollouts
 
+USE = UseOfRollouts(16, Schedule(1))
 LENGTHS = [5, 9, 3, 17, 4, 2, 16, 8]
 
 
@@ -23,7 +26,7 @@ def store(tmp_path):
 
 @pytest.mark.parametrize("align", [1, 4, 8])
 def test_a_pack_holds_its_rollouts_as_they_are_alone(store, align):
-    packs, alone = PackedRollouts(store, 16, None, align), RolloutDataset(store, 16)
+    packs, alone = PackedRollouts(store, USE, None, align), RolloutDataset(store, USE)
     seen = []
     for index in range(len(packs)):
         sample, bounds = packs[index], packs[index]["cu_seqlens"].tolist()
@@ -48,15 +51,15 @@ def test_a_pack_holds_its_rollouts_as_they_are_alone(store, align):
 
 
 def test_a_pack_takes_what_fits_and_no_more(store):
-    assert PackedRollouts(store, 16).packs == [[0, 1, 2], [3], [4, 5], [6], [7]]
-    assert len(PackedRollouts(store, 32).packs) == 2
-    assert PackedRollouts(store, 16, 12)[5]["rows"].tolist() == (
-        PackedRollouts(store, 16)[0]["rows"].tolist()
+    assert PackedRollouts(store, USE).packs == [[0, 1, 2], [3], [4, 5], [6], [7]]
+    assert len(PackedRollouts(store, replace(USE, seq_length=32)).packs) == 2
+    assert PackedRollouts(store, USE, 12)[5]["rows"].tolist() == (
+        PackedRollouts(store, USE)[0]["rows"].tolist()
     )
 
 
 def test_padding_between_documents_carries_nothing(store):
-    sample = PackedRollouts(store, 16, None, 8)[0]
+    sample = PackedRollouts(store, USE, None, 8)[0]
     padding = (sample["rows"] == -1).numpy()
     assert padding.any()
     for name in ("tokens", "labels", "loss_mask", "sampled_logprobs", "advantages"):
