@@ -1,0 +1,141 @@
+"""The policy losses as their papers write them: rollout by rollout, in float64, without autograd.
+
+There is no mask, no padding and no batch here: a rollout is the list of its response tokens. Every
+derivative is worked out by hand. Nothing is shared with `megatron_r3.training.losses`; only the
+record that names a loss and its numbers (`LossOptions`) is read from there, and by attribute alone.
+
+Shape suffixes (docs/glossary.md): G, M.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Response:
+    """The response tokens of one rollout: log-probs float64 `[G]`; G may be 0.
+
+    Attributes:
+        trainer, old, sampler: of the policy pi, of the one from which the update starts, of mu.
+        advantage: A.
+    """
+
+    trainer: np.ndarray
+    old: np.ndarray
+    sampler: np.ndarray
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a policy loss of some rollouts must be.
+
+    Attributes:
+        sum: over all rollouts, before it is divided.
+        divisor: tokens (token-mean) or rollouts.
+        gradients: of `sum`, with respect to the trainer's log-probs, `[G]` for each rollout.
+        positive: as `sum`, with each token's part taken positive: what an error is compared with.
+    """
+
+    sum: float
+    divisor: int
+    gradients: list[np.ndarray]
+    positive: float
+
+    @property
+    def loss(self) -> float:
+        """The loss, 0 where no token counts."""
+        return self.sum / max(self.divisor, 1)
+
+
+def expected(responses: Sequence[Response], options: Any) -> Expected:
+    """The loss that `options` (`megatron_r3.training.losses.loss.LossOptions`) describes."""
+    total, positive, divisor, gradients = 0.0, 0.0, 0, []
+    for response in responses:
+        gain_G, slope_G = _GAINS[options.name](response, options.clip)
+        weight_G, keep_G = _correction(response, options.correction)
+        kept = int(keep_G.sum())
+        scale = {
+            "token-mean": 1.0,  # DAPO, arXiv 2503.14476, equation 8
+            "sequence-mean": 1.0 / max(kept, 1),  # GRPO, arXiv 2402.03300, equation 3
+            "fixed-length": 1.0 / options.fixed_length,  # Dr.GRPO, arXiv 2503.20783
+        }[options.aggregation]
+        divisor += kept if options.aggregation == "token-mean" else int(kept > 0)
+        factor_G = -scale * weight_G * keep_G
+        total += float((factor_G * gain_G).sum())
+        positive += float(np.abs(factor_G * gain_G).sum())
+        gradients.append(factor_G * slope_G)
+    return Expected(total, divisor, gradients, positive)
+
+
+def _grpo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Each token has its own ratio."""
+    ratio_G = np.exp(response.trainer - response.old)
+    pairs = [_clipped(ratio, response.advantage, clip) for ratio in ratio_G]
+    return _columns(pairs)
+
+
+def _gspo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
+    """GSPO-token, arXiv 2507.18071, equations 13 and 14: all tokens have the sequence's ratio."""
+    if not len(response.trainer):
+        return np.zeros(0), np.zeros(0)
+    ratio = math.exp(float(np.mean(response.trainer - response.old)))
+    return _columns([_clipped(ratio, response.advantage, clip)] * len(response.trainer))
+
+
+def _clipped(ratio: float, advantage: float, clip: Any) -> tuple[float, float]:
+    """PPO's gain, and its derivative with respect to log ratio, case by case.
+
+    PPO: arXiv 1707.06347, equation 7. Dual clip: arXiv 1912.09729, equation 5.
+    """
+    gain = ratio * advantage
+    if advantage > 0 and ratio > 1 + clip.high:
+        return (1 + clip.high) * advantage, 0.0
+    if advantage < 0 and ratio < 1 - clip.low:
+        return (1 - clip.low) * advantage, 0.0
+    if advantage < 0 and clip.dual is not None and ratio > clip.dual:
+        return clip.dual * advantage, 0.0
+    return gain, gain
+
+
+def _cispo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
+    """A clipped weight, held constant, times A and the gradient of log pi.
+
+    arXiv 2506.13585, equations 4 and 5. The value is weight times A, as our docs say.
+    """
+    bounds = 1 - clip.low, 1 + clip.high
+    ratios = [math.exp(x) for x in response.trainer - response.old]
+    gains = [min(max(ratio, bounds[0]), bounds[1]) * response.advantage for ratio in ratios]
+    return np.array(gains), np.array(gains)
+
+
+_GAINS = {"grpo": _grpo, "gspo": _gspo, "cispo": _cispo}
+
+
+def _correction(response: Response, options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The weight of each token, and whether it counts."""
+    log_w_G = response.old - response.sampler
+    w_G = np.exp(log_w_G)
+    if options.level == "sequence":
+        w_G = np.full(len(w_G), math.exp(math.fsum(log_w_G)))
+    one_G, all_G = np.ones(len(w_G)), np.ones(len(w_G), bool)
+    inside_G = (options.low <= w_G) & (w_G <= options.high)
+    if options.name == "tis":
+        return np.minimum(w_G, options.high), all_G
+    if options.name == "icepop":
+        return np.where(inside_G, w_G, 0.0), all_G
+    if options.name == "mask":
+        return one_G, inside_G
+    assert options.name == "none"
+    return one_G, all_G
+
+
+def _columns(pairs: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    values_G2 = np.array(pairs, np.float64).reshape(-1, 2)
+    return values_G2[:, 0], values_G2[:, 1]
