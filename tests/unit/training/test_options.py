@@ -3,48 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+from training_arguments import ARGUMENTS
 
 from megatron_r3.training.options import (
     NOT_WITH_ROLLOUTS,
     RolloutOptions,
     refuse_without_rollouts,
 )
-
-ARGUMENTS = {
-    "rollouts": ["a", "b"],
-    "rollouts_policy": "same",
-    "rollouts_sampling": "plain",
-    "rollouts_follow": None,
-    "rollouts_max_lag": None,
-    "rollouts_pack": False,
-    "rollouts_clip_eps": 0.2,
-    "moe_router_replay": True,
-    "moe_router_replay_missing": "live",
-    "moe_router_replay_dispatch_plan": True,
-    "moe_router_replay_verify_plan": False,
-    "moe_router_replay_verify_dispatch": False,
-    "moe_router_replay_log_mismatch_interval": None,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_layer_freq": 1,
-    "moe_router_topk": 2,
-    "num_experts": 8,
-    "num_layers": 4,
-    "log_interval": 5,
-    "vocab_size": 63,
-    "padded_vocab_size": None,
-    "seq_length": 64,
-    "micro_batch_size": 4,
-    "global_batch_size": 8,
-    "train_samples": None,
-    "train_iters": 4,
-    "data_parallel_size": 1,
-    "tensor_model_parallel_size": 2,
-    "context_parallel_size": 1,
-    "sequence_parallel": True,
-    "calculate_per_token_loss": False,
-    "check_for_nan_in_loss_and_grad": True,
-    "dataloader_type": "single",
-}
 
 
 def options(**changes: object) -> RolloutOptions:
@@ -105,7 +70,6 @@ def test_what_changes_the_order_of_samples_is_part_of_it(change: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rollouts_clip_eps": 1.0}, "--rollouts-clip-eps 1.0: it must lie between 0 and 1"),
         ({"rollouts_max_lag": -1}, "--rollouts-max-lag -1: it must be 0 or more"),
         ({"rollouts_follow": -1.0}, "--rollouts-follow -1.0: it must be 0 or more seconds"),
         ({"rollouts_follow": float("nan")}, "--rollouts-follow nan: it must be 0 or more seconds"),
