@@ -115,6 +115,20 @@ def _cispo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.array(gains), np.array(gains)
 
 
+def advantages(rewards: Sequence[float], groups: Sequence[int], normalised: bool) -> list[float]:
+    """Reward minus the mean of its group; by the group's standard deviation if it is normalised.
+
+    GRPO, arXiv 2402.03300, section 4.1.2; without the deviation Dr.GRPO, arXiv 2503.20783.
+    """
+    found = []
+    for reward, group in zip(rewards, groups, strict=True):
+        inside = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        mean = sum(inside) / len(inside)
+        variance = sum((r - mean) ** 2 for r in inside) / len(inside)
+        found.append((reward - mean) / ((math.sqrt(variance) + 1e-6) if normalised else 1.0))
+    return found
+
+
 _GAINS = {"grpo": _grpo, "gspo": _gspo, "cispo": _cispo}
 
 
