@@ -66,10 +66,10 @@ def _collect_options() -> tuple[tuple[str, Callable[[str], float], float | None,
         ("--max-tokens", _number(int, 1), 1024,
          "the largest number of tokens of a response (default: 1024)"),
         ("--temperature", _number(float, 0), 1.0,
-         "divide the logits by this; a server also needs --top-k or --top-p (default: 1)"),
+         "divide the logits by this; a server also needs --top-k (default: 1)"),
         ("--top-p", _number(float, 0, 1), 1.0,
          "sample from the likeliest tokens that together have this probability, and store which "
-         "they were; vLLM also needs --top-k (default: 1, all tokens)"),
+         "they were; a server also needs --top-k (default: 1, all tokens)"),
         ("--top-k", _number(int, 0), 0,
          "sample from so many of the likeliest tokens, and store which they were "
          "(default: 0, all)"),

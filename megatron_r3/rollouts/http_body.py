@@ -50,7 +50,7 @@ def answer_limit(shape: ModelShape, prompt: Prompt, sampling: Sampling) -> int:
     of_a_row = _OF_AN_ID * shape.num_hidden_layers * shape.topk
     limit = _OF_ANY_ANSWER + (prompt_tokens + sampling.max_tokens) * (_OF_A_TOKEN + of_a_row)
     if sampling.wants_kept:  # tokens of one probability may be kept beyond top-k
-        kept = min(2 * sampling.top_k or _MOST_KEPT, shape.vocab_size or _MOST_KEPT)
+        kept = min(2 * sampling.top_k, shape.vocab_size or _MOST_KEPT)
         limit += sampling.max_tokens * _OF_A_KEPT_ID * kept
     return limit
 

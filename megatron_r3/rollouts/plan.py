@@ -101,15 +101,10 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool) -> Sampling:
     processed = replace(sampling, logprobs_of="processed")
     if engine == "transformers":
         return processed
-    if not processed.wants_kept:
+    if not sampling.top_k:  # both engines bound the size of a mask by it, and refuse else
         raise ValueError(
             f"{given}: the response does not say whose log-probs it has: {_NOBODY_SAYS[engine]}; "
-            f"with --top-k, e.g. 1000, the engine returns kept sets and log-probs over them; "
-            f"{all_the_same}"
-        )
-    if engine == "vllm" and not sampling.top_k:
-        raise ValueError(
-            f"{given}: vLLM returns kept sets only with a top-k: give --top-k, e.g. 1000; "
+            "with --top-k, e.g. 1000, the engine returns kept sets and log-probs over them; "
             f"{all_the_same}"
         )
     return processed

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from engine_bodies import (
     vllm_python,
 )
 
-from megatron_r3.engines import EngineError, decode, decode_increments, stitch
+from megatron_r3.engines import EngineError, ModelShape, decode, decode_increments, stitch
 from megatron_r3.rollout import UNKNOWN_POLICY
 
 ROWS = made_rows()
@@ -274,3 +275,19 @@ def test_no_other_decoder_invents_sets():
     sequence = {"token_ids": RESPONSE, "logprobs": LOGPROBS, "routes": ROWS}
     (rollout,) = decode("own", sequence, {"prompt": np.array(PROMPT)}, SHAPE, "own")
     assert rollout.kept is None
+
+
+def test_a_real_response_with_masks_and_two_versions():
+    """Recorded from SGLang 0.5.23, whose weights became version 4 after the first token."""
+    data = Path(__file__).parents[2] / "data/sglang/sglang-0.5.23-qwen3moe-fp32"
+    recorded = json.loads((data / "kept_and_versions.json").read_text())
+    shape = ModelShape(16, 4, (0, 1, 2, 3), 4)
+    (rollout,) = decode("sglang", recorded["response"], recorded["request"], shape, "recorded")
+    assert rollout.versions_C2.tolist() == [[4, 3], [5, 4]]
+    assert rollout.kept.sizes_N.max() <= 6
+    meta = recorded["response"]["meta_info"]
+    over_all = np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
+    # Over fewer tokens the same token is likelier; where one was kept, its log-prob is 0.
+    assert (logprobs_of(rollout) >= over_all - 1e-6).all()
+    assert (logprobs_of(rollout)[rollout.kept.sizes_N[4:] == 1] == 0).all()
+    assert (logprobs_of(rollout) > over_all + 0.01).mean() > 0.5  # control: they are others

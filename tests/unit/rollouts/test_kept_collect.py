@@ -215,7 +215,7 @@ def sglang(server: Any, *more: str) -> int:
 
 def test_sglang_is_asked_for_masks(folder):
     with engine(answer=generate, pages={"/server_info": SERVER_INFO}) as server:
-        assert sglang(server, "--top-p", "0.9", "--temperature", "0.5") == 0
+        assert sglang(server, "--top-p", "0.9", "--temperature", "0.5", "--top-k", "9") == 0
     assert server.bodies[0]["return_sampling_mask"] is True
     store = RolloutStore(["store"])
     store.verify()
@@ -228,9 +228,9 @@ def test_an_sglang_server_without_masks_is_refused(folder, capsys):
     from tests.unit.rollouts.test_prompts import generate as plain
 
     with engine(answer=plain, pages={"/server_info": SERVER_INFO}) as server:
-        assert sglang(server, "--top-p", "0.9", "--refused-retries", "0") == 1
+        assert sglang(server, "--top-k", "9", "--refused-retries", "0") == 1
         assert "the response has no sampling mask: SGLang 0.5.23" in capsys.readouterr().err
-        assert sglang(server, "--temperature", "0.9") == 1
+        assert sglang(server, "--temperature", "0.9", "--top-p", "0.9") == 1
         assert "SGLang's are of this temperature, or of temperature 1 where the server has " in (
             capsys.readouterr().err
         )
