@@ -1,0 +1,161 @@
+"""The policy update inside Megatron's own training loop, in every layout, against one process.
+
+The reference (`policy_reference.py`) takes each rollout alone through the model, and its losses are
+those of the papers, written down by themselves in float64.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from policy_reference import Recipe, Update, make_updates
+
+from fidelity.cases import CP2, EP2, PACK, PP2, TP2
+from fidelity.gradients import assemble
+from fidelity.judge import gradient_error
+from fidelity.layout import run_layout
+from fidelity.models import MODELS
+from fidelity.observe import RankResult
+from fidelity.rig.worker import TreeWorker
+from fidelity.rollouts import NUM_ROLLOUTS, Sampled, make_rollouts, write_stores
+from megatron_r3.store import RolloutStore
+from megatron_r3.training.dataset import PackedRollouts
+from megatron_r3.training.losses.correction import CorrectionOptions
+from megatron_r3.training.losses.loss import LossOptions
+from megatron_r3.training.losses.policy import Clip
+from megatron_r3.training.schedule import Schedule, UseOfRollouts
+
+MODEL = MODELS["base"]
+PER_TOKEN = "--calculate-per-token-loss"
+TRAINER = "--rollouts-old-policy trainer"
+# The rollouts' log-probs are some tenths away from the model's: these ranges clip a part of them.
+RECIPES = {
+    "gspo": Recipe(
+        "--rollouts-loss gspo --rollouts-aggregation sequence-mean "
+        "--rollouts-clip-eps 0.05 --rollouts-clip-eps-high 0.06",
+        LossOptions("gspo", Clip(0.05, 0.06), "sequence-mean"),
+    ),
+    "grpo": Recipe(
+        "--rollouts-aggregation fixed-length --rollouts-fixed-length 50 "
+        "--rollouts-clip-eps-high 0.28 --rollouts-dual-clip 1.3",
+        LossOptions("grpo", Clip(0.2, 0.28, 1.3), "fixed-length", 50),
+    ),
+    "cispo": Recipe(
+        "--rollouts-loss cispo --rollouts-advantages group-centred --rollouts-clip-eps 0.3",
+        LossOptions("cispo", Clip(0.3, 0.3)),
+        centred=True,
+    ),
+    "tis": Recipe(
+        f"{TRAINER} --rollouts-correction tis --rollouts-correction-level sequence",
+        LossOptions(correction=CorrectionOptions("tis", "sequence", 0.0, 2.0)),
+        trainer_is_old=True,
+    ),
+    "mask": Recipe(
+        f"{TRAINER} --rollouts-correction mask --rollouts-correction-bounds 0.7 1.4 "
+        "--rollouts-aggregation sequence-mean",
+        LossOptions(
+            aggregation="sequence-mean", correction=CorrectionOptions("mask", "token", 0.7, 1.4)
+        ),
+        trainer_is_old=True,
+    ),
+}
+# Without --calculate-per-token-loss Megatron averages the averages of the micro-batches.
+AVERAGED = {
+    f"{name}, averaged": replace(RECIPES[name], micro_batch=2) for name in ("cispo", "mask")
+}
+LAYOUTS = {
+    "1": (1, ""),
+    "TP2+SP": (2, TP2),
+    "CP2": (2, CP2),
+    "PP2": (2, PP2),
+    "DP2": (2, ""),
+    "packs": (1, PACK),
+    "packs, CP2": (2, f"{PACK} {CP2}"),
+    "EP2": (2, EP2),
+}
+ONE_EACH = {"1": "gspo", "TP2+SP": "grpo", "PP2": "tis", "DP2": "mask", "EP2": "cispo"}
+CASES = [
+    *((layout, name) for layout, name in ONE_EACH.items()),
+    *((layout, name) for layout in ("CP2", "packs") for name in RECIPES),
+    ("packs, CP2", "gspo"),
+    ("packs, CP2", "mask"),
+    *(("CP2", f"{name}, averaged") for name in ("cispo", "mask")),
+]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    checkpoint: Path
+    store: Path
+    updates: dict[str, Update]
+
+
+def with_turns(sampled: Sampled) -> Sampled:
+    """The rollout with a word of a user in each of its responses, after three tokens of its own."""
+    first = int(sampled.response.argmax())
+    response = sampled.response.copy()
+    response[first + 3 : first + 5] = False
+    return replace(sampled, response=response, logprobs=np.where(response, sampled.logprobs, 0.0))
+
+
+@pytest.fixture(scope="module")
+def prepared(patched: TreeWorker, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    folder = tmp_path_factory.mktemp("policy-update")
+    rollouts = [with_turns(sampled) for sampled in make_rollouts(MODEL)]
+    (updates,) = patched.run(
+        make_updates,
+        1,
+        [*MODEL.argv(), "--micro-batch-size", "1"],
+        rollouts,
+        folder / "checkpoint",
+        {**RECIPES, **AVERAGED},
+        timeout_s=180,
+    )
+    return Prepared(folder / "checkpoint", write_stores(MODEL, rollouts, folder)["right"], updates)
+
+
+def trained(
+    worker: TreeWorker, prepared: Prepared, layout: str, recipe: Recipe
+) -> list[RankResult]:
+    """One step of Megatron's loop; the learning rate is too small to change a weight."""
+    ranks, arguments = LAYOUTS[layout]
+    argv = [a for a in MODEL.argv() if a != PER_TOKEN or recipe.micro_batch is None]
+    size, samples = 2, NUM_ROLLOUTS
+    if "packs" in layout:
+        use = UseOfRollouts(64, Schedule(1))
+        packs = PackedRollouts(RolloutStore([prepared.store]), use, None, 4 if ranks > 1 else 1)
+        size, samples = 1, len(packs.packs)
+    argv += shlex.split(f"{arguments} {recipe.options}")
+    argv += ["--load", str(prepared.checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
+    argv += ["--exit-on-missing-checkpoint", "--eval-iters", "0", "--train-iters", "1"]
+    argv += ["--micro-batch-size", str(size), "--global-batch-size", str(samples)]
+    argv += ["--rollouts", str(prepared.store), "--moe-router-replay"]
+    argv += ["--lr", "1e-30", "--min-lr", "0", "--log-interval", "1", "--clip-grad", "0"]
+    argv += ["--moe-router-replay-verify-dispatch"]
+    return worker.run(run_layout, ranks, argv, {"right": prepared.store}, timeout_s=180)
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES, ids=lambda value: value)
+def test_an_update_is_that_of_one_process_and_of_the_papers(
+    patched: TreeWorker, prepared: Prepared, layout: str, name: str
+) -> None:
+    want = prepared.updates[name]
+    results = trained(patched, prepared, layout, {**RECIPES, **AVERAGED}[name])
+    got = assemble([piece for r in results for piece in r.gradients["right"]])
+    assert gradient_error(got, assemble(want.gradients)) <= MODEL.tolerance
+    (loss,) = {r.losses["right"] for r in results if r.losses}
+    assert abs(loss - want.loss) <= MODEL.tolerance * want.scale
+    for control, wrong in want.controls.items():
+        assert gradient_error(got, assemble(wrong)) > 1e-2, control
+    # Where micro-batches have as many rollouts each, an average of averages may be the same.
+    for other in RECIPES.keys() - {name.removesuffix(", averaged")}:
+        assert gradient_error(got, assemble(prepared.updates[other].gradients)) > 1e-2, other
+
+
+def test_an_average_of_averages_is_another_update(prepared: Prepared) -> None:
+    one, other = (assemble(prepared.updates[n].gradients) for n in ("cispo", "cispo, averaged"))
+    assert gradient_error(one, other) > 1e-2
