@@ -229,7 +229,8 @@ def sampled_logprobs(
             if not all(isinstance(entry, Mapping) for entry in content):
                 raise EngineError("a log-prob is not an object")
             values = [entry.get("logprob") for entry in content]
-            names = [entry.get("token") for entry in content]
+            # vLLM 0.32's /inference/v1/generate has the id itself: {"token_id": 9, "logprob": -0.5}
+            names = [entry.get("token", f"token_id:{entry.get('token_id')}") for entry in content]
     if not isinstance(values, list) or not values:
         raise EngineError(f"no log-probs; {hint}")
     if any(value is None for value in values):  # JSON has no NaN: some servers write null

@@ -1,18 +1,20 @@
 """Check a store: its bytes, the model that sampled it, and its routes against transformers.
 
-Shape suffixes (docs/glossary.md): N, T, L, K.
+Shape suffixes (docs/glossary.md): K, L, N, T, V.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_r3.engines.shape import EngineError
+from megatron_r3.kept import KeptSets
 from megatron_r3.rollouts.plan import Model
-from megatron_r3.store import Rollout, RolloutStore, StoreError
+from megatron_r3.store import Rollout, RolloutStore, SamplingSettings, StoreError
 from megatron_r3.store.shard import Shard
 from megatron_r3.untrusted import one_line
 from megatron_r3.values import wrong_token
@@ -102,7 +104,9 @@ def measure_agreement(directory: Path, model: Path, num_rollouts: int) -> dict[s
             wrong = wrong_token(rollout.tokens_N, vocab_size)
             if wrong is not None:
                 raise EngineError(f"{model}: {store.name(index)}: token {wrong[0]} {wrong[1]}")
-            added = _log_prob_sums(network, rollout)
+            if rollout.kept is not None and (out := wrong_token(rollout.kept.ids_V, vocab_size)):
+                raise EngineError(f"{model}: {store.name(index)}: a kept set: {out[1]}")
+            added = _log_prob_sums(network, rollout, store.info.sampling)
             sums = {name: value + added[name] for name, value in sums.items()}
             # Sorted, because the order of the experts in a row carries no meaning.
             live_LTK = np.sort(captured.take()[0].cpu().numpy(), -1)
@@ -119,8 +123,11 @@ def measure_agreement(directory: Path, model: Path, num_rollouts: int) -> dict[s
     }
 
 
-def _log_prob_sums(network: Any, rollout: Rollout) -> dict[str, float]:
-    """Run a rollout; the sums of `agreement_sums` over its sampled tokens."""
+def _log_prob_sums(network: Any, rollout: Rollout, sampling: SamplingSettings) -> dict[str, float]:
+    """Run a rollout; the sums of `agreement_sums` over its sampled tokens.
+
+    If the stored log-probs are those of the distribution that was sampled, so are these.
+    """
     import torch
 
     from megatron_r3.training.losses.agreement import agreement_sums
@@ -128,10 +135,24 @@ def _log_prob_sums(network: Any, rollout: Rollout) -> dict[str, float]:
     ids_N = torch.from_numpy(rollout.tokens_N.astype(np.int64))
     # The logits of a token are about the next one: row 0 predicts token 1.
     logits = network(ids_N[None, :-1], use_cache=False).logits[0].float()
+    if sampling.logprobs_of == "processed":
+        logits = logits / (1.0 if sampling.temperature is None else sampling.temperature)
+        if rollout.kept is not None:
+            logits = logits.masked_fill(_cut_off(rollout.kept, logits.shape), float("-inf"))
     logprobs = logits.log_softmax(-1).gather(-1, ids_N[1:, None])[:, 0]
     stored = torch.from_numpy(rollout.logprobs_N[1:].copy())
     mask = torch.from_numpy(rollout.response_N[1:].astype(np.float32))
     return {name: float(value) for name, value in agreement_sums(logprobs, stored, mask).items()}
+
+
+def _cut_off(kept: KeptSets, shape: Sequence[int]) -> Any:
+    """Which logits `[N - 1, vocabulary]` the sampler had cut off, bool."""
+    import torch
+
+    sizes = kept.sizes_N[1:]  # row 0 predicts token 1
+    cut = torch.from_numpy(np.repeat(sizes > 0, shape[1]).reshape(*shape))
+    cut[np.repeat(np.arange(len(sizes)), sizes), kept.ids_V.astype(np.int64)] = False
+    return cut
 
 
 def _load(model: Path) -> Any:

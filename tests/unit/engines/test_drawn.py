@@ -291,3 +291,10 @@ def test_a_real_response_with_masks_and_two_versions():
     assert (logprobs_of(rollout) >= over_all - 1e-6).all()
     assert (logprobs_of(rollout)[rollout.kept.sizes_N[4:] == 1] == 0).all()
     assert (logprobs_of(rollout) > over_all + 0.01).mean() > 0.5  # control: they are others
+
+
+def test_log_probs_that_name_another_id_are_refused():
+    body, request = vllm_generate()
+    body["choices"][0]["logprobs"]["content"][2]["token_id"] = 5
+    with pytest.raises(EngineError, match="the log-prob of token 8 is that of id 5; the response"):
+        decode("vllm", body, request, SHAPE, "request")

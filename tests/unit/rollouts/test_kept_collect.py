@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine_server import PROMPTS, answer, command, engine, write_inputs
+from stored import header_of, rewrite_header
 
 from megatron_r3.cli import main
 from megatron_r3.rollouts.generate import load_model
@@ -97,6 +98,25 @@ def test_kept_sets_and_log_probs_are_those_of_the_logits(tiny, temperature, top_
     assert furthest < 1e-5
     assert raw_differs > 0.1  # control: the log-probs of the whole distribution are others
     assert max(sizes) > 1
+
+
+def test_inspect_compares_the_cut_distribution_with_the_model(tiny, capsys):
+    options = ["--temperature", "0.6", "--top-p", "0.9", "--top-k", "12"]
+    assert main(sampled(4, *options)) == 0
+    capsys.readouterr()
+    agreement = ["rollouts", "inspect", "store", "--model", "model", "--json"]
+    assert main(agreement) == 0
+    (measured,) = json.loads(capsys.readouterr().out)
+    assert measured["agreement"]["abs_dlogp"] < 1e-5
+    assert main([*sampled(4, *options, "--biased-sampling"), "--out", "raw"]) == 0
+    path = Path("raw/shard-00000.safetensors")  # control: raw log-probs called processed
+    body = header_of(path)
+    body["info"]["sampling"]["logprobs_of"] = "processed"
+    rewrite_header(path, body)
+    capsys.readouterr()
+    assert main(["raw" if word == "store" else word for word in agreement]) == 0
+    (measured,) = json.loads(capsys.readouterr().out)
+    assert measured["agreement"]["abs_dlogp"] > 0.05
 
 
 def test_a_temperature_alone_has_log_probs_of_it_and_no_sets(tiny):

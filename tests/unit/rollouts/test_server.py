@@ -97,17 +97,25 @@ def test_prompts_outside_the_vocabulary_are_refused_before_any_request(folder, c
     )
 
 
+WHOSE = (
+    "the response does not say whose log-probs it has: vLLM's are of temperature 1, or of the "
+    "processed distribution where the server was started with --logprobs-mode processed_logprobs; "
+    "with --top-k, e.g. 1000, the engine returns kept sets and log-probs over them"
+)
+GREEDY = (
+    "the likeliest token is taken, so every log-prob of the distribution that is sampled is 0, and "
+    "nothing can be learned from it"
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "what", "reason"),
     [
-        (["--temperature", "0"], "temperature 0", "the likeliest token is taken, so every log-prob "
-         "of the distribution that is sampled is 0, and nothing can be learned from it"),
-        (["--temperature", "0.7", "--top-p", "0.9"], "temperature 0.7, top_p 0.9",
-         "the response does not say whose log-probs it has: vLLM's are of temperature 1, or of the processed distribution where the server "
-         "was started with --logprobs-mode processed_logprobs; with --top-k, e.g. 1000, the engine "
-         "returns kept sets and log-probs over them"),
+        (["--temperature", "0"], "temperature 0", GREEDY),
+        (["--temperature", "0.7", "--top-p", "0.9"], "temperature 0.7, top_p 0.9", WHOSE),
+        (["--temperature", "0.7"], "temperature 0.7", WHOSE),
     ],
-)  # fmt: skip
+)
 def test_sampling_without_its_log_probs_needs_an_option(folder, capsys, arguments, what, reason):
     with engine() as server:
         assert main(command(server.url, 1, *arguments)) == 1
