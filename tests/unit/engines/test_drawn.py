@@ -298,3 +298,53 @@ def test_log_probs_that_name_another_id_are_refused():
     body["choices"][0]["logprobs"]["content"][2]["token_id"] = 5
     with pytest.raises(EngineError, match="the log-prob of token 8 is that of id 5; the response"):
         decode("vllm", body, request, SHAPE, "request")
+
+
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1.5, 2**31, 2**70, "", "3", "\x1b[2J", [], [[]], {}, [None], [[1]],
+    [[1]] * 4, [["a"]] * 4, [[2**70]] * 4, [{}] * 4, [[[1]]] * 4, {"a": 1}, [[1, 2], 3, [4], [5]],
+    float("nan"), [float("inf")] * 4, [True] * 4, [["0.5"]] * 4,
+]  # fmt: skip
+
+
+def decoded(engine: str, body: Any) -> tuple[Any, str]:
+    """The rollout, or None and the error."""
+    try:
+        (rollout,) = decode(engine, *body, SHAPE, "request")
+    except EngineError as error:
+        return None, str(error)
+    return rollout, ""
+
+
+@pytest.mark.parametrize(
+    "field", ["output_token_sampling_mask", "output_token_sampling_logprobs", "weight_versions"]
+)
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_odd_values_are_one_clear_error_or_as_good_as_missing(field, odd):
+    """What is decoded all the same is what comes without the field: nothing is made up."""
+    bodies = [("sglang", sglang(**{field: odd}), sglang(**{field: None}))]
+    if not field.endswith("logprobs"):
+        name = field.replace("output_token_", "")
+        bodies.append(("vllm", vllm_generate(**{name: odd}), vllm_generate(**{name: None})))
+    for engine, body, without in bodies:
+        rollout, error = decoded(engine, body)
+        if rollout is None:
+            assert error.startswith("request, choice 0: ")
+            assert error.isprintable()
+            continue
+        (expected,) = decode(engine, *without, SHAPE, "request")
+        assert (rollout.kept is None) == (expected.kept is None)
+        assert (rollout.versions_C2, rollout.policy_version) == (None, UNKNOWN_POLICY)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.parametrize("key", ["version", "start", "end", None])
+def test_odd_spans_are_one_clear_error_or_names(key, odd):
+    span = odd if key is None else {**SPANS[1], key: odd}
+    rollout, error = decoded("sglang", sglang(weight_versions=[SPANS[0], span]))
+    if rollout is None:
+        assert error.startswith("request")
+        assert error.isprintable()
+        return
+    assert key == "version"  # a label of any kind names nothing, unless it is a whole number
+    assert rollout.versions_C2 is None or odd == "3" or type(odd) is int
