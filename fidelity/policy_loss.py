@@ -4,7 +4,7 @@ There is no mask, no padding and no batch here: a rollout is the list of its res
 derivative is worked out by hand. Nothing is shared with `megatron_r3.training.losses`; only the
 record that names a loss and its numbers (`LossOptions`) is read from there, and by attribute alone.
 
-Shape suffixes (docs/glossary.md): G, M.
+Shape suffixes (docs/glossary.md): G.
 """
 
 from __future__ import annotations

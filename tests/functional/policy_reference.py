@@ -3,7 +3,7 @@
 As `fidelity/reference.py`, which has one loss, but with the losses of `fidelity/policy_loss.py`.
 Megatron is imported only inside the functions that ranks run.
 
-Shape suffixes (docs/glossary.md): T, G.
+Shape suffixes (docs/glossary.md): G, K, L, T.
 """
 
 from __future__ import annotations

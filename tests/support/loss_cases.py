@@ -1,6 +1,6 @@
 """Responses to try a policy loss on, and the batch that a trainer would make of them.
 
-Shape suffixes (docs/glossary.md): B, S, G, M.
+Shape suffixes (docs/glossary.md): B, G, S.
 """
 
 from __future__ import annotations

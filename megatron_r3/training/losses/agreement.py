@@ -1,7 +1,4 @@
-"""How far two policies agree, and how the update weighs tokens: sums over response tokens.
-
-Shape suffixes (docs/glossary.md): B, S.
-"""
+"""How far two policies agree: sums over response tokens."""
 
 from __future__ import annotations
 
@@ -28,6 +25,10 @@ def agreement_sums(
     Args:
         logprobs, sampled_logprobs: same shape, float32.
         mask: 1 on response tokens, else 0.
+        factor: of `extreme`, above 1.
+
+    Returns:
+        The sums by name, float32: metrics need no more, also where log-probs are float64.
     """
     with torch.no_grad():
         log_ratio = bounded_log_ratio(logprobs.float(), sampled_logprobs.float(), mask)

@@ -3,7 +3,7 @@
 A correction gives each token a weight, which multiplies the clipped gain outside of the min. It is
 computed from w = old / mu, so it is the same in all updates on a collection and has no gradient.
 
-Shape suffixes (docs/glossary.md): B, S.
+Shape suffixes (docs/glossary.md): B, M, S.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Only this module of the room asks Megatron for something: its context-parallel group.
 
-Shape suffixes (docs/glossary.md): B, S, M.
+Shape suffixes (docs/glossary.md): B, S.
 """
 
 from __future__ import annotations
