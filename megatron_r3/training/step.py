@@ -35,6 +35,7 @@ from megatron_r3.training.metrics import StepMetrics
 from megatron_r3.training.old_pass import OldPass
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.policy import PolicyCheck
+from megatron_r3.training.policy_head import Policy, install
 from megatron_r3.training.progress import Progress
 from megatron_r3.training.refuse import refuse
 from megatron_r3.training.witness import DispatchWitness
@@ -135,11 +136,12 @@ class RolloutStep:
             refuse(_message_of(error))
         host = prepared.batch
         self._guard.add_rows(host["rows"])
-        batch = _on_device(host)
+        batch, policy = _on_device(host), self._policy()
+        policy.attach(batch["labels"])
         # combined 1F1B asks for the nodes of the forward pass, and runs them after this call
         forward = model.build_schedule_plan if kwargs.get("return_schedule_plan") else model
         output = _run(forward, batch, host, self._microbatch(chunk, prepared))
-        return output, partial(self._loss, batch, host)
+        return output, partial(self._loss, batch, host, policy)
 
     def begin(self, models: list[Any]) -> None:
         """Before the first update on a collection: let the old policy go over it, if it is asked.
@@ -163,12 +165,15 @@ class RolloutStep:
             microbatch = routes.on_device(
                 chunk.layer_numbers, torch.device("cuda"), as_with_gradients=True
             )
-        output = _run(model, _on_device(host), host, microbatch)
+        batch, policy = _on_device(host), self._policy()
+        policy.attach(batch["labels"])
+        output = _run(model, batch, host, microbatch)
         if routes is not None and microbatch is not None:
             self.old_pass.policy.add_routes(torch.from_numpy(routes.rows_T), microbatch.ids)
 
         def keep(output_BS: Tensor, non_loss_data: bool) -> None:
             assert self.old_pass is not None
+            policy.check_used()
             self.old_pass.policy.add_logprobs(host["rows"], -output_BS.float())
 
         return output, keep
@@ -204,6 +209,8 @@ class RolloutStep:
             policies=PolicyCheck(options, self.store, self.ledger, routers),
         )
         self._chunks[module] = chunk
+        if getattr(module, "post_process", False):
+            install(module)
         return chunk
 
     def _next(self, data_iterator: Any, chunk: _Chunk) -> Prepared:
@@ -270,12 +277,24 @@ class RolloutStep:
             return False
         return iteration == self._first_iteration or (iteration + 1) % interval == 0
 
-    def _loss(self, batch: dict[str, Tensor], host: dict[str, Tensor], output_BS: Tensor) -> Any:
+    def _policy(self) -> Policy:
+        """How the logits of a micro-batch become the distribution that the sampler drew from."""
+        info, rows = self.store.info, self.options.padded_vocab_size
+        return Policy(
+            temperature=info.sampling.temperature or 1.0,
+            vocab_size=info.vocab_size if info.vocab_size and info.vocab_size != rows else None,
+        )
+
+    def _loss(
+        self, batch: dict[str, Tensor], host: dict[str, Tensor], policy: Policy, output_BS: Tensor
+    ) -> Any:
         """The policy loss, validated as pretrain_gpt.py validates its own loss.
 
         Args:
             batch, host: the batch on the device, and on the host.
+            policy: how the model was to compute the log-probs.
         """
+        policy.check_used()
         from megatron.core.rerun_state_machine import get_rerun_state_machine
 
         options = self.options
