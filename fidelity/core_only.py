@@ -320,6 +320,7 @@ def forward_backward(
         data_iterator=data,
         model=models if len(models) > 1 else models[0],
         num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
     )
