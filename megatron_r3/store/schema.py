@@ -69,13 +69,20 @@ class SamplingSettings:
         values = asdict(self)
         return {k: v for k, v in values.items() if k != "logprobs_of" or v is not None}
 
-    def unknown_to_the_loss(self) -> list[str]:
-        """The settings under which tokens were not drawn from the distribution of the log-probs.
+    def unknown_to_the_loss(self, has_kept: bool = False) -> list[str]:
+        """The settings that the policy loss cannot follow.
 
-        The policy loss divides two probabilities at temperature 1 over the whole vocabulary, and
-        the store has log-probs of that distribution. Example: `["temperature 0.7", "top_k 20"]`.
+        The loss divides two probabilities of one distribution. At another temperature than 1 it
+        needs the log-probs of what the tokens were drawn from ("processed"), and where tokens were
+        cut off, also what was kept. Example: `["temperature 0.7", "top_k 20"]`.
+
+        Args:
+            has_kept: whether every rollout has kept sets.
         """
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        if self.logprobs_of == "processed":
+            plain.pop("temperature")
+            plain = {} if has_kept else plain
         given = {name: getattr(self, name) for name in plain}
         return [
             f"{name} {value:g}"

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_r3.rows import PADDING
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
-from megatron_r3.training.losses.advantages import ADVANTAGES
+from megatron_r3.training.losses.advantages import ADVANTAGES, group_spread
 from megatron_r3.training.schedule import SOURCES, STORED, UseOfRollouts
 
 # what a rollout has for each input token, and what padding holds
@@ -22,6 +22,7 @@ _FILL = {
     "advantages": 0.0,
     "document": 0,
     "source": 0,
+    "lag": 0,
 }
 SEQUENCE_FIELDS = (*_FILL, "position_ids")
 
@@ -46,18 +47,21 @@ class RolloutDataset(torch.utils.data.Dataset):
         self.num_samples = max(num_samples or 0, use.start + len(store))
         self.reward = store.column("reward")
         self.version = store.column("policy_version")
-        self.advantage = self._advantages(store.groups())
+        groups = store.groups()
+        self.advantage = self._advantages(groups)
+        self.uniform = group_spread(self.reward, groups) == 0
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Fields of length S: tokens, labels, position_ids, rows, document and source int64;
-        loss_mask, sampled_logprobs and advantages float32; the rewards, and the collection.
+        loss_mask, sampled_logprobs and advantages float32; the rewards, whether all rewards of
+        their groups are equal (`uniform`), and the collection.
 
         Position t predicts token t + 1, and its loss_mask, log-prob and advantage are those of
         token t + 1. `document` is the number of the rollout in the sample, `source` says whose
-        routes the token takes (`SOURCES`). Example: prompt [5, 6], response [7, 8], S = 4:
+        routes the token takes (`SOURCES`), `lag` how many versions token t + 1 is behind. Example: prompt [5, 6], response [7, 8], S = 4:
         tokens [5, 6, 7, 0], labels [6, 7, 8, 0], loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
         """
         return self.of_store(self.use.schedule.in_store(index - self.use.start))
@@ -91,6 +95,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         positions = np.concatenate([np.arange(length) for length in lengths])
         fields["position_ids"] = torch.from_numpy(positions)
         fields["reward"] = torch.from_numpy(self.reward[rollouts])
+        fields["uniform"] = torch.from_numpy(self.uniform[rollouts])
         fields["collection"] = torch.tensor(self.use.schedule.collection_of(sample))
         return fields
 
@@ -101,6 +106,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         max_lag = self.use.replay_max_lag
         is_stale = max_lag is not None and newest - int(self.version[rollout]) > max_lag
         source = SOURCES.index(self.use.stale_source if is_stale else self.use.source)
+        lags = np.maximum(newest - self.store.versions(rollout)[1:], 0)
         return {
             "tokens": fields["tokens"][:-1].astype(np.int64),
             "labels": fields["tokens"][1:].astype(np.int64),
@@ -110,6 +116,7 @@ class RolloutDataset(torch.utils.data.Dataset):
             "advantages": response * self.advantage[rollout],
             "document": np.zeros(len(rows), np.int64),
             "source": np.full(len(rows), source, np.int64),
+            "lag": np.where(response > 0, lags, 0),
         }
 
     def _newest_version(self, sample: int) -> int:
@@ -117,8 +124,6 @@ class RolloutDataset(torch.utils.data.Dataset):
 
         All ranks find the same one, also in a store that grows: nobody asks for what comes later.
         """
-        if self.use.replay_max_lag is None:
-            return 0
         return int(self.version[: self._end_of_collection(sample)].max())
 
     def _end_of_collection(self, sample: int) -> int:
@@ -141,7 +146,7 @@ class FollowedRollouts(RolloutDataset):
         super().__init__(store, use, num_samples)
         self.num_samples = num_samples
         self.reward = self.advantage = np.zeros(0, np.float32)
-        self.version = np.zeros(0, np.int64)
+        self.version, self.uniform = np.zeros(0, np.int64), np.zeros(0, bool)
         self._num_shards = 0
         self._groups: set[tuple[int, int]] = set()
         self._take_new()
@@ -175,10 +180,12 @@ class FollowedRollouts(RolloutDataset):
             # a group counts inside a policy version: number the pairs 0, 1, ...
             number = np.unique(np.stack([versions, groups], 1), axis=0, return_inverse=True)[1]
             reward = shard.tensors["reward"]
+            number = number.reshape(-1)
             if self.use.advantages == STORED:
-                advantage = shard.tensors["advantage"]
+                advantage = self.store.column("advantage")[len(self.reward) :][: len(reward)]
             else:
-                advantage = ADVANTAGES[self.use.advantages](reward, number.reshape(-1))
+                advantage = ADVANTAGES[self.use.advantages](reward, number)
+            self.uniform = np.append(self.uniform, group_spread(reward, number) == 0)
             self.reward = np.append(self.reward, reward)
             self.version = np.append(self.version, versions)
             self.advantage = np.append(self.advantage, advantage)

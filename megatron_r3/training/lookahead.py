@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_r3.integrations.host_routes import HostRoutes, read_routes
 from megatron_r3.integrations.layout import RankLayout
 from megatron_r3.integrations.planner import Planner
+from megatron_r3.kept import KeptSets
 from megatron_r3.plan import LayerSizes
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import SEQUENCE_FIELDS
@@ -41,12 +42,15 @@ class Prepared:
         shards: the numbers of the store's shards that hold its rollouts.
         routes: None where no layer replays or is compared.
         plan: None where the dispatchers have to learn their sizes on the device.
+        kept: what the sampler kept when it drew each label, in the order of the batch; None where
+            it kept all tokens, or this rank computes no loss.
     """
 
     batch: dict[str, Tensor]
     shards: list[int]
     routes: HostRoutes | None
     plan: dict[int, LayerSizes] | None
+    kept: KeptSets | None = None
 
 
 class Preparer:
@@ -70,9 +74,11 @@ class Preparer:
         reads_routes: bool,
         planner: Planner | None,
         old: OldPolicy | None = None,
+        reads_kept: bool = False,
     ) -> None:
         self.store, self.layout, self.layer_numbers = store, layout, layer_numbers
         self.reads_routes, self.planner, self.old = reads_routes, planner, old
+        self.reads_kept = reads_kept
 
     def prepare(
         self, whole: dict[str, Tensor], with_plan: bool, for_old_pass: bool = False
@@ -85,8 +91,11 @@ class Preparer:
         """
         batch = self.layout.split(whole, SEQUENCE_FIELDS)
         shards = self.store.shards_of(whole["rows"].numpy())
+        kept = None
+        if self.reads_kept:
+            kept = self.store.kept_of_next(batch["rows"].reshape(-1).numpy())
         if not self.reads_routes:
-            return Prepared(batch, shards, None, None)
+            return Prepared(batch, shards, None, None, kept)
         rows_T = self.layout.router_order(batch["rows"])
         routes = self.read_routes(rows_T, self.layout.mean_tokens(whole["rows"]))
         source_T = self.layout.router_order(batch["source"]).numpy()
@@ -98,7 +107,7 @@ class Preparer:
         # view of the packed memory: it is changed in place.
         routes.live_T[(source_T != _ROLLOUT) & ~routes.padding_T] = True
         plan = self.planner.plan(routes) if with_plan and self.planner else None
-        return Prepared(batch, shards, routes, plan)
+        return Prepared(batch, shards, routes, plan, kept)
 
     def read_routes(self, rows_T: Tensor, mean_tokens: float) -> HostRoutes:
         """The routes of these rows in this chunk's layers."""

@@ -8,20 +8,35 @@ Shape suffixes (docs/glossary.md): Y, J, T.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from megatron_r3.training.update_metrics import UpdateMetrics
 
 if TYPE_CHECKING:
     from megatron_r3.microbatch import MicrobatchRoutes
 
 
 class StepMetrics:
-    """What one step measured on this rank, and its sums over all ranks."""
+    """What one step measured on this rank, and its sums over all ranks.
 
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
+    Args:
+        num_layers: decoder layers of the whole model.
+        log_file: to which rank 0 appends a JSON line in each step; None for none.
+
+    Attributes:
+        update: what the policy update did.
+        measures_update: whether that is reported for this step, the same on all ranks.
+    """
+
+    def __init__(self, num_layers: int, log_file: str | None = None) -> None:
+        self.num_layers, self.log_file = num_layers, log_file
+        self.update = UpdateMetrics()
+        self.measures_update = False
         self.microbatches: dict[int, list[MicrobatchRoutes]] = {}  # by number of the model chunk
         self.dispatched = [0, 0]
 
@@ -41,7 +56,11 @@ class StepMetrics:
                 writer.add_scalar(name, value, iteration)
         if wandb_writer is not None and scalars:
             wandb_writer.log(scalars, iteration)
-        # the shares of single layers would make the line endless
+        if self.log_file is not None and torch.distributed.get_rank() == 0:
+            line = json.dumps({"iteration": iteration, **scalars})
+            with Path(self.log_file).open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        # the shares of single layers, and all of the update, would make the line endless
         return "".join(
             f" {name}: {value:.4f} |" for name, value in scalars.items() if "/" not in name
         )
@@ -57,9 +76,15 @@ class StepMetrics:
         Empty where nothing was measured. All ranks call this function together, since it sums over
         the ranks: every rank measures in the same iterations, also a rank without MoE layers.
         """
+        scalars = {}
+        if self.measures_update:
+            device = torch.device("cuda", torch.cuda.current_device())
+            values = self.update.values(device)
+            scalars = {f"update/{name}": value for name, value in values.items()}
+        self.measures_update = False
         if not self.microbatches:
-            return {}
-        scalars = {**self._by_layer(), **self._tokens()}
+            return scalars
+        scalars |= {**self._by_layer(), **self._tokens()}
         matched, total = _sum_over_ranks(torch.tensor(self.dispatched)).tolist()
         if total:
             scalars["routes dispatched as recorded"] = matched / total

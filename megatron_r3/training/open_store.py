@@ -52,16 +52,15 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
     """What a user should know before training begins, a line each."""
     lines = []
     sampler, trainer = store.info.vocab_size, options.padded_vocab_size
-    if sampler and trainer and sampler != trainer:
+    if sampler and trainer and sampler > trainer:
         lines.append(
-            f"warning: the sampler's softmax has {sampler} rows, the trainer's {trainer} (padding):"
-            " the extra rows take part in the softmax, so log-probs do not agree to the "
-            "last digits; --make-vocab-size-divisible-by says how far it is padded"
+            f"warning: the sampler's softmax has {sampler} rows, the trainer's {trainer}: the rest "
+            "take no part in the trainer's softmax, so log-probs do not agree to the last digits"
         )
     sampling = store.info.sampling
     if sampling.temperature is None:
         lines.append("the store does not say at which temperature it was sampled; 1 is assumed")
-    elif biased := sampling.unknown_to_the_loss():
+    elif biased := sampling.unknown_to_the_loss(all(map(_has_kept, store.shards))):
         lines.append(
             f"warning: sampled with {', '.join(biased)}, and trained on as --rollouts-sampling any "
             "asks: the policy loss compares log-probs of two distributions"
@@ -73,6 +72,11 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
     return lines
 
 
+def _has_kept(shard: Shard) -> bool:
+    """Whether every rollout of a shard says what the sampler kept."""
+    return bool((shard.extras.num_kept_M > 0).all())
+
+
 def _reads_all() -> bool:
     """Whether this process reads shards for its node, and the others of the node rely on it."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
@@ -80,12 +84,14 @@ def _reads_all() -> bool:
 
 def _check_shard(options: RolloutOptions, shard: Shard) -> None:
     """Refuse a shard that cannot be trained on."""
-    biased = shard.info.sampling.unknown_to_the_loss()
+    biased = shard.info.sampling.unknown_to_the_loss(_has_kept(shard))
     if biased and not options.any_sampling:
         raise ValueError(
-            f"{shard.path}: sampled with {', '.join(biased)}, while the policy loss takes all "
-            "log-probs at temperature 1 over the whole vocabulary: the ratio would compare two "
-            "distributions; sample again without these settings, or give --rollouts-sampling any"
+            f"{shard.path}: sampled with {', '.join(biased)}, and it does not have what the loss "
+            "needs for that, the log-probs of the distribution that was drawn from and what was "
+            "kept of the vocabulary: the ratio would compare two distributions; sample again "
+            "without these settings or with an engine that returns both, or give "
+            "--rollouts-sampling any"
         )
     if options.replay and (differences := options.shape_differences(shard.info)):
         raise ValueError(

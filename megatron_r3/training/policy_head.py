@@ -17,9 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_r3.kept import KeptSets
 from megatron_r3.training.refuse import refuse
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -82,6 +84,14 @@ class KeptTokens:
     places: Tensor
     ids: Tensor
     limited_BS: Tensor
+
+    @classmethod
+    def of(cls, sets: KeptSets, shape: torch.Size) -> KeptTokens:
+        """The sets of the labels of a batch `[B, S]`, on the device; an empty set keeps all."""
+        places = np.repeat(np.arange(len(sets.sizes_N)), sets.sizes_N)
+        arrays = (places, sets.ids_V.astype(np.int64), sets.sizes_N > 0)
+        moved = [torch.from_numpy(array).cuda(non_blocking=True) for array in arrays]
+        return cls(moved[0], moved[1], moved[2].reshape(shape))
 
 
 def install(model: torch.nn.Module) -> None:

@@ -35,13 +35,13 @@ from megatron_r3.training.metrics import StepMetrics
 from megatron_r3.training.old_pass import OldPass
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.policy import PolicyCheck
-from megatron_r3.training.policy_head import Policy, install
+from megatron_r3.training.policy_head import KeptTokens, Policy, install
 from megatron_r3.training.progress import Progress
 from megatron_r3.training.refuse import refuse
 from megatron_r3.training.witness import DispatchWitness
 
 # the loss does not need these fields, so they stay
-_HOST_FIELDS = {"rows", "cu_seqlens", "source", "collection"}
+_HOST_FIELDS = {"rows", "cu_seqlens", "source", "lag", "collection"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class RolloutStep:
         self._evaluate, self._observe = evaluate, observe
         self._parts = _parts
         self._guard = self._parts.guard(store, options.scaled_loss)
-        self.metrics = self._parts.metrics(options.num_layers)
+        self.metrics = self._parts.metrics(options.num_layers, options.log_file)
         self._witness = DispatchWitness(store) if options.verify_dispatch else None
         # a dense model, or another model than the sampler's, has no routers to compare
         self._has_routes = bool(options.num_experts) and not options.shape_differences(store.info)
@@ -136,7 +136,9 @@ class RolloutStep:
             refuse(_message_of(error))
         host = prepared.batch
         self._guard.add_rows(host["rows"])
-        batch, policy = _on_device(host), self._policy()
+        measures = self._measures() or self.options.log_file is not None
+        self.metrics.measures_update |= measures
+        batch, policy = _on_device(host), self._policy(prepared, measures)
         policy.attach(batch["labels"])
         # combined 1F1B asks for the nodes of the forward pass, and runs them after this call
         forward = model.build_schedule_plan if kwargs.get("return_schedule_plan") else model
@@ -165,7 +167,7 @@ class RolloutStep:
             microbatch = routes.on_device(
                 chunk.layer_numbers, torch.device("cuda"), as_with_gradients=True
             )
-        batch, policy = _on_device(host), self._policy()
+        batch, policy = _on_device(host), self._policy(prepared, False)
         policy.attach(batch["labels"])
         output = _run(model, batch, host, microbatch)
         if routes is not None and microbatch is not None:
@@ -195,6 +197,7 @@ class RolloutStep:
         planner = None
         if routers and options.use_plan:
             planner = self._parts.planner(self.store.info.num_experts, layer_numbers)
+        computes_loss = bool(getattr(module, "post_process", False))
         chunk = _Chunk(
             number=len(self._chunks),
             layer_numbers=layer_numbers,
@@ -205,11 +208,12 @@ class RolloutStep:
                 self._has_routes,
                 planner,
                 None if self.old_pass is None else self.old_pass.policy,
+                computes_loss and self.store.info.sampling.logprobs_of == "processed",
             ),
             policies=PolicyCheck(options, self.store, self.ledger, routers),
         )
         self._chunks[module] = chunk
-        if getattr(module, "post_process", False):
+        if computes_loss:
             install(module)
         return chunk
 
@@ -277,12 +281,16 @@ class RolloutStep:
             return False
         return iteration == self._first_iteration or (iteration + 1) % interval == 0
 
-    def _policy(self) -> Policy:
+    def _policy(self, prepared: Prepared, measures: bool) -> Policy:
         """How the logits of a micro-batch become the distribution that the sampler drew from."""
         info, rows = self.store.info, self.options.padded_vocab_size
+        kept, shape = prepared.kept, prepared.batch["labels"].shape
+        is_known = info.sampling.logprobs_of == "processed"
         return Policy(
-            temperature=info.sampling.temperature or 1.0,
+            temperature=info.sampling.temperature or 1.0 if is_known else 1.0,
             vocab_size=info.vocab_size if info.vocab_size and info.vocab_size != rows else None,
+            kept=None if kept is None or not len(kept.ids_V) else KeptTokens.of(kept, shape),
+            measures_entropy=measures,
         )
 
     def _loss(
@@ -299,9 +307,11 @@ class RolloutStep:
 
         options = self.options
         terms = terms_of(batch, output_BS, self._old_logprobs(batch, host))
-        loss, count, report, _ = policy_loss(
+        loss, count, report, update = policy_loss(
             terms, batch["reward"], options.loss, options.per_token_loss
         )
+        if self.metrics.measures_update:
+            self.metrics.update.add(update, options.loss.clip, policy.entropy_BS, batch, host)
         self._guard.add_loss(host, output_BS, batch["loss_mask"], loss)
         if options.validate_loss:
             for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):

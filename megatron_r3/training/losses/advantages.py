@@ -29,6 +29,18 @@ def group_centred(reward_M: np.ndarray, group_M: np.ndarray) -> np.ndarray:
     return _centred(reward_M, group_M)[0].astype(np.float32)
 
 
+def group_spread(reward_M: np.ndarray, group_M: np.ndarray) -> np.ndarray:
+    """For each rollout the largest reward of its group minus the smallest, `[M]`.
+
+    Where it is 0 the group teaches nothing: all its advantages are 0.
+    """
+    _, index_M = np.unique(group_M, return_inverse=True)
+    most, least = np.full(len(index_M), -np.inf), np.full(len(index_M), np.inf)
+    np.maximum.at(most, index_M, reward_M)
+    np.minimum.at(least, index_M, reward_M)
+    return most[index_M] - least[index_M]
+
+
 ADVANTAGES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "group-normalised": group_normalised,
     "group-centred": group_centred,

@@ -122,7 +122,7 @@ def _clipped(ratio_BS: Tensor, advantages_BS: Tensor, clip: Clip) -> Tensor:
     return torch.maximum(gain_BS, floor_BS)
 
 
-def clipped_shares(gain: Gain, terms: LossTerms, clip: Clip) -> dict[str, Tensor]:
+def clipped_sums(gain: Gain, terms: LossTerms, clip: Clip) -> dict[str, Tensor]:
     """How many response tokens the clip range keeps from the update; scalars, no gradient.
 
     A token is clipped low where its ratio is below 1 - low and its advantage is negative, and

@@ -12,7 +12,7 @@ from megatron_r3.training.losses.policy import (
     LOSSES,
     Clip,
     Gain,
-    clipped_shares,
+    clipped_sums,
     policy_loss_named,
 )
 from megatron_r3.training.losses.terms import LossTerms, Sequences
@@ -80,10 +80,10 @@ def test_clipped_tokens_are_those_without_a_gradient() -> None:
     ratios = [1.5, 1.5, 0.5, 0.5, 1.0, 1.5]
     terms = terms_of([math.log(r) for r in ratios], [1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
     clip = Clip(0.2, 0.28)
-    shares = clipped_shares(LOSSES["grpo"](terms, clip), terms, clip)
+    shares = clipped_sums(LOSSES["grpo"](terms, clip), terms, clip)
     assert {name: share.item() for name, share in shares.items()} == {"clip_low": 1, "clip_high": 1}
     terms.mask_BS[0, 0] = 0.0
-    shares = clipped_shares(LOSSES["grpo"](terms, clip), terms, clip)
+    shares = clipped_sums(LOSSES["grpo"](terms, clip), terms, clip)
     assert shares["clip_high"] == 0
 
 
