@@ -61,8 +61,9 @@ class RolloutDataset(torch.utils.data.Dataset):
 
         Position t predicts token t + 1, and its loss_mask, log-prob and advantage are those of
         token t + 1. `document` is the number of the rollout in the sample, `source` says whose
-        routes the token takes (`SOURCES`), `lag` how many versions token t + 1 is behind. Example: prompt [5, 6], response [7, 8], S = 4:
-        tokens [5, 6, 7, 0], labels [6, 7, 8, 0], loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
+        routes the token takes (`SOURCES`), `lag` how many versions token t + 1 is behind.
+        Example: prompt [5, 6], response [7, 8], S = 4: tokens [5, 6, 7, 0], labels [6, 7, 8, 0],
+        loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
         """
         return self.of_store(self.use.schedule.in_store(index - self.use.start))
 

@@ -165,7 +165,7 @@ def _over_ranks(values: Tensor, operation: Any, group: Any | None) -> Tensor:
 
 def _left_out(logits: Tensor, kept: KeptTokens, first: int) -> Tensor:
     """True for the tokens that the sampler left out, `[S, B, rows of this rank]`."""
-    sequence, batch, num_rows = logits.shape
+    sequence, _, num_rows = logits.shape
     limited_SB = kept.limited_BS.transpose(0, 1)[..., None]
     out = limited_SB.expand(logits.shape).contiguous()
     here = (kept.ids >= first) & (kept.ids < first + num_rows)
