@@ -77,6 +77,8 @@ def make_updates(
     for name, recipe in recipes.items():
         right = _responses(rollouts, trainer, recipe)
         wanted[name], slopes[name, ""] = _step(right, recipe)
+        if recipe.micro_batch:  # the controls of the same recipe without averages are enough
+            continue
         for control, wrong in _wrong(rollouts, trainer, recipe).items():
             slopes[name, control] = _step(wrong, recipe)[1]
         slopes[name, "shifted mask"] = [np.roll(s, 1) for s in slopes[name, ""]]
