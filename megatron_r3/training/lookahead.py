@@ -1,6 +1,6 @@
 """Prepare micro-batches ahead of the step, in a thread: read their routes, plan their dispatch.
 
-Shape suffixes (docs/glossary.md): T.
+Shape suffixes (docs/glossary.md): K, L, T.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ middle of a collection cannot repeat the pass. So the record is written beside t
 a folder for each collection, one file a rank. A file is read by row ids, so the ranks that read
 may be others, in another layout, than those that wrote.
 
-Shape suffixes (docs/glossary.md): B, S, T, L, K, R.
+Shape suffixes (docs/glossary.md): B, K, S, T.
 """
 
 from __future__ import annotations

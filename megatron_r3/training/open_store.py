@@ -3,6 +3,8 @@
 A store is opened twice: when the arguments are checked, before any process group exists, so that a
 wrong store costs no start-up; and when training begins, when a tokenizer has set the vocabulary.
 The bytes of a shard are read once, by one process of each node.
+
+Shape suffixes (docs/glossary.md): M.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Megatron's, with its tensor parallelism and its fused kernels.
 MTP heads compute their losses through the same method of the model. They have labels of their own,
 so what is to be done is attached to the labels of the main loss.
 
-Shape suffixes (docs/glossary.md): B, S, T.
+Shape suffixes (docs/glossary.md): B, N, S, V.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Megatron's schedules call `RolloutStep` for each micro-batch of each model chunk
 model chunk (its layers, its plans, the policies that it has accepted) is made when the chunk is
 first used, in one place: `RolloutStep._equip`.
 
-Shape suffixes (docs/glossary.md): B, S, T.
+Shape suffixes (docs/glossary.md): B, S, T, V.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every value is a mean or a maximum over what all ranks saw. docs/metrics.md has the formulas. The
 sums stay on the device until the step is logged, so nothing waits before that.
 
-Shape suffixes (docs/glossary.md): B, S.
+Shape suffixes (docs/glossary.md): B, M, S.
 """
 
 from __future__ import annotations

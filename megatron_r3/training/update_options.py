@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import sys
 from typing import Any
 
 from megatron_r3.training.losses.advantages import ADVANTAGES
@@ -193,6 +195,9 @@ def _import_losses(module: str) -> None:
     Raises:
         ValueError: there is no such module, or it raises.
     """
+    if os.getcwd() not in sys.path:
+        # `python -m` puts the working directory there, a script that is named by its path does not.
+        sys.path.insert(0, os.getcwd())
     try:
         importlib.import_module(module)
     except Exception as error:  # a user's module may raise anything

@@ -1,6 +1,6 @@
 """Several updates on a collection, from the trainer's own policy at its start.
 
-Shape suffixes (docs/glossary.md): B, S.
+Shape suffixes (docs/glossary.md): B, E, S, T.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Log-probs of the sampler: temperature, vocabulary and kept tokens, also under TP.
 
-Shape suffixes (docs/glossary.md): B, S.
+Shape suffixes (docs/glossary.md): B, S, V.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def policy_loss(
         name.replace("_", " "): torch.stack([value, num_tokens])
         for name, value in agreement.items()
     }
-    report["policy loss"] = torch.stack([mean.sum.detach(), mean.count])
+    # A correction may leave no token of a step: the mean of nothing is reported as 0, not as NaN.
+    report["policy loss"] = torch.stack([mean.sum.detach(), mean.count.clamp(min=1e-9)])
     report["reward"] = torch.stack([rewards.sum(), torch.ones_like(rewards).sum()])
     if per_token:
         return mean.sum, mean.count.int(), report, update
