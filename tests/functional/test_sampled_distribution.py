@@ -69,7 +69,7 @@ def cut(patched: TreeWorker, policy: Policy, once: Once) -> Policy:
 
 
 def differences(rank: int, argv: list[str]) -> list[torch.Tensor]:
-    """|log-prob of the trainer - that of the sampler| of the response tokens of each micro-batch."""
+    """|log-prob of the trainer - that of the sampler|, of the response tokens of micro-batches."""
     from megatron_r3.training import step
 
     found: list[torch.Tensor] = []
