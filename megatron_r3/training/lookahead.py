@@ -29,7 +29,7 @@ from megatron_r3.training.old_policy import OldPolicy
 from megatron_r3.training.schedule import SOURCES
 
 DEPTH = 2  # prepared micro-batches that wait to be used
-_ROLLOUT, _OLD_POLICY = SOURCES.index("rollout"), SOURCES.index("old-policy")
+_ROLLOUT, _OLD_POLICY, _LIVE = (SOURCES.index(name) for name in SOURCES)
 END_S = 2.0  # how long the end of the process waits for a micro-batch that is being prepared
 
 
@@ -75,10 +75,11 @@ class Preparer:
         planner: Planner | None,
         old: OldPolicy | None = None,
         reads_kept: bool = False,
+        replays: bool = True,
     ) -> None:
         self.store, self.layout, self.layer_numbers = store, layout, layer_numbers
         self.reads_routes, self.planner, self.old = reads_routes, planner, old
-        self.reads_kept = reads_kept
+        self.reads_kept, self.replays = reads_kept, replays
 
     def prepare(
         self, whole: dict[str, Tensor], with_plan: bool, for_old_pass: bool = False
@@ -98,14 +99,9 @@ class Preparer:
             return Prepared(batch, shards, None, None, kept)
         rows_T = self.layout.router_order(batch["rows"])
         routes = self.read_routes(rows_T, self.layout.mean_tokens(whole["rows"]))
-        source_T = self.layout.router_order(batch["source"]).numpy()
-        if not for_old_pass and self.old is not None and (source_T == _OLD_POLICY).any():
-            self.old.wait_for(int(whole["collection"].max()))
-            self._take_old(routes, source_T == _OLD_POLICY)
-            source_T = np.where(source_T == _OLD_POLICY, _ROLLOUT, source_T)
-        # All other tokens that do not take the routes of their rollout choose live. `live_T` is a
-        # view of the packed memory: it is changed in place.
-        routes.live_T[(source_T != _ROLLOUT) & ~routes.padding_T] = True
+        if self.replays:
+            source_T = self.layout.router_order(batch["source"]).numpy()
+            self._apply(source_T, routes, None if for_old_pass else int(whole["collection"].max()))
         plan = self.planner.plan(routes) if with_plan and self.planner else None
         return Prepared(batch, shards, routes, plan, kept)
 
@@ -113,10 +109,24 @@ class Preparer:
         """The routes of these rows in this chunk's layers."""
         return read_routes(self.store, rows_T, self.layer_numbers, mean_tokens)
 
+    def _apply(self, source_T: np.ndarray, routes: HostRoutes, collection: int | None) -> None:
+        """Give each token the routes of its source; `routes` has those of the rollouts.
+
+        Args:
+            source_T: indices of `SOURCES`.
+            routes: changed in place, in the packed memory.
+            collection: whose record has the old policy's routes. None: it is being made now.
+        """
+        live_T = source_T != _ROLLOUT
+        if collection is not None and self.old is not None and (source_T == _OLD_POLICY).any():
+            self.old.wait_for(collection)
+            self._take_old(routes, (source_T == _OLD_POLICY) & ~routes.padding_T)
+            live_T = source_T == _LIVE
+        routes.live_T[live_T & ~routes.padding_T] = True
+
     def _take_old(self, routes: HostRoutes, here_T: np.ndarray) -> None:
         """Write the old policy's routes of some tokens in the place of their rollouts' routes."""
         assert self.old is not None
-        here_T = here_T & ~routes.padding_T
         for index, layer in enumerate(self.layer_numbers):
             routes.ids_LTK[index, here_T] = self.old.routes(layer, routes.rows_T[here_T])
         routes.live_T[here_T] = False

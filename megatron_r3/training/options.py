@@ -126,6 +126,11 @@ class RolloutOptions:
         return self.use.seq_length
 
     @property
+    def replays_routes(self) -> bool:
+        """Whether MoE layers take any given routes; else they are live, and only compared."""
+        return self.replay and self.use.source != "live"
+
+    @property
     def needs_old_pass(self) -> bool:
         """Whether a pass over each collection comes before its first update.
 
@@ -137,7 +142,7 @@ class RolloutOptions:
         sources = {self.use.source}
         if self.use.replay_max_lag is not None:
             sources.add(self.use.stale_source)
-        return self.trainer_is_old or (self.replay and "old-policy" in sources)
+        return self.trainer_is_old or (self.replays_routes and "old-policy" in sources)
 
     @property
     def document_multiple(self) -> int:

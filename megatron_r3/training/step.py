@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from megatron_r3.integrations.layout import RankLayout, packed_seq_params
 from megatron_r3.integrations.planner import Planner
 from megatron_r3.microbatch import MicrobatchRoutes, Mode, ReplayError
 from megatron_r3.replay import replaying
+from megatron_r3.rows import PADDING
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.training.guard import StepGuard
@@ -38,6 +40,7 @@ from megatron_r3.training.policy import PolicyCheck
 from megatron_r3.training.policy_head import KeptTokens, Policy, install
 from megatron_r3.training.progress import Progress
 from megatron_r3.training.refuse import refuse
+from megatron_r3.training.schedule import SOURCES
 from megatron_r3.training.witness import DispatchWitness
 
 # the loss does not need these fields, so they stay
@@ -163,7 +166,7 @@ class RolloutStep:
         prepared = chunk.preparer.prepare(next(data_iterator), with_plan=False, for_old_pass=True)
         chunk.policies.check(prepared.shards)
         host, routes, microbatch = prepared.batch, prepared.routes, None
-        if routes is not None and self.options.replay:
+        if routes is not None and self.options.replays_routes:
             microbatch = routes.on_device(
                 chunk.layer_numbers, torch.device("cuda"), as_with_gradients=True
             )
@@ -209,6 +212,7 @@ class RolloutStep:
                 planner,
                 None if self.old_pass is None else self.old_pass.policy,
                 computes_loss and self.store.info.sampling.logprobs_of == "processed",
+                options.replays_routes,
             ),
             policies=PolicyCheck(options, self.store, self.ledger, routers),
         )
@@ -252,7 +256,7 @@ class RolloutStep:
             counted_T = self._layout.router_order(prepared.batch["loss_mask"]).bool()
             counted_T &= ~torch.from_numpy(routes.live_T)
             counted_T = counted_T.cuda(non_blocking=True)
-        replays = options.replay and options.use.source != "live"
+        replays = options.replays_routes
         if not replays and counted_T is None:
             return None
         microbatch = routes.on_device(
@@ -267,7 +271,10 @@ class RolloutStep:
         if counted_T is not None:
             self.metrics.add(chunk.number, microbatch)
             if self._witness is not None:
-                self._witness.watch(microbatch, routes.rows_T)
+                # other routes than those of the rollouts are not in the store
+                source_T = self._layout.router_order(prepared.batch["source"]).numpy()
+                own_T = (source_T == SOURCES.index("rollout")) | ~np.bool_(replays)
+                self._witness.watch(microbatch, np.where(own_T, routes.rows_T, PADDING))
         return microbatch
 
     def _measures(self) -> bool:

@@ -6,6 +6,7 @@ import importlib
 import math
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron_r3.training.losses.advantages import ADVANTAGES
@@ -99,6 +100,9 @@ def refuse_update(args: Any) -> None:
             f"--rollouts-correction {correction} needs --rollouts-old-policy trainer: with the "
             "sampler as the old policy there is no difference between the two to correct"
         )
+    log_file = args.rollouts_log
+    if log_file is not None and not Path(log_file).resolve().parent.is_dir():
+        raise ValueError(f"--rollouts-log {log_file}: there is no such folder; make it first")
     names = ("moe_router_replay_source", "moe_router_replay_max_lag")
     for name in (*names, "moe_router_replay_stale_source"):
         if getattr(args, name) is not None and not args.moe_router_replay:
