@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from megatron_r3.integrations.layers import local_routers, unwrapped
-from megatron_r3.integrations.layout import RankLayout, packed_seq_params
+from megatron_r3.integrations.layout import RankLayout
 from megatron_r3.integrations.planner import Planner
-from megatron_r3.microbatch import MicrobatchRoutes, Mode, ReplayError
-from megatron_r3.replay import replaying
+from megatron_r3.microbatch import MicrobatchRoutes, Mode
 from megatron_r3.rows import PADDING
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
+from megatron_r3.training.forward import on_device, run_forward
 from megatron_r3.training.guard import StepGuard
 from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.lookahead import Lookahead, Prepared, Preparer
@@ -42,9 +42,6 @@ from megatron_r3.training.progress import Progress
 from megatron_r3.training.refuse import refuse
 from megatron_r3.training.schedule import SOURCES
 from megatron_r3.training.witness import DispatchWitness
-
-# the loss does not need these fields, so they stay
-_HOST_FIELDS = {"rows", "cu_seqlens", "source", "lag", "collection"}
 
 
 @dataclass(frozen=True)
@@ -141,11 +138,11 @@ class RolloutStep:
         self._guard.add_rows(host["rows"])
         measures = self._measures() or self.options.log_file is not None
         self.metrics.measures_update |= measures
-        batch, policy = _on_device(host), self._policy(prepared, measures)
+        batch, policy = on_device(host), self._policy(prepared, measures)
         policy.attach(batch["labels"])
         # combined 1F1B asks for the nodes of the forward pass, and runs them after this call
         forward = model.build_schedule_plan if kwargs.get("return_schedule_plan") else model
-        output = _run(forward, batch, host, self._microbatch(chunk, prepared))
+        output = run_forward(forward, batch, host, self._microbatch(chunk, prepared))
         return output, partial(self._loss, batch, host, policy)
 
     def begin(self, models: list[Any]) -> None:
@@ -170,9 +167,9 @@ class RolloutStep:
             microbatch = routes.on_device(
                 chunk.layer_numbers, torch.device("cuda"), as_with_gradients=True
             )
-        batch, policy = _on_device(host), self._policy(prepared, False)
+        batch, policy = on_device(host), self._policy(prepared, False)
         policy.attach(batch["labels"])
-        output = _run(model, batch, host, microbatch)
+        output = run_forward(model, batch, host, microbatch)
         if routes is not None and microbatch is not None:
             self.old_pass.policy.add_routes(torch.from_numpy(routes.rows_T), microbatch.ids)
 
@@ -361,35 +358,6 @@ class RolloutStep:
         shards = store.shards[: store.shard_of_rollout(used - 1) + 1]
         identities = " ".join(shard.identity for shard in shards)
         return int.from_bytes(hashlib.sha256(identities.encode()).digest()[:8], "big") >> 12
-
-
-def _on_device(host: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k: v.cuda(non_blocking=True) for k, v in host.items() if k not in _HOST_FIELDS}
-
-
-def _run(
-    forward: Callable[..., Any],
-    batch: dict[str, Tensor],
-    host: dict[str, Tensor],
-    microbatch: MicrobatchRoutes | None,
-) -> Any:
-    """Run a forward pass with the routes of a micro-batch; ends training where it takes none.
-
-    Args:
-        batch, host: the batch on the device, and on the host.
-    """
-    try:
-        with replaying(microbatch):
-            return forward(
-                batch["tokens"],
-                batch["position_ids"],
-                None,
-                labels=batch["labels"],
-                loss_mask=batch["loss_mask"],
-                packed_seq_params=packed_seq_params(host),
-            )
-    except ReplayError as error:
-        refuse(str(error))
 
 
 def _message_of(error: StoreError) -> str:
