@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from once import Once
-from training import Policy, train
+from training import Policy, differences, import_weights, train
 
 from demo import task
 from demo.model import arguments
@@ -27,16 +26,6 @@ LAYOUTS = {
     "CP2": (2, ["--context-parallel-size", "2"]),
     "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
 }
-
-
-def import_weights(rank: int, argv: list[str]) -> None:
-    """megatron_r3/weights/hf.py."""
-    import sys
-
-    from megatron_r3.weights import hf
-
-    sys.argv = ["hf.py", *argv]
-    hf.main()
 
 
 def in_float32(source: Path, target: Path) -> None:
@@ -66,24 +55,6 @@ def cut(patched: TreeWorker, policy: Policy, once: Once) -> Policy:
 
     folder = once("cut", make)
     return Policy(folder / "checkpoint", folder / "hf", folder / "store")
-
-
-def differences(rank: int, argv: list[str]) -> list[torch.Tensor]:
-    """|log-prob of the trainer - that of the sampler|, of the response tokens of micro-batches."""
-    from megatron_r3.training import step
-
-    found: list[torch.Tensor] = []
-    made = step.terms_of
-
-    def keep(*given: Any) -> Any:
-        terms = made(*given)
-        difference_BS = (terms.logprobs_BS - terms.sampled_logprobs_BS).detach().abs()
-        found.append(difference_BS[terms.mask_BS > 0])
-        return terms
-
-    step.terms_of = keep
-    train(rank, argv)
-    return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

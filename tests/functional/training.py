@@ -93,6 +93,32 @@ def export(rank: int, argv: list[str]) -> None:
     hf.main()
 
 
+def import_weights(rank: int, argv: list[str]) -> None:
+    """megatron_r3/weights/hf.py."""
+    from megatron_r3.weights import hf
+
+    sys.argv = ["hf.py", *argv]
+    hf.main()
+
+
+def differences(rank: int, argv: list[str]) -> list[torch.Tensor]:
+    """|log-prob of the trainer - that of the sampler|, of the response tokens of micro-batches."""
+    from megatron_r3.training import step
+
+    found: list[torch.Tensor] = []
+    made = step.terms_of
+
+    def keep(*given: Any) -> Any:
+        terms = made(*given)
+        difference_BS = (terms.logprobs_BS - terms.sampled_logprobs_BS).detach().abs()
+        found.append(difference_BS[terms.mask_BS > 0])
+        return terms
+
+    step.terms_of = keep
+    train(rank, argv)
+    return found
+
+
 @dataclass(frozen=True)
 class Policy:
     """A trained checkpoint, its transformers directory, and the rollouts sampled from it."""
