@@ -1,20 +1,25 @@
 """`make matrix`: every release line, every check, a table and build/matrix.json.
 
-    python -m fidelity.matrix --out build/matrix.json [--repo CLONE] [--line LINE]
+    python -m fidelity.matrix --out build/matrix.json [--repo CLONE] [--line LINE] [--jobs N]
 
 Without --repo the trees are those of the package index. With it they are the commits of
 versions.toml, main and upstream's own pretrain_gpt.py included. Of each line the first such tree is
-checked, which is its newest; with --line every one. Exit status 0 says that every check passed.
+checked, which is its newest; with --line every one. Trees are checked side by side, because many
+checks leave a core idle. Exit status 0 says that every check passed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from fidelity.line_checks import CHECKS, Checked
@@ -37,8 +42,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repo", type=Path, help="a clone of Megatron-LM with the release tags")
     parser.add_argument("--line", default="", help="one release line only")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="how many trees are checked at a time (default: the number of cores)",
+    )
     args = parser.parse_args(argv)
     begin = time.monotonic()
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: it must be 1 or more")
     try:
         versions = read_versions(patches_folder())
         trees = [*_trees(versions, args.line, args.repo)]
@@ -49,7 +62,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{'release line':14} {'tree':18}" + "".join(f"{name:>16}" for name in CHECKS))
-    results = [result for tree in trees for result in _run(*tree)]
+    results = []
+    # A process that was forked from one with threads may wait for ever, so these are spawned.
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(args.jobs, len(trees)), spawned) as pool:
+        for row in pool.map(_run, *zip(*trees, strict=True)):
+            results += row
+            print(_line(row), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")
     failed = [result for result in results if not result["passed"]]
@@ -86,26 +105,32 @@ def _trees(
                 yield line, tree, repo, tree.commit
 
 
-def _run(line: Line, tree: KnownTree, source: Path, commit: str) -> Iterator[dict[str, object]]:
-    """The results of one tree, printed as they come."""
-    print(f"{line.name:14} {tree.name:18}", end="", flush=True)
-    with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
-        checked = Checked(line, tree, source, commit, Path(folder))
-        with checked:
-            for name, check in CHECKS.items():
-                begin = time.monotonic()
-                passed, detail = check(checked)
-                seconds = time.monotonic() - begin
-                print(f"{'ok' if passed else 'FAILED':>8} {seconds:5.0f} s", end="", flush=True)
-                yield {
+def _run(line: Line, tree: KnownTree, source: Path, commit: str) -> list[dict[str, object]]:
+    """The results of one tree."""
+    results: list[dict[str, object]] = []
+    with ExitStack() as open_:
+        folder = open_.enter_context(tempfile.TemporaryDirectory(prefix="matrix-"))
+        checked = open_.enter_context(Checked(line, tree, source, commit, Path(folder)))
+        for name, check in CHECKS.items():
+            begin = time.monotonic()
+            passed, detail = check(checked)
+            results.append(
+                {
                     "line": line.name,
                     "tree": tree.name,
                     "check": name,
                     "passed": passed,
-                    "seconds": round(seconds, 1),
+                    "seconds": round(time.monotonic() - begin, 1),
                     "detail": detail,
                 }
-    print(flush=True)
+            )
+    return results
+
+
+def _line(row: list[dict[str, object]]) -> str:
+    """The line of the table that shows the results of one tree."""
+    cells = (f"{'ok' if r['passed'] else 'FAILED':>8} {r['seconds']:5.0f} s" for r in row)
+    return f"{row[0]['line']:14} {row[0]['tree']:18}" + "".join(cells)
 
 
 if __name__ == "__main__":
