@@ -3,7 +3,7 @@
 The loop has no batch, no padding, no schedule and no row ids: each rollout alone, its routes handed
 over as arrays, the clipped loss written out, and torch's own SGD.
 
-Shape suffixes (docs/glossary.md): T.
+Shape suffixes (docs/glossary.md): B, K, L, N, S, T.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rollouts at a temperature and with top-p: the trainer's log-probs are the sampler's, in float32.
-
-Shape suffixes (docs/glossary.md): B, S.
-"""
+"""Rollouts at a temperature and with top-p: the trainer's log-probs are the sampler's, in float32."""
 
 from __future__ import annotations
 

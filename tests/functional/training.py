@@ -2,7 +2,7 @@
 
 Megatron is imported only inside the functions that ranks run.
 
-Shape suffixes (docs/glossary.md): K, L, T.
+Shape suffixes (docs/glossary.md): B, K, L, S, T.
 """
 
 from __future__ import annotations

@@ -72,6 +72,11 @@ RUN_BY = [
     (r"(uv run|megatron rlhf)\b", "by hand: a framework's own, which needs GPUs"),
     (r"torchrun .*-m megatron_r3\.cpu demo/pretrain\.py\b", "ci make demo"),
     (r"torchrun .*-m megatron_r3\.cpu ~/Megatron-LM/pretrain_gpt\.py\b", NO_CLONE),
+    (r"export PYTHONPATH=build/megatron-core-0\.19\.2:", "ci make demo"),
+    (
+        r"torchrun .*\$ARGS\b",
+        "tests/functional/test_update_examples.py::test_a_command_of_the_page_trains",
+    ),
     (r"torchrun .*hf\.py --hf-export\b", "tests/functional/test_hf.py::test_import_and_export"),
     (r"torchrun .*hf\.py --hf-import\b", "tests/functional/test_hf.py::test_import_and_export"),
     (

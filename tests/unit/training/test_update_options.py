@@ -127,6 +127,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         for bad in (1.0, 0.5, -3.0, NAN, INFINITE)
     ),
     ({"rollouts_dual_clip": 3.0, "rollouts_loss": "cispo"}, "--rollouts-dual-clip does nothing"),
+    ({"rollouts_log": "no-such-folder/log.jsonl"}, "--rollouts-log .*: there is no such folder"),
     ({"rollouts_loss": "ppo"}, "--rollouts-loss ppo: it must be one of grpo, gspo, cispo"),
     ({"rollouts_old_policy": "both"}, "--rollouts-old-policy both: .* sampler, trainer"),
     ({"rollouts_aggregation": "mean"}, "--rollouts-aggregation mean: it must be one of token-mean"),

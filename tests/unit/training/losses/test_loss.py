@@ -164,14 +164,27 @@ CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("control", CONTROLS)
-@pytest.mark.parametrize(("loss", "aggregation", "correction"), COMBINATIONS)
+def would_show(loss: str, aggregation: str, correction: str, control: str) -> bool:
+    """Whether a combination of names computes what the control spoils."""
+    if control == "mixed_sequences":  # only where a sum over a rollout is taken
+        return bool(
+            {"gspo", "sequence"} & {*re.split("[ -]", f"{loss} {aggregation} {correction}")}
+        )
+    if control == "whole_denominator":  # only where a token leaves the average
+        return correction.startswith("mask")
+    return True
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregation", "correction", "control"),
+    [
+        (*names, control)
+        for names in COMBINATIONS
+        for control in CONTROLS
+        if would_show(*names, control)
+    ],
+)
 def test_what_is_wrong_shows(loss: str, aggregation: str, correction: str, control: str) -> None:
-    names = f"{loss} {aggregation} {correction}"
-    if control == "mixed_sequences" and not {"gspo", "sequence"} & {*re.split("[ -]", names)}:
-        pytest.skip("no sum over a rollout is taken")
-    if control == "whole_denominator" and not correction.startswith("mask"):
-        pytest.skip("nothing leaves the average")
     made, laid = one_case()
     options = combined(loss, aggregation, correction)
     want = expected(made, options)
@@ -228,17 +241,27 @@ def test_the_loss_and_its_gradient_are_finite_for_every_log_prob(
         )
 
 
-@pytest.mark.parametrize("policy", ["logprobs_BS", "old_logprobs_BS", "sampled_logprobs_BS"])
-@pytest.mark.parametrize(("loss", "aggregation", "correction"), COMBINATIONS)
+def reads(correction: str, policy: str) -> bool:
+    """Whether a loss with a correction computes with the log-probs of a policy.
+
+    Without a correction the sampler's are read as the old policy's alone. A mask weighs no token,
+    and a store has no log-prob that is NaN.
+    """
+    return policy != "sampled_logprobs_BS" or not correction.startswith(("none", "mask"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregation", "correction", "policy"),
+    [
+        (*names, policy)
+        for names in COMBINATIONS
+        for policy in ("logprobs_BS", "old_logprobs_BS", "sampled_logprobs_BS")
+        if reads(names[2], policy)
+    ],
+)
 def test_a_log_prob_that_is_nan_is_not_hidden(
     loss: str, aggregation: str, correction: str, policy: str
 ) -> None:
-    if policy == "sampled_logprobs_BS" and correction == "none":
-        pytest.skip(
-            "without a correction the sampler's log-probs are read only as the old policy's"
-        )
-    if policy == "sampled_logprobs_BS" and correction.startswith("mask"):
-        pytest.skip("a mask weighs no token, and a store has no log-prob that is NaN")
     _, laid = one_case(off=0.0)  # all weights are 1, so that no correction drops a token
     broken_BS = getattr(laid.terms, policy).detach().clone()
     broken_BS.view(-1)[laid.places[2][1]] = math.nan
