@@ -120,8 +120,12 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
         if options.follow_s is not None:
             return FollowedRollouts(store, use, num_samples)
         if options.pack:
-            return PackedRollouts(store, use, num_samples, options.document_multiple)
-        return RolloutDataset(store, use, num_samples)
+            multiple = options.document_multiple
+            data: RolloutDataset = PackedRollouts(store, use, num_samples, multiple)
+        else:
+            data = RolloutDataset(store, use, num_samples)
+        data.check_collection()
+        return data
 
     def provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         try:

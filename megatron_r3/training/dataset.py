@@ -75,6 +75,28 @@ class RolloutDataset(torch.utils.data.Dataset):
         """The rollouts of some samples of the store."""
         return [sample % len(self.store) for sample in samples]
 
+    @property
+    def num_in_store(self) -> int:
+        """How many samples the store has."""
+        return len(self.store)
+
+    def check_collection(self) -> None:
+        """Refuse a store that is too small for the mini-steps of one collection.
+
+        Raises:
+            StoreError: two mini-steps of a collection would use the same rollouts.
+        """
+        schedule = self.use.schedule
+        wanted = len(schedule.of_collection(0))
+        where = " ".join(map(str, self.store.directories))
+        if schedule.mini_steps > 1 and wanted > self.num_in_store:
+            raise StoreError(
+                f"{where}: has {self.num_in_store} samples, and a "
+                f"collection of {schedule.mini_steps} mini-steps of {schedule.batch} needs "
+                f"{wanted}: lower --global-batch-size or --rollouts-mini-steps, or give "
+                "--rollouts-epochs to use rollouts several times"
+            )
+
     def _advantages(self, groups: np.ndarray) -> np.ndarray:
         if self.use.advantages == STORED:
             return self.store.column("advantage")
@@ -239,6 +261,11 @@ class PackedRollouts(RolloutDataset):
         fields = self._sample(rollouts, lengths, sample)
         fields["cu_seqlens"] = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
         return fields
+
+    @property
+    def num_in_store(self) -> int:
+        """How many packs the store has."""
+        return len(self.packs)
 
     def rollouts_of(self, samples: range) -> list[int]:
         """The rollouts of some packs."""

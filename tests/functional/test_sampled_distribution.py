@@ -1,4 +1,4 @@
-"""Rollouts at a temperature and with top-p: the trainer's log-probs are the sampler's, in float32."""
+"""Rollouts at a temperature and with top-p: the trainer has the sampler's log-probs, in float32."""
 
 from __future__ import annotations
 

@@ -1,0 +1,61 @@
+"""Which sample of the store each sample of a training is, by hand and for any schedule."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stored import INFO, make_rollout
+
+from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.store.schema import StoreError
+from megatron_r3.training.dataset import PackedRollouts, RolloutDataset
+from megatron_r3.training.schedule import Place, Schedule, UseOfRollouts
+
+TWICE_TWO = Schedule(batch=2, mini_steps=2, epochs=2)
+
+
+def test_the_order_of_the_example() -> None:
+    assert [TWICE_TWO.in_store(i) for i in range(16)] == [
+        *(0, 1, 2, 3, 0, 1, 2, 3),
+        *(4, 5, 6, 7, 4, 5, 6, 7),
+    ]
+    assert TWICE_TWO.place(5) == Place(collection=1, epoch=0, mini_step=1)
+    assert [TWICE_TWO.place(i).begins_collection for i in range(5)] == [True, *[False] * 3, True]
+
+
+def test_one_step_on_a_collection_changes_no_order() -> None:
+    assert [Schedule(3).in_store(i) for i in range(9)] == list(range(9))
+    assert [Schedule(3).used(i) for i in range(9)] == list(range(9))
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(0, 200), st.integers(0, 50)
+)
+def test_a_schedule(batch: int, mini_steps: int, epochs: int, sample: int, consumed: int) -> None:
+    schedule = Schedule(batch, mini_steps, epochs)
+    in_store = schedule.in_store(sample)
+    place = schedule.place_of_sample(sample)
+    assert schedule.collection_of(in_store) == place.collection
+    assert in_store in schedule.of_collection(place.collection)
+    # each collection is whole before the next one begins
+    size = len(schedule.of_collection(0)) * epochs
+    first = place.collection * size
+    uses = [schedule.in_store(i) for i in range(first, first + size)]
+    assert uses == [*schedule.of_collection(place.collection)] * epochs
+    # `used` counts the samples of the store that were used at least once
+    assert schedule.used(consumed) == len({schedule.in_store(i) for i in range(consumed)})
+
+
+def test_a_collection_larger_than_the_store_is_refused(tmp_path) -> None:
+    rollouts = [make_rollout(8, seed=i, group=i // 2, sample=i) for i in range(8)]
+    write_shard(tmp_path / "s", INFO, rollouts)
+    store = RolloutStore([tmp_path / "s"])
+    use = UseOfRollouts(16, Schedule(4, mini_steps=2))
+    RolloutDataset(store, use).check_collection()
+    with pytest.raises(StoreError, match=r"s: has 8 samples, .* of 5 needs 10: lower --global-b"):
+        RolloutDataset(store, replace(use, schedule=Schedule(5, 2))).check_collection()
+    with pytest.raises(StoreError, match=r"has 4 samples"):  # two rollouts fit into a pack
+        PackedRollouts(store, use).check_collection()
+    # one step on a collection may use a small store in several epochs, as before
+    RolloutDataset(store, replace(use, schedule=Schedule(64))).check_collection()
