@@ -9,6 +9,7 @@ Shape suffixes (docs/glossary.md): C, M, N, V.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import numpy as np
 from zlib_ng import zlib_ng
@@ -101,6 +102,35 @@ class Extras:
         if begin == end:
             return None
         return self._memory["versions"][2 * begin : 2 * end].reshape(-1, 2).copy()
+
+    @cached_property
+    def newest_version_M(self) -> np.ndarray:
+        """The newest policy version of each rollout, int64 `[M]`: that of its last span.
+
+        The oldest one is the rollout's `policy_version`. Where one policy sampled all of a rollout,
+        the two are the same.
+        """
+        newest_M = self._memory["policy_version"].copy()
+        has_M = np.diff(self._span_start_M) > 0
+        if has_M.any():
+            # versions of all spans one behind the other: a rollout's last one is before its end
+            newest_M[has_M] = self._memory["versions"][1::2][self._span_start_M[1:][has_M] - 1]
+        return newest_M
+
+    def advantages_M(self) -> np.ndarray:
+        """The advantage of each rollout, float32 `[M]`.
+
+        Raises:
+            StoreError: a rollout has none; the message names the file and the rollout.
+        """
+        none = np.full(len(self._token_start_M) - 1, np.nan, np.float32)
+        advantage_M = self._memory.get("advantage", none)
+        for rollout in np.flatnonzero(np.isnan(advantage_M))[:1]:
+            raise StoreError(
+                f"{self._file.path}: rollout {rollout} has no advantage: give every rollout of the "
+                "store one, or work advantages out of the rewards"
+            )
+        return advantage_M
 
     def advantage(self, rollout: int) -> float | None:
         """The advantage of a rollout; None if it has none."""

@@ -2,6 +2,8 @@
 
 Shard k is taken only when the shards before it are there. So a row id means the same in every
 process, whatever the order in which shards arrive, and keeps its meaning while the store grows.
+
+Shape suffixes (docs/glossary.md): M.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class FollowedStore(RolloutStore):
 
     Args:
         directory: a store whose policy versions never go back from shard to shard.
-        wait_s: how long `wait_for` waits.
+        wait_s: how long `wait_for` waits for the next shard.
         mixed_policies: as of RolloutStore.
         check: called with every new shard; it refuses one by a ValueError.
 
@@ -122,14 +124,20 @@ class FollowedStore(RolloutStore):
     def wait_for(self, rollout: int) -> None:
         """Wait until the store has the rollout of this index.
 
+        Each shard that comes starts the wait anew: of a collection that takes an hour to sample,
+        the last rollout is waited for as long as the sampler goes on.
+
         Raises:
-            StoreError: the rollout does not come within `wait_s`, or what comes cannot be used.
+            StoreError: the rollout is not there, and no shard came for `wait_s`; or what comes
+                cannot be used.
         """
-        end = time.monotonic() + self.wait_s
+        known, end = len(self), time.monotonic() + self.wait_s
         while rollout >= len(self):
             self.refresh()
             if rollout < len(self):
                 return
+            if len(self) > known:
+                known, end = len(self), time.monotonic() + self.wait_s
             if time.monotonic() >= end:
                 awaited = f"rollout {rollout}" if self.shards else "the first shard"
                 raise StoreError(
@@ -149,12 +157,16 @@ class FollowedStore(RolloutStore):
         return super().shards_of(rows)
 
     def _check_order(self, shard: Shard) -> None:
-        """Refuse a shard of an older policy than that of the shard before it."""
+        """Refuse a shard of an older policy than that of the shard before it.
+
+        A rollout counts as what it ended with. Example: a long rollout began with version 3 and
+        ended with 5, in a shard after one of version 4: that is the order in which they ended.
+        """
         if not self.shards:
             return
         last = self.shards[-1]
-        newest = int(last.tensors["policy_version"].max())
-        oldest = int(shard.tensors["policy_version"].min())
+        newest = int(last.extras.newest_version_M.max())
+        oldest = int(shard.extras.newest_version_M.min())
         if oldest < newest:
             raise StoreError(
                 f"{shard.path}: policy version {oldest} comes after {newest} of "

@@ -124,6 +124,10 @@ class RolloutStore:
         assert 0 <= rollout < len(self), f"rollout {rollout} of {len(self)}"
         return int(np.searchsorted(self._open.first_rollout, rollout, side="right")) - 1
 
+    def find(self, rollout: int) -> tuple[Shard, int]:
+        """A rollout's shard, and its index there."""
+        return self._find(rollout)[:2]
+
     def _find(self, rollout: int) -> tuple[Shard, int, int]:
         """A rollout's shard, its index there, and the shard's first row id."""
         number = self.shard_of_rollout(rollout)
@@ -157,19 +161,8 @@ class RolloutStore:
             StoreError: `advantage` is asked for, and a rollout has none; the message names it.
         """
         if name == "advantage":
-            self._refuse_missing_advantage()
+            return np.concatenate([shard.extras.advantages_M() for shard in self.shards])
         return np.concatenate([shard.tensors[name] for shard in self.shards])
-
-    def _refuse_missing_advantage(self) -> None:
-        first = 0
-        for shard in self.shards:
-            has = [shard.extras.advantage(i) is not None for i in range(shard.num_rollouts)]
-            if not all(has):
-                raise StoreError(
-                    f"{self.name(first + has.index(False))} has no advantage: give every rollout "
-                    "of the store one, or work advantages out of the rewards"
-                )
-            first += shard.num_rollouts
 
     def groups(self) -> np.ndarray:
         """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`.
@@ -211,10 +204,15 @@ class RolloutStore:
             shard.extras.advantage(index),
         )
 
-    def versions(self, rollout: int) -> np.ndarray:
-        """The policy version that sampled each token, int64 `[N]`; -1 for tokens of a prompt."""
+    def versions(self, rollout: int, response_N: np.ndarray | None = None) -> np.ndarray:
+        """The policy version that sampled each token, int64 `[N]`; -1 for tokens of a prompt.
+
+        Args:
+            response_N: the rollout's `response`, where the caller has read it; None to read it.
+        """
         shard, index, _ = self._find(rollout)
-        response_N = shard.read_tokens(index)["response"].astype(bool)
+        if response_N is None:
+            response_N = shard.read_tokens(index)["response"].astype(bool)
         version = int(shard.tensors["policy_version"][index])
         return versions_of(shard.extras.versions_C2(index), response_N, version)
 
@@ -301,6 +299,22 @@ class RolloutStore:
         """
         numbers = np.searchsorted(self._open.first_row, rows[rows >= 0], side="right") - 1
         return np.unique(numbers).tolist()
+
+    def rollouts_of(self, rows: np.ndarray) -> list[int]:
+        """The rollouts, ascending, that these row ids belong to.
+
+        Args:
+            rows: int64 of any shape; -1 (padding) is in no rollout.
+        """
+        numbers = self.shards_of(rows)
+        shards, first_rollout, first_row = self._open
+        found: list[int] = []
+        for number in numbers:
+            here = rows[(rows >= first_row[number]) & (rows < first_row[number + 1])]
+            start_M = shards[number].row_start_M
+            inside = np.searchsorted(start_M, here - first_row[number], side="right") - 1
+            found += (np.unique(inside) + first_rollout[number]).tolist()
+        return found
 
     def locate(self, row: int) -> tuple[int, int]:
         """The rollout of a row id, and the token in it."""

@@ -1,4 +1,7 @@
-"""Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids."""
+"""Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids.
+
+Shape suffixes (docs/glossary.md): M.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _FILL = {
     "advantages": 0.0,
     "document": 0,
     "source": 0,
-    "lag": 0,
+    "version": -1,
 }
 SEQUENCE_FIELDS = (*_FILL, "position_ids")
 
@@ -47,6 +50,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         self.num_samples = max(num_samples or 0, use.start + len(store))
         self.reward = store.column("reward")
         self.version = store.column("policy_version")
+        self.newest = np.concatenate([shard.extras.newest_version_M for shard in store.shards])
         groups = store.groups()
         self.advantage = self._advantages(groups)
         self.uniform = group_spread(self.reward, groups) == 0
@@ -61,7 +65,8 @@ class RolloutDataset(torch.utils.data.Dataset):
 
         Position t predicts token t + 1, and its loss_mask, log-prob and advantage are those of
         token t + 1. `document` is the number of the rollout in the sample, `source` says whose
-        routes the token takes (`SOURCES`), `lag` how many versions token t + 1 is behind.
+        routes the token takes (`SOURCES`), `version` which policy version sampled token t + 1; it
+        is -1 where nobody sampled that token.
         Example: prompt [5, 6], response [7, 8], S = 4: tokens [5, 6, 7, 0], labels [6, 7, 8, 0],
         loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
         """
@@ -104,8 +109,7 @@ class RolloutDataset(torch.utils.data.Dataset):
 
     def _sample(self, rollouts: list[int], lengths: list[int], sample: int) -> dict[str, Tensor]:
         """These rollouts one after the other, each padded to its length."""
-        newest = self._newest_version(sample)
-        documents = [self._document(rollout, newest) for rollout in rollouts]
+        documents = [self._document(rollout, sample) for rollout in rollouts]
         fields: dict[str, Tensor] = {}
         for name, fill in _FILL.items():
             values = np.full(self.use.seq_length, fill, documents[0][name].dtype)
@@ -122,14 +126,12 @@ class RolloutDataset(torch.utils.data.Dataset):
         fields["collection"] = torch.tensor(self.use.schedule.collection_of(sample))
         return fields
 
-    def _document(self, rollout: int, newest: int) -> dict[str, np.ndarray]:
+    def _document(self, rollout: int, sample: int) -> dict[str, np.ndarray]:
         fields = self.store.fields(rollout)
         response = fields["response"][1:].astype(np.float32)
         rows = self.store.row_ids(rollout)
-        max_lag = self.use.replay_max_lag
-        is_stale = max_lag is not None and newest - int(self.version[rollout]) > max_lag
+        is_stale = self._is_stale(rollout, sample)
         source = SOURCES.index(self.use.stale_source if is_stale else self.use.source)
-        lags = np.maximum(newest - self.store.versions(rollout)[1:], 0)
         return {
             "tokens": fields["tokens"][:-1].astype(np.int64),
             "labels": fields["tokens"][1:].astype(np.int64),
@@ -139,15 +141,20 @@ class RolloutDataset(torch.utils.data.Dataset):
             "advantages": response * self.advantage[rollout],
             "document": np.zeros(len(rows), np.int64),
             "source": np.full(len(rows), source, np.int64),
-            "lag": np.where(response > 0, lags, 0),
+            "version": self.store.versions(rollout, fields["response"])[1:],
         }
 
-    def _newest_version(self, sample: int) -> int:
-        """The newest policy version in the store up to the end of a sample's collection.
+    def _is_stale(self, rollout: int, sample: int) -> bool:
+        """Whether a rollout of a sample is too old to replay its own routes.
 
-        All ranks find the same one, also in a store that grows: nobody asks for what comes later.
+        Its oldest span is compared with the newest span of any rollout up to the end of the
+        sample's collection. All ranks find the same, also in a store that grows: nobody asks for
+        what comes later.
         """
-        return int(self.version[: self._end_of_collection(sample)].max())
+        if self.use.replay_max_lag is None:
+            return False
+        newest = int(self.newest[: self._end_of_collection(sample)].max())
+        return newest - int(self.version[rollout]) > self.use.replay_max_lag
 
     def _end_of_collection(self, sample: int) -> int:
         """The number of rollouts of the store up to the end of a sample's collection."""
@@ -169,7 +176,8 @@ class FollowedRollouts(RolloutDataset):
         super().__init__(store, use, num_samples)
         self.num_samples = num_samples
         self.reward = self.advantage = np.zeros(0, np.float32)
-        self.version, self.uniform = np.zeros(0, np.int64), np.zeros(0, bool)
+        self.version = self.newest = np.zeros(0, np.int64)
+        self.uniform = np.zeros(0, bool)
         self._num_shards = 0
         self._groups: set[tuple[int, int]] = set()
         self._take_new()
@@ -180,11 +188,24 @@ class FollowedRollouts(RolloutDataset):
         Raises:
             StoreError: the rollout does not come in time, or what comes cannot be used.
         """
-        # Which routes are too old depends on the newest policy of the collection.
+        # Which routes are too old depends on the newest policy of the collection. It must be the
+        # whole one: ranks that see more or fewer shards would not agree on what is too old.
         last = sample if self.use.replay_max_lag is None else self._end_of_collection(sample) - 1
         self.store.wait_for(last)
         self._take_new()
         return self._sample([sample], [self.use.seq_length], sample)
+
+    def rollouts_of(self, samples: range) -> list[int]:
+        """The rollouts of some samples: the same numbers. They are waited for.
+
+        This rank may not have seen the last of them, which another rank was the one to use.
+
+        Raises:
+            StoreError: they do not come in time, or what comes cannot be used.
+        """
+        self.store.wait_for(samples.stop - 1)
+        self._take_new()
+        return list(samples)
 
     def _end_of_collection(self, sample: int) -> int:
         schedule = self.use.schedule
@@ -205,12 +226,13 @@ class FollowedRollouts(RolloutDataset):
             reward = shard.tensors["reward"]
             number = number.reshape(-1)
             if self.use.advantages == STORED:
-                advantage = self.store.column("advantage")[len(self.reward) :][: len(reward)]
+                advantage = shard.extras.advantages_M()
             else:
                 advantage = ADVANTAGES[self.use.advantages](reward, number)
             self.uniform = np.append(self.uniform, group_spread(reward, number) == 0)
             self.reward = np.append(self.reward, reward)
             self.version = np.append(self.version, versions)
+            self.newest = np.append(self.newest, shard.extras.newest_version_M)
             self.advantage = np.append(self.advantage, advantage)
             self._groups |= keys
             self._num_shards += 1

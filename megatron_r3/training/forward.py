@@ -13,7 +13,7 @@ from megatron_r3.replay import replaying
 from megatron_r3.training.refuse import refuse
 
 # the loss does not need these fields, so they stay
-_HOST_FIELDS = {"rows", "cu_seqlens", "source", "lag", "collection"}
+_HOST_FIELDS = {"rows", "cu_seqlens", "source", "version", "collection"}
 
 
 def on_device(host: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class Prepared:
 
     Attributes:
         batch: the fields that the model and the loss take.
-        shards: the numbers of the store's shards that hold its rollouts.
+        rollouts: those of the whole micro-batch, by their index in the store.
         routes: None where no layer replays or is compared.
         plan: None where the dispatchers have to learn their sizes on the device.
         kept: what the sampler kept when it drew each label, in the order of the batch; None where
@@ -47,7 +47,7 @@ class Prepared:
     """
 
     batch: dict[str, Tensor]
-    shards: list[int]
+    rollouts: list[int]
     routes: HostRoutes | None
     plan: dict[int, LayerSizes] | None
     kept: KeptSets | None = None
@@ -91,19 +91,19 @@ class Preparer:
             for_old_pass: whether it is for the pass that records the old policy's routes.
         """
         batch = self.layout.split(whole, SEQUENCE_FIELDS)
-        shards = self.store.shards_of(whole["rows"].numpy())
+        rollouts = self.store.rollouts_of(whole["rows"].numpy())
         kept = None
         if self.reads_kept:
             kept = self.store.kept_of_next(batch["rows"].reshape(-1).numpy())
         if not self.reads_routes:
-            return Prepared(batch, shards, None, None, kept)
+            return Prepared(batch, rollouts, None, None, kept)
         rows_T = self.layout.router_order(batch["rows"])
         routes = self.read_routes(rows_T, self.layout.mean_tokens(whole["rows"]))
         if self.replays:
             source_T = self.layout.router_order(batch["source"]).numpy()
             self._apply(source_T, routes, None if for_old_pass else int(whole["collection"].max()))
         plan = self.planner.plan(routes) if with_plan and self.planner else None
-        return Prepared(batch, shards, routes, plan, kept)
+        return Prepared(batch, rollouts, routes, plan, kept)
 
     def read_routes(self, rows_T: Tensor, mean_tokens: float) -> HostRoutes:
         """The routes of these rows in this chunk's layers."""

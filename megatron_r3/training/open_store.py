@@ -4,7 +4,7 @@ A store is opened twice: when the arguments are checked, before any process grou
 wrong store costs no start-up; and when training begins, when a tokenizer has set the vocabulary.
 The bytes of a shard are read once, by one process of each node.
 
-Shape suffixes (docs/glossary.md): M.
+Shape suffixes (docs/glossary.md): C, M.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron_r3.store.follow import open_stores
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.shard import Shard
 from megatron_r3.training.options import RolloutOptions
+from megatron_r3.training.schedule import STORED
 
 # The shards of which this process has read every byte: their identity, and the state of their file
 # (size, time of change). A shard that was replaced since has another state, and is read again.
@@ -84,6 +85,26 @@ def _reads_all() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def _refuse_mixed_versions(shard: Shard) -> None:
+    """Refuse a shard of several policy versions that has the router digests of one policy.
+
+    The routers of the trainer are compared with these digests. They would say nothing of the
+    tokens that other versions sampled, which would pass as those of the trainer's own policy.
+    """
+    version_M, newest_M = shard.tensors["policy_version"], shard.extras.newest_version_M
+    oldest, newest = int(version_M.argmin()), int(newest_M.argmax())
+    if not shard.info.router_fingerprint or version_M[oldest] == newest_M[newest]:
+        return
+    spans_C2 = shard.extras.versions_C2(newest)
+    token = "" if spans_C2 is None else f", from token {spans_C2[-1, 0]} on"
+    raise ValueError(
+        f"{shard.path}: rollout {newest}{token}: sampled with policy version {newest_M[newest]}, "
+        f"rollout {oldest} with version {version_M[oldest]}, and the shard has the router digests "
+        "of one policy, which say nothing of the others: to train on rollouts of several policies, "
+        "give --rollouts-policy any"
+    )
+
+
 def _check_shard(options: RolloutOptions, shard: Shard) -> None:
     """Refuse a shard that cannot be trained on."""
     biased = shard.info.sampling.unknown_to_the_loss(_has_kept(shard))
@@ -95,11 +116,16 @@ def _check_shard(options: RolloutOptions, shard: Shard) -> None:
             "without these settings or with an engine that returns both, or give "
             "--rollouts-sampling any"
         )
-    if options.replay and (differences := options.shape_differences(shard.info)):
+    differences = options.shape_differences(shard.info)
+    if options.replay and differences:
         raise ValueError(
             f"{shard.path}: sampled from another model "
             f"({shard.info.model or shard.info.engine}): " + "; ".join(differences)
         )
+    if options.num_experts and not differences and not options.any_policy:
+        _refuse_mixed_versions(shard)
+    if options.use.advantages == STORED:
+        shard.extras.advantages_M()
     longest = int(shard.tensors["num_tokens"].argmax())
     # the last token of a rollout is predicted, and never an input
     num_inputs = int(shard.tensors["num_tokens"][longest]) - 1

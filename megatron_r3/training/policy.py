@@ -4,11 +4,15 @@ The sampler's routers are stamped into a store (`megatron_r3.fingerprint`). The 
 rollout of a stamped policy is used, the stamp is compared with this rank's own routers. After the
 first update the weights differ from those that sampled, so a stamp that was accepted once stays
 accepted; the age of a rollout is bounded by --rollouts-max-lag.
+
+Shape suffixes (docs/glossary.md): M.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from megatron_r3.fingerprint import router_digest
 from megatron_r3.store.reader import RolloutStore
@@ -31,36 +35,43 @@ class PolicyCheck:
         self.options, self.store, self.ledger, self.routers = options, store, ledger, routers
         self._accepted: set[tuple[str, ...]] | None = None  # stamps; None before the first check
 
-    def check(self, shards: list[int]) -> None:
-        """End training if a rollout of these shards is too old, or of another policy.
+    def check(self, rollouts: list[int]) -> None:
+        """End training if one of these rollouts is too old, or of another policy.
 
         Args:
-            shards: the numbers of the shards that hold the rollouts of a micro-batch.
+            rollouts: those of a micro-batch, by their index in the store.
         """
-        self._check_lag(shards)
+        self._check_lag(rollouts)
         if not self.routers or self.options.any_policy:
             return
         if self._accepted is None:
             self._accepted = self._used_before()
-        for number in shards:
+        for number in sorted({self.store.shard_of_rollout(rollout) for rollout in rollouts}):
             stamp = self.store.shards[number].info.router_fingerprint
             if stamp and stamp not in self._accepted:
                 self._compare(stamp)
                 self._accepted.add(stamp)
 
-    def _check_lag(self, shards: list[int]) -> None:
+    def _check_lag(self, rollouts: list[int]) -> None:
+        """Refuse a rollout whose oldest span is too far behind the newest span of the store.
+
+        In a store that grows, the newest one is that of the shards which this rank has seen by
+        now: one rank may refuse a little before the others, and it ends the training for all.
+        """
         max_lag, store = self.options.max_lag, self.store
         if max_lag is None:
             return
         store.refresh()
-        newest = int(store.shards[-1].tensors["policy_version"].max())
-        for shard in (store.shards[number] for number in shards):
-            oldest = int(shard.tensors["policy_version"].min())
+        newest = max(int(shard.extras.newest_version_M.max()) for shard in store.shards)
+        for rollout in rollouts:
+            shard, index = store.find(rollout)
+            oldest = int(shard.tensors["policy_version"][index])
             if newest - oldest > max_lag:
+                token = int(np.argmax(store.versions(rollout) == oldest))
                 refuse(
-                    f"{shard.path}: sampled with policy version {oldest}, which is more "
-                    f"than --rollouts-max-lag {max_lag} behind version {newest}: sample "
-                    "again, or raise --rollouts-max-lag"
+                    f"{store.name(rollout)}: token {token} was sampled with policy version "
+                    f"{oldest}, which is more than --rollouts-max-lag {max_lag} behind version "
+                    f"{newest}: sample again, or raise --rollouts-max-lag"
                 )
 
     def _used_before(self) -> set[tuple[str, ...]]:

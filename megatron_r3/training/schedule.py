@@ -93,8 +93,8 @@ class UseOfRollouts:
             was resumed with a new store, the samples before it came from another store.
         advantages: a name of `ADVANTAGES`, or "stored".
         source: whose routes the tokens take, a name of `SOURCES`.
-        replay_max_lag: rollouts whose policy is more versions older than the newest one of the
-            store, up to the end of their collection, are stale. None: none is.
+        replay_max_lag: rollouts whose oldest span is more versions older than the newest span of
+            the store, up to the end of their collection, are stale. None: none is.
         stale_source: whose routes the tokens of stale rollouts take.
     """
 

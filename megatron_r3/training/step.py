@@ -131,7 +131,7 @@ class RolloutStep:
         chunk = self._chunks.get(module) or self._equip(module)
         try:
             prepared = self._next(data_iterator, chunk)
-            chunk.policies.check(prepared.shards)
+            chunk.policies.check(prepared.rollouts)
         except StoreError as error:
             refuse(_message_of(error))
         host = prepared.batch
@@ -161,7 +161,7 @@ class RolloutStep:
         module = unwrapped(model)
         chunk = self._chunks.get(module) or self._equip(module)
         prepared = chunk.preparer.prepare(next(data_iterator), with_plan=False, for_old_pass=True)
-        chunk.policies.check(prepared.shards)
+        chunk.policies.check(prepared.rollouts)
         host, routes, microbatch = prepared.batch, prepared.routes, None
         if routes is not None and self.options.replays_routes:
             microbatch = routes.on_device(

@@ -33,7 +33,6 @@ _MEANS = {
     "correction weight": ("weight", "tokens"),
     "left out by correction": ("left_out", "tokens"),
     "chi2": ("chi2", "tokens"),
-    "policy lag": ("lag", "tokens"),
     "routes from rollout": ("source rollout", "routed"),
     "routes from old policy": ("source old-policy", "routed"),
     "routes live": ("source live", "routed"),
@@ -43,9 +42,9 @@ _MEANS = {
 }
 _NAMES = sorted(
     {name for pair in _MEANS.values() for name in pair}
-    | {"reward2", "weight2", "trainer nll", "sampler nll"}
+    | {"reward2", "weight2", "trainer nll", "sampler nll", "version"}
 )
-_LARGEST = ("ratio max", "correction weight max", "policy lag max")
+_LARGEST = ("ratio max", "correction weight max", "newest version", "minus oldest version")
 
 
 class UpdateMetrics:
@@ -84,7 +83,7 @@ class UpdateMetrics:
             self._sums.append(torch.stack([sums.get(name, none).double() for name in _NAMES]))
             weights = update.corrected.weight_BS * mask_BS
             ratios = torch.where(mask_BS > 0, update.gain.ratio_BS, 0.0)
-            largest = (ratios.max(), weights.max(), _lags(host).max().to(mask_BS.device))
+            largest = (ratios.max(), weights.max(), *_versions_at_the_ends(host, mask_BS.device))
             self._largest.append(torch.stack([value.double() for value in largest]))
 
     def values(self, device: torch.device) -> dict[str, float]:
@@ -93,7 +92,7 @@ class UpdateMetrics:
         Empty where no rank added a micro-batch.
         """
         sums = torch.zeros(len(_NAMES), dtype=torch.float64, device=device)
-        largest = torch.zeros(len(_LARGEST), dtype=torch.float64, device=device)
+        largest = torch.full((len(_LARGEST),), -math.inf, dtype=torch.float64, device=device)
         if self._sums:
             sums += torch.stack(self._sums).sum(0)
             largest = torch.maximum(largest, torch.stack(self._largest).amax(0))
@@ -111,7 +110,13 @@ class UpdateMetrics:
             values["effective sample size"] = of["weight"] ** 2 / (of["tokens"] * of["weight2"])
         for name in ("trainer", "sampler"):
             values[f"{name} perplexity"] = math.exp(min(of[f"{name} nll"] / of["tokens"], 700.0))
-        return values | dict(zip(_LARGEST, largest.tolist(), strict=True))
+        ends = dict(zip(_LARGEST, largest.tolist(), strict=True))
+        newest, oldest = ends.pop("newest version"), -ends.pop("minus oldest version")
+        lag = {
+            "policy lag": newest - of["version"] / of["tokens"],
+            "policy lag max": newest - oldest,
+        }
+        return values | ends | lag
 
 
 def _of_tokens(update: Update, clip: Clip) -> Sums:
@@ -151,15 +156,24 @@ def _of_rollouts(update: Update, batch: dict[str, Tensor]) -> Sums:
 
 
 def _on_host(host: dict[str, Tensor], batch: dict[str, Tensor]) -> Sums:
-    """What is known without the device: how old the tokens are, and whose routes they take."""
+    """What is known without the device: who sampled the tokens, and whose routes they take."""
     source = host["source"][host["rows"] >= 0]
     counts = torch.bincount(source, minlength=len(SOURCES))
     sums = {f"source {name}": count for name, count in zip(SOURCES, counts, strict=True)}
-    sums |= {"routed": counts.sum(), "lag": _lags(host).sum()}
+    version = host["version"][host["loss_mask"] > 0]
+    sums |= {"routed": counts.sum(), "version": version.sum()}
     device = batch["reward"].device
     packed = torch.stack([value.double() for value in sums.values()])
     return dict(zip(sums, packed.to(device, non_blocking=True), strict=True))
 
 
-def _lags(host: dict[str, Tensor]) -> Tensor:
-    return host["lag"] * host["loss_mask"].long()
+def _versions_at_the_ends(host: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The newest version of the response tokens, and the oldest one times -1: the largest of both.
+
+    Both are -inf where the micro-batch has no response token on this rank.
+    """
+    version = host["version"][host["loss_mask"] > 0].double()
+    none = version.new_full((1,), -math.inf)
+    ends = torch.stack([torch.cat([none, version]).max(), torch.cat([none, -version]).max()])
+    newest, oldest = ends.to(device, non_blocking=True)
+    return newest, oldest

@@ -1,0 +1,221 @@
+"""How old a token and a rollout are, where several policies sampled one rollout.
+
+Shape suffixes (docs/glossary.md): B, C, S.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from stored import INFO, make_rollout
+from training_arguments import ARGUMENTS
+
+from megatron_r3.store import Rollout, RolloutStore, write_shard
+from megatron_r3.training.dataset import PackedRollouts, RolloutDataset
+from megatron_r3.training.losses.loss import LossOptions, update_of
+from megatron_r3.training.losses.terms import LossTerms, Sequences
+from megatron_r3.training.open_store import open_store
+from megatron_r3.training.options import RolloutOptions
+from megatron_r3.training.policy import PolicyCheck
+from megatron_r3.training.schedule import SOURCES, Schedule, UseOfRollouts
+from megatron_r3.training.update_metrics import UpdateMetrics
+
+UNSTAMPED = replace(INFO, router_fingerprint=())
+ROLLOUT, LIVE = SOURCES.index("rollout"), SOURCES.index("live")
+# the trainer's model, which is INFO's
+MODEL = {
+    "moe_router_topk": 4,
+    "num_experts": 16,
+    "num_layers": 6,
+    "moe_layer_freq": [0, 1, 1, 0, 0, 1],
+}
+
+
+def sampled_by(*versions: int, sample: int = 0, tokens: int = 6) -> Rollout:
+    """A rollout whose tokens from 2 on were sampled, one by each version, the rest by the last."""
+    rollout = make_rollout(tokens, seed=sample, sample=sample, reward=float(sample))
+    spans_C2 = np.array([(2 + i, version) for i, version in enumerate(versions)], np.int64)
+    return replace(
+        rollout, policy_version=versions[0], versions_C2=spans_C2 if len(versions) > 1 else None
+    )
+
+
+def written(folder: Path, *shards: list[Rollout], info: object = UNSTAMPED) -> RolloutStore:
+    for shard in shards:
+        write_shard(folder, info, shard)
+    return RolloutStore([folder])
+
+
+# The newest span of all is version 5: inside of a rollout that began with 1, in the first shard.
+SHARDS = [
+    [sampled_by(1, 3, 5, sample=0), sampled_by(4, sample=1)],
+    [sampled_by(3, 4, sample=2), sampled_by(2, sample=3)],
+]
+
+
+def test_a_token_has_the_version_of_its_own_span(tmp_path: Path) -> None:
+    data = RolloutDataset(written(tmp_path, *SHARDS), UseOfRollouts(8, Schedule(4)))
+    # position t predicts token t + 1; tokens 0 and 1 are the prompt; behind 5 positions is padding
+    assert data[0]["version"].tolist() == [-1, 1, 3, 5, 5, -1, -1, -1]
+    assert data[1]["version"].tolist() == [-1, 4, 4, 4, 4, -1, -1, -1]
+    for i in range(4):
+        assert torch.equal(data[i]["version"] >= 0, data[i]["loss_mask"] > 0)
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "sources"),
+    [
+        (None, [ROLLOUT] * 4),
+        (4, [ROLLOUT] * 4),
+        (3, [LIVE, ROLLOUT, ROLLOUT, ROLLOUT]),
+        (1, [LIVE, ROLLOUT, LIVE, LIVE]),
+        (0, [LIVE] * 4),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rollout_is_as_old_as_its_first_span_and_has_one_source(
+    tmp_path: Path, max_lag: int | None, sources: list[int], packed: bool
+) -> None:
+    """The newest version, 5, is in no rollout's `policy_version`: of those 4 is the newest."""
+    use = UseOfRollouts(8, Schedule(4), replay_max_lag=max_lag)
+    store = written(tmp_path, *SHARDS)
+    data = PackedRollouts(store, use) if packed else RolloutDataset(store, use)
+    found = [set(data[i]["source"][data[i]["rows"] >= 0].tolist()) for i in range(4)]
+    assert found == [{source} for source in sources]
+
+
+def test_what_comes_after_a_collection_makes_none_of_it_stale(tmp_path: Path) -> None:
+    store = written(tmp_path, [sampled_by(0, sample=0)], [sampled_by(0, 7, sample=1)])
+    for batch, source in ((1, ROLLOUT), (2, LIVE)):  # a collection of one rollout, and of both
+        use = UseOfRollouts(8, Schedule(batch), replay_max_lag=1)
+        assert set(RolloutDataset(store, use)[0]["source"][:5].tolist()) == {source}
+
+
+def checked(store: RolloutStore, max_lag: int | None, rollouts: list[int]) -> None:
+    options = RolloutOptions.from_args(
+        SimpleNamespace(**{**ARGUMENTS, "rollouts_max_lag": max_lag})
+    )
+    ledger = SimpleNamespace(used=lambda: 0)
+    PolicyCheck(options, store, ledger, {}).check(rollouts)  # type: ignore[arg-type]
+
+
+def test_a_rollout_that_is_too_old_is_named_with_its_token_and_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = written(tmp_path, *SHARDS)
+    for max_lag, taken in ((None, [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [1, 2, 3]), (1, [1])):
+        checked(store, max_lag, taken)  # others of the shard, which are not used, do not matter
+    for max_lag, refused, named, oldest in (
+        (3, 0, "shard-00000.safetensors: rollout 0", 1),
+        (1, 2, "shard-00001.safetensors: rollout 0", 3),
+        (0, 1, "shard-00000.safetensors: rollout 1", 4),
+    ):
+        with pytest.raises(SystemExit):
+            checked(store, max_lag, [1, refused])
+        assert capsys.readouterr().err == (
+            f"error: {tmp_path}/{named}: token 2 was sampled with policy version {oldest}, which "
+            f"is more than --rollouts-max-lag {max_lag} behind version 5: sample again, or raise "
+            "--rollouts-max-lag\n"
+        )
+
+
+def opened(folder: Path, **changes: object) -> RolloutStore:
+    arguments = {**ARGUMENTS, **MODEL, "rollouts": [str(folder)], **changes}
+    return open_store(RolloutOptions.from_args(SimpleNamespace(**arguments)))
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        (
+            [sampled_by(3, sample=0), sampled_by(3, 4, 5, sample=1)],
+            "rollout 1, from token 4 on: sampled with policy version 5, rollout 0 with version 3, ",
+        ),
+        (
+            [sampled_by(4, sample=0), sampled_by(3, sample=1)],
+            "rollout 0: sampled with policy version 4, rollout 1 with version 3, ",
+        ),
+    ],
+)
+def test_one_policys_router_digests_do_not_stand_for_several_versions(
+    tmp_path: Path, shard: list[Rollout], message: str
+) -> None:
+    written(tmp_path / "stamped", shard, info=INFO)
+    with pytest.raises(ValueError, match=f"shard-00000.safetensors: {message}") as refusal:
+        opened(tmp_path / "stamped")
+    assert "give --rollouts-policy any" in str(refusal.value)
+    # what is taken: policies of any kind, rollouts of no known policy, one version in each shard
+    opened(tmp_path / "stamped", rollouts_policy="any")
+    written(tmp_path / "unstamped", shard)
+    opened(tmp_path / "unstamped")
+    one_each = [[sampled_by(3, sample=0)], [sampled_by(4, sample=1)]]
+    written(tmp_path / "one each", *one_each, info=INFO)
+    opened(tmp_path / "one each")
+
+
+def test_another_model_that_trains_live_has_no_routers_to_compare(tmp_path: Path) -> None:
+    written(tmp_path, [sampled_by(3, 4)], info=INFO)
+    opened(tmp_path, moe_router_replay=False, num_experts=8)
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def lags(*batches: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """What a step logs of its micro-batches."""
+    metrics = UpdateMetrics()
+    for items in batches:
+        batch = torch.utils.data.default_collate(items)
+        logprobs_BS = torch.full(batch["labels"].shape, -3.0)
+        first_B1 = torch.arange(len(items))[:, None]
+        terms = LossTerms(
+            logprobs_BS,
+            logprobs_BS,
+            batch["sampled_logprobs"],
+            batch["advantages"],
+            batch["loss_mask"],
+            Sequences(first_B1 + batch["document"], len(items), None),
+        )
+        options = LossOptions()
+        metrics.add(update_of(terms, options), options.clip, None, batch, batch)
+    values = metrics.values(torch.device("cpu"))
+    return {name: value for name, value in values.items() if "lag" in name}
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("base", [0, 10**9])  # a version may be a time in seconds
+def test_lags_that_are_logged_are_those_of_tokens(tmp_path: Path, base: int) -> None:
+    old, new = (1, 3, 5), (4,)
+    rollouts = [
+        sampled_by(*(base + v for v in versions), sample=i) for i, versions in enumerate((old, new))
+    ]
+    data = RolloutDataset(written(tmp_path, rollouts), UseOfRollouts(8, Schedule(2)))
+    # behind version 5: the four tokens of rollout 0 by 4 2 0 0, those of rollout 1 by 1 each
+    want = {"policy lag": (4 + 2 + 0 + 0 + 4 * 1) / 8, "policy lag max": 4}
+    assert lags([data[0], data[1]]) == pytest.approx(want, abs=1e-6)
+    assert lags([data[0]], [data[1]]) == pytest.approx(want, abs=1e-6)  # two micro-batches
+    prompt = {**data[1], "loss_mask": torch.zeros(8)}  # a rank of CP may hold a prompt alone
+    alone = {"policy lag": 6 / 4, "policy lag max": 4}
+    assert lags([data[0]], [prompt]) == pytest.approx(alone, abs=1e-6)
+    assert lags([data[1]]) == {"policy lag": 0, "policy lag max": 0}
+    # control: were a rollout's own version taken, its oldest one, all four tokens would be behind
+    assert not math.isclose(want["policy lag"], (4 * 3) / 8)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_a_step_without_response_tokens_logs_nothing(tmp_path: Path) -> None:
+    data = RolloutDataset(written(tmp_path, SHARDS[0]), UseOfRollouts(8, Schedule(2)))
+    assert lags([{**data[0], "loss_mask": torch.zeros(8)}]) == {}
