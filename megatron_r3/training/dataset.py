@@ -1,6 +1,6 @@
 """Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids.
 
-Shape suffixes (docs/glossary.md): M.
+Shape suffixes (docs/glossary.md): M, T.
 """
 
 from __future__ import annotations
@@ -130,8 +130,10 @@ class RolloutDataset(torch.utils.data.Dataset):
         fields = self.store.fields(rollout)
         response = fields["response"][1:].astype(np.float32)
         rows = self.store.row_ids(rollout)
-        is_stale = self._is_stale(rollout, sample)
-        source = SOURCES.index(self.use.stale_source if is_stale else self.use.source)
+        source = self.use.stale_source if self._is_stale(rollout, sample) else self.use.source
+        source_T = np.full(len(rows), SOURCES.index(source), np.int64)
+        if source == "rollout":  # where the engine returned no route the router chooses live
+            source_T[~fields["recorded"]] = SOURCES.index("live")
         return {
             "tokens": fields["tokens"][:-1].astype(np.int64),
             "labels": fields["tokens"][1:].astype(np.int64),
@@ -140,7 +142,7 @@ class RolloutDataset(torch.utils.data.Dataset):
             "sampled_logprobs": fields["logprobs"][1:],
             "advantages": response * self.advantage[rollout],
             "document": np.zeros(len(rows), np.int64),
-            "source": np.full(len(rows), source, np.int64),
+            "source": source_T,
             "version": self.store.versions(rollout, fields["response"])[1:],
         }
 

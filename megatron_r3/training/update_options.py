@@ -60,11 +60,12 @@ def read_loss(args: Any) -> LossOptions:
 def read_use(args: Any) -> UseOfRollouts:
     """What Megatron's validated arguments, which `refuse_update` has seen, ask of the rollouts."""
     mini_steps, epochs = args.rollouts_mini_steps or 1, args.rollouts_epochs or 1
+    source = args.moe_router_replay_source or "rollout"
     return UseOfRollouts(
         args.seq_length,
         Schedule(args.global_batch_size, mini_steps, epochs),
         advantages=args.rollouts_advantages or "group-normalised",
-        source=args.moe_router_replay_source or "rollout",
+        source=source if args.moe_router_replay else "live",
         stale_source=args.moe_router_replay_stale_source or "live",
         replay_max_lag=args.moe_router_replay_max_lag,
     )

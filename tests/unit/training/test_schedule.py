@@ -1,7 +1,11 @@
-"""Which sample of the store each sample of a training is, by hand and for any schedule."""
+"""Which sample of the store each sample of a training is, and whose routes its tokens take.
+
+Shape suffixes (docs/glossary.md): T.
+"""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +14,7 @@ from stored import INFO, make_rollout
 from megatron_r3.store import RolloutStore, write_shard
 from megatron_r3.store.schema import StoreError
 from megatron_r3.training.dataset import PackedRollouts, RolloutDataset
-from megatron_r3.training.schedule import Place, Schedule, UseOfRollouts
+from megatron_r3.training.schedule import SOURCES, Place, Schedule, UseOfRollouts
 
 TWICE_TWO = Schedule(batch=2, mini_steps=2, epochs=2)
 
@@ -59,3 +63,20 @@ def test_a_collection_larger_than_the_store_is_refused(tmp_path) -> None:
         PackedRollouts(store, use).check_collection()
     # one step on a collection may use a small store in several epochs, as before
     RolloutDataset(store, replace(use, schedule=Schedule(64))).check_collection()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_token_without_a_recorded_route_is_live_unless_the_old_policy_routes_it(
+    tmp_path, source: str
+) -> None:
+    rollout = make_rollout(6)
+    recorded_T = np.array([True, False, True, True, False])
+    rollout = replace(rollout, routes=replace(rollout.routes, recorded_T=recorded_T))
+    write_shard(tmp_path / "s", INFO, [rollout])
+    use = UseOfRollouts(8, Schedule(1), source=source)
+    found = RolloutDataset(RolloutStore([tmp_path / "s"]), use)[0]["source"].tolist()[:5]
+    names = [SOURCES[i] for i in found]
+    if source == "rollout":
+        assert names == ["rollout", "live", "rollout", "rollout", "live"]
+    else:
+        assert names == [source] * 5

@@ -27,6 +27,11 @@ def options(**changes: object) -> RolloutOptions:
 TRAINER = {"rollouts_old_policy": "trainer"}
 
 
+def test_without_replay_no_token_takes_the_routes_of_its_rollout() -> None:
+    assert options().use.source == "rollout"
+    assert options(moe_router_replay=False).use.source == "live"
+
+
 def test_without_an_option_the_loss_is_the_one_before_there_were_any() -> None:
     read = options()
     assert read.loss == LossOptions("grpo", Clip(0.2, 0.2, None), "token-mean", 64)
