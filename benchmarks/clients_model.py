@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_r3.cpu import CPU_CONFIG
+
 LAYERS, EXPERTS, TOPK = 4, 16, 4
 VOCABULARY, LONGEST = 256, 48
 SAMPLES, TOGETHER = 8, 4  # samples of a rank, and how many are packed into a micro-batch
@@ -69,15 +71,9 @@ def make_config(expert_parallel: int, recompute: bool, **options: Any) -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         variable_seq_lengths=True,
-        use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
         moe_permute_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        **CPU_CONFIG,
         **(FULL if recompute else {}),
         **options,
     )

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_r3.cpu import CPU_CONFIG
+
 SPECS = ("local", "te")
 
 
@@ -102,10 +104,9 @@ def make_config(model: Model, sizes: Sizes, spec: str, cuda: bool) -> Any:
     )
 
     te = spec == "te"
-    fused = {"bias_activation_fusion": te, "apply_rope_fusion": te and not model.latent}
-    fused |= {"moe_permute_fusion": te, "moe_grouped_gemm": te}
-    off = ("bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
-    fused |= dict.fromkeys((*off, "persist_layer_norm"), False)
+    kernels = CPU_CONFIG | {"use_cpu_initialization": not cuda}
+    kernels |= {"bias_activation_fusion": te, "apply_rope_fusion": te and not model.latent}
+    kernels |= {"moe_permute_fusion": te, "moe_grouped_gemm": te}
     kind = MLATransformerConfig if model.latent else TransformerConfig
     return kind(
         num_layers=sizes.layers,
@@ -128,12 +129,11 @@ def make_config(model: Model, sizes: Sizes, spec: str, cuda: bool) -> Any:
         attention_dropout=0.0,
         params_dtype=torch.bfloat16 if cuda else torch.float32,
         bf16=cuda,
-        use_cpu_initialization=not cuda,
         init_method_std=sizes.hidden**-0.5,  # large enough for the experts to matter to the loss
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
-        **fused,
+        **kernels,
         **model.config,
         **(model.large if cuda else model.small),
     )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_r3.cpu import CPU_CONFIG
 from megatron_r3.integrations.layers import moe_layer_indices
 from megatron_r3.integrations.planner import PLANNED_DISPATCHERS
 from megatron_r3.training.losses.loss import LossOptions
@@ -222,19 +223,13 @@ def _config(args: argparse.Namespace) -> Any:
     if args.swiglu:
         values |= {"activation_func": F.silu, "gated_linear_unit": True}
     values |= {
-        "use_cpu_initialization": True,
+        **CPU_CONFIG,
         "pipeline_dtype": args.params_dtype,
         # With virtual stages, two ranks send to each other in both directions at once. A batched
         # exchange would pair the wrong messages, so each message goes alone.
         "overlap_p2p_comm": args.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": args.virtual_pipeline_model_parallel_size is None,
         "deallocate_pipeline_outputs": True,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "apply_rope_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
     }
     return TransformerConfig(**values)
 

@@ -10,6 +10,6 @@ CUDA graphs, memory and speed.
 from __future__ import annotations
 
 from megatron_r3.cpu.errors import InstallError, NotEmulated
-from megatron_r3.cpu.install import CPU_ARGS, install
+from megatron_r3.cpu.install import CPU_ARGS, CPU_CONFIG, install
 
-__all__ = ["CPU_ARGS", "InstallError", "NotEmulated", "install"]
+__all__ = ["CPU_ARGS", "CPU_CONFIG", "InstallError", "NotEmulated", "install"]

@@ -29,6 +29,19 @@ NCCL, weights initialised on the CPU, and nothing of Transformer Engine or apex.
 Nothing adds them to a command line: the script may not be Megatron's own and may not know them.
 """
 
+CPU_CONFIG: dict[str, bool] = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+"""The same for a program that makes its own TransformerConfig: those of the fields that stand for
+CPU_ARGS. The backend and Megatron's local layers are no fields of a config.
+"""
+
 _state = {"installed": False}
 
 

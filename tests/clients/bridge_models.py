@@ -13,8 +13,11 @@ import torch
 from replay_layouts import EXPERTS, LAYERS, LAYOUTS, RECOMPUTE, TOPK, fill
 from tiny import SEQUENCE, SHAPE, VOCABULARY
 
+from megatron_r3.cpu import CPU_CONFIG
+
 # what this rig is, and not what a library decides: no CUDA kernels, and 32 bits
-RIG = {name: value for name, value in SHAPE.items() if value is False} | {
+RIG = {
+    **CPU_CONFIG,
     "moe_permute_fusion": False,
     "moe_grouped_gemm": False,
     "cross_entropy_loss_fusion": False,
@@ -111,7 +114,7 @@ def _of_mbridge(options: dict[str, Any], wrapped: bool) -> list[Any]:
     # transformers 5 has this number in rope_parameters; mbridge reads the name of transformers 4
     hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
     bridge = AutoBridge.from_config(hf_config, dtype=options["params_dtype"])
-    bridge.set_extra_args(use_cpu_initialization=True, **options)
+    bridge.set_extra_args(**options)
     return list(
         bridge.get_model(
             bf16=wrapped,

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron_r3.cpu import CPU_CONFIG
+
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
 
 
@@ -22,7 +24,7 @@ def start(**sizes: int) -> None:
 
 
 # a GPT MoE that trains on the CPU, on any tree
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_query_groups": 2,
@@ -34,15 +36,9 @@ SHAPE = {
     "add_bias_linear": False,
     "gated_linear_unit": True,
     "normalization": "RMSNorm",
-    "use_cpu_initialization": True,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "bias_activation_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
+    **CPU_CONFIG,
 }
 
 
