@@ -1,6 +1,7 @@
 """`make bench-clients`: replay as frameworks do it, and the same through megatron_r3.
 
     python -m benchmarks.clients --out build/bench/clients.json [--rounds 32] [--skyrl CLONE]
+                                 [--only "EP2 full"]
 
 One model, one batch and its routes, on 1 process and on EP2, without and with full recompute. Two
 forward steps: that of verl 0.9.1's own engine, and one that is written by hand around Megatron's
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 VERL = "verl-0.9.1"
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 ADAPTER = "megatron_r3.integrations.verl"
-CASES = [(ep, recompute) for ep in (1, 2) for recompute in (False, True)]
+CASES = [Case(ep, recompute) for ep in (1, 2) for recompute in (False, True)]
 Seconds = dict[str, list[float]]  # of each round, by the name of a way
 HEAD = (
     f"{'EP':>2} {'recompute':9} {'':22} {'waits':>5} {'copies':>6} {'metadata':>8} {'moved':>6} "
@@ -61,50 +63,40 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
-    cases = [case for case in CASES if args.only in _name(*case)]
+    cases = [case for case in CASES if args.only in case.name]
     if not cases:
-        names = ", ".join(_name(*case) for case in CASES)
+        names = ", ".join(case.name for case in CASES)
         parser.error(f"--only {args.only}: no case has this in its name: {names}")
     clients = Path(os.environ.get("MEGATRON_R3_CLIENTS", ROOT / "build" / "clients")).resolve()
     if not (clients / VERL).is_dir():
         print(f"error: no {VERL} in {clients}: run `make bench-clients`", file=sys.stderr)
         return 1
     machine = {**machine_at_start(), "device": "cpu, gloo", "verl": VERL.partition("-")[2]}
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = Path(scratch)
-        skyrl = folder / "skyrl" if args.skyrl else None
-        if skyrl:
+        if args.skyrl:
+            skyrl = folder / "skyrl"
             skyrl.mkdir()
             try:
                 take_from_clone("SKYRL", args.skyrl, SKYRL_FILES, skyrl)
             except ValueError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 1
-        rows = _measure(stack, cases, clients, skyrl, folder, args.rounds, machine["load"])
+            cases = [replace(case, skyrl=skyrl) for case in cases]
+        rows = _measure(cases, clients, folder, args.rounds, machine["load"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(
         json.dumps({**machine, "most_rounds": args.rounds, "rows": rows}, indent=1) + "\n"
     )
     wrong = [(row, fault) for row in rows for fault in faults(row)]
     for row, fault in wrong:
-        name = _name(row["ep"], row["recompute"])
+        name = Case(row["ep"], row["recompute"]).name
         print(f"error: {name}, {row['way']}: {fault}", file=sys.stderr)
     return 1 if wrong else 0
 
 
-def _name(ep: int, recompute: bool) -> str:
-    """Of a case: "EP2 full"."""
-    return f"EP{ep} {'full' if recompute else 'none'}"
-
-
 def _measure(
-    stack: ExitStack,
-    cases: list[tuple[int, bool]],
-    clients: Path,
-    skyrl: Path | None,
-    folder: Path,
-    rounds: int,
-    load: float,
+    cases: list[Case], clients: Path, folder: Path, rounds: int, load: float
 ) -> list[dict[str, Any]]:
     """The rows of these cases, printed as soon as they are there."""
     tree, tree_name = unpatched_copy(None, folder / "unpatched")
@@ -114,21 +106,22 @@ def _measure(
     print("pass beyond live; wall and CPU time of a step, both by those of the way that it would")
     print(f"replace, and CPU time by that of live, at {CONFIDENCE:.0%}; load at start: {load}")
     print(HEAD, flush=True)
-    # A worker ends with the thread that started it, and these threads end with the pool.
-    pool = stack.enter_context(ThreadPoolExecutor(max_workers=16))
-    starting = {
-        name: pool.submit(TreeWorker, patched, modules, environment)
-        for name, (modules, environment) in _workers(clients).items()
-    }
-    workers = {name: stack.enter_context(worker.result()) for name, worker in starting.items()}
     rows = []
-    for ep, recompute in cases:
-        case = Case(ep, recompute, skyrl)
-        with Ranks(pool, workers, case, folder, 900 + 60.0 * rounds) as ranks:
-            result = run_rounds(case.ways(), ranks, rounds)
-        for row in summarise(result):
-            rows.append({"ep": ep, "recompute": recompute, "tree": tree_name, **row})
-            print(_line(rows[-1]), flush=True)
+    with ExitStack() as stack:
+        # A worker ends with the thread that started it, and these threads end with the pool.
+        pool = stack.enter_context(ThreadPoolExecutor(max_workers=16))
+        starting = {
+            name: pool.submit(TreeWorker, patched, modules, environment)
+            for name, (modules, environment) in _workers(clients).items()
+        }
+        workers = {name: stack.enter_context(worker.result()) for name, worker in starting.items()}
+        for case in cases:
+            with Ranks(pool, workers, case, folder, 900 + 60.0 * rounds) as ranks:
+                result = run_rounds(case.ways(), ranks, rounds)
+            alike = {"ep": case.expert_parallel, "recompute": case.recompute, "tree": tree_name}
+            for row in summarise(result):
+                rows.append({**alike, **row})
+                print(_line(rows[-1]), flush=True)
     return rows
 
 

@@ -44,7 +44,7 @@ class Ranks:
         folder: Path,
         limit_s: float,
     ) -> None:
-        address = folder / f"ep{case.expert_parallel}-{'full' if case.recompute else 'none'}"
+        address = folder / case.name.replace(" ", "-")
         self._ranks: dict[str, list[Connection]] = {}
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(address))

@@ -91,6 +91,11 @@ class Case:
     recompute: bool
     skyrl: Path | None = None
 
+    @property
+    def name(self) -> str:
+        """Of the case, without SkyRL. Example: "EP2 full"."""
+        return f"EP{self.expert_parallel} {'full' if self.recompute else 'none'}"
+
     def ways(self) -> list[str]:
         """The ways that can run."""
         return [name for name in WAYS if self.skyrl or not name.startswith("SkyRL")]

@@ -245,3 +245,4 @@ def test_what_is_not_there_is_one_line(
         clients.main([*out, "--rounds", "0"])
     with pytest.raises(SystemExit):
         clients.main([*out, "--only", "EP3"])
+    assert "--only EP3: no case has this in its name: EP1 none, EP1 full" in capsys.readouterr().err
