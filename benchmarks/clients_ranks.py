@@ -39,7 +39,7 @@ from benchmarks.clients_model import (
 )
 from benchmarks.clients_ways import ByHand, HandWritten, Live, Moved, Native, Packed, SkyRL
 from benchmarks.waits import count_passes, instrument
-from megatron_r3.integrations import MicrobatchRoutes, recording
+from megatron_r3.integrations import MicrobatchRoutes, local_routers, recording
 from megatron_r3.integrations.host_routes import HostRoutes
 
 
@@ -268,7 +268,7 @@ class Seen:
     """What each router of a model did, in the block."""
 
     def __init__(self, chunk: Any) -> None:
-        self._routers = routers_of(chunk)
+        self._routers = local_routers(chunk).values()
         self._maps: list[tuple[int, torch.Tensor]] = []
 
     def __enter__(self) -> Seen:
@@ -300,13 +300,6 @@ class Seen:
             wanted_TE.scatter_(1, ids_TK.clamp(min=0), True)
             wrong += not torch.equal(wanted_TE[has_T], map_TE[has_T])
         return wrong
-
-
-def routers_of(chunk: Any) -> list[Any]:
-    """The routers of a model."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    return [module for module in chunk.modules() if isinstance(module, TopKRouter)]
 
 
 class Held:
@@ -348,7 +341,8 @@ class Held:
         if self._chunk is None:
             return
         found = dict(self._saved)
-        for hook in (getattr(router, "router_replay", None) for router in routers_of(self._chunk)):
+        for router in local_routers(self._chunk).values():
+            hook = getattr(router, "router_replay", None)
             for name in self._KEPT:
                 self._add(found, getattr(hook, name, None))
             for tensor in (t for name in self._QUEUES for t in getattr(hook, name, ())):

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from framework_cases import CASES, LAYOUTS, MICROBATCHES, REPLAYED, Case, Data
-from replay_layouts import LAYERS, TOPK, make_chunks, routers_of
+from replay_layouts import LAYERS, TOPK, make_chunks
 
-from megatron_r3.replay import MicrobatchRoutes, replaying
+from megatron_r3.integrations import MicrobatchRoutes, local_routers, replaying
 
 
 @dataclass
@@ -141,9 +141,9 @@ class Client:
                 loss = self.step(routes, forward_only)
         passes.loss = [float(one) for one in loss] if loss else None
         passes.rows = self.rows = self._own_rows(passes.rows)
-        for router in routers_of(self.chunk):
+        for layer, router in local_routers(self.chunk).items():
             if router.weight.grad is not None:
-                passes.routers[router.layer_number] = router.weight.grad.clone()
+                passes.routers[layer] = router.weight.grad.clone()
         return passes
 
     def _watch(self, passes: Passes, hooks: ExitStack) -> None:
@@ -173,7 +173,7 @@ class Client:
         for handle in (
             self.chunk.register_forward_pre_hook(begin, with_kwargs=True),
             self.chunk.register_forward_hook(end, always_call=True),
-            *(router.register_forward_hook(keep) for router in routers_of(self.chunk)),
+            *(router.register_forward_hook(keep) for router in local_routers(self.chunk).values()),
         ):
             hooks.callback(handle.remove)
 
@@ -212,7 +212,7 @@ class Client:
             whole[rows[number] < 0] = torch.arange(TOPK)  # what these frameworks pad with
             number = (number + 1) % MICROBATCHES
             live_T = (whole[:, 0] < 0).any(1)
-            layers = [router.layer_number for router in routers_of(self.chunk)]
+            layers = [*local_routers(self.chunk)]
             ids = {layer: whole[:, layer - 1].clamp(min=0) for layer in layers}
             live = dict.fromkeys(layers, live_T) if live_T.any() else None
             with replaying(MicrobatchRoutes(ids, live_T=live, checked=True)):
@@ -271,7 +271,10 @@ def dropped_in(rank: int, name: str, case: Case) -> dict[str, Any]:
             "recompute alike": step.again_alike(),
             "experts": step.experts(),
             "controls": controls,
-            "queues": [len(r.router_replay.replay_backward_list) for r in routers_of(client.chunk)],
+            "queues": [
+                len(router.router_replay.replay_backward_list)
+                for router in local_routers(client.chunk).values()
+            ],
             "step": step,
         }
 

@@ -6,7 +6,6 @@ Shape suffixes (docs/glossary.md): B, K, L, S, T.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,14 @@ from replay_layouts import (
     own_rows,
     replay_as_upstream_says,
     replay_natively,
-    routers_of,
     run_step,
     same,
 )
 from tiny import BATCH, SEQUENCE, start
+from watch import maps_of, watched_plans
 
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.integrations import ModelRoutes, RouteArrays, local_routers, replaying
 
 
 @pytest.fixture(
@@ -124,35 +124,8 @@ def test_a_model_of_the_library_replays(
             assert set(controls.values()) == {(True, False)}, (way, controls)
 
 
-@contextmanager
-def watched(gpt: Any) -> Iterator[tuple[Step, list[bool]]]:
-    """What its routers do in each pass, and for each pass whether there was a dispatch plan."""
-    from megatron_r3.seams.dispatch_plan import PlanHook
-
-    step, planned, sizes = Step(), [], PlanHook.sizes
-
-    def keep(module: Any, _: Any, output: Any) -> None:
-        step.maps.append((module.layer_number, output[1].detach().clone()))
-
-    def asked(self: PlanHook, *args: Any) -> Any:
-        answer = sizes(self, *args)
-        planned.append(answer is not None)
-        return answer
-
-    handles = [router.register_forward_hook(keep) for router in routers_of(gpt)]
-    PlanHook.sizes = asked  # type: ignore[method-assign]
-    try:
-        yield step, planned
-    finally:
-        PlanHook.sizes = sizes  # type: ignore[method-assign]
-        for handle in handles:
-            handle.remove()
-
-
 def as_it_is_trained(rank: int, name: str, recompute: str) -> dict[str, Any]:
     """A wrapped model, on routes that `ModelRoutes` reads from an array, with a dispatch plan."""
-    from megatron_r3.integrations import ModelRoutes, RouteArrays, replaying
-
     start(expert_model_parallel_size=2)
     options = {"moe_router_replay": True, "moe_router_replay_verify_plan": True}
     (model,) = build(name, "EP2", recompute, wrapped=True, **options)
@@ -167,16 +140,19 @@ def as_it_is_trained(rank: int, name: str, recompute: str) -> dict[str, Any]:
     results = {}
     for which, given_BS in {"step": rows_BS, "shifted": rows_BS.roll(1, 1)}.items():
         model.zero_grad_buffer()
-        with watched(gpt) as (step, planned):
+        step = Step(maps=maps_of(gpt))
+        with watched_plans() as plans:
             with replaying(model_routes.microbatch(source, given_BS)):
                 output = model(tokens_BS[:, :-1], positions_BS, None, labels=tokens_BS[:, 1:])
             output.sum().backward()
         results[which] = {
             "passes": len(step.maps),
             "wrong": step.wrong_passes([ids_LTK]),
-            "planned": sum(planned),
+            "planned": sum(plans),
             "loss": output.sum().detach(),
-            "gradients": [router.weight.main_grad.clone() for router in routers_of(gpt)],
+            "gradients": [
+                router.weight.main_grad.clone() for router in local_routers(gpt).values()
+            ],
         }
     return {"wrapped by": (type(model).__name__, type(model.module).__name__), **results}
 

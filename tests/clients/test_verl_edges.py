@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from replay_layouts import LAYERS, RECOMPUTE, routers_of
+from replay_layouts import LAYERS, RECOMPUTE
 from tiny import config, model
 from verl_engine import LAYOUTS, Engine
+from watch import watched_plans
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.replay import ReplayError
+from megatron_r3.integrations import ReplayError, local_routers
 
 
 def refusal(what: Any) -> str:
@@ -115,19 +116,11 @@ def test_a_row_with_a_repeated_expert_is_live_once(
 
 
 def planned(rank: int, layout: str, recompute: str) -> dict[str, Any]:
-    from megatron_r3.seams.dispatch_plan import PlanHook
-
     engine = Engine(layout, recompute, "R3", moe_router_replay_verify_plan=True)
-    answers, sizes = [], PlanHook.sizes
-
-    def watched(self: PlanHook, *args: Any) -> Any:
-        answers.append(sizes(self, *args) is not None)
-        return sizes(self, *args)
-
-    PlanHook.sizes = watched  # type: ignore[method-assign]
-    passes = engine.run(engine.batch(engine.given(engine.routes)))
+    with watched_plans() as plans:
+        passes = engine.run(engine.batch(engine.given(engine.routes)))
     return {
-        "asked": len([answer for answer in answers if answer]),
+        "planned": sum(plans),
         "passes": len(passes.maps),
         "wrong": engine.wrong(passes, engine.routes),
         "old": engine.is_old,
@@ -139,13 +132,13 @@ def test_the_dispatch_plan_is_taken_and_right(verl: TreeWorker, layout: str, ran
     for result in verl.run(planned, ranks, layout, "full", timeout_s=180):
         assert result["wrong"] == 0
         # 0.8 has no mask: its padding rows have no route, and are live
-        assert result["asked"] == (0 if result["old"] else result["passes"])
+        assert result["planned"] == (0 if result["old"] else result["passes"])
 
 
 def mismatch(rank: int) -> dict[str, Any]:
     engine = Engine("1", "none", "R3")
     logits: list[torch.Tensor] = []
-    for router in routers_of(engine.chunks[0]):
+    for router in local_routers(engine.chunks[0]).values():
         routing = router.routing
 
         def keep(values: torch.Tensor, *args: Any, f: Any = routing, **options: Any) -> Any:

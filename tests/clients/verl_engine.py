@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from replay_layouts import EXPERTS, LAYERS, TOPK, make_chunks, routers_of
+from replay_layouts import EXPERTS, LAYERS, TOPK, make_chunks
 
 from fidelity.clients.verl_engine import (
     ask_for_replay,
@@ -22,6 +22,7 @@ from fidelity.clients.verl_engine import (
     put_on_cpu,
     trainer_batch,
 )
+from megatron_r3.integrations import local_routers
 
 LENGTHS, RESPONSES = [9, 14, 6, 11], [4, 6, 3, 5]  # of the samples; two in a micro-batch
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -128,7 +129,7 @@ class Engine:
         passes, handles = Passes(), []
         for chunk in self.chunks:
             chunk.zero_grad(set_to_none=True)
-            for router in routers_of(chunk):
+            for router in local_routers(chunk).values():
 
                 def keep(module: Any, _: Any, output: Any) -> None:
                     passes.maps.append((module.layer_number, output[1].detach().clone()))
@@ -142,9 +143,9 @@ class Engine:
             passes.loss, passes.metrics = output["loss"], output["metrics"]
             passes.model_output = output["model_output"]
         for chunk in self.chunks:
-            for router in routers_of(chunk):
+            for layer, router in local_routers(chunk).items():
                 if router.weight.grad is not None:
-                    passes.routers[router.layer_number] = router.weight.grad.clone()
+                    passes.routers[layer] = router.weight.grad.clone()
         return passes
 
     def loss(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tiny import BATCH, SEQUENCE, VOCABULARY, config, start
 
-from megatron_r3.replay import MicrobatchRoutes, replaying
+from megatron_r3.integrations import MicrobatchRoutes, local_routers, replaying
 
 LAYERS, EXPERTS, TOPK, MICROBATCHES = 4, 8, 2, 4
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -157,12 +157,6 @@ class Data:
         ]
 
 
-def routers_of(chunk: Any) -> list[Any]:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    return [module for module in chunk.decoder.modules() if isinstance(module, TopKRouter)]
-
-
 def own_rows(ids_LTK: torch.Tensor, chunk: Any) -> torch.Tensor:
     """The rows that this rank's routers see."""
     from megatron.core import parallel_state as mpu
@@ -177,16 +171,16 @@ def replay_as_upstream_says(chunk: Any, ids_LTK: torch.Tensor, run: Callable[[],
     """One forward pass as code for RouterReplay makes it: targets, action, pass, action."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    routers = routers_of(chunk)
-    ids = {router.layer_number: ids_LTK[router.layer_number - 1] for router in routers}
-    hooks = [router.router_replay for router in routers]
+    routers = local_routers(chunk)
+    ids = [ids_LTK[layer - 1] for layer in routers]
+    hooks = [router.router_replay for router in routers.values()]
     if hooks == RouterReplay.global_router_replay_instances:
-        RouterReplay.set_replay_data(list(ids.values()))
+        RouterReplay.set_replay_data(ids)
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         output = run()
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         return output
-    for hook, layer_ids in zip(hooks, ids.values(), strict=True):
+    for hook, layer_ids in zip(hooks, ids, strict=True):
         hook.set_target_indices(layer_ids)
         hook.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     output = run()
@@ -197,8 +191,8 @@ def replay_as_upstream_says(chunk: Any, ids_LTK: torch.Tensor, run: Callable[[],
 
 def replay_natively(chunk: Any, ids_LTK: torch.Tensor, run: Callable[[], Any]) -> Any:
     """The same by `replaying`."""
-    layers = [router.layer_number for router in routers_of(chunk)]
-    with replaying(MicrobatchRoutes({layer: ids_LTK[layer - 1] for layer in layers})):
+    ids = {layer: ids_LTK[layer - 1] for layer in local_routers(chunk)}
+    with replaying(MicrobatchRoutes(ids)):
         return run()
 
 
@@ -249,7 +243,7 @@ def run_step(
     handles = []
     for chunk in chunks:
         chunk.zero_grad(set_to_none=True)
-        for router in routers_of(chunk):
+        for router in local_routers(chunk).values():
 
             def keep(module: Any, _: Any, output: Any) -> None:
                 step.maps.append((module.layer_number, output[1].detach().clone()))
@@ -287,9 +281,9 @@ def run_step(
         for name, parameter in chunk.named_parameters():
             if parameter.grad is not None:
                 step.gradients[f"{number} {name}"] = parameter.grad.clone()
-        for router in routers_of(chunk):
+        for layer, router in local_routers(chunk).items():
             if router.weight.grad is not None:
-                step.routers[router.layer_number] = router.weight.grad.clone()
+                step.routers[layer] = router.weight.grad.clone()
     return step
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tiny import BATCH, SEQUENCE, batch
 
-from megatron_r3.replay import ReplayError
+from megatron_r3.integrations import ReplayError, local_routers
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TOKENS, EXPERTS = BATCH * SEQUENCE, 8
@@ -21,19 +21,21 @@ ASKED = {"moe_router_replay": False, "moe_enable_routing_replay": True}
 def targets(seed: int = 0, layers: int = 4) -> list[torch.Tensor]:
     """Drawn routes of each layer, int64, as RouterReplay takes them."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.rand(TOKENS, 8, generator=generator).topk(2).indices for _ in range(layers)]
+    return [torch.rand(TOKENS, EXPERTS, generator=generator).topk(2).indices for _ in range(layers)]
 
 
-def routers_of(gpt: Any) -> list[Any]:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    return [module for module in gpt.decoder.modules() if isinstance(module, TopKRouter)]
+def wanted_maps(given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The routing maps bool `[T, E]` of routers that take these targets."""
+    return [
+        torch.zeros(len(ids_TK), EXPERTS, dtype=torch.bool).scatter(1, ids_TK, True)
+        for ids_TK in given
+    ]
 
 
 def give(gpt: Any, given: list[torch.Tensor], action: str = "replay_forward") -> None:
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-    for router, ids_TK in zip(routers_of(gpt), given, strict=True):
+    for router, ids_TK in zip(local_routers(gpt).values(), given, strict=True):
         router.router_replay.set_target_indices(ids_TK)
         router.router_replay.set_router_replay_action(RouterReplayAction(action))
 
@@ -49,16 +51,6 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one[0], other[0]) and all(
         torch.equal(gradient, other[1][name]) for name, gradient in one[1].items()
     )
-
-
-def maps_of(gpt: Any) -> list[tuple[int, torch.Tensor]]:
-    """What each decoder router does from now on: layer, and routing map."""
-    seen: list[tuple[int, torch.Tensor]] = []
-    for router in routers_of(gpt):
-        router.register_forward_hook(
-            lambda r, _, out: seen.append((r.layer_number, out[1].clone()))
-        )
-    return seen
 
 
 def refusal(what: Callable[[], Any]) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from training import Policy, train
+from watch import watched_plans
 
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
@@ -28,18 +29,9 @@ OFF = ["--no-moe-router-replay-dispatch-plan"]
 
 def asked_for_sizes(rank: int, argv: list[str]) -> tuple[Counter[str], dict[str, torch.Tensor]]:
     """How often a layer had a plan, or none, and the weights after training."""
-    from megatron_r3.seams.dispatch_plan import PlanHook
-
-    counts: Counter[str] = Counter()
-    sizes = PlanHook.sizes
-
-    def counted(self: PlanHook, dispatcher: Any, routing_map: Any) -> LayerSizes | None:
-        found = sizes(self, dispatcher, routing_map)
-        counts["none" if found is None else "plan"] += 1
-        return found
-
-    PlanHook.sizes = counted  # type: ignore[method-assign]
-    return counts, train(rank, argv)
+    with watched_plans() as plans:
+        weights = train(rank, argv)
+    return Counter("plan" if planned else "none" for planned in plans), weights
 
 
 LAYOUTS = {

@@ -217,6 +217,30 @@ def test_a_mask_of_the_model_keeps_padding_out_of_the_expert_bias(
     assert control == dict.fromkeys(names, False)
 
 
+def counted_by(rank: int) -> dict[str, Any]:
+    """Expert-bias counts with a mask `[T]`, with `[T, 1]` as SkyRL hands it over, and without."""
+    start()
+    router, _ = router_of()
+    map_TE, padding_T = one_hot(drawn_routes()), torch.arange(T) % 3 == 0
+    counts = {}
+    for name, mask in {"[T]": padding_T, "[T, 1]": padding_T.unsqueeze(-1), "none": None}.items():
+        router.local_tokens_per_expert.zero_()
+        router._apply_expert_bias(map_TE, mask)
+        counts[name] = router.local_tokens_per_expert.long().tolist()
+    return {
+        "by mask": counts,
+        "of real tokens": map_TE[~padding_T].sum(0).tolist(),
+        "of all tokens": map_TE.sum(0).tolist(),
+    }
+
+
+def test_expert_bias_counts_take_a_mask_that_is_broadcast_already(patched: TreeWorker) -> None:
+    (counts,) = patched.run(counted_by, 1)
+    real, every = counts["of real tokens"], counts["of all tokens"]
+    assert real != every
+    assert counts["by mask"] == {"[T]": real, "[T, 1]": real, "none": every}
+
+
 def recorded_load(rank: int) -> bool:
     """Recording changes nothing in the losses either."""
     from megatron_r3.replay import recording

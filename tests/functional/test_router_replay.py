@@ -17,12 +17,12 @@ from replay_layouts import (
     own_rows,
     replay_as_upstream_says,
     replay_natively,
-    routers_of,
     run_step,
     same,
 )
 
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.integrations import local_routers
 
 
 def reference(rank: int) -> Step:
@@ -68,7 +68,7 @@ def in_a_layout(rank: int, layout: str, recompute: str) -> dict[str, Any]:
         "queues": sum(
             len(router.router_replay.replay_backward_list)
             for chunk in chunks
-            for router in routers_of(chunk)
+            for router in local_routers(chunk).values()
         ),
     }
 
@@ -114,9 +114,9 @@ def record_and_replay(rank: int, layout: str, recompute: str) -> dict[str, bool]
     def record(chunk: Any, _: torch.Tensor, run: Any) -> Any:
         RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
         output = run()
-        for router in routers_of(chunk):
+        for layer, router in local_routers(chunk).items():
             indices = router.router_replay.get_recorded_indices()
-            kept.setdefault(router.layer_number, []).append(indices.clone())
+            kept.setdefault(layer, []).append(indices.clone())
         RouterReplay.clear_global_router_replay_action()
         return output
 
@@ -124,14 +124,14 @@ def record_and_replay(rank: int, layout: str, recompute: str) -> dict[str, bool]
     played: dict[int, int] = {}
 
     def replay(shift: int, chunk: Any, _: torch.Tensor, run: Any) -> Any:
-        for router in routers_of(chunk):
-            number = played.setdefault(router.layer_number, 0)
-            indices = (kept[router.layer_number][number % 4] + shift) % 8
-            played[router.layer_number] += 1
+        for layer, router in local_routers(chunk).items():
+            number = played.setdefault(layer, 0)
+            indices = (kept[layer][number % 4] + shift) % 8
+            played[layer] += 1
             router.router_replay.set_target_indices(indices)
             router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         output = run()
-        for router in routers_of(chunk):
+        for router in local_routers(chunk).values():
             router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         return output
 

@@ -17,13 +17,13 @@ from router_targets import (
     forward,
     give,
     refusal,
-    routers_of,
     targets,
 )
 from tiny import config, loss_and_gradients, model, start
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.replay import MicrobatchRoutes, active_microbatch, replaying
+from megatron_r3.integrations import MicrobatchRoutes, local_routers, replaying
+from megatron_r3.replay import active_microbatch
 
 # -- several models, several passes
 
@@ -124,7 +124,7 @@ def errors(rank: int) -> dict[str, Any]:
 
     start()
     gpt = model(config(**ASKED))
-    hooks = [router.router_replay for router in routers_of(gpt)]
+    hooks = [router.router_replay for router in local_routers(gpt).values()]
     live = loss_and_gradients(gpt, nullcontext())
     told: dict[str, Any] = {}
 
@@ -215,8 +215,10 @@ def off(rank: int, imported: bool) -> list[Any]:
     plain = model(config(moe_router_replay=False))
     live = loss_and_gradients(plain, nullcontext())
     gpt = model(config(**ASKED))
-    classes = {type(router.router_replay).__name__ for router in routers_of(gpt)}
-    plain_hooks = {type(router.router_replay).__name__ for router in routers_of(plain)}
+    classes, plain_hooks = (
+        {type(router.router_replay).__name__ for router in local_routers(made).values()}
+        for made in (gpt, plain)
+    )
     RouterReplay.set_replay_data(targets())
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     return [sorted(classes), sorted(plain_hooks), live, loss_and_gradients(gpt, nullcontext())]
