@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,14 @@ class Part:
         loss, count: what Megatron divides.
         slope_BS: the gradient of `loss` in the places of the whole micro-batch; 0 in other ranks'.
         logged: the policy loss of the report, and what it is divided by.
+        exchanges: how often the ranks summed something for it.
     """
 
     loss: float
     count: int
     slope_BS: Tensor
     logged: tuple[float, float]
+    exchanges: int
 
 
 def own_places(length: int, ranks: int, rank: int) -> Tensor:
@@ -59,6 +62,14 @@ def losses_of(
     ranks = torch.distributed.get_world_size()
     group = torch.distributed.group.WORLD if ranks > 1 and not forgets else None
     made: dict[str, list[Part]] = {}
+    exchanges, all_reduce = 0, torch.distributed.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal exchanges
+        exchanges += 1
+        all_reduce(*args, **kwargs)
+
+    torch.distributed.all_reduce = counted
     for name, option in options.items():
         for batch in batches:
             length = batch["mask"].shape[1]
@@ -67,12 +78,13 @@ def losses_of(
             logprobs_BS = fields[0].clone().requires_grad_()
             num_rollouts = int(batch["index"].max()) + 1
             terms = LossTerms(logprobs_BS, *fields[1:], Sequences(index_BS, num_rollouts, group))
+            exchanges = 0
             loss, count, report, _ = policy_loss(terms, torch.ones(1), option, per_token)
             loss.backward()
             slope_BS = torch.zeros_like(batch["mask"])
             slope_BS[:, own] = logprobs_BS.grad
             value, number = report["policy loss"].tolist()
             made.setdefault(name, []).append(
-                Part(loss.item(), int(count), slope_BS, (value, number))
+                Part(loss.item(), int(count), slope_BS, (value, number), exchanges)
             )
     return made

@@ -22,6 +22,7 @@ from split_losses import FIELDS, Part, losses_of
 from fidelity.policy_loss import expected
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.training.losses.aggregation import AGGREGATIONS
+from megatron_r3.training.losses.loss import LossOptions
 
 TOLERANCE = 2e-5
 OPTIONS = {
@@ -84,6 +85,17 @@ def error(got: tuple[float, list[torch.Tensor]], want: tuple[float, list[torch.T
     return max(abs(got[0] - want[0]), wrong)
 
 
+def needed_exchanges(option: LossOptions, per_token: bool) -> int:
+    """How many sums over whole rollouts the loss of a micro-batch reads."""
+    lengths = set()  # of the responses, with and without what a mask leaves out
+    if option.name == "gspo":
+        lengths.add("whole")
+    if option.aggregation != "token-mean" or not per_token:
+        lengths.add("left" if option.correction.name == "mask" else "whole")
+    means = [option.name == "gspo", option.correction.level == "sequence"]
+    return len(lengths) + sum(means)
+
+
 @pytest.mark.parametrize("per_token", [True, False])
 def test_two_ranks_are_one(patched: TreeWorker, per_token: bool) -> None:
     given, made = batches()
@@ -97,6 +109,8 @@ def test_two_ranks_are_one(patched: TreeWorker, per_token: bool) -> None:
         # one process against the papers, in float64
         papers = expected([response for batch in given for response in batch], option)
         assert abs(want[0] - papers.loss) <= TOLERANCE * max(1.0, papers.positive), name
+        exchanges = {part.exchanges for rank in two for part in rank[name]}
+        assert exchanges == {needed_exchanges(option, per_token)}, name
         # a control: without the sums over both ranks it is another loss
         wrong = as_megatron_does([rank[name] for rank in forgetful], per_token)
         sums_nothing = "gspo" not in name and "sequence" not in name and "fixed" not in name

@@ -7,7 +7,7 @@ Shape suffixes (docs/glossary.md): B, S.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -55,9 +55,10 @@ def update_of(terms: LossTerms, options: LossOptions) -> Update:
     # Outside the mask a value may be anything: keep it, and its gradient, out of the sum.
     counted_BS = corrected.mask_BS > 0
     losses_BS = torch.where(counted_BS, -gain.value_BS * corrected.weight_BS, 0.0)
-    result = average(
-        losses_BS, corrected.mask_BS, terms.sequences, options.aggregation, options.fixed_length
-    )
+    counted = terms  # whose lengths a loss may have summed over the ranks already
+    if corrected.mask_BS is not terms.mask_BS:
+        counted = replace(terms, mask_BS=corrected.mask_BS)
+    result = average(losses_BS, counted, options.aggregation, options.fixed_length)
     return Update(terms, gain, corrected, result)
 
 
@@ -119,7 +120,7 @@ def policy_loss(
     # 3 and 1 and a divisor of 8: (3 * 2 / 8 + 1 * 2 / 8) / 2 = (3 + 1) / 8.
     group = terms.sequences.cp_group
     size = 1 if group is None else torch.distributed.get_world_size(group)  # type: ignore[arg-type]
-    return mean.sum * size, mean.divisor.int(), report, update
+    return mean.sum * size, mean.divisor().int(), report, update
 
 
 def _context_parallel_group() -> object | None:

@@ -37,7 +37,7 @@ def error(terms: LossTerms, options: LossOptions, laid: LaidOut, want: Expected)
     for place, gradient in zip(laid.places, want.gradients, strict=True):
         wanted[place] = gradient
     # a loss that the two divide by different numbers differs too
-    divisor, count = max(average.divisor.item(), 1), max(average.count.item(), 1)
+    divisor, count = max(average.divisor().item(), 1), max(average.count.item(), 1)
     off = abs(average.sum.item() / count - want.loss) / max(1.0, want.positive)
     wanted /= max(want.divisor, 1)
     wrong = np.abs(slope_BS.numpy().ravel() / divisor - wanted).max(initial=0)

@@ -5,6 +5,7 @@ What context parallelism makes of the sums is shown in tests/functional/test_los
 Shape suffixes (docs/glossary.md): B, S, M.
 """
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,12 @@ import torch
 from loss_cases import lay_out, responses
 
 from megatron_r3.training.losses.aggregation import average
-from megatron_r3.training.losses.terms import LOG_RATIO_BOUND, Sequences, bounded_log_ratio
+from megatron_r3.training.losses.terms import (
+    LOG_RATIO_BOUND,
+    LossTerms,
+    Sequences,
+    bounded_log_ratio,
+)
 
 # Two samples with room for two rollouts each; the second one of the second sample is padding.
 INDEX_BS = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 3]])
@@ -46,9 +52,11 @@ def test_a_mean_counts_response_tokens_alone() -> None:
 )
 def test_averages_by_hand(aggregation: str, total: float, count: int) -> None:
     mask_BS = torch.tensor([[1.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0]])
-    got = average(VALUES_BS * mask_BS, mask_BS, SEQUENCES, aggregation, 10)
+    nan_BS = torch.full_like(mask_BS, math.nan)  # what an average does not read
+    counted = LossTerms(nan_BS, nan_BS, nan_BS, nan_BS, mask_BS, SEQUENCES)
+    got = average(VALUES_BS * mask_BS, counted, aggregation, 10)
     assert got.sum.item() == pytest.approx(total)
-    assert got.count.item() == got.divisor.item() == count
+    assert got.count.item() == got.divisor().item() == count
     assert not got.count.requires_grad
 
 
