@@ -9,6 +9,8 @@ A loss of your own is one function more, in a module that `--rollouts-loss-modul
     def reinforce(terms: LossTerms, clip: Clip) -> Gain:
         return Gain(terms.advantages_BS * terms.logprobs_BS, terms.log_ratio_BS.exp())
 
+It has no clip fractions unless it says what its clip range bounds (`Gain.clips`).
+
 Shape suffixes (docs/glossary.md): B, S.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +31,7 @@ class Clip:
     """Where the policy ratio is clipped: 1 - low, 1 + high, and for A < 0 at `dual` (None: never).
 
     Attributes:
-        low, high: above 0.
+        low, high: above 0. A low of 1 is no bound, because a ratio is positive.
         dual: the c of dual clip, above 1: a token with a negative advantage loses at most c |A|.
     """
 
@@ -44,10 +47,14 @@ class Gain:
     Attributes:
         value_BS: what the update raises, with gradient; what it holds outside the mask is not used.
         ratio_BS: the ratio that the loss compares with the clip range; for the metrics.
+        clips: what the clip range bounds; for the metrics. "gain": min() chooses between the gain
+            of the ratio and that of the clipped ratio, as in PPO. "weight": the ratio itself is
+            clipped. None: nothing, or nothing that the loss tells.
     """
 
     value_BS: Tensor
     ratio_BS: Tensor
+    clips: Literal["gain", "weight"] | None = None
 
 
 PolicyLoss = Callable[[LossTerms, Clip], Gain]
@@ -78,7 +85,7 @@ def grpo(terms: LossTerms, clip: Clip) -> Gain:
     section 3.1. Dual clip: arXiv 1912.09729, equation 5.
     """
     ratio_BS = terms.log_ratio_BS.exp()
-    return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS)
+    return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS, "gain")
 
 
 @policy_loss_named("gspo")
@@ -95,7 +102,7 @@ def gspo(terms: LossTerms, clip: Clip) -> Gain:
     own_BS = terms.logprobs_BS - terms.logprobs_BS.detach()  # 0, with the gradient of the log-prob
     mean_BS = terms.sequence_mean(terms.log_ratio_BS)
     ratio_BS = (mean_BS + torch.where(terms.mask_BS > 0, own_BS, 0.0)).exp()
-    return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS)
+    return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS, "gain")
 
 
 @policy_loss_named("cispo")
@@ -103,13 +110,14 @@ def cispo(terms: LossTerms, clip: Clip) -> Gain:
     """sg(clip(r, 1 - low, 1 + high)) A log pi, where sg stops the gradient.
 
     CISPO of MiniMax-M1, arXiv 2506.13585, equations 4 and 5. A clipped token keeps its gradient.
+    The paper bounds the weight above alone (section 3.1): that is a low of 1, the default.
     The value is that of the weight alone, times A: a log-prob would make it incomparable.
     """
     ratio_BS = terms.log_ratio_BS.exp()
     weight_BS = ratio_BS.detach().clamp(1.0 - clip.low, 1.0 + clip.high)
     own_BS = terms.logprobs_BS - terms.logprobs_BS.detach()
     one_BS = 1.0 + torch.where(terms.mask_BS > 0, own_BS, 0.0)
-    return Gain(weight_BS * terms.advantages_BS * one_BS, ratio_BS)
+    return Gain(weight_BS * terms.advantages_BS * one_BS, ratio_BS, "weight")
 
 
 def _clipped(ratio_BS: Tensor, advantages_BS: Tensor, clip: Clip) -> Tensor:
@@ -123,14 +131,23 @@ def _clipped(ratio_BS: Tensor, advantages_BS: Tensor, clip: Clip) -> Tensor:
 
 
 def clipped_sums(gain: Gain, terms: LossTerms, clip: Clip) -> dict[str, Tensor]:
-    """How many response tokens the clip range keeps from the update; scalars, no gradient.
+    """How many response tokens the clip range bounds, and of how many; scalars, no gradient.
 
-    A token is clipped low where its ratio is below 1 - low and its advantage is negative, and
-    clipped high where the ratio is above 1 + high and the advantage is positive: only there does
-    min() take the clipped product.
+    A ratio is low below 1 - low, and high above 1 + high. Where a loss clips the ratio itself, each
+    such token counts, and it still learns. Where a loss clips the gain, a low ratio counts with a
+    negative advantage and a high one with a positive advantage: only there does min() take the
+    clipped product, and the token learns nothing.
+
+    Returns:
+        `clip_low`, `clip_high` and `clippable`. Empty where the loss does not tell what it clips.
     """
+    if gain.clips is None:
+        return {}
     with torch.no_grad():
         ratio_BS, advantages_BS, on_BS = gain.ratio_BS, terms.advantages_BS, terms.mask_BS > 0
-        low_BS = on_BS & (ratio_BS < 1.0 - clip.low) & (advantages_BS < 0)
-        high_BS = on_BS & (ratio_BS > 1.0 + clip.high) & (advantages_BS > 0)
-        return {"clip_low": low_BS.sum().float(), "clip_high": high_BS.sum().float()}
+        low_BS = on_BS & (ratio_BS < 1.0 - clip.low)
+        high_BS = on_BS & (ratio_BS > 1.0 + clip.high)
+        if gain.clips == "gain":
+            low_BS, high_BS = low_BS & (advantages_BS < 0), high_BS & (advantages_BS > 0)
+        counts = {"clip_low": low_BS, "clip_high": high_BS, "clippable": on_BS}
+        return {name: which_BS.sum().float() for name, which_BS in counts.items()}

@@ -76,15 +76,48 @@ def test_a_token_that_cispo_clips_still_learns() -> None:
     assert other_BS[0].tolist() == pytest.approx([0, 0, 1.0])
 
 
+def test_without_a_lower_bound_cispo_keeps_the_smallest_weight() -> None:
+    terms = terms_of([math.log(1e-6), math.log(3.0)], [1.0, 1.0])
+    gain = LOSSES["cispo"](terms, Clip(1.0, 0.2))
+    assert gain.value_BS[0].tolist() == pytest.approx([1e-6, 1.2])
+    bounded = LOSSES["cispo"](terms, Clip(0.2, 0.2))
+    assert bounded.value_BS[0].tolist() == pytest.approx([0.8, 1.2])
+    shares = clipped_sums(gain, terms, Clip(1.0, 0.2))
+    assert (shares["clip_low"], shares["clip_high"]) == (0, 1)
+
+
 def test_clipped_tokens_are_those_without_a_gradient() -> None:
     ratios = [1.5, 1.5, 0.5, 0.5, 1.0, 1.5]
     terms = terms_of([math.log(r) for r in ratios], [1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
     clip = Clip(0.2, 0.28)
     shares = clipped_sums(LOSSES["grpo"](terms, clip), terms, clip)
-    assert {name: share.item() for name, share in shares.items()} == {"clip_low": 1, "clip_high": 1}
+    assert {n: s.item() for n, s in shares.items()} == {
+        "clip_low": 1,
+        "clip_high": 1,
+        "clippable": 6,
+    }
     terms.mask_BS[0, 0] = 0.0
     shares = clipped_sums(LOSSES["grpo"](terms, clip), terms, clip)
-    assert shares["clip_high"] == 0
+    assert (shares["clip_high"], shares["clippable"]) == (0, 5)
+
+
+def test_clipped_weights_of_cispo_count_for_every_advantage() -> None:
+    ratios = [1.5, 1.5, 0.5, 0.5, 1.0, 1.5]
+    terms = terms_of([math.log(r) for r in ratios], [1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
+    clip = Clip(0.2, 0.28)
+    shares = clipped_sums(LOSSES["cispo"](terms, clip), terms, clip)
+    assert {n: s.item() for n, s in shares.items()} == {
+        "clip_low": 2,
+        "clip_high": 3,
+        "clippable": 6,
+    }
+
+
+def test_a_loss_that_does_not_tell_what_it_clips_has_no_clip_fractions() -> None:
+    terms = terms_of([1.0], [1.0])
+    ratio_BS = terms.log_ratio_BS.exp()
+    assert clipped_sums(Gain(ratio_BS, ratio_BS), terms, Clip()) == {}
+    assert clipped_sums(Gain(ratio_BS, ratio_BS, "weight"), terms, Clip())["clip_high"] == 1
 
 
 def test_a_loss_of_the_users_own_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
