@@ -17,7 +17,10 @@ from megatron_r3.training.losses.policy import LOSSES, Clip
 from megatron_r3.training.schedule import SOURCES, STORED, Schedule, UseOfRollouts
 
 # The clip ranges and bounds of the papers, where the options do not name others.
-_CLIP = {"gspo": Clip(3e-4, 4e-4)}  # arXiv 2507.18071, section 5.1
+_CLIP = {
+    "gspo": Clip(3e-4, 4e-4),  # arXiv 2507.18071, section 5.1
+    "cispo": Clip(1.0, 0.2),  # no lower bound: arXiv 2506.13585, section 3.1
+}
 _BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
 
 
@@ -36,7 +39,9 @@ def read_loss(args: Any) -> LossOptions:
     if args.rollouts_clip_eps_high is not None:
         high = args.rollouts_clip_eps_high
     if not 0 < low <= 1:
-        raise ValueError(f"--rollouts-clip-eps {low:g}: it must be above 0 and at most 1")
+        raise ValueError(
+            f"--rollouts-clip-eps {low:g}: it must be above 0 and at most 1; 1 is no lower bound"
+        )
     if not 0 < high < math.inf:
         raise ValueError(f"--rollouts-clip-eps-high {high:g}: it must be above 0")
     dual = args.rollouts_dual_clip
@@ -48,12 +53,14 @@ def read_loss(args: Any) -> LossOptions:
             "for both signs of an advantage; leave the option out"
         )
     aggregation, fixed_length = _read_aggregation(args)
+    correction = _read_correction(args)
+    _refuse_other_divisor(args, aggregation, correction)
     return LossOptions(
         name=name,
         clip=Clip(low, high, dual),
         aggregation=aggregation,
         fixed_length=fixed_length,
-        correction=_read_correction(args),
+        correction=correction,
     )
 
 
@@ -134,13 +141,25 @@ def _read_aggregation(args: Any) -> tuple[str, int]:
             "--rollouts-aggregation fixed-length with --rollouts-pack needs "
             "--rollouts-fixed-length: --seq-length is the length of a pack, not of a rollout"
         )
-    if name != "token-mean" and args.calculate_per_token_loss and (others := _other_losses(args)):
-        raise ValueError(
-            f"--rollouts-aggregation {name}: not together with --calculate-per-token-loss and "
-            f"{others[0]}: Megatron would divide that loss, too, by the number of rollouts instead "
-            "of tokens; leave one of the three out"
-        )
     return name, args.seq_length if length is None else length
+
+
+def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOptions) -> None:
+    """Refuse a policy loss that is not divided by all response tokens beside other losses."""
+    others = _other_losses(args) if args.calculate_per_token_loss else []
+    if not others:
+        return
+    if aggregation != "token-mean":
+        option, divisor = f"--rollouts-aggregation {aggregation}", "the number of rollouts"
+    elif correction.name == "mask":
+        option, divisor = "--rollouts-correction mask", "the tokens that are left"
+    else:
+        return
+    raise ValueError(
+        f"{option}: not together with --calculate-per-token-loss and {others[0]}: Megatron would "
+        f"divide that loss, too, by {divisor} instead of all response tokens; leave one of the "
+        "three out"
+    )
 
 
 def _other_losses(args: Any) -> list[str]:

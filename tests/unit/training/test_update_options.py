@@ -48,7 +48,9 @@ def test_without_an_option_the_loss_is_the_one_before_there_were_any() -> None:
         ({"rollouts_clip_eps_high": 0.28}, Clip(0.2, 0.28)),
         ({"rollouts_clip_eps": 1.0, "rollouts_clip_eps_high": 4.0}, Clip(1.0, 4.0)),
         ({"rollouts_dual_clip": 3.0}, Clip(0.2, 0.2, 3.0)),
-        ({"rollouts_loss": "cispo"}, Clip(0.2, 0.2)),
+        ({"rollouts_loss": "cispo"}, Clip(1.0, 0.2)),
+        ({"rollouts_loss": "cispo", "rollouts_clip_eps_high": 4.0}, Clip(1.0, 4.0)),
+        ({"rollouts_loss": "cispo", "rollouts_clip_eps": 0.3}, Clip(0.3, 0.3)),
         ({"rollouts_loss": "gspo"}, Clip(3e-4, 4e-4)),
         ({"rollouts_loss": "gspo", "rollouts_clip_eps": 0.01}, Clip(0.01, 0.01)),
         ({"rollouts_loss": "gspo", "rollouts_clip_eps_high": 0.01}, Clip(3e-4, 0.01)),
@@ -147,10 +149,24 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     *(
         (
-            {"rollouts_aggregation": name, **PER_TOKEN, **more},
-            f"--rollouts-aggregation {name}: .*--calculate-per-token-loss and {option}:",
+            {**change, **PER_TOKEN, **more},
+            f"{refused}: .*--calculate-per-token-loss and {option}: .* by {divisor} instead",
         )
-        for name in ("sequence-mean", "fixed-length")
+        for change, refused, divisor in (
+            *(
+                (
+                    {"rollouts_aggregation": n},
+                    f"--rollouts-aggregation {n}",
+                    "the number of rollouts",
+                )
+                for n in ("sequence-mean", "fixed-length")
+            ),
+            (
+                {"rollouts_correction": "mask", **TRAINER},
+                "--rollouts-correction mask",
+                "the tokens that are left",
+            ),
+        )
         for more, option in (
             ({"moe_aux_loss_coeff": 1e-3}, "--moe-aux-loss-coeff"),
             (
@@ -195,6 +211,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         )
         for bounds in ([2.0, 0.5], [1.0, 1.0], [-1.0, 1.0], [0.5, INFINITE], [NAN, 1.0])
     ),
+    ({"rollouts_log": "/no/such/folder/log"}, "--rollouts-log /no/.*: there is no such folder"),
     ({"rollouts_mini_steps": 0}, "--rollouts-mini-steps 0: it must be 1 or more"),
     ({"rollouts_epochs": -1}, "--rollouts-epochs -1: it must be 1 or more"),
     ({"rollouts_epochs": 2, "dataloader_type": "cyclic"}, "--rollouts-epochs need --dataloader-t"),
@@ -248,7 +265,12 @@ def test_an_average_over_rollouts_goes_with_other_losses_that_it_does_not_scale(
     change: dict[str, object],
 ) -> None:
     assert options(rollouts_aggregation="sequence-mean", **change).loss
+    assert options(rollouts_correction="mask", **TRAINER, **change).loss
     assert options(moe_z_loss_coeff=1.0, **PER_TOKEN).loss.aggregation == "token-mean"
+    zero_weight = options(
+        rollouts_correction="icepop", **TRAINER, moe_z_loss_coeff=1.0, **PER_TOKEN
+    )
+    assert zero_weight.loss.correction.name == "icepop"  # its tokens stay in the divisor
 
 
 def test_every_refusal_is_tried() -> None:
