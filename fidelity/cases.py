@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fidelity.models import MODELS
+from fidelity.trees import training_or_core
+
 
 @dataclass(frozen=True)
 class Case:
@@ -43,7 +46,12 @@ class Case:
     def runs_on(self, tree: Path, line: str) -> bool:
         """Whether a tree of this release line has what the case needs."""
         new_enough = not self.since or _release(self.since) <= _release(line)
-        return new_enough and line not in self.not_on and (tree / self.script).exists()
+        # Megatron's own loop says when a step begins, before which the old policy has its pass
+        needs_loop = MODELS[self.model].update.mini_steps > 1
+        has_all = (tree / self.script).exists() and (
+            not needs_loop or training_or_core(tree) == "megatron.training"
+        )
+        return new_enough and has_all and line not in self.not_on
 
 
 def _release(line: str) -> tuple[int, ...]:
@@ -69,6 +77,8 @@ ALLGATHER = "--moe-token-dispatcher-type allgather"
 FLEX = "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-router-dtype fp32"
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 PACK = "--rollouts-pack --seq-length 64 --max-position-embeddings 64"
+# a pack for each of two mini-steps: just the first six rollouts fit, also as CP2 pads them
+HALF = "--rollouts-pack --seq-length 176 --max-position-embeddings 176"
 DIST_OPT = "--use-distributed-optimizer"
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
@@ -251,6 +261,39 @@ def _balanced() -> list[Case]:
     ]
 
 
+def _updates() -> list[Case]:
+    """Two optimizer steps on a collection; the old policy's routes; a temperature."""
+    virtual = f"{PP2} {VPP2}"
+    steps = [
+        Case("2 mini-steps", 1),
+        Case("2 mini-steps, full recompute", 1, f"{FULL} uniform", recomputes=True),
+        Case("2 mini-steps, TP2+SP", 2, TP2),
+        Case("2 mini-steps, CP2", 2, CP2),
+        Case("2 mini-steps, PP2xVPP2", 2, virtual, micro_batch_size=3),
+        Case("2 mini-steps, EP2", 2, EP2, micro_batch_size=1, quick=True),
+        Case("2 mini-steps, THD, CP2", 2, f"{HALF} {CP2}", micro_batch_size=1),
+    ]
+    old_routes = [
+        Case("R2, full recompute", 1, f"{FULL} uniform", recomputes=True),
+        Case("R2, TP2+SP", 2, TP2),
+        Case("R2, PP2xVPP2", 2, virtual, micro_batch_size=1, quick=True),
+        Case("R2, EP2", 2, EP2, micro_batch_size=1),
+        Case("R2, THD", 1, HALF, micro_batch_size=1),
+        Case("R2, THD, CP2", 2, f"{HALF} {CP2}", micro_batch_size=1),
+    ]
+    warm = [
+        Case("temperature 0.7", 1),
+        Case("temperature 0.7, TP2+SP", 2, TP2, quick=True),
+        Case("temperature 0.7, CP2", 2, CP2),
+        Case("temperature 0.7, PP2", 2, PP2),
+    ]
+    return [
+        *(replace(case, model="mini-steps") for case in steps),
+        *(replace(case, model="R2") for case in old_routes),
+        *(replace(case, model="temperature") for case in warm),
+    ]
+
+
 CASES: tuple[Case, ...] = (
     *_one_process(),
     *_upstreams_script(),
@@ -260,4 +303,5 @@ CASES: tuple[Case, ...] = (
     *_experts(),
     *_overlapped(),
     *_balanced(),
+    *_updates(),
 )

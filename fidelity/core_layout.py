@@ -45,9 +45,14 @@ def run_core_layout(
     stores: dict[str, Path],
     forward_only_first: bool = False,
     script: Path | None = None,
+    mini_steps: int = 1,
 ) -> RankResult:
-    """As `fidelity.layout.run_layout`, whose arguments these are. No such tree has a script."""
+    """As `fidelity.layout.run_layout`, whose arguments these are.
+
+    No such tree has a script, and what comes before the first of several steps is called by a loop.
+    """
     assert script is None
+    assert mini_steps == 1
     args = core_only.initialize(argv)
     observer, result = Observer(), RankResult()
     models = core_only.wrap(args, core_only.build_chunks(args))

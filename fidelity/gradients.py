@@ -7,7 +7,7 @@ together and compared with those of one process.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,17 @@ def collect(models: list[torch.nn.Module], gradients: dict[int, torch.Tensor]) -
             values = values.reshape((1,) * tensor.prepend_axis_num + values.shape)
             pieces.append(Piece(tensor.key, tensor.global_shape, tensor.global_offset, values))
     return pieces
+
+
+def of_step(pieces: list[Piece], number: int) -> list[Piece]:
+    """The pieces under names that tell the optimizer steps of an update apart.
+
+    Args:
+        number: of the step, from 0 on. The pieces of the first one keep their names.
+    """
+    if not number:
+        return pieces
+    return [replace(piece, name=f"{piece.name}, step {number + 1}") for piece in pieces]
 
 
 def _with(state: dict[str, Any], gradients: dict[int, torch.Tensor]) -> Iterator[tuple[str, Any]]:

@@ -15,10 +15,11 @@ import torch
 
 from fidelity.gradients import assemble
 from fidelity.observe import Observed, RankResult
-from fidelity.reference import Reference
+from fidelity.reference import Reference, Wrong
 from fidelity.rollouts import CONTROLS, Sampled
 
 Pair = tuple[int, int]
+CLEARLY = 1e-2  # by how much gradients must differ from those of a wrong update, at least
 
 
 def gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
@@ -37,12 +38,24 @@ def gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 
 
 class Judge:
-    """Knows what was recorded, and what one process computed from it."""
+    """Knows what was recorded, and what one process computed from it.
 
-    def __init__(self, rollouts: list[Sampled], reference: Reference, tolerance: float) -> None:
-        self.reference, self.tolerance = reference, tolerance
+    Args:
+        controls: the phases with wrong routes that a training has.
+    """
+
+    def __init__(
+        self,
+        rollouts: list[Sampled],
+        reference: Reference,
+        tolerance: float,
+        controls: tuple[str, ...] = (*CONTROLS,),
+    ) -> None:
+        self.reference, self.tolerance, self.controls = reference, tolerance, controls
         self.gradients = assemble(reference.gradients)
-        self.routes_LTK = np.concatenate([r.routes_LTK for r in rollouts], axis=1)
+        self.routes_LTK = reference.routes_LTK
+        if self.routes_LTK is None:
+            self.routes_LTK = np.concatenate([r.routes_LTK for r in rollouts], axis=1)
         self.recorded_T = np.concatenate([r.recorded_T for r in rollouts])
 
     def row(self, results: list[RankResult]) -> dict[str, object]:
@@ -55,13 +68,19 @@ class Judge:
             "dispatched_as_recorded": self.dispatched(results, "right"),
             "loss_matches": bool(loss <= self.tolerance),
             "grads_match": bool(gradient <= self.tolerance),
-            "controls": {name: self._caught(results, name) for name in CONTROLS},
+            "controls": {
+                **{name: self._caught(results, name) for name in self.controls},
+                **{name: self._differs(results, w) for name, w in self.reference.wrong.items()},
+            },
             "tolerance": self.tolerance,
             "loss_error": loss,
             "grad_error": gradient,
             "passes": sorted({"grad" if o.grad else "no grad" for o in _seen(results, "right")}),
             **({"expert_bias_matches": self._biases_match(biases)} if biases else {}),
-            "verify_dispatch": min([r.dispatched.get("right", 0.0) for r in results]),
+            # the witness compares with the store, which does not have the routes of R2
+            **(
+                {} if self.reference.routes_LTK is not None else {"verify_dispatch": _told(results)}
+            ),
         }
 
     def _biases_match(self, biases: list[tuple[int, np.ndarray]]) -> bool:
@@ -92,12 +111,26 @@ class Judge:
         gradient = self.errors(results, control)[1]
         return self.dispatched(results, control) < 1.0 and gradient > self.tolerance
 
-    def dispatched(self, results: list[RankResult], phase: str) -> float:
+    def _differs(self, results: list[RankResult], wrong: Wrong) -> bool:
+        """Whether what the ranks saw is not that of an update that is wrong on purpose."""
+        pieces = [piece for r in results for piece in r.gradients["right"]]
+        if gradient_error(assemble(pieces), assemble(wrong.gradients)) <= CLEARLY:
+            return False
+        routes_LTK = wrong.routes_LTK
+        return routes_LTK is None or self.dispatched(results, "right", routes_LTK) < 1.0
+
+    def dispatched(
+        self, results: list[RankResult], phase: str, routes_LTK: np.ndarray | None = None
+    ) -> float:
         """The share of recorded pairs that reached their expert, in the worst layer and pass.
 
         A pass counts where any rank made it. With expert tensor parallelism every shard of an
         expert must get the pair.
+
+        Args:
+            routes_LTK: of all rollouts; None for the right ones.
         """
+        routes_LTK = self.routes_LTK if routes_LTK is None else routes_LTK
         seen = _seen(results, phase)
         shards = {o.shard for o in seen}
         shares = [0.0 if not any(o.grad for o in seen) else 1.0]
@@ -106,10 +139,10 @@ class Judge:
             for grad in passes | {True}:
                 for shard in shards:
                     calls = [o for o in seen if (o.layer, o.grad, o.shard) == (layer, grad, shard)]
-                    shares.append(self._share(layer, calls))
+                    shares.append(self._share(layer, calls, routes_LTK))
         return min(shares)
 
-    def _share(self, layer: int, calls: list[Observed]) -> float:
+    def _share(self, layer: int, calls: list[Observed], routes_LTK: np.ndarray) -> float:
         got: Counter[Pair] = Counter()
         for call in calls:
             tokens_P = self._recognise(layer, call.hidden_PH)
@@ -118,7 +151,7 @@ class Judge:
         trace = sorted(self.reference.hidden).index(layer)
         want: Counter[Pair] = Counter(
             (token, expert)
-            for token, route in enumerate(self.routes_LTK[trace].tolist())
+            for token, route in enumerate(routes_LTK[trace].tolist())
             if self.recorded_T[token]
             for expert in route
         )
@@ -148,6 +181,11 @@ class Judge:
 
 def _seen(results: list[RankResult], phase: str) -> list[Observed]:
     return [observed for result in results for observed in result.seen.get(phase, [])]
+
+
+def _told(results: list[RankResult]) -> float:
+    """What the witness says of itself on the rank that saw the least, 0 where it says nothing."""
+    return min([result.dispatched.get("right", 0.0) for result in results])
 
 
 def _same(values: Iterable[float]) -> float:

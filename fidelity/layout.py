@@ -1,8 +1,8 @@
-"""One layout: Megatron's own training loop, four steps over the same rollouts.
+"""One layout: Megatron's own training loop, in phases over the same rollouts.
 
-The first step replays the right routes. Each other step replays the routes of one control. The
-learning rate is too small to change a weight. Megatron is imported only inside the functions that
-ranks run.
+The first phase replays the right routes. Each other phase replays the routes of one control. A
+phase is one step whose learning rate is too small to change a weight, or the only phase has several
+steps that do change the weights. Megatron is imported only inside the functions that ranks run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fidelity.gradients import collect
+from fidelity.gradients import collect, of_step
 from fidelity.observe import Observer, RankResult, biases, forward_only, watched_parts
 from megatron_r3.launch import train, watch_models
 from megatron_r3.training.step import made_of
@@ -26,6 +26,7 @@ def run_layout(
     stores: dict[str, Path],
     forward_only_first: bool = False,
     script: Path | None = None,
+    mini_steps: int = 1,
 ) -> RankResult:
     """Train on `stores["right"]`, with the routes of each store in turn.
 
@@ -33,6 +34,7 @@ def run_layout(
         forward_only_first: run a forward-only pass over the batch before each step, as a trainer
             does that computes old log-probs.
         script: of the tree, to run instead of our own.
+        mini_steps: optimizer steps on the rollouts. With several there is one phase.
     """
     from fidelity.script import datasets, forward_step
 
@@ -40,7 +42,8 @@ def run_layout(
     observer, result = Observer(), RankResult()
     built: list[torch.nn.Module] = []
     parts = watched_parts(stores, 2 if forward_only_first else 1, result, observer)
-    _watch_steps(observer, result, built, [*stores], forward_only_first)
+    phases = [name for name in stores for _ in range(mini_steps)]
+    _watch_steps(observer, result, built, phases, forward_only_first)
     watch_models(lambda models: observer.attach(built.extend(models) or models))
     with made_of(parts):
         if script is None:
@@ -58,11 +61,16 @@ def _watch_steps(
     phases: list[str],
     forward_only_first: bool,
 ) -> None:
-    """Wrap what Megatron's loop calls for a step, and what ends its backward pass."""
+    """Wrap what Megatron's loop calls for a step, and what ends its backward pass.
+
+    Args:
+        phases: of each step.
+    """
     from megatron.training import get_args, training
 
     train_step, finalize = training.train_step, training.finalize_model_grads
     remaining = iter(phases)
+    finished: list[str] = []
 
     def step(forward_step: Any, data: Any, model: Any, *more: Any, **kwargs: Any) -> Any:
         observer.phase = next(remaining)
@@ -70,12 +78,16 @@ def _watch_steps(
             data = forward_only(get_args(), forward_step, data, model)
         losses, *rest = train_step(forward_step, data, model, *more, **kwargs)
         if losses:
-            result.losses[observer.phase] = float(losses["policy loss"])
+            part = float(losses["policy loss"]) / phases.count(observer.phase)
+            result.losses[observer.phase] = result.losses.get(observer.phase, 0.0) + part
         return losses, *rest
 
     def finalized(models: Any, *more: Any, **kwargs: Any) -> None:
         finalize(models, *more, **kwargs)
-        result.gradients[observer.phase] = collect(built, _gradients(built))
+        number = finished.count(observer.phase)
+        finished.append(observer.phase)
+        pieces = of_step(collect(built, _gradients(built)), number)
+        result.gradients.setdefault(observer.phase, []).extend(pieces)
         if not result.biases:
             result.biases = biases(built)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fidelity.update import Update
 from megatron_r3.cpu import CPU_ARGS
 
 SEQ_LENGTH = 32
 VOCAB_SIZE = 63  # 64 with the NullTokenizer of 0.17, and after padding everywhere
 EXPERTS, TOPK = 8, 2
+ONE_STEP, TWO_STEPS = Update(), Update(mini_steps=2, old="trainer")
 
 COMMON = f"""
 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
@@ -25,7 +27,7 @@ COMMON = f"""
 
 @dataclass(frozen=True)
 class Model:
-    """A model, with or without missing rows in its rollouts.
+    """A model, its rollouts, and the update on them.
 
     Attributes:
         arguments: what differs from the common ones.
@@ -33,6 +35,7 @@ class Model:
         holes: share of the rows that the sampler did not return.
         multiple: every rollout has a multiple of this many input tokens.
         tolerance: relative, of loss and gradients, in another layout.
+        update: what a training does with the rollouts.
     """
 
     arguments: str
@@ -40,6 +43,7 @@ class Model:
     holes: float = 0.0
     multiple: int = 1
     tolerance: float = 2e-5
+    update: Update = ONE_STEP
 
     def argv(self) -> list[str]:
         """The whole of its arguments on a machine without a GPU."""
@@ -86,4 +90,7 @@ MODELS = {
         "--num-layers 4 --bf16 --moe-router-dtype fp32", FOUR, tolerance=BF16
     ),
     "bf16 mtp": Model("--num-layers 4 --bf16 --mtp-num-layers 1", FOUR, tolerance=BF16),
+    "mini-steps": Model("--num-layers 4", FOUR, update=TWO_STEPS),
+    "R2": Model("--num-layers 4", FOUR, update=replace(TWO_STEPS, source="old-policy")),
+    "temperature": Model("--num-layers 4", FOUR, update=Update(temperature=0.7)),
 }

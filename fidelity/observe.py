@@ -87,7 +87,7 @@ class RankResult:
     """What one rank saw, by phase: `right`, and each control.
 
     Attributes:
-        losses: empty where the rank has no last pipeline stage.
+        losses: of several steps the mean; empty where the rank has no last pipeline stage.
         dispatched: the witness's own metric, where this rank was told it.
         biases: the expert bias of each layer after the first step.
     """
@@ -127,8 +127,10 @@ def watched_parts(
     class KeptMetrics(StepMetrics):
         def scalars(self) -> dict[str, float]:
             scalars = super().scalars()
-            if scalars:
-                result.dispatched[observer.phase] = scalars["routes dispatched as recorded"]
+            share = scalars.get("routes dispatched as recorded")
+            if share is not None:  # the least of all steps of a phase
+                before = result.dispatched.get(observer.phase, share)
+                result.dispatched[observer.phase] = min(before, share)
             return scalars
 
     return Parts(preparer=PhasedPreparer, metrics=KeptMetrics)

@@ -1,16 +1,18 @@
 """The reference: one process, each rollout alone, its routes handed over as arrays.
 
 It has no store, no row ids, no batch, no padding and no schedule: only the model and `replaying`.
-It has a loss and advantages of its own, so it shares no formula with the trainer either. Megatron
-is imported only inside the functions that ranks run.
+It has a loss, advantages, a temperature and an optimizer of its own, so it shares no formula with
+the trainer either. Megatron is imported only inside the functions that ranks run.
 
-Shape suffixes (docs/glossary.md): L, T, K.
+Shape suffixes (docs/glossary.md): E, L, T, K.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,28 @@ import numpy as np
 import torch
 
 from fidelity import core_only
-from fidelity.gradients import Piece, collect
+from fidelity.gradients import Piece, collect, of_step
+from fidelity.policy_loss import advantages
 from fidelity.rollouts import Sampled
-from megatron_r3.integrations.layers import local_moe_layers
+from fidelity.update import RATE, Update
+from megatron_r3.integrations.layers import local_moe_layers, local_routers
 from megatron_r3.launch import build_model, initialize
 from megatron_r3.replay import MicrobatchRoutes, replaying
 
 CLIP_EPS = 0.9
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What an update gives that is wrong on purpose.
+
+    Attributes:
+        gradients: of all its steps.
+        routes_LTK: of all rollouts; None where its routes are the right ones.
+    """
+
+    gradients: list[Piece]
+    routes_LTK: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -33,16 +50,20 @@ class Reference:
 
     Attributes:
         hidden: the MoE input of every token of all rollouts, by layer number, float32 `[T, H]`.
-        loss: mean over response tokens.
+        loss: mean over response tokens; of several steps the mean.
         loss_scale: the mean of the absolute losses. Advantages of both signs let most of `loss`
             cancel out, so errors are measured against this.
-        gradients: of that mean.
+        gradients: of the loss of each step.
+        routes_LTK: of all rollouts, where the model chose them itself (R2); else None.
+        wrong: what the wrong updates of `Update.controls` give.
     """
 
     hidden: dict[int, np.ndarray]
     loss: float
     loss_scale: float
     gradients: list[Piece]
+    routes_LTK: np.ndarray | None = None
+    wrong: dict[str, Wrong] = field(default_factory=dict)
 
 
 def build(argv: list[str]) -> tuple[Any, torch.nn.Module]:
@@ -68,73 +89,155 @@ def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Mod
 
 
 def make_reference(
-    rank: int, argv: list[str], rollouts: list[Sampled], checkpoint: Path
+    rank: int,
+    argv: list[str],
+    rollouts: list[Sampled],
+    checkpoint: Path,
+    update: Update,
 ) -> Reference:
-    """Build the model, save it, and run every rollout through it."""
-    return _run(build_and_save(argv, checkpoint)[1], rollouts)
+    """Build the model, save it, and update it on every rollout, in the right and the wrong ways."""
+    model = build_and_save(argv, checkpoint)[1]
+    saved = [parameter.detach().clone() for parameter in model.parameters()]
+    runs = {}
+    for name, way in {"": update, **update.controls()}.items():
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), saved, strict=True):
+                parameter.copy_(value)
+        runs[name] = way.source, _run(model, rollouts, way)
+    source, right = runs.pop("")
+    wrong = {
+        name: Wrong(run.gradients, None if other == source else run.routes_LTK)
+        for name, (other, run) in runs.items()
+    }
+    routes_LTK = right.routes_LTK if source == "old-policy" else None
+    return replace(right, routes_LTK=routes_LTK, wrong=wrong)
 
 
-def _run(model: torch.nn.Module, rollouts: list[Sampled]) -> Reference:
-    hidden = _watch_moe_inputs(model)
-    numbers = sorted(hidden)
-    gradients = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
-    advantages = _advantages(rollouts)
-    total, positive, num_tokens = 0.0, 0.0, 0
-    for sampled, advantage in zip(rollouts, advantages, strict=True):
-        losses = _losses(model, sampled, advantage, numbers)
-        losses.sum().backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                gradients[id(parameter)] += parameter.grad.float()
-                parameter.grad = None
-        total, positive = total + losses.sum().item(), positive + losses.abs().sum().item()
-        num_tokens += int(sampled.response.sum())
-    gradients = {i: gradient / num_tokens for i, gradient in gradients.items()}
+def _run(model: torch.nn.Module, rollouts: list[Sampled], update: Update) -> Reference:
+    rollouts, old = [*rollouts], [s.logprobs[1:] for s in rollouts]
+    rewards, groups = [s.reward for s in rollouts], [s.group for s in rollouts]
+    chosen = advantages(rewards, groups, normalised=True)
+    loss, loss_scale, gradients = 0.0, 0.0, []
+    with _moe_inputs(model) as hidden:
+        for number, part in enumerate(update.steps(len(rollouts))):
+            first = not number
+            # A step whose routes are the trainer's own choice of this moment runs live.
+            live = update.source == "live" or (update.source == "old-policy" and first)
+            for index in range(len(rollouts)) if first else part:
+                if live:
+                    routes_LTK = _chosen_routes(model, rollouts[index])
+                    rollouts[index] = replace(rollouts[index], routes_LTK=routes_LTK)
+                if update.old == "newest" or (update.old == "trainer" and first):
+                    with torch.no_grad():
+                        nll_T = nll(model, rollouts[index], update.temperature)
+                    old[index] = -nll_T.double().numpy()
+            sums = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
+            total, positive, num_tokens = 0.0, 0.0, 0
+            for index in part:
+                sampled = rollouts[index]
+                nll_T = nll(model, sampled, update.temperature, live)
+                losses_T = _losses(nll_T, old[index], sampled, chosen[index])
+                losses_T.sum().backward()
+                _take_gradients(model, sums)
+                total += losses_T.sum().item()
+                positive += losses_T.abs().sum().item()
+                num_tokens += int(sampled.response.sum())
+            means = {i: gradient / num_tokens for i, gradient in sums.items()}
+            gradients += of_step(collect([model], means), number)
+            loss += total / num_tokens / update.mini_steps
+            loss_scale += positive / num_tokens / update.mini_steps
+            if update.mini_steps > 1:
+                _descend(model, means)
     return Reference(
         hidden={number: np.concatenate(parts) for number, parts in hidden.items()},
-        loss=total / num_tokens,
-        loss_scale=positive / num_tokens,
-        gradients=collect([model], gradients),
+        loss=loss,
+        loss_scale=loss_scale,
+        gradients=gradients,
+        routes_LTK=np.concatenate([s.routes_LTK for s in rollouts], axis=1),
     )
 
 
-def _losses(
-    model: torch.nn.Module, sampled: Sampled, advantage: float, numbers: list[int]
+def nll(
+    model: torch.nn.Module, sampled: Sampled, temperature: float = 1.0, live: bool = False
 ) -> torch.Tensor:
-    """-min(r A, clip(r) A) of every response token, `[1, T]`, 0 elsewhere."""
+    """-log p of each next token, float32 `[T]`, with the rollout's own experts.
+
+    Args:
+        temperature: what the logits are divided by.
+        live: whether the model chooses its experts instead.
+    """
     tokens = torch.from_numpy(sampled.tokens).long()[None]
     mask = torch.from_numpy(sampled.response[1:]).float()[None]
+    numbers = sorted(local_moe_layers(model))
     ids = {n: torch.from_numpy(sampled.routes_LTK[i]) for i, n in enumerate(numbers)}
     missing_T = torch.from_numpy(~sampled.recorded_T)
     routes = MicrobatchRoutes(ids, live_T=missing_T if missing_T.any() else None)
     positions = torch.arange(tokens.shape[1] - 1)[None]
-    with replaying(routes):
-        nll = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=mask)
-    log_ratio = torch.where(mask > 0, -nll.float() - torch.from_numpy(sampled.logprobs[1:]), 0.0)
-    ratio = log_ratio.exp().float()
-    clipped = ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)
-    gain = torch.minimum(ratio * advantage, clipped * advantage)
-    return -gain * mask
+    given = (tokens[:, :-1], positions, None)
+    with replaying(None if live else routes):
+        if temperature == 1:
+            return model(*given, labels=tokens[:, 1:], loss_mask=mask)[0].float()
+        logprobs_TV = torch.log_softmax(model(*given)[0].float() / temperature, -1)
+    return -logprobs_TV.gather(-1, tokens[0, 1:, None])[:, 0]
 
 
-def _advantages(rollouts: list[Sampled]) -> list[float]:
-    """(reward - mean of the group) / standard deviation of the group."""
-    by_group: dict[int, list[float]] = {}
-    for sampled in rollouts:
-        by_group.setdefault(sampled.group, []).append(sampled.reward)
-    return [
-        float((s.reward - np.mean(by_group[s.group])) / (np.std(by_group[s.group]) + 1e-6))
-        for s in rollouts
+def _losses(
+    nll_T: torch.Tensor, old_T: np.ndarray, sampled: Sampled, advantage: float
+) -> torch.Tensor:
+    """-min(r A, clip(r) A) of every response token, `[T]`, 0 elsewhere."""
+    mask_T = torch.from_numpy(sampled.response[1:]).float()
+    log_ratio_T = torch.where(mask_T > 0, -nll_T - torch.from_numpy(old_T), 0.0)
+    ratio_T = log_ratio_T.exp().float()
+    clipped_T = ratio_T.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)
+    gain_T = torch.minimum(ratio_T * advantage, clipped_T * advantage)
+    return -gain_T * mask_T
+
+
+def _take_gradients(model: torch.nn.Module, sums: dict[int, torch.Tensor]) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            sums[id(parameter)] += parameter.grad.float()
+            parameter.grad = None
+
+
+def _descend(model: torch.nn.Module, gradients: dict[int, torch.Tensor]) -> None:
+    """One step of plain SGD."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= RATE * gradients[id(parameter)]
+
+
+def _chosen_routes(model: torch.nn.Module, sampled: Sampled) -> np.ndarray:
+    """The routes `[L, T, K]` that the model chooses for a rollout now."""
+    maps: dict[int, torch.Tensor] = {}
+
+    def keep(number: int, map_TE: torch.Tensor) -> None:
+        maps[number] = map_TE.nonzero()[:, 1].reshape(len(map_TE), -1)
+
+    handles = [
+        router.register_forward_hook(lambda _, inputs, output, n=n: keep(n, output[1]))
+        for n, router in local_routers(model).items()
     ]
+    with torch.no_grad():
+        nll(model, sampled, live=True)
+    for handle in handles:
+        handle.remove()
+    return np.stack([maps[number].numpy() for number in sorted(maps)])
 
 
-def _watch_moe_inputs(model: torch.nn.Module) -> dict[int, list[np.ndarray]]:
+@contextmanager
+def _moe_inputs(model: torch.nn.Module) -> Iterator[dict[int, list[np.ndarray]]]:
+    """What reaches every MoE layer in the passes with gradients, pass by pass."""
     hidden: dict[int, list[np.ndarray]] = {}
+    handles = []
     for number, layer in local_moe_layers(model).items():
         hidden[number] = parts = []
 
         def keep(_: Any, inputs: tuple[Any, ...], parts: list[np.ndarray] = parts) -> None:
-            parts.append(inputs[0].detach()[:, 0].float().cpu().numpy().copy())
+            if torch.is_grad_enabled():
+                parts.append(inputs[0].detach()[:, 0].float().cpu().numpy().copy())
 
-        layer.register_forward_pre_hook(keep)
-    return hidden
+        handles.append(layer.register_forward_pre_hook(keep))
+    yield hidden
+    for handle in handles:
+        handle.remove()

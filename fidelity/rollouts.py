@@ -18,7 +18,7 @@ import numpy as np
 
 from fidelity.models import EXPERTS, SEQ_LENGTH, TOPK, VOCAB_SIZE, Model
 from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, StoreInfo, write_shard
+from megatron_r3.store import Rollout, SamplingSettings, StoreInfo, write_shard
 
 NUM_ROLLOUTS = 12
 
@@ -66,6 +66,8 @@ def write_stores(model: Model, rollouts: list[Sampled], folder: Path) -> dict[st
         "right": lambda routes: routes,
         **CONTROLS,
     }
+    temperature = model.update.temperature
+    processed = SamplingSettings(temperature, logprobs_of="processed")
     info = StoreInfo(
         engine="made up",
         engine_version="0",
@@ -73,6 +75,7 @@ def write_stores(model: Model, rollouts: list[Sampled], folder: Path) -> dict[st
         num_experts=EXPERTS,
         topk=TOPK,
         moe_layers=model.moe_layers,
+        sampling=SamplingSettings() if temperature == 1 else processed,
     )
     stores = {}
     for name, change in changes.items():

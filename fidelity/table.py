@@ -19,7 +19,7 @@ from fidelity.observe import RankResult
 from fidelity.reference import CLIP_EPS, make_reference
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from fidelity.rollouts import NUM_ROLLOUTS, make_rollouts, write_stores
+from fidelity.rollouts import CONTROLS, NUM_ROLLOUTS, make_rollouts, write_stores
 from fidelity.trees import training_or_core
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import PackedRollouts
@@ -67,16 +67,20 @@ class Table:
 
     def _run(self, case: Case) -> list[RankResult]:
         prepared = self._prepared(case.model)
+        update = MODELS[case.model].update
         argv = MODELS[case.model].argv() + shlex.split(case.arguments)
         argv += ["--load", str(prepared.checkpoint), "--finetune"]
         argv += ["--no-load-optim", "--no-load-rng", "--exit-on-missing-checkpoint"]
         argv += ["--micro-batch-size", str(case.micro_batch_size)]
-        argv += ["--global-batch-size", str(_batch_size(argv, prepared.stores["right"]))]
+        samples, rest = divmod(_batch_size(argv, prepared.stores["right"]), update.mini_steps)
+        assert not rest, f"the samples cannot be shared out to {update.mini_steps} steps"
+        argv += ["--global-batch-size", str(samples)]
         if "--eval-iters" not in argv:
             argv += ["--eval-iters", "0"]
         argv += ["--rollouts", str(prepared.stores["right"]), "--moe-router-replay"]
-        argv += ["--rollouts-clip-eps", str(CLIP_EPS), "--train-iters", str(len(prepared.stores))]
-        argv += ["--lr", "1e-30", "--min-lr", "0", "--log-interval", "1"]
+        steps = len(prepared.stores) * update.mini_steps
+        argv += ["--rollouts-clip-eps", str(CLIP_EPS), "--train-iters", str(steps)]
+        argv += ["--lr", "1e-30", "--min-lr", "0", "--log-interval", "1", *update.argv()]
         argv += ["--moe-router-replay-verify-dispatch", "--moe-router-replay-verify-plan"]
         has_loop = training_or_core(self.worker.tree) == "megatron.training"
         return self.worker.run(
@@ -86,6 +90,7 @@ class Table:
             prepared.stores,
             case.forward_only_first,
             self.worker.tree / case.script if case.script else None,
+            update.mini_steps,
             timeout_s=TIMEOUT_S,
         )
 
@@ -95,12 +100,21 @@ class Table:
             rollouts = make_rollouts(model)
             argv = [*model.argv(), "--micro-batch-size", "1"]
             (reference,) = self.worker.run(
-                make_reference, 1, argv, rollouts, folder / "checkpoint", timeout_s=TIMEOUT_S
+                make_reference,
+                1,
+                argv,
+                rollouts,
+                folder / "checkpoint",
+                model.update,
+                timeout_s=TIMEOUT_S,
             )
+            # once the weights have moved, a phase with wrong routes would differ for that alone
+            controls = (*CONTROLS,) if model.update.mini_steps == 1 else ()
+            stores = write_stores(model, rollouts, folder)
             self._models[name] = _Prepared(
                 folder / "checkpoint",
-                write_stores(model, rollouts, folder),
-                Judge(rollouts, reference, model.tolerance),
+                {phase: stores[phase] for phase in ("right", *controls)},
+                Judge(rollouts, reference, model.tolerance, controls),
             )
         return self._models[name]
 
@@ -134,8 +148,9 @@ def passed(row: dict[str, object]) -> bool:
     controls = row.get("controls")
     return (
         "error" not in row
-        and row["dispatched_as_recorded"] == row["verify_dispatch"] == 1.0
+        and row["dispatched_as_recorded"] == row.get("verify_dispatch", 1.0) == 1.0
         and bool(row["loss_matches"] and row["grads_match"])
+        and bool(controls)
         and isinstance(controls, dict)
         and all(controls.values())
         and all(row.get(name, True) for name in ("bitwise", "every_pass_seen", BIAS))

@@ -1,0 +1,63 @@
+"""What a case's training does with its rollouts: the optimizer steps, the old policy, the routes.
+
+The reference does the same by itself, and once more for each way that is wrong on purpose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+# With several optimizer steps the weights must really change in between: this rate moves log-probs
+# by some tenths. SGD without momentum, because the first steps of Adam hide a gradient's size.
+RATE = 1.0
+_SGD = "--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr-decay-style constant"
+
+
+@dataclass(frozen=True)
+class Update:
+    """How the weights are updated on the rollouts.
+
+    Attributes:
+        temperature: the one at which the rollouts were sampled.
+        mini_steps: optimizer steps, each on an equal part of the rollouts, in their order.
+        old: whose log-probs the ratio divides by: the "sampler", or the "trainer" before the first
+            step. "newest" is wrong: the trainer before each step.
+        source: whose routes the tokens take: the "rollout", or the "old-policy", which is the
+            trainer before the first step. "live" is wrong: each step chooses for itself.
+        last_first: wrong: the last part of the rollouts comes first.
+    """
+
+    temperature: float = 1.0
+    mini_steps: int = 1
+    old: str = "sampler"
+    source: str = "rollout"
+    last_first: bool = False
+
+    def argv(self) -> list[str]:
+        """The options that ask a training for it. A store says the temperature itself."""
+        if self.mini_steps == 1:
+            return []
+        options = f"{_SGD} --lr {RATE} --min-lr {RATE} --rollouts-mini-steps {self.mini_steps} "
+        options += f"--rollouts-old-policy {self.old} --moe-router-replay-source {self.source}"
+        return options.split()
+
+    def steps(self, num_rollouts: int) -> list[range]:
+        """The rollouts of each optimizer step."""
+        size, rest = divmod(num_rollouts, self.mini_steps)
+        assert not rest, f"{num_rollouts} rollouts in {self.mini_steps} steps"
+        parts = [range(i * size, (i + 1) * size) for i in range(self.mini_steps)]
+        return parts[::-1] if self.last_first else parts
+
+    def controls(self) -> dict[str, Update]:
+        """Wrong ways, each with one fault, whose gradients must not be those of the training."""
+        wrong = {}
+        if self.temperature != 1:
+            wrong["temperature_1"] = replace(self, temperature=1.0)
+        if self.mini_steps > 1:
+            wrong["sampler_is_old"] = replace(self, old="sampler")
+            wrong["newest_is_old"] = replace(self, old="newest")
+            wrong["swap_mini_steps"] = replace(self, last_first=True)
+        if self.source == "old-policy":
+            wrong["routes_of_rollouts"] = replace(self, source="rollout")
+            wrong["live_routes"] = replace(self, source="live")
+        return wrong
