@@ -10,7 +10,7 @@ Shape suffixes (docs/glossary.md): E, L, T, K.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -123,29 +123,23 @@ def _run(model: torch.nn.Module, rollouts: list[Sampled], update: Update) -> Ref
             first = not number
             # A step whose routes are the trainer's own choice of this moment runs live.
             live = update.source == "live" or (update.source == "old-policy" and first)
+            its_own = update.old == "newest" or (update.old == "trainer" and first)
+            # Example: before the first of two steps the trainer is the old policy of all rollouts.
             for index in range(len(rollouts)) if first else part:
                 if live:
-                    routes_LTK = _chosen_routes(model, rollouts[index])
-                    rollouts[index] = replace(rollouts[index], routes_LTK=routes_LTK)
-                if update.old == "newest" or (update.old == "trainer" and first):
+                    rollouts[index] = _with_chosen_routes(model, rollouts[index])
+                if its_own:
                     with torch.no_grad():
                         nll_T = nll(model, rollouts[index], update.temperature)
                     old[index] = -nll_T.double().numpy()
-            sums = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
-            total, positive, num_tokens = 0.0, 0.0, 0
-            for index in part:
-                sampled = rollouts[index]
-                nll_T = nll(model, sampled, update.temperature, live)
-                losses_T = _losses(nll_T, old[index], sampled, chosen[index])
-                losses_T.sum().backward()
-                _take_gradients(model, sums)
-                total += losses_T.sum().item()
-                positive += losses_T.abs().sum().item()
-                num_tokens += int(sampled.response.sum())
-            means = {i: gradient / num_tokens for i, gradient in sums.items()}
+            losses, means = _step(
+                model,
+                lambda sampled, live=live: nll(model, sampled, update.temperature, live),
+                [(rollouts[index], old[index], chosen[index]) for index in part],
+            )
             gradients += of_step(collect([model], means), number)
-            loss += total / num_tokens / update.mini_steps
-            loss_scale += positive / num_tokens / update.mini_steps
+            loss += losses[0] / update.mini_steps
+            loss_scale += losses[1] / update.mini_steps
             if update.mini_steps > 1:
                 _descend(model, means)
     return Reference(
@@ -155,6 +149,31 @@ def _run(model: torch.nn.Module, rollouts: list[Sampled], update: Update) -> Ref
         gradients=gradients,
         routes_LTK=np.concatenate([s.routes_LTK for s in rollouts], axis=1),
     )
+
+
+def _step(
+    model: torch.nn.Module,
+    nll_of: Callable[[Sampled], torch.Tensor],
+    part: list[tuple[Sampled, np.ndarray, float]],
+) -> tuple[tuple[float, float], dict[int, torch.Tensor]]:
+    """The mean loss and the mean absolute loss of one step; its gradients by id of the parameter.
+
+    Args:
+        part: the rollouts of the step, each with its old log-probs `[T]` and its advantage.
+    """
+    gradients = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
+    total, positive, num_tokens = 0.0, 0.0, 0
+    for sampled, old_T, advantage in part:
+        losses_T = _losses(nll_of(sampled), old_T, sampled, advantage)
+        losses_T.sum().backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                gradients[id(parameter)] += parameter.grad.float()
+                parameter.grad = None
+        total, positive = total + losses_T.sum().item(), positive + losses_T.abs().sum().item()
+        num_tokens += int(sampled.response.sum())
+    means = {i: gradient / num_tokens for i, gradient in gradients.items()}
+    return (total / num_tokens, positive / num_tokens), means
 
 
 def nll(
@@ -193,13 +212,6 @@ def _losses(
     return -gain_T * mask_T
 
 
-def _take_gradients(model: torch.nn.Module, sums: dict[int, torch.Tensor]) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            sums[id(parameter)] += parameter.grad.float()
-            parameter.grad = None
-
-
 def _descend(model: torch.nn.Module, gradients: dict[int, torch.Tensor]) -> None:
     """One step of plain SGD."""
     with torch.no_grad():
@@ -207,8 +219,8 @@ def _descend(model: torch.nn.Module, gradients: dict[int, torch.Tensor]) -> None
             parameter -= RATE * gradients[id(parameter)]
 
 
-def _chosen_routes(model: torch.nn.Module, sampled: Sampled) -> np.ndarray:
-    """The routes `[L, T, K]` that the model chooses for a rollout now."""
+def _with_chosen_routes(model: torch.nn.Module, sampled: Sampled) -> Sampled:
+    """The rollout with the routes that the model chooses for it now."""
     maps: dict[int, torch.Tensor] = {}
 
     def keep(number: int, map_TE: torch.Tensor) -> None:
@@ -222,7 +234,8 @@ def _chosen_routes(model: torch.nn.Module, sampled: Sampled) -> np.ndarray:
         nll(model, sampled, live=True)
     for handle in handles:
         handle.remove()
-    return np.stack([maps[number].numpy() for number in sorted(maps)])
+    routes_LTK = np.stack([maps[number].numpy() for number in sorted(maps)])
+    return replace(sampled, routes_LTK=routes_LTK)
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# With several optimizer steps the weights must really change in between: this rate moves log-probs
-# by some tenths. SGD without momentum, because the first steps of Adam hide a gradient's size.
+# With several optimizer steps the weights must really change in between: at this rate the gradients
+# of the second step change by as much as their own size. SGD without momentum, because the first
+# steps of Adam hide a gradient's size.
 RATE = 1.0
 _SGD = "--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr-decay-style constant"
 

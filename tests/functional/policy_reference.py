@@ -3,7 +3,7 @@
 As `fidelity/reference.py`, which has one loss, but with the losses of `fidelity/policy_loss.py`.
 Megatron is imported only inside the functions that ranks run.
 
-Shape suffixes (docs/glossary.md): G, K, L, T.
+Shape suffixes (docs/glossary.md): G, T.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import torch
 
 from fidelity.gradients import Piece, collect
 from fidelity.policy_loss import Expected, Response, advantages, expected
-from fidelity.reference import build_and_save
+from fidelity.reference import build_and_save, nll
 from fidelity.rollouts import Sampled
-from megatron_r3.integrations.layers import local_moe_layers
-from megatron_r3.replay import MicrobatchRoutes, replaying
 from megatron_r3.training.losses.loss import LossOptions
 
 
@@ -72,7 +70,7 @@ def make_updates(
     """Build the model, save it, and work out the update of each recipe."""
     model = build_and_save(argv, checkpoint)[1]
     with torch.no_grad():
-        trainer = [-_nll(model, sampled).double().numpy() for sampled in rollouts]
+        trainer = [-nll(model, sampled).double().numpy() for sampled in rollouts]
     wanted, slopes = {}, {}
     for name, recipe in recipes.items():
         right = _responses(rollouts, trainer, recipe)
@@ -150,7 +148,7 @@ def _gradients(
     for key, slope in slopes.items():
         for sampled, slope_T in zip(rollouts, slope, strict=True):
             # A pass for each: the backward pass of Megatron's cross entropy can run only once.
-            logprobs_T = -_nll(model, sampled)
+            logprobs_T = -nll(model, sampled)
             found = torch.autograd.grad(
                 logprobs_T, parameters, torch.from_numpy(slope_T).float(), allow_unused=True
             )
@@ -158,14 +156,3 @@ def _gradients(
                 if gradient is not None:
                     sums[key][id(parameter)] += gradient
     return {key: collect([model], gradients) for key, gradients in sums.items()}
-
-
-def _nll(model: Any, sampled: Sampled) -> torch.Tensor:
-    """-log p of each next token, float32 `[T]`, with the rollout's own experts."""
-    tokens = torch.from_numpy(sampled.tokens).long()[None]
-    numbers = sorted(local_moe_layers(model))
-    ids = {n: torch.from_numpy(sampled.routes_LTK[i]) for i, n in enumerate(numbers)}
-    positions = torch.arange(tokens.shape[1] - 1)[None]
-    with replaying(MicrobatchRoutes(ids)):
-        nll = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
-    return nll[0].float()

@@ -17,7 +17,10 @@ import pytest
 import torch
 from training import PART, Policy, steps_on, stores, train
 
+from fidelity.policy_loss import advantages
+from fidelity.reference import nll
 from fidelity.rig.worker import TreeWorker
+from fidelity.rollouts import Sampled
 from megatron_r3.store import Rollout, RolloutStore
 
 # SGD, because the first steps of Adam divide a gradient by itself and hide its size
@@ -56,8 +59,8 @@ def by_hand(rank: int, argv: list[str], store: Path, mini_steps: int, epochs: in
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     opened = RolloutStore([store])
-    rollouts = [opened.rollout(i) for i in range(len(opened))]
-    advantages = group_advantages(rollouts)
+    rollouts = [as_sampled(opened.rollout(i)) for i in range(len(opened))]
+    chosen = advantages([r.reward for r in rollouts], [r.group for r in rollouts], True)
     steps: Steps = []
     old: dict[int, torch.Tensor] = {}
     for number in range(STEPS):
@@ -75,7 +78,7 @@ def by_hand(rank: int, argv: list[str], store: Path, mini_steps: int, epochs: in
             found.append(new_T.detach())
             ratio_T = (new_T - old[index]).exp()
             gain_T = torch.minimum(
-                ratio_T * advantages[index], ratio_T.clamp(1 - EPS, 1 + EPS) * advantages[index]
+                ratio_T * chosen[index], ratio_T.clamp(1 - EPS, 1 + EPS) * chosen[index]
             )
             total, count = total - gain_T.sum(), count + len(new_T)
         optimizer.zero_grad()
@@ -86,31 +89,22 @@ def by_hand(rank: int, argv: list[str], store: Path, mini_steps: int, epochs: in
     return steps, names
 
 
-def group_advantages(rollouts: list[Rollout]) -> list[float]:
-    groups: dict[tuple[int, int], list[float]] = {}
-    for rollout in rollouts:
-        groups.setdefault((rollout.policy_version, rollout.group), []).append(rollout.reward)
-    result = []
-    for rollout in rollouts:
-        rewards = groups[rollout.policy_version, rollout.group]
-        result.append(float((rollout.reward - np.mean(rewards)) / (np.std(rewards) + 1e-6)))
-    return result
+def as_sampled(rollout: Rollout) -> Sampled:
+    """The rollout of a store as the reference of the fidelity table takes it."""
+    return Sampled(
+        rollout.tokens_N,
+        rollout.response_N.astype(bool),
+        rollout.logprobs_N,
+        rollout.reward,
+        rollout.group,
+        rollout.routes.ids_LTK,
+        rollout.routes.recorded_T,
+    )
 
 
-def logprobs_of(model: Any, rollout: Rollout) -> torch.Tensor:
+def logprobs_of(model: Any, sampled: Sampled) -> torch.Tensor:
     """The trainer's log-probs of the response tokens `[T]`, replayed."""
-    from megatron_r3.integrations.layers import local_routers
-    from megatron_r3.replay import MicrobatchRoutes, replaying
-
-    tokens = torch.from_numpy(rollout.tokens_N).long()[None]
-    numbers = sorted(local_routers(model))
-    ids = {n: torch.from_numpy(rollout.routes.ids_LTK[i]) for i, n in enumerate(numbers)}
-    missing = torch.from_numpy(~rollout.routes.recorded_T)
-    routes = MicrobatchRoutes(ids, live_T=missing if missing.any() else None)
-    positions = torch.arange(tokens.shape[1] - 1)[None]
-    with replaying(routes):
-        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
-    return -losses[0][torch.from_numpy(rollout.response_N[1:].astype(bool))].float()
+    return -nll(model, sampled)[torch.from_numpy(sampled.response[1:])]
 
 
 @pytest.mark.parametrize(("mini_steps", "epochs"), [(1, 1), (2, 1), (4, 1), (2, 2)])
