@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from fidelity.gradients import Piece, assemble
+from fidelity.gradients import Piece, assemble, of_step
 from fidelity.judge import Judge, gradient_error
 from fidelity.layout import RankResult
 from fidelity.models import MODELS
 from fidelity.observe import Observed
-from fidelity.reference import Reference
+from fidelity.reference import Reference, Wrong
 from fidelity.rollouts import CONTROLS, make_rollouts
 from fidelity.table import passed
 
@@ -127,6 +127,59 @@ def test_a_control_that_nobody_sees_fails(judge):
     unseen.gradients["swap_layers"] = [GRADIENT]
     assert judge.row([unseen])["controls"]["swap_layers"] is False
     assert not passed(judge.row([unseen]))
+
+
+FAR = replace(GRADIENT, values=GRADIENT.values * np.float32(1.02))
+NEAR = replace(GRADIENT, values=GRADIENT.values * np.float32(1.005))
+OTHER = np.roll(ROUTES, 1, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "is_caught"),
+    [
+        (Wrong([FAR], None), True),
+        (Wrong([NEAR], None), False),
+        (Wrong([GRADIENT], None), False),
+        (Wrong([FAR], OTHER), True),
+        (Wrong([NEAR], OTHER), False),
+        (Wrong([FAR], ROUTES), False),  # routes that cannot be told from the right ones
+    ],
+)
+def test_a_wrong_update_must_show_in_gradients_and_in_its_routes(wrong, is_caught):
+    row = Judge(ROLLOUTS, replace(REFERENCE, wrong={"wrong": wrong}), 2e-5).row([result()])
+    assert row["controls"]["wrong"] is is_caught
+    assert passed(row) is is_caught
+
+
+def test_routes_of_the_trainer_take_the_place_of_the_recorded_ones():
+    wrong = {"wrong": Wrong([FAR], OTHER)}
+    own = Judge(ROLLOUTS, replace(REFERENCE, routes_LTK=ROUTES, wrong=wrong), 2e-5, ())
+    row = own.row([result()])
+    assert passed(row)
+    assert [*row["controls"]] == ["wrong"]
+    assert "verify_dispatch" not in row  # the store's routes, which are not taken
+    other = Judge(ROLLOUTS, replace(REFERENCE, routes_LTK=OTHER, wrong=wrong), 2e-5, ())
+    assert other.row([result()])["dispatched_as_recorded"] < 1.0
+
+
+def test_a_row_needs_a_control_and_the_witness(judge):
+    without = Judge(ROLLOUTS, REFERENCE, 2e-5, ())
+    assert not passed(without.row([result()]))
+    silent = result()
+    silent.dispatched.clear()
+    assert not passed(judge.row([silent]))
+
+
+def test_every_step_counts():
+    second = of_step([FAR], 1)
+    assert [piece.name for piece in (*of_step([FAR], 0), *second)] == ["w", "w, step 2"]
+    two = Judge(ROLLOUTS, replace(REFERENCE, gradients=[GRADIENT, *second]), 2e-5)
+    seen = result()
+    assert two.errors([seen], "right")[1] == float("inf")
+    seen.gradients["right"] += second
+    assert two.errors([seen], "right")[1] == 0.0
+    seen.gradients["right"] = [GRADIENT, *of_step([NEAR], 1)]
+    assert two.errors([seen], "right")[1] > 1e-2
 
 
 def test_ranks_must_agree(judge):
