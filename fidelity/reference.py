@@ -4,7 +4,7 @@ It has no store, no row ids, no batch, no padding and no schedule: only the mode
 It has a loss, advantages, a temperature and an optimizer of its own, so it shares no formula with
 the trainer either. Megatron is imported only inside the functions that ranks run.
 
-Shape suffixes (docs/glossary.md): E, L, T, K.
+Shape suffixes (docs/glossary.md): E, K, L, T, V.
 """
 
 from __future__ import annotations

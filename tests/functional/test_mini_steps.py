@@ -60,7 +60,7 @@ def by_hand(rank: int, argv: list[str], store: Path, mini_steps: int, epochs: in
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     opened = RolloutStore([store])
     rollouts = [as_sampled(opened.rollout(i)) for i in range(len(opened))]
-    chosen = advantages([r.reward for r in rollouts], [r.group for r in rollouts], True)
+    advantage = advantages([r.reward for r in rollouts], [r.group for r in rollouts], True)
     steps: Steps = []
     old: dict[int, torch.Tensor] = {}
     for number in range(STEPS):
@@ -78,7 +78,7 @@ def by_hand(rank: int, argv: list[str], store: Path, mini_steps: int, epochs: in
             found.append(new_T.detach())
             ratio_T = (new_T - old[index]).exp()
             gain_T = torch.minimum(
-                ratio_T * chosen[index], ratio_T.clamp(1 - EPS, 1 + EPS) * chosen[index]
+                ratio_T * advantage[index], ratio_T.clamp(1 - EPS, 1 + EPS) * advantage[index]
             )
             total, count = total - gain_T.sum(), count + len(new_T)
         optimizer.zero_grad()
