@@ -26,7 +26,7 @@ TRIES    ?= 10000
 SEED     ?= 0
 # test: how many processes share the tests
 JOBS     ?= $(shell nproc)
-# bench-dispatch, bench-clients and bench-store: the most rounds; the benchmark ends earlier if every ratio tells
+# bench-dispatch, bench-update, bench-clients and bench-store: the most rounds; the benchmark ends earlier if every ratio tells
 ROUNDS   ?= 32
 # bench-store: tokens of a round
 TOKENS   ?= 100000
@@ -54,7 +54,7 @@ BRIDGE   ?=
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
-	bench-dispatch bench-clients bench-store gpu-kit image image-vllm-cpu image-test image-matrix test fuzz lint clean
+	bench-dispatch bench-update bench-clients bench-store gpu-kit image image-vllm-cpu image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -126,6 +126,10 @@ clients: megatron $(BUILD)/clients/.done  ## run the code of RL frameworks on me
 bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: live, replay, replay with a plan
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
 		--rounds $(ROUNDS)
+
+bench-update: megatron  ## measure what the pass of the old policy costs a collection of mini-steps (ONLY=CASE)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.update --out $(BUILD)/bench/update.json \
+		--rounds $(ROUNDS) --only "$(ONLY)"
 
 bench-clients: megatron $(BUILD)/clients/.done  ## measure replay of verl, of upstream and of SkyRL (SKYRL=CLONE) beside ours
 	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients $(VENV)/bin/python -m benchmarks.clients \

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dispatch_ranks import MODES, Recorded, ratios_to_live, record, timed
+from benchmarks.dispatch_ranks import MODES, Recorded, ratios, record, timed
 from benchmarks.interval import CONFIDENCE, median_of, shown
 from benchmarks.machine import machine_at_start
 from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
@@ -167,7 +167,7 @@ def summarise(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ratio(seconds: dict[str, list[float]], mode: str) -> dict[str, Any] | None:
-    return None if mode == MODES[0] else median_of(ratios_to_live(seconds, mode)).record()
+    return None if mode == MODES[0] else median_of(ratios(seconds, mode, MODES[0])).record()
 
 
 def _line(row: dict[str, Any]) -> str:

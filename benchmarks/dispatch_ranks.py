@@ -123,6 +123,7 @@ class Rounds:
 
     Args:
         most: so many rounds are timed at most.
+        modes: the ways; all others are compared with the first one.
 
     Attributes:
         wall_s, cpu_s: for each way the seconds of its steps, on the rank where they were most. CPU
@@ -131,19 +132,19 @@ class Rounds:
         counting: whether the round that is counted has begun.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.most_steps = len(MODES) * (most + 2)
-        self.wall_s: dict[str, list[float]] = {mode: [] for mode in MODES}
-        self.cpu_s: dict[str, list[float]] = {mode: [] for mode in MODES}
+    def __init__(self, most: int, modes: tuple[str, ...] = MODES) -> None:
+        self.most, self.modes = most, modes
+        self.most_steps = len(modes) * (most + 2)
+        self.wall_s: dict[str, list[float]] = {mode: [] for mode in modes}
+        self.cpu_s: dict[str, list[float]] = {mode: [] for mode in modes}
         self.done, self.counting = 0, False
         self._opened = threading.Condition()
         self._open = -1  # the last step that has begun
 
     def mode(self, step: int | None = None) -> str:
         """The way that a step goes; None: the step that is next."""
-        number, place = divmod(self.done if step is None else step, len(MODES))
-        return turn(MODES, number)[place]
+        number, place = divmod(self.done if step is None else step, len(self.modes))
+        return turn(self.modes, number)[place]
 
     def open_step(self) -> None:
         """Let the thread that prepares micro-batches go on with those of this step."""
@@ -168,14 +169,14 @@ class Rounds:
         Args:
             mine_s: wall and CPU seconds of this rank.
         """
-        mode, (number, place) = self.mode(), divmod(self.done, len(MODES))
+        mode, (number, place) = self.mode(), divmod(self.done, len(self.modes))
         self.done += 1
         most = torch.tensor(mine_s, dtype=torch.float64)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         if number and not self.counting:
             self.wall_s[mode].append(float(most[0]))
             self.cpu_s[mode].append(float(most[1]))
-        if place < len(MODES) - 1:
+        if place < len(self.modes) - 1:
             return False
         if self.counting:
             return True
@@ -186,8 +187,9 @@ class Rounds:
         return False
 
     def ratios(self) -> list[list[float]]:
-        """What must tell: of each way but live, wall and CPU seconds by those of live."""
-        return [ratios_to_live(taken, mode) for taken in self.taken for mode in MODES[1:]]
+        """What must tell: of each way but the first, wall and CPU seconds by those of the first."""
+        first, *others = self.modes
+        return [ratios(taken, mode, first) for taken in self.taken for mode in others]
 
     @property
     def taken(self) -> tuple[dict[str, list[float]], ...]:
@@ -195,9 +197,9 @@ class Rounds:
         return self.wall_s, self.cpu_s
 
 
-def ratios_to_live(seconds: dict[str, list[float]], mode: str) -> list[float]:
-    """The seconds of each step of a way by those of the live step of the same round."""
-    return [mine / live for mine, live in zip(seconds[mode], seconds[MODES[0]], strict=True)]
+def ratios(seconds: dict[str, list[float]], mode: str, first: str) -> list[float]:
+    """The seconds of each step of a way by those of another way in the same round."""
+    return [mine / theirs for mine, theirs in zip(seconds[mode], seconds[first], strict=True)]
 
 
 @dataclass

@@ -27,6 +27,7 @@ from benchmarks.report_gpu import (
     shows,
     table,
 )
+from benchmarks.update_ranks import PASSES
 from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +67,12 @@ def documents(root: Path) -> dict[Path, str]:
     readme, gpu = root / "README.md", root / "docs" / "gpu.md"
     bench = root / "benchmarks" / "README.md"
     text = bench.read_text()
-    parts = {"dispatch": dispatch_part, "clients": clients_part, "store": store_part}
+    parts = {
+        "dispatch": dispatch_part,
+        "update": update_part,
+        "clients": clients_part,
+        "store": store_part,
+    }
     for name, make in parts.items():
         recorded = [path for path in results if path.name.startswith(f"{name}-cpu-")]
         text = filled(text, name, make(recorded[-1]) if recorded else "No run is recorded.", bench)
@@ -184,6 +190,31 @@ def dispatch_part(path: Path) -> str:
         f"check of a step before its update\n{min(checking):.1%} to {max(checking):.1%}."
     )
     return f"{_recorded(found, path)}, CPU tensors and gloo\n\n{table(head, rows)}\n\n{shares}"
+
+
+def update_part(path: Path) -> str:
+    """The table of `make bench-update`: a ratio that cannot be told from 1 is not in it."""
+    found = json.loads(path.read_text())
+    rows = [
+        [
+            str(row["ep"]),
+            str(row["mini_steps"]),
+            row["way"],
+            f"{row[PASSES]:.0f}",
+            f"{row[WAITS]:.1f}",
+            f"{row['collection_wall_ms']:.0f}",
+            f"{row['collection_cpu_ms']:.0f}",
+            *(
+                shown(row[name]) if row[name] else ""
+                for name in ("wall_of_sampler", "cpu_of_sampler")
+            ),
+            str(row["rounds"]),
+        ]
+        for row in found["rows"]
+    ]
+    head = ["EP", "mini-steps", "old policy", "passes", "host waits", "wall, ms", "CPU, ms"]
+    head += ["wall / sampler", "CPU / sampler", "rounds"]
+    return f"{_recorded(found, path)}, CPU tensors and gloo\n\n{table(head, rows)}"
 
 
 def clients_part(path: Path) -> str:
