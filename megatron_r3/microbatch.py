@@ -14,7 +14,7 @@ Shape suffixes (docs/glossary.md): L, T, E, K.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -108,9 +108,10 @@ class MicrobatchRoutes:
         checked: True where the ids are known to be in range and distinct, as those of a verified
             store are. False means that the ids of all layers are checked when the first router
             asks: ids on the host at once, ids on a device with one wait at the end of the block.
-        as_with_gradients: whether a layer orders its experts by score also where gradients are off.
-            Megatron does that only where gradients are on, and sums over experts round by their
-            order. A forward-only pass then gives the bits of the training pass that follows it.
+        as_with_gradients: the layers that order their experts by score also where gradients are
+            off. Megatron does that only where gradients are on, and sums over experts round by
+            their order. With the layers that have gradients on in the forward pass of a training
+            step, a forward-only pass gives the bits of the step that follows it.
 
     Attributes:
         mismatched: for each layer the number of counted tokens whose live choice is another set of
@@ -129,7 +130,7 @@ class MicrobatchRoutes:
     plan: dict[int, LayerSizes] | None = field(default=None, kw_only=True)
     verify_plan: bool = field(default=False, kw_only=True)
     checked: bool = field(default=False, kw_only=True)
-    as_with_gradients: bool = field(default=False, kw_only=True)
+    as_with_gradients: Collection[int] = field(default=(), kw_only=True)
     mismatched: dict[int, Tensor] = field(default_factory=dict, init=False)
     mismatched_T: Tensor | None = field(default=None, init=False)
     used: Counter[int] = field(default_factory=Counter, init=False)
@@ -175,7 +176,7 @@ class MicrobatchRoutes:
         Raises:
             ReplayError: the layer has no routes, or not as many as the router has tokens.
         """
-        if self.as_with_gradients and not torch.is_grad_enabled():
+        if layer_number in self.as_with_gradients and not torch.is_grad_enabled():
             with torch.enable_grad():  # the scores have no graph, so none is made here
                 return self.topk(layer_number, scores_TE, topk, live_topk)
         if self.mode is Mode.RECORD and layer_number not in self.ids:

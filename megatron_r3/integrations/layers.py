@@ -54,6 +54,26 @@ def local_moe_layers(model: torch.nn.Module) -> dict[int, BaseMoELayer]:
     return _by_number(model, BaseMoELayer)
 
 
+def layers_with_gradients(model: torch.nn.Module) -> frozenset[int]:
+    """The MoE layers of a model chunk whose router has gradients on in a step's forward pass.
+
+    A layer that is recomputed runs without them there; its recompute has them. Megatron recomputes
+    (megatron/core/transformer/transformer_block.py and moe/moe_layer.py) all layers ("uniform"),
+    the first ones of each chunk ("block"), or what `recompute_modules` names.
+    """
+    chunk: Any = unwrapped(model)
+    config = chunk.config
+    numbers = frozenset(local_routers(model))
+    if config.recompute_granularity == "selective":
+        return frozenset() if "moe" in config.recompute_modules else numbers
+    if config.recompute_granularity != "full":
+        return numbers
+    if config.recompute_method == "uniform":
+        return frozenset()
+    first = chunk.decoder.layers[: config.recompute_num_layers]
+    return numbers - {layer.layer_number for layer in first}
+
+
 def _by_number(model: torch.nn.Module, kind: Any) -> dict[int, Any]:
     """The modules of a kind by layer number, without the modules inside MTP layers.
 

@@ -63,7 +63,7 @@ class RolloutOptions:
         refuse_missing: whether a token without a recorded route is refused.
         use_plan: whether a token dispatcher of the model asks for dispatch plans.
         verify_plan: whether each plan is compared with what the device counts.
-        verify_dispatch: whether what reached each expert is compared with the store.
+        verify_dispatch: whether what reached each expert is compared with the record.
         mismatch_interval: every how many iterations live and recorded choices are compared; 0 for
             never.
         num_layers: decoder layers of the whole model.

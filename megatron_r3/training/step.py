@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.integrations.layers import local_routers, unwrapped
+from megatron_r3.integrations.layers import layers_with_gradients, local_routers, unwrapped
 from megatron_r3.integrations.layout import RankLayout
 from megatron_r3.integrations.planner import Planner
 from megatron_r3.microbatch import MicrobatchRoutes, Mode
-from megatron_r3.rows import PADDING
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.training.forward import on_device, run_forward
@@ -112,11 +111,14 @@ class RolloutStep:
         self._parts = _parts
         self._guard = self._parts.guard(store, options.scaled_loss)
         self.metrics = self._parts.metrics(options.num_layers, options.log_file)
-        self._witness = DispatchWitness(store) if options.verify_dispatch else None
         # a dense model, or another model than the sampler's, has no routers to compare
         self._has_routes = bool(options.num_experts) and not options.shape_differences(store.info)
         self._layout = RankLayout(options.sequence_parallel)
         self.old_pass = OldPass(options, store, ledger) if options.needs_old_pass else None
+        self._witness = None
+        if options.verify_dispatch:
+            old = None if self.old_pass is None else self.old_pass.policy
+            self._witness = DispatchWitness(store, old)
         self._chunks: WeakKeyDictionary[torch.nn.Module, _Chunk] = WeakKeyDictionary()
         self._first_iteration: int | None = None
 
@@ -163,14 +165,21 @@ class RolloutStep:
         prepared = chunk.preparer.prepare(next(data_iterator), with_plan=False, for_old_pass=True)
         chunk.policies.check(prepared.rollouts)
         host, routes, microbatch = prepared.batch, prepared.routes, None
-        if routes is not None and self.options.replays_routes:
+        replays = self.options.replays_routes
+        # A fused router takes its experts in one order, with gradients and without.
+        if routes is not None and (
+            replays or not getattr(module.config, "moe_router_fusion", False)
+        ):
             microbatch = routes.on_device(
-                chunk.layer_numbers, torch.device("cuda"), as_with_gradients=True
+                chunk.layer_numbers,
+                torch.device("cuda"),
+                mode=Mode.REPLAY if replays else Mode.OBSERVE,
+                as_with_gradients=layers_with_gradients(module),
             )
         batch, policy = on_device(host), self._policy(prepared, False)
         policy.attach(batch["labels"])
         output = run_forward(model, batch, host, microbatch)
-        if routes is not None and microbatch is not None:
+        if routes is not None and microbatch is not None and replays:
             self.old_pass.policy.add_routes(torch.from_numpy(routes.rows_T), microbatch.ids)
 
         def keep(output_BS: Tensor, non_loss_data: bool) -> None:
@@ -268,10 +277,10 @@ class RolloutStep:
         if counted_T is not None:
             self.metrics.add(chunk.number, microbatch)
             if self._witness is not None:
-                # other routes than those of the rollouts are not in the store
                 source_T = self._layout.router_order(prepared.batch["source"]).numpy()
-                own_T = (source_T == SOURCES.index("rollout")) | ~np.bool_(replays)
-                self._witness.watch(microbatch, np.where(own_T, routes.rows_T, PADDING))
+                if not replays:  # what routes live is compared with the rollouts
+                    source_T = np.full_like(source_T, SOURCES.index("rollout"))
+                self._witness.watch(microbatch, routes.rows_T, source_T)
         return microbatch
 
     def _measures(self) -> bool:

@@ -1,4 +1,4 @@
-"""Watch what really reached each expert, after dispatch, and compare it with the store.
+"""Watch what really reached each expert, after dispatch, and compare it with the record.
 
 A dispatcher moves hidden states without arithmetic, so a token's hidden state is recognised at the
 expert by its bytes. Neither the router nor the replay is asked what it did. Two tokens with the
@@ -19,12 +19,20 @@ from torch import Tensor
 from megatron_r3.integrations.layers import local_moe_layers
 from megatron_r3.microbatch import MicrobatchRoutes
 from megatron_r3.replay import active_microbatch
+from megatron_r3.rows import PADDING
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
+from megatron_r3.training.old_policy import OldPolicy
 from megatron_r3.training.refuse import refuse
+from megatron_r3.training.schedule import SOURCES
 
 if TYPE_CHECKING:
     from megatron_r3.training.metrics import StepMetrics
+
+_ROLLOUT, _OLD_POLICY = SOURCES.index("rollout"), SOURCES.index("old-policy")
+
+
+Rows = tuple[np.ndarray, np.ndarray]  # row ids, and whose routes they take
 
 
 def row_hashes(hidden_TH: Tensor) -> np.ndarray:
@@ -64,15 +72,27 @@ def matches(expected: np.ndarray, ignored: np.ndarray, received: np.ndarray) -> 
 
 
 class DispatchWitness:
-    """Counts, in every pass of watched microbatches, the pairs that reached the recorded expert."""
+    """Counts, in every pass of watched microbatches, the pairs that reached the recorded expert.
 
-    def __init__(self, store: RolloutStore) -> None:
-        self.store = store
-        self.rows: WeakKeyDictionary[MicrobatchRoutes, np.ndarray] = WeakKeyDictionary()
+    Args:
+        store: the record of the rollouts.
+        old: the record of the old policy. None: there is none, so nothing is expected of the tokens
+            that would take its routes.
+    """
 
-    def watch(self, microbatch: MicrobatchRoutes, rows_T: np.ndarray) -> None:
-        """Watch this microbatch; `rows_T` are its row ids in the router's order."""
-        self.rows[microbatch] = rows_T
+    def __init__(self, store: RolloutStore, old: OldPolicy | None = None) -> None:
+        self.store, self.old = store, old
+        self.rows: WeakKeyDictionary[MicrobatchRoutes, Rows] = WeakKeyDictionary()
+
+    def watch(self, microbatch: MicrobatchRoutes, rows_T: np.ndarray, source_T: np.ndarray) -> None:
+        """Watch this microbatch.
+
+        Args:
+            rows_T: its row ids, in the router's order.
+            source_T: whose routes each token takes, an index of `SOURCES`; nothing is expected of a
+                token that routes live.
+        """
+        self.rows[microbatch] = rows_T, source_T
 
     def attach(self, model: torch.nn.Module, result: StepMetrics) -> None:
         """Put hooks before dispatch and before the experts of every MoE layer of a model chunk."""
@@ -90,7 +110,8 @@ class DispatchWitness:
             microbatch = active_microbatch()
             if microbatch is not None and microbatch in self.rows:
                 hashes_T = row_hashes(hidden_states.reshape(-1, hidden_states.shape[-1]))
-                sent["pairs"] = self._sent(number, self.rows[microbatch], hashes_T, routing_map)
+                recorded = self._recorded(number, *self.rows[microbatch])
+                sent["pairs"] = self._sent(recorded, hashes_T, routing_map)
             return dispatch_preprocess(hidden_states, routing_map, probs)
 
         def before_experts(_: Any, inputs: tuple[Any, ...]) -> None:
@@ -106,27 +127,35 @@ class DispatchWitness:
         layer.experts.register_forward_pre_hook(before_experts)
 
     def _sent(
-        self, number: int, rows_T: np.ndarray, hashes_T: np.ndarray, routing_map: Tensor
+        self, recorded: dict[int, np.ndarray], hashes_T: np.ndarray, routing_map: Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
         """(expected, ignored) pairs of this rank's tokens."""
-        recorded = self._recorded(number, rows_T)
         tokens = np.repeat(list(recorded), self.store.info.topk).astype(np.int64)
         experts = np.concatenate([*recorded.values(), np.zeros(0, np.uint8)])
         other_P2 = np.argwhere(routing_map.detach().cpu().numpy())
         other_P2 = other_P2[~np.isin(other_P2[:, 0], list(recorded))]
         return _pairs(hashes_T[tokens], experts), _pairs(hashes_T[other_P2[:, 0]], other_P2[:, 1])
 
-    def _recorded(self, number: int, rows_T: np.ndarray) -> dict[int, np.ndarray]:
+    def _recorded(
+        self, number: int, rows_T: np.ndarray, source_T: np.ndarray
+    ) -> dict[int, np.ndarray]:
         """Each recorded token's route `[K]`.
 
-        The routes are read rollout by rollout. Replay reads them in another way, so a fault in its
-        way shows here.
+        The routes of the store are read rollout by rollout. Replay reads them in another way, so a
+        fault in its way shows here.
         """
+        routes = self._in_store(number, np.where(source_T == _ROLLOUT, rows_T, PADDING))
+        old = np.flatnonzero((source_T == _OLD_POLICY) & (rows_T != PADDING))
+        if self.old is not None and len(old):
+            routes |= zip(old.tolist(), self.old.routes(number, rows_T[old]), strict=True)
+        return routes
+
+    def _in_store(self, number: int, rows_T: np.ndarray) -> dict[int, np.ndarray]:
         trace = self.store.info.moe_layers.index(number - 1)
         rollouts: dict[int, Any] = {}
-        routes = {}
+        routes: dict[int, np.ndarray] = {}
         for token, row in enumerate(rows_T.tolist()):
-            if row < 0:
+            if row == PADDING:
                 continue
             rollout, at = self.store.locate(row)
             if rollout not in rollouts:

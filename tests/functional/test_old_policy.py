@@ -6,14 +6,19 @@ Shape suffixes (docs/glossary.md): B, E, S, T.
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from training import Policy, fails, resumed, same, steps_on, stores, train
+from training import Policy, fails, parts, resumed, same, steps_on, stores, train
 
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.routes import Routes
+from megatron_r3.store import write_shard
+from megatron_r3.training.schedule import SOURCES
 
 TRAINER = ["--rollouts-old-policy", "trainer"]
 TWO = [*TRAINER, "--rollouts-mini-steps", "2"]
@@ -105,16 +110,39 @@ def test_a_training_goes_on_in_the_middle_of_a_collection(
 Maps = list[tuple[int, torch.Tensor]]  # layer, and routing map, of each pass of a router
 
 
-def routed(rank: int, argv: list[str]) -> tuple[list[Maps], list[Maps]]:
-    """Train; the routing maps of the old-policy passes, and of the updates."""
-    from megatron.core.transformer.moe.router import TopKRouter
+@dataclass
+class Trained:
+    """What a rank saw of a training.
 
+    Attributes:
+        passes, updates: the routing maps of the old-policy passes, and of the updates after each.
+        gradients: of the first step, as the optimizer is about to see them.
+        dispatched: the share of pairs that reached the recorded expert, of each step.
+    """
+
+    passes: list[Maps] = field(default_factory=list)
+    updates: list[Maps] = field(default_factory=lambda: [[]])
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    dispatched: list[float] = field(default_factory=list)
+
+
+def routed(rank: int, argv: list[str], shifted: bool = False) -> Trained:
+    """Train and look on.
+
+    Args:
+        shifted: a control: each token takes the old policy's routes of the token before it.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.training import training
+
+    from megatron_r3.training.lookahead import Preparer
+    from megatron_r3.training.metrics import StepMetrics
     from megatron_r3.training.old_pass import OldPass
 
-    in_pass: list[Maps] = []
-    updates: list[Maps] = [[]]
-    current = updates[0]
-    forward, run = TopKRouter.forward, OldPass._run
+    seen = Trained()
+    current = seen.updates[0]
+    forward, run, take = TopKRouter.forward, OldPass._run, Preparer._take_old
+    finalize, scalars = training.finalize_model_grads, StepMetrics.scalars
 
     def keep(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = forward(self, *args, **kwargs)
@@ -125,37 +153,140 @@ def routed(rank: int, argv: list[str]) -> tuple[list[Maps], list[Maps]]:
         nonlocal current
         current = []
         run(self, *args)
-        in_pass.append(current)
+        seen.passes.append(current)
         current = []
-        updates.append(current)
+        seen.updates.append(current)
 
-    TopKRouter.forward, OldPass._run = keep, passed
+    def finalized(models: Any, *args: Any, **kwargs: Any) -> None:
+        finalize(models, *args, **kwargs)
+        if not seen.gradients:
+            seen.gradients = {
+                f"{chunk}.{name}": p.main_grad.clone()
+                for chunk, model in enumerate(models)
+                for name, p in model.named_parameters()
+            }
+
+    def kept(self: Any) -> dict[str, float]:
+        found = scalars(self)
+        seen.dispatched.append(found["routes dispatched as recorded"])
+        return found
+
+    def shift(self: Any, routes: Any, here_T: np.ndarray) -> None:
+        take(self, routes, here_T)
+        routes.ids_LTK[:, here_T] = np.roll(routes.ids_LTK[:, here_T], 1, axis=1)
+
+    TopKRouter.forward, OldPass._run, StepMetrics.scalars = keep, passed, kept
+    training.finalize_model_grads = finalized
+    if shifted:
+        Preparer._take_old = shift
     train(rank, argv)
-    return in_pass, [maps for maps in updates if maps]
+    seen.updates = [maps for maps in seen.updates if maps]
+    return seen
 
 
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
 FULL += ["--recompute-num-layers", "1"]
+PACK = ["--rollouts-pack", "--micro-batch-size", "1", "--global-batch-size", "2"]
+OF_R2 = {name: LAYOUTS[name] for name in ("1", "PP2 VPP2", "EP2", "CP2")}
+OF_R2 |= {"packs": (1, PACK), "packs, CP2": (2, [*PACK, *LAYOUTS["CP2"][1]])}
 
 
-@pytest.mark.parametrize("layout", ["1", "PP2 VPP2", "EP2", "CP2"])
+@pytest.mark.parametrize("layout", OF_R2)
 def test_r2_updates_take_the_routes_of_the_pass(
     patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
 ) -> None:
-    ranks, more = LAYOUTS[layout]
+    ranks, more = OF_R2[layout]
     store = stores(policy, tmp_path, mixed=True)
     argv = steps_on(policy, store, 4, *TWO, *more, *FULL)
-    for passes, updates in patched.run(routed, ranks, [*argv, *R2], timeout_s=240):
-        assert len(passes) == len(updates) == 2
-        for recorded, replayed in zip(passes, updates, strict=True):
+    r2 = patched.run(routed, ranks, [*argv, *R2], timeout_s=240)
+    for rank in r2:
+        assert len(rank.passes) == len(rank.updates) == 2
+        for recorded, replayed in zip(rank.passes, rank.updates, strict=True):
             assert _by_layer(replayed) == _by_layer(recorded, times=2)  # forward and recompute
+        assert rank.dispatched == [1.0] * 4
     # control: live routing moves on with the weights
     live = patched.run(routed, ranks, [*argv, "--moe-router-replay-source", "live"], timeout_s=240)
     assert any(
         _by_layer(replayed) != _by_layer(recorded, times=2)
-        for passes, updates in live
-        for recorded, replayed in zip(passes, updates, strict=True)
+        for rank in live
+        for recorded, replayed in zip(rank.passes, rank.updates, strict=True)
     )
+
+
+SIZE = 16  # tokens of a sample, and fewer than those of the shortest rollout
+
+
+def store_without_padding(policy: Policy, folder: Path) -> Path:
+    """Rollouts of SIZE + 1 tokens each, with rewards 0 and 1 in turn.
+
+    Padding tokens route live in a live training, and are spread over the experts in a replayed one.
+    The experts then multiply matrices of other sizes, which may round otherwise.
+    """
+    info, shards = parts(policy)
+    for shard in shards:
+        cut = [
+            replace(
+                rollout,
+                tokens_N=rollout.tokens_N[: SIZE + 1],
+                response_N=rollout.response_N[: SIZE + 1],
+                logprobs_N=rollout.logprobs_N[: SIZE + 1],
+                turns_U2=None,
+                routes=Routes.from_array(rollout.routes.ids_LTK[:, :SIZE], info.num_experts),
+                reward=i % 2,
+            )
+            for i, rollout in enumerate(shard)
+        ]
+        write_shard(folder / "store", replace(info, router_fingerprint=()), cut)
+    return folder / "store"
+
+
+BLOCK = ["--recompute-granularity", "full", "--recompute-method", "block"]
+BLOCK += ["--recompute-num-layers", "2"]
+MOE = ["--recompute-granularity", "selective", "--recompute-modules", "moe"]
+BITWISE = {name: (ranks, [*more, *FULL]) for name, (ranks, more) in OF_R2.items()}
+BITWISE |= {"no recompute": (1, []), "block": (1, BLOCK), "moe": (1, MOE)}
+
+
+@pytest.mark.parametrize("layout", BITWISE)
+def test_the_first_r2_update_is_bitwise_the_live_one(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
+) -> None:
+    """In the first update on a collection the weights are those of the pass."""
+    ranks, more = BITWISE[layout]
+    size = str(2 * SIZE if "packs" in layout else SIZE)
+    argv = steps_on(policy, store_without_padding(policy, tmp_path), 1, *TWO, *more)
+    argv += ["--seq-length", size, "--moe-router-replay-source"]
+    r2, live, r3 = (
+        [rank.gradients for rank in patched.run(routed, ranks, [*argv, source], timeout_s=240)]
+        for source in ("old-policy", "live", "rollout")
+    )
+    assert all(any(bool(gradient.any()) for gradient in rank.values()) for rank in r2)
+    assert same(r2, live)
+    assert not same(r2, r3)  # control: the rollouts have other routes
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("recompute", [FULL, BLOCK, MOE], ids=["full", "block", "moe"])
+def test_a_recompute_does_not_move_the_ratio(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, recompute: list[str], source: str
+) -> None:
+    argv = steps_on(policy, stores(policy, tmp_path, mixed=True), 2, *TWO, *recompute)
+    argv += ["--moe-router-replay-source", source]
+    (seen,) = patched.run(watched, 1, argv, timeout_s=120)
+    pairs = [*zip(on_response(seen, "old"), on_response(seen, "new"), strict=True)]
+    first, second = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+    if source != "live":
+        assert all(torch.equal(old, new) for old, new in first)
+    assert all(torch.allclose(old, new, rtol=0, atol=1e-5) for old, new in first)
+    assert not any(torch.allclose(old, new, rtol=0, atol=1e-5) for old, new in second)
+
+
+def test_routes_that_are_not_those_of_the_pass_show(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    argv = steps_on(policy, stores(policy, tmp_path, mixed=True), 2, *TWO, *R2)
+    (shifted,) = patched.run(routed, 1, argv, shifted=True, timeout_s=120)
+    assert all(share < 0.9 for share in shifted.dispatched)
 
 
 def _by_layer(maps: Maps, times: int = 1) -> dict[int, list[bytes]]:
