@@ -275,10 +275,8 @@ def test_a_recompute_does_not_move_the_ratio(
     (seen,) = patched.run(watched, 1, argv, timeout_s=120)
     pairs = [*zip(on_response(seen, "old"), on_response(seen, "new"), strict=True)]
     first, second = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
-    if source != "live":
-        assert all(torch.equal(old, new) for old, new in first)
-    assert all(torch.allclose(old, new, rtol=0, atol=1e-5) for old, new in first)
-    assert not any(torch.allclose(old, new, rtol=0, atol=1e-5) for old, new in second)
+    assert all(torch.equal(old, new) for old, new in first)
+    assert not any(torch.equal(old, new) for old, new in second)
 
 
 def test_routes_that_are_not_those_of_the_pass_show(

@@ -120,12 +120,12 @@ NAMES = {"from rollout": "rollout", "from old policy": "old-policy", "live": "li
 def compare(
     store: RolloutStore, seen: list[Forward], other: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Check each token of the updates.
+    """Check each token of the old policy's pass, where stale ones are live, and of the updates.
 
     Returns:
-        For each source, how many tokens took its routes, and how many (token, layer) pairs of them
-        would have taken other ones: of the live router, or for stale tokens of their rollout or,
-        where they take those of the old policy, of the live router.
+        Of the updates: for each source, how many tokens took its routes, and how many (token,
+        layer) pairs of them would have taken other ones: of the live router or, where they are
+        live, of their rollout.
     """
     passed = {
         (layer, row): map_TE[token]
@@ -138,12 +138,12 @@ def compare(
     taken, differs = dict.fromkeys(NAMES.values(), 0), dict.fromkeys(NAMES.values(), 0)
     for one in seen:
         for token, row in enumerate(one.rows_T.tolist()):
-            if not one.updates or row < 0:
+            if row < 0:
                 continue
             index, at = store.locate(row)
             is_fresh = rollouts[index].policy_version == 1
-            source = "rollout" if is_fresh else other
-            taken[source] += 1
+            source = "rollout" if is_fresh else other if one.updates else "live"
+            taken[source] += int(one.updates)
             for number, (layer, (map_TE, live_TE)) in enumerate(sorted(one.maps.items())):
                 of_store_E = np.zeros(map_TE.shape[1], bool)
                 of_store_E[rollouts[index].routes.ids_LTK[number, at]] = True
@@ -154,5 +154,5 @@ def compare(
                 }[source]
                 assert (map_TE[token] == want_E).all(), f"row {row}, layer {layer}"
                 without_E = of_store_E if source == "live" else live_TE[token]
-                differs[source] += int((want_E != without_E).any())
+                differs[source] += int(one.updates and (want_E != without_E).any())
     return taken, differs
