@@ -131,18 +131,21 @@ class RolloutOptions:
         return self.replay and self.use.source != "live"
 
     @property
+    def takes_old_routes(self) -> bool:
+        """Whether any token may replay the routes of the old policy."""
+        sources = {self.use.source}
+        if self.use.replay_max_lag is not None:
+            sources.add(self.use.stale_source)
+        return self.replays_routes and "old-policy" in sources
+
+    @property
     def needs_old_pass(self) -> bool:
         """Whether a pass over each collection comes before its first update.
 
         With one update on a collection the trainer of that update is the old policy: its log-probs
         are there without a pass, and its routes are those that it chooses in the update.
         """
-        if self.use.schedule.steps == 1:
-            return False
-        sources = {self.use.source}
-        if self.use.replay_max_lag is not None:
-            sources.add(self.use.stale_source)
-        return self.trainer_is_old or (self.replays_routes and "old-policy" in sources)
+        return self.use.schedule.steps > 1 and (self.trainer_is_old or self.takes_old_routes)
 
     @property
     def document_multiple(self) -> int:

@@ -179,7 +179,7 @@ class RolloutStep:
         batch, policy = on_device(host), self._policy(prepared, False)
         policy.attach(batch["labels"])
         output = run_forward(model, batch, host, microbatch)
-        if routes is not None and microbatch is not None and replays:
+        if routes is not None and microbatch is not None and self.options.takes_old_routes:
             self.old_pass.policy.add_routes(torch.from_numpy(routes.rows_T), microbatch.ids)
 
         def keep(output_BS: Tensor, non_loss_data: bool) -> None:
