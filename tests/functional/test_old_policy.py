@@ -1,6 +1,6 @@
 """Several updates on a collection, from the trainer's own policy at its start.
 
-Shape suffixes (docs/glossary.md): B, E, S, T.
+Shape suffixes (docs/glossary.md): B, E, K, L, N, S, T, U.
 """
 
 from __future__ import annotations
