@@ -3,7 +3,7 @@
 What each router did is compared, token by token, with the store, with its own live choice, and with
 what it did in the pass of the old policy.
 
-Shape suffixes (docs/glossary.md): E, T.
+Shape suffixes (docs/glossary.md): E, K, L, T.
 """
 
 from __future__ import annotations
