@@ -352,7 +352,7 @@ def test_sampling_that_the_loss_does_not_know_is_refused_or_accepted_by_name(
 ) -> None:
     store = sampled(policy, tmp_path / "s", **settings)
     text = refused(patched, policy.arguments(store=store))
-    assert f"sampled with {named}, while the policy loss takes all log-probs at temperature" in text
+    assert f"sampled with {named}, and it does not have what the loss needs for that" in text
     assert "--rollouts-sampling any" in text
     argv = policy.arguments("--rollouts-sampling", "any", store=store)
     assert patched.run(parse, 1, argv) == [""]
@@ -367,14 +367,14 @@ def test_what_a_user_should_know_is_said_at_the_start(
         policy.store,
         tmp_path / "s",
         lambda routes: routes,
-        vocab_size=63,
+        vocab_size=65,
         sampling=SamplingSettings(temperature=0.7),
     )
     more = ("--rollouts-sampling", "any", "--mock-data")
     ended_well, printed = train_on(patched, policy.arguments(*more, store=known), tmp_path / "logs")
     assert ended_well, printed
     said = [line for line in printed.splitlines() if "> rollouts:" in line]
-    padded = next(line for line in said if "softmax has 63 rows, the trainer's " in line)
+    padded = next(line for line in said if "softmax has 65 rows, the trainer's 64" in line)
     assert padded.count("warning:") == 1
     assert any("warning: sampled with temperature 0.7, and trained on" in line for line in said)
     assert any("--data-path and --mock-data are not trained on" in line for line in said)

@@ -48,7 +48,10 @@ def in_training(rank: int, argv: list[str]) -> tuple[dict[int, list[np.ndarray]]
 
 
 def by_hand(rank: int, argv: list[str], store: Path, mini_steps: int, epochs: int) -> Any:
-    """The same updates: log-probs of each step, and the weights at the end."""
+    """The same updates: log-probs of each step, the weights at the end, and how far they moved.
+
+    The last is by how much the updates changed a log-prob of the last step's rollouts, at most.
+    """
     from megatron_r3.launch import build_model, initialize
     from megatron_r3.weights.checkpoint import load_whole
 
@@ -61,6 +64,8 @@ def by_hand(rank: int, argv: list[str], store: Path, mini_steps: int, epochs: in
     opened = RolloutStore([store])
     rollouts = [as_sampled(opened.rollout(i)) for i in range(len(opened))]
     advantage = advantages([r.reward for r in rollouts], [r.group for r in rollouts], True)
+    with torch.no_grad():
+        before = [logprobs_of(model, rollout) for rollout in rollouts]
     steps: Steps = []
     old: dict[int, torch.Tensor] = {}
     for number in range(STEPS):
@@ -86,7 +91,10 @@ def by_hand(rank: int, argv: list[str], store: Path, mini_steps: int, epochs: in
         optimizer.step()
         steps.append(torch.cat(found).double().numpy())
     names = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return steps, names
+    moved = max(
+        float((new_T - before[i]).abs().max()) for i, new_T in zip(chosen, found, strict=True)
+    )
+    return steps, names, moved
 
 
 def as_sampled(rollout: Rollout) -> Sampled:
@@ -107,8 +115,10 @@ def logprobs_of(model: Any, sampled: Sampled) -> torch.Tensor:
     return -nll(model, sampled)[torch.from_numpy(sampled.response[1:])]
 
 
-@pytest.mark.parametrize(("mini_steps", "epochs"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("layout", ["1", "EP2 PP2"])
+@pytest.mark.parametrize(
+    ("mini_steps", "epochs", "layout"),
+    [(1, 1, "1"), (2, 1, "1"), (4, 1, "1"), (2, 2, "1"), (2, 2, "EP2 PP2")],
+)
 def test_updates_are_those_of_a_plain_loop(
     patched: TreeWorker,
     policy: Policy,
@@ -117,13 +127,12 @@ def test_updates_are_those_of_a_plain_loop(
     epochs: int,
     layout: str,
 ) -> None:
-    if layout != "1" and (mini_steps, epochs) != (2, 2):
-        pytest.skip("one case is enough in another layout")
     store = stores(policy, tmp_path, mixed=True)
     more = ["--rollouts-old-policy", "trainer", "--rollouts-mini-steps", str(mini_steps)]
     more += ["--rollouts-epochs", str(epochs), *PLAIN]
     argv = steps_on(policy, store, STEPS, *more)
-    steps, weights = patched.run(by_hand, 1, argv, store, mini_steps, epochs, timeout_s=240)[0]
+    (by_loop,) = patched.run(by_hand, 1, argv, store, mini_steps, epochs, timeout_s=240)
+    steps, weights, moved = by_loop
     ranks, sizes = 1, []
     if layout != "1":
         ranks, sizes = 4, ["--expert-model-parallel-size", "2"]
@@ -140,5 +149,4 @@ def test_updates_are_those_of_a_plain_loop(
             (found,) = (trained[n] for n in trained if n.endswith(name))
             scale = float(weight.abs().max())
             assert float((found - weight).abs().max()) <= 2e-5 * scale, name
-    # control: the updates have moved the log-probs by much more than that
-    assert np.abs(steps[0] - steps[-1][: len(steps[0])]).max() > 1e-2 or mini_steps > 1
+    assert moved > 1e-2  # control: the updates have moved the log-probs by much more than that
