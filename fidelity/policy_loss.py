@@ -64,7 +64,7 @@ def expected(responses: Sequence[Response], options: Any) -> Expected:
         scale = {
             "token-mean": 1.0,  # DAPO, arXiv 2503.14476, equation 8
             "sequence-mean": 1.0 / max(kept, 1),  # GRPO, arXiv 2402.03300, equation 3
-            "fixed-length": 1.0 / options.fixed_length,  # Dr.GRPO, arXiv 2503.20783
+            "fixed-length": 1.0 / (options.fixed_length or 1),  # Dr.GRPO, arXiv 2503.20783
         }[options.aggregation]
         divisor += kept if options.aggregation == "token-mean" else int(kept > 0)
         factor_G = -scale * weight_G * keep_G

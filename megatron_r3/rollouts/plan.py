@@ -27,8 +27,8 @@ _NOBODY_SAYS = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB",
 }
 BIAS = (
-    "the policy loss takes all log-probs at temperature 1 over the whole vocabulary, so its ratio "
-    "would compare two distributions and its gradient would be biased"
+    "the trainer needs the log-probs of the distribution that was drawn from, and what was kept of "
+    "the vocabulary; without them the ratio would compare two distributions"
 )
 
 

@@ -7,6 +7,7 @@ as the updates will be. What it finds is kept by `OldPolicy`.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,7 +47,7 @@ class OldPass:
         """
         schedule = self.options.use.schedule
         step, rest = divmod(self.ledger.consumed(), schedule.batch)
-        assert not rest, "a training on collections is not between two of its steps"
+        assert not rest, "the samples that were used are no whole steps"
         place = schedule.place(step)
         began_at = self.ledger.progress.iteration - step % schedule.steps
         try:
@@ -55,6 +56,8 @@ class OldPass:
                 self._write(place.collection, began_at)
             elif self.policy.collection != place.collection:
                 self._read(place.collection, began_at)
+                if self.options.save_directory != self.options.load_directory:
+                    self._write(place.collection, began_at)  # for the checkpoints to come
         except StoreError as error:
             refuse(str(error))
 
@@ -101,10 +104,17 @@ class OldPass:
     def _write(self, collection: int, began_at: int) -> None:
         if (directory := self.options.save_directory) is None:
             return
-        folder = collection_folder(directory, began_at)
-        self.policy.write(folder, torch.distributed.get_rank(), self._about(collection))
-        if torch.distributed.get_rank() == 0:
-            remove_unneeded(directory, began_at, self.options.use.schedule.steps)
+        folder, rank = collection_folder(directory, began_at), torch.distributed.get_rank()
+        number = [secrets.token_hex(8)]
+        torch.distributed.broadcast_object_list(number, src=0)
+        self.policy.write(folder, rank, self._about(collection), number[0])
+        if rank == 0:
+            # An earlier training with more ranks may have left files of its own.
+            for file in folder.glob("rank-*.safetensors"):
+                if int(file.stem[5:]) >= torch.distributed.get_world_size():
+                    file.unlink()
+            steps = self.options.use.schedule.steps
+            remove_unneeded(directory, self.options.checkpoint_directories, began_at, steps)
 
     def _read(self, collection: int, began_at: int) -> None:
         rows = [batch["rows"].reshape(-1).numpy() for batch in self._batches(collection)]

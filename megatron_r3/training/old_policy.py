@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class OldPolicy:
             self._logprob_table = _Table.of(self._logprobs)
         self._route_tables = {layer: _Table.of(parts) for layer, parts in self._routes.items()}
         self._logprobs, self._routes = [], {}
-        self._is_whole()
+        self._announce_whole()
 
     def wait_for(self, collection: int) -> None:
         """Return when the record of a collection is whole; called by the thread that prepares.
@@ -103,7 +104,7 @@ class OldPolicy:
             self._cancelled = True
             self._changed.notify_all()
 
-    def _is_whole(self) -> None:
+    def _announce_whole(self) -> None:
         assert self.collection is not None
         with self._changed:
             self._ready = self.collection
@@ -117,17 +118,22 @@ class OldPolicy:
         """The ids `[T, K]` that a layer took for these rows; zeros for padding."""
         return self._route_tables[layer].of_rows(rows_T, f"old routes of layer {layer}")
 
-    def write(self, folder: Path, rank: int, about: dict[str, str]) -> None:
+    def write(self, folder: Path, rank: int, about: dict[str, str], number: str) -> None:
         """Write this rank's record into a folder of the collection.
 
         A file has its name only when it is whole.
+
+        Args:
+            number: of the pass, the same on all ranks, and another one for each pass. An earlier
+                training may have left files in the folder, for the same rollouts and from other
+                weights: `read` takes files of one pass alone.
         """
         tensors = {"logprob_rows": self._logprob_table.rows, "logprobs": self._logprob_table.values}
         for layer, table in self._route_tables.items():
             tensors |= {f"route_rows.{layer}": table.rows, f"routes.{layer}": table.values}
         folder.mkdir(parents=True, exist_ok=True)
         waiting = folder / f".rank-{rank:05d}.{os.getpid()}"
-        waiting.write_bytes(save(tensors, metadata=about))
+        waiting.write_bytes(save(tensors, metadata=about | {"pass": number}))
         os.replace(waiting, folder / f"rank-{rank:05d}.safetensors")
 
     def read(self, folder: Path, collection: int, rows: np.ndarray, about: dict[str, str]) -> None:
@@ -143,18 +149,21 @@ class OldPolicy:
         files = sorted(folder.glob("rank-*.safetensors"))
         if not files:
             raise StoreError(
-                f"{folder}: is not there, and the checkpoint lies in the middle of a collection: "
-                "its updates need the log-probs of the policy with which the collection began; "
-                "bring the folder back, go on from a checkpoint between two collections, or begin "
-                "anew with --finetune"
+                f"{folder}: has no record of the old policy, and the checkpoint lies in the middle "
+                "of a collection: the other updates on that collection need the log-probs of the "
+                "policy with which the collection began; bring the folder back, go on from a "
+                "checkpoint between two collections, or begin anew with --finetune"
             )
         self.begin(collection)
         logprobs: list[_Table] = []
         routes: dict[int, list[_Table]] = {}
+        passes: set[str] = set()
         for file in files:
             try:
                 with safe_open(file, framework="np") as held:
-                    if (told := held.metadata() or {}) != about:
+                    told = held.metadata() or {}
+                    passes.add(told.pop("pass", ""))
+                    if told != about:
                         raise StoreError(
                             f"{file}: of another training: {_difference(told, about)}: bring back "
                             "the folder that belongs to the checkpoint, or begin anew with "
@@ -172,6 +181,12 @@ class OldPolicy:
                             routes.setdefault(layer, []).append(table.only(rows))
             except (SafetensorError, OSError) as error:
                 raise StoreError(f"{file}: cannot be read: {error}") from error
+        if len(passes) > 1:
+            raise StoreError(
+                f"{folder}: has files of {len(passes)} passes of the old policy, and those of one "
+                "are needed: bring back the folder that belongs to the checkpoint, or begin anew "
+                "with --finetune"
+            )
         self._logprob_table = _Table.joined(logprobs)
         self._route_tables = {layer: _Table.joined(parts) for layer, parts in routes.items()}
         for name, table in (("log-probs", self._logprob_table), *self._route_tables.items()):
@@ -181,7 +196,7 @@ class OldPolicy:
                     f"{folder}: {missing} of {len(rows)} tokens have no {what} in it: a file of "
                     "it is missing; bring it back, or begin anew with --finetune"
                 )
-        self._is_whole()
+        self._announce_whole()
 
 
 class _Table:
@@ -228,18 +243,21 @@ def collection_folder(directory: str | Path, began_at: int) -> Path:
     return Path(directory) / FOLDER / f"iter_{began_at:07d}"
 
 
-def remove_unneeded(directory: str | Path, began_at: int, steps: int) -> None:
+def remove_unneeded(
+    directory: str | Path, checkpoints: Sequence[str], began_at: int, steps: int
+) -> None:
     """Remove the records of earlier collections that no checkpoint needs.
 
     A checkpoint needs the record of the collection in whose middle it was saved. Example with 4
     steps a collection: `iter_0000006` needs the record of iteration 4, and `iter_0000008` none.
 
     Args:
-        directory: of the checkpoints.
+        directory: in which the records lie.
+        checkpoints: all directories in which checkpoints of the training lie.
         began_at: the iteration at which the newest collection began.
         steps: optimizer steps of a collection.
     """
-    saved = _iterations(Path(directory))
+    saved = [number for folder in checkpoints for number in _iterations(Path(folder))]
     for number, path in _iterations(Path(directory) / FOLDER).items():
         is_needed = any(number < iteration < number + steps for iteration in saved)
         if number < began_at and not is_needed:

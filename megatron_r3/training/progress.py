@@ -74,6 +74,18 @@ class MegatronProgress:
         return list(entries[0] or [])
 
 
+def checkpoint_directories(args: Any, base: str | None) -> tuple[str, ...]:
+    """The directories in which checkpoints lie, for Megatron's arguments.
+
+    Args:
+        base: --save or --load; None where it was not given.
+    """
+    named = [base, getattr(args, "non_persistent_global_ckpt_dir", None)]
+    if base is not None:
+        named.append(str(Path(base) / "non_persistent"))
+    return tuple(name for name in named if name is not None)
+
+
 def _saved_arguments(args: Any) -> Iterator[Any]:
     """The arguments inside the checkpoint that was loaded, in either of Megatron's formats.
 
@@ -82,11 +94,8 @@ def _saved_arguments(args: Any) -> Iterator[Any]:
     """
     from megatron.core import dist_checkpointing
 
-    folders = [args.load, getattr(args, "non_persistent_global_ckpt_dir", None)]
-    if args.load is not None:
-        folders.append(str(Path(args.load) / "non_persistent"))
-    for folder in (Path(name) for name in folders if name is not None):
-        saved = folder / f"iter_{args.iteration:07d}"
+    for folder in checkpoint_directories(args, args.load):
+        saved = Path(folder) / f"iter_{args.iteration:07d}"
         if (saved / "metadata.json").exists():
             yield dist_checkpointing.load_common_state_dict(str(saved)).get("args")
         for file in sorted(saved.glob("mp_rank_00*/model_optim_rng.pt")):

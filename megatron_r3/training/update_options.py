@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_r3.training.losses.advantages import ADVANTAGES
 from megatron_r3.training.losses.aggregation import AGGREGATIONS
-from megatron_r3.training.losses.correction import CORRECTIONS, CorrectionOptions
+from megatron_r3.training.losses.correction import CORRECTIONS, LEVELS, CorrectionOptions
 from megatron_r3.training.losses.loss import LossOptions
 from megatron_r3.training.losses.policy import LOSSES, Clip
 from megatron_r3.training.schedule import SOURCES, STORED, Schedule, UseOfRollouts
@@ -43,10 +43,10 @@ def read_loss(args: Any) -> LossOptions:
             f"--rollouts-clip-eps {low:g}: it must be above 0 and at most 1; 1 is no lower bound"
         )
     if not 0 < high < math.inf:
-        raise ValueError(f"--rollouts-clip-eps-high {high:g}: it must be above 0")
+        raise ValueError(f"--rollouts-clip-eps-high {high:g}: it must be a finite number above 0")
     dual = args.rollouts_dual_clip
     if dual is not None and not 1 < dual < math.inf:
-        raise ValueError(f"--rollouts-dual-clip {dual:g}: it must be above 1")
+        raise ValueError(f"--rollouts-dual-clip {dual:g}: it must be a finite number above 1")
     if dual is not None and name == "cispo":
         raise ValueError(
             "--rollouts-dual-clip does nothing with --rollouts-loss cispo: its weight is bounded "
@@ -131,11 +131,10 @@ def _read_aggregation(args: Any) -> tuple[str, int]:
     """How the loss of tokens is averaged, and what fixed-length divides by."""
     name = _one_of(args, "rollouts_aggregation", AGGREGATIONS, "token-mean")
     length = args.rollouts_fixed_length
-    if length is not None and (name != "fixed-length" or length < 1):
-        raise ValueError(
-            f"--rollouts-fixed-length {length}: a number of tokens, with --rollouts-aggregation "
-            "fixed-length"
-        )
+    if length is not None and name != "fixed-length":
+        raise ValueError("--rollouts-fixed-length needs --rollouts-aggregation fixed-length")
+    if length is not None and length < 1:
+        raise ValueError(f"--rollouts-fixed-length {length}: it must be 1 or more tokens")
     if name == "fixed-length" and length is None and args.rollouts_pack:
         raise ValueError(
             "--rollouts-aggregation fixed-length with --rollouts-pack needs "
@@ -182,7 +181,7 @@ def _other_losses(args: Any) -> list[str]:
 
 def _read_correction(args: Any) -> CorrectionOptions:
     name = _one_of(args, "rollouts_correction", CORRECTIONS, "none")
-    level = _one_of(args, "rollouts_correction_level", ("token", "sequence"), "token")
+    level = _one_of(args, "rollouts_correction_level", LEVELS, "token")
     bounds = args.rollouts_correction_bounds
     if name == "none":
         for given in ("rollouts_correction_level", "rollouts_correction_bounds"):
@@ -191,8 +190,9 @@ def _read_correction(args: Any) -> CorrectionOptions:
         return CorrectionOptions()
     low, high = _BOUNDS[name] if bounds is None else _two(name, bounds)
     if not 0 <= low < high < math.inf:
+        given = " ".join(f"{bound:g}" for bound in bounds or ())
         raise ValueError(
-            f"--rollouts-correction-bounds {low:g} {high:g}: 0 <= lower < upper is needed"
+            f"--rollouts-correction-bounds {given}: bounds must be finite, and 0 <= lower < upper"
         )
     return CorrectionOptions(name, level, low, high)
 
@@ -201,8 +201,8 @@ def _two(name: str, bounds: list[float]) -> tuple[float, float]:
     """The lower and the upper bound. tis has an upper one alone."""
     expected = 1 if name == "tis" else 2
     if len(bounds) != expected:
-        what = "its upper bound" if name == "tis" else "a lower and an upper bound"
-        raise ValueError(f"--rollouts-correction-bounds: {name} takes {what}, {expected} number(s)")
+        what = "one number, the upper bound" if name == "tis" else "a lower and an upper bound"
+        raise ValueError(f"--rollouts-correction-bounds: {name} takes {what}")
     return (0.0, bounds[0]) if name == "tis" else (bounds[0], bounds[1])
 
 

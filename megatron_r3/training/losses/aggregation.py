@@ -33,7 +33,9 @@ class Average:
     divisor: Callable[[], Tensor]
 
 
-def average(losses_BS: Tensor, counted: LossTerms, aggregation: str, fixed_length: int) -> Average:
+def average(
+    losses_BS: Tensor, counted: LossTerms, aggregation: str, fixed_length: int | None
+) -> Average:
     """Average the loss of the tokens that count.
 
     token-mean: the sum over all tokens, by their number (DAPO, arXiv 2503.14476, equation 8).
@@ -46,16 +48,23 @@ def average(losses_BS: Tensor, counted: LossTerms, aggregation: str, fixed_lengt
     Args:
         losses_BS: with gradient.
         counted: the terms of the micro-batch, whose mask is 1 on the tokens that count, else 0.
-        fixed_length: tokens; read by fixed-length alone.
+        fixed_length: tokens; read by fixed-length alone, which needs it.
+
+    Raises:
+        ValueError: there is no such aggregation, or fixed-length has no length.
     """
     mask_BS = counted.mask_BS
     if aggregation == "token-mean":
         total = (losses_BS * mask_BS).sum()
         return Average(total, mask_BS.sum(), lambda: counted.lengths_M.sum())
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation {aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
     num_rollouts = (counted.lengths_M > 0).sum().to(losses_BS.dtype)
     if aggregation == "sequence-mean":
         mask_BS = mask_BS / counted.sequences.each(counted.lengths_M.clamp(min=1))
     else:
+        if fixed_length is None:
+            raise ValueError("aggregation fixed-length: expected a number of tokens, not None")
         mask_BS = mask_BS / fixed_length
     # The first rank of the group counts the rollouts for all of them.
     group = counted.sequences.cp_group

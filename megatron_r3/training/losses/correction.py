@@ -16,6 +16,8 @@ from torch import Tensor
 
 from megatron_r3.training.losses.terms import LOG_RATIO_BOUND, LossTerms
 
+LEVELS = ("token", "sequence")
+
 
 @dataclass(frozen=True)
 class CorrectionOptions:
@@ -41,16 +43,14 @@ class Corrected:
     Attributes:
         weight_BS: what the gain is multiplied by.
         mask_BS: the response tokens that still count in the average, 1 or 0.
-        ratio_BS: w, for the metrics.
     """
 
     weight_BS: Tensor
     mask_BS: Tensor
-    ratio_BS: Tensor
 
 
 def _none(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
-    return Corrected(torch.ones_like(ratio_BS), terms.mask_BS, ratio_BS)
+    return Corrected(torch.ones_like(ratio_BS), terms.mask_BS)
 
 
 def tis(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
@@ -59,7 +59,7 @@ def tis(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corre
     Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025),
     https://fengyao.notion.site/off-policy-rl.
     """
-    return Corrected(ratio_BS.clamp(max=options.high), terms.mask_BS, ratio_BS)
+    return Corrected(ratio_BS.clamp(max=options.high), terms.mask_BS)
 
 
 def icepop(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
@@ -67,7 +67,7 @@ def icepop(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Co
 
     IcePop of Ring-1T, arXiv 2510.18855, section 3.2.
     """
-    return Corrected(ratio_BS * _within(ratio_BS, options), terms.mask_BS, ratio_BS)
+    return Corrected(ratio_BS * _within(ratio_BS, options), terms.mask_BS)
 
 
 def mask(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
@@ -77,7 +77,7 @@ def mask(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corr
     https://richardli.xyz/rl-collapse.
     """
     kept_BS = terms.mask_BS * _within(ratio_BS, options)
-    return Corrected(torch.ones_like(ratio_BS), kept_BS, ratio_BS)
+    return Corrected(torch.ones_like(ratio_BS), kept_BS)
 
 
 CORRECTIONS: dict[str, Callable[[LossTerms, Tensor, CorrectionOptions], Corrected]] = {
@@ -89,7 +89,13 @@ CORRECTIONS: dict[str, Callable[[LossTerms, Tensor, CorrectionOptions], Correcte
 
 
 def correct(terms: LossTerms, options: CorrectionOptions) -> Corrected:
-    """The weights of one micro-batch."""
+    """The weights of one micro-batch.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    if options.level not in LEVELS:
+        raise ValueError(f"correction level {options.level!r}: expected one of {', '.join(LEVELS)}")
     with torch.no_grad():
         log_weight_BS = terms.log_weight_BS
         if options.level == "sequence":

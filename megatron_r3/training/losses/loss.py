@@ -27,14 +27,14 @@ class LossOptions:
         name: a name of `LOSSES`.
         clip: of the policy ratio.
         aggregation: a name of `AGGREGATIONS`.
-        fixed_length: tokens, by which the aggregation "fixed-length" divides.
+        fixed_length: tokens, by which the aggregation "fixed-length" divides; None for others.
         correction: for the difference between the old policy and the sampler.
     """
 
     name: str = "grpo"
     clip: Clip = field(default_factory=Clip)
     aggregation: str = "token-mean"
-    fixed_length: int = 1
+    fixed_length: int | None = None
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
 
 

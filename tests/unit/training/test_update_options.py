@@ -126,11 +126,14 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         for bad in (0.0, -0.1, 1.5, NAN)
     ),
     *(
-        ({"rollouts_clip_eps_high": bad}, "--rollouts-clip-eps-high .*: it must be above 0")
+        (
+            {"rollouts_clip_eps_high": bad},
+            "--rollouts-clip-eps-high .*: it must be a finite number above 0",
+        )
         for bad in (0.0, -1.0, NAN, INFINITE)
     ),
     *(
-        ({"rollouts_dual_clip": bad}, "--rollouts-dual-clip .*: it must be above 1")
+        ({"rollouts_dual_clip": bad}, "--rollouts-dual-clip .*: it must be a finite number above 1")
         for bad in (1.0, 0.5, -3.0, NAN, INFINITE)
     ),
     ({"rollouts_dual_clip": 3.0, "rollouts_loss": "cispo"}, "--rollouts-dual-clip does nothing"),
@@ -138,10 +141,10 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"rollouts_loss": "ppo"}, "--rollouts-loss ppo: it must be one of grpo, gspo, cispo"),
     ({"rollouts_old_policy": "both"}, "--rollouts-old-policy both: .* sampler, trainer"),
     ({"rollouts_aggregation": "mean"}, "--rollouts-aggregation mean: it must be one of token-mean"),
-    ({"rollouts_fixed_length": 9}, "--rollouts-fixed-length 9: .* --rollouts-aggregation fixed-"),
+    ({"rollouts_fixed_length": 9}, "--rollouts-fixed-length needs --rollouts-aggregation fixed-"),
     (
         {"rollouts_fixed_length": 0, "rollouts_aggregation": "fixed-length"},
-        "--rollouts-fixed-length 0: a number of tokens",
+        "--rollouts-fixed-length 0: it must be 1 or more tokens",
     ),
     (
         {"rollouts_aggregation": "fixed-length", **PACK},
@@ -199,15 +202,15 @@ REFUSED: list[tuple[dict[str, object], str]] = [
             f"--rollouts-correction-bounds: {name} takes {count}",
         )
         for name, bounds, count in (
-            ("tis", [0.5, 2.0], "its upper bound, 1 number"),
-            ("icepop", [2.0], "a lower and an upper bound, 2 number"),
-            ("mask", [0.1, 0.5, 2.0], "a lower and an upper bound, 2 number"),
+            ("tis", [0.5, 2.0], "one number, the upper bound"),
+            ("icepop", [2.0], "a lower and an upper bound"),
+            ("mask", [0.1, 0.5, 2.0], "a lower and an upper bound"),
         )
     ),
     *(
         (
             {"rollouts_correction": "mask", "rollouts_correction_bounds": bounds, **TRAINER},
-            "--rollouts-correction-bounds .*: 0 <= lower < upper is needed",
+            "--rollouts-correction-bounds .*: bounds must be finite, and 0 <= lower < upper",
         )
         for bounds in ([2.0, 0.5], [1.0, 1.0], [-1.0, 1.0], [0.5, INFINITE], [NAN, 1.0])
     ),

@@ -274,7 +274,7 @@ def test_a_collection_of_which_nothing_is_left_has_no_loss() -> None:
     made, laid = one_case()
     nothing = replace(CORRECTIONS["mask token"], low=50.0, high=60.0)
     for aggregation in AGGREGATIONS:
-        options = LossOptions(aggregation=aggregation, correction=nothing)
+        options = LossOptions(aggregation=aggregation, fixed_length=11, correction=nothing)
         total, count, _, _ = policy_loss(replace(laid.terms), torch.ones(6), options, True)
         (slope_BS,) = torch.autograd.grad(total, laid.terms.logprobs_BS)
         assert (total.item(), count.item(), slope_BS.abs().sum().item()) == (0, 0, 0)
