@@ -131,7 +131,8 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
         try:
             train = training_data(sizes[0])
             if step.old_pass is not None:
-                step.old_pass.data = train
+                # The pass runs beside the thread that prepares micro-batches: data of its own.
+                step.old_pass.data = training_data(sizes[0])
         except StoreError as error:
             refuse(str(error))
         if not eval_iters:

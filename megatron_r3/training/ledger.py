@@ -4,7 +4,7 @@ The entries are plain dicts, lists and texts, so a Megatron without megatron_r3 
 that holds them (`progress.py` puts them there). The last entry is the store that is trained on now:
 
     [{"directories": ["/data/rollouts/0"], "start": 0, "order": "single", "policies": ["5f0c..."],
-      "shards": [["shard-00000.safetensors", "9b1e...", 128], ...]},
+      "shards": [["shard-00000.safetensors", "9b1e...", 128], ...], "old_pass": "1f..."},
      {"directories": ["/data/rollouts/1"], "start": 128, ...}]
 
 `start` is how many samples the training had consumed when it began with that store. Sample i of the
@@ -35,12 +35,14 @@ class Ledger:
     Attributes:
         start: the sample of the training that is the first one of the store.
         entries: what a checkpoint remembers.
+        old_pass: the number of the last pass of the old policy; empty before the first one.
     """
 
     def __init__(self, options: RolloutOptions, progress: Progress, store: RolloutStore) -> None:
         self.options, self.progress, self.store = options, progress, store
         self.start = 0
         self.entries: list[dict[str, Any]] = []
+        self.old_pass = ""
 
     def begin(self) -> str:
         """Compare the store with what the loaded checkpoint has used; once, after it was loaded.
@@ -58,6 +60,7 @@ class Ledger:
         if remembered and self._continues(remembered[-1]):
             self._check_same(remembered[-1], consumed)
             self.start = remembered[-1]["start"]
+            self.old_pass = remembered[-1].get("old_pass", "")
             self.entries = remembered[:-1]
         else:
             self.start, self.entries = consumed, remembered
@@ -87,7 +90,13 @@ class Ledger:
             "order": self.options.sample_order,
             "policies": sorted({name for s in shards if (name := policy_name(s.info))}),
             "shards": [[s.path.name, s.identity, s.num_rollouts] for s in shards],
+            **({"old_pass": self.old_pass} if self.old_pass else {}),
         }
+        self.progress.remember(self.entries)
+
+    def note_pass(self, number: str) -> None:
+        """Write down which pass of the old policy the updates from now on go on from."""
+        self.old_pass = self.entries[-1]["old_pass"] = number
         self.progress.remember(self.entries)
 
     def consumed(self) -> int:

@@ -64,6 +64,8 @@ class Preparer:
         planner: plans the dispatch; None where no dispatcher asks for a plan.
         old: the old policy's routes, for tokens that take those; None where none of them are
             recorded, because one update uses a collection: these tokens choose live, once.
+        reads_kept: whether the chunk's loss needs what the sampler kept of the vocabulary.
+        replays: whether routers take routes; else they are live, and only compared.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Preparer:
         store: RolloutStore,
         layout: RankLayout,
         layer_numbers: list[int],
+        *,
         reads_routes: bool,
         planner: Planner | None,
         old: OldPolicy | None = None,

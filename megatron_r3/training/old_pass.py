@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from megatron_r3.integrations.layers import local_routers, unwrapped
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.training.dataset import RolloutDataset
@@ -53,10 +55,14 @@ class OldPass:
         try:
             if place.begins_collection:
                 self._run(models, forward_step, place.collection)
+                number = [secrets.token_hex(8)]
+                torch.distributed.broadcast_object_list(number, src=0)
+                self.ledger.note_pass(number[0])
                 self._write(place.collection, began_at)
             elif self.policy.collection != place.collection:
-                self._read(place.collection, began_at)
-                if self.options.save_directory != self.options.load_directory:
+                self._read(models, place.collection, began_at)
+                if not self._reads_where_it_saves():
+                    torch.distributed.barrier()  # until all have read
                     self._write(place.collection, began_at)  # for the checkpoints to come
         except StoreError as error:
             refuse(str(error))
@@ -105,24 +111,36 @@ class OldPass:
         if (directory := self.options.save_directory) is None:
             return
         folder, rank = collection_folder(directory, began_at), torch.distributed.get_rank()
-        number = [secrets.token_hex(8)]
-        torch.distributed.broadcast_object_list(number, src=0)
-        self.policy.write(folder, rank, self._about(collection), number[0])
+        self.policy.write(folder, rank, self._about(collection), self.ledger.old_pass)
         if rank == 0:
-            # An earlier training with more ranks may have left files of its own.
-            for file in folder.glob("rank-*.safetensors"):
-                if int(file.stem[5:]) >= torch.distributed.get_world_size():
-                    file.unlink()
             steps = self.options.use.schedule.steps
             remove_unneeded(directory, self.options.checkpoint_directories, began_at, steps)
 
-    def _read(self, collection: int, began_at: int) -> None:
+    def _reads_where_it_saves(self) -> bool:
+        saved, loaded = self.options.save_directory, self.options.load_directory
+        if saved is None or loaded is None:
+            return saved is loaded
+        return Path(saved).resolve() == Path(loaded).resolve()
+
+    def _read(self, models: list[Any], collection: int, began_at: int) -> None:
         rows = [batch["rows"].reshape(-1).numpy() for batch in self._batches(collection)]
         wanted = np.unique(np.concatenate(rows))
         directory = self.options.load_directory
         assert directory is not None, "a training that begins here begins with a collection"
         folder = collection_folder(directory, began_at)
-        self.policy.read(folder, collection, wanted[wanted >= 0], self._about(collection))
+        layers: list[int] = []
+        if self.options.takes_old_routes:
+            layers = [number for model in models for number in local_routers(unwrapped(model))]
+        about = self._about(collection)
+        wanted = wanted[wanted >= 0]
+        self.policy.read(folder, collection, wanted, layers, about, self.ledger.old_pass)
+
+    def _routes(self) -> str:
+        """Whose routes the pass replayed, as the updates on the collection must."""
+        use = self.options.use
+        if use.replay_max_lag is None or not self.options.replay:
+            return use.source
+        return f"{use.source}, {use.stale_source} beyond {use.replay_max_lag} versions"
 
     def _about(self, collection: int) -> dict[str, str]:
         """What tells the record of one collection from others."""
@@ -133,6 +151,7 @@ class OldPass:
         text = " ".join(self.store.shards[number].identity for number in shards)
         return {
             "order": self.options.sample_order,
+            "routes": self._routes(),
             "rollouts": f"{min(rollouts)} to {max(rollouts)}",
             "shards": hashlib.sha256(text.encode()).hexdigest()[:16],
         }

@@ -124,9 +124,7 @@ class OldPolicy:
         A file has its name only when it is whole.
 
         Args:
-            number: of the pass, the same on all ranks, and another one for each pass. An earlier
-                training may have left files in the folder, for the same rollouts and from other
-                weights: `read` takes files of one pass alone.
+            number: of the pass, the same on all ranks, and another one for each pass.
         """
         tensors = {"logprob_rows": self._logprob_table.rows, "logprobs": self._logprob_table.values}
         for layer, table in self._route_tables.items():
@@ -136,33 +134,36 @@ class OldPolicy:
         waiting.write_bytes(save(tensors, metadata=about | {"pass": number}))
         os.replace(waiting, folder / f"rank-{rank:05d}.safetensors")
 
-    def read(self, folder: Path, collection: int, rows: np.ndarray, about: dict[str, str]) -> None:
+    def read(
+        self,
+        folder: Path,
+        collection: int,
+        rows: np.ndarray,
+        layers: Sequence[int],
+        about: dict[str, str],
+        number: str,
+    ) -> None:
         """Take in what the ranks of an interrupted training wrote for some rows.
 
         Args:
             rows: int64, sorted: the row ids that this rank will ask for.
+            layers: whose routes this rank will ask for.
             about: what the files must say of the training that wrote them.
+            number: of the pass. Files of other passes are left alone: an earlier training may have
+                left them in the folder, for the same rollouts and from other weights.
 
         Raises:
             StoreError: there is no such folder, a file is damaged, or it is of another training.
         """
-        files = sorted(folder.glob("rank-*.safetensors"))
-        if not files:
-            raise StoreError(
-                f"{folder}: has no record of the old policy, and the checkpoint lies in the middle "
-                "of a collection: the other updates on that collection need the log-probs of the "
-                "policy with which the collection began; bring the folder back, go on from a "
-                "checkpoint between two collections, or begin anew with --finetune"
-            )
         self.begin(collection)
         logprobs: list[_Table] = []
         routes: dict[int, list[_Table]] = {}
-        passes: set[str] = set()
-        for file in files:
+        for file in sorted(folder.glob("rank-*.safetensors")):
             try:
                 with safe_open(file, framework="np") as held:
                     told = held.metadata() or {}
-                    passes.add(told.pop("pass", ""))
+                    if told.pop("pass", "") != number:
+                        continue
                     if told != about:
                         raise StoreError(
                             f"{file}: of another training: {_difference(told, about)}: bring back "
@@ -181,17 +182,18 @@ class OldPolicy:
                             routes.setdefault(layer, []).append(table.only(rows))
             except (SafetensorError, OSError) as error:
                 raise StoreError(f"{file}: cannot be read: {error}") from error
-        if len(passes) > 1:
+        if not logprobs:
             raise StoreError(
-                f"{folder}: has files of {len(passes)} passes of the old policy, and those of one "
-                "are needed: bring back the folder that belongs to the checkpoint, or begin anew "
-                "with --finetune"
+                f"{folder}: has no record of the old policy from which the checkpoint went on. The "
+                "checkpoint lies in the middle of a collection, and the other updates on that "
+                "collection need the old policy's log-probs: bring the record back, go on from a "
+                "checkpoint between two collections, or begin anew with --finetune"
             )
         self._logprob_table = _Table.joined(logprobs)
-        self._route_tables = {layer: _Table.joined(parts) for layer, parts in routes.items()}
-        for name, table in (("log-probs", self._logprob_table), *self._route_tables.items()):
+        self._route_tables = {layer: _Table.joined(routes.get(layer, [])) for layer in layers}
+        tables = {f"routes of layer {layer}": table for layer, table in self._route_tables.items()}
+        for what, table in {"log-probs": self._logprob_table, **tables}.items():
             if missing := len(np.setdiff1d(rows, table.rows)):
-                what = name if isinstance(name, str) else f"routes of layer {name}"
                 raise StoreError(
                     f"{folder}: {missing} of {len(rows)} tokens have no {what} in it: a file of "
                     "it is missing; bring it back, or begin anew with --finetune"
@@ -214,7 +216,9 @@ class _Table:
 
     @classmethod
     def joined(cls, tables: list[_Table]) -> _Table:
-        """One table; a row that several ranks had is taken once."""
+        """One table; a row that several ranks had is taken once. Of no table it is empty."""
+        if not tables:
+            return cls(np.zeros(0, np.int64), np.zeros(0, np.float32))
         rows, first = np.unique(np.concatenate([t.rows for t in tables]), return_index=True)
         return cls(rows, np.concatenate([t.values for t in tables])[first])
 

@@ -40,7 +40,7 @@ def open_store(options: RolloutOptions) -> RolloutStore:
         follow_s=options.follow_s,
         check=partial(_check_shard, options),
     )
-    if options.replay and _reads_all() and not recorded_share(store):
+    if options.replays_rollouts and _reads_all() and not recorded_share(store):
         raise ValueError(f"{options.where}: no token has recorded routes to replay")
     return store
 
@@ -142,7 +142,7 @@ def _check_shard(options: RolloutOptions, shard: Shard) -> None:
         _verified.add(content)
     shard.check_tokens(options.vocab_size or np.iinfo(np.int32).max)
     missing = np.flatnonzero(shard.tensors["recorded"] == 0)
-    if options.replay and options.refuse_missing and len(missing):
+    if options.replays_rollouts and options.refuse_missing and len(missing):
         rollout, token = shard.locate_row(int(missing[0]))
         raise ValueError(
             f"{shard.path}: rollout {rollout}, token {token} has no recorded routes, and "

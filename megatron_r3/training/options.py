@@ -134,6 +134,11 @@ class RolloutOptions:
         return self.replay and self.use.source != "live"
 
     @property
+    def replays_rollouts(self) -> bool:
+        """Whether any token may replay the route that its rollout recorded."""
+        return self.replay and self.use.source == "rollout"
+
+    @property
     def takes_old_routes(self) -> bool:
         """Whether any token may replay the routes of the old policy."""
         sources = {self.use.source}
@@ -178,7 +183,7 @@ class RolloutOptions:
         # With the rerun machine disabled, validate_result ends the step with a traceback before the
         # guard can name the rollout.
         validates = getattr(args, "rerun_mode", "validate_results") != "disabled"
-        return cls(
+        options = cls(
             directories=tuple(args.rollouts),
             replay=bool(args.moe_router_replay),
             any_policy=args.rollouts_policy == "any",
@@ -215,6 +220,14 @@ class RolloutOptions:
                 getattr(args, "data_path", None) or getattr(args, "mock_data", False)
             ),
         )
+        if options.needs_old_pass and getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            raise ValueError(
+                "--reuse-grad-buf-for-mxfp8-param-ag not together with a pass of the old policy "
+                "(several updates on a collection, and --rollouts-old-policy trainer or "
+                "--moe-router-replay-source old-policy): the pass comes before Megatron copies the "
+                "weights into that buffer, and would run on gradients; leave the option out"
+            )
+        return options
 
 
 def _refuse_combinations(args: Any) -> None:

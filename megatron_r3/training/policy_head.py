@@ -119,7 +119,7 @@ def install(model: torch.nn.Module) -> None:
 
 
 def limited(logits: Tensor, policy: Policy, group: Any | None = None) -> Tensor:
-    """The logits of the policy: divided by the temperature, -inf for what is left out.
+    """The logits of the policy: divided by the temperature, very low where a token is left out.
 
     Args:
         logits: `[S, B, rows of this rank]`; the ranks of the group have rows one after the other.
@@ -131,10 +131,19 @@ def limited(logits: Tensor, policy: Policy, group: Any | None = None) -> Tensor:
     first = 0 if group is None else group.rank() * logits.shape[-1]
     if policy.vocab_size is not None and first + logits.shape[-1] > policy.vocab_size:
         row = torch.arange(first, first + logits.shape[-1], device=logits.device)
-        logits = logits.masked_fill(row >= policy.vocab_size, -torch.inf)
+        logits = logits.masked_fill(row >= policy.vocab_size, _least(logits))
     if policy.kept is not None:
-        logits = logits.masked_fill(_left_out(logits, policy.kept, first), -torch.inf)
+        logits = logits.masked_fill(_left_out(logits, policy.kept, first), _least(logits))
     return logits
+
+
+def _least(logits: Tensor) -> float:
+    """The logit of a token that is left out: its probability is exactly 0 in float32.
+
+    It is not -inf. A fused loss goes over the vocabulary block by block and subtracts the largest
+    logit so far: of a block that is left out as a whole, -inf - -inf would be NaN.
+    """
+    return torch.finfo(logits.dtype).min / 2
 
 
 def entropy(logits: Tensor, group: Any | None = None) -> Tensor:
@@ -151,7 +160,7 @@ def _entropy(logits: Tensor, group: Any | None) -> Tensor:
     shifted = logits - most[:, None]
     weight = shifted.exp()
     total = _over_ranks(weight.sum(-1), torch.distributed.ReduceOp.SUM, group)
-    # A row that is left out has weight 0 and a logit of -inf, whose product would be NaN.
+    # A row that is left out has weight 0, and no part in the sum.
     products = torch.where(weight > 0, weight * shifted, 0.0)
     product = _over_ranks(products.sum(-1), torch.distributed.ReduceOp.SUM, group)
     return total.log() - product / total

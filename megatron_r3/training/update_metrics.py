@@ -13,7 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_r3.training.losses.agreement import agreement_sums
 from megatron_r3.training.losses.loss import Update
 from megatron_r3.training.losses.policy import Clip, clipped_sums
 from megatron_r3.training.losses.terms import bounded_log_ratio
@@ -136,7 +135,7 @@ def _of_tokens(update: Update, clip: Clip) -> Sums:
         "trainer nll": -torch.where(on_BS, terms.logprobs_BS, 0.0).sum(),
         "sampler nll": -torch.where(on_BS, terms.sampled_logprobs_BS, 0.0).sum(),
         **clipped_sums(update.gain, terms, clip),
-        **agreement_sums(terms.logprobs_BS, terms.sampled_logprobs_BS, mask_BS),
+        **update.agreement,
     }
 
 

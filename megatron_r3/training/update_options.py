@@ -21,6 +21,7 @@ _CLIP = {
     "gspo": Clip(3e-4, 4e-4),  # arXiv 2507.18071, section 5.1
     "cispo": Clip(1.0, 0.2),  # no lower bound: arXiv 2506.13585, section 3.1
 }
+_AGGREGATION = {"gspo": "sequence-mean"}  # arXiv 2507.18071, equation 5: all responses weigh alike
 _BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
 
 
@@ -52,7 +53,7 @@ def read_loss(args: Any) -> LossOptions:
             "--rollouts-dual-clip does nothing with --rollouts-loss cispo: its weight is bounded "
             "for both signs of an advantage; leave the option out"
         )
-    aggregation, fixed_length = _read_aggregation(args)
+    aggregation, fixed_length = _read_aggregation(args, name)
     correction = _read_correction(args)
     _refuse_other_divisor(args, aggregation, correction)
     return LossOptions(
@@ -97,11 +98,12 @@ def refuse_update(args: Any) -> None:
             f"--rollouts-mini-steps and --rollouts-epochs need --dataloader-type single, not "
             f"{args.dataloader_type}: a collection is a run of rollouts in the order of the store"
         )
-    if steps > 1 and getattr(args, "rampup_batch_size", None):
-        raise ValueError(
-            "--rollouts-mini-steps and --rollouts-epochs not together with --rampup-batch-size: "
-            "a collection has one size"
-        )
+    for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
+        if steps > 1 and getattr(args, name, None):
+            raise ValueError(
+                f"--rollouts-mini-steps and --rollouts-epochs not together with {_flag(name)}: a "
+                "collection has one size"
+            )
     correction = args.rollouts_correction or "none"
     if correction != "none" and args.rollouts_old_policy != "trainer":
         raise ValueError(
@@ -127,9 +129,10 @@ def refuse_update(args: Any) -> None:
         raise ValueError("--moe-router-replay-stale-source needs --moe-router-replay-max-lag")
 
 
-def _read_aggregation(args: Any) -> tuple[str, int]:
+def _read_aggregation(args: Any, loss: str) -> tuple[str, int]:
     """How the loss of tokens is averaged, and what fixed-length divides by."""
-    name = _one_of(args, "rollouts_aggregation", AGGREGATIONS, "token-mean")
+    usual = _AGGREGATION.get(loss, "token-mean")
+    name = _one_of(args, "rollouts_aggregation", AGGREGATIONS, usual)
     length = args.rollouts_fixed_length
     if length is not None and name != "fixed-length":
         raise ValueError("--rollouts-fixed-length needs --rollouts-aggregation fixed-length")

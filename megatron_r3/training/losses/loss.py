@@ -40,12 +40,17 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Update:
-    """What the loss of one micro-batch was made of, for the metrics."""
+    """What the loss of one micro-batch was made of, for the metrics.
+
+    Attributes:
+        agreement: of the trainer with the sampler, sums over response tokens (`agreement_sums`).
+    """
 
     terms: LossTerms
     gain: Gain
     corrected: Corrected
     average: Average
+    agreement: dict[str, Tensor]
 
 
 def update_of(terms: LossTerms, options: LossOptions) -> Update:
@@ -59,7 +64,8 @@ def update_of(terms: LossTerms, options: LossOptions) -> Update:
     if corrected.mask_BS is not terms.mask_BS:
         counted = replace(terms, mask_BS=corrected.mask_BS)
     result = average(losses_BS, counted, options.aggregation, options.fixed_length)
-    return Update(terms, gain, corrected, result)
+    agreement = agreement_sums(terms.logprobs_BS, terms.sampled_logprobs_BS, terms.mask_BS)
+    return Update(terms, gain, corrected, result, agreement)
 
 
 def terms_of(batch: dict[str, Tensor], output_BS: Tensor, old_BS: Tensor | None) -> LossTerms:
@@ -104,10 +110,9 @@ def policy_loss(
     update = update_of(terms, options)
     num_tokens = terms.mask_BS.sum()
     mean = update.average
-    agreement = agreement_sums(terms.logprobs_BS, terms.sampled_logprobs_BS, terms.mask_BS)
     report = {
         name.replace("_", " "): torch.stack([value, num_tokens])
-        for name, value in agreement.items()
+        for name, value in update.agreement.items()
     }
     # A correction may leave no token of a step: the mean of nothing is reported as 0, not as NaN.
     report["policy loss"] = torch.stack([mean.sum.detach(), mean.count.clamp(min=1e-9)])

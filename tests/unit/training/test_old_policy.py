@@ -47,29 +47,53 @@ def test_values_are_found_by_row_and_padding_is_zero() -> None:
 
 def test_other_ranks_read_what_they_need(tmp_path: Path) -> None:
     policy = OldPolicy()
-    policy.read(written(tmp_path), 2, np.array([4, 6]), ABOUT)
+    policy.read(written(tmp_path), 2, np.array([4, 6]), [3], ABOUT, "a")
     assert torch.equal(policy.logprobs(torch.tensor([[6, 4]])), torch.tensor([[-0.6, -0.4]]))
     assert policy.routes(3, np.array([6])).tolist() == [[6, 7]]
     policy.wait_for(2)  # returns at once
 
 
+def test_files_of_another_pass_are_left_alone(tmp_path: Path) -> None:
+    """They are of an earlier training with more ranks: the same rollouts, other weights."""
+    folder = written(tmp_path)
+    stale = OldPolicy()
+    stale.begin(2)
+    stale.add_logprobs(torch.tensor([[4, 5]]), torch.tensor([[-9.0, -9.0]]))
+    stale.finish()
+    stale.write(folder, 2, ABOUT, "b")
+    policy = OldPolicy()
+    policy.read(folder, 2, np.array([4, 5]), [3], ABOUT, "a")
+    assert torch.equal(policy.logprobs(torch.tensor([[4, 5]])), torch.tensor([[-0.4, -0.5]]))
+    policy.read(folder, 2, np.array([4, 5]), [], ABOUT, "b")  # control: the number decides
+    assert policy.logprobs(torch.tensor([[4]])).item() == -9.0
+
+
 def test_a_record_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None:
     rows = np.array([4, 5, 6, 7])
+
+    def read(folder: Path, rows: np.ndarray = rows, number: str = "a", **about: str) -> None:
+        OldPolicy().read(folder, 2, rows, [3], ABOUT | about, number)
+
     with pytest.raises(StoreError, match="has no record of the old policy"):
-        OldPolicy().read(tmp_path / "none", 2, rows, ABOUT)
+        read(tmp_path / "none")
     folder = written(tmp_path / "whole")
-    OldPolicy().read(folder, 2, rows, ABOUT)
+    read(folder)
+    with pytest.raises(StoreError, match="has no record of the old policy"):
+        read(folder, number="b")
     with pytest.raises(StoreError, match='order "single" there, "packs" here'):
-        OldPolicy().read(folder, 2, rows, ABOUT | {"order": "packs"})
+        read(folder, order="packs")
     with pytest.raises(StoreError, match="1 of 5 tokens have no log-probs in it"):
-        OldPolicy().read(folder, 2, np.array([*rows, 8]), ABOUT)
+        read(folder, np.array([*rows, 8]))
+    with pytest.raises(StoreError, match="4 of 4 tokens have no routes of layer 5 in it"):
+        OldPolicy().read(folder, 2, rows, [3, 5], ABOUT, "a")
     recorded([6]).write(folder, 1, ABOUT, "b")  # rank 1 of another training, from other weights
-    with pytest.raises(StoreError, match="has files of 2 passes of the old policy"):
-        OldPolicy().read(folder, 2, rows, ABOUT)
+    read(folder, np.array([4, 5, 7]))  # rank 0 has these
+    with pytest.raises(StoreError, match="1 of 4 tokens have no log-probs in it"):
+        read(folder)
     file = folder / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(StoreError, match=r"rank-00000\.safetensors: cannot be read"):
-        OldPolicy().read(folder, 2, rows, ABOUT)
+        read(folder)
 
 
 def test_a_record_stays_while_a_checkpoint_needs_it(tmp_path: Path) -> None:

@@ -18,9 +18,12 @@ from megatron_r3.training.losses.policy import LOSSES, Clip
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.schedule import Schedule, UseOfRollouts
 
+MXFP8 = "reuse_grad_buf_for_mxfp8_param_ag"
+
 
 def options(**changes: object) -> RolloutOptions:
-    assert changes.keys() <= ARGUMENTS.keys() | {"rampup_batch_size"}
+    known = {*ARGUMENTS, "rampup_batch_size", "decrease_batch_size_if_needed", MXFP8}
+    assert changes.keys() <= known
     return RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **changes}))
 
 
@@ -58,6 +61,19 @@ def test_without_an_option_the_loss_is_the_one_before_there_were_any() -> None:
 )
 def test_clip_ranges(change: dict[str, object], clip: Clip) -> None:
     assert options(**change).loss.clip == clip
+
+
+def test_gspo_weighs_responses_alike_unless_told_otherwise() -> None:
+    assert options(rollouts_loss="gspo").loss.aggregation == "sequence-mean"
+    given = options(rollouts_loss="gspo", rollouts_aggregation="token-mean")
+    assert given.loss.aggregation == "token-mean"
+
+
+def test_a_pass_before_mxfp8_weights_are_copied_is_refused() -> None:
+    two = {**TRAINER, "rollouts_mini_steps": 2}
+    with pytest.raises(ValueError, match="--reuse-grad-buf-for-mxfp8-param-ag not together with"):
+        options(**two, **{MXFP8: True})
+    assert options(**TRAINER, **{MXFP8: True}).trainer_is_old  # one update: there is no pass
 
 
 @pytest.mark.parametrize(
@@ -221,6 +237,10 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     (
         {"rollouts_mini_steps": 2, "rampup_batch_size": [4, 4, 64]},
         "--rollouts-mini-steps and --rollouts-epochs not together with --rampup-batch-size",
+    ),
+    (
+        {"rollouts_epochs": 2, "decrease_batch_size_if_needed": True},
+        "--rollouts-epochs not together with --decrease-batch-size-if-needed: a collection has",
     ),
     ({"moe_router_replay_source": "r2"}, "--moe-router-replay-source r2: it must be one of"),
     (
