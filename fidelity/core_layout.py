@@ -49,7 +49,8 @@ def run_core_layout(
 ) -> RankResult:
     """As `fidelity.layout.run_layout`, whose arguments these are.
 
-    No such tree has a script, and what comes before the first of several steps is called by a loop.
+    No such tree has a script. Trees without a training loop have no `begin_step`, so `mini_steps`
+    is 1.
     """
     assert script is None
     assert mini_steps == 1

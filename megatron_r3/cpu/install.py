@@ -38,8 +38,8 @@ CPU_CONFIG: dict[str, bool] = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-"""The same for a program that makes its own TransformerConfig: those of the fields that stand for
-CPU_ARGS. The backend and Megatron's local layers are no fields of a config.
+"""The fields of TransformerConfig that do what CPU_ARGS does, for a program that makes its own
+config. The backend and Megatron's local layers are no fields of a config.
 """
 
 _state = {"installed": False}

@@ -59,14 +59,23 @@ class RolloutDataset(torch.utils.data.Dataset):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Fields of length S: tokens, labels, position_ids, rows, document and source int64;
-        loss_mask, sampled_logprobs and advantages float32; the rewards, whether all rewards of
-        their groups are equal (`uniform`), and the collection.
+        """The fields of a sample. Position t predicts token t + 1.
 
-        Position t predicts token t + 1, and its loss_mask, log-prob and advantage are those of
-        token t + 1. `document` is the number of the rollout in the sample, `source` says whose
-        routes the token takes (`SOURCES`), `version` which policy version sampled token t + 1; it
-        is -1 where nobody sampled that token.
+        Of length S, int64:
+        - `tokens`, `labels` (tokens t and t + 1), `position_ids`, `rows`
+        - `document`: the number of the rollout in the sample
+        - `source`: whose routes token t takes, an index of `SOURCES`
+        - `version`: which policy version sampled token t + 1, -1 where nobody sampled it
+
+        Of length S, float32, about token t + 1:
+        - `loss_mask`, `sampled_logprobs`, `advantages`
+
+        Of length M:
+        - `reward`, and `uniform`: whether all rewards of the rollout's group are equal
+
+        A scalar:
+        - `collection`: the number of the collection that the sample belongs to
+
         Example: prompt [5, 6], response [7, 8], S = 4: tokens [5, 6, 7, 0], labels [6, 7, 8, 0],
         loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
         """

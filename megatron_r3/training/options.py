@@ -1,8 +1,8 @@
 """What a training on rollouts is asked to do: Megatron's arguments, read in one place.
 
-`RolloutOptions.from_args` is the only code of this room that reads `args`, except for what changes
-while training runs (`progress.py`). Everything else takes the options, so a test or another trainer
-can make them without a Megatron command line.
+`RolloutOptions.from_args` and `update_options.py`, which it calls, are the only code of this room
+that reads `args`, except for what changes while training runs (`progress.py`). Everything else
+takes the options, so a test or another trainer can make them without a Megatron command line.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Schedule:
 
     Attributes:
         batch: samples of an optimizer step, over all ranks.
-        mini_steps, epochs: 1 and 1: each sample is used once, in a step of its own.
+        mini_steps, epochs: With 1 and 1 each sample is used in one step.
     """
 
     batch: int

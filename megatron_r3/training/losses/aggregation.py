@@ -39,7 +39,7 @@ def average(
     """Average the loss of the tokens that count.
 
     token-mean: the sum over all tokens, by their number (DAPO, arXiv 2503.14476, equation 8).
-    sequence-mean: the mean of each rollout's mean (GRPO, arXiv 2402.03300, equation 3).
+    sequence-mean: the mean of the rollouts' means (GRPO, arXiv 2402.03300, equation 3).
     fixed-length: the sum over all tokens, by `fixed_length` and by the number of rollouts
         (Dr.GRPO, arXiv 2503.20783, section 3.2).
 
