@@ -76,11 +76,8 @@ class Judge:
             "loss_error": loss,
             "grad_error": gradient,
             "passes": sorted({"grad" if o.grad else "no grad" for o in _seen(results, "right")}),
+            "verify_dispatch": _told(results),
             **({"expert_bias_matches": self._biases_match(biases)} if biases else {}),
-            # the witness compares with the store, which does not have the routes of R2
-            **(
-                {} if self.reference.routes_LTK is not None else {"verify_dispatch": _told(results)}
-            ),
         }
 
     def _biases_match(self, biases: list[tuple[int, np.ndarray]]) -> bool:

@@ -148,7 +148,7 @@ def passed(row: dict[str, object]) -> bool:
     controls = row.get("controls")
     return (
         "error" not in row
-        and row["dispatched_as_recorded"] == row.get("verify_dispatch", 1.0) == 1.0
+        and row["dispatched_as_recorded"] == row["verify_dispatch"] == 1.0
         and bool(row["loss_matches"] and row["grads_match"])
         and bool(controls)
         and isinstance(controls, dict)
