@@ -3,7 +3,7 @@
 One training has all ways in turn, a collection each: so each way has the same model in the same
 process, and the machine's other load is that of neighbours.
 
-Shape suffixes (docs/glossary.md): B, S.
+Shape suffixes (docs/glossary.md): B, S, T.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def timed(rank: int, argv: list[str], mini_steps: int, most: int) -> dict[str, A
     rounds = Rounds(most, WAYS)
     sys.argv = ["update.py", *argv, "--moe-router-replay", "--finetune", "--no-load-optim"]
     sys.argv += ["--rollouts-old-policy", "trainer", "--rollouts-mini-steps", str(mini_steps)]
+    sys.argv += ["--moe-router-replay-source", "old-policy"]
     sys.argv += ["--no-load-rng", "--micro-batch-size", str(MICRO_BATCH), "--lr", "1e-30"]
     sys.argv += ["--global-batch-size", str(STEP)]
     sys.argv += ["--train-iters", str(mini_steps * rounds.most_steps)]
@@ -95,28 +96,36 @@ def timed(rank: int, argv: list[str], mini_steps: int, most: int) -> dict[str, A
 def _parts_in_turn(rounds: Rounds, mini_steps: int) -> Any:
     """The parts of a training whose collections go the ways in turn.
 
-    The training's options are those of the second way. In the first way there is no pass, and the
-    sampler's log-probs are the old ones; in the third one all tokens take the routes of the pass.
+    The training's options are those of the third way. In the other two all tokens take the routes
+    of the rollouts, and none are recorded. In the first one there is no pass, and the sampler's
+    log-probs are the old ones.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-    from megatron_r3.training import step
     from megatron_r3.training.lookahead import Prepared, Preparer
     from megatron_r3.training.old_pass import OldPass
+    from megatron_r3.training.old_policy import OldPolicy
     from megatron_r3.training.schedule import SOURCES
+    from megatron_r3.training.step import Parts
 
-    begin, old_logprobs = OldPass.begin, step.RolloutStep._old_logprobs
+    class TurnedOldPolicy(OldPolicy):
+        def add_routes(self, rows_T: torch.Tensor, ids: dict[int, torch.Tensor]) -> None:
+            if rounds.mode() == R2:
+                super().add_routes(rows_T, ids)
 
-    def begin_in_turn(self: Any, *args: Any) -> None:
-        if rounds.mode() != SAMPLER:
-            begin(self, *args)
+    class TurnedOldPass(OldPass):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.policy = TurnedOldPolicy()
 
-    def old_in_turn(self: Any, batch: Any, host: Any) -> Any:
-        if rounds.mode() == SAMPLER:
-            return batch["sampled_logprobs"]
-        return old_logprobs(self, batch, host)
+        def begin(self, models: list[Any], forward_step: Any) -> None:
+            if rounds.mode() != SAMPLER:
+                super().begin(models, forward_step)
 
-    OldPass.begin, step.RolloutStep._old_logprobs = begin_in_turn, old_in_turn
+        def logprobs(self, host: dict[str, torch.Tensor]) -> torch.Tensor:
+            if rounds.mode() == SAMPLER:
+                return host["sampled_logprobs"]
+            return super().logprobs(host)
 
     class TurnedPreparer(Preparer):
         num_prepared = 0
@@ -129,9 +138,9 @@ def _parts_in_turn(rounds: Rounds, mini_steps: int) -> Any:
                 self.num_prepared += 1
                 rounds.wait_for(collection)
                 way = rounds.mode(collection)
-            if way == R2:
-                source_BS = torch.full_like(whole["source"], SOURCES.index("old-policy"))
+            if way != R2:  # each token of the store has a recorded route
+                source_BS = torch.full_like(whole["source"], SOURCES.index("rollout"))
                 whole = {**whole, "source": source_BS}
             return super().prepare(whole, with_plan, for_old_pass)
 
-    return step.Parts(preparer=TurnedPreparer)
+    return Parts(preparer=TurnedPreparer, old_pass=TurnedOldPass)

@@ -40,6 +40,10 @@ class OldPass:
         self.policy = OldPolicy()
         self.data: RolloutDataset | None = None
 
+    def logprobs(self, host: dict[str, Tensor]) -> Tensor:
+        """The old policy's log-probs `[B, S]` of a micro-batch; both are on the host."""
+        return self.policy.logprobs(host["rows"])
+
     def begin(self, models: list[Any], forward_step: Callable[..., Any]) -> None:
         """Have the record of the collection of the step that begins.
 

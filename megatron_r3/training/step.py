@@ -51,6 +51,7 @@ class Parts:
     planner: type[Planner] = Planner
     guard: type[StepGuard] = StepGuard
     metrics: type[StepMetrics] = StepMetrics
+    old_pass: type[OldPass] = OldPass
 
 
 _parts = Parts()
@@ -114,7 +115,9 @@ class RolloutStep:
         # a dense model, or another model than the sampler's, has no routers to compare
         self._has_routes = bool(options.num_experts) and not options.shape_differences(store.info)
         self._layout = RankLayout(options.sequence_parallel)
-        self.old_pass = OldPass(options, store, ledger) if options.needs_old_pass else None
+        self.old_pass = None
+        if options.needs_old_pass:
+            self.old_pass = self._parts.old_pass(options, store, ledger)
         self._witness = None
         if options.verify_dispatch:
             old = None if self.old_pass is None else self.old_pass.policy
@@ -343,7 +346,7 @@ class RolloutStep:
             return batch["sampled_logprobs"]
         if self.old_pass is None:
             return None
-        return self.old_pass.policy.logprobs(host["rows"]).cuda(non_blocking=True)
+        return self.old_pass.logprobs(host).cuda(non_blocking=True)
 
     def _digest_of_used_shards(self) -> int:
         """A digest, 52 bits long, of the shards whose rollouts were used until now, in order.
