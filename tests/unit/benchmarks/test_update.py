@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from benchmarks.dispatch_ranks import Rounds
 from benchmarks.update import CASES, _line, counts_hold, main, summarise
 from benchmarks.update_ranks import PASSES, R2, SAMPLER, TRAINER, WAYS
 from benchmarks.waits import WAITS
+
+CI = Path(__file__).parents[3] / ".ci" / "run"
 
 
 @pytest.fixture
@@ -74,4 +78,6 @@ def test_what_measures_nothing_is_refused(argv: list[str], tmp_path: Any) -> Non
 
 
 def test_ci_measures_both_sizes_of_a_collection() -> None:
-    assert [case for name, case in CASES.items() if "EP2" in name] == [(2, 2), (2, 4)]
+    """Two ranks, with collections of 2 and of 4 mini-steps."""
+    (only,) = re.findall(r"^make bench-update .*\bONLY=(\S+)", CI.read_text(), re.MULTILINE)
+    assert [case for name, case in CASES.items() if only in name] == [(2, 2), (2, 4)]
