@@ -9,6 +9,7 @@ Shape suffixes (docs/glossary.md): B, K, L, N, S, T.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,41 +48,74 @@ def in_training(rank: int, argv: list[str]) -> tuple[dict[int, list[np.ndarray]]
     return seen, train(rank, argv)
 
 
-def by_hand(rank: int, argv: list[str], store: Path, mini_steps: int, epochs: int) -> Any:
-    """The same updates: log-probs of each step, the weights at the end, and how far they moved.
+@dataclass
+class Updates:
+    """What a plain loop did.
 
-    The last is by how much the updates changed a log-prob of the last step's rollouts, at most.
+    Attributes:
+        before: the log-probs of the last step's response tokens before the first update.
+        logprobs: of each step's response tokens, before its update.
+        weights: at the end.
     """
+
+    before: np.ndarray
+    logprobs: Steps
+    weights: dict[str, torch.Tensor]
+
+
+def by_hand(
+    rank: int, argv: list[str], store: Path, mini_steps: int, epochs: int
+) -> tuple[Updates, Updates]:
+    """The same updates, and as a control those whose old policy is the newest one."""
     from megatron_r3.launch import build_model, initialize
     from megatron_r3.weights.checkpoint import load_whole
 
     sys.argv = ["by_hand.py", *argv]
     args = initialize()
     model = build_model(args)
-    load_whole(model, args)
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     opened = RolloutStore([store])
     rollouts = [as_sampled(opened.rollout(i)) for i in range(len(opened))]
+    found = []
+    for old_is_newest in (False, True):
+        load_whole(model, args)
+        found.append(updates(model, rollouts, mini_steps, epochs, old_is_newest))
+    return found[0], found[1]
+
+
+def updates(
+    model: Any, rollouts: list[Sampled], mini_steps: int, epochs: int, old_is_newest: bool
+) -> Updates:
+    """Update the model step by step.
+
+    Args:
+        old_is_newest: each step takes its own log-probs for the old ones. Else the old ones are
+            those with which its collection began.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     advantage = advantages([r.reward for r in rollouts], [r.group for r in rollouts], True)
-    with torch.no_grad():
-        before = [logprobs_of(model, rollout) for rollout in rollouts]
-    steps: Steps = []
+
+    def of_step(number: int) -> range:
+        collection, inside = divmod(number, mini_steps * epochs)
+        start = (collection * mini_steps + inside % mini_steps) * PART
+        return range(start, start + PART)
+
+    def without_gradients(chosen: range) -> dict[int, torch.Tensor]:
+        with torch.no_grad():
+            return {index: logprobs_of(model, rollouts[index]) for index in chosen}
+
+    before = without_gradients(of_step(STEPS - 1))
+    logprobs: Steps = []
     old: dict[int, torch.Tensor] = {}
     for number in range(STEPS):
-        collection, inside = divmod(number, mini_steps * epochs)
-        first = collection * mini_steps * PART
-        if not inside:
-            with torch.no_grad():
-                for index in range(first, first + mini_steps * PART):
-                    old[index] = logprobs_of(model, rollouts[index])
-        start = first + inside % mini_steps * PART
-        chosen = range(start, start + PART)
+        if number % (mini_steps * epochs) == 0:
+            for later in range(number, number + mini_steps):
+                old |= without_gradients(of_step(later))
         total, count, found = torch.zeros(()), 0, []
-        for index in chosen:
+        for index in of_step(number):
             new_T = logprobs_of(model, rollouts[index])
             found.append(new_T.detach())
-            ratio_T = (new_T - old[index]).exp()
+            ratio_T = (new_T - (new_T.detach() if old_is_newest else old[index])).exp()
             gain_T = torch.minimum(
                 ratio_T * advantage[index], ratio_T.clamp(1 - EPS, 1 + EPS) * advantage[index]
             )
@@ -89,12 +123,9 @@ def by_hand(rank: int, argv: list[str], store: Path, mini_steps: int, epochs: in
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
-        steps.append(torch.cat(found).double().numpy())
-    names = {name: p.detach().clone() for name, p in model.named_parameters()}
-    moved = max(
-        float((new_T - before[i]).abs().max()) for i, new_T in zip(chosen, found, strict=True)
-    )
-    return steps, names, moved
+        logprobs.append(torch.cat(found).double().numpy())
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return Updates(torch.cat([*before.values()]).double().numpy(), logprobs, weights)
 
 
 def as_sampled(rollout: Rollout) -> Sampled:
@@ -131,22 +162,38 @@ def test_updates_are_those_of_a_plain_loop(
     more = ["--rollouts-old-policy", "trainer", "--rollouts-mini-steps", str(mini_steps)]
     more += ["--rollouts-epochs", str(epochs), *PLAIN]
     argv = steps_on(policy, store, STEPS, *more)
-    (by_loop,) = patched.run(by_hand, 1, argv, store, mini_steps, epochs, timeout_s=240)
-    steps, weights, moved = by_loop
+    ((right, wrong),) = patched.run(by_hand, 1, argv, store, mini_steps, epochs, timeout_s=240)
     ranks, sizes = 1, []
     if layout != "1":
         ranks, sizes = 4, ["--expert-model-parallel-size", "2"]
         sizes += ["--pipeline-model-parallel-size", "2"]
     results = patched.run(in_training, ranks, [*argv, *sizes], timeout_s=240)
-    for number, want in enumerate(steps):
+    got = []
+    for number in range(STEPS):
         parts = [part for seen, _ in results for part in seen.get(number, [])]
         rows, values = np.concatenate(parts, axis=1)
-        got = values[np.unique(rows, return_index=True)[1]]
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+        got.append(values[np.unique(rows, return_index=True)[1]])
+    assert furthest(got, right.logprobs) <= 2e-5
+    # controls: the updates moved the log-probs by much more, and the old policy matters
+    assert furthest([right.before], got[-1:]) > 1e-2
+    old_matters = mini_steps * epochs > 1
+    assert (furthest(got, wrong.logprobs) > 2e-5) == old_matters
     if layout == "1":
         trained = results[0][1]
-        for name, weight in weights.items():
-            (found,) = (trained[n] for n in trained if n.endswith(name))
-            scale = float(weight.abs().max())
-            assert float((found - weight).abs().max()) <= 2e-5 * scale, name
-    assert moved > 1e-2  # control: the updates have moved the log-probs by much more than that
+        assert furthest_weight(trained, right.weights) <= 2e-5
+        assert (furthest_weight(trained, wrong.weights) > 2e-5) == old_matters
+
+
+def furthest(one: Steps, other: Steps) -> float:
+    """The largest difference of two log-probs of a token."""
+    # numpy's maximum, because NaN among other values does not get lost there
+    return float(np.max([np.abs(a - b).max() for a, b in zip(one, other, strict=True)]))
+
+
+def furthest_weight(trained: dict[str, torch.Tensor], by_loop: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two weights, relative to the largest weight of the tensor."""
+    differences = []
+    for name, weight in by_loop.items():
+        (found,) = (trained[n] for n in trained if n.endswith(name))
+        differences.append(float((found - weight).abs().max()) / float(weight.abs().max()))
+    return float(np.max(differences))
