@@ -42,6 +42,11 @@ Seen = list[dict[str, torch.Tensor]]  # of each micro-batch of the updates
 
 def watched(rank: int, argv: list[str]) -> Seen:
     """Train, and keep what the loss of each micro-batch was made of."""
+    return watched_to_the_end(rank, argv)[0]
+
+
+def watched_to_the_end(rank: int, argv: list[str]) -> tuple[Seen, dict[str, torch.Tensor]]:
+    """As `watched`; the second result has the weights at the end."""
     from megatron_r3.training import step
 
     seen: Seen = []
@@ -55,8 +60,7 @@ def watched(rank: int, argv: list[str]) -> Seen:
         return terms
 
     step.terms_of = keep
-    train(rank, argv)
-    return seen
+    return seen, train(rank, argv)
 
 
 def on_response(seen: Seen, name: str) -> list[torch.Tensor]:
@@ -91,20 +95,70 @@ def test_one_update_needs_no_pass(patched: TreeWorker, policy: Policy, tmp_path:
     assert not any(torch.equal(one["old"], one["new"]) for one in sampler)  # control
 
 
+FOUR = [*TRAINER, "--rollouts-mini-steps", "4"]
+
+
+@dataclass
+class Interrupted:
+    """A training of four updates on one collection, and one that ended after two of them.
+
+    Attributes:
+        store: the rollouts.
+        saved: the checkpoint after two updates, and the old policy's record.
+        seen, weights: of the training that was not interrupted.
+    """
+
+    store: Path
+    saved: Path
+    seen: Seen
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def interrupted(
+    patched: TreeWorker, policy: Policy, tmp_path_factory: pytest.TempPathFactory
+) -> Interrupted:
+    folder = tmp_path_factory.mktemp("interrupted")
+    argv = steps_on(policy, stores(policy, folder, mixed=True), 4, *FOUR)
+    (whole,) = patched.run(watched_to_the_end, 1, argv, timeout_s=120)
+    saved = ["--save", str(folder / "saved"), "--save-interval", "2", "--exit-interval", "2"]
+    patched.run(train, 1, [*argv, *saved], timeout_s=120)
+    return Interrupted(folder / "store", folder / "saved", *whole)
+
+
 def test_a_training_goes_on_in_the_middle_of_a_collection(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
+    patched: TreeWorker, policy: Policy, interrupted: Interrupted, tmp_path: Path
 ) -> None:
-    store = stores(policy, tmp_path, mixed=True)
-    four = [*TRAINER, "--rollouts-mini-steps", "4"]
-    want = patched.run(train, 1, steps_on(policy, store, 4, *four), timeout_s=120)
-    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2"]
-    patched.run(train, 1, steps_on(policy, store, 4, *four, *saved), timeout_s=120)
-    argv = resumed(policy, store, tmp_path / "saved", *four)
-    assert same(want, patched.run(train, 1, argv, timeout_s=120))
-    layout = [*argv, *LAYOUTS["PP2 VPP2"][1]]  # other ranks read what one rank wrote
-    patched.run(train, 2, layout, timeout_s=120)
-    shutil.rmtree(tmp_path / "saved" / "old-policy")
+    saved = shutil.copytree(interrupted.saved, tmp_path / "saved")
+    argv = resumed(policy, interrupted.store, saved, *FOUR)
+    assert same([interrupted.weights], patched.run(train, 1, argv, timeout_s=120))
+    shutil.rmtree(saved / "old-policy")
     assert "checkpoint lies in the middle of a collection" in fails(patched, argv)
+
+
+def test_other_ranks_read_what_one_rank_wrote(
+    patched: TreeWorker, policy: Policy, interrupted: Interrupted
+) -> None:
+    argv = resumed(policy, interrupted.store, interrupted.saved, *FOUR)
+    ranks, more = LAYOUTS["PP2 VPP2"]
+    results = patched.run(watched, ranks, [*argv, *more], timeout_s=120)
+    (got,) = (seen for seen in results if seen)  # of the last stage
+    want = interrupted.seen[len(interrupted.seen) // 2 :]
+    for one, other in zip(got, want, strict=True):
+        on_T = one["mask"] > 0
+        assert torch.equal(on_T, other["mask"] > 0)
+        assert torch.equal(one["old"][on_T], other["old"][on_T])
+        assert not torch.equal(one["old"][on_T], one["new"][on_T])  # control
+
+
+def test_a_resumed_training_that_saves_elsewhere_can_be_resumed(
+    patched: TreeWorker, policy: Policy, interrupted: Interrupted, tmp_path: Path
+) -> None:
+    argv = resumed(policy, interrupted.store, interrupted.saved, *FOUR)
+    elsewhere = ["--save", str(tmp_path / "saved"), "--save-interval", "1", "--exit-interval", "3"]
+    patched.run(train, 1, [*argv, *elsewhere], timeout_s=120)
+    argv = resumed(policy, interrupted.store, tmp_path / "saved", *FOUR)
+    assert same([interrupted.weights], patched.run(train, 1, argv, timeout_s=120))
 
 
 Maps = list[tuple[int, torch.Tensor]]  # layer, and routing map, of each pass of a router
