@@ -4,8 +4,9 @@
 
 Without --repo the trees are those of the package index. With it they are the commits of
 versions.toml, main and upstream's own pretrain_gpt.py included. Of each line the first such tree is
-checked, which is its newest; with --line every one. Trees are checked side by side, because many
-checks leave a core idle. Exit status 0 says that every check passed.
+checked, which is its newest; with --line every one. The cases of replay are left out on the default
+tree, where `make test` runs them, unless --repo or --line asks for a tree. Trees are checked side
+by side, because many checks leave a core idle. Exit status 0 says that every check passed.
 """
 
 from __future__ import annotations
@@ -66,9 +67,11 @@ def main(argv: list[str] | None = None) -> int:
     # A process that was forked from one with threads may wait for ever, so these are spawned.
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(args.jobs, len(trees)), spawned) as pool:
-        for row in pool.map(_run, *zip(*trees, strict=True)):
+        asked = bool(args.line or args.repo)
+        checks = [[*CHECKS] if asked else checks_of(versions, tree) for _, tree, *_ in trees]
+        for row in pool.map(_run, *zip(*trees, strict=True), checks):
             results += row
-            print(_line(row), flush=True)
+            print(line_of(row), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")
     failed = [result for result in results if not result["passed"]]
@@ -105,15 +108,23 @@ def _trees(
                 yield line, tree, repo, tree.commit
 
 
-def _run(line: Line, tree: KnownTree, source: Path, commit: str) -> list[dict[str, object]]:
-    """The results of one tree."""
+def checks_of(versions: Versions, tree: KnownTree) -> list[str]:
+    """The checks of a tree that nobody asked for by name."""
+    in_tests = {"replay"} if tree == versions.default else set()
+    return [name for name in CHECKS if name not in in_tests]
+
+
+def _run(
+    line: Line, tree: KnownTree, source: Path, commit: str, names: list[str]
+) -> list[dict[str, object]]:
+    """The results of the checks of these names on one tree."""
     results: list[dict[str, object]] = []
     with ExitStack() as open_:
         folder = open_.enter_context(tempfile.TemporaryDirectory(prefix="matrix-"))
         checked = open_.enter_context(Checked(line, tree, source, commit, Path(folder)))
-        for name, check in CHECKS.items():
+        for name in names:
             begin = time.monotonic()
-            passed, detail = check(checked)
+            passed, detail = CHECKS[name](checked)
             results.append(
                 {
                     "line": line.name,
@@ -127,10 +138,11 @@ def _run(line: Line, tree: KnownTree, source: Path, commit: str) -> list[dict[st
     return results
 
 
-def _line(row: list[dict[str, object]]) -> str:
+def line_of(row: list[dict[str, object]]) -> str:
     """The line of the table that shows the results of one tree."""
     cells = (f"{'ok' if r['passed'] else 'FAILED':>8} {r['seconds']:5.0f} s" for r in row)
-    return f"{row[0]['line']:14} {row[0]['tree']:18}" + "".join(cells)
+    left_out = [f"{'make test':>16}"] * (len(CHECKS) - len(row))
+    return f"{row[0]['line']:14} {row[0]['tree']:18}" + "".join([*cells, *left_out])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 from fidelity import line_checks
 from fidelity.line_checks import CHECKS, Checked
-from fidelity.matrix import main
+from fidelity.matrix import checks_of, line_of, main
 from fidelity.trees import ROOT
 from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.cleanroom import resolve
@@ -105,3 +105,14 @@ def test_where_there_is_nothing_to_check_it_says_so(
         assert main([*argv, *out]) == 2
         assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "matrix.json").exists()
+
+
+def test_make_test_has_the_replay_of_the_default_tree() -> None:
+    versions = read_versions(patches_folder())
+    assert checks_of(versions, versions.default) == [name for name in CHECKS if name != "replay"]
+    others = [tree for line in versions.lines for tree in line.trees if tree != versions.default]
+    assert others
+    assert all(checks_of(versions, tree) == [*CHECKS] for tree in others)
+    row = [{"line": "a", "tree": "b", "passed": True, "seconds": 1.0}] * (len(CHECKS) - 1)
+    assert line_of(row).endswith("make test")
+    assert line_of([*row, row[0]]).endswith("1 s")

@@ -47,6 +47,7 @@ RUN_BY = [
     (r"make bump\b", f"{PATCHING}test_bump.py::test_the_command"),
     (r"make (fidelity|matrix) .*(MEGATRON|REPO)=", NO_CLONE),
     (r"make gpu-kit REPO=", NO_CLONE),
+    (r"make fidelity\b", "tests/functional/test_make.py::test_fidelity_of_one_case"),
     (r"make image-matrix\b", NO_DOCKER),
     (r"make image-vllm-cpu\b", NO_DOCKER),
     (r"make (help|clean)\b", HERE),
