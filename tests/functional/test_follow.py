@@ -143,6 +143,10 @@ def test_collections_of_a_store_that_grows_and_brings_its_advantages(
     sampler.join()
     assert same(want, got)
     records = [read_records(tmp_path / folder / "old-policy") for folder in "ab"]
+    # each training has a pass of its own, whose number its ranks share
+    passes = [{record.pop("pass") for record in part} for part in records]
+    assert [len(numbers) for numbers in passes] == [1, 1]
+    assert passes[0] != passes[1]
     assert records[0] == records[1]
     assert {record["rollouts"] for record in records[0]} == {"16 to 31"}  # on both ranks
 
