@@ -18,6 +18,8 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,32 +67,18 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--rounds {args.rounds}: at least 1")
     machine = {**machine_at_start(), "device": "cpu, gloo"}
     rows = []
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        folder = Path(scratch)
-        tree, name = unpatched_copy(None, folder / "unpatched")
-        patched = patched_copy(tree, folder / "patched")
-        print("by MoE layer and pass: host waits, copies to the host, metadata collectives;")
-        print("by microbatch: collectives of the plan; wall and CPU time of a step, and both by")
-        print(f"those of live at {CONFIDENCE:.0%}; load at start: {machine['load']}", flush=True)
-        print(HEAD, flush=True)
-        with TreeWorker(patched, preload=["megatron.training"]) as worker:
-            (recorded,) = worker.run(
-                record, 1, [*CPU_ARGS, *MODEL], folder / "checkpoint", timeout_s=300
-            )
-            store = write_store(recorded, folder / "store")
-            for ep, recompute in LAYOUTS:
-                more = ["--expert-model-parallel-size", str(ep), *(FULL if recompute else [])]
-                more += ["--load", str(folder / "checkpoint"), "--rollouts", str(store)]
-                results = worker.run(
-                    timed,
-                    ep,
-                    [*CPU_ARGS, *MODEL, *more],
-                    args.rounds,
-                    timeout_s=600 + 30 * args.rounds,
-                )
-                for row in summarise(results[0]):
-                    rows.append({"ep": ep, "recompute": recompute, "tree": name, **row})
-                    print(_line(rows[-1]), flush=True)
+    print("by MoE layer and pass: host waits, copies to the host, metadata collectives;")
+    print("by microbatch: collectives of the plan; wall and CPU time of a step, and both by")
+    print(f"those of live at {CONFIDENCE:.0%}; load at start: {machine['load']}", flush=True)
+    print(HEAD, flush=True)
+    with rig() as (worker, name, argv_of_rig):
+        for ep, recompute in LAYOUTS:
+            more = ["--expert-model-parallel-size", str(ep), *(FULL if recompute else [])]
+            timeout_s = 600 + 30 * args.rounds
+            results = worker.run(timed, ep, [*argv_of_rig, *more], args.rounds, timeout_s=timeout_s)
+            for row in summarise(results[0]):
+                rows.append({"ep": ep, "recompute": recompute, "tree": name, **row})
+                print(_line(rows[-1]), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(
         json.dumps({**machine, "most_rounds": args.rounds, "rows": rows}, indent=1) + "\n"
@@ -107,6 +95,24 @@ def _counts_hold(row: dict[str, Any]) -> bool:
     if row["mode"] == "plan":
         return per_layer == 0 and row[PLANS] == (row["ep"] > 1)
     return row[WAITS] >= 1 and row[COPIES] >= 1
+
+
+@contextmanager
+def rig() -> Iterator[tuple[TreeWorker, str, list[str]]]:
+    """A worker on a patched tree, the tree's name, and arguments that train the model on rollouts.
+
+    The routes of the rollouts are those of the live router.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        folder = Path(scratch)
+        tree, name = unpatched_copy(None, folder / "unpatched")
+        patched = patched_copy(tree, folder / "patched")
+        argv = [*CPU_ARGS, *MODEL]
+        with TreeWorker(patched, preload=["megatron.training"]) as worker:
+            (recorded,) = worker.run(record, 1, argv, folder / "checkpoint", timeout_s=300)
+            store = write_store(recorded, folder / "store")
+            load = ["--load", str(folder / "checkpoint"), "--rollouts", str(store)]
+            yield worker, name, [*argv, *load]
 
 
 def write_store(recorded: Recorded, folder: Path) -> Path:

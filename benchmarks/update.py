@@ -17,19 +17,15 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dispatch import MODEL, write_store
-from benchmarks.dispatch_ranks import ratios, record
+from benchmarks.dispatch import rig
+from benchmarks.dispatch_ranks import ratios
 from benchmarks.interval import CONFIDENCE, median_of, shown
 from benchmarks.machine import machine_at_start
 from benchmarks.update_ranks import PASSES, SAMPLER, WAYS, timed
 from benchmarks.waits import WAITS
-from fidelity.rig.worker import TreeWorker
-from fidelity.trees import patched_copy, unpatched_copy
-from megatron_r3.cpu import CPU_ARGS
 
 CASES = {f"EP{ep} N{mini_steps}": (ep, mini_steps) for ep in (1, 2) for mini_steps in (2, 4)}
 HEAD = (
@@ -54,35 +50,20 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--rounds {args.rounds}: at least 1")
     machine = {**machine_at_start(), "device": "cpu, gloo"}
     rows = []
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        folder = Path(scratch)
-        tree, name = unpatched_copy(None, folder / "unpatched")
-        patched = patched_copy(tree, folder / "patched")
-        print(
-            "by micro-batch: forward passes; by MoE layer and pass: host waits; wall and CPU time"
-        )
-        print("of a collection of N mini-steps, and both by those where the sampler is the old")
-        print(f"policy, at {CONFIDENCE:.0%}; load at start: {machine['load']}", flush=True)
-        print(HEAD, flush=True)
-        with TreeWorker(patched, preload=["megatron.training"]) as worker:
-            (recorded,) = worker.run(
-                record, 1, [*CPU_ARGS, *MODEL], folder / "checkpoint", timeout_s=300
+    print("by micro-batch: forward passes; by MoE layer and pass: host waits; wall and CPU time")
+    print("of a collection of N mini-steps, and both by those where the sampler is the old")
+    print(f"policy, at {CONFIDENCE:.0%}; load at start: {machine['load']}", flush=True)
+    print(HEAD, flush=True)
+    with rig() as (worker, name, argv_of_rig):
+        for ep, mini_steps in cases:
+            argv_of_case = [*argv_of_rig, "--expert-model-parallel-size", str(ep)]
+            timeout_s = 600 + 60 * args.rounds
+            results = worker.run(
+                timed, ep, argv_of_case, mini_steps, args.rounds, timeout_s=timeout_s
             )
-            store = write_store(recorded, folder / "store")
-            for ep, mini_steps in cases:
-                more = ["--expert-model-parallel-size", str(ep)]
-                more += ["--load", str(folder / "checkpoint"), "--rollouts", str(store)]
-                results = worker.run(
-                    timed,
-                    ep,
-                    [*CPU_ARGS, *MODEL, *more],
-                    mini_steps,
-                    args.rounds,
-                    timeout_s=600 + 60 * args.rounds,
-                )
-                for row in summarise(results[0]):
-                    rows.append({"ep": ep, "mini_steps": mini_steps, "tree": name, **row})
-                    print(_line(rows[-1]), flush=True)
+            for row in summarise(results[0]):
+                rows.append({"ep": ep, "mini_steps": mini_steps, "tree": name, **row})
+                print(_line(rows[-1]), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(
         json.dumps({**machine, "most_rounds": args.rounds, "rows": rows}, indent=1) + "\n"

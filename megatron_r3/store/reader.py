@@ -216,11 +216,6 @@ class RolloutStore:
         version = int(shard.tensors["policy_version"][index])
         return versions_of(shard.extras.versions_C2(index), response_N, version)
 
-    def has_kept(self, rollout: int) -> bool:
-        """Whether a rollout has kept sets; nothing is read."""
-        shard, index, _ = self._find(rollout)
-        return bool(shard.extras.num_kept_M[index])
-
     def kept(self, rollout: int) -> KeptSets | None:
         """The kept sets of a rollout's tokens; None if it has none.
 

@@ -87,8 +87,6 @@ def refuse_update(args: Any) -> None:
     """
     _one_of(args, "rollouts_advantages", (*ADVANTAGES, STORED), "group-normalised")
     _one_of(args, "rollouts_old_policy", ("sampler", "trainer"), "sampler")
-    source = _one_of(args, "moe_router_replay_source", SOURCES, "rollout")
-    _one_of(args, "moe_router_replay_stale_source", SOURCES[1:], "live")
     for name in ("rollouts_mini_steps", "rollouts_epochs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"{_flag(name)} {getattr(args, name)}: it must be 1 or more")
@@ -113,6 +111,13 @@ def refuse_update(args: Any) -> None:
     log_file = args.rollouts_log
     if log_file is not None and not Path(log_file).resolve().parent.is_dir():
         raise ValueError(f"--rollouts-log {log_file}: there is no such folder; make it first")
+    _refuse_routes(args)
+
+
+def _refuse_routes(args: Any) -> None:
+    """Refuse options of whose routes are taken that could not do what they say."""
+    source = _one_of(args, "moe_router_replay_source", SOURCES, "rollout")
+    _one_of(args, "moe_router_replay_stale_source", SOURCES[1:], "live")
     names = ("moe_router_replay_source", "moe_router_replay_max_lag")
     for name in (*names, "moe_router_replay_stale_source"):
         if getattr(args, name) is not None and not args.moe_router_replay:

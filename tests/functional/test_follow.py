@@ -13,9 +13,22 @@ from safetensors import safe_open
 from training import Policy, fails, parts, same, steps_on, train
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.store import write_shard
+from megatron_r3.store import Rollout, StoreInfo, write_shard
 
 EP2 = ["--expert-model-parallel-size", "2"]
+
+
+def sampling(folder: Path, info: StoreInfo, shards: list[list[Rollout]]) -> threading.Thread:
+    """A thread that has begun to write these shards, with a pause before each."""
+
+    def sample() -> None:
+        for shard in shards:
+            time.sleep(1.5)
+            write_shard(folder, info, shard)
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    return sampler
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
@@ -31,13 +44,7 @@ def test_a_store_that_grows_trains_as_the_whole_one(
         train, 2, steps_on(policy, tmp_path / "whole", 4, *more, *EP2), timeout_s=120
     )
 
-    def sample() -> None:
-        for shard in shards:
-            time.sleep(1.5)
-            write_shard(tmp_path / "grows", unstamped, shard)
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
+    sampler = sampling(tmp_path / "grows", unstamped, shards)
     follow = ("--rollouts-follow", "60", *more, *EP2)
     got = patched.run(train, 2, steps_on(policy, tmp_path / "grows", 4, *follow), timeout_s=120)
     sampler.join()
@@ -131,13 +138,7 @@ def test_collections_of_a_store_that_grows_and_brings_its_advantages(
     whole = [*steps_on(policy, tmp_path / "whole", 4, *more), "--save", str(tmp_path / "a")]
     want = patched.run(train, 2, whole, timeout_s=240)
 
-    def sample() -> None:
-        for shard in valued:
-            time.sleep(1)
-            write_shard(tmp_path / "grows", unstamped, shard)
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
+    sampler = sampling(tmp_path / "grows", unstamped, valued)
     follow = [*more, "--rollouts-follow", "60", "--save", str(tmp_path / "b")]
     got = patched.run(train, 2, steps_on(policy, tmp_path / "grows", 4, *follow), timeout_s=240)
     sampler.join()

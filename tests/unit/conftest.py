@@ -21,3 +21,13 @@ def store_dir(tmp_path):
     write_shard(tmp_path / "s", INFO, ROLLOUTS[:2])
     write_shard(tmp_path / "s", INFO, ROLLOUTS[2:])
     return tmp_path / "s"
+
+
+@pytest.fixture
+def _one_rank():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()

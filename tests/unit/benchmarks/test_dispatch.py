@@ -5,25 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.dispatch import _counts_hold, _line, summarise
 from benchmarks.dispatch_ranks import MODES, Rounds
 from benchmarks.interval import LOOKS
 from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
-
-
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def steps(most: int, slow: dict[str, float], spread: float) -> tuple[Rounds, list[str]]:

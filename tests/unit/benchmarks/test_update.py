@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.dispatch_ranks import Rounds
 from benchmarks.update import CASES, _line, counts_hold, main, summarise
@@ -17,15 +15,6 @@ from benchmarks.update_ranks import PASSES, R2, SAMPLER, TRAINER, WAYS
 from benchmarks.waits import WAITS
 
 CI = Path(__file__).parents[3] / ".ci" / "run"
-
-
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def rows_of(times: dict[str, float], most: int = 8) -> list[dict[str, Any]]:

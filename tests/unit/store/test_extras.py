@@ -59,7 +59,7 @@ def test_what_was_written_is_read(extra_dir):
     assert store.info == CUT
     for index, wanted in enumerate(ALL):
         got = store.rollout(index)
-        assert store.has_kept(index) == (index != 2)
+        assert (got.kept is None) == (index == 2)
         if index == 2:
             assert (got.kept, got.versions_C2, got.advantage) == (None, None, None)
             assert store.kept(index) is None
@@ -104,7 +104,7 @@ def test_rows_get_the_kept_set_of_the_next_token(extra_dir):
 def test_rows_of_a_store_without_kept_sets_get_none(store_dir):
     store = opened(store_dir)
     assert store.kept_of_next(store.row_ids(1)).sizes_N.tolist() == [0] * 8
-    assert not store.has_kept(1)
+    assert store.kept(1) is None
 
 
 def test_advantages_are_a_column_if_all_have_one(tmp_path):

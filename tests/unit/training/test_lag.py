@@ -6,7 +6,6 @@ Shape suffixes (docs/glossary.md): B, C, S.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,15 +162,6 @@ def test_one_policys_router_digests_do_not_stand_for_several_versions(
 def test_another_model_that_trains_live_has_no_routers_to_compare(tmp_path: Path) -> None:
     written(tmp_path, [sampled_by(3, 4)], info=INFO)
     opened(tmp_path, moe_router_replay=False, num_experts=8)
-
-
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def lags(*batches: list[dict[str, torch.Tensor]]) -> dict[str, float]:
