@@ -135,7 +135,7 @@ def test_plain_sampling_says_nothing_of_it(tiny):
     assert main(sampled(2)) == 0
     store = RolloutStore(["store"])
     assert store.info.sampling.logprobs_of is None
-    assert not any(store.has_kept(index) for index in range(len(store)))
+    assert all(store.rollout(index).kept is None for index in range(len(store)))
 
 
 def test_biased_sampling_keeps_the_log_probs_of_temperature_1(tiny):
