@@ -34,10 +34,16 @@ def initialize(extra_args: AddArguments | None = None) -> Any:
 
 
 def build_model(args: Any) -> torch.nn.Module:
-    """The whole model that the arguments describe, in Megatron's wrapper if they ask for 16 bits.
+    """`build_models` where it is one: without virtual pipeline stages."""
+    (model,) = build_models(args)
+    return model
+
+
+def build_models(args: Any) -> list[torch.nn.Module]:
+    """This rank's model chunks, in Megatron's wrapper if the arguments ask for 16 bits.
 
     Args:
-        args: what `initialize` returned, for one process.
+        args: what `initialize` returned.
     """
     from megatron.core.enums import ModelType
     from megatron.training import training
@@ -46,12 +52,12 @@ def build_model(args: Any) -> torch.nn.Module:
     if config is None:
         return training.get_model(
             _model_provider, ModelType.encoder_or_decoder, wrap_with_ddp=False
-        )[0]
+        )
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
     builder = config.get_builder_cls()(config)
-    return builder.build_distributed_models(groups, wrap_with_ddp=False)[0]
+    return builder.build_distributed_models(groups, wrap_with_ddp=False)
 
 
 def train(

@@ -172,14 +172,27 @@ def patch() -> None:
 
 
 def _init_with_cp(upstream: Callable[..., None]) -> Callable[..., None]:
-    """Construct a DotProductAttention as if without CP, which its own constructor refuses."""
+    """Construct a DotProductAttention as if without CP, which its own constructor refuses.
 
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    It refuses the sizes of MLA's heads too. Its forward pass needs only that of the values, which
+    is that of its output: with keys of 192 channels and values of 128, 16 heads give 16 * 128.
+    """
+
+    def init(
+        self: Any,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         from megatron.core import parallel_state
 
-        without_cp = copy.copy(config)
-        without_cp.context_parallel_size = 1
-        upstream(self, without_cp, *args, **kwargs)
+        accepted = copy.copy(config)
+        accepted.context_parallel_size = 1
+        if v_channels is not None:
+            accepted.kv_channels = v_channels
+        upstream(self, accepted, *args, **kwargs)
         self.config = config
         self.cp_group = getattr(kwargs.get("pg_collection"), "cp", None)
         if self.cp_group is None:

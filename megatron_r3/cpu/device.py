@@ -53,6 +53,8 @@ class CudaToCpu(TorchFunctionMode):
             return args[0].clone()
         if func is torch.Tensor.type:
             return _tensor_type(func, *args, **kwargs)
+        if func is torch.device and args and type(args[0]) is int:
+            return torch.device("cuda", *args)  # an index alone needs an accelerator
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda_device(args[1]):
             args = (args[0], CPU, *args[2:])
         if _is_cuda_device(kwargs.get("device")):

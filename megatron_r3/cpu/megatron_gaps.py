@@ -53,6 +53,7 @@ def patch() -> None:
     _define_names_in_moe_utils()
     _define_names_in_random()
     _define_inference_layers()
+    _define_linear_in_mla()
     _skip_fused_kernels()
     _skip_jit_warm_up()
     _let_norms_be_sequence_parallel()
@@ -141,6 +142,13 @@ def _define_inference_layers() -> None:
         # the default is a class: without the module, or without the name, there is nothing to do
         if not isinstance(getattr(layers, name, type), type):
             setattr(layers, name, type(name, (), {}))
+
+
+def _define_linear_in_mla() -> None:
+    """Up to 0.16, MLA calls isinstance() with TELinear, which is no class where TE is missing."""
+    mla = _import("megatron.core.transformer.multi_latent_attention")
+    if mla is not None and not isinstance(getattr(mla, "TELinear", type), type):
+        mla.TELinear = type("TELinear", (), {})  # type: ignore[attr-defined]
 
 
 def _skip_fused_kernels() -> None:

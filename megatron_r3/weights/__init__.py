@@ -1,1 +1,1 @@
-"""Weights between a transformers directory and a Megatron model; Qwen3-MoE is the only family."""
+"""Weights between a transformers directory and a Megatron model, in any parallel layout."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_r3.integrations.layers import unwrapped
 from megatron_r3.untrusted import one_line
-from megatron_r3.weights.qwen3_moe import VOCABULARY
+from megatron_r3.weights.family import VOCABULARY
+from megatron_r3.weights.ranks import everyones, my_rank, together
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -28,6 +30,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _FAILURES = (Exception, CheckpointException)
 # the beginnings of the names of weights; others, e.g. `optimizer` and `rng_state`, are not weights
 _WEIGHTS = ("embedding", "encoder", "decoder", "mtp", "output_layer")
+_VOCABULARY = {place.key for place in VOCABULARY}
 # Arguments that the shapes of a model do not show. The epsilon's name differs by release.
 _NO_SHAPES = (
     *("kv_channels", "num_query_groups", "moe_router_topk", "moe_router_pre_softmax"),
@@ -50,34 +53,45 @@ def check_load(args: Any) -> None:
         raise ValueError(f"--load {args.load}: there is no checkpoint (no {tracker.name})")
 
 
-def load_whole(model: torch.nn.Module, args: Any) -> None:
-    """Load the checkpoint `args.load` into a whole (one-process) model, all of it.
+def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
+    """Load the checkpoint `args.load` into a model, all of it. All ranks call it.
+
+    Args:
+        models: this rank's model chunks.
 
     Raises:
         ValueError: the checkpoint cannot be read, or has other tensors, shapes or settings than
-            the model; the model is then useless.
+            the model; the model is then useless. In several processes also a checkpoint that is
+            not in Megatron's distributed format, which fits one layout only.
     """
     from megatron.training.checkpointing import load_checkpoint
 
+    models = [unwrapped(model) for model in models]  # Megatron loads into what it unwraps
     args.finetune = False  # else Megatron does not compare its arguments with the checkpoint's
     args.no_load_optim = args.no_load_rng = True
     # a value that is still NaN afterwards was not loaded
-    for tensor in _floats(model.state_dict()).values():
-        tensor.detach().fill_(float("nan"))
+    for model in models:
+        for tensor in _floats(model.state_dict()).values():
+            tensor.detach().fill_(float("nan"))
     where = f"--load {args.load}"
     try:
-        with _comparing(model, args):
-            load_checkpoint([model], None, None)
+        with _comparing(models, args):
+            load_checkpoint(list(models), None, None)
     except SystemExit:  # its status may be 0
         raise ValueError(f"{where}: Megatron cannot load it; its reason is above") from None
     except _FAILURES as error:  # a damaged file can make a loader raise anything
         raise ValueError(f"{where}: not a checkpoint of this model: {_reason(error)}") from error
-    for name, tensor in _floats(model.state_dict()).items():
-        if count := int(tensor.isnan().sum()):
-            raise ValueError(
-                f"{where}: {count} of the {tensor.numel()} values of {name} were not loaded, or "
-                "are NaN in the checkpoint"
-            )
+    together(lambda: _refuse_nan(models, where))
+
+
+def _refuse_nan(models: Sequence[torch.nn.Module], where: str) -> None:
+    for model in models:
+        for name, tensor in _floats(model.state_dict()).items():
+            if count := int(tensor.isnan().sum()):
+                raise ValueError(
+                    f"{where}: {count} of the {tensor.numel()} values of {name} were not loaded, "
+                    "or are NaN in the checkpoint"
+                )
 
 
 def _reason(error: BaseException) -> str:
@@ -100,23 +114,28 @@ def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _comparing(model: Any, args: Any) -> Iterator[None]:
+def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
     """While this is open, compare a checkpoint with the model before it is loaded.
 
     Megatron offers no hook for that. So three functions are replaced that its `load_checkpoint`
     (megatron/training/checkpointing.py) calls: the loader of distributed checkpoints, the
-    comparison of arguments, and the model's own `load_state_dict` for checkpoints in one file.
+    comparison of arguments, and the models' own `load_state_dict` for checkpoints in one file.
     """
     from megatron.training import checkpointing
 
     dist = checkpointing.dist_checkpointing
     dist_load, check_args = dist.load, checkpointing.check_checkpoint_args
-    into_model = model.load_state_dict
+    is_distributed = False
 
     def compared_dist_load(state: Any, directory: Any, *rest: Any, **more: Any) -> Any:
+        nonlocal is_distributed
+        is_distributed = True
         saved = dist.load_tensors_metadata(str(directory))
         theirs = {k: tuple(t.global_shape) for k, t in saved.items() if _is_weight(k)}
-        ours = {key: shape for key, shape in _sharded(state["model"]) if _is_weight(key)}
+        # one chunk is `model`, several are `model0`, `model1`, ...
+        chunks = [value for key, value in state.items() if key.startswith("model")]
+        mine = {key: shape for key, shape in _sharded(chunks) if _is_weight(key)}
+        ours = {key: shape for of_rank in everyones(mine) for key, shape in of_rank.items()}
         _compare(ours, theirs, args.vocab_size)
         return dist_load(state, directory, *rest, **more)
 
@@ -127,21 +146,30 @@ def _comparing(model: Any, args: Any) -> Iterator[None]:
             if then is not None and now is not None and then != now:
                 raise ValueError(f"it has {name} {then}, the arguments say {now}")
 
-    def compared_load_state_dict(state: Mapping[str, Any], strict: bool = True) -> Any:
-        theirs = {name: tuple(tensor.shape) for name, tensor in _floats(state).items()}
-        ours = {n: tuple(tensor.shape) for n, tensor in _floats(model.state_dict()).items()}
-        _compare(ours, theirs)
-        # Weights are the same on both sides now; extra states may differ. Megatron itself tries a
-        # second time with strict=False where a strict load fails.
-        return into_model(state, strict=False)
+    def compared_into(model: Any) -> Any:
+        into_model = model.load_state_dict
+
+        def compared_load_state_dict(state: Mapping[str, Any], strict: bool = True) -> Any:
+            if args.world_size > 1 and not is_distributed:
+                raise ValueError("not in the format torch_dist: load it in one process")
+            theirs = {name: tuple(tensor.shape) for name, tensor in _floats(state).items()}
+            ours = {n: tuple(tensor.shape) for n, tensor in _floats(model.state_dict()).items()}
+            _compare(ours, theirs)
+            # Weights are the same on both sides now; extra states may differ. Megatron itself
+            # tries a second time with strict=False where a strict load fails.
+            return into_model(state, strict=False)
+
+        return compared_load_state_dict
 
     dist.load, checkpointing.check_checkpoint_args = compared_dist_load, compared_args
-    model.load_state_dict = compared_load_state_dict
+    for model in models:
+        model.load_state_dict = compared_into(model)
     try:
         yield
     finally:
         dist.load, checkpointing.check_checkpoint_args = dist_load, check_args
-        del model.load_state_dict  # uncovers the method of its class
+        for model in models:
+            del model.load_state_dict  # uncovers the method of its class
 
 
 def _is_weight(key: str) -> bool:
@@ -177,7 +205,7 @@ def _compare(ours: Shapes, theirs: Shapes, vocab_size: int | None = None) -> Non
         )
     for name, shape in ours.items():
         want, got = shape, theirs[name]
-        if vocab_size is not None and name in VOCABULARY and got[0] >= vocab_size:
+        if vocab_size is not None and name in _VOCABULARY and got[0] >= vocab_size:
             want, got = want[1:], got[1:]
         if want != got:
             raise ValueError(
@@ -211,8 +239,11 @@ def check_save(args: Any) -> None:
         raise ValueError(f"--save {folder}: cannot be written ({error.strerror})") from error
 
 
-def save_whole(model: torch.nn.Module, args: Any) -> None:
-    """Save a whole (one-process) model as iteration 0 of the new checkpoint `args.save`.
+def save_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
+    """Save a model as iteration 0 of the new checkpoint `args.save`. All ranks call it.
+
+    Args:
+        models: this rank's model chunks.
 
     Raises:
         ValueError: the checkpoint cannot be written; nothing is left of it then.
@@ -222,10 +253,11 @@ def save_whole(model: torch.nn.Module, args: Any) -> None:
     args.async_save = False  # this process ends right after the save
     folder = Path(args.save)
     try:
-        save_checkpoint(0, [model], None, None, 0)
+        save_checkpoint(0, list(models), None, None, 0)
     except _FAILURES as error:
-        with suppress(OSError):
-            shutil.rmtree(_iteration_0(folder))
+        if my_rank() == 0:
+            with suppress(OSError):
+                shutil.rmtree(_iteration_0(folder))
         raise ValueError(
             f"--save {folder}: the checkpoint cannot be written (is the disk full?): "
             f"{_reason(error)}"

@@ -15,33 +15,35 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny import SEQUENCE, VOCABULARY, batch, config, model, start
+from tiny import VOCABULARY, batch, config, model, start
 from training import Policy, export
 
 from demo.model import arguments
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.fingerprint import router_digest, router_fingerprint
-from megatron_r3.weights.hf import from_hf, to_hf
-from megatron_r3.weights.qwen3_moe import hf_config
+from megatron_r3.weights.policy import read_policy, write_policy
+
+ONE = ["--micro-batch-size", "1"]
 
 
-def write(rank: int, folder: str) -> tuple[torch.Tensor, list[str]]:
+def write(rank: int, folder: str, **options: Any) -> tuple[torch.Tensor, list[str]]:
     """Export a model whose weights are bfloat16 values; its logits, and its routers' digests."""
     start()
-    gpt = model(config(moe_router_replay=False))
+    gpt = model(config(moe_router_replay=False, **options))
     with torch.no_grad():
         for parameter in gpt.parameters():
             parameter.copy_((parameter + 0.1 * torch.randn_like(parameter)).bfloat16().float())
-    to_hf(gpt, Path(folder), hf_config(gpt.config, VOCABULARY, 10000, SEQUENCE))
+    write_policy([gpt], Path(folder), vocab_size=VOCABULARY)
     tokens, positions, _ = batch()
-    digests = [router_digest(layer.mlp.router.weight) for layer in gpt.decoder.layers]
+    routers = (getattr(layer.mlp, "router", None) for layer in gpt.decoder.layers)
+    digests = [router_digest(router.weight) for router in routers if router is not None]
     return gpt(tokens, positions, None).detach(), digests
 
 
 def read(rank: int, folder: str) -> torch.Tensor:
     start()
     gpt = model(config(moe_router_replay=False))
-    from_hf(gpt, Path(folder))
+    read_policy([gpt], Path(folder))
     tokens, positions, _ = batch()
     return gpt(tokens, positions, None).detach()
 
@@ -51,7 +53,7 @@ def read_wrong(rank: int, folder: str, **options: int) -> str:
     gpt = model(config(moe_router_replay=False, **options))
     before = {name: p.clone() for name, p in gpt.named_parameters()}
     try:
-        from_hf(gpt, Path(folder))
+        read_policy([gpt], Path(folder))
     except ValueError as error:
         assert all(torch.equal(p, before[name]) for name, p in gpt.named_parameters())
         return str(error)
@@ -65,8 +67,17 @@ def exported(patched: TreeWorker, tmp_path_factory: pytest.TempPathFactory) -> t
     return folder, logits, digests
 
 
-def test_transformers_computes_the_same_logits(exported: tuple) -> None:
-    folder, logits, _ = exported
+@pytest.fixture(scope="module")
+def exported_dense(patched: TreeWorker, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """With a dense first layer."""
+    folder = tmp_path_factory.mktemp("hf-dense")
+    ((logits, digests),) = patched.run(write, 1, str(folder), moe_layer_freq=[0, 1, 1, 1])
+    return folder, logits, digests
+
+
+@pytest.mark.parametrize("name", ["exported", "exported_dense"])
+def test_transformers_computes_the_same_logits(name: str, request: pytest.FixtureRequest) -> None:
+    folder, logits, _ = request.getfixturevalue(name)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         got = theirs(batch()[0]).logits
@@ -89,7 +100,7 @@ def test_fingerprint_is_the_same_on_both_sides_and_by_layer(exported: tuple) -> 
 def test_a_directory_that_lacks_a_tensor(
     patched: TreeWorker, exported: tuple, tmp_path: Path
 ) -> None:
-    tensors = load_file(exported[0] / "model.safetensors")
+    tensors = weights(exported[0])
     del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     shutil.copy(exported[0] / "config.json", tmp_path)
@@ -111,10 +122,58 @@ def test_import_and_export_of_a_checkpoint_are_inverse(
     patched.run(export, 1, arguments(into), timeout_s=120)
     out = [*one, "--hf-export", str(tmp_path / "hf"), "--load", str(tmp_path / "checkpoint")]
     patched.run(export, 1, arguments(out), timeout_s=120)
-    want = load_file(policy.hf / "model.safetensors")
-    got = load_file(tmp_path / "hf" / "model.safetensors")
-    assert got.keys() == want.keys()
-    assert all(torch.equal(tensor, got[name]) for name, tensor in want.items())
+    assert same_files(tmp_path / "hf", policy.hf)
+
+
+PP2 = ["--pipeline-model-parallel-size", "2"]
+EP2 = ["--expert-model-parallel-size", "2"]
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+
+
+@pytest.mark.parametrize(
+    ("layout_in", "layout_out"),
+    [(TP2, [*PP2, *EP2]), ([*PP2, "--num-virtual-stages-per-pipeline-rank", "2"], EP2)],
+)
+def test_import_and_export_in_several_processes(
+    patched: TreeWorker,
+    policy: Policy,
+    tmp_path: Path,
+    layout_in: list[str],
+    layout_out: list[str],
+) -> None:
+    into = [*ONE, "--hf-import", str(policy.hf), "--save", str(tmp_path / "checkpoint")]
+    into += ["--save-interval", "1", *layout_in]
+    patched.run(export, 2, arguments(into), timeout_s=120)
+    out = [*ONE, "--hf-export", str(tmp_path / "hf"), "--load", str(tmp_path / "checkpoint")]
+    ranks = 4 if PP2[0] in layout_out else 2
+    patched.run(export, ranks, arguments(out, layout_out), timeout_s=120)
+    assert same_files(tmp_path / "hf", policy.hf)
+
+
+def refused_in_two(rank: int, argv: list[str]) -> str | int:
+    """What each rank ends with; the first has the line."""
+    with pytest.raises(SystemExit) as ended:
+        export(rank, argv)
+    assert ended.value.code is not None
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (["--num-layers", "2"], "(2, 128): other model"),
+        (["--moe-router-topk", "2", "--finetune"], "it has moe_router_topk 4"),
+    ],
+)
+def test_an_export_in_two_processes_that_is_refused(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, load: list[str], words: str
+) -> None:
+    argv = [*ONE, "--hf-export", str(tmp_path / "hf"), "--load", str(policy.checkpoint), *EP2]
+    line, code = patched.run(refused_in_two, 2, arguments(argv, load), timeout_s=120)
+    assert line.startswith("error: ")
+    assert words in line
+    assert code == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_exported_checkpoint_is_a_transformers_model(policy: Policy) -> None:
@@ -128,6 +187,17 @@ def test_an_exported_checkpoint_is_a_transformers_model(policy: Policy) -> None:
     assert not missing["unexpected_keys"]
 
 
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two folders have files of the same names and bytes."""
+    ours, theirs = ({f.name: f.read_bytes() for f in folder.iterdir()} for folder in (one, other))
+    return ours == theirs
+
+
 def refused(rank: int, argv: list[str], most_bytes: int | None = None) -> str:
     """What the script ends with, where no file may be longer than `most_bytes`."""
     if most_bytes is not None:
@@ -136,9 +206,6 @@ def refused(rank: int, argv: list[str], most_bytes: int | None = None) -> str:
         export(rank, argv)
     assert isinstance(ended.value.code, str)  # python prints it and exits with 1
     return ended.value.code
-
-
-ONE = ["--micro-batch-size", "1"]
 
 
 def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -274,9 +341,7 @@ def test_a_checkpoint_in_one_file_is_exported(
 ) -> None:
     argv = [*ONE, "--load", str(torch_checkpoint), "--ckpt-format", "torch"]
     patched.run(export, 1, arguments(argv, ["--hf-export", str(tmp_path / "hf")]), timeout_s=120)
-    got, want = (load_file(f / "model.safetensors") for f in (tmp_path / "hf", policy.hf))
-    assert got.keys() == want.keys()
-    assert all(torch.equal(tensor, got[name]) for name, tensor in want.items())
+    assert same_files(tmp_path / "hf", policy.hf)
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
@@ -313,7 +378,7 @@ def test_an_export_does_not_write_over_another(
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
     (tmp_path / "hf" / "mine").unlink()
     patched.run(export, 1, arguments(out), timeout_s=120)  # an empty folder is none
-    assert len(list((tmp_path / "hf").iterdir())) == 2
+    assert len(list((tmp_path / "hf").iterdir())) == 2 + 6  # config, index, 4 layers and 2 files
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert (tmp_path / "hf").stat().st_mode & 0o777 == 0o777 & ~umask()
 
@@ -329,7 +394,7 @@ def test_an_export_and_an_import_on_a_full_disk(
 ) -> None:
     """A limit on the size of a file fails a write where a full disk does."""
     load = ["--load", str(policy.checkpoint)]
-    line = refuses_export(patched, tmp_path, load, "nothing is left there", most_bytes=1 << 20)
+    line = refuses_export(patched, tmp_path, load, "nothing is left there", most_bytes=1 << 18)
     assert line.startswith(f"error: {tmp_path / 'out' / 'hf'}: cannot be written")
     save = tmp_path / "checkpoint"
     words = (f"--save {save}", "the checkpoint cannot be written")
@@ -358,20 +423,32 @@ def _with(name: str, value: Any) -> Any:
     return change
 
 
+LAST = "model-00006-of-00006.safetensors"  # with the last norm and the head
+
+
 def _tensor(change: Any) -> Any:
     def on_file(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
+        tensors = load_file(folder / LAST)
         tensors["model.norm.weight"] = change(tensors["model.norm.weight"])
-        save_file(tensors, folder / "model.safetensors")
+        save_file(tensors, folder / LAST)
 
     return on_file
 
 
 IMPORTS = {
     "gone": (shutil.rmtree, ("no config.json",)),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), ("no tensors",)),
-    "cut": (lambda f: os.truncate(f / "model.safetensors", 5000), ("not a whole safetensors",)),
-    "family": (_with("model_type", "mixtral"), ("is 'mixtral': only Qwen3-MoE models",)),
+    "no file": (lambda f: (f / LAST).unlink(), (LAST, "not a whole safetensors")),
+    "cut": (lambda f: os.truncate(f / LAST, 5000), ("not a whole safetensors",)),
+    "family": (_with("model_type", "gpt2"), ("is 'gpt2': only models of these types",)),
+    "quantized": (_with("quantization_config", {"bits": 4}), ("has quantization_config",)),
+    "scaled": (
+        _with("rope_parameters", {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4}),
+        ("rope_type is 'yarn'",),
+    ),
+    "index": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
+        ("'../b' is no file of this folder",),
+    ),
     "topk": (_with("num_experts_per_tok", 2), ("num_experts_per_tok is 2", "make it 4")),
     "heads": (_with("num_key_value_heads", 99), ("num_key_value_heads is 99",)),
     "vocabulary": (_with("vocab_size", 250), ("vocab_size is 250",)),

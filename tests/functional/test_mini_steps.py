@@ -78,7 +78,7 @@ def by_hand(
     rollouts = [as_sampled(opened.rollout(i)) for i in range(len(opened))]
     found = []
     for old_is_newest in (False, True):
-        load_whole(model, args)
+        load_whole([model], args)
         found.append(updates(model, rollouts, mini_steps, epochs, old_is_newest))
     return found[0], found[1]
 

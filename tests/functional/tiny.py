@@ -18,7 +18,7 @@ def start(**sizes: int) -> None:
 
     torch.use_deterministic_algorithms(True)
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=1, **sizes)
+    parallel_state.initialize_model_parallel(**{"expert_tensor_parallel_size": 1, **sizes})
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
 

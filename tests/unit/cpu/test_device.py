@@ -72,6 +72,14 @@ def test_a_cuda_device_means_the_cpu(name: Any) -> None:
     assert set(in_layer(case)) == {"cpu True"}
 
 
+def test_a_device_given_by_its_index_alone() -> None:
+    def case() -> list[str]:
+        with torch.device(0):  # as Megatron's YarnRotaryEmbedding makes its tensors
+            return [torch.arange(2).device.type, torch.device(0).type]
+
+    assert in_layer(case) == ["cpu", "cuda"]
+
+
 def test_other_devices_and_dtypes_are_left_alone() -> None:
     def case() -> list[str]:
         meta = torch.empty(2, device="meta").to(torch.bfloat16)

@@ -1,0 +1,232 @@
+"""Transformers directories: read tensor by tensor, and written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_r3.untrusted import one_line, quoted, read_json
+from megatron_r3.weights.ranks import my_rank, on_first_rank, together
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What belongs to a model beside its weights: also the code of tokenizers that transformers lacks.
+_BESIDE_WEIGHTS = (
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab*", "merges.txt", "*.model", "chat_template*", "*.py"),
+)
+
+
+class Reading:
+    """The tensors of a transformers directory, each read when it is asked for.
+
+    Use it as a context manager. With an index (several files) the files are those that the index
+    names; without, they are all *.safetensors.
+
+    Raises:
+        ValueError: a file is missing, not whole, or has a tensor that another has too; or there
+            are no tensors.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: list[Any] = []
+        self._of: dict[str, Any] = {}  # the open file of each tensor
+        try:
+            for path in _files_of(directory):
+                self._add(path)
+        except BaseException:
+            self.close()
+            raise
+        if not self._of:
+            raise ValueError(f"{directory}: no tensors in its *.safetensors")
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._of)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, on the host.
+
+        Raises:
+            ValueError: its dtype is none of bfloat16, float16 and float32.
+        """
+        tensor = self._of[name].get_tensor(name)
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{self.directory}: {name} is {tensor.dtype}; expected one of {_DTYPES}"
+            )
+        return tensor
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.__exit__(None, None, None)
+        self._files = []
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _add(self, path: Path) -> None:
+        try:
+            file = safe_open(path, framework="pt").__enter__()
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+        self._files.append(file)
+        for name in file.keys():  # noqa: SIM118
+            if name in self._of:
+                raise ValueError(f"{path}: the tensor {name} is in another file too; remove one")
+            self._of[name] = file
+
+
+def _files_of(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors"))
+    found = read_json(index.read_bytes(), str(index))
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict):
+        raise ValueError(f"{index}: expected an object with weight_map")
+    for file in names.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index}: {quoted(file)} is no file of this folder")
+    return [directory / file for file in sorted(set(names.values()))]
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a transformers directory.
+
+    Raises:
+        ValueError: there is none, or it is no JSON object.
+    """
+    file = directory / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{directory}: no {CONFIG}")
+    config = read_json(file.read_bytes(), str(file))
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: expected an object")
+    return config
+
+
+def check_target(directory: Path) -> None:
+    """Refuse to write a transformers directory over something.
+
+    Raises:
+        ValueError: `directory` is a file, or not empty.
+    """
+    if directory.is_symlink() or (
+        directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    ):
+        raise ValueError(
+            f"{directory}: there is something already: move it away, or choose another folder"
+        )
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Say of a write that fails which directory it was for.
+
+    Raises:
+        ValueError: the reason of what failed.
+    """
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        reason = one_line(str(error), 500)
+        raise ValueError(
+            f"{directory}: cannot be written; nothing is left there ({reason})"
+        ) from error
+
+
+@contextmanager
+def appearing(directory: Path) -> Iterator[Path]:
+    """A folder that gets the name `directory` at the end, or goes. All ranks enter and leave it.
+
+    Until then it lies beside as `.NAME.part`. A rank that is killed may leave it; whoever writes
+    `directory` next removes it. All ranks must see the same file system.
+
+    What is raised inside must be raised on all ranks (`ranks.together`).
+
+    Raises:
+        ValueError: the folder cannot be made or named; the same on every rank.
+    """
+    part = directory.parent / f".{directory.name}.part"
+
+    def make() -> None:
+        with writing(directory):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+
+    def see() -> None:
+        if not part.is_dir():
+            raise ValueError(f"{directory}: its folder is not on a file system that all ranks see")
+
+    def name() -> None:
+        with writing(directory):
+            part.rename(directory)  # this works over an empty folder too
+
+    try:
+        on_first_rank(make)
+        together(see)
+        yield part
+        on_first_rank(name)
+    except BaseException:
+        if my_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Write a safetensors file, with the same bytes for the same tensors.
+
+    Args:
+        tensors: on the host and contiguous; none overlaps another.
+
+    Returns:
+        How many bytes the tensors have, which is less than the file has.
+    """
+    save_file(dict(tensors), file, {"format": "pt"})
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def write_json(file: Path, value: object) -> None:
+    """Write a JSON file as transformers writes its own."""
+    file.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def copy_beside_weights(source: Path, target: Path) -> None:
+    """Copy config.json and the files of the tokenizer, but no weights."""
+    for pattern in (CONFIG, *_BESIDE_WEIGHTS):
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
+
+
+def sha256_of(file: Path) -> str:
+    """The SHA-256 of a file, in hex digits."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while data := opened.read(1 << 22):
+            digest.update(data)
+    return digest.hexdigest()

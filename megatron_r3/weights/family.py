@@ -1,0 +1,230 @@
+"""What a model family says of itself, and what the families share.
+
+A family (families/) maps whole Megatron tensors to whole transformers tensors, and Megatron's
+config to config.json. How a model is split over ranks is not its concern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_r3.integrations.layers import unwrapped
+from megatron_r3.weights.pieces import Place
+
+Change = Callable[[list[Tensor]], list[Tensor]]
+
+EMBEDDING = Place("embedding.word_embeddings.weight")
+FINAL_NORM = Place("decoder.final_layernorm.weight")
+HEAD = Place("output_layer.weight")
+# Megatron pads these to a multiple of some number of rows; transformers does not.
+VOCABULARY = (EMBEDDING, HEAD)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What a GPTModel is built with beside its TransformerConfig.
+
+    Attributes:
+        vocab_size: without padding. None where the caller does not know it.
+        tied: whether the head shares the weights of the embedding.
+        position_embedding_type: "rope", "yarn", ...
+        rotary_base: theta of RoPE.
+        rotary_percent: the part of a head that RoPE turns.
+        rotary_scaling: whether RoPE's frequencies are scaled as Llama 3.1 scales them.
+        max_positions: the longest sequence of which Megatron was told.
+    """
+
+    vocab_size: int | None
+    tied: bool
+    position_embedding_type: str
+    rotary_base: float
+    rotary_percent: float
+    rotary_scaling: bool
+    max_positions: int
+
+
+def settings_of(model: torch.nn.Module, vocab_size: int | None) -> ModelSettings:
+    """The settings of one chunk of a GPTModel, in its wrappers or without.
+
+    Args:
+        vocab_size: without padding, which a model does not know. None: unknown.
+    """
+    chunk: Any = unwrapped(model)
+    return ModelSettings(
+        vocab_size,
+        chunk.share_embeddings_and_output_weights,
+        chunk.position_embedding_type,
+        float(chunk.rotary_base),
+        float(chunk.rotary_percent),
+        bool(chunk.rotary_scaling),
+        chunk.max_position_embeddings,
+    )
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Whole Megatron tensors, and the whole transformers tensors that hold the same values.
+
+    Example: `linear_qkv` is one place and three names. A family whose experts are one tensor in
+    transformers has a place for each expert, and one name.
+
+    Attributes:
+        places: all of one layer, or all outside of the layers.
+        names: of the transformers tensors.
+        to_hf: from the tensors of `places` to those of `names`. Both may share memory.
+        to_megatron: the inverse.
+        dtype: what the directory holds; None means that the caller chooses. A family gives it where
+            transformers keeps a tensor in float32.
+    """
+
+    places: tuple[Place, ...]
+    names: tuple[str, ...]
+    to_hf: Change
+    to_megatron: Change
+    dtype: torch.dtype | None = None
+
+
+class Family(Protocol):
+    """A model family of transformers, as far as weights and config are concerned."""
+
+    model_type: str  # of config.json
+
+    def check(self, config: Any, settings: ModelSettings) -> None:
+        """Refuse a Megatron model that is not of this family.
+
+        Args:
+            config: Megatron's TransformerConfig.
+
+        Raises:
+            ValueError: it says what the model lacks.
+        """
+
+    def hf_config(self, config: Any, settings: ModelSettings) -> dict[str, Any]:
+        """transformers' config.json of a Megatron model that `check` accepts."""
+
+    def tensors(self, config: Any) -> list[Mapped]:
+        """All tensors of the model, in any order."""
+
+    def arguments(self, hf_config: Mapping[str, Any]) -> list[str]:
+        """Megatron's arguments for the model that a config.json describes.
+
+        Raises:
+            ValueError: it names a field that is missing, or whose value Megatron cannot do.
+        """
+
+    def is_left_out(self, name: str, config: Any) -> bool:
+        """Whether reading passes over a transformers tensor: that of a layer for prediction (MTP).
+
+        transformers itself passes over it too. All other tensors must have a place in Megatron.
+        """
+
+    def compare(self, hf_config: Mapping[str, Any], config: Any, settings: ModelSettings) -> None:
+        """Refuse a config.json that describes another model than a Megatron model is.
+
+        Raises:
+            ValueError: it names the first field that differs, or what `arguments` names.
+        """
+
+
+def check_described(
+    family: Family, theirs: Mapping[str, Any], config: Any, settings: ModelSettings, file: Path
+) -> None:
+    """Refuse a config.json that describes another model than Megatron's arguments make.
+
+    Tensors show most of a model by their names and shapes. What they do not show (how many experts
+    a token takes, the base of RoPE, an epsilon) would make another model of the same weights.
+
+    Args:
+        theirs: what `file` has.
+        config: Megatron's TransformerConfig.
+        file: what messages name.
+
+    Raises:
+        ValueError: it names the first field that differs, and both values.
+    """
+    try:
+        family.compare(theirs, config, settings)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+class OtherFamilyError(ValueError):
+    """A Megatron model is not of a family.
+
+    Args:
+        lacks: what it would need.
+    """
+
+    def __init__(self, model_type: str, lacks: Sequence[str]) -> None:
+        super().__init__(f"not a {model_type} model, which needs {', '.join(lacks)}")
+        self.lacks = lacks
+
+
+def refuse(model_type: str, needed: Sequence[tuple[bool, str]]) -> None:
+    """Raise what `Family.check` raises, if something that is needed does not hold.
+
+    Args:
+        needed: whether it holds, and what it is.
+
+    Raises:
+        OtherFamilyError: it names everything that does not hold.
+    """
+    if lacks := [name for holds, name in needed if not holds]:
+        raise OtherFamilyError(model_type, lacks)
+
+
+def same(name: str, place: Place, dtype: torch.dtype | None = None) -> Mapped:
+    """A tensor that both have as it is."""
+    return Mapped((place,), (name,), list, list, dtype)
+
+
+def halves(first: str, second: str, place: Place) -> Mapped:
+    """A tensor with the rows of two, e.g. `linear_fc1` with gate_proj's and up_proj's."""
+    return Mapped(
+        (place,),
+        (first, second),
+        lambda whole: list(whole[0].chunk(2)),
+        lambda parts: [torch.cat(parts)],
+    )
+
+
+def qkv(config: Any, names: tuple[str, str, str], place: Place) -> Mapped:
+    """`linear_qkv`, its weight or its bias, and the queries, keys and values of transformers.
+
+    Example with 4 heads in 2 query groups: Megatron's rows are, head by head,
+    q0 q1 k0 v0 q2 q3 k1 v1 (each group's queries, then its key and its value); transformers has the
+    three tensors q0 q1 q2 q3, k0 k1 and v0 v1.
+    """
+    groups, head = config.num_query_groups, config.kv_channels
+    queries = config.num_attention_heads // groups
+
+    def to_hf(whole: list[Tensor]) -> list[Tensor]:
+        (tensor,) = whole
+        by_group = tensor.reshape(groups, queries + 2, head, *tensor.shape[1:])
+        parts = by_group.split([queries, 1, 1], dim=1)
+        return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
+
+    def to_megatron(parts: list[Tensor]) -> list[Tensor]:
+        row = parts[0].shape[1:]
+        by_group = [part.reshape(groups, -1, head, *row) for part in parts]
+        return [torch.cat(by_group, dim=1).reshape(-1, *row)]
+
+    return Mapped((place,), names, to_hf, to_megatron)
+
+
+def outside_of_layers() -> list[Mapped]:
+    """The embedding, the last norm and the head, as all families with untied embeddings have them.
+
+    A family of tied embeddings leaves out the head.
+    """
+    return [
+        same("model.embed_tokens.weight", EMBEDDING),
+        same("model.norm.weight", FINAL_NORM),
+        same("lm_head.weight", HEAD),
+    ]

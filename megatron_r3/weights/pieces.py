@@ -1,0 +1,163 @@
+"""The parts of a model's tensors that this rank holds, under names that are the same in any layout.
+
+Megatron describes every tensor of a model for its distributed checkpoints (`sharded_state_dict`):
+its key, the shape of the whole tensor, and where this rank's part lies in it. That description is
+read here. Nothing in this package knows how Megatron splits a model over ranks.
+
+Three spellings of Megatron are made one:
+
+- A tensor of a layer has an axis for the layer, or the layer's number in its key where layers
+  differ (a dense first layer). A `Place` has the number as a field.
+- An expert's tensor has an axis for the expert. A `Place` has the expert as a field.
+- Transformer Engine keeps the weight of a norm in the linear layer behind it, and Megatron's local
+  layers write their keys as if it did. A `Place` names the norm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_r3.integrations.layers import unwrapped
+
+# `decoder.layers.3.mlp.router.weight`, or the same without the number
+_LAYER = re.compile(r"((?:decoder|mtp)\.layers\.)(?:(\d+)\.)?(.+)")
+# Megatron's name of a norm inside the linear layer behind it: the name of the norm itself
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+_EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """One whole tensor of a Megatron model.
+
+    Attributes:
+        key: Megatron's checkpoint key without the layer's number, e.g.
+            `decoder.layers.mlp.router.weight`.
+        layer: the layer's index from 0; None outside of the layers.
+        expert: the expert's index from 0; None for what is no expert's tensor.
+    """
+
+    key: str
+    layer: int | None = None
+    expert: int | None = None
+
+    def __str__(self) -> str:
+        """As messages name it: `decoder.layers.3.mlp.router.weight`, `... of expert 5`."""
+        prefix, dot, name = self.key.partition(".layers.")
+        key = self.key if self.layer is None else f"{prefix}{dot}{self.layer}.{name}"
+        return key if self.expert is None else f"{key} of expert {self.expert}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of one tensor.
+
+    Attributes:
+        shape: of the whole tensor, without axes for layers and experts.
+        offset: where the part begins in the whole tensor, for each of its axes.
+        tensor: the part; it shares its memory with the model's parameter.
+        is_first: whether this rank is the one of all that hold this part which writes it.
+    """
+
+    place: Place
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: Tensor
+    is_first: bool
+
+
+def pieces_of(models: Sequence[torch.nn.Module]) -> list[Piece]:
+    """The pieces of this rank's model chunks.
+
+    A piece is not always a whole parameter: of a gated linear layer that tensor parallelism splits,
+    a rank has a piece of the gate and a piece further down of the other half.
+
+    Args:
+        models: the chunks, in Megatron's wrappers or without.
+
+    Raises:
+        ValueError: the model is sharded by FSDP, has weights in a format of their own (fp8), or
+            keeps several experts in one tensor.
+    """
+    return [piece for model in models for piece in _of_chunk(model)]
+
+
+def _of_chunk(model: torch.nn.Module) -> Iterator[Piece]:
+    _refuse_fsdp(model)
+    chunk: Any = unwrapped(model)
+    for sharded in _sharded_tensors(chunk.sharded_state_dict()):
+        yield _piece(sharded)
+
+
+def _refuse_fsdp(model: Any) -> None:
+    """Refuse FSDP, whose ranks hold ranges of flattened parameters."""
+    while model is not None:
+        if "FSDP" in (name := type(model).__name__) or "FullySharded" in name:
+            raise ValueError(
+                f"the model is wrapped in {name}: weights sharded by FSDP cannot be moved to or "
+                "from a transformers directory; train without FSDP"
+            )
+        model = getattr(model, "module", None)
+
+
+def _sharded_tensors(state: Any) -> Iterator[Any]:
+    """Megatron's ShardedTensors in a sharded state dict.
+
+    Its other objects are Transformer Engine's extra states, which are no weights.
+    """
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _sharded_tensors(value)
+    elif hasattr(state, "build"):  # a ShardedTensorFactory: gate and up, one tensor in Megatron
+        yield from _sharded_tensors(state.build())
+    elif hasattr(state, "local_shape"):
+        yield state
+
+
+def _piece(sharded: Any) -> Piece:
+    """A Megatron ShardedTensor (megatron/core/dist_checkpointing/mapping.py) as a piece."""
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+    key, offset = sharded.key, tuple(sharded.global_offset)
+    axes = sharded.prepend_axis_num  # how many of the first axes are layer and expert
+    rest = list(offset[:axes])
+    layer = expert = None
+    if match := _LAYER.fullmatch(key):
+        prefix, number, name = match.groups()
+        layer = int(number) if number else rest.pop(0) if rest else None
+        for inside, norm in _NORMS.items():
+            name = name.replace(inside, norm)
+        key = prefix + name
+    if rest and _EXPERTS in key:
+        expert = rest.pop(0)
+    tensor = sharded.data
+    if rest or (expert is None and _EXPERTS in key) or (match and layer is None):
+        raise ValueError(
+            f"{sharded.key}: several layers or experts are in one tensor of this model (legacy "
+            "grouped GEMM?), which cannot be moved to or from a transformers directory"
+        )
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_floating_point():
+        raise ValueError(
+            f"{sharded.key} is a {type(tensor).__name__} in a format of its own (fp8 parameters, "
+            "FSDP?), which cannot be moved to or from a transformers directory"
+        )
+    return Piece(
+        Place(key, layer, expert),
+        tuple(sharded.global_shape)[axes:],
+        offset[axes:],
+        tensor.detach(),
+        is_main_replica(sharded.replica_id),
+    )

@@ -1,0 +1,181 @@
+"""Each family: transformers' weights in Megatron compute the same, and come back as they were.
+
+Shape suffixes (docs/glossary.md): B, S, E.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import MODELS, Computed, compute, load, make, move, refusals
+from once import Once
+from safetensors.torch import load_file
+
+from fidelity.rig.rank_process import RankError
+from fidelity.rig.worker import TreeWorker
+from megatron_r3.weights.families import FAMILIES
+from megatron_r3.weights.families.tables import Described, Number
+
+NO_Q_LORA = "deepseek_v3 without q_lora"
+WHOLE = [name for name in MODELS if name != NO_Q_LORA]
+TOLERANCE, OTHER = 1e-4, 1e-2  # of the same model; of another one
+
+
+@pytest.fixture(scope="session")
+def directory(once: Once) -> Any:
+    """The transformers directory of a model by its name, made once in a session."""
+
+    def made(name: str) -> Path:
+        return once(f"family {name}", lambda folder: make(name, folder))
+
+    return made
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def is_same(ours: Computed, theirs: Computed) -> None:
+    difference = (ours.logits[..., : theirs.logits.shape[-1]] - theirs.logits).abs()
+    assert difference.max() < TOLERANCE
+    assert len(ours.routes_BSE) == len(theirs.routes_BSE) > 0
+    for mine, other in zip(ours.routes_BSE, theirs.routes_BSE, strict=True):
+        assert torch.equal(mine, other)
+
+
+def comes_back(folder: Path, out: Path) -> None:
+    want, got = tensors_of(folder), tensors_of(out)
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype == torch.float32
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_computes_the_same_and_comes_back(
+    patched: TreeWorker, directory: Any, name: str, tmp_path: Path
+) -> None:
+    folder, out = directory(name), tmp_path / "out"
+    theirs = compute(load(folder))
+    (ours,) = patched.run(move, 1, folder, out, timeout_s=120)
+    is_same(ours, theirs)
+    comes_back(folder, out)
+    # what Megatron says of itself in config.json is the same model
+    again = compute(load(out))
+    assert torch.equal(again.logits, theirs.logits)
+    assert FAMILIES[MODELS[name][0]].arguments(json.loads((out / "config.json").read_text()))
+    # transformers keeps the correction bias in float32, whatever the other weights are
+    for key, tensor in tensors_of(tmp_path / "bfloat16").items():
+        kept = key.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if kept else torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_tensor_could_be_another_one(directory: Any, name: str) -> None:
+    """The control of the test above: it would see any tensor that went elsewhere."""
+    model = load(directory(name))
+    before = compute(model).logits
+    assert (before.roll(1, 1) - before).abs().max() > OTHER
+    for key, tensor in model.state_dict().items():
+        kept = tensor.clone()
+        with torch.no_grad():
+            tensor.copy_(kept.flip(*range(kept.dim())))  # the first expert becomes the last
+            changed = (compute(model).logits - before).abs().max()
+            tensor.copy_(kept)
+        assert changed > OTHER, key
+    assert torch.equal(compute(model).logits, before)
+
+
+@pytest.mark.parametrize("layout", ["expert", "tensor"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_two_ranks(
+    patched: TreeWorker, directory: Any, name: str, layout: str, tmp_path: Path
+) -> None:
+    folder, out = directory(name), tmp_path / "out"
+    more: tuple[str, ...] = (f"--{layout}-model-parallel-size", "2")
+    if layout == "tensor":
+        more += ("--sequence-parallel", "--expert-tensor-parallel-size", "1")
+    ranks = patched.run(move, 2, folder, out, more, timeout_s=120)
+    if (
+        layout == "tensor"
+    ):  # each rank has a part of the vocabulary, and routes a part of a sequence
+        routes_BSE = [
+            torch.cat(parts, 1) for parts in zip(*(r.routes_BSE for r in ranks), strict=True)
+        ]
+        ranks = [Computed(torch.cat([rank.logits for rank in ranks], -1), routes_BSE)]
+    theirs = compute(load(folder))
+    for ours in ranks:
+        is_same(ours, theirs)
+    comes_back(folder, out)
+
+
+def test_latent_attention_without_q_lora(
+    patched: TreeWorker, directory: Any, tmp_path: Path
+) -> None:
+    """Before 0.19 it is as in transformers; from 0.19 on Megatron has no model like that."""
+    folder, out = directory(NO_Q_LORA), tmp_path / "out"
+    newer = patched.tree / "megatron/core/transformer/mla_qk_norm_config.py"
+    if newer.exists():
+        with pytest.raises(RankError, match="q_lora_rank is None"):
+            patched.run(move, 1, folder, out, timeout_s=120)
+        return
+    (ours,) = patched.run(move, 1, folder, out, timeout_s=120)
+    is_same(ours, compute(load(folder)))
+    comes_back(folder, out)
+
+
+def changed_copy(folder: Path, to: Path, **fields: Any) -> Path:
+    """A directory whose config.json has other fields; None takes a field away."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    rope = config["rope_parameters"]
+    for name, value in fields.items():
+        place = rope if name in rope else config
+        place[name] = value
+        if value is None:
+            del place[name]
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+# beside the numbers: fields that no shape of a tensor shows, and a value of another model
+OTHERS: dict[str, list[tuple[str, Any]]] = {
+    "qwen3_moe": [("norm_topk_prob", False), ("norm_topk_prob", None), ("mlp_only_layers", [0])],
+    "qwen2_moe": [("norm_topk_prob", True), ("qkv_bias", False), ("mlp_only_layers", [2])],
+    "mixtral": [("num_local_experts", 4)],
+    "deepseek_v3": [("topk_group", 4), ("n_shared_experts", 1), ("q_lora_rank", None)],
+    "glm4_moe": [("use_qk_norm", False), ("partial_rotary_factor", 1.0), ("head_dim", 8)],
+    "gpt_oss": [("sliding_window", 5), ("layer_types", ["full_attention"] * 3), ("factor", 4.0)],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_directory_of_another_model(
+    patched: TreeWorker, directory: Any, name: str, tmp_path: Path
+) -> None:
+    folder, family = directory(name), FAMILIES[name]
+    assert isinstance(family, Described)
+    config = json.loads((folder / "config.json").read_text())
+    fields = {**config, **config["rope_parameters"]}
+    others = [
+        (row.name, fields[row.name] * 2)
+        for row in family.rows
+        if isinstance(row, Number)
+        and fields.get(row.name) is not None
+        and row.name not in ("num_hidden_layers", "max_position_embeddings")
+    ]
+    others = [*others, *OTHERS[name]]
+    folders = [
+        changed_copy(folder, tmp_path / str(number), **{field: value})
+        for number, (field, value) in enumerate(others)
+    ]
+    said = patched.run(refusals, 1, folder, folders, timeout_s=120)[0]
+    for message, (field, value), at in zip(said, others, folders, strict=True):
+        assert message.startswith(f"{at / 'config.json'}: "), (field, value, message)
+        # of twice as many heads not all have their own keys any more
+        assert field in message or "num_key_value_heads" in message, (field, value, message)
