@@ -97,6 +97,8 @@ class MicrobatchRoutes:
             recorded route in every layer.
         counted_T: bool, True for tokens that count in the mismatch statistics. A token that chooses
             live in a layer is not counted there. None means that nothing is measured.
+        watched_T: bool, True for further tokens whose mismatch is wanted, those of `counted_T`
+            included. None means that only counted tokens are looked at.
         padding_T: bool, True for padding tokens, which are left out of the router's load. Padding
             needs valid routes too (`rows.spread_padding` makes them). None means that the padding
             mask that the model was given is used.
@@ -118,6 +120,9 @@ class MicrobatchRoutes:
             experts than the given one; int64 scalars on the device. A layer is counted once.
         mismatched_T: bool, True for counted tokens that mismatch in any layer of this rank. None
             until a layer was counted.
+        mismatched_watched: the same as `mismatched` for watched tokens; empty without them.
+        mismatches_T: in how many layers of this rank each watched token mismatches, int16. None
+            without watched tokens, and until a layer was counted.
         used: how often each layer took its routes, recomputes included.
     """
 
@@ -125,6 +130,7 @@ class MicrobatchRoutes:
     mode: Mode = field(default=Mode.REPLAY, kw_only=True)
     live_T: Tensor | Mapping[int, Tensor] | None = field(default=None, kw_only=True)
     counted_T: Tensor | None = field(default=None, kw_only=True)
+    watched_T: Tensor | None = field(default=None, kw_only=True)
     padding_T: Tensor | None = field(default=None, kw_only=True)
     mean_tokens: float | None = field(default=None, kw_only=True)
     plan: dict[int, LayerSizes] | None = field(default=None, kw_only=True)
@@ -133,6 +139,8 @@ class MicrobatchRoutes:
     as_with_gradients: Collection[int] = field(default=(), kw_only=True)
     mismatched: dict[int, Tensor] = field(default_factory=dict, init=False)
     mismatched_T: Tensor | None = field(default=None, init=False)
+    mismatched_watched: dict[int, Tensor] = field(default_factory=dict, init=False)
+    mismatches_T: Tensor | None = field(default=None, init=False)
     used: Counter[int] = field(default_factory=Counter, init=False)
     # The number of the forward pass in which each layer asked for the first time, 0 outside of any.
     # The pass itself would hold this object, in a circle: the routes of every micro-batch would
@@ -145,6 +153,7 @@ class MicrobatchRoutes:
     def __post_init__(self) -> None:
         """Keep the caller's ids apart from `ids`, into which live choices are written."""
         self.ids, self._given = dict(self.ids), dict(self.ids)
+        assert self.watched_T is None or self.counted_T is not None
 
     def fresh(self) -> MicrobatchRoutes:
         """The same routes for another forward pass: no token has chosen, nothing is counted."""
@@ -202,8 +211,9 @@ class MicrobatchRoutes:
         """What a gate needs to choose and count by itself; afterwards it calls `end_layer`.
 
         Returns:
-            The layer's ids `[T, K]`, and in its first pass `live_T` and `counted_T`. In a
-            recompute both are None: the live tokens have their choice in the ids already.
+            The layer's ids `[T, K]`, and in its first pass `live_T` and which tokens to compare:
+            `watched_T`, or else `counted_T`. In a recompute both are None: the live tokens have
+            their choice in the ids already.
 
         Raises:
             ReplayError: as `topk`.
@@ -211,15 +221,15 @@ class MicrobatchRoutes:
         ids_TK = self._take(layer_number, logits_TE.shape, topk)
         if layer_number in self._first_pass:
             return ids_TK, None, None
-        counted_T = None if layer_number in self.mismatched else self.counted_T
-        return ids_TK, self._live_in(layer_number), counted_T
+        compared_T = None if layer_number in self.mismatched else self._compared_T
+        return ids_TK, self._live_in(layer_number), compared_T
 
     def end_layer(self, layer_number: int, ids_TK: Tensor, differs_T: Tensor | None) -> None:
         """Keep what the gate of `begin_layer` used.
 
         Args:
             ids_TK: the ids, with the choice of live tokens written in.
-            differs_T: bool, the counted tokens that mismatch. None means that the gate counted
+            differs_T: bool, the compared tokens that mismatch. None means that the gate compared
                 nothing.
         """
         self.ids[layer_number] = ids_TK
@@ -334,13 +344,25 @@ class MicrobatchRoutes:
 
     def _compare(self, layer_number: int, ids_TK: Tensor, chosen_TK: Tensor) -> None:
         """Count the tokens whose live choice is another set of experts."""
-        if self.counted_T is None or layer_number in self.mismatched:
+        if self._compared_T is None or layer_number in self.mismatched:
             return
         with torch.no_grad():
             same_TK = ids_TK.long().sort(dim=1).values == chosen_TK.sort(dim=1).values
-            self._count(layer_number, ~same_TK.all(dim=1) & self.counted_T)
+            self._count(layer_number, ~same_TK.all(dim=1) & self._compared_T)
+
+    @property
+    def _compared_T(self) -> Tensor | None:
+        """The tokens whose live choice is compared; None if there are none."""
+        return self.counted_T if self.watched_T is None else self.watched_T
 
     def _count(self, layer_number: int, differs_T: Tensor) -> None:
+        if self.watched_T is not None:
+            assert self.counted_T is not None
+            self.mismatched_watched[layer_number] = differs_T.sum()
+            before_T = self.mismatches_T
+            once_T = differs_T.to(torch.int16)
+            self.mismatches_T = once_T if before_T is None else before_T + once_T
+            differs_T = differs_T & self.counted_T
         self.mismatched[layer_number] = differs_T.sum()
         any_T = self.mismatched_T
         self.mismatched_T = differs_T if any_T is None else any_T | differs_T

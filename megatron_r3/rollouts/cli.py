@@ -101,6 +101,14 @@ def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
         "--agreement", type=_number(int, 1), default=8, metavar="N",
         help="how many rollouts --model runs, spread over the store (default: 8)",
     )  # fmt: skip
+    parser.add_argument(
+        "--model-before", type=Path, metavar="HF_DIR",
+        help="the weights before the last update: tells rows that an engine computed with those",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fail-on-alarm", action="store_true",
+        help="exit with status 1 where --model raises an alarm",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
     parser.set_defaults(run=run_inspect)
 
@@ -276,36 +284,70 @@ def _engine_maker(args: argparse.Namespace) -> Callable[[Plan, int], Engine]:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Print a table of the stores, then how their routes spread over the experts."""
+    """Print a table of the stores, then how their routes spread over the experts, then the truth
+    test. The exit status is 1 where --fail-on-alarm is given and there is an alarm.
+    """
     import json
 
     from megatron_r3.rollouts.inspect import histogram, inspect_store, store_warnings, table
     from megatron_r3.untrusted import one_line
 
+    for option, value in vars(args).items():
+        if option in ("fail_on_alarm", "model_before") and value and not args.model:
+            raise ValueError(
+                f"--{option.replace('_', '-')} needs --model HF_DIR, which is what raises alarms"
+            )
     stores = [inspect_store(directory) for directory in args.stores]
     warnings = [warning for store in stores for warning in store_warnings(store)]
-    warnings += _compare_with_model(args, stores) if args.model else []
-    for warning in warnings:
+    alarms, more, truths = _compare_with_model(args, stores) if args.model else ([], [], [])
+    for warning in (*warnings, *more, *alarms):
         print(f"warning: {one_line(warning)}", file=sys.stderr)
+    status = 1 if alarms and args.fail_on_alarm else 0
     if args.json:
         print(json.dumps(stores))
-        return 0
+        return status
     print(table(stores))
     for store in stores:
         print(f"\nrows of each expert, {one_line(store['directory'])}:")
         print(histogram(store, args.layers, sys.stdout.encoding or ""))
-    return 0
+    for truth in truths:
+        print(f"\n{truth}")
+    return status
 
 
-def _compare_with_model(args: argparse.Namespace, stores: list[dict[str, Any]]) -> list[str]:
-    """Add `agreement` to each store's numbers; returns warnings."""
-    from megatron_r3.rollouts.verify import agreement_warnings, measure_agreement
+def _compare_with_model(
+    args: argparse.Namespace, stores: list[dict[str, Any]]
+) -> tuple[list[str], list[str], list[str]]:
+    """Add `agreement` and `truth` to each store's numbers; returns alarms, warnings, and texts."""
+    from megatron_r3.rollouts.agreement import compare_store, keep_floor
+    from megatron_r3.store import RolloutStore
+    from megatron_r3.truth import FloorError, examine, floor_path, mismatch_text, read_floor
+    from megatron_r3.untrusted import one_line
 
-    warnings = []
-    for directory, store in zip(args.stores, stores, strict=True):
-        store["agreement"] = measure_agreement(directory, args.model, args.agreement)
-        warnings += agreement_warnings(directory, store["agreement"], store["moe_layers"])
-    return warnings
+    alarms, warnings, texts = [], [], []
+    for directory, numbers in zip(args.stores, stores, strict=True):
+        store = RolloutStore([directory], mixed_policies=True)
+        agreement = compare_store(store, args.model, args.agreement, args.model_before)
+        path = floor_path(directory, agreement.model, str(store.info.engine), agreement.dtype)
+        floor = read_floor(path)
+        report = examine(
+            agreement.compared, store.info.moe_layers, floor=floor, model=str(args.model)
+        )
+        said = f"floor: {path}"
+        try:
+            if floor is None and keep_floor(path, store, agreement, report):
+                said += ", written now: later collections are compared with this one"
+            elif floor is None:
+                said = "no floor: what was measured is not kept, see the warnings"
+        except FloorError as error:
+            warnings.append(str(error))
+            said = "no floor"
+        numbers["agreement"] = agreement.numbers(report)
+        numbers["truth"] = report.to_json() | {"floor": floor.to_json() if floor else None}
+        alarms += [f"{directory}: {alarm}" for alarm in report.alarms]
+        title = one_line(f"routes that differ from those of {args.model}, {directory}:")
+        texts.append("\n".join([title, mismatch_text(report, floor), one_line(said)]))
+    return alarms, warnings, texts
 
 
 def run_verify(args: argparse.Namespace) -> int:

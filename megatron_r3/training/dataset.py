@@ -1,6 +1,6 @@
 """Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids.
 
-Shape suffixes (docs/glossary.md): M, T.
+Shape suffixes (docs/glossary.md): M, N, T.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _FILL = {
     "advantages": 0.0,
     "document": 0,
     "source": 0,
+    "turn": -1,
     "version": -1,
 }
 SEQUENCE_FIELDS = (*_FILL, "position_ids")
@@ -65,6 +66,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         - `tokens`, `labels` (tokens t and t + 1), `position_ids`, `rows`
         - `document`: the number of the rollout in the sample
         - `source`: whose routes token t takes, an index of `SOURCES`
+        - `turn`: to which turn token t + 1 belongs, from 0 on, -1 where nobody sampled it
         - `version`: which policy version sampled token t + 1, -1 where nobody sampled it
 
         Of length S, float32, about token t + 1:
@@ -141,6 +143,10 @@ class RolloutDataset(torch.utils.data.Dataset):
         rows = self.store.row_ids(rollout)
         source = self.use.stale_source if self._is_stale(rollout, sample) else self.use.source
         source_T = np.full(len(rows), SOURCES.index(source), np.int64)
+        shard, index = self.store.find(rollout)
+        turn_N = np.full(len(rows) + 1, -1, np.int64)
+        for turn, (first, end) in enumerate(shard.turns(index).tolist()):
+            turn_N[first:end] = turn
         if source == "rollout":  # where the engine returned no route the router chooses live
             source_T[~fields["recorded"]] = SOURCES.index("live")
         return {
@@ -152,6 +158,7 @@ class RolloutDataset(torch.utils.data.Dataset):
             "advantages": response * self.advantage[rollout],
             "document": np.zeros(len(rows), np.int64),
             "source": source_T,
+            "turn": turn_N[1:],
             "version": self.store.versions(rollout, fields["response"])[1:],
         }
 

@@ -3,19 +3,21 @@
 `training_log` asks for a report in every iteration. The counts stay on the device until then. They
 are summed over all ranks, so a share is exact in every layout. docs/metrics.md has the formulas.
 
-Shape suffixes (docs/glossary.md): Y, J, T.
+Shape suffixes (docs/glossary.md): J, T.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron_r3.policies.run_directory import append_line
+from megatron_r3.training.mismatch import Places, StepAlarms, measure, scalars_of
 from megatron_r3.training.update_metrics import UpdateMetrics
+from megatron_r3.truth import Alarm
 
 if TYPE_CHECKING:
     from megatron_r3.microbatch import MicrobatchRoutes
@@ -37,12 +39,15 @@ class StepMetrics:
         self.num_layers, self.log_file = num_layers, log_file
         self.update = UpdateMetrics()
         self.measures_update = False
-        self.microbatches: dict[int, list[MicrobatchRoutes]] = {}  # by number of the model chunk
+        # by number of the model chunk
+        self.microbatches: dict[int, list[tuple[MicrobatchRoutes, Places]]] = {}
         self.dispatched = [0, 0]
+        self.alarms = StepAlarms()
+        self._new_alarms: list[Alarm] = []
 
-    def add(self, chunk: int, microbatch: MicrobatchRoutes) -> None:
+    def add(self, chunk: int, microbatch: MicrobatchRoutes, places: Places) -> None:
         """Keep a micro-batch until the report. Called in the order of the micro-batches."""
-        self.microbatches.setdefault(chunk, []).append(microbatch)
+        self.microbatches.setdefault(chunk, []).append((microbatch, places))
 
     def log(self, iteration: int, writer: Any, wandb_writer: Any) -> str:
         """Write the shares of this step, and return them for Megatron's log line.
@@ -56,10 +61,12 @@ class StepMetrics:
                 writer.add_scalar(name, value, iteration)
         if wandb_writer is not None and scalars:
             wandb_writer.log(scalars, iteration)
+        if torch.distributed.get_rank() == 0:
+            for alarm in self._new_alarms:
+                print(f"> rollouts: warning: iteration {iteration}: {alarm}", flush=True)
+        self._new_alarms = []
         if self.log_file is not None and torch.distributed.get_rank() == 0:
-            line = json.dumps({"iteration": iteration, **scalars})
-            with Path(self.log_file).open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+            append_line(Path(self.log_file), {"iteration": iteration, **scalars})
         # the shares of single layers, and all of the update, would make the line endless
         return "".join(
             f" {name}: {value:.4f} |" for name, value in scalars.items() if "/" not in name
@@ -84,28 +91,17 @@ class StepMetrics:
         self.measures_update = False
         if not self.microbatches:
             return scalars
-        scalars |= {**self._by_layer(), **self._tokens()}
+        everything = [pair for chunk in self.microbatches.values() for pair in chunk]
+        tables = measure(everything, self.num_layers)
+        scalars |= {**scalars_of(tables), **self._tokens()}
+        if tables.layers:
+            alarms, self._new_alarms = self.alarms.look(tables)
+            scalars["router mismatch/alarms"] = alarms
         matched, total = _sum_over_ranks(torch.tensor(self.dispatched)).tolist()
         if total:
             scalars["routes dispatched as recorded"] = matched / total
         self.microbatches, self.dispatched = {}, [0, 0]
         return scalars
-
-    def _by_layer(self) -> dict[str, float]:
-        counts_Y2 = torch.zeros(self.num_layers, 2, dtype=torch.int64)
-        counts_Y2 = counts_Y2.to(torch.cuda.current_device())
-        for microbatch in (m for chunk in self.microbatches.values() for m in chunk):
-            assert microbatch.counted_T is not None
-            for number, mismatched in microbatch.mismatched.items():
-                counts_Y2[number - 1, 0] += mismatched
-                counts_Y2[number - 1, 1] += microbatch.counted_T.sum()
-        counts = _sum_over_ranks(counts_Y2).tolist()
-        shares = {i: wrong / of for i, (wrong, of) in enumerate(counts) if of}
-        if not shares:  # no router was asked: nothing was measured, which is not a share of 0
-            return {}
-        mean = sum(wrong for wrong, _ in counts) / sum(of for _, of in counts)
-        by_layer = {f"router mismatch/layer {i + 1}": share for i, share in shares.items()}
-        return {"router mismatch": mean, **by_layer}
 
     def _tokens(self) -> dict[str, float]:
         """The share of tokens that differ in any layer of any pipeline stage.
@@ -115,7 +111,8 @@ class StepMetrics:
         """
         from megatron.core import mpu
 
-        microbatches = list(zip(*self.microbatches.values(), strict=True))
+        chunks_of = ([one for one, _ in chunk] for chunk in self.microbatches.values())
+        microbatches = list(zip(*chunks_of, strict=True))
         counted_JT = torch.stack([chunks[0].counted_T for chunks in microbatches])  # type: ignore[misc]
         any_JT = torch.zeros_like(counted_JT, dtype=torch.int32)
         measured = torch.zeros((), dtype=torch.int64)

@@ -167,6 +167,36 @@ def test_mismatch_counts_sets_of_counted_tokens_once():
     assert microbatch.mismatched_T.tolist() == [False, False, True, False, False, False]
 
 
+def test_watched_tokens_are_counted_beside_the_counted_ones():
+    s = scores()
+    right, wrong = s.topk(K, dim=1).indices, s.topk(K, dim=1, largest=False).indices
+    counted = torch.tensor([False, False, True, True, True, False])
+    watched = torch.tensor([True, True, True, True, True, False])
+    bad = {1: [0, 2, 5], 2: [0, 3, 5]}
+    ids = {layer: right.clone() for layer in bad}
+    for layer, at in bad.items():
+        ids[layer][at] = wrong[at]
+    microbatch = MicrobatchRoutes(ids, counted_T=counted, watched_T=watched)
+    for layer in (1, 2, 1, 2):  # the second time is a recompute
+        chosen(microbatch, s, layer)
+    assert {layer: int(n) for layer, n in microbatch.mismatched.items()} == {1: 1, 2: 1}
+    assert {layer: int(n) for layer, n in microbatch.mismatched_watched.items()} == {1: 2, 2: 2}
+    assert microbatch.mismatches_T.tolist() == [2, 0, 1, 1, 0, 0]
+    assert microbatch.mismatched_T.tolist() == [False, False, True, True, False, False]
+    # a gate that compares by itself gets the wider mask, and says what differs
+    gate = MicrobatchRoutes(ids, counted_T=counted, watched_T=watched)
+    for layer, at in bad.items():
+        taken, _, compared = gate.begin_layer(layer, s, K)
+        differs = torch.zeros(T, dtype=torch.bool)
+        differs[at] = True
+        gate.end_layer(layer, taken, differs & compared)
+        assert gate.begin_layer(layer, s, K)[2] is None
+    assert gate.mismatches_T.tolist() == microbatch.mismatches_T.tolist()
+    assert gate.mismatched == microbatch.mismatched
+    assert gate.fresh().watched_T is watched
+    assert gate.fresh().mismatches_T is None
+
+
 def test_observing_stays_live():
     ids, s = some_routes(), scores()
     microbatch = MicrobatchRoutes({1: ids}, counted_T=torch.ones(T).bool(), mode=Mode.OBSERVE)

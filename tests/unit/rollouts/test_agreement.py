@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -38,10 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def store(model: Path, folder: Path, shift: int, shift_ids: int = 0) -> Path:
+def store(
+    model: Path, folder: Path, shift: int, shift_ids: int = 0, wrong_rows: int | None = None
+) -> Path:
     """Four rollouts with transformers' own routes, each id moved on by `shift`.
 
-    `shift_ids` is added to each token id afterwards.
+    `shift_ids` is added to each token id afterwards. Each `wrong_rows`-th row has other experts.
     """
     network = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     rollouts = []
@@ -49,7 +54,10 @@ def store(model: Path, folder: Path, shift: int, shift_ids: int = 0) -> Path:
         ids = torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(sample))
         with torch.no_grad(), capture_routes(network) as captured:
             logits = network(ids[:, :-1]).logits[0]
-        routes = Routes.from_array((captured.take()[0].numpy() + shift) % 8, 8)
+        chosen = (captured.take()[0].numpy() + shift) % 8
+        if wrong_rows:
+            chosen[:, ::wrong_rows] = (chosen[:, ::wrong_rows] + 1 + sample) % 8
+        routes = Routes.from_array(chosen, 8)
         logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         response = np.arange(20) >= 5
         given = np.where(response, np.append(0.0, logprobs.numpy()), 0).astype(np.float32)
@@ -79,8 +87,84 @@ def test_other_routes_are_flagged(
     assert main(argv) == 0
     out, err = capsys.readouterr()
     assert "2 rollouts, 30 sampled tokens" in out
-    assert err.count("warning: ") == 2
-    assert "in layer 1 only" in err
+    assert err.count("warning: ") == 1
+    assert f"warning: {directory}: renumbered experts: with one new number for each expert" in err
+    assert "no floor: what was measured is not kept" in out
+    assert not (tmp_path / "floors").exists()
+    assert main([*argv, "--fail-on-alarm"]) == 1
+    assert main([*argv[:3], "--fail-on-alarm"]) == 1
+    assert "--fail-on-alarm needs --model HF_DIR" in capsys.readouterr().err
+
+
+def test_the_first_collection_makes_the_floor(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", str(model), "--fail-on-alarm"]
+    first = store(model, tmp_path / "first", 0)
+    assert main(["rollouts", "inspect", str(first), *argv]) == 0
+    (path,) = (tmp_path / "floors").iterdir()
+    assert path.name == "qwen3_moe-2x8-top-2-transformers-float32.json"
+    floor = json.loads(path.read_text())
+    assert (floor["engine_version"], floor["version"], floor["rows"]) == ("5", 0, 4 * 19)
+    assert floor["tables"]["layers"] == {"1": [0.0, 76], "2": [0.0, 76]}
+    out = capsys.readouterr().out
+    assert f"floor: {path}, written now" in out
+    assert "layer           1: 0.0 %, 2: 0.0 %" in out
+    second = store(model, tmp_path / "second", 0)
+    assert main(["rollouts", "inspect", str(second), *argv, "--json"]) == 0
+    (numbers,) = json.loads(capsys.readouterr().out)
+    assert numbers["truth"]["floor"]["rows"] == 4 * 19
+    assert numbers["truth"]["alarms"] == []
+    # one row in four is wrong, which no alarm without a floor notices
+    third = store(model, tmp_path / "third", 0, wrong_rows=4)
+    assert main(["rollouts", "inspect", str(third), *argv]) == 1
+    out, err = capsys.readouterr()
+    assert "the engine computes another model: 2 of 2 layers are too high: 2" in err
+    assert "(floor 0.0 %)" in err
+    assert f"floor: {path}\n" in out
+    path.unlink()
+    assert main(["rollouts", "inspect", str(third), *argv]) == 0
+    path.write_text("{")
+    assert main(["rollouts", "inspect", str(third), *argv]) == 1
+    assert f"error: {path}: is no floor " in capsys.readouterr().err
+
+
+def test_a_floor_that_cannot_be_written_is_a_warning(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = store(model, tmp_path / "right", 0)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "mkstemp", read_only)
+    argv = ["rollouts", "inspect", str(directory), "--model", str(model), "--fail-on-alarm"]
+    assert main(argv) == 0
+    err = capsys.readouterr().err
+    assert f"warning: {tmp_path}/floors/" in err
+    assert "the floor cannot be written: Read-only file system" in err
+
+
+def test_the_weights_before_the_last_update(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store's routes are those of the weights before; the model is the new one."""
+    directory = store(model, tmp_path / "old", 0)
+    network = transformers.AutoModelForCausalLM.from_pretrained(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += 0.3 * weight.std() * torch.randn(weight.shape) if weight.dim() > 1 else 0
+    network.save_pretrained(tmp_path / "new")
+    argv = ["rollouts", "inspect", str(directory), "--model", str(tmp_path / "new")]
+    assert main([*argv, "--model-before", str(model)]) == 0
+    err = capsys.readouterr().err
+    assert f"warning: {directory}: weights of another version: all rows are those of the" in err
+    assert main(["rollouts", "inspect", str(directory), "--model-before", str(model)]) == 1
+    assert "--model-before needs --model HF_DIR" in capsys.readouterr().err
 
 
 def test_another_model_is_refused(

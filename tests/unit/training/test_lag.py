@@ -1,6 +1,6 @@
 """How old a token and a rollout are, where several policies sampled one rollout.
 
-Shape suffixes (docs/glossary.md): B, C, S.
+Shape suffixes (docs/glossary.md): B, C, S, U.
 """
 
 from __future__ import annotations
@@ -66,6 +66,15 @@ def test_a_token_has_the_version_of_its_own_span(tmp_path: Path) -> None:
     assert data[1]["version"].tolist() == [-1, 4, 4, 4, 4, -1, -1, -1]
     for i in range(4):
         assert torch.equal(data[i]["version"] >= 0, data[i]["loss_mask"] > 0)
+        assert torch.equal(data[i]["turn"] >= 0, data[i]["loss_mask"] > 0)
+
+
+def test_a_token_has_the_number_of_its_turn(tmp_path: Path) -> None:
+    """Two turns that touch are two turns, though nothing in the response mask says so."""
+    one = make_rollout(7, seed=0, sample=0)
+    turns = replace(one, turns_U2=np.array([[2, 4], [4, 5], [5, 7]], np.int32))
+    data = RolloutDataset(written(tmp_path, [turns]), UseOfRollouts(8, Schedule(1)))
+    assert data[0]["turn"].tolist() == [-1, 0, 0, 1, 2, 2, -1, -1]
 
 
 @pytest.mark.parametrize(
