@@ -72,6 +72,7 @@ def documents(root: Path) -> dict[Path, str]:
         "update": update_part,
         "clients": clients_part,
         "store": store_part,
+        "publish": publish_part,
     }
     for name, make in parts.items():
         recorded = [path for path in results if path.name.startswith(f"{name}-cpu-")]
@@ -133,7 +134,7 @@ def status(runs: list[GpuRun]) -> dict[str, str]:
         newest.setdefault(run.gpu, run)
     run_on = (
         "CPU tensors, gloo, Python 3.11, local layer spec, [every layout](docs/fidelity.md); "
-        "vLLM 0.30.0 (CPU), transformers"
+        "vLLM 0.30.0 and SGLang 0.5.23 (CPU), transformers"
     )
     shown_there: set[str] = set()
     for gpu, run in newest.items():
@@ -260,6 +261,24 @@ def store_part(path: Path) -> str:
     head = ["", "GB/s", "GB/s of a core", "bytes/token", "wall / decode", "CPU / decode"]
     rounds = found["rows"][0]["rounds"]
     what = f"{rounds} rounds of {found['tokens']} tokens"
+    return f"{_recorded(found, path)}, {what}\n\n{table(head, rows)}"
+
+
+def publish_part(path: Path) -> str:
+    """The table of `make bench-publish`."""
+    found = json.loads(path.read_text())
+    rows = [
+        [
+            *(str(row[name]) for name in ("hidden", "layers", "layout")),
+            *(f"{row[name] / 1e6:.1f}" for name in ("model", "part", "layer", "memory")),
+            f"{row['memory'] / row['layer']:.2f}",
+            f"{row['wall_ms']:.0f}",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["hidden", "layers", "layout", "model, MB", "part, MB", "layer, MB", "memory, MB"]
+    head += ["memory / layer", "wall, ms"]
+    what = f"CPU tensors and gloo, {found['rounds']} rounds"
     return f"{_recorded(found, path)}, {what}\n\n{table(head, rows)}"
 
 

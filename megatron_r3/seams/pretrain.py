@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 
+from megatron_r3.launch import watch_models
 from megatron_r3.seams.router import RouterHook
 from megatron_r3.store.reader import RolloutStore
-from megatron_r3.store.schema import StoreError
 from megatron_r3.training.dataset import FollowedRollouts, PackedRollouts, RolloutDataset
 from megatron_r3.training.ledger import Ledger
-from megatron_r3.training.open_store import open_store, recorded_share, warnings
+from megatron_r3.training.open_store import (
+    check_recorded,
+    open_store,
+    recorded_share,
+    warnings,
+)
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.progress import MegatronProgress
 from megatron_r3.training.refuse import refuse
@@ -46,12 +51,16 @@ def use_rollouts(
         # once more after check_args: a tokenizer may have set the vocabulary since
         options = RolloutOptions.from_args(args)
         store = open_store(options)
+        progress = MegatronProgress(args)
+        ledger = Ledger(options, progress, store)
+        _step = RolloutStep(options, store, progress, ledger, forward_step, observe)
     except ValueError as error:
         refuse(str(error))
-    _announce(options, store)
-    progress = MegatronProgress(args)
-    ledger = Ledger(options, progress, store)
-    _step = RolloutStep(options, store, progress, ledger, forward_step, observe)
+    if store.shards:
+        _announce(options, store)
+    if (publisher := _step.publisher) is not None:
+        # As soon as the checkpoint is loaded, since the first rollout waits for the first policy.
+        watch_models(lambda models: publisher.begin(models, args.iteration))
     return _provider(_step, provider, args.eval_iters), _step
 
 
@@ -83,7 +92,7 @@ def log_step(iteration: int, writer: Any, wandb_writer: Any) -> str:
     Args:
         writer, wandb_writer: Megatron's; None on a rank that has none.
     """
-    return "" if _step is None else _step.metrics.log(iteration, writer, wandb_writer)
+    return "" if _step is None else _step.log(iteration, writer, wandb_writer)
 
 
 def observe(router: Any, layer_number: int) -> None:
@@ -103,6 +112,15 @@ def _announce(options: RolloutOptions, store: RolloutStore) -> None:
     )
     for line in warnings(options, store):
         print(f"> rollouts: {line}", flush=True)
+
+
+def _wait_for_the_first(options: RolloutOptions, store: RolloutStore) -> None:
+    """Wait for the first rollout of a store that was empty when training began."""
+    if store.shards:
+        return
+    store.wait_for(0)
+    check_recorded(options, store)
+    _announce(options, store)
 
 
 def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider:
@@ -129,11 +147,12 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
 
     def provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         try:
+            _wait_for_the_first(options, store)
             train = training_data(sizes[0])
             if step.old_pass is not None:
                 # The pass runs beside the thread that prepares micro-batches: data of its own.
                 step.old_pass.data = training_data(sizes[0])
-        except StoreError as error:
+        except ValueError as error:
             refuse(str(error))
         if not eval_iters:
             return train, None, None

@@ -31,6 +31,7 @@ def open_stores(
     mixed_policies: bool = False,
     follow_s: float | None = None,
     check: CheckShard | None = None,
+    waits: bool = True,
 ) -> RolloutStore:
     """Open stores to train on them.
 
@@ -40,6 +41,7 @@ def open_stores(
             one. There must be one directory then, and it may grow. None means that the stores are
             taken as they are.
         check: called with every shard before a rollout of it is used.
+        waits: whether to wait here for the first rollout of a store that grows.
 
     Raises:
         StoreError: the stores cannot be used, or the first rollout does not come in time.
@@ -56,7 +58,8 @@ def open_stores(
             f"{' '.join(map(str, directories))}: only one store can be followed: name one"
         )
     followed = FollowedStore(directories[0], follow_s, mixed_policies, check)
-    followed.wait_for(0)
+    if waits:
+        followed.wait_for(0)
     return followed
 
 

@@ -21,6 +21,7 @@ from megatron_r3.integrations.layers import local_routers, unwrapped
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.training.dataset import RolloutDataset
+from megatron_r3.training.forward import forward_only
 from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.old_policy import OldPolicy, collection_folder, remove_unneeded
 from megatron_r3.training.options import RolloutOptions
@@ -73,27 +74,17 @@ class OldPass:
 
     def _run(self, models: list[Any], forward_step: Callable[..., Any], collection: int) -> None:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         options = self.options
         self.policy.begin(collection)
-        iterators = [self._batches(collection) for _ in models]
-        for model in models:
-            model.eval()
-        with torch.no_grad():
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iterators if len(models) > 1 else iterators[0],
-                model=models if len(models) > 1 else models[0],
-                num_microbatches=options.use.schedule.mini_steps * get_num_microbatches(),
-                seq_length=options.seq_length,
-                micro_batch_size=options.micro_batch_size,
-                decoder_seq_length=None,
-                forward_only=True,
-                collect_non_loss_data=True,
-            )
-        for model in models:
-            model.train()
+        forward_only(
+            models,
+            forward_step,
+            lambda: self._batches(collection),
+            num_microbatches=options.use.schedule.mini_steps * get_num_microbatches(),
+            seq_length=options.seq_length,
+            micro_batch_size=options.micro_batch_size,
+        )
         self.policy.finish()
 
     def _batches(self, collection: int) -> Iterator[dict[str, Tensor]]:

@@ -29,6 +29,9 @@ _verified: set[tuple[Any, ...]] = set()
 def open_store(options: RolloutOptions) -> RolloutStore:
     """The store of these options, with every shard checked.
 
+    A training that publishes policies does not wait here for the first rollout: no sampler has a
+    policy before the model is loaded and published (seams/pretrain.py).
+
     Raises:
         ValueError: a shard that cannot be read, or cannot be trained on as the options ask; or
             nothing to replay. The message names the shard, and the rollout and token where there
@@ -39,10 +42,21 @@ def open_store(options: RolloutOptions) -> RolloutStore:
         mixed_policies=options.any_policy or options.follow_s is not None,
         follow_s=options.follow_s,
         check=partial(_check_shard, options),
+        waits=options.publish is None,
     )
+    if store.shards:
+        check_recorded(options, store)
+    return store
+
+
+def check_recorded(options: RolloutOptions, store: RolloutStore) -> None:
+    """Refuse a store without anything to replay.
+
+    Raises:
+        ValueError: no token of the shards that are open has recorded routes.
+    """
     if options.replays_rollouts and _reads_all() and not recorded_share(store):
         raise ValueError(f"{options.where}: no token has recorded routes to replay")
-    return store
 
 
 def recorded_share(store: RolloutStore) -> float:

@@ -15,6 +15,7 @@ from megatron_r3.integrations.planner import PLANNED_DISPATCHERS
 from megatron_r3.rollout import MoEShape
 from megatron_r3.training.losses.loss import LossOptions
 from megatron_r3.training.progress import checkpoint_directories
+from megatron_r3.training.publish_options import PublishOptions
 from megatron_r3.training.schedule import UseOfRollouts
 from megatron_r3.training.update_options import read_loss, read_use, refuse_update
 
@@ -61,6 +62,7 @@ class RolloutOptions:
         use: in which order the rollouts are used, their advantages, whose routes they take.
         save_directory, load_directory: of checkpoints; None where there is none.
         checkpoint_directories: all directories in which a checkpoint of this training may lie.
+        publish: what is published for a sampler; None for nothing.
         log_file: to which a JSON line is appended in each step; None for none.
         refuse_missing: whether a token without a recorded route is refused.
         use_plan: whether a token dispatcher of the model asks for dispatch plans.
@@ -97,6 +99,7 @@ class RolloutOptions:
     save_directory: str | None = None
     load_directory: str | None = None
     checkpoint_directories: tuple[str, ...] = ()
+    publish: PublishOptions | None = None
     log_file: str | None = None
     refuse_missing: bool = False
     use_plan: bool = False
@@ -197,6 +200,7 @@ class RolloutOptions:
             save_directory=args.save,
             load_directory=args.load,
             checkpoint_directories=checkpoint_directories(args, args.save),
+            publish=PublishOptions.from_args(args),
             log_file=args.rollouts_log,
             refuse_missing=args.moe_router_replay_missing == "error",
             use_plan=bool(plan),

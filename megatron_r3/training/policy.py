@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.fingerprint import router_digest
+from megatron_r3.fingerprint import router_digest, router_fingerprint
+from megatron_r3.policies.published import version_name
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.options import RolloutOptions
@@ -49,7 +50,8 @@ class PolicyCheck:
         for number in sorted({self.store.shard_of_rollout(rollout) for rollout in rollouts}):
             stamp = self.store.shards[number].info.router_fingerprint
             if stamp and stamp not in self._accepted:
-                self._compare(stamp)
+                if not self._was_published(number, stamp):
+                    self._compare(stamp)
                 self._accepted.add(stamp)
 
     def _check_lag(self, rollouts: list[int]) -> None:
@@ -73,6 +75,20 @@ class PolicyCheck:
                     f"{oldest}, which is more than --rollouts-max-lag {max_lag} behind version "
                     f"{newest}: sample again, or raise --rollouts-max-lag"
                 )
+
+    def _was_published(self, shard: int, stamp: tuple[str, ...]) -> bool:
+        """Whether this training has published the policy that sampled a shard.
+
+        With a sampler that is ahead of the trainer's last update, as many rollouts are of policies
+        that the trainer has updated since.
+        """
+        if self.options.publish is None:
+            return False
+        version = int(self.store.shards[shard].tensors["policy_version"][0])
+        folder = self.options.publish.directory / version_name(version)
+        if not folder.is_dir():
+            return False
+        return router_fingerprint(folder, self.store.info.moe_layers) == stamp
 
     def _used_before(self) -> set[tuple[str, ...]]:
         """The stamps whose rollouts an interrupted training, resumed here, has begun to use.

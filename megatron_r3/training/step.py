@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,11 +33,13 @@ from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.lookahead import Lookahead, Prepared, Preparer
 from megatron_r3.training.losses.loss import policy_loss, terms_of
 from megatron_r3.training.metrics import StepMetrics
+from megatron_r3.training.mismatch import Places
 from megatron_r3.training.old_pass import OldPass
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.policy import PolicyCheck
 from megatron_r3.training.policy_head import KeptTokens, Policy, install
 from megatron_r3.training.progress import Progress
+from megatron_r3.training.publish import Publisher
 from megatron_r3.training.refuse import refuse
 from megatron_r3.training.schedule import SOURCES
 from megatron_r3.training.witness import DispatchWitness
@@ -112,12 +114,13 @@ class RolloutStep:
         self._parts = _parts
         self._guard = self._parts.guard(store, options.scaled_loss)
         self.metrics = self._parts.metrics(options.num_layers, options.log_file)
-        # a dense model, or another model than the sampler's, has no routers to compare
-        self._has_routes = bool(options.num_experts) and not options.shape_differences(store.info)
         self._layout = RankLayout(options.sequence_parallel)
         self.old_pass = None
         if options.needs_old_pass:
             self.old_pass = self._parts.old_pass(options, store, ledger)
+        self.publisher = None
+        if options.publish is not None:
+            self.publisher = Publisher(options.publish, options, observe)
         self._witness = None
         if options.verify_dispatch:
             old = None if self.old_pass is None else self.old_pass.policy
@@ -133,7 +136,7 @@ class RolloutStep:
             return self._evaluate(data_iterator, model, *more, **kwargs)
         assert not more, f"unexpected arguments of a forward step: {more} {kwargs}"
         module = unwrapped(model)
-        chunk = self._chunks.get(module) or self._equip(module)
+        chunk = self._chunk(module)
         try:
             prepared = self._next(data_iterator, chunk)
             chunk.policies.check(prepared.rollouts)
@@ -151,10 +154,12 @@ class RolloutStep:
         return output, partial(self._loss, batch, host, policy)
 
     def begin(self, models: list[Any]) -> None:
-        """Before the first update on a collection: let the old policy go over it, if it is asked.
+        """Before a step: publish the policy, and let the old policy go over a new collection.
 
-        All ranks call this before the forward passes of a step.
+        Both only where they are asked for. All ranks call this before the forward passes.
         """
+        if self.publisher is not None:
+            self.publisher.begin(models, self.progress.iteration)
         if self.old_pass is not None:
             self.old_pass.begin(models, self._old_forward)
 
@@ -164,7 +169,7 @@ class RolloutStep:
         """The forward step of the old-policy pass: live or replayed as the update will be."""
         assert self.old_pass is not None
         module = unwrapped(model)
-        chunk = self._chunks.get(module) or self._equip(module)
+        chunk = self._chunk(module)
         prepared = chunk.preparer.prepare(next(data_iterator), with_plan=False, for_old_pass=True)
         chunk.policies.check(prepared.rollouts)
         host, routes, microbatch = prepared.batch, prepared.routes, None
@@ -195,6 +200,21 @@ class RolloutStep:
     def check(self, models: list[Any]) -> None:
         """Look at a step after its last backward pass. It ends training, or returns."""
         self._guard.check(models, self.progress.iteration + 1, self._digest_of_used_shards())
+
+    def log(self, iteration: int, writer: Any, wandb_writer: Any) -> str:
+        """After a step: log it, and publish the last policy. See `StepMetrics.log`."""
+        if self.publisher is not None:
+            self.publisher.end(iteration)
+        return self.metrics.log(iteration, writer, wandb_writer)
+
+    @cached_property
+    def _has_routes(self) -> bool:
+        """False for a dense model, or another model than the sampler's: no router is compared."""
+        options = self.options
+        return bool(options.num_experts) and not options.shape_differences(self.store.info)
+
+    def _chunk(self, module: torch.nn.Module) -> _Chunk:
+        return self._chunks.get(module) or self._equip(module)
 
     def _equip(self, module: torch.nn.Module) -> _Chunk:
         """Make what belongs to a model chunk, and put hooks into its routers and experts."""
@@ -259,12 +279,14 @@ class RolloutStep:
         routes, options = prepared.routes, self.options
         if routes is None:
             return None
-        counted_T = None
+        counted_T = watched_T = None
         if self._measures():
-            # what counts: response tokens whose route was recorded
-            counted_T = self._layout.router_order(prepared.batch["loss_mask"]).bool()
-            counted_T &= ~torch.from_numpy(routes.live_T)
-            counted_T = counted_T.cuda(non_blocking=True)
+            # What counts: response tokens whose route was recorded. Prompts are watched beside.
+            order = self._layout.router_order
+            places = Places.of(prepared.batch, order)
+            watched_T = torch.from_numpy(~(routes.live_T | routes.padding_T))
+            counted_T = order(prepared.batch["loss_mask"]).bool() & watched_T
+            counted_T, watched_T = torch.stack([counted_T, watched_T]).cuda(non_blocking=True)
         replays = options.replays_routes
         if not replays and counted_T is None:
             return None
@@ -273,12 +295,13 @@ class RolloutStep:
             torch.device("cuda"),
             mode=Mode.REPLAY if replays else Mode.OBSERVE,
             counted_T=counted_T,
+            watched_T=watched_T,
             plan=prepared.plan,
             verify_plan=options.verify_plan,
         )
         self._guard.add_routes(microbatch)
         if counted_T is not None:
-            self.metrics.add(chunk.number, microbatch)
+            self.metrics.add(chunk.number, microbatch, places)
             if self._witness is not None:
                 source_T = self._layout.router_order(prepared.batch["source"]).numpy()
                 if not replays:  # what routes live is compared with the rollouts

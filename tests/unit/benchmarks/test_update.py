@@ -68,5 +68,5 @@ def test_what_measures_nothing_is_refused(argv: list[str], tmp_path: Any) -> Non
 
 def test_ci_measures_both_sizes_of_a_collection() -> None:
     """Two ranks, with collections of 2 and of 4 mini-steps."""
-    (only,) = re.findall(r"^make bench-update .*\bONLY=(\S+)", CI.read_text(), re.MULTILINE)
+    (only,) = re.findall(r"^step make bench-update .*\bONLY=(\S+)", CI.read_text(), re.MULTILINE)
     assert [case for name, case in CASES.items() if only in name] == [(2, 2), (2, 4)]

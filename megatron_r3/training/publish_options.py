@@ -1,0 +1,68 @@
+"""The options of publishing policies from inside training; and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """What is published, and when.
+
+    Attributes:
+        directory: of the versions.
+        interval: optimizer steps from one version to the next.
+        like: the transformers directory whose config and tokenizer files a version gets.
+        keep: how many versions stay; 0 keeps all.
+        last: the iteration after which training ends.
+    """
+
+    directory: Path
+    interval: int
+    like: Path
+    keep: int
+    last: int
+
+    @classmethod
+    def from_args(cls, args: Any) -> PublishOptions | None:
+        """Read Megatron's arguments; None if nothing is published.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        names = ("interval", "like", "keep")
+        if args.rollouts_publish is None:
+            for name in names:
+                if getattr(args, f"rollouts_publish_{name}") is not None:
+                    raise ValueError(f"--rollouts-publish-{name} needs --rollouts-publish DIR")
+            return None
+        steps = (args.rollouts_mini_steps or 1) * (args.rollouts_epochs or 1)
+        interval = args.rollouts_publish_interval or steps
+        if interval < 1 or interval % steps:
+            raise ValueError(
+                f"--rollouts-publish-interval {interval}: it must be a multiple of the {steps} "
+                "optimizer steps of a collection (--rollouts-mini-steps times --rollouts-epochs)"
+            )
+        if args.rollouts_publish_like is None:
+            raise ValueError(
+                "--rollouts-publish needs --rollouts-publish-like HF_DIR, the transformers "
+                "directory with which training began: a policy gets its config and tokenizer"
+            )
+        if getattr(args, "async_save", False):
+            raise ValueError(
+                "--rollouts-publish not together with --async-save: a policy would be sampled "
+                "before its checkpoint is there, and a training that is resumed from an older one "
+                "need not make the same policy again"
+            )
+        like = Path(args.rollouts_publish_like)
+        if not (like / "config.json").is_file():
+            raise ValueError(f"--rollouts-publish-like {like}: no config.json")
+        keep = args.rollouts_publish_keep or 0
+        if keep < 0 or keep == 1:
+            raise ValueError(
+                f"--rollouts-publish-keep {keep}: it must be 2 or more, since a sampler may still "
+                "load the version before; or 0 to keep all"
+            )
+        return cls(Path(args.rollouts_publish), interval, like, keep, args.train_iters or 0)

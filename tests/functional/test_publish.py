@@ -1,0 +1,161 @@
+"""Policies that a training publishes: the same bytes and the same probe in every layout.
+
+Shape suffixes (docs/glossary.md): N, P.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from training import Policy, fails, resumed, steps_on, stores, train
+
+from fidelity.rig.worker import TreeWorker
+from megatron_r3.policies.probe import difference
+from megatron_r3.policies.published import PublishedPolicy, published, read_policy, version_name
+
+LAYOUTS = {
+    "TP2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "EP2": (2, ["--expert-model-parallel-size", "2"]),
+    "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "CP2": (2, ["--context-parallel-size", "2"]),
+    "PP2xEP2": (
+        4,
+        ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"],
+    ),
+    "PP2xVPP2": (
+        2,
+        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
+}
+
+
+def publishes(policy: Policy, folder: Path, *more: str) -> list[str]:
+    return [
+        *("--rollouts-publish", str(folder / "policies"), "--rollouts-follow", "20"),
+        *("--rollouts-publish-like", str(policy.hf), *more),
+    ]
+
+
+def all_of(folder: Path) -> list[PublishedPolicy]:
+    policies = folder / "policies"
+    assert sorted(path.name for path in policies.iterdir()) == [
+        version_name(version) for version in published(policies)
+    ]
+    found = [read_policy(policies, version) for version in published(policies)]
+    for one in found:
+        one.check_files()
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(patched: TreeWorker, policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process publishes: before each of four steps, and at the end."""
+    folder = tmp_path_factory.mktemp("alone")
+    store = stores(policy, folder, mixed=True)
+    argv = steps_on(policy, store, 4, *publishes(policy, folder))
+    patched.run(train, 1, argv, timeout_s=120)
+    return folder
+
+
+def test_each_step_publishes_its_policy(alone: Path, policy: Policy) -> None:
+    found = all_of(alone)
+    assert [(one.version, one.iteration) for one in found] == [(v, v) for v in range(5)]
+    assert len({one.digest for one in found}) == 5
+    start, first = (
+        {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+        for folder in (policy.hf, found[0].path)
+    )
+    assert start.keys() == first.keys()
+    assert all(torch.equal(start[name], first[name]) for name in start)
+
+
+def test_the_probe_is_what_transformers_computes(alone: Path) -> None:
+    from published import probe_of
+
+    found = all_of(alone)
+    for one in found[::2]:
+        shown = difference(one.probe, probe_of(one.path))
+        assert shown.abs_dlogp < 0.1  # float32 in the trainer, bfloat16 there
+        assert min(shown.agreement) > 0.9
+    wrong = difference(found[0].probe, probe_of(found[4].path))
+    assert wrong.abs_dlogp > 2 * difference(found[0].probe, probe_of(found[0].path)).abs_dlogp
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_publishes_the_same_policy(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, alone: Path, layout: str
+) -> None:
+    ranks, more = LAYOUTS[layout]
+    store = stores(policy, tmp_path, mixed=True)
+    argv = steps_on(policy, store, 1, *publishes(policy, tmp_path), *more)
+    patched.run(train, ranks, argv, timeout_s=180)
+    want, found = all_of(alone)[0], all_of(tmp_path)
+    assert len(found) == 2
+    assert found[0].files == want.files
+    shown = difference(want.probe, found[0].probe)
+    assert shown.abs_dlogp < 2e-5
+    assert min(shown.agreement) > 0.99
+    assert found[1].files != want.files
+
+
+def test_parameters_that_are_gathered_late_are_published_up_to_date(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    """--overlap-param-gather brings an update to the other ranks with the next forward pass."""
+    store, found = stores(policy, tmp_path, mixed=True), {}
+    for name, more in {"late": ["--overlap-grad-reduce", "--overlap-param-gather"], "": []}.items():
+        folder = tmp_path / (name or "at once")
+        argv = steps_on(policy, store, 2, *publishes(policy, folder), "--bf16")
+        patched.run(train, 2, [*argv, "--use-distributed-optimizer", *more], timeout_s=180)
+        found[name] = all_of(folder)
+    assert [one.files for one in found["late"]] == [one.files for one in found[""]]
+    assert len({one.digest for one in found[""]}) == 3
+
+
+def test_a_resumed_training_compares_with_what_it_published(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    store = stores(policy, tmp_path, mixed=True)
+    options = publishes(policy, tmp_path)
+    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "2"]
+    half = [*steps_on(policy, store, 4, *options), *saved, "--exit-interval", "3"]
+    patched.run(train, 1, half, timeout_s=120)
+    assert len(all_of(tmp_path)) == 3
+    # from the checkpoint of step 2: the policies 2 and 3 come again, and are the same
+    patched.run(train, 1, resumed(policy, store, tmp_path / "saved", *options), timeout_s=120)
+    before = all_of(tmp_path)
+    assert len(before) == 5
+    # and with other advantages they are not
+    other = resumed(policy, store, tmp_path / "saved", *options)
+    message = fails(patched, [*other, "--rollouts-advantages", "group-centred"])
+    assert re.search("policy [34] was published before, with other bytes in model-00001", message)
+    assert [one.files for one in all_of(tmp_path)] == [one.files for one in before]
+
+
+def test_old_policies_go(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
+    store = stores(policy, tmp_path, mixed=True)
+    argv = steps_on(policy, store, 4, *publishes(policy, tmp_path, "--rollouts-publish-keep", "2"))
+    patched.run(train, 1, argv, timeout_s=120)
+    assert [one.version for one in all_of(tmp_path)] == [3, 4]
+    assert np.isfinite(all_of(tmp_path)[1].probe.logprobs_PN).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--rollouts-publish-keep", "1"], "--rollouts-publish-keep 1: it must be 2 or more"),
+        (["--rollouts-publish-interval", "3", "--rollouts-mini-steps", "2"],
+         "--rollouts-publish-interval 3: it must be a multiple of the 2"),
+        (["--rollouts-publish-like", "/nowhere"], "/nowhere: no config.json"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, more: list[str], words: str
+) -> None:
+    store = stores(policy, tmp_path)
+    assert words in fails(patched, steps_on(policy, store, 1, *publishes(policy, tmp_path), *more))
