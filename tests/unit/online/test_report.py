@@ -1,0 +1,540 @@
+"""The report of runs: its numbers are those of the files, and what is wrong in them is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from html_page import Page, outside
+from online_run import make_run
+
+from megatron_r3.cli import main
+from megatron_r3.online.report import FIELDS, read_runs
+from megatron_r3.online.report_charts import Trace, lines
+from megatron_r3.online.report_numbers import (
+    Line,
+    groups_of,
+    line_of,
+    notes_of,
+    stage_times,
+    thirds,
+    warnings_of,
+)
+from megatron_r3.policies.run_directory import RunDirectory
+
+pytest.importorskip("matplotlib")
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def change(path: Path, how: Callable[[list[dict[str, Any]]], Any]) -> None:
+    lines = lines_of(path)
+    how(lines)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def report(*runs: Path, out: Path) -> str:
+    assert main(["rl", "report", *map(str, runs), "--out", str(out)]) == 0
+    return out.read_text()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "online", steps=12, restarts=True)
+
+
+@pytest.fixture(scope="module")
+def text(run: Path) -> str:
+    assert main(["rl", "report", str(run)]) == 0
+    return (run / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """live-0 and live-1, of which one is shorter, beside one run with replay, r3-0."""
+    folder = tmp_path_factory.mktemp("compared")
+    runs = [
+        make_run(folder / "live-0", 10, replay=False, seed=1),
+        make_run(folder / "live-1", 8, replay=False, seed=2),
+        make_run(folder / "r3-0", 10, seed=3),
+    ]
+    return folder, report(*runs, out=folder / "page.html")
+
+
+# -- the page and the files
+
+
+def chart(text: str, title: str) -> dict[str, Any]:
+    """What the page's script knows of the chart with a title."""
+    titles = re.findall(r'data-chart="\d+"><figcaption><h3>(.*?)</h3>', text)
+    data: dict[str, Any] = Page(text).script_data[titles.index(title)]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("Reward", "update/reward mean"),
+        ("Entropy", "update/entropy"),
+        ("Response length", "update/response length"),
+        ("KL from sampler to trainer (k3)", "update/sampler k3 kl"),
+        ("Extreme tokens, F(2)", "update/sampler extreme"),
+        ("Router mismatch", "router mismatch"),
+        ("Policy lag", "update/policy lag"),
+    ],
+)
+def test_curves_of_steps_are_those_of_the_file(run: Path, text: str, title: str, name: str) -> None:
+    lines = lines_of(run / "metrics.jsonl")
+    (line,) = chart(text, title)["lines"]
+    assert line["x"] == [one["iteration"] for one in lines]
+    assert line["mean"] == pytest.approx([one[name] for one in lines], rel=1e-5)  # six digits
+    other = [one["token mismatch"] for one in lines]  # the control: another curve differs
+    assert line["mean"] != pytest.approx(other, rel=1e-5)
+
+
+def test_curves_of_events_are_those_of_the_files(run: Path, text: str) -> None:
+    events = lines_of(run / "events" / "collector.jsonl")
+    pushed = [event for event in events if event["event"] == "pushed"]
+    line, limit = chart(text, "Check of each push")["lines"]
+    assert line["mean"] == [event["abs_dlogp"] for event in pushed]
+    assert limit["mean"] == [0.02] * len(pushed)
+    collected = [event for event in events if event["event"] == "collected"]
+    (line,) = chart(text, "Reward of each collection")["lines"]
+    assert line["mean"] == pytest.approx([event["reward"] for event in collected], rel=1e-5)
+    (line,) = chart(text, "Load of the busiest expert")["lines"]
+    assert line["mean"] == [max(event["expert_load"]) for event in collected]
+    stages = chart(text, "Where the time goes")["lines"]
+    assert stages[0]["mean"] == [event["seconds"] for event in collected]
+    assert stages[1]["mean"] == [event["seconds"] for event in pushed]
+
+
+def test_maps_have_the_values_of_each_layer(run: Path, text: str) -> None:
+    lines = lines_of(run / "metrics.jsonl")
+    data = chart(text, "Router mismatch by layer")
+    assert data["layers"] == [1, 2, 3, 4]
+    for layer, cells in zip(data["layers"], data["cells"], strict=True):
+        assert cells == [one[f"router mismatch/layer {layer}"] for one in lines]
+
+
+def test_lines_are_drawn_where_the_script_looks_for_them(text: str) -> None:
+    """The cross hair stands on the drawn point: the same x in the SVG and from limits and box."""
+    data = chart(text, "Reward")
+    figure = text.partition("<h3>Reward</h3>")[2].partition("</figure>")[0]
+    drawn = re.search(r'<g class="g0 line">\s*<path d="([^"]*)"', figure)
+    assert drawn is not None
+    points = [tuple(map(float, p)) for p in re.findall(r"[ML] ([\d.]+) ([\d.]+)", drawn[1])]
+    (line,) = data["lines"]
+    left, _, right, _ = data["box"]
+    first, last = data["limits"]
+    assert len(points) == len(line["x"])
+    for x, (at, _) in zip(line["x"], points, strict=True):
+        assert left + (x - first) / (last - first) * (right - left) == pytest.approx(at, abs=0.1)
+    # and higher values are drawn higher, in proportion: y falls as the value rises
+    values, heights = line["mean"], [y for _, y in points]
+    slope = (heights[1] - heights[0]) / (values[1] - values[0])
+    assert slope < 0
+    for value, y in zip(values, heights, strict=True):
+        assert heights[0] + slope * (value - values[0]) == pytest.approx(y, abs=0.1)
+
+
+def test_tables_say_what_the_files_say(run: Path, text: str) -> None:
+    page = Page(text)
+    collected = [
+        event
+        for event in lines_of(run / "events" / "collector.jsonl")
+        if event["event"] == "collected"
+    ]
+    assert page.row("model") == ["qwen3_moe, 4 layers, hidden size 32, 16 experts, top-2"]
+    assert page.row("layout") == ["2 processes, EP2"]
+    assert page.row("sampler") == [
+        "embedded (transformers), new weights in place, made worse on purpose: router_noise 0.7"
+    ]
+    assert page.row("training options") == ["--moe-router-replay --rollouts-loss grpo --lr 4e-4"]
+    assert page.row("device") == ["cpu"]
+    assert page.row("steps") == ["12"]
+    assert page.row("policy versions") == ["6"]
+    assert page.row("rollouts") == [str(64 * 6)]
+    assert page.row("tokens") == [f"{sum(event['tokens'] for event in collected):,}"]
+    reward = [line["update/reward mean"] for line in lines_of(run / "metrics.jsonl")]
+    assert page.row("Reward") == [f"{fmean(reward[:4]):.3g} → {fmean(reward[-4:]):.3g}"]
+    (pushes,) = [table for table in page.tables if table[0][0] == "version"]
+    assert [row[0] for row in pushes[1:]] == [*"012345"]
+    assert {row[-1] for row in pushes[1:]} == {"✓ yes"}
+    assert "the trainer died once (exit status -9)" in page.text
+    assert 'engine = "embedded"' in page.text
+
+
+# -- several runs
+
+
+def test_runs_stand_side_by_side(compared: tuple[Path, str]) -> None:
+    folder, text = compared
+    page = Page(text)
+    assert "live (mean of 2)" in page.text
+    assert [row for table in page.tables for row in table if row[0] == "runs"] == [
+        ["runs", "live-0, live-1", "r3-0"]
+    ]
+    assert page.row("device") == ["cpu"]  # the same for both
+    assert page.row("training options") == [
+        "--rollouts-loss grpo --lr 4e-4",
+        "--moe-router-replay --rollouts-loss grpo --lr 4e-4",
+    ]
+    live, replayed = chart(text, "Reward")["lines"]
+    assert (live["name"], live["group"]) == ("live", 0)
+    assert (replayed["name"], replayed["group"]) == ("r3-0", 1)
+    of_r3 = lines_of(folder / "r3-0" / "metrics.jsonl")
+    assert replayed["mean"] == [line["update/reward mean"] for line in of_r3]
+    boxes = [tag for tag, attributes in page.tags if attributes.get("type") == "checkbox"]
+    assert len(boxes) == 2
+    maps = [c for c in page.script_data if "layers" in c and c["xName"] == "step"]
+    assert len(maps) == 2
+    assert maps[0]["limits"] == maps[1]["limits"]  # though one ends two steps earlier
+
+
+def test_seeds_are_a_mean_with_a_band(compared: tuple[Path, str]) -> None:
+    folder, text = compared
+    seeds = [
+        [line["update/entropy"] for line in lines_of(folder / f"live-{seed}" / "metrics.jsonl")]
+        for seed in (0, 1)
+    ]
+    live = chart(text, "Entropy")["lines"][0]
+    pairs = [*zip(*seeds, strict=False)]  # zip ends with the shorter seed
+    assert live["x"] == [*range(1, 9)]
+    assert live["mean"] == pytest.approx([fmean(pair) for pair in pairs], rel=1e-5)
+    assert live["low"] == [min(pair) for pair in pairs]
+    assert live["high"] == [max(pair) for pair in pairs]
+    assert "live: the seeds have 10, 8 steps" in Page(text).text
+
+
+def test_names_and_groups(tmp_path: Path) -> None:
+    paths = [
+        make_run(tmp_path / name, 2)
+        for name in ("noise/live-0", "noise/live-1", "fp8/live-0", "fp8/live-1", "fp8/run-7")
+    ]
+    groups = groups_of(read_runs(paths))
+    assert [(group.name, len(group.runs)) for group in groups] == [
+        ("noise/live", 2),
+        ("fp8/live", 2),
+        ("fp8/run-7", 1),
+    ]
+    assert read_runs(paths[:1])[0].name == "live-0"
+
+
+def test_several_runs_need_a_name_for_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(tmp_path / name, 2) for name in "ab"]
+    assert main(["rl", "report", *map(str, runs)]) == 1
+    assert "--out FILE" in capsys.readouterr().err
+    assert main(["rl", "report", *map(str, runs[:1] * 2), "--out", str(tmp_path / "p")]) == 1
+    assert "given twice" in capsys.readouterr().err
+
+
+def test_long_runs_are_drawn_as_means_with_their_extremes() -> None:
+    curve = {float(step): 1.0 for step in range(1, 1001)} | {500.0: 9.0}
+    line = line_of([curve])
+    assert line is not None
+    assert (len(line.x), line.each) == (100, 10)
+    assert max(line.high) == 9.0  # a single step is not lost
+    assert max(line.mean) == pytest.approx(1.8)
+    assert line_of([{}]) is None
+    assert line_of([{1.0: 2.0}, {2.0: 2.0}]) is None
+    assert thirds({1.0: 1.0, 2.0: 2.0, 3.0: 9.0, 4.0: 3.0, 5.0: 5.0, 6.0: 7.0}) == (1.5, 6.0)
+    assert thirds({}) is None
+
+
+def test_wide_ranges_have_a_logarithmic_axis_and_zeros_are_on_it() -> None:
+    def ticks(*values: float) -> list[str]:
+        line = Line([1.0, 2.0, 3.0], [*values], [*values], [*values])
+        drawn = lines([Trace(0, "a", line)], "step", from_zero=True, log=True)
+        return re.findall(r"<text[^>]*>([^<]*)</text>", drawn.svg)
+
+    assert {"0.001", "0.01", "0.1", "1"} <= set(ticks(0.001, 0.01, 1.0))
+    assert {"0", "1e-06", "0.1"} <= set(ticks(0.0, 2e-6, 0.3))
+    assert {"0.00", "0.20"} <= set(ticks(0.1, 0.2, 0.3))  # the control: a linear axis
+
+
+def test_times_by_stage_are_the_time_on_the_clock(run: Path) -> None:
+    (one,) = read_runs([run])
+    times = stage_times(one)
+    clock = [event["time"] for event in one.of("collected")]
+    for collection in range(1, 6):
+        whole = sum(curve[collection] for curve in times.values())
+        assert whole == pytest.approx(clock[collection] - clock[collection - 1], abs=1e-3)
+    assert times["the rest"][3] > 8  # the restart
+
+
+# -- lines that are not what they must be
+
+
+METRIC = '{"iteration": 3, "update/entropy": 0.1}'
+BAD = [
+    ("metrics.jsonl", "[1]", "expected a JSON object"),
+    ("metrics.jsonl", '{"update/entropy": 0.1}', "whole number as iteration, got None"),
+    ("metrics.jsonl", METRIC.replace("3", "-3"), "whole number as iteration, got -3"),
+    ("metrics.jsonl", METRIC.replace("3", "true"), "whole number as iteration, got True"),
+    ("metrics.jsonl", METRIC.replace("0.1", '"0.1"'), "a number as 'update/entropy', got '0.1'"),
+    ("metrics.jsonl", METRIC.replace("update/entropy", "router mismatch/layer x"), "layer x"),
+    ("metrics.jsonl", "nonsense", "not JSON"),
+    ("metrics.jsonl", '{"iteration": 3, "a{"iteration": 3}', "not JSON"),
+    ("metrics.jsonl", "", "not JSON"),
+    ("events/trainer.jsonl", '{"event": "published", "version": 3}', "'time', got nothing"),
+    ("events/trainer.jsonl", '{"time": 1, "event": "published"}', "'version', got nothing"),
+    ("events/trainer.jsonl", '{"time": 1, "event": 5}', "a text as 'event', got 5"),
+    (
+        "events/collector.jsonl",
+        '{"time": 1, "event": "pushed", "version": 1, "verified": 1}',
+        "true or false as 'verified', got 1",
+    ),
+    (
+        "events/collector.jsonl",
+        '{"time": 1, "event": "waited", "for": "policy 1", "seconds": -1}',
+        "at least 0 as 'seconds', got -1",
+    ),
+    ("events/supervisor.jsonl", '{"time": NaN, "event": "ended"}', "'time', got nan"),
+]
+
+
+@pytest.mark.parametrize(("file", "line", "expected"), BAD)
+def test_a_bad_line_is_refused_with_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, line: str, expected: str
+) -> None:
+    run = make_run(tmp_path / "run", 4)
+    read_runs([run])  # the control: the run is good
+    lines = (run / file).read_text().splitlines()
+    (run / file).write_text("\n".join([*lines[:1], line, *lines[1:], ""]))
+    (run / "report.html").write_text("an older page")
+    assert main(["rl", "report", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {run / file}, line 2: ")
+    assert expected in error
+    assert error.count("\n") == 1
+    assert (run / "report.html").read_text() == "an older page"
+    assert not list(run.glob(".report*"))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["rl", "report", str(tmp_path / "empty")]) == 1
+    assert "neither metrics.jsonl nor events" in capsys.readouterr().err
+    assert main(["rl", "report", str(tmp_path / "gone")]) == 1
+    assert "is no directory" in capsys.readouterr().err
+    run = make_run(tmp_path / "run", 2)
+    (run / "config.toml").write_text("[run")
+    assert main(["rl", "report", str(run)]) == 1
+    assert f"{run / 'config.toml'}: not TOML" in capsys.readouterr().err
+
+
+def test_lines_that_were_cut_off_are_left_out_and_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    metrics, events = run / "metrics.jsonl", run / "events" / "collector.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole[:-20])
+    events.write_text(events.read_text() + '{"time": 17')
+    # a part that was killed, and started again
+    RunDirectory(run).note("collector", "waited", seconds=1.5, **{"for": "policy 2"})
+    (one,) = read_runs([run])
+    assert one.steps == 3
+    assert any("metrics.jsonl: line 4, the last one, is cut off" in note for note in one.notes)
+    assert any("collector.jsonl: line 7 is cut off" in note for note in one.notes)
+    assert [event["seconds"] for event in one.of("waited")][-1] == 1.5
+    text = report(run, out=tmp_path / "page.html")
+    assert "line 4, the last one, is cut off and was left out" in Page(text).text
+    assert chart(text, "Reward")["lines"][0]["x"] == [1, 2, 3]
+    metrics.write_text(whole.rstrip("\n"))  # the control: a whole line without its end
+    assert read_runs([run])[0].steps == 4
+
+
+def test_steps_of_a_trainer_that_was_started_again_come_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    change(run / "metrics.jsonl", lambda lines: lines.append(dict(lines[3])))
+    (one,) = read_runs([run])
+    assert one.steps == 4
+    assert "1 steps were logged twice (4 to 4), with equal values" in one.notes[0]
+    last = {"iteration": 4, "update/entropy": 0.5}
+    change(run / "metrics.jsonl", lambda lines: lines.append(last))
+    (one,) = read_runs([run])
+    assert "in 1 of them with other values" in one.notes[0]
+    assert one.metrics["update/entropy"][4] == 0.5
+
+
+def test_what_is_not_finite_or_unknown_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    change(run / "metrics.jsonl", lambda lines: lines[1].update({"update/entropy": math.nan}))
+    change(run / "events/trainer.jsonl", lambda lines: lines.append({"time": 1, "event": "sang"}))
+    change(run / "events/collector.jsonl", lambda lines: lines.pop(1))
+    (one,) = read_runs([run])
+    assert [*one.metrics["update/entropy"]] == [1, 3, 4]
+    assert "update/entropy is not finite in 1 lines, which are left out" in one.notes
+    assert "trainer.jsonl: 1 events 'sang' are unknown, and were left out" in one.notes
+    assert "1 collections have no event, the first of them is 0" in " ".join(notes_of(one))
+
+
+# -- what a reader must not miss
+
+
+def at(kind: str, number: int, **fields: Any) -> Callable[[list[dict[str, Any]]], None]:
+    def how(lines: list[dict[str, Any]]) -> None:
+        [line for line in lines if line.get("event", kind) == kind][number].update(fields)
+
+    return how
+
+
+@pytest.mark.parametrize(
+    ("file", "how", "expected"),
+    [
+        (
+            "events/collector.jsonl",
+            at("pushed", 1, verified=False, abs_dlogp=0.65),
+            "the push of version 1 was not verified: |dlogp| is 0.65, the limit is 0.02",
+        ),
+        (
+            "events/collector.jsonl",
+            at("collected", 1, version=9),
+            "1 collections were sampled by a version whose push is not recorded as verified",
+        ),
+        (
+            "metrics.jsonl",
+            at("", 2, **{"routes dispatched as recorded": 0.999996}),
+            "routes dispatched as recorded is below 1 in 1 steps with replay, first in 3",
+        ),
+        (
+            "metrics.jsonl",
+            at("", 1, **{"router mismatch/layer 2": 0.75}),
+            "router mismatch is above one half in layer 2 in 1 steps, first in 2",
+        ),
+        ("metrics.jsonl", at("", 1, **{"bounded ratio": 0.1}), "bounded ratio is above 0"),
+        (
+            "events/supervisor.jsonl",
+            at("ended", 0, event="died", status=1),
+            "the trainer died once (exit status 1)",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_first(
+    tmp_path: Path, file: str, how: Callable[[list[dict[str, Any]]], None], expected: str
+) -> None:
+    run = make_run(tmp_path / "run", 4)
+    assert warnings_of(read_runs([run])[0]) == []
+    change(run / file, how)
+    warnings = warnings_of(read_runs([run])[0])
+    assert any(warning.startswith(expected) for warning in warnings), warnings
+
+
+def test_live_training_need_not_dispatch_as_recorded(compared: tuple[Path, str]) -> None:
+    folder, text = compared
+    dispatched = read_runs([folder / "live-0"])[0].metrics["routes dispatched as recorded"]
+    assert max(dispatched.values()) < 1
+    assert "Nothing alarming" in Page(text).text
+    assert "Look at this first" not in Page(text).text
+
+
+# -- the page as a file
+
+
+HOSTILE = '</script><img src="http://e.example" onerror=alert(1)>&amp;'
+
+
+def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
+    assert ("img", {"src": "x"}) in Page('<img src="x">').tags  # the control: the parser sees one
+    runs = [make_run(tmp_path / name, 4) for name in ("<img src=x onerror=alert(1)>", "b")]
+    run = runs[0]
+    with (run / "config.toml").open("a") as file:
+        file.write(f"# {HOSTILE}\n")
+    config = run / "policies" / "v000000" / "config.json"
+    config.write_text(json.dumps({"model_type": HOSTILE}))
+    change(run / "events/collector.jsonl", at("pushed", 0, how=HOSTILE))
+    change(run / "events/trainer.jsonl", at("published", 0, device=HOSTILE))
+    change(run / "events/supervisor.jsonl", at("started", 0, part=HOSTILE))
+    change(run / "events/supervisor.jsonl", at("ended", 0, event="died", part=HOSTILE))
+    failed = {"time": 1, "event": "failed", "collection": 0, "reason": HOSTILE}
+    change(run / "events/collector.jsonl", lambda lines: lines.append(failed))
+    change(run / "metrics.jsonl", lambda lines: lines[0].update({HOSTILE: math.inf}))
+    text = report(*runs, out=tmp_path / "page.html")
+    page = Page(text)
+    tags = [tag for tag, _ in page.tags]
+    assert "img" not in tags
+    assert tags.count("script") == 2
+    assert not [a for _, attributes in page.tags for a in attributes if a.startswith("on")]
+    assert page.text.count(HOSTILE) >= 7
+    names = {line["name"] for data in page.script_data for line in data.get("lines", ())}
+    assert "<img src=x onerror=alert(1)>" in names
+
+
+def test_the_page_needs_nothing_from_outside(text: str, compared: tuple[Path, str]) -> None:
+    for page in (text, compared[1]):
+        assert outside(page) == []
+        assert "default-src 'none'" in page
+    for wrong in (
+        '<script src="https://cdn.example/plot.js"></script>',
+        '<link href="//fonts.example/a.css">',
+        "<style>@import 'a.css'; p { background: url(a.png) }</style>",
+        "<script>fetch('http://example.com')</script>",
+    ):
+        assert outside(wrong) != []
+
+
+def test_ids_of_a_page_differ(text: str) -> None:
+    ids = [attributes["id"] for _, attributes in Page(text).tags if "id" in attributes]
+    assert len(ids) > 100
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', text))
+    assert used <= set(ids)
+
+
+def test_every_colour_is_one_of_the_style(text: str) -> None:
+    assert "#0102" not in text
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    defined = set(re.findall(r"(--\w+):", style)) | {"--c"}
+    assert set(re.findall(r"var\((--\w+)\)", text)) <= defined
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 2)
+    (run / "metrics.jsonl").unlink()
+    (run / "events" / "collector.jsonl").unlink()
+    page = Page(report(run, out=tmp_path / "page.html"))
+    assert "metrics.jsonl has no step yet" in page.text
+    assert page.row("rollouts") == ["not recorded"]
+    assert "Nothing of this was recorded." in page.text
+    assert "No push is recorded" in page.text
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", 2)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["rl", "report", str(run)]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_the_parser_needs_nothing_heavy() -> None:
+    code = (
+        "import sys, argparse; from megatron_r3.online.cli import add_rl;"
+        "add_rl(argparse.ArgumentParser().add_subparsers());"
+        "print(sorted({'matplotlib', 'numpy', 'torch'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_every_field_of_an_event_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "report.md").read_text()
+    rows = re.findall(r"^\| (`[a-z`, ]+) \| (.*) \| (.*)\|$", text, re.MULTILINE)
+    documented = {
+        kind: (set(re.findall(r"`(\w+)`", must)), set(re.findall(r"`(\w+)`", may)))
+        for kinds, must, may in rows
+        for kind in re.findall(r"`(\w+)`", kinds)
+    }
+    assert documented == {kind: (set(must), set(may)) for kind, (must, may) in FIELDS.items()}
