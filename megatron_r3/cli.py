@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import megatron_r3
+from megatron_r3.online.cli import add_rl
 from megatron_r3.patching.cli import add_commands
 from megatron_r3.rollouts.cli import add_rollouts
 
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     add_commands(subparsers)
     add_rollouts(subparsers)
+    add_rl(subparsers)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

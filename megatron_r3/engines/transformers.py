@@ -72,7 +72,7 @@ def capture_routes(model: nn.Module) -> Iterator[CapturedRoutes]:
     Raises:
         EngineError: the model has no router that this can read, or two in one layer.
     """
-    routers = _routers(model)
+    routers = routers_of(model)
     captured = CapturedRoutes(tuple(routers))
     handles = []
     try:
@@ -84,8 +84,12 @@ def capture_routes(model: nn.Module) -> Iterator[CapturedRoutes]:
             handle.remove()
 
 
-def _routers(model: nn.Module) -> dict[int, nn.Module]:
-    """The router of each hidden layer that has one, in the order of the layers."""
+def routers_of(model: nn.Module) -> dict[int, nn.Module]:
+    """The router of each hidden layer that has one, in the order of the layers.
+
+    Raises:
+        EngineError: the model has no router that this can read, or two in one layer.
+    """
     routers: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         layer = _LAYER.search(name)

@@ -11,11 +11,11 @@ Shape suffixes (docs/glossary.md): C, N.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_r3.engines.shape import EngineError
-from megatron_r3.rollouts.engine import Answer, Engine, EnginePolicy, NoAnswer
+from megatron_r3.rollouts.engine import Answer, Engine, EnginePolicy, Identity, NoAnswer
 from megatron_r3.rollouts.plan import Plan
 from megatron_r3.rollouts.progress import Progress
 from megatron_r3.rollouts.prompts import Prompt
@@ -37,13 +37,19 @@ class _HopelessError(Exception):
     """Too many prompts in a row gave no rollout: stop collecting."""
 
 
-def collect(engine: Engine, plan: Plan, concurrency: int) -> Progress:
+def collect(
+    engine: Engine,
+    plan: Plan,
+    concurrency: int,
+    check: Callable[[Identity], None] = lambda identity: None,
+) -> Progress:
     """Sample and store what is missing; returns the counts.
 
     Args:
         engine: samples the responses; it is closed at the end.
         plan: what to collect.
         concurrency: how many samples are under way at a time.
+        check: refuses an engine by what it says of itself, before anything is sampled.
 
     Raises:
         CollectError: rollouts are missing at the end, or the engine answers no prompt.
@@ -54,14 +60,17 @@ def collect(engine: Engine, plan: Plan, concurrency: int) -> Progress:
     """
     for prompt in plan.prompts:
         engine.check(prompt)
-    return asyncio.run(_collect(engine, plan, concurrency))
+    return asyncio.run(_collect(engine, plan, concurrency, check))
 
 
-async def _collect(engine: Engine, plan: Plan, concurrency: int) -> Progress:
+async def _collect(
+    engine: Engine, plan: Plan, concurrency: int, check: Callable[[Identity], None]
+) -> Progress:
     progress = Progress()
     with Stop() as stop:
         try:
             identity = await stop.first(engine.begin(progress.on_retry))
+            check(identity)
             info = plan.model.store_info(
                 engine.name,
                 identity.version or "unknown",
@@ -75,7 +84,8 @@ async def _collect(engine: Engine, plan: Plan, concurrency: int) -> Progress:
                 wanted = [(prompt, i) for prompt in plan.prompts for i in range(plan.n)]
                 missing = [(p, i) for p, i in wanted if (p.group, i) not in stored.samples]
                 progress.total, progress.before = len(wanted), len(wanted) - len(missing)
-                shelf = Shelf(plan.out, info, plan.prompts, plan.shard_size)
+                size = max(1, len(missing)) if plan.all_or_nothing else plan.shard_size
+                shelf = Shelf(plan.out, info, plan.prompts, size)
                 policy = EnginePolicy(shelf, stored.engine_policy)
                 sampler = Sampler(engine, plan, policy, progress)
                 with progress:
@@ -92,7 +102,8 @@ async def _work_all(
     concurrency: int,
     stop: Stop,
 ) -> None:
-    """Sample all that is missing. Whatever happens, groups that are whole are stored.
+    """Sample all that is missing. Whatever happens, groups that are whole are stored, unless the
+    plan wants all or nothing.
 
     Raises:
         CollectError: samples were given up.
@@ -117,7 +128,7 @@ async def _work_all(
         team.ending = True
         await end_tasks(workers)
         sampler.close()
-        shelf.store()
+        shelf.store(shelf.shard_size if sampler.plan.all_or_nothing else 1)
         team.count()
     failures = (worker.exception() for worker in workers if not worker.cancelled())
     team.raise_reason([error for error in failures if error is not None], interrupted)

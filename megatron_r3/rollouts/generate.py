@@ -48,13 +48,25 @@ _CLOSE_S = 10.0
 
 
 @dataclass
-class _Request:
-    """One sample that is asked for; `answer` gets the result."""
+class SampleRequest:
+    """One sample that is asked for.
+
+    Attributes:
+        ids: the prompt.
+        seed: of this sample; None leaves it to the system's randomness.
+        where: how errors call this sample.
+        answer: gets the result, where somebody waits for it.
+    """
 
     ids: list[int]
     seed: int | None
     where: str
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[Answer] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for the result any more."""
+        return self.answer is not None and self.answer.done()
 
 
 class Transformers:
@@ -65,6 +77,9 @@ class Transformers:
         shape: the MoE layers that its config names.
         sampling: how to sample.
 
+    Attributes:
+        model: of transformers, on `device`.
+
     Raises:
         EngineError: transformers cannot load it, or it has routers in other layers than `shape`.
     """
@@ -73,19 +88,19 @@ class Transformers:
 
     def __init__(self, directory: Path, shape: ModelShape, sampling: Sampling) -> None:
         self.sampling, self._directory, self._shape = sampling, directory, shape
-        self._model = load_model(directory)
+        self.model = load_model(directory)
         self._tokenizer = _load_tokenizer(directory)
-        self._device = self._model.get_input_embeddings().weight.device
-        self._stop_ids = torch.tensor(stop_ids(self._model), dtype=torch.int64, device=self._device)
+        self.device = self.model.get_input_embeddings().weight.device
+        self._stop_ids = torch.tensor(stop_ids(self.model), dtype=torch.int64, device=self.device)
         self._hooks = ExitStack()
-        self._captured = self._hooks.enter_context(capture_routes(self._model))
+        self._captured = self._hooks.enter_context(capture_routes(self.model))
         if self._captured.moe_layers != shape.moe_layers:
             raise EngineError(
                 f"{directory}: transformers has routers in layers "
                 f"{list(self._captured.moe_layers)}; its config says {list(shape.moe_layers)}"
             )
         self._thread = BackgroundThread("generate")
-        self._waiting: defaultdict[int, list[_Request]] = defaultdict(list)  # by prompt length
+        self._waiting: defaultdict[int, list[SampleRequest]] = defaultdict(list)  # by prompt length
         self._batches: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -104,7 +119,7 @@ class Transformers:
     async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
         """See `Engine.sample`. The request waits for others, to run in a batch with them."""
         ids, future = self._ids(prompt), asyncio.get_running_loop().create_future()
-        self._waiting[len(ids)].append(_Request(ids, seed, where, future))
+        self._waiting[len(ids)].append(SampleRequest(ids, seed, where, future))
         if self._batches is None or self._batches.done():
             self._batches = asyncio.ensure_future(self._run_batches())
         answer: Answer = await future
@@ -148,25 +163,31 @@ class Transformers:
                 await asyncio.sleep(_GATHER_S)
             length = max(self._waiting, key=lambda n: len(self._waiting[n]))
             # Requests whose worker was cancelled are left out.
-            batch = [r for r in self._waiting.pop(length) if not r.answer.done()]
+            batch = [r for r in self._waiting.pop(length) if not r.is_over]
             if not batch:
                 continue
             try:
-                answers = await self._thread.run(self._answers, batch)
+                answers = await self._thread.run(self.answers, batch)
             except Exception as error:  # too little memory, or a model that computes NaN
                 reason = f"transformers failed: {type(error).__name__}: {error}"
                 for request in batch:
-                    if not request.answer.done():
+                    if request.answer is not None and not request.answer.done():
                         request.answer.set_exception(NoAnswer(one_line(reason, 300)))
                 continue
             for request, answer in zip(batch, answers, strict=True):
-                if not request.answer.done():
+                if request.answer is not None and not request.answer.done():
                     request.answer.set_result(answer)
 
-    def _answers(self, batch: list[_Request]) -> list[Answer]:
-        """Continue prompts of one length; runs in the thread."""
+    def answers(self, batch: list[SampleRequest]) -> list[Answer]:
+        """Continue prompts of one length, all at once; `sample` runs it in a thread.
+
+        The same batch has the same answers, bit for bit, on the same machine.
+
+        Raises:
+            EngineError: the model computed what no rollout can hold, as NaN.
+        """
         length = len(batch[0].ids)
-        ids_BN = torch.tensor([request.ids for request in batch], device=self._device)
+        ids_BN = torch.tensor([request.ids for request in batch], device=self.device)
         tokens_BN, logprobs_BG, ids_LBTK, kept_B = self._continue(
             ids_BN, _draws(batch, self.sampling)
         )
@@ -224,14 +245,14 @@ class Transformers:
         cache, step_BN = None, prompt_BN
         tokens, logprobs, routes = [prompt_BN], [], []
         kept_B: list[list[np.ndarray]] = [[] for _ in prompt_BN]
-        ended_B = torch.zeros(len(prompt_BN), dtype=torch.bool, device=self._device)
+        ended_B = torch.zeros(len(prompt_BN), dtype=torch.bool, device=self.device)
         self._captured.take()  # what a batch that failed has left there
-        for draw_B in draws_BG.to(self._device).unbind(1):
+        for draw_B in draws_BG.to(self.device).unbind(1):
             if self._closing:
                 raise EngineError("the collection ends")
             # The first step is the whole prompt, of whose logits only the last row is needed. The
             # cache has its keys and values, so every later step is one token.
-            output = self._model(
+            output = self.model(
                 input_ids=step_BN, past_key_values=cache, use_cache=True, logits_to_keep=1
             )
             cache = output.past_key_values
@@ -258,7 +279,7 @@ class Transformers:
         )
 
 
-def _draws(batch: list[_Request], sampling: Sampling) -> Tensor:
+def _draws(batch: list[SampleRequest], sampling: Sampling) -> Tensor:
     """The random numbers of each sample, float64 [B, G], from its own seed and nothing else.
 
     So a sample draws the same numbers in whatever batch it runs, and again after a resume. Without
@@ -333,16 +354,20 @@ def load_model(directory: Path) -> Any:
     transformers.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype="auto",
             experts_implementation="eager",
             attn_implementation="eager",
             local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # a wrong config or wrong weights raise errors of any kind
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise EngineError(f"{directory}: transformers cannot load it: {reason}") from error
+    for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
+        if names := sorted(map(str, loaded[kind])):  # transformers makes up random weights for them
+            raise EngineError(f"{directory}: it {what} {names[0]} (such tensors: {len(names)})")
     return model.eval().to(device)
 
 

@@ -185,6 +185,7 @@ class Plan:
         refused_retries: how often a sample is asked for again after a response that cannot be used.
         biased_sampling: take temperature, top-p and top-k although the log-probs that are stored
             are not those of the distribution that is sampled.
+        all_or_nothing: store no rollout unless all are there, and then as one shard.
 
     Raises:
         ValueError: the policy loss does not know the sampling, or a prompt cannot be asked.
@@ -200,6 +201,7 @@ class Plan:
     shard_size: int = 128
     refused_retries: int = 2
     biased_sampling: bool = False
+    all_or_nothing: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what no engine needs to be asked about."""

@@ -102,21 +102,28 @@ def _sglang_identity(page: Any) -> Mapping[str, Any]:
     return {
         "version": page["version"],
         "model": page.get("served_model_name") or page.get("model_path"),
-        "policy": page.get("weight_version"),
     }
+
+
+def _sglang_policy(page: Any) -> Mapping[str, Any]:
+    return {"policy": page.get("weight_version")}
 
 
 _Read = Callable[[Any], Mapping[str, Any]]
 # What each engine is asked for: paths, of which the first that exists is taken, and how the page is
-# read. vLLM has /weight_info only where it takes new weights (VLLM_SERVER_DEV_MODE); SGLang's page
-# was called /get_server_info first.
+# read. vLLM has /weight_info only where it takes new weights (VLLM_SERVER_DEV_MODE). SGLang's pages
+# were called /get_... first. Its /server_info has a weight_version too, which in 0.5.23 is the one
+# that the server was started with, for ever: new weights in place show in /model_info.
 _PAGES: dict[str, tuple[tuple[tuple[str, ...], _Read], ...]] = {
     "vllm": (
         (("/version",), _vllm_version),
         (("/v1/models",), _vllm_model),
         (("/weight_info",), _vllm_policy),
     ),
-    "sglang": ((("/server_info", "/get_server_info"), _sglang_identity),),
+    "sglang": (
+        (("/server_info", "/get_server_info"), _sglang_identity),
+        (("/model_info", "/get_model_info"), _sglang_policy),
+    ),
 }
 
 

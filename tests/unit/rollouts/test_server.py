@@ -227,6 +227,8 @@ def sglang(folder, server, *more):
 
 
 SERVER_INFO = {"version": "0.5.23", "served_model_name": "m", "model_path": "/m"}
+# 0.5.23: on this page the version of the weights stays what it was when the server started
+SERVER_INFO["weight_version"] = "default"
 
 
 def of_weights(versions):
@@ -263,7 +265,7 @@ def of_weights(versions):
     ],
 )
 def test_the_version_of_sglangs_weights(folder, capsys, versions, page, stored, message):
-    pages = {"/server_info": {**SERVER_INFO, **page}}
+    pages = {"/server_info": SERVER_INFO, "/model_info": page}
     with engine(answer=of_weights(versions), pages=pages) as server:
         assert sglang(folder, server) == (message is not None)
     error = capsys.readouterr().err.splitlines()
@@ -274,6 +276,21 @@ def test_the_version_of_sglangs_weights(folder, capsys, versions, page, stored, 
     if stored:
         store = RolloutStore([folder / "store"])
         assert (len(store), store.info.engine_policy) == (stored, "7")
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_weights_that_sglang_takes_in_place_end_the_collection(folder, capsys, path):
+    """Its answers do not say so here: what the server says of itself counts."""
+    pages = {"/server_info": SERVER_INFO, path: {"weight_version": "7"}}
+    found = []
+    new = {**pages, path: {"weight_version": "8"}}
+    with engine(turned(lambda: found[0], 9, new), answer=generate, pages=pages) as server:
+        found.append(server)
+        assert sglang(folder, server) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "its policy was '7' at the start and is '8'" in error
+    store = RolloutStore([folder / "store"])
+    assert (len(store), store.info.engine_policy) == (8, "7")
 
 
 def test_weights_are_compared_on_resume_too(folder, capsys):
@@ -289,7 +306,7 @@ def test_weights_are_compared_on_resume_too(folder, capsys):
         error = capsys.readouterr().err.splitlines()[-1]
         assert "the engine does not say which weights sampled" in error
         server.answer, asked = of_weights(["8"]), server.asked.total()
-        server.pages = {"/server_info": {**SERVER_INFO, "weight_version": "8"}}
+        server.pages = {**pages, "/model_info": {"weight_version": "8"}}
         assert sglang(folder, server) == 1
         assert server.asked.total() == asked
         error = capsys.readouterr().err.splitlines()[-1]

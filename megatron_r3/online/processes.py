@@ -1,0 +1,125 @@
+"""Child processes that do not outlive the part that started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+STOP_S = 10.0  # between SIGTERM and SIGKILL
+# Runs a command, and kills it with all that it has started when the process that started the guard
+# has ended, however it ended: its end of a pipe is closed then. torchrun gives each rank a session
+# of its own, so a process group is not enough. The guard is a subreaper (PR_SET_CHILD_SUBREAPER,
+# 36): a process whose parent has died becomes the guard's child, so all of them are below it.
+_GUARD = """
+import ctypes, os, signal, subprocess, sys, threading
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+child = subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=subprocess.DEVNULL)
+def parents():
+    found = {}
+    for name in os.listdir('/proc'):
+        if name.isdigit():
+            try:
+                with open(f'/proc/{name}/stat') as stat:
+                    state, parent = stat.read().rpartition(')')[2].split()[:2]
+            except OSError:
+                continue
+            if state != 'Z':
+                found[int(name)] = int(parent)
+    return found
+def kill_all():
+    for _ in range(100):
+        of, below = parents(), {os.getpid()}
+        while more := {p for p, parent in of.items() if parent in below} - below:
+            below |= more
+        if below == {os.getpid()}:
+            return
+        for process in below - {os.getpid()}:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+def watch():
+    while os.read(0, 1):
+        pass
+    kill_all()
+    os._exit(137)
+threading.Thread(target=watch, daemon=True).start()
+def end(number, frame):
+    try:
+        os.killpg(child.pid, number)
+    except ProcessLookupError:
+        pass
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, end)
+status = child.wait()
+kill_all()  # what the child started and left behind
+sys.exit(status if status >= 0 else 128 - status)
+"""
+
+
+def start(
+    command: Sequence[str], env: Mapping[str, str], log: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a command that dies with this process, and with it all that it has started.
+
+    Args:
+        env: variables beside those of this process.
+        log: to which its output is appended; None for this process's own output.
+
+    Raises:
+        OSError: the log cannot be written.
+    """
+    output: Any = None
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = log.open("ab")
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _GUARD, *command],
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,  # closed when this process ends: then the guard kills
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    finally:
+        if output is not None:
+            output.close()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a started command: SIGTERM, and SIGKILL for what is left after a while."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + STOP_S
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert process.stdin is not None
+    process.stdin.close()  # the guard kills
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt in this thread, as ctrl-C does."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,97 @@
+"""The sampler of a run: the embedded one, or a server that this part starts for a policy.
+
+A server that takes new weights in place is started once, with the newest policy. One that does not
+is started anew as soon as the collector waits for another policy.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+from megatron_r3.online.config import Config, ConfigError
+from megatron_r3.online.processes import start, stop
+from megatron_r3.policies.published import PublishedPolicy, published, version_name, wait_for_policy
+from megatron_r3.store import RolloutStore
+from megatron_r3.store.files import SHARD_GLOB
+
+PART = "sampler"
+_POLL_S = 0.5
+
+
+def run_sampler(config: Config) -> int:
+    """Run the sampler of a run until it is stopped.
+
+    Raises:
+        ValueError: there is nothing to start, or the first policy does not come.
+    """
+    if config.sampler.engine == "embedded":
+        return _run_embedded(config)
+    if not config.sampler.command:
+        raise ConfigError(
+            f"{config.file}: [sampler] command is empty: the server of {config.sampler.url} is "
+            "started by somebody else, so there is no sampler to run here"
+        )
+    return _run_servers(config)
+
+
+def _run_embedded(config: Config) -> int:
+    from megatron_r3.online.embedded import EmbeddedSampler, server
+
+    sampler = EmbeddedSampler(config.degrade)
+    with server(sampler, config.sampler.host, config.sampler.port) as made:
+        print(f"embedded sampler: {config.sampler.url}, {config.degrade}", flush=True)
+        made.serve_forever()
+    return 0
+
+
+def _run_servers(config: Config) -> int:
+    """Keep a server of the wanted policy running; the exit status of one that ends by itself."""
+    policies, wait = config.directory.policies, config.run.wait
+    running: subprocess.Popen[bytes] | None = None
+    version = -1
+    try:
+        while True:
+            wanted = _wanted(config)
+            if running is None or (wanted != version and not config.sampler.in_place):
+                if running is not None:
+                    stop(running)
+                policy = wait_for_policy(policies, wanted, wait)
+                running, version = (
+                    start(_command(config, policy), config.sampler.environment),
+                    wanted,
+                )
+                print(f"server of policy {version}: {config.sampler.url}", flush=True)
+            if (status := running.poll()) is not None:
+                return status or 1
+            time.sleep(_POLL_S)
+    finally:
+        if running is not None:
+            stop(running)
+
+
+def _wanted(config: Config) -> int:
+    """The policy of the collection that is sampled next, if it is there; else the newest one."""
+    rollouts, collection = config.directory.rollouts, 0
+    if any(rollouts.glob(SHARD_GLOB)):
+        store = RolloutStore([rollouts], mixed_policies=True)
+        collection = len(store) // config.rollouts_per_collection
+    wanted = config.version_of(min(collection, config.run.collections - 1))
+    there = published(config.directory.policies)
+    return wanted if wanted in there else max(there, default=0)
+
+
+def _command(config: Config, policy: PublishedPolicy) -> list[str]:
+    sampler = config.sampler
+    values = {
+        "model": str(policy.path),
+        "version": version_name(policy.version),
+        "host": sampler.host,
+        "port": str(sampler.port),
+    }
+    words = []
+    for word in sampler.command:
+        for name, value in values.items():
+            word = word.replace(f"{{{name}}}", value)
+        words.append(word)
+    return words

@@ -1,0 +1,135 @@
+"""The trainer of a run: the command that trains on the store, and publishes policies."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import megatron_r3
+from megatron_r3.online.config import Config, ConfigError
+from megatron_r3.online.processes import start, stop
+
+PART = "trainer"
+_TRACKER = "latest_checkpointed_iteration.txt"
+# what `rl trainer` gives by itself
+_OURS = (
+    *("--rollouts", "--rollouts-follow", "--rollouts-publish", "--rollouts-publish-interval"),
+    *("--rollouts-publish-like", "--rollouts-publish-keep", "--rollouts-log", "--train-iters"),
+    *("--save", "--load", "--save-interval", "--finetune"),
+)
+
+
+def trainer_command(config: Config) -> list[str]:
+    """The command that begins the training of a run, or goes on with it.
+
+    Raises:
+        ConfigError: the arguments name what the loop decides.
+    """
+    trainer, directory = config.trainer, config.directory
+    arguments = [word for text in trainer.arguments for word in shlex.split(text)]
+    for word in arguments:
+        if word.partition("=")[0] in _OURS:
+            raise ConfigError(
+                f"{config.file}: [trainer] arguments: {word} is given by the loop: leave it out"
+            )
+    _check_sizes(config, arguments)
+    steps = trainer.steps
+    loop = ["--rollouts", str(directory.rollouts), "--rollouts-follow", f"{config.run.wait:g}"]
+    loop += ["--rollouts-publish", str(directory.policies)]
+    loop += ["--rollouts-publish-interval", str(steps)]
+    loop += ["--rollouts-publish-like", str(config.path(config.policy.model))]
+    if config.policy.keep:
+        loop += ["--rollouts-publish-keep", str(config.policy.keep)]
+    loop += ["--rollouts-log", str(directory.metrics)]
+    loop += ["--train-iters", str(config.run.collections * steps)]
+    loop += ["--save", str(directory.checkpoints), "--save-interval", str(steps)]
+    if (directory.checkpoints / _TRACKER).exists():
+        loop += ["--load", str(directory.checkpoints)]
+    else:
+        loop += ["--load", str(config.path(config.policy.checkpoint))]
+        loop += ["--finetune", "--no-load-optim", "--no-load-rng"]
+    return [*_launch(config), *_script(config), *arguments, *loop]
+
+
+def _check_sizes(config: Config, arguments: list[str]) -> None:
+    """Refuse a trainer that would use more or less than a collection before it publishes.
+
+    Raises:
+        ConfigError: naming the numbers.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--global-batch-size", type=int)
+    parser.add_argument("--rollouts-mini-steps", type=int, default=1)
+    parser.add_argument("--rollouts-epochs", type=int, default=1)
+    given, _ = parser.parse_known_args(arguments)
+    where = f"{config.file}: [trainer]"
+    if given.global_batch_size is None:
+        raise ConfigError(f"{where} arguments: --global-batch-size is missing")
+    steps = given.rollouts_mini_steps * given.rollouts_epochs
+    if config.trainer.steps != steps:
+        raise ConfigError(
+            f"{where} steps {config.trainer.steps}: the arguments make {steps} optimizer steps on "
+            f"a collection (--rollouts-mini-steps {given.rollouts_mini_steps} times "
+            f"--rollouts-epochs {given.rollouts_epochs})"
+        )
+    used = given.global_batch_size * given.rollouts_mini_steps
+    if used != config.rollouts_per_collection:
+        raise ConfigError(
+            f"{where} arguments: --global-batch-size {given.global_batch_size} times "
+            f"--rollouts-mini-steps {given.rollouts_mini_steps} are {used} rollouts; a collection "
+            f"has {config.rollouts_per_collection} ([prompts] per_collection times samples)"
+        )
+
+
+def printed_command(config: Config) -> str:
+    """The command for whoever starts the trainer on several hosts, for one start.
+
+    Raises:
+        ConfigError: without `launch` it would be a training of its own on each host.
+    """
+    if not config.trainer.launch:
+        raise ConfigError(
+            f"{config.file}: [trainer] launch is missing: the command that runs a script on every "
+            "host of yours, e.g. torchrun with --nnodes and --rdzv-endpoint"
+        )
+    pairs = [f"{name}={value}" for name, value in trainer_environment(config).items()]
+    return shlex.join(["env", *pairs, *trainer_command(config)])
+
+
+def _launch(config: Config) -> list[str]:
+    if config.trainer.launch:
+        return list(config.trainer.launch)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # the host's own name may resolve to nothing
+    return [*words, "--local-addr", "127.0.0.1", "--nproc-per-node", str(config.trainer.processes)]
+
+
+def _script(config: Config) -> list[str]:
+    megatron = config.path(config.trainer.megatron)
+    if config.trainer.script:
+        words = shlex.split(config.trainer.script)
+        return [word.replace("{megatron}", str(megatron)) for word in words]
+    return ["-m", "megatron_r3.pretrain"]
+
+
+def trainer_environment(config: Config) -> dict[str, str]:
+    """The variables of the trainer: its tree and this package can be imported."""
+    package = Path(megatron_r3.__file__).parents[1]
+    given = config.trainer.environment
+    paths = [str(config.path(config.trainer.megatron)), str(package)]
+    if before := given.get("PYTHONPATH", os.environ.get("PYTHONPATH")):
+        paths.append(before)
+    return {**given, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_trainer(config: Config) -> int:
+    """Train; the exit status of the command."""
+    config.directory.path.mkdir(parents=True, exist_ok=True)
+    process = start(trainer_command(config), trainer_environment(config))
+    try:
+        return process.wait()
+    finally:
+        stop(process)

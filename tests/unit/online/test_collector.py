@@ -1,0 +1,129 @@
+"""The collector of a run: each collection under its policy, once, and the same after every kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from published import publish, served, write_run
+
+from megatron_r3.cli import main
+from megatron_r3.online.collector import Collector
+from megatron_r3.online.config import read_config
+from megatron_r3.store import RolloutStore
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+REPO = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
+    for version in range(3):
+        publish(tmp_path / "run" / "policies", version, seed=version)
+    return tmp_path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def content(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((folder / "run" / "rollouts").glob("shard-*"))]
+
+
+def test_each_collection_is_sampled_by_its_policy(folder):
+    port = free_port()
+    config = read_config(write_run(folder, port))
+    with served(port=port):
+        Collector(config).run()
+    store = RolloutStore([folder / "run" / "rollouts"], mixed_policies=True)
+    assert len(store.shards) == 3
+    assert store.info.engine == "transformers"
+    assert store.column("policy_version").tolist() == [0] * 12 + [1] * 12 + [2] * 12
+    # 6 prompts, 4 a collection: 0 1 2 3, then 4 5 0 1, then 2 3 4 5
+    groups = store.column("group").reshape(3, 4, 3)[:, :, 0]
+    assert groups.tolist() == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
+    assert len({shard.info.policy_stamp for shard in store.shards}) == 3
+    events = [*config.directory.read_events("collector")]
+    assert [e["event"] for e in events] == ["pushed", "collected"] * 3
+    assert [e["version"] for e in events] == [0, 0, 1, 1, 2, 2]
+    assert all(e["rollouts"] == 12 and len(e["expert_load"]) == 2 for e in events[1::2])
+    rewards = store.column("reward").reshape(3, 12).mean(1)
+    assert np.allclose([e["reward"] for e in events[1::2]], rewards)
+
+
+def test_with_a_lag_a_policy_samples_several_collections(folder):
+    port = free_port()
+    file = write_run(folder, port, 4)
+    file.write_text(file.read_text().replace("seed = 5", "seed = 5\nlag = 1"))
+    with pytest.raises(ValueError, match="must be different prompts: 8"):
+        Collector(read_config(file))
+    file.write_text(file.read_text().replace("per_collection = 4", "per_collection = 3"))
+    with served(port=port):
+        Collector(read_config(file)).run()
+    store = RolloutStore([folder / "run" / "rollouts"], mixed_policies=True)
+    assert store.column("policy_version").tolist() == [0] * 18 + [1] * 9 + [2] * 9
+
+
+def test_a_collector_and_a_sampler_that_are_killed_give_the_same_rollouts(folder, tmp_path_factory):
+    """SIGKILL at random moments, 10 times each; the store is then byte for byte the same."""
+    port = free_port()
+    write_run(folder, port)
+    with served(port=port):
+        Collector(read_config(folder / "run.toml")).run()
+    want = content(folder)
+    assert len(want) == 3
+
+    again = tmp_path_factory.mktemp("again")
+    (again / "run").mkdir()
+    os.symlink(folder / "run" / "policies", again / "run" / "policies")
+    write_run(again, port)
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+
+    def start(part: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "megatron_r3.cli", "rl", part, "run.toml"]
+        return subprocess.Popen(
+            command, cwd=again, env=environment, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    rng, killed = random.Random(7), {"sampler": 0, "collector": 0}
+    running = {"sampler": start("sampler"), "collector": start("collector")}
+    try:
+        end = time.monotonic() + 240
+        while running["collector"].poll() != 0 and time.monotonic() < end:
+            time.sleep(rng.uniform(0.5, 6.0))
+            part = rng.choice(["sampler", "collector"])
+            if killed[part] < 10 and running["collector"].poll() is None:
+                running[part].send_signal(signal.SIGKILL)
+                running[part].wait()
+                killed[part] += 1
+            for name, process in running.items():
+                if process.poll() not in (None, 0):
+                    running[name] = start(name)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    assert sum(killed.values()) >= 3, killed
+    assert content(again) == want
+
+
+def test_a_prompt_file_that_is_too_short_is_refused(folder, capsys):
+    file = write_run(folder, 1)
+    file.write_text(file.read_text().replace("per_collection = 4", "per_collection = 40"))
+    assert main(["rl", "collector", str(file)]) == 1
+    assert "6 prompts; a collection has 40" in capsys.readouterr().err

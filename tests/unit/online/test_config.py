@@ -1,0 +1,153 @@
+"""The config of a run: what is refused before anything is started, and the trainer's command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from published import save_model, write_run
+
+from megatron_r3.cli import main
+from megatron_r3.online.config import ConfigError, read_config
+from megatron_r3.online.trainer import printed_command, trainer_command, trainer_environment
+from megatron_r3.policies.run_directory import append_line
+
+REPO = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def file(tmp_path):
+    save_model(tmp_path / "run" / "policies" / "v000000")
+    return write_run(tmp_path, 30000)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("seed = 5", "sede = 5", r"\[run\] sede: no such field"),
+        ("seed = 5", 'seed = "5"', "seed: expected a whole number; got '5'"),
+        ("seed = 5", "seed = 5\nlag = -1", "lag -1: it must be 0 or more"),
+        ("wait = 20", "wait = -1", "wait -1: it must be above 0"),
+        ("collections = 3", "", r"\[run\] collections is missing"),
+        ("port = 30000", "port = 0", "port 0: it must be 1 to 65535"),
+        ("port = 30000", 'engine = "mine"', "it must be one of embedded, sglang, vllm"),
+        ("port = 30000", "shard_size = 8", "stores a collection as one shard"),
+        ("port = 30000", 'engine = "sglang"\nshard_size = 2', "the 3 samples of a prompt"),
+        ("port = 30000", 'engine = "vllm"', "vLLM is started anew for each policy"),
+        ("port = 30000", "in_place = false", "in_place false needs a command"),
+        ("port = 30000", 'command = ["x"]', "has no command of yours"),
+        ("port = 30000", "temperature = 0", "temperature 0: it must be above 0"),
+        ("port = 30000", "top_p = 1.5", "top_p is at most 1"),
+        ('megatron = "megatron"', 'megatron = "~/nowhere"', r"nowhere has no megatron/core"),
+        ('checkpoint = "checkpoint"', 'checkpoint = "gone"', "there is no .*gone"),
+        ("[prompts]", "[degrade]\nrouter_noise = -1\n[prompts]", "it must be 0 or more"),
+        ("[prompts]", "[extra]\n[prompts]", r"\[extra\] is no table of a run"),
+        ("[run]", "[run", "not TOML"),
+        ("seed = 5", "seed = 5\nlag = 3\n[policy]\nkeep = 2", "not TOML|keep 2: with lag 3"),
+    ],
+)
+def test_a_config_that_cannot_be_run_is_refused_by_field(file, old, new, words):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=words):
+        read_config(file)
+
+
+def test_paths_are_relative_to_the_file_and_a_tilde_is_a_home(file, monkeypatch):
+    monkeypatch.setenv("HOME", str(file.parent))
+    file.write_text(file.read_text().replace('"megatron"', '"~/megatron"'))
+    config = read_config(file)
+    assert config.path(config.trainer.megatron) == file.parent / "megatron"
+    assert config.directory.rollouts == file.parent / "run" / "rollouts"
+    assert [config.version_of(c) for c in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        ("--bf16", "--global-batch-size is missing"),
+        ("--global-batch-size 6", "are 6 rollouts; a collection has 12"),
+        ("--global-batch-size 6 --rollouts-mini-steps 2", "make 2 optimizer steps on a collection"),
+        ("--global-batch-size 12 --save x", "--save is given by the loop"),
+        ("--global-batch-size 12 --rollouts=x", "--rollouts=x is given by the loop"),
+    ],
+)
+def test_a_trainer_that_does_not_fit_the_collections_is_refused(file, new, words):
+    file.write_text(file.read_text().replace("--bf16 --global-batch-size 12", new))
+    with pytest.raises(ConfigError, match=words):
+        trainer_command(read_config(file))
+
+
+def test_the_command_begins_anew_or_goes_on(file):
+    text = file.read_text().replace("arguments =", "steps = 2\narguments =")
+    more = "--global-batch-size 6 --rollouts-mini-steps 2"
+    file.write_text(text.replace("--bf16 --global-batch-size 12", more))
+    config = read_config(file)
+    command = trainer_command(config)
+    assert command[command.index("--train-iters") + 1] == "6"
+    assert command[command.index("--load") + 1] == str(file.parent / "checkpoint")
+    assert "--finetune" in command
+    (config.directory.checkpoints).mkdir(parents=True)
+    (config.directory.checkpoints / "latest_checkpointed_iteration.txt").write_text("2")
+    command = trainer_command(config)
+    assert command[command.index("--load") + 1] == str(config.directory.checkpoints)
+    assert "--finetune" not in command
+    assert str(file.parent / "megatron") in trainer_environment(config)["PYTHONPATH"]
+    with pytest.raises(ConfigError, match="launch is missing"):
+        printed_command(config)
+
+
+def test_a_directory_has_one_config_and_one_process_of_a_part(file, capsys):
+    directory = read_config(file).directory
+    directory.keep_config(file)
+    directory.keep_config(file)
+    with (
+        directory.only("collector"),
+        pytest.raises(ValueError, match="a collector works there already"),
+        directory.only("collector"),
+    ):
+        pass
+    file.write_text(file.read_text().replace("seed = 5", "seed = 6"))
+    assert main(["rl", "collector", str(file)]) == 1
+    assert "has a run of another config" in capsys.readouterr().err
+
+
+def test_a_line_that_a_kill_cut_off_is_left_alone(tmp_path):
+    file = tmp_path / "events" / "collector.jsonl"
+    append_line(file, {"a": 1})
+    with file.open("a") as opened:
+        opened.write('{"a":')
+    append_line(file, {"a": 2})
+    assert file.read_text().splitlines() == ['{"a": 1}', '{"a":', '{"a": 2}']
+
+
+def test_what_a_part_has_started_dies_with_it(tmp_path):
+    """torchrun gives each rank a session of its own, so a process group is not enough."""
+    grandchild = f"import time; open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(60)"
+    child = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True)\n"
+        "time.sleep(60)"
+    )
+    part = (
+        "import sys, time\nfrom megatron_r3.online.processes import start\n"
+        f"p = start([sys.executable, '-c', {child!r}], {{}})\ntime.sleep(60)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    process = subprocess.Popen([sys.executable, "-c", part], env=env)
+    end = time.monotonic() + 30
+    while not (tmp_path / "up").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert len(below) >= 3
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(below, timeout=15)
+    assert not alive

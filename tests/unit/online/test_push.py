@@ -1,0 +1,221 @@
+"""A push that went wrong is stopped: nothing is sampled with weights that the trainer did not give.
+
+The sampler is the embedded one, in float32; what it loads wrongly is changed in its memory after
+the load, so that it says that it has the policy.
+
+Shape suffixes (docs/glossary.md): N, P.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from published import publish, save_model, served
+
+from megatron_r3.engines.shape import ModelShape
+from megatron_r3.online.embedded import EmbeddedSampler
+from megatron_r3.online.push import Push, Pusher, PushError
+from megatron_r3.policies.probe import Difference, Floor, Probe, difference
+from megatron_r3.policies.published import (
+    PolicyError,
+    PublishedPolicy,
+    read_policy,
+    wait_for_policy,
+)
+from megatron_r3.rollouts.client import Client
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def push(url: str, policy: PublishedPolicy, floor: Floor) -> Push:
+    async def whole() -> Push:
+        client = Client(url, 4, 60, 0, 0.1)
+        shape = ModelShape.from_hf_config(policy.path)
+        pusher = Pusher("embedded", client, shape, in_place=True, wait_s=5, floor=floor)
+        try:
+            return await pusher.push(policy)
+        finally:
+            await client.close()
+
+    return asyncio.run(whole())
+
+
+class Wrong(EmbeddedSampler):
+    """Loads a policy, then has one thing wrong, and says nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change: Any = None
+        self.before: dict[str, torch.Tensor] = {}
+
+    def load(self, directory: Path, version: str) -> None:
+        super().load(directory, version)
+        state = self._engine.model.state_dict()
+        if self.change is not None:
+            with torch.no_grad():
+                self.change(state, self.before)
+        else:
+            self.before = {name: tensor.clone() for name, tensor in state.items()}
+
+
+def not_loaded(index: int) -> Any:
+    def change(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+        names = [name for name, t in state.items() if t.ndim > 1 and "gate.weight" not in name]
+        name = names[index % len(names)]
+        state[name].copy_(before[name])
+
+    return change
+
+
+def expert_swapped(index: int) -> Any:
+    def change(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+        names = sorted(name for name in state if name.endswith("experts.gate_up_proj"))
+        experts = state[names[index % len(names)]]
+        one, other = index % len(experts), (index + 1) % len(experts)
+        experts[[one, other]] = experts[[other, one]].clone()
+
+    return change
+
+
+def router_stale(index: int) -> Any:
+    def change(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+        names = sorted(name for name in state if name.endswith("mlp.gate.weight"))
+        name = names[index % len(names)]
+        state[name].copy_(before[name])
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two policies whose weights are some 5 % apart."""
+    folder = tmp_path_factory.mktemp("policies")
+    publish(folder, 0, seed=0)
+    publish(folder, 1, seed=1)
+    return folder
+
+
+def test_a_right_push_is_accepted_and_its_floor_is_that_of_rounding(policies):
+    floor = Floor()
+    with served() as url:
+        for version in (0, 1, 0):
+            done = push(url, read_policy(policies, version), floor)
+            assert done.how == "loaded"
+            assert done.difference.abs_dlogp < 1e-5
+            assert min(done.difference.agreement) > 0.99
+    assert len(floor.before) == 3
+
+
+@pytest.mark.parametrize("fault", [not_loaded, expert_swapped, router_stale])
+def test_a_wrong_push_is_stopped_ten_times_of_ten(policies, fault):
+    first, second = read_policy(policies, 0), read_policy(policies, 1)
+    sampler, stopped = Wrong(), 0
+    with served(sampler) as url:
+        for index in range(10):
+            floor = Floor()
+            sampler.change = None
+            push(url, first, floor)
+            sampler.change = fault(index)
+            with pytest.raises(PushError, match="does not compute it"):
+                push(url, second, floor)
+            stopped += 1
+    assert stopped == 10
+
+
+class KeepsKeys(EmbeddedSampler):
+    """Answers what it sampled before with the weights of before: a prefix cache not flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {}
+
+    def generate(self, body: Any) -> Any:
+        answer = super().generate(body)
+        if "logprob_start_len" in body:
+            return answer
+        return {**answer, "meta_info": self.kept.setdefault(
+            str(body["input_ids"]), answer["meta_info"]
+        )}  # fmt: skip
+
+
+def test_keys_and_values_of_older_weights_are_found_ten_times_of_ten(policies):
+    first, second = read_policy(policies, 0), read_policy(policies, 1)
+    for _ in range(10):
+        floor = Floor()
+        with served(KeepsKeys()) as url:
+            push(url, first, floor)
+            with pytest.raises(PushError, match="prefix cache is of older weights"):
+                push(url, second, floor)
+
+
+def test_a_sampler_that_has_another_version_than_it_was_given(policies):
+    class Deaf(EmbeddedSampler):
+        def load(self, directory: Path, version: str) -> None:
+            super().load(directory, "v000007")
+
+    with served(Deaf()) as url, pytest.raises(PushError, match="says that it has 'v000007'"):
+        push(url, read_policy(policies, 0), Floor())
+
+
+def test_files_that_the_trainer_did_not_write_are_refused(tmp_path):
+    folder = publish(tmp_path, 0, seed=0)
+    policy = read_policy(tmp_path, 0)
+    policy.check_files()
+    extra = folder / "extra.safetensors"
+    extra.write_text("")
+    with pytest.raises(PolicyError, match="was not published with it"):
+        policy.check_files()
+    extra.unlink()
+    save_model(folder, seed=3)
+    with pytest.raises(PolicyError, match="not those that the trainer wrote"):
+        policy.check_files()
+    (folder / "config.json").unlink()
+    with pytest.raises(PolicyError, match=r"config\.json: is missing"):
+        policy.check_files()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "not what a trainer publishes"), ("{}", "not what a trainer"), ("[1]", "not what"),
+     ('{"format": 2, "version": 0}', "format 2"), ('{"format": 1, "version": 3}', "version 3")],
+)  # fmt: skip
+def test_a_manifest_that_no_trainer_wrote(tmp_path, text, words):
+    folder = tmp_path / "v000000"
+    folder.mkdir()
+    (folder / "policy.json").write_text(text)
+    with pytest.raises(PolicyError, match=words):
+        read_policy(tmp_path, 0)
+
+
+def test_a_policy_that_does_not_come(tmp_path):
+    (tmp_path / "v000002").mkdir()
+    with pytest.raises(
+        PolicyError, match=r"policy 3 did not come within 0.1 s \(the newest one is 2\)"
+    ):
+        wait_for_policy(tmp_path, 3, 0.1)
+
+
+def test_the_floor_is_what_pushes_showed_before():
+    floor = Floor()
+    assert floor.judge(Difference(0.29, (0.7, 0.6))) == []
+    assert len(floor.judge(Difference(0.31, (0.5, 0.5)))) == 2
+    floor.accept(Difference(0.01, (0.99, 0.97)))
+    assert floor.judge(Difference(0.03, (0.98, 0.97))) == []
+    assert "mean |dlogp| 0.031" in floor.judge(Difference(0.031, (0.99, 0.97)))[0]
+    assert "routes differ" in floor.judge(Difference(0.01, (0.9, 0.9)))[0]
+    assert floor.judge(Difference(float("nan"), (1.0, 1.0)))
+
+
+def test_a_probe_of_other_tokens_is_no_comparison():
+    tokens = np.arange(6).reshape(2, 3)
+    probe = Probe(tokens, np.zeros((2, 3), np.float32))
+    assert difference(probe, probe) == Difference(0.0, ())
+    with pytest.raises(ValueError, match="other tokens"):
+        difference(probe, replace(probe, tokens_PN=tokens + 1))
+    assert Probe.from_json(probe.to_json()).tokens_PN.tolist() == tokens.tolist()
