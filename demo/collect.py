@@ -3,9 +3,9 @@
     python -m demo.collect --engine transformers --model DIR --out build/collected
     python -m demo.collect --engine vllm --kill --model DIR --out build/collected
 
-With vllm a real server of the model is started on this machine's CPU, and stopped at the end. With
-`--kill` the collection is killed half-way and started again; then the store is verified and shown.
-The model is any transformers MoE directory that the engine runs.
+With vllm or sglang a real server of the model is started on this machine's CPU, and stopped at the
+end. With `--kill` the collection is killed half-way and started again; then the store is verified
+and shown. The model is any transformers MoE directory that the engine runs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from demo import task
-from demo.vllm_install import BUILD, ServerError
-from demo.vllm_server import serve
+from demo import sglang_server, task, vllm_server
+from demo.installation import BUILD, ServerError
 
 ROOT = Path(__file__).parents[1]
-ENGINES = ("transformers", "vllm")
+SERVERS = {"vllm": vllm_server.serve, "sglang": sglang_server.serve}
+ENGINES = ("transformers", *SERVERS)
 NUM_PROMPTS, SAMPLES_PER_PROMPT = 64, 8
 FIRST_PROMPT = 10_000_000  # far from the problems of the training
 SHARDS_BEFORE_KILL = 4
@@ -36,7 +36,7 @@ def command(name: str, *arguments: object) -> list[str]:
 
 
 def collect_command(engine: str, model: Path, prompts: Path, store: Path) -> list[str]:
-    """The command that collects; for vLLM the caller adds `--url`."""
+    """The command that collects; for a server the caller adds `--url`."""
     arguments = ["--engine", engine, "--model", model, "--prompts", prompts, "--out", store]
     arguments += ["--n", SAMPLES_PER_PROMPT, "--max-tokens", task.MAX_ANSWER, "--seed", 1]
     return command("collect", *arguments, "--reward", "demo.task:reward")
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", type=Path, required=True, help="a transformers directory")
     parser.add_argument("--out", type=Path, required=True, help="gets prompts.jsonl and rollouts/")
-    parser.add_argument("--build", type=Path, default=BUILD, help="where vLLM is installed")
+    parser.add_argument("--build", type=Path, default=BUILD, help="where engines are installed")
     parser.add_argument("--kill", action="store_true", help="kill the collection half-way")
     args = parser.parse_args()
     prompts, store = args.out / "prompts.jsonl", args.out / "rollouts"
@@ -59,8 +59,9 @@ def main() -> int:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
         with ExitStack() as stack:
-            if args.engine == "vllm":
-                collect += ["--url", stack.enter_context(serve(args.model, args.build))]
+            if args.engine in SERVERS:
+                server = SERVERS[args.engine](args.model, args.build)
+                collect += ["--url", stack.enter_context(server)]
             else:
                 env["OMP_NUM_THREADS"] = "1"  # a tiny model: threads would wait for each other
             if args.kill:

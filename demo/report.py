@@ -47,7 +47,7 @@ def measured(events: Path) -> dict[str, Any]:
         "router_mismatch_by_layer": [
             values[0]
             for tag, values in sorted(series.items())
-            if tag.startswith("router mismatch/")
+            if tag.startswith("router mismatch/layer ")
         ],
         "mean_abs_dlogp_by_step": series["abs dlogp"],
     }

@@ -1,32 +1,20 @@
 """A real vLLM server on this machine's CPU, which runs as long as a `with` block.
 
 The first run installs vLLM into build/vllm, an environment of its own, because its pinned versions
-differ from the trainer's. The server listens on this machine alone. It is gone when the block ends,
-also if this process is killed.
+differ from the trainer's.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
+from demo.installation import BUILD
+from demo.server_process import run_server
+from demo.vllm_install import install
 
-from demo.vllm_install import BUILD, ServerError, install, tail, watch
-
-READY_SECONDS = 600
-# A server takes 2 s to stop. One that is still starting does not react, and is killed after this.
-STOP_SECONDS = 4
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -40,120 +28,33 @@ def serve(model: str | Path, build: Path = BUILD) -> Iterator[str]:
     """Run a server of `model` while the block runs; yields its address.
 
     Raises:
-        ServerError: the server does not come up; the message has the end of its log.
+        ServerError: vLLM cannot be installed, or the server does not come up.
     """
-    model, log = Path(model).resolve(), build / "vllm.log"
-    port = _free_port()
-    url = f"http://127.0.0.1:{port}"
-    python = install(build)
-    sockets = tempfile.TemporaryDirectory(prefix="vllm-")  # for the sockets that it leaves behind
-    with log.open("wb") as output, _signals_end_the_block(), sockets as folder:
-        process = subprocess.Popen(
-            [str(python), *_server_arguments(model, port)],
-            env={**os.environ, **ENVIRONMENT, "VLLM_RPC_BASE_PATH": folder},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # one group for the server and the processes it starts
-        )
-        with _guard(process):
-            try:
-                watch("starting vLLM", process, lambda: _healthy(url), READY_SECONDS)
-                if process.poll() is not None or not _healthy(url):
-                    raise ServerError(f"vLLM did not start; {tail(log)}")
-                yield url
-            finally:
-                _stop(process)
+    model = Path(model).resolve()
+    words, env = template(model, build)
+    values = {"{model}": str(model), "{version}": "model"}
+
+    def command(port: int) -> list[str]:
+        return [{**values, "{port}": str(port)}.get(word, word) for word in words]
+
+    with run_server("vLLM", command, env, build / "vllm.log") as url:
+        yield url
 
 
-def _server_arguments(model: Path, port: int) -> list[str]:
+def template(model: Path, build: Path = BUILD) -> tuple[list[str], dict[str, str]]:
+    """The server's command, and its environment, for any policy that has the shape of a model.
+
+    In the command {model}, {port} and {version}, the name of the policy, are to be filled in.
+
+    Raises:
+        ServerError: vLLM cannot be installed.
+    """
     config = json.loads((model / "config.json").read_text())
     length = min(1024, int(config.get("max_position_embeddings", 1024)))
-    flags = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    flags += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
+    flags = [str(install(build)), "-m", "vllm.entrypoints.openai.api_server", "--model", "{model}"]
+    flags += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16"]
     flags += ["--enable-return-routed-experts", "--enforce-eager", "--max-num-seqs", "32"]
-    flags += ["--max-model-len", str(length), "--served-model-name", "model"]
+    flags += ["--max-model-len", str(length), "--served-model-name", "{version}"]
     if not (model / "tokenizer_config.json").exists():
         flags.append("--skip-tokenizer-init")
-    return flags
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-@contextmanager
-def _signals_end_the_block() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the block as ctrl-C does, so that the server is stopped."""
-
-    def leave(number: int, frame: Any) -> None:
-        sys.exit(128 + number)
-
-    try:
-        before = {
-            number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)
-        }
-    except ValueError:  # not the main thread: only that one may set handlers
-        before = {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _guard(process: subprocess.Popen) -> Iterator[None]:
-    """Kill the server's process group if this process ends inside the block, even by SIGKILL.
-
-    A shell reads from a pipe that this process holds. It reads the line `left` when the block ends.
-    If this process dies, the kernel closes the pipe, `read` fails, and the shell kills the group.
-    """
-    waits = f"read left || kill -9 -{process.pid}"
-    guard = subprocess.Popen(
-        ["sh", "-c", waits],
-        stdin=subprocess.PIPE,  # ends with this process
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        guard.communicate(b"left\n")
-
-
-def _stop(process: subprocess.Popen, seconds: float = STOP_SECONDS) -> None:
-    """End the whole process group: SIGTERM first, then SIGKILL, also if waiting is interrupted."""
-    try:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + seconds
-        while _group_lives(process) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _group_lives(process: subprocess.Popen) -> bool:
-    """Whether a process of the group still runs. A zombie, which waits to be reaped, does not."""
-    process.poll()  # reaps the server itself, which would be a zombie otherwise
-    # /proc/PID/stat is `PID (name) state parent group ...`. A name may hold spaces and brackets, so
-    # the line is read from its last bracket on.
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(group) == process.pid and state != "Z":
-                return True
-    return False
+    return flags, ENVIRONMENT

@@ -1,4 +1,4 @@
-"""The demo collects with the product's own command, and its vLLM server leaves nothing behind."""
+"""The demo collects with the product's own command, and its servers leave nothing behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 import pytest
 from engine_server import PROMPTS, engine, write_inputs
 
-from demo import collect, task, vllm_server
+from demo import collect, server_process, task
 from megatron_r3.cli import main
 from megatron_r3.rollouts.reward import RewardSample
 from megatron_r3.store import RolloutStore
@@ -61,7 +61,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="groups are read f
 
 def ends(process) -> bool:
     for _ in range(100):
-        if not vllm_server._group_lives(process):
+        if not server_process._group_lives(process):
             return True
         threading.Event().wait(0.1)
     return False
@@ -70,9 +70,9 @@ def ends(process) -> bool:
 @on_linux
 def test_a_server_is_stopped_with_the_processes_it_started():
     process = subprocess.Popen(["sh", "-c", STUBBORN], start_new_session=True)
-    assert vllm_server._group_lives(process)
-    with vllm_server._guard(process):
-        vllm_server._stop(process, 0.2)
+    assert server_process._group_lives(process)
+    with server_process._guard(process):
+        server_process._stop(process, 0.2)
     assert process.returncode is not None
     assert ends(process)
 
@@ -82,11 +82,11 @@ def test_a_server_does_not_outlive_a_sampler_that_was_killed():
     process = subprocess.Popen(["sh", "-c", STUBBORN], start_new_session=True)
     code = """
 import os, signal, sys, types
-from demo import vllm_server
-with vllm_server._guard(types.SimpleNamespace(pid=int(sys.argv[1]))):
+from demo import server_process
+with server_process._guard(types.SimpleNamespace(pid=int(sys.argv[1]))):
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert vllm_server._group_lives(process)
+    assert server_process._group_lives(process)
     killed = subprocess.run([sys.executable, "-c", code, str(process.pid)], check=False)
     assert killed.returncode == -9
     assert ends(process)

@@ -1,0 +1,174 @@
+"""The demo of the loop: a policy that learns from its own rollouts, without a framework.
+
+    python -m demo.online --megatron TREE [--out DIR] [--seed N]
+
+A tiny Qwen3-MoE that sorts digits badly learns to sort them. `megatron-r3 rl run` has a sampler, a
+collector and a trainer work in turn, and every policy is verified before it samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from demo import sglang_server, task, vllm_server
+from demo.collect import ENGINES, ROOT
+from demo.installation import ServerError
+from demo.model import arguments
+from demo.process import Failed
+from demo.stages import WORLD_SIZE, Stages
+
+COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 36, 32, 16
+MINI_STEPS = 2
+NUM_PROMPTS, FIRST_PROMPT = 2048, 20_000_000  # far from the problems of the first training
+PORT = 31700
+TEMPLATES = {"sglang": sglang_server.template, "vllm": vllm_server.template}
+TRAINING = """
+--bf16 --micro-batch-size 64 --lr 1e-4 --adam-beta2 0.98 --calculate-per-token-loss
+--moe-router-load-balancing-type none --expert-model-parallel-size 2
+--moe-router-replay --moe-router-replay-verify-dispatch
+--moe-router-replay-log-mismatch-interval 1
+""".split()
+
+CONFIG = """# megatron-r3 rl run {name}
+[run]
+directory = "run"
+collections = {collections}   # how often: sample, train, publish
+seed = {seed}
+
+[policy]
+model = "{start}/hf"                  # transformers: config and tokenizer of every policy
+checkpoint = "{start}/checkpoint"     # Megatron: where training begins
+
+[sampler]
+{sampler}
+max_tokens = {max_tokens}
+
+[prompts]
+file = "prompts.jsonl"
+per_collection = {per_collection}
+samples = {samples}
+reward = "demo.task:reward"
+
+[trainer]
+megatron = "{megatron}"
+script = "-m megatron_r3.cpu {root}/demo/pretrain.py"   # on GPUs: a script that calls pretrain()
+processes = {processes}
+steps = {steps}                             # optimizer steps on a collection
+arguments = {arguments}
+
+[trainer.environment]
+OMP_NUM_THREADS = "1"
+"""
+
+
+def write_config(out: Path, stages: Stages, sampler: str, seed: int, collections: int) -> Path:
+    """The config of a run, and its prompts; the path of the config."""
+    out.mkdir(parents=True, exist_ok=True)
+    task.write_prompts(out / "prompts.jsonl", NUM_PROMPTS, FIRST_PROMPT + seed * NUM_PROMPTS)
+    size = PROMPTS_PER_COLLECTION * SAMPLES // MINI_STEPS
+    batch = ["--global-batch-size", str(size), "--rollouts-mini-steps", str(MINI_STEPS)]
+    batch += ["--seed", str(seed + 1)]
+    file = out / "online.toml"
+    file.write_text(
+        CONFIG.format(
+            name=file.name,
+            collections=collections,
+            seed=seed,
+            start=stages.out,
+            sampler=sampler,
+            max_tokens=task.MAX_ANSWER,
+            per_collection=PROMPTS_PER_COLLECTION,
+            samples=SAMPLES,
+            megatron=stages.megatron,
+            root=ROOT,
+            processes=WORLD_SIZE,
+            steps=MINI_STEPS,
+            arguments=json.dumps([shlex.join(arguments(TRAINING, batch))]),
+        )
+    )
+    return file
+
+
+def sampler_fields(sampler: str, model: Path) -> str:
+    """The fields of [sampler] that say which engine samples, and how it is started."""
+    if sampler == "transformers":
+        return f"port = {PORT}"
+    command, environment = TEMPLATES[sampler](model)
+    in_place = "true" if sampler == "sglang" else "false"  # a vLLM on a CPU loads wrongly in place
+    pairs = ", ".join(f"{name} = {json.dumps(value)}" for name, value in environment.items())
+    return (
+        f'engine = "{sampler}"\nport = {PORT}\nin_place = {in_place}\n'
+        f"command = {json.dumps(command)}\nenvironment = {{ {pairs} }}\nconcurrency = 32"
+    )
+
+
+def measured(run: Path) -> dict[str, Any]:
+    """What a run has shown."""
+    events = [
+        json.loads(line) for line in (run / "events/collector.jsonl").read_text().splitlines()
+    ]
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [event["reward"] for event in events if event["event"] == "collected"]
+    third = len(rewards) // 3
+    return {
+        "reward": rewards,
+        "first_third": float(np.mean(rewards[:third])),
+        "last_third": float(np.mean(rewards[-third:])),
+        "pushes": [event["abs_dlogp"] for event in events if event["event"] == "pushed"],
+        "dispatched": [step["routes dispatched as recorded"] for step in steps],
+        "k3_kl": [step["update/sampler k3 kl"] for step in steps],
+    }
+
+
+def main() -> int:
+    """Run the loop; 1 where a part fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
+    parser.add_argument("--out", type=Path, default=Path("build/online"))
+    parser.add_argument("--sampler", choices=ENGINES, default="transformers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--collections", type=int, default=COLLECTIONS)
+    args = parser.parse_args()
+    if args.collections < 3:
+        parser.error("--collections must be 3 or more: its thirds are compared")
+    out = args.out.resolve()
+    # the policy of the demo, which is made once for both
+    start = Stages(out.parent / "demo", args.megatron.resolve(), "transformers")
+    try:
+        start.pretrain()
+        start.export()
+        fields = sampler_fields(args.sampler, start.hf)
+    except (Failed, ServerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    shutil.rmtree(out / "run", ignore_errors=True)
+    config = write_config(out, start, fields, args.seed, args.collections)
+    began = time.monotonic()
+    command = [sys.executable, "-m", "megatron_r3.cli", "rl", "run", str(config)]
+    if status := subprocess.run(command, check=False, cwd=ROOT).returncode:
+        return status
+    summary = {**measured(out / "run"), "seconds": round(time.monotonic() - began)}
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(
+        f"reward: {summary['first_third']:.3f} in the first third of {args.collections} "
+        f"collections, {summary['last_third']:.3f} in the last\n"
+        f"pushes: {len(summary['pushes'])}, all verified; |dlogp| between sampler and trainer at "
+        f"most {max(summary['pushes']):.4f}\n"
+        f"routes dispatched as recorded: at least {min(summary['dispatched']):.4f} of each step\n"
+        f"time: {summary['seconds']} s; config: {config}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Lets SGLang 0.5.23 start without a GPU. Python runs this file in each process of the server.
+
+SGLang imports two packages that have no build for the CPU, and pins memory that CUDA would read.
+The torch-native paths, which serve here, use neither. So the two packages are stand-ins, which may
+be imported and looked into, and raise where anything of them is called; and nothing is pinned.
+
+Python imports a module `sitecustomize` by itself when it starts. demo/sglang_server.py puts this
+file's folder on the server's PYTHONPATH, which the processes that the server spawns inherit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any, NoReturn
+
+ABSENT = ("sgl_kernel", "torchvision")
+PINNING_MODULE = "sglang.srt.mem_cache.pool_host.common"
+PINNING = "_cuda_host_register"
+
+
+class StandIn(type):
+    """What an absent package seems to hold: `from torchvision.io import decode_jpeg` gives one.
+
+    It is a class, so that modules can name it in annotations and derive classes from it.
+    """
+
+    def __getattr__(cls, name: str) -> StandIn:
+        if name.startswith("__"):  # Python asks for these itself, and takes no for an answer
+            raise AttributeError(name)
+        return StandIn(f"{cls.__name__}.{name}", (), {})
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        """A stand-in has nothing to give: whatever calls it would go on with a wrong value."""
+        raise RuntimeError(f"{cls.__name__} was called, a stand-in: it has no build for the CPU")
+
+
+class AbsentModule(ModuleType):
+    """A module of an absent package. Each name in it is a stand-in."""
+
+    def __getattr__(self, name: str) -> StandIn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = StandIn(f"{self.__name__}.{name}", (), {})
+        setattr(self, name, found)  # the next one who asks gets the same class
+        return found
+
+
+class Absent(MetaPathFinder, Loader):
+    """Finds the modules of the absent packages, and makes them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of such a module; None for any other."""
+        if fullname.partition(".")[0] not in ABSENT:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """A module that has every name."""
+        return AbsentModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give it a version, which transformers wants of torchvision: older than any it knows."""
+        module.__dict__["__version__"] = "0"
+
+
+def leave_unpinned(buffer: Any, granularity: int | None = None) -> None:
+    """Stands for the function that pins `buffer`, so that CUDA copies faster. No GPU reads here."""
+
+
+class WithoutPinning(SourceFileLoader):
+    """Loads SGLang's module that pins memory, and puts a function into it that does not."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module first.
+
+        Raises:
+            ImportError: the function that pins has another name in this version of SGLang.
+        """
+        super().exec_module(module)
+        if not hasattr(module, PINNING):
+            raise ImportError(f"{module.__name__} has no {PINNING}; is this SGLang 0.5.23?")
+        setattr(module, PINNING, leave_unpinned)
+
+
+class PinningFinder(MetaPathFinder):
+    """Has SGLang's module that pins memory loaded by `WithoutPinning`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of that module; None for any other."""
+        spec = PathFinder.find_spec(fullname, path) if fullname == PINNING_MODULE else None
+        if spec is not None and spec.origin is not None:
+            spec.loader = WithoutPinning(fullname, spec.origin)
+        return spec
+
+
+sys.meta_path.insert(0, PinningFinder())
+sys.meta_path.append(Absent())  # last: a package that is installed counts

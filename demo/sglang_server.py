@@ -1,0 +1,70 @@
+"""A real SGLang server on this machine's CPU, which runs as long as a `with` block.
+
+It takes new weights in place: POST /update_weights_from_disk with `{"model_path": DIRECTORY,
+"weight_version": "7", "flush_cache": true}`. Without `flush_cache` the keys and routes of old
+weights stay in the prefix cache, and the answers to prompts that begin there mix both policies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from demo.installation import BUILD
+from demo.server_process import run_server
+from demo.sglang_install import install
+
+CPU = Path(__file__).with_name("sglang_cpu")  # its sitecustomize.py runs in every process
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+}
+MOST_REQUESTS = 32  # at a time, as many as `rollouts collect` sends
+
+
+@contextmanager
+def serve(model: str | Path, build: Path = BUILD) -> Iterator[str]:
+    """Run a server of `model` while the block runs; yields its address.
+
+    Raises:
+        ServerError: SGLang cannot be installed, or the server does not come up.
+    """
+    model = Path(model).resolve()
+    words, env = template(model, build)
+    values = {"{model}": str(model), "{version}": "model"}
+
+    def command(port: int) -> list[str]:
+        return [{**values, "{port}": str(port)}.get(word, word) for word in words]
+
+    with run_server("SGLang", command, env, build / "sglang.log") as url:
+        yield url
+
+
+def template(model: Path, build: Path = BUILD) -> tuple[list[str], dict[str, str]]:
+    """The server's command, and its environment, for any policy that has the shape of a model.
+
+    In the command {model}, {port} and {version}, the name of the policy, are to be filled in.
+
+    Raises:
+        ServerError: SGLang cannot be installed.
+    """
+    python, home = install(build)
+    config = json.loads((model / "config.json").read_text())
+    length = min(1024, int(config.get("max_position_embeddings", 1024)))
+    flags = [str(python), "-m", "sglang.launch_server", "--model-path", "{model}"]
+    flags += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16"]
+    flags += ["--enable-return-routed-experts", "--skip-tokenizer-init"]
+    flags += ["--served-model-name", "model", "--context-length", str(length)]
+    flags += ["--device", "cpu", "--attention-backend", "torch_native"]
+    flags.append("--disable-overlap-schedule")  # the results of a step, then the next step
+    flags.append("--sleep-on-idle")  # else the scheduler keeps a core busy that a trainer needs
+    # Every running request has room for its longest response, so none is retracted half-way.
+    flags += ["--max-running-requests", str(MOST_REQUESTS)]
+    flags += ["--max-total-tokens", str(MOST_REQUESTS * length)]
+    # Tokens bound the cache, not this share of the memory. SGLang counts what other programs take
+    # while it loads as its own, and does not start where that is more than the share.
+    flags += ["--mem-fraction-static", "0.9", "--weight-version", "{version}"]
+    return flags, {**ENVIRONMENT, "PYTHONPATH": f"{home}:{CPU}"}
