@@ -24,9 +24,11 @@ ONLY     ?=
 # fuzz: how many tries, and the seed that chooses them
 TRIES    ?= 10000
 SEED     ?= 0
+COLLECTIONS ?= 36
 # test: how many processes share the tests
 JOBS     ?= $(shell nproc)
-# bench-dispatch, bench-update, bench-clients and bench-store: the most rounds; the benchmark ends earlier if every ratio tells
+# bench-dispatch, bench-update, bench-clients and bench-store: the most rounds; the benchmark ends earlier if every ratio
+# tells. bench-publish: the rounds
 ROUNDS   ?= 32
 # bench-store: tokens of a round
 TOKENS   ?= 100000
@@ -54,19 +56,24 @@ BRIDGE   ?=
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
-	bench-dispatch bench-update bench-clients bench-store gpu-kit image image-vllm-cpu image-test image-matrix test fuzz lint clean
+	bench-dispatch bench-update bench-clients bench-store bench-publish gpu-kit online image image-vllm-cpu image-test image-matrix \
+	test fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.done  ## install the development environment in build/venv
 
+# pip compiles one module at a time; this takes all cores
+COMPILE  := -c 'import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)'
+
 # The file holds how many seconds the installation took; the demo prints it.
 $(VENV)/.done: pyproject.toml requirements.lock
 	@mkdir -p $(BUILD); date +%s > $(BUILD)/setup-start
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(VENV)/bin/python $(COMPILE) $(VENV)/lib
 	@echo $$(($$(date +%s) - $$(cat $(BUILD)/setup-start))) > $@
 
 megatron: setup  ## fetch the default megatron-core sources from PyPI, as a git checkout in build/
@@ -97,9 +104,14 @@ bump: setup  ## start a release line: carry the patches of OLD=LINE to NEW=TAG o
 		{ echo "error: from which line to what? make $@ OLD=LINE NEW=TAG REPO=DIR" >&2; exit 2; }
 	@$(R3) $@ "$(OLD)" "$(NEW)" --repo "$(REPO)" $(if $(LINE),--name "$(LINE)")
 
-demo: megatron  ## sample a tiny model, then train on its rollouts, live and replayed (SAMPLER=transformers or vllm)
+demo: megatron  ## sample a tiny model, then train on its rollouts, live and replayed (SAMPLER=transformers, vllm, sglang)
 	$(R3) apply $(TREE)
 	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER)
+
+online: megatron  ## reinforcement learning in a loop: sample, train, publish, verify, again (SAMPLER=, SEED=, COLLECTIONS=)
+	$(R3) apply $(TREE)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m demo.online --megatron $(TREE) --out $(BUILD)/online \
+		--sampler $(SAMPLER) --seed $(SEED) --collections $(COLLECTIONS)
 
 fidelity: megatron  ## compare every layout and schedule with one process (MEGATRON=DIR: on a real checkout; ONLY=)
 	$(VENV)/bin/python -m fidelity.run --out $(BUILD)/fidelity$(if $(ONLY),-only).json \
@@ -113,10 +125,11 @@ matrix: setup  ## test every release line: apply, export, option off, replay (RE
 # they require, each in a folder of its own, and beside them what their Megatron part imports.
 $(BUILD)/clients/.done: $(VENV)/.done tests/clients/requirements.lock
 	rm -rf $(BUILD)/clients
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(BUILD)/clients/site \
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(BUILD)/clients/site \
 		-r tests/clients/requirements.lock
-	for wheel in $(CLIENTS); do $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	for wheel in $(CLIENTS); do $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
 		--target $(BUILD)/clients/$$(echo $$wheel | sed s/==/-/) $$wheel || exit 1; done
+	$(VENV)/bin/python $(COMPILE) $(BUILD)/clients
 	touch $@
 
 clients: megatron $(BUILD)/clients/.done  ## run the code of RL frameworks on megatron_r3 (SKYRL=, NEMO_RL=, BRIDGE=CLONE, ONLY=)
@@ -138,6 +151,10 @@ bench-clients: megatron $(BUILD)/clients/.done  ## measure replay of verl, of up
 bench-store: setup  ## measure routes on their way from a response to a rank, here and in other frameworks (TOKENS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \
 		--rounds $(ROUNDS) --tokens $(TOKENS)
+
+bench-publish: megatron  ## measure time and memory of writing a policy by the ranks of a training (ONLY=LAYOUT)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.publish --out $(BUILD)/bench/publish.json \
+		--rounds $(ROUNDS) --only "$(ONLY)"
 
 # A rehearsal has a folder of its own, so that it leaves a kit that was built for a machine as it is.
 gpu-kit: KIT := $(BUILD)/gpu-kit$(if $(REHEARSE),-rehearsal)

@@ -55,6 +55,14 @@ RUN_BY = [
     (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
     (r"python -m demo.policy\b", "by hand: it is the first step of docker/rl-run, with containers"),
     (r"megatron-r3 rollouts\b", HERE),
+    (
+        r"megatron-r3 rl (run|sampler|collector|trainer)\b",
+        "tests/functional/test_rl_run.py::test_every_policy_is_verified",
+    ),
+    (
+        r"megatron-r3 rl report\b",
+        "tests/unit/online/test_report.py::test_runs_stand_side_by_side",
+    ),
     (r"python -m pytest\b", "ci make test"),
     (r"python -m fuzz\.run\b", "ci make fuzz"),
     (
@@ -63,17 +71,21 @@ RUN_BY = [
     ),
     (r"python -m benchmarks\.report\b", "tests/unit/benchmarks/test_report.py::test_the_command"),
     (r"python -m benchmarks\.\w+", "ci make gpu-kit"),
-    (r"python -m demo\.collect\b", "by hand: it takes a vLLM server for minutes"),
+    (r"python -m demo\.collect\b", "by hand: it takes a server for minutes"),
     (r"python -m megatron_r3\.cpu\b", "ci make demo"),
     (r"python -m fidelity\.upstream\b", "tests/unit/fidelity/test_upstream.py::test_rows_say_what"),
     (
         r"(python -m sglang|vllm serve)\b",
-        "by hand: the engine's own; make demo SAMPLER=vllm runs one",
+        "by hand: the engine's own; make demo SAMPLER=vllm and SAMPLER=sglang run them on the CPU",
     ),
     (r"(uv run|megatron rlhf)\b", "by hand: a framework's own, which needs GPUs"),
     (r"torchrun .*-m megatron_r3\.cpu demo/pretrain\.py\b", "ci make demo"),
     (r"torchrun .*-m megatron_r3\.cpu ~/Megatron-LM/pretrain_gpt\.py\b", NO_CLONE),
     (r"export PYTHONPATH=build/megatron-core-0\.19\.2:", "ci make demo"),
+    (
+        r"python -m megatron_r3\.weights\.model_arguments\b",
+        "tests/unit/weights/test_families.py::test_the_command",
+    ),
     (
         r"torchrun .*\$ARGS\b",
         "tests/functional/test_update_examples.py::test_a_command_of_the_page_trains",
@@ -105,7 +117,7 @@ def runner_of(words: list[str]) -> str | None:
 def needed_by_ci() -> set[str]:
     """The make targets of .ci/run, and those that they need first."""
     needs = dict(re.findall(r"^([a-z-]+):([^\n#]*)", MAKEFILE, re.MULTILINE))
-    targets = set(re.findall(r"^\s*make ([a-z-]+)", CI, re.MULTILINE))
+    targets = set(re.findall(r"^\s*(?:step |beside \w+ )?make ([a-z-]+)", CI, re.MULTILINE))
     while more := {n for t in targets for n in needs[t].split() if n in needs} - targets:
         targets |= more
     return targets

@@ -19,6 +19,8 @@ import torch
 from docs_pages import FENCE, PAGES, ROOT, blocks, commands, help_of, spans
 
 from megatron_r3.training.losses.agreement import agreement_sums
+from megatron_r3.training.mismatch import scalars_of
+from megatron_r3.truth.tables import Share, Tables
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -110,9 +112,18 @@ def test_every_logged_name_is_documented() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     names |= {c for c in constants if re.fullmatch(r"[a-z]+ (mismatch|dispatched[a-z ]*)", c)}
-    names |= {"policy loss", "reward", "router mismatch/layer N"}
+    names |= {"policy loss", "reward"}
     assert '"policy loss"' in source
-    assert "router mismatch/layer " in constants
+    # those of `scalars_of`, with the numbers of each name as letters
+    share = Share(0.5, 1)
+    one = {0: share}
+    tables = Tables(one, one, one, one, prompts=share, responses=share)
+    by = {"layer 0": "layer N", "position 0 to 7": "position A to B", "turn 1": "turn N",
+          "lag 0": "lag N", "prompt": "prompt"}  # fmt: skip
+    assert scalars_of(tables).keys() == {"router mismatch"} | {f"router mismatch/{n}" for n in by}
+    names |= {f"router mismatch/{name}" for name in by.values()}
+    names |= {"router mismatch", "router mismatch/alarms"}
+    assert "router mismatch/alarms" in constants
     assert documented == names
 
 
@@ -121,7 +132,8 @@ def test_every_logged_name_is_documented() -> None:
 PLACES = (ROOT, ROOT / "megatron_r3", ROOT / "benchmarks")
 # made by a command, or of Megatron-LM, or of a server, or in a reader's folder
 ELSEWHERE = re.compile(
-    r"build/|megatron/|/|~|https?:|pretrain_gpt\.py|\$|(rollouts|trained|next|policy|checkpoint)/|iter_|"
+    r"build/|megatron/|/|~|https?:|pretrain_gpt\.py|\$|iter_|"
+    r"(rollouts|trained|next|policy|policies|checkpoints?|events|logs)/|"
     r"(application|info|ci|debian-python|core)[/:.]|examples/|docker/\.ngc_version"
 )
 

@@ -35,13 +35,16 @@ FLOORS = [
     line.split()
     for line in """
     cli
-    rollouts patching seams weights pretrain
+    online
+    rollouts patching seams pretrain
     router_replay
-    training launch cpu engines
+    training
+    weights
+    launch cpu engines
     integrations
     replay replayable
     microbatch
-    plan gate store rows
+    plan gate store rows truth policies
     rollout fingerprint
     routes kept
     untrusted values
