@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_r3.online.config import Config
 
+_HOSTS = {
+    "sampler": "where it listens, in the place of [sampler] host: 0.0.0.0 for other hosts",
+    "collector": "where the sampler is, in the place of [sampler] host",
+}
 Commands = argparse._SubParsersAction  # the type of what `add_subparsers` returns
 
 
@@ -28,16 +32,21 @@ def add_rl(subparsers: Commands[argparse.ArgumentParser]) -> None:
             _collector,
         ),
         ("trainer", "the trainer alone, on this host", _trainer),
+        ("check", "read the config, and what it names, without starting anything", _check),
     ):
         command = commands.add_parser(
             name,
             help=summary,
-            description=f"{summary}. The same command goes on where a killed one stopped.",
+            description=f"{summary}."
+            if name == "check"
+            else f"{summary}. The same command goes on where a killed one stopped.",
         )
         command.add_argument("config", type=Path, metavar="CONFIG.toml", help="the run")
         if name == "trainer":
             text = "print the command instead, to be started on several hosts"
             command.add_argument("--print", action="store_true", help=text)
+        if host_text := _HOSTS.get(name):
+            command.add_argument("--host", metavar="HOST", help=host_text)
         command.set_defaults(run=run)
     _add_report(commands)
 
@@ -65,7 +74,7 @@ def _begin(args: argparse.Namespace) -> Config:
     """The config of a part that begins."""
     from megatron_r3.online.config import read_config
 
-    config = read_config(args.config)
+    config = read_config(args.config, getattr(args, "host", None))
     config.directory.keep_config(config.file)
     return config
 
@@ -127,6 +136,30 @@ def _trainer(args: argparse.Namespace) -> int:
         return 0
     with config.directory.only("trainer"):
         return run_trainer(config)
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Read what every part reads first, and start nothing.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    from megatron_r3.online.collector import Collector
+    from megatron_r3.online.config import read_config
+    from megatron_r3.online.trainer import printed_command, trainer_command
+
+    config = read_config(args.config)
+    collector = Collector(config)
+    trainer_command(config)
+    if config.trainer.launch:
+        printed_command(config)
+    run = config.run
+    print(
+        f"{config.file}: {run.collections} collections of {config.rollouts_per_collection} "
+        f"rollouts, {len(collector.prompts)} prompts, {config.trainer.steps} optimizer steps on a "
+        f"collection, a {config.sampler.engine} sampler at {config.sampler.url}"
+    )
+    return 0
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.online.batches import BatchServer
 from megatron_r3.online.config import Config, ConfigError
 from megatron_r3.online.push import Push, Pusher, PushError
+from megatron_r3.online.sampler import Collected
 from megatron_r3.policies.probe import Difference, Floor
 from megatron_r3.policies.published import PublishedPolicy, version_name, wait_for_policy
 from megatron_r3.rollouts.client import Client
@@ -31,7 +32,6 @@ from megatron_r3.rollouts.prompts import Prompt, read_prompts
 from megatron_r3.rollouts.reward import load_reward
 from megatron_r3.rollouts.server import Server
 from megatron_r3.store import RolloutStore
-from megatron_r3.store.files import SHARD_GLOB
 
 PART = "collector"
 TRIES = 5  # how often a collection is begun anew after the sampler went away
@@ -77,7 +77,7 @@ class Collector:
         Raises:
             ValueError: a push that is refused, a reward that fails, a policy that does not come.
         """
-        for number in range(self._num_stored(), self.config.run.collections):
+        for number in range(Collected(self.config).count(), self.config.run.collections):
             policy = self._wait_for(self.config.version_of(number))
             self._collect(number, policy)
 
@@ -86,13 +86,6 @@ class Collector:
         size = self.config.prompts.per_collection
         first = collection * size
         return [self.prompts[i % len(self.prompts)] for i in range(first, first + size)]
-
-    def _num_stored(self) -> int:
-        """How many collections are stored as a whole."""
-        if not any(self.directory.rollouts.glob(SHARD_GLOB)):
-            return 0
-        store = RolloutStore([self.directory.rollouts], mixed_policies=True)
-        return len(store) // self.config.rollouts_per_collection
 
     def _wait_for(self, version: int) -> PublishedPolicy:
         started = time.monotonic()

@@ -7,12 +7,23 @@ what is there and is not a field is an error.
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from megatron_r3.online.config_tables import (
+    ENGINES,
+    Degrading,
+    PolicyTable,
+    PromptsTable,
+    RunTable,
+    SamplerTable,
+    TrainerTable,
+)
 from megatron_r3.policies.run_directory import RunDirectory
 from megatron_r3.untrusted import one_line, quoted
 
@@ -21,147 +32,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ENGINES = ("embedded", "sglang", "vllm")
 T = TypeVar("T")
 
 
 class ConfigError(ValueError):
     """A config that cannot be used; the message names the file and the field."""
-
-
-@dataclass(frozen=True)
-class RunTable:
-    """What the run is.
-
-    Attributes:
-        directory: where its parts meet.
-        collections: how many collections are sampled and trained on.
-        lag: collection c is sampled by policy c - lag, or by policy 0.
-        seed: the seed of every sample is made from it.
-        wait: seconds that a part waits for another one.
-        restarts: how often `rl run` starts a part that died again.
-    """
-
-    directory: str
-    collections: int
-    lag: int = 0
-    seed: int = 0
-    wait: float = 3600.0
-    restarts: int = 3
-
-
-@dataclass(frozen=True)
-class PolicyTable:
-    """The policy with which the run begins.
-
-    Attributes:
-        model: its transformers directory. Published policies get its config and tokenizer files.
-        checkpoint: its Megatron checkpoint.
-        keep: how many published policies stay on disk; 0 keeps all.
-    """
-
-    model: str
-    checkpoint: str
-    keep: int = 0
-
-
-@dataclass(frozen=True)
-class SamplerTable:
-    """The engine, and how it samples.
-
-    Attributes:
-        engine: embedded, sglang or vllm.
-        host, port: where it listens.
-        command: how sglang or vllm is started, word by word; {model}, {host}, {port} and {version}
-            are filled in. Empty: somebody else starts the server, which then takes new weights in
-            place.
-        in_place: whether new weights are loaded into the running server; else it is started anew.
-        max_tokens, temperature, top_p, top_k: as of `rollouts collect`.
-        shard_size: rollouts of a shard. 0 stores a collection as one shard, whole or not at all.
-        concurrency: requests under way at a time.
-        timeout: seconds for one request.
-    """
-
-    engine: str = "embedded"
-    host: str = "127.0.0.1"
-    port: int = 30000
-    command: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
-    in_place: bool = True
-    max_tokens: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    shard_size: int = 0
-    concurrency: int = 64
-    timeout: float = 600.0
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        return f"http://{self.host}:{self.port}"
-
-
-@dataclass(frozen=True)
-class PromptsTable:
-    """What a collection asks.
-
-    Attributes:
-        file: the prompts, JSON lines as of `rollouts collect`. Collection c has the next
-            `per_collection` of them; after the last one the first one comes again.
-        per_collection: prompts of a collection.
-        samples: of each prompt.
-        reward: module:function.
-    """
-
-    file: str
-    per_collection: int
-    samples: int
-    reward: str
-
-
-@dataclass(frozen=True)
-class TrainerTable:
-    """How the trainer is started.
-
-    Attributes:
-        megatron: a patched tree.
-        script: which calls pretrain(); {megatron} is filled in.
-        processes: of torchrun on this host.
-        launch: the command that runs the script in all processes, word by word. The default is
-            torchrun on one host.
-        arguments: Megatron's arguments: model, layout, batch sizes, learning rate, loss. Each text
-            is split into words as a shell does it. `rl trainer` adds those of the loop.
-        steps: optimizer steps on a collection: mini-steps times epochs.
-        environment: variables.
-    """
-
-    megatron: str
-    arguments: list[str]
-    script: str = ""
-    processes: int = 1
-    launch: list[str] = field(default_factory=list)
-    steps: int = 1
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Degrading:
-    """What the embedded sampler computes worse on purpose (degrade.py), for experiments.
-
-    Attributes:
-        router_noise: the standard deviation of the gaussian noise on every router logit.
-        fp8: round the weights of linear layers and experts to float8 (e4m3, a scale for each output
-            row), and the inputs of linear layers and of the experts (a scale for each token).
-    """
-
-    router_noise: float = 0.0
-    fp8: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse a noise that is no standard deviation."""
-        if not 0 <= self.router_noise < float("inf"):
-            raise ValueError(f"router_noise {self.router_noise:g}: it must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -187,16 +62,37 @@ class Config:
         return self.prompts.per_collection * self.prompts.samples
 
     def path(self, name: str) -> Path:
-        """A path of the config, absolute."""
-        return (self.file.parent / Path(name).expanduser()).resolve()
+        """A path of the config, absolute.
+
+        `$NAME` and `${NAME}` stand for variables of the environment, and ~ for the home folder, so
+        that one file serves hosts whose folders have other names: "$SHARED/prompts.jsonl".
+
+        Raises:
+            ConfigError: a variable is not set.
+        """
+
+        def value(found: re.Match[str]) -> str:
+            variable = found[1] or found[2]
+            if variable not in os.environ:
+                raise ConfigError(
+                    f"{self.file}: {quoted(name)}: the variable {variable} is not set: export it, "
+                    "or write the path"
+                )
+            return os.environ[variable]
+
+        expanded = re.sub(r"\$(?:\{(\w+)\}|(\w+))", value, name)
+        return (self.file.parent / Path(expanded).expanduser()).resolve()
 
     def version_of(self, collection: int) -> int:
         """The policy that samples a collection."""
         return max(0, collection - self.run.lag)
 
 
-def read_config(file: Path) -> Config:
+def read_config(file: Path, host: str | None = None) -> Config:
     """Read a config and check what can be checked without starting anything.
+
+    Args:
+        host: in the place of [sampler] host; None takes the config's.
 
     Raises:
         ConfigError: naming the field, what was expected, and what to do.
@@ -221,6 +117,8 @@ def read_config(file: Path) -> Config:
         trainer=_table(file, "trainer", TrainerTable, tables),
         degrade=_table(file, "degrade", Degrading, tables),
     )
+    if host is not None:
+        config = replace(config, sampler=replace(config.sampler, host=host))
     _check(config)
     return config
 
@@ -270,6 +168,7 @@ def _check(config: Config) -> None:
         ("[run] restarts", run.restarts, 0),
         ("[policy] keep", config.policy.keep, 0),
         ("[sampler] max_tokens", sampler.max_tokens, 1),
+        ("[sampler] examine", sampler.examine, 0),
         ("[sampler] shard_size", sampler.shard_size, 0),
         ("[sampler] concurrency", sampler.concurrency, 1),
         ("[prompts] per_collection", prompts.per_collection, 1),
@@ -332,10 +231,10 @@ def _check(config: Config) -> None:
             f"{config.file}: [sampler] in_place false needs a command, with which the server is "
             "started anew for each policy"
         )
-    if sampler.engine == "vllm" and sampler.in_place:
+    if sampler.push and (sampler.engine == "embedded" or not sampler.in_place):
         raise ConfigError(
-            f"{config.file}: [sampler] in_place: vLLM is started anew for each policy here; give "
-            "in_place = false and a command"
+            f"{config.file}: [sampler] push hands weights to a running sglang or vllm: leave it "
+            "out with the embedded sampler, and with in_place = false"
         )
     if config.degrade != Degrading() and sampler.engine != "embedded":
         raise ConfigError(f"{config.file}: [degrade] is of the embedded sampler alone")

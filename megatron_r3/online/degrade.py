@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_r3.engines.transformers import routers_of
-from megatron_r3.online.config import Degrading
+from megatron_r3.online.config_tables import Degrading
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max

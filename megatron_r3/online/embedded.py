@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from megatron_r3.engines.shape import EngineError, ModelShape
-from megatron_r3.online.config import Degrading
+from megatron_r3.online.config_tables import Degrading
 from megatron_r3.online.degrade import Degraded
 from megatron_r3.rollouts.engine import Answer
 from megatron_r3.rollouts.generate import SampleRequest, Transformers

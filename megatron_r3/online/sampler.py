@@ -7,6 +7,7 @@ is started anew as soon as the collector waits for another policy.
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 
 from megatron_r3.online.config import Config, ConfigError
@@ -20,7 +21,7 @@ _POLL_S = 0.5
 
 
 def run_sampler(config: Config) -> int:
-    """Run the sampler of a run until it is stopped.
+    """Run the sampler of a run until all collections are stored, or until it is stopped.
 
     Raises:
         ValueError: there is nothing to start, or the first policy does not come.
@@ -41,7 +42,15 @@ def _run_embedded(config: Config) -> int:
     sampler = EmbeddedSampler(config.degrade)
     with server(sampler, config.sampler.host, config.sampler.port) as made:
         print(f"embedded sampler: {config.sampler.url}, {config.degrade}", flush=True)
-        made.serve_forever()
+        serving = threading.Thread(target=made.serve_forever, args=(_POLL_S,), daemon=True)
+        serving.start()
+        collected = Collected(config)
+        try:
+            while collected.count() < config.run.collections:
+                time.sleep(_POLL_S)
+        finally:
+            made.shutdown()
+            serving.join()
     return 0
 
 
@@ -49,10 +58,10 @@ def _run_servers(config: Config) -> int:
     """Keep a server of the wanted policy running; the exit status of one that ends by itself."""
     policies, wait = config.directory.policies, config.run.wait
     running: subprocess.Popen[bytes] | None = None
-    version = -1
+    version, collected = -1, Collected(config)
     try:
-        while True:
-            wanted = _wanted(config)
+        while (stored := collected.count()) < config.run.collections:
+            wanted = _wanted(config, stored)
             if running is None or (wanted != version and not config.sampler.in_place):
                 if running is not None:
                     stop(running)
@@ -68,15 +77,28 @@ def _run_servers(config: Config) -> int:
     finally:
         if running is not None:
             stop(running)
+    return 0
 
 
-def _wanted(config: Config) -> int:
+class Collected:
+    """How far the collections of a run are; cheap to ask often."""
+
+    def __init__(self, config: Config) -> None:
+        self._rollouts, self._size = config.directory.rollouts, config.rollouts_per_collection
+        self._num_shards, self._whole = 0, 0
+
+    def count(self) -> int:
+        """How many collections are stored as a whole."""
+        num_shards = len([*self._rollouts.glob(SHARD_GLOB)])
+        if num_shards != self._num_shards:
+            store = RolloutStore([self._rollouts], mixed_policies=True)
+            self._num_shards, self._whole = num_shards, len(store) // self._size
+        return self._whole
+
+
+def _wanted(config: Config, stored: int) -> int:
     """The policy of the collection that is sampled next, if it is there; else the newest one."""
-    rollouts, collection = config.directory.rollouts, 0
-    if any(rollouts.glob(SHARD_GLOB)):
-        store = RolloutStore([rollouts], mixed_policies=True)
-        collection = len(store) // config.rollouts_per_collection
-    wanted = config.version_of(min(collection, config.run.collections - 1))
+    wanted = config.version_of(stored)
     there = published(config.directory.policies)
     return wanted if wanted in there else max(there, default=0)
 

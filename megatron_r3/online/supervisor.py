@@ -68,7 +68,7 @@ def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bo
         RunFailed: to start it again is of no use.
     """
     # --exit-interval and the like end a training before its last collection, with status 0
-    done = status == 0 and (part == "collector" or (part == "trainer" and _is_trained(config)))
+    done = status == 0 and (part != "trainer" or _is_trained(config))
     config.directory.note(PART, "ended" if done else "died", part=part, status=status)
     if done:
         return True

@@ -13,12 +13,11 @@ from megatron_r3.online.config import Config, ConfigError
 from megatron_r3.online.processes import start, stop
 
 PART = "trainer"
-_TRACKER = "latest_checkpointed_iteration.txt"
 # what `rl trainer` gives by itself
 _OURS = (
     *("--rollouts", "--rollouts-follow", "--rollouts-publish", "--rollouts-publish-interval"),
     *("--rollouts-publish-like", "--rollouts-publish-keep", "--rollouts-log", "--train-iters"),
-    *("--save", "--load", "--save-interval", "--finetune"),
+    *("--save", "--load", "--save-interval", "--finetune", "--pretrained-checkpoint"),
 )
 
 
@@ -46,11 +45,10 @@ def trainer_command(config: Config) -> list[str]:
     loop += ["--rollouts-log", str(directory.metrics)]
     loop += ["--train-iters", str(config.run.collections * steps)]
     loop += ["--save", str(directory.checkpoints), "--save-interval", str(steps)]
-    if (directory.checkpoints / _TRACKER).exists():
-        loop += ["--load", str(directory.checkpoints)]
-    else:
-        loop += ["--load", str(config.path(config.policy.checkpoint))]
-        loop += ["--finetune", "--no-load-optim", "--no-load-rng"]
+    # Megatron begins with the second where the first has no checkpoint yet. So the command is the
+    # same at every start, and whoever starts jobs need not know what was there before.
+    loop += ["--load", str(directory.checkpoints)]
+    loop += ["--pretrained-checkpoint", str(config.path(config.policy.checkpoint))]
     return [*_launch(config), *_script(config), *arguments, *loop]
 
 
@@ -85,7 +83,7 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
 
 
 def printed_command(config: Config) -> str:
-    """The command for whoever starts the trainer on several hosts, for one start.
+    """The command for whoever starts the trainer on several hosts, the same for every start.
 
     Raises:
         ConfigError: without `launch` it would be a training of its own on each host.

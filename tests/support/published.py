@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_r3.engines.transformers import capture_routes
-from megatron_r3.online.config import Degrading
+from megatron_r3.online.config_tables import Degrading
 from megatron_r3.online.embedded import EmbeddedSampler, server
 from megatron_r3.policies.probe import Probe, probe_tokens
 from megatron_r3.policies.published import MANIFEST, PublishedPolicy, digests_of, version_name

@@ -39,7 +39,14 @@ def file(tmp_path):
         ("port = 30000", 'engine = "mine"', "it must be one of embedded, sglang, vllm"),
         ("port = 30000", "shard_size = 8", "stores a collection as one shard"),
         ("port = 30000", 'engine = "sglang"\nshard_size = 2', "the 3 samples of a prompt"),
-        ("port = 30000", 'engine = "vllm"', "vLLM is started anew for each policy"),
+        ("port = 30000", 'push = ["x"]', "push hands weights to a running sglang or vllm"),
+        (
+            "port = 30000",
+            'engine = "vllm"\nin_place = false\ncommand = ["x"]\npush = ["x"]',
+            "push hands weights to a running",
+        ),
+        ("port = 30000", "examine = -1", "examine -1: it must be 0 or more"),
+        ('"checkpoint"', '"${NO_SUCH}/p"', "variable NO_SUCH is not set"),
         ("port = 30000", "in_place = false", "in_place false needs a command"),
         ("port = 30000", 'command = ["x"]', "has no command of yours"),
         ("port = 30000", "temperature = 0", "temperature 0: it must be above 0"),
@@ -60,11 +67,19 @@ def test_a_config_that_cannot_be_run_is_refused_by_field(file, old, new, words):
         read_config(file)
 
 
-def test_paths_are_relative_to_the_file_and_a_tilde_is_a_home(file, monkeypatch):
+def test_paths_are_relative_to_the_file_and_variables_are_filled_in(file, monkeypatch):
     monkeypatch.setenv("HOME", str(file.parent))
     file.write_text(file.read_text().replace('"megatron"', '"~/megatron"'))
+    monkeypatch.setenv("SHARED", str(file.parent))
+    text = file.read_text()
+    assert '"checkpoint"' in text
+    file.write_text(
+        text.replace('"checkpoint"', '"${SHARED}/checkpoint"').replace("run/pol", "$SHARED/run/pol")
+    )
     config = read_config(file)
     assert config.path(config.trainer.megatron) == file.parent / "megatron"
+    assert config.path(config.policy.checkpoint) == file.parent / "checkpoint"
+    assert config.path(config.policy.model) == file.parent / "run" / "policies" / "v000000"
     assert config.directory.rollouts == file.parent / "run" / "rollouts"
     assert [config.version_of(c) for c in range(3)] == [0, 1, 2]
 
@@ -85,23 +100,37 @@ def test_a_trainer_that_does_not_fit_the_collections_is_refused(file, new, words
         trainer_command(read_config(file))
 
 
-def test_the_command_begins_anew_or_goes_on(file):
+def test_the_command_is_the_same_at_every_start(file):
     text = file.read_text().replace("arguments =", "steps = 2\narguments =")
     more = "--global-batch-size 6 --rollouts-mini-steps 2"
     file.write_text(text.replace("--bf16 --global-batch-size 12", more))
     config = read_config(file)
     command = trainer_command(config)
     assert command[command.index("--train-iters") + 1] == "6"
-    assert command[command.index("--load") + 1] == str(file.parent / "checkpoint")
-    assert "--finetune" in command
+    assert command[command.index("--load") + 1] == str(config.directory.checkpoints)
+    assert command[command.index("--pretrained-checkpoint") + 1] == str(file.parent / "checkpoint")
     (config.directory.checkpoints).mkdir(parents=True)
     (config.directory.checkpoints / "latest_checkpointed_iteration.txt").write_text("2")
-    command = trainer_command(config)
-    assert command[command.index("--load") + 1] == str(config.directory.checkpoints)
-    assert "--finetune" not in command
+    assert trainer_command(config) == command
     assert str(file.parent / "megatron") in trainer_environment(config)["PYTHONPATH"]
     with pytest.raises(ConfigError, match="launch is missing"):
         printed_command(config)
+
+
+def test_check_reads_what_the_parts_read_and_starts_nothing(file, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(file.parent))
+    monkeypatch.chdir(file.parent)
+    assert main(["rl", "check", str(file)]) == 0
+    assert "3 collections of 12 rollouts, 6 prompts" in capsys.readouterr().out
+    assert not (file.parent / "run" / "config.toml").exists()
+    file.write_text(file.read_text().replace("--global-batch-size 12", "--global-batch-size 6"))
+    assert main(["rl", "check", str(file)]) == 1
+    assert "are 6 rollouts; a collection has 12" in capsys.readouterr().err
+
+
+def test_a_host_of_the_command_line_is_in_the_place_of_the_files(file):
+    assert read_config(file, "0.0.0.0").sampler.url == "http://0.0.0.0:30000"
+    assert read_config(file).sampler.url == "http://127.0.0.1:30000"
 
 
 def test_a_directory_has_one_config_and_one_process_of_a_part(file, capsys):
