@@ -133,8 +133,8 @@ def difference(trainer: Probe, sampler: Probe) -> Difference:
         return Difference(float(apart_PN.mean()), ())
     same_LPN = same_experts(trainer, sampler)
     agreement = tuple(same_LPN.mean((1, 2)).tolist())
-    differs_PN = ~same_LPN.all(0)[:, :-1]
-    before_PN: np.ndarray = np.cumsum(differs_PN, 1) == 0
+    all_PN: np.ndarray = np.all(same_LPN, axis=0)
+    before_PN: np.ndarray = np.cumsum(~all_PN[:, :-1], 1) == 0
     if before_PN.mean() < ENOUGH:
         return Difference(float(apart_PN.mean()), agreement)
     return Difference(
