@@ -56,6 +56,10 @@ RUN_BY = [
     (r"python -m demo.policy\b", "by hand: it is the first step of docker/rl-run, with containers"),
     (r"megatron-r3 rollouts\b", HERE),
     (
+        r"megatron-r3 rl check\b",
+        "tests/unit/online/test_config.py::test_check_reads_what_the_parts_read_and_starts_nothing",
+    ),
+    (
         r"megatron-r3 rl (run|sampler|collector|trainer)\b",
         "tests/functional/test_rl_run.py::test_every_policy_is_verified",
     ),

@@ -3,7 +3,7 @@
 The sampler is the embedded one, in float32; what it loads wrongly is changed in its memory after
 the load, so that it says that it has the policy.
 
-Shape suffixes (docs/glossary.md): N, P.
+Shape suffixes (docs/glossary.md): K, L, N, P.
 """
 
 from __future__ import annotations
