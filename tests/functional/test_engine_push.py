@@ -1,7 +1,7 @@
 """Pushes into the real servers: SGLang's loading in place is right, vLLM's on a CPU is wrong.
 
-Two policies of the demo's shape are 5 % apart. The servers compute in bfloat16, the probes are
-float32, as a trainer's would be close to.
+Two policies are 5 % apart, of a model of the demo's shape. The servers compute in bfloat16, and so
+does transformers, which stands in for the trainer's probe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import publish
+import torch
+from published import add_manifest, save_changed
+from training import Policy
 
 from demo import sglang_server, vllm_server
 from demo.server_process import run_server
@@ -22,15 +24,19 @@ from megatron_r3.engines.shape import ModelShape
 from megatron_r3.online.loading import Loader
 from megatron_r3.online.push import Pusher, PushError
 from megatron_r3.policies.floor import Floor
-from megatron_r3.policies.published import PublishedPolicy, read_policy
+from megatron_r3.policies.published import PublishedPolicy, read_policy, version_name
 from megatron_r3.rollouts.client import Client
+from megatron_r3.rollouts.generate import load_model
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> list[PublishedPolicy]:
+def policies(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> list[PublishedPolicy]:
     folder = tmp_path_factory.mktemp("policies")
     for version in range(2):
-        publish(folder, version, seed=version)
+        model = load_model(policy.hf).float()
+        path = folder / version_name(version)
+        save_changed(model, path, seed=version, dtype=torch.bfloat16)
+        add_manifest(path, version)
     return [read_policy(folder, version) for version in range(2)]
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,11 @@ def save_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
     Two seeds give models whose weights are some 5 % apart, as policies of one training are close.
     """
-    model = qwen(mlp_only_layers=[1])
+    save_changed(qwen(mlp_only_layers=[1]), folder, seed, dtype)
+
+
+def save_changed(model: Any, folder: Path, seed: int, dtype: torch.dtype) -> None:
+    """Write a transformers model with 5 % of noise on its weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -58,6 +63,11 @@ def publish(policies: Path, version: int, seed: int, dtype: torch.dtype = torch.
     """Publish a random model as a version."""
     folder = policies / version_name(version)
     save_model(folder, seed, dtype)
+    return add_manifest(folder, version)
+
+
+def add_manifest(folder: Path, version: int) -> Path:
+    """Make a policy of a transformers directory."""
     files = digests_of(folder, (path.name for path in folder.iterdir()))
     made = PublishedPolicy(folder, version, version, files, probe_of(folder))
     (folder / MANIFEST).write_text(made.to_json())
