@@ -184,7 +184,13 @@ def _hf_config(directory: Path) -> Any:
     """transformers' config of a directory; its code, if it has any, is not run."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers checks the fields of some models, and not of others
+        raise ValueError(
+            f"{directory / CONFIG}: transformers refuses it: {type(error).__name__}: "
+            f"{one_line(str(error))}"
+        ) from error
     # transformers 5 has the base in rope_parameters; the bridges read the name of transformers 4
     if not hasattr(config, "rope_theta") and "rope_theta" in rope_of(config):
         config.rope_theta = rope_of(config)["rope_theta"]

@@ -5,7 +5,7 @@ The rest is as for the families of this project: which rank has what, how ranks 
 files, the dtypes. The libraries' own export and import are not called, because they
 
 - pass over a tensor that they have no name for (Megatron-Bridge, with a warning),
-- know the names of Transformer Engine's layers only (mbridge),
+- know the names of Transformer Engine's experts only, not of the local layers' (both),
 - leave the other ranks waiting where one rank fails in the middle,
 - put each tensor on every rank.
 

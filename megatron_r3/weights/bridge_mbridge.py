@@ -27,9 +27,18 @@ class Mbridge:
 
     def __init__(self, title: str, hf_config: Any, config: Any) -> None:
         from mbridge import AutoBridge
+        from mbridge.core.bridge import _MODEL_REGISTRY
 
         self.title = title
-        self._bridge = AutoBridge.from_config(hf_config)
+        # A model with tied embeddings changes this table of its class, also for untied ones.
+        names = _MODEL_REGISTRY[hf_config.model_type]._DIRECT_MAPPING
+        before = dict(names)
+        try:
+            self._bridge = AutoBridge.from_config(hf_config)
+            self._bridge._DIRECT_MAPPING = dict(names)
+        finally:
+            names.clear()
+            names.update(before)
         self._bridge.dtype = None  # else it rounds what it reads to bfloat16
 
     def built(self) -> Any:

@@ -57,15 +57,16 @@ def changed_in(models: list[Any]) -> torch.Tensor:
 
 
 def library_export(rank: int, folder: Path, more: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """What Megatron-Bridge's own export gives of a model that was read by ourselves."""
+    """What Megatron-Bridge's own export gives of a model that was read through it."""
     from megatron.bridge import AutoBridge
-    from transformers import AutoConfig
 
+    from megatron_r3.weights.bridge import chosen_family
     from megatron_r3.weights.policy import read_policy
 
     models, args = build(folder, more)
-    read_policy(models, folder, vocab_size=args.vocab_size)
-    bridge = AutoBridge.from_hf_config(AutoConfig.from_pretrained(folder))
+    family = chosen_family("megatron-bridge", folder, models)
+    read_policy(models, folder, family, vocab_size=args.vocab_size)
+    bridge = AutoBridge.from_hf_pretrained(folder)  # without weights it does not export
     exported = bridge.export_hf_weights(models, cpu=True, show_progress=False)
     return {name: tensor.clone() for name, tensor in exported}
 
@@ -73,7 +74,7 @@ def library_export(rank: int, folder: Path, more: tuple[str, ...]) -> dict[str, 
 def refusals(
     rank: int, bridge: str, folder: Path, others: list[Path], more: tuple[str, ...] = ()
 ) -> list[str]:
-    """What reading of other directories into the model of `folder` says; it stays as it was."""
+    """What the model of `folder` says of other directories; it stays as it was if it refuses."""
     from megatron_r3.weights.bridge import chosen_family
     from megatron_r3.weights.policy import read_policy
 
@@ -87,8 +88,8 @@ def refusals(
             said.append("")
         except ValueError as error:
             said.append(str(error))
-    after = models[0].parameters()
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+            after = models[0].parameters()
+            assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     return said
 
 

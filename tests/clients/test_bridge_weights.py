@@ -1,7 +1,4 @@
-"""Weights through real mbridge and Megatron-Bridge: as through our own families, on any ranks.
-
-Shape suffixes (docs/glossary.md): B, S, E.
-"""
+"""Weights through real mbridge and Megatron-Bridge: as through our own families, on any ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +15,11 @@ from client_workers import worker_with
 from family_models import BRIDGED, Computed, command, compute, load, make
 from once import Once
 from safetensors.torch import load_file, save_file
+from training import Policy, make_policy, steps_on, stores, train
 
+from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.policies.published import published, read_policy, version_name
 
 TOLERANCE, OTHER = 1e-4, 1e-2
 VERSIONS = {"mbridge": "0.15.1", "megatron-bridge": "0.3.1"}
@@ -109,15 +109,15 @@ def test_a_family_of_ours_moves_as_through_ours(
     assert changed == f"model.layers.2.{block}.weight"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["1", "TP2"])
 def test_the_export_of_megatron_bridge_itself(
     library: tuple[str, TreeWorker], directory: Any, layout: str
 ) -> None:
-    """Its own export has a name for each of Megatron's local layers of a Qwen3-MoE."""
+    """Its own export knows Megatron's local layers as far as they have no experts."""
     bridge, worker = library
     if bridge == "mbridge":
         pytest.skip("mbridge's own export knows Transformer Engine's layers only")
-    folder, (ranks, more) = directory("qwen3_moe"), LAYOUTS[layout]
+    folder, (ranks, more) = directory("qwen3"), LAYOUTS[layout]
     want = tensors_of(folder)
     for exported in worker.run(library_export, ranks, folder, more, timeout_s=180):
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -125,18 +125,17 @@ def test_the_export_of_megatron_bridge_itself(
         assert differing(exported, want) == []
 
 
-@pytest.mark.parametrize("layout", ["1", "TP2"])
 def test_a_model_that_is_no_family_of_ours(
-    library: tuple[str, TreeWorker], directory: Any, layout: str, tmp_path: Path
+    library: tuple[str, TreeWorker], directory: Any, tmp_path: Path
 ) -> None:
     """By hf.py, which takes the bridge that is installed: a directory, a checkpoint, and back."""
-    _, worker = library
-    folder, (ranks, more) = directory("qwen3"), LAYOUTS[layout]
+    bridge, worker = library
+    folder, (ranks, more) = directory("qwen3"), LAYOUTS["TP2"]
     checkpoint, out = str(tmp_path / "checkpoint"), tmp_path / "hf"
     into = [*more, "--hf-import", str(folder), "--save", checkpoint, "--save-interval", "1"]
     assert worker.run(script, ranks, command(folder, into), timeout_s=180) == [None] * ranks
     back = [*more, "--hf-export", str(out), "--load", checkpoint]
-    like = [*back, "--hf-like", str(folder)]
+    like = [*back, "--hf-like", str(folder), "--hf-bridge", bridge]
     assert worker.run(script, ranks, command(folder, like), timeout_s=180) == [None] * ranks
     assert differing(tensors_of(out), tensors_of(folder)) == []
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
@@ -163,8 +162,9 @@ def changed_copy(folder: Path, to: Path, **fields: Any) -> Path:
     """A directory whose config.json has other fields."""
     shutil.copytree(folder, to)
     config = json.loads((to / "config.json").read_text())
+    rope = config["rope_parameters"]
     for name, value in fields.items():
-        (config["rope_parameters"] if name in config["rope_parameters"] else config)[name] = value
+        (rope if name in {*rope, "factor"} else config)[name] = value
     (to / "config.json").write_text(json.dumps(config))
     return to
 
@@ -258,3 +258,48 @@ def test_a_bridge_that_is_wrong_is_found(
     assert "back as it was" in swaps or "other model arguments" in swaps
     assert "makes [] of embedding.word_embeddings.weight" in loses
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def policy(library: tuple[str, TreeWorker], once: Once) -> Policy:
+    """A policy of the demo's model, whose layers all have experts."""
+    made = once("bridged policy", lambda folder: make_policy(library[1], folder, iterations=2))
+    return Policy.within(made)
+
+
+def published_by(
+    worker: TreeWorker, policy: Policy, folder: Path, steps: int, ranks: int, choice: str | None
+) -> dict[str, dict[str, str]]:
+    """Train on the policy's rollouts and publish; the digests of each version's files."""
+    store = folder / "store" if (folder / "store").exists() else stores(policy, folder, mixed=True)
+    argv = steps_on(policy, store, steps, "--rollouts-publish", str(folder / "policies"))
+    argv += ["--rollouts-publish-like", str(policy.hf), "--rollouts-follow", "20"]
+    argv += ["--expert-model-parallel-size", str(ranks)]
+    env = {} if choice is None else {"MEGATRON_R3_HF_BRIDGE": choice}
+    worker.run(train, ranks, argv, timeout_s=180, env=env)
+    policies = folder / "policies"
+    found = {}
+    for version in published(policies):
+        one = read_policy(policies, version)
+        one.check_files()
+        found[version_name(version)] = dict(one.files)
+    return found
+
+
+def test_a_training_publishes_through_a_bridge(
+    library: tuple[str, TreeWorker], policy: Policy, tmp_path: Path
+) -> None:
+    bridge, worker = library
+    kinds: dict[str, str | None] = {"own": None, "through": bridge}
+    made = {}
+    for kind, choice in kinds.items():
+        (tmp_path / kind).mkdir()
+        made[kind] = published_by(worker, policy, tmp_path / kind, 1, 2, choice)
+    assert made["own"] == made["through"]
+    assert len(made["own"]) == 2  # before the step, and after it
+    assert len({files["model-00002-of-00006.safetensors"] for files in made["own"].values()}) == 2
+    # again, by the other way: the versions that are there are compared, and are the same
+    again = published_by(worker, policy, tmp_path / "own", 1, 2, bridge)
+    assert again == made["own"]
+    with pytest.raises(RankError, match="MEGATRON_R3_HF_BRIDGE is 'x'; expected one of auto,"):
+        published_by(worker, policy, tmp_path / "own", 1, 1, "x")
