@@ -26,7 +26,7 @@ from megatron_r3.weights.bridge_checks import rope_of
 from megatron_r3.weights.bridge_family import BridgeFamily, Translator, shapes_of
 from megatron_r3.weights.directory import CONFIG, read_config
 from megatron_r3.weights.families import FAMILIES, REFUSED, family_named
-from megatron_r3.weights.family import Family
+from megatron_r3.weights.family import Family, check_described, settings_of
 from megatron_r3.weights.gather import plan_of
 from megatron_r3.weights.pieces import pieces_of
 from megatron_r3.weights.ranks import everyones, my_rank, together
@@ -174,7 +174,11 @@ def chosen_family(
                 f"{where}: {titles[0]} refuses it: {type(error).__name__}: {one_line(str(error))}"
             ) from error
         family = BridgeFamily(translator, theirs, places, shapes_of(directory))
-        family.tensors(chunk.config)  # what it cannot name is refused before anything is loaded
+        # What cannot be moved is refused before a checkpoint is loaded.
+        settings = settings_of(chunk, None)
+        family.check(chunk.config, settings)
+        check_described(family, config, chunk.config, settings, where)
+        family.tensors(chunk.config)
         return family
 
     return together(through)
