@@ -32,11 +32,12 @@ from megatron_r3.training.policy_head import install
 from megatron_r3.training.probe_pass import ProbePass
 from megatron_r3.training.publish_options import PublishOptions
 from megatron_r3.training.refuse import refuse
-from megatron_r3.untrusted import quoted, read_json
+from megatron_r3.untrusted import read_json
+from megatron_r3.weights.bridge import VARIABLE, choice_of_environment, chosen_family
+from megatron_r3.weights.directory import dtype_of
+from megatron_r3.weights.family import Family
 from megatron_r3.weights.policy import write_policy
 from megatron_r3.weights.ranks import everyones, on_first_rank
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Publisher:
@@ -63,13 +64,9 @@ class Publisher:
         if type(size) is not int or size < 1:
             raise ValueError(f"{config}: no vocab_size")
         self.vocab_size = size
-        name = str(self._config.get("dtype", self._config.get("torch_dtype", "bfloat16")))
-        if name not in _DTYPES:
-            raise ValueError(
-                f"{config}: dtype {quoted(name)}; a policy is published in one of "
-                f"{', '.join(_DTYPES)}"
-            )
-        self._dtype = _DTYPES[name]
+        self._dtype = dtype_of(self._config, config)
+        self._bridge = choice_of_environment()
+        self._family: Family | None = None  # made with the models
 
     def begin(self, models: list[Any], iteration: int) -> None:
         """Publish the policy from which a step starts, if it is a version.
@@ -126,9 +123,13 @@ class Publisher:
             else:
                 _refuse_other(read_policy(directory, version), made)
 
+        if self._family is None:
+            like = self.options.like
+            self._family = chosen_family(self._bridge, like, self._models, VARIABLE)
         size = write_policy(
             self._models,
             target if again is None else again,
+            family=self._family,
             like=self.options.like,
             dtype=self._dtype,
             vocab_size=self.vocab_size,

@@ -71,6 +71,10 @@ class Reading:
             )
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read for that."""
+        return tuple(self._of[name].get_slice(name).get_shape())
+
     def close(self) -> None:
         """Close the files."""
         for file in self._files:
@@ -127,6 +131,21 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected an object")
     return config
+
+
+def dtype_of(config: Mapping[str, Any], file: Path) -> torch.dtype:
+    """The dtype of the weights beside a config.json; bfloat16 if `file` does not say it.
+
+    Raises:
+        ValueError: it is none in which weights are written.
+    """
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
+    name = str(config.get("dtype", config.get("torch_dtype", "bfloat16")))
+    if name not in names:
+        raise ValueError(
+            f"{file}: dtype {quoted(name)}; a policy is published in one of {', '.join(names)}"
+        )
+    return names[name]
 
 
 def check_target(directory: Path) -> None:

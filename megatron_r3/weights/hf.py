@@ -15,13 +15,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_r3.integrations.layers import unwrapped
 from megatron_r3.launch import build_models, initialize
 from megatron_r3.untrusted import one_line
+from megatron_r3.weights.bridge import BRIDGES, CHOICES, OPTION, choose, chosen_family
 from megatron_r3.weights.checkpoint import check_load, check_save, load_whole, save_whole
-from megatron_r3.weights.directory import check_target
+from megatron_r3.weights.directory import CONFIG, check_target, dtype_of, read_config
 from megatron_r3.weights.families import family_of
-from megatron_r3.weights.family import settings_of
+from megatron_r3.weights.family import Family, settings_of
 from megatron_r3.weights.policy import read_policy, write_policy
 from megatron_r3.weights.ranks import my_rank, on_first_rank, together
 
@@ -33,6 +36,18 @@ def _arguments(parser: Any) -> Any:
     )
     group.add_argument(
         "--hf-import", type=Path, metavar="DIR", help="save this transformers directory as --save"
+    )
+    group.add_argument(
+        "--hf-like",
+        type=Path,
+        metavar="DIR",
+        help="with --hf-export: take config.json and the tokenizer of this transformers directory",
+    )
+    group.add_argument(
+        OPTION,
+        choices=CHOICES,
+        default="auto",
+        help="who knows the names of the weights (auto: this project, else an installed bridge)",
     )
     return parser
 
@@ -48,20 +63,41 @@ def _run() -> None:
     # refuse what can be refused before the model is built, which takes long
     on_first_rank(lambda: _check(args))
     models = build_models(args)
+    family = _family(args, models)
     if args.hf_import is not None:
-        read_policy(models, args.hf_import, vocab_size=args.vocab_size)
+        read_policy(models, args.hf_import, family, vocab_size=args.vocab_size)
         save_whole(models, args)
         return
-    chunk: Any = unwrapped(models[0])
-    family = together(lambda: family_of(chunk.config, settings_of(chunk, args.vocab_size)))
     load_whole(models, args)
-    write_policy(models, args.hf_export, family, vocab_size=args.vocab_size)
+    dtype = torch.bfloat16
+    if (like := args.hf_like) is not None:
+        dtype = together(lambda: dtype_of(read_config(like), like / CONFIG))
+    write_policy(models, args.hf_export, family, like, dtype, vocab_size=args.vocab_size)
+
+
+def _family(args: Any, models: list[torch.nn.Module]) -> Family:
+    """The family that moves the weights. All ranks call it."""
+    directory = args.hf_import or args.hf_like
+    if directory is not None:
+        return chosen_family(args.hf_bridge, directory, models)
+    chunk: Any = unwrapped(models[0])
+    return together(lambda: family_of(chunk.config, settings_of(chunk, args.vocab_size)))
 
 
 def _check(args: Any) -> None:
+    directory = args.hf_import or args.hf_like
+    if directory is not None:
+        choose(args.hf_bridge, read_config(directory), directory / CONFIG)
     if args.hf_import is not None:
+        if args.hf_like is not None:
+            raise ValueError("--hf-like is for --hf-export; --hf-import DIR has a config.json")
         check_save(args)
         return
+    if args.hf_like is None and args.hf_bridge in BRIDGES:
+        raise ValueError(
+            f"{OPTION} {args.hf_bridge} needs --hf-like DIR, whose config.json says what model it "
+            "is, and is copied"
+        )
     if args.vocab_size is None:
         raise ValueError("--hf-export needs --vocab-size, the vocabulary without padding")
     check_target(args.hf_export)

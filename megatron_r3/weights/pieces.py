@@ -28,7 +28,7 @@ from megatron_r3.integrations.layers import unwrapped
 # `decoder.layers.3.mlp.router.weight`, or the same without the number
 _LAYER = re.compile(r"((?:decoder|mtp)\.layers\.)(?:(\d+)\.)?(.+)")
 # Megatron's name of a norm inside the linear layer behind it: the name of the norm itself
-_NORMS = {
+NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
@@ -138,7 +138,7 @@ def _piece(sharded: Any) -> Piece:
     if match := _LAYER.fullmatch(key):
         prefix, number, name = match.groups()
         layer = int(number) if number else rest.pop(0) if rest else None
-        for inside, norm in _NORMS.items():
+        for inside, norm in NORMS.items():
             name = name.replace(inside, norm)
         key = prefix + name
     if rest and _EXPERTS in key:

@@ -111,10 +111,11 @@ def write_policy(
         if chosen is None and theirs is not None:
             chosen = family_named(theirs.get("model_type"), like)
         model = _model(models, chosen, vocab_size)
-        described = model.family.hf_config(model.config, model.settings)
-        described["dtype"] = str(dtype).removeprefix("torch.")
         if like is not None and theirs is not None:
             check_described(model.family, theirs, model.config, model.settings, like / CONFIG)
+            return model, {}
+        described = model.family.hf_config(model.config, model.settings)
+        described["dtype"] = str(dtype).removeprefix("torch.")
         return model, described
 
     _finish_updates(models)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# the arguments of "qwen3" below, which is no family of this project
+QWEN3 = """
+--num-layers 3 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --group-query-attention
+--kv-channels 12 --ffn-hidden-size 48 --norm-epsilon 1e-6 --rotary-base 10000 --vocab-size 60
+--max-position-embeddings 64 --qk-layernorm --swiglu --disable-bias-linear --normalization RMSNorm
+--position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0
+"""
+# ... of which mbridge and Megatron-Bridge have names for every tensor (tests/clients)
+BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {**_QWEN, "head_dim": 12, "norm_topk_prob": True}),
+    "glm4_moe": MODELS["glm4_moe"],
+    "qwen3": ("qwen3", {"head_dim": 12}),
+}
+
 
 @dataclass(frozen=True)
 class Computed:
@@ -116,9 +132,9 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
 
 
-def make(name: str, folder: Path) -> None:
+def make(name: str, folder: Path, models: Mapping[str, Any] = MODELS) -> None:
     """Write a model of which no weight is trivial, in float32."""
-    model_type, fields = MODELS[name]
+    model_type, fields = models[name]
     config = transformers.AutoConfig.for_model(model_type, **{**_SIZES, **fields})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -151,16 +167,22 @@ def compute(model: Any) -> Computed:
     return Computed(logits, routes_BSE)
 
 
-def build(folder: Path, more: tuple[str, ...] = ()) -> tuple[list[Any], Any]:
-    """In a rank: Megatron's model of the arguments that the family makes of config.json."""
-    from megatron_r3 import launch
-
+def command(folder: Path, more: Sequence[str] = ()) -> list[str]:
+    """Megatron's arguments for the model of a directory, and for a run of it."""
     described = json.loads((folder / "config.json").read_text())
-    model = FAMILIES[described["model_type"]].arguments(described)
+    family = FAMILIES.get(described["model_type"])
+    model = QWEN3.split() if family is None else family.arguments(described)
     run = f"--seq-length {SEQUENCE} --micro-batch-size {BATCH} --train-iters 1 --lr 1e-3"
     run += " --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 32"
     run += " --moe-token-dispatcher-type alltoall --seed 3"
-    sys.argv = ["hf.py", *CPU_ARGS, *model, *run.split(), *more]
+    return [*CPU_ARGS, *model, *run.split(), *more]
+
+
+def build(folder: Path, more: Sequence[str] = ()) -> tuple[list[Any], Any]:
+    """In a rank: Megatron's model of the arguments that the family makes of config.json."""
+    from megatron_r3 import launch
+
+    sys.argv = ["hf.py", *command(folder, more)]
     args = launch.initialize()
     return launch.build_models(args), args
 

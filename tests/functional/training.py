@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from demo import task
 from demo.model import arguments
 from fidelity.off import hide_megatron_r3, weights
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from megatron_r3 import launch
+from megatron_r3.cli import main
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
 
@@ -127,11 +129,39 @@ class Policy:
     hf: Path
     store: Path
 
+    @staticmethod
+    def within(folder: Path) -> Policy:
+        """The policy that `make_policy` has put into a folder."""
+        return Policy(folder / "checkpoint", folder / "hf", folder / "store")
+
     def arguments(self, *more: str, store: Path | None = None) -> list[str]:
         """One replayed step on its rollouts."""
         load = ["--load", str(self.checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
         rollouts = ["--rollouts", str(store or self.store), "--moe-router-replay"]
         return arguments(STEP, load, rollouts, list(more))
+
+
+def make_policy(worker: TreeWorker, folder: Path, iterations: int = 60) -> None:
+    """Train a policy, export it, and store 32 rollouts of it in one shard.
+
+    Args:
+        worker: of a patched tree.
+        iterations: of its training.
+    """
+    made = Policy.within(folder)
+    pretrain = ["--micro-batch-size", "32", "--global-batch-size", "32", "--lr", "3e-3"]
+    pretrain += ["--train-iters", str(iterations), "--save-interval", "1000"]
+    save = ["--save", str(made.checkpoint)]
+    worker.run(train, 1, arguments(pretrain, save), timeout_s=300)
+    load = ["--micro-batch-size", "1", "--load", str(made.checkpoint)]
+    worker.run(export, 1, arguments(load, ["--hf-export", str(made.hf)]), timeout_s=120)
+    prompts = folder / "prompts.jsonl"
+    task.write_prompts(prompts, 8, 10_000_000)
+    # transformers samples in bfloat16
+    argv = ["rollouts", "collect", "--engine", "transformers", "--model", str(made.hf)]
+    argv += ["--prompts", str(prompts), "--out", str(made.store), "--n", "4", "--seed", "1"]
+    argv += ["--max-tokens", str(task.MAX_ANSWER), "--reward", "demo.task:reward"]
+    assert main(argv) == 0
 
 
 def changed_store(

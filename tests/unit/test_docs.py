@@ -94,6 +94,10 @@ RUN_BY = [
         r"torchrun .*\$ARGS\b",
         "tests/functional/test_update_examples.py::test_a_command_of_the_page_trains",
     ),
+    (
+        r"torchrun .*hf\.py .*--hf-bridge\b",
+        "tests/clients/test_bridge_weights.py::test_a_model_that_is_no_family_of_ours",
+    ),
     (r"torchrun .*hf\.py --hf-export\b", "tests/functional/test_hf.py::test_import_and_export"),
     (r"torchrun .*hf\.py --hf-import\b", "tests/functional/test_hf.py::test_import_and_export"),
     (

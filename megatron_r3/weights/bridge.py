@@ -1,0 +1,201 @@
+"""Who knows the names of a model's weights: a family of this project, Megatron-Bridge, or mbridge.
+
+`auto` takes this project's family where there is one. The files have the same bytes through a
+bridge, but not every model of a family goes through one (a dense layer in a Qwen3-MoE, gpt-oss),
+and what is written must not depend on what else is installed: a training that is resumed compares
+its policies with those of before. For any other model `auto` takes Megatron-Bridge, then mbridge.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_r3.integrations.layers import unwrapped
+from megatron_r3.untrusted import one_line, quoted
+from megatron_r3.weights import bridge_mbridge, bridge_megatron_bridge
+from megatron_r3.weights.bridge_checks import rope_of
+from megatron_r3.weights.bridge_family import BridgeFamily, Translator, shapes_of
+from megatron_r3.weights.directory import CONFIG, read_config
+from megatron_r3.weights.families import FAMILIES, REFUSED, family_named
+from megatron_r3.weights.family import Family, check_described, settings_of
+from megatron_r3.weights.gather import plan_of
+from megatron_r3.weights.pieces import pieces_of
+from megatron_r3.weights.ranks import everyones, my_rank, together
+
+OPTION, VARIABLE = "--hf-bridge", "MEGATRON_R3_HF_BRIDGE"
+
+
+@dataclass(frozen=True)
+class _Bridge:
+    """A library that may be installed.
+
+    Attributes:
+        module: what is imported.
+        known: the values that it knows, and the field of config.json that they are of.
+        translator: made with a title, transformers' config, and Megatron's TransformerConfig.
+    """
+
+    module: str
+    known: Callable[[], tuple[set[str], str]]
+    translator: Callable[[str, Any, Any], Translator]
+
+
+BRIDGES = {  # by the name on PyPI, in the order of `auto`
+    "megatron-bridge": _Bridge(
+        "megatron.bridge",
+        bridge_megatron_bridge.known_models,
+        bridge_megatron_bridge.MegatronBridge,
+    ),
+    "mbridge": _Bridge("mbridge", bridge_mbridge.known_models, bridge_mbridge.Mbridge),
+}
+CHOICES = ("auto", *BRIDGES, "own")
+
+
+def choice_of_environment() -> str:
+    """What MEGATRON_R3_HF_BRIDGE chooses; `auto` if it is not set.
+
+    Raises:
+        ValueError: it is no choice.
+    """
+    choice = os.environ.get(VARIABLE) or "auto"
+    if choice not in CHOICES:
+        raise ValueError(f"{VARIABLE} is {quoted(choice)}; expected one of {', '.join(CHOICES)}")
+    return choice
+
+
+def choose(choice: str, config: Mapping[str, Any], where: object, option: str = OPTION) -> str:
+    """Who moves the weights of a model, on this rank.
+
+    Args:
+        choice: one of CHOICES.
+        config: config.json, which `where` names in messages.
+        option: what the user has set.
+
+    Returns:
+        "own", or a key of BRIDGES.
+
+    Raises:
+        ValueError: what was chosen is not installed or does not know the model; or, with `auto`,
+            nobody knows it.
+    """
+    model_type = config.get("model_type")
+    if choice in BRIDGES:
+        if reason := _why_not(choice, config):
+            raise ValueError(f"{where}: {option} {choice}: {reason}")
+        return choice
+    is_ours = isinstance(model_type, str) and (model_type in FAMILIES or model_type in REFUSED)
+    if choice == "own" or is_ours:
+        family_named(model_type, where)
+        return "own"
+    reasons = []
+    for name in BRIDGES:
+        reason = _why_not(name, config)
+        if reason is None:
+            return name
+        reasons.append(reason)
+    raise ValueError(
+        f"{where}: model_type is {quoted(model_type)}, which is none of this project's "
+        f"({', '.join(sorted(FAMILIES))}); {'; '.join(reasons)}"
+    )
+
+
+def _why_not(name: str, config: Mapping[str, Any]) -> str | None:
+    """Why a bridge cannot move a model; None if it can."""
+    bridge = BRIDGES[name]
+    try:
+        found = importlib.util.find_spec(bridge.module)
+    except ModuleNotFoundError:  # of the package `megatron`, which holds `megatron.bridge`
+        found = None
+    if found is None:
+        return f"{name} is not installed (pip install {name})"
+    try:
+        known, field = bridge.known()
+    except Exception as error:  # of another project's import: any
+        return f"{_title(name)} cannot be imported: {type(error).__name__}: {one_line(str(error))}"
+    theirs = config.get(field)
+    if not known & {str(each) for each in (theirs if isinstance(theirs, list) else [theirs])}:
+        return f"{_title(name)} does not know the {field} {quoted(theirs)}"
+    return None
+
+
+def _title(name: str) -> str:
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:  # e.g. a clone that is on the path
+        return name
+
+
+def chosen_family(
+    choice: str, directory: Path, models: Sequence[torch.nn.Module], option: str = OPTION
+) -> Family:
+    """The family that moves the weights between a model and a directory. All ranks call it.
+
+    Args:
+        choice: one of CHOICES.
+        directory: a transformers directory of the model; weights need not be in it.
+        models: this rank's model chunks, in Megatron's wrappers or without.
+        option: what the user has set.
+
+    Raises:
+        ValueError: see `choose`; or the ranks have other packages installed; or the bridge cannot
+            move this model. The same on every rank.
+    """
+    where = directory / CONFIG
+    config = together(lambda: read_config(directory))
+    name = together(lambda: choose(choice, config, where, option))
+    titles = everyones("own" if name == "own" else _title(name))
+    if len({*titles}) > 1:
+        raise ValueError(
+            f"{where}: weights would go through {', '.join(sorted({*titles}))} on different ranks; "
+            "install the same packages everywhere"
+        )
+    if name == "own":
+        return family_named(config.get("model_type"), where)
+    if my_rank() == 0:
+        print(f"{where}: weights go through {titles[0]}", file=sys.stderr, flush=True)
+    places = list(plan_of(together(lambda: pieces_of(models))))
+
+    def through() -> Family:
+        chunk: Any = unwrapped(models[0])
+        theirs = _hf_config(directory)
+        try:
+            translator = BRIDGES[name].translator(titles[0], theirs, chunk.config)
+        except Exception as error:  # of another project: any
+            raise ValueError(
+                f"{where}: {titles[0]} refuses it: {type(error).__name__}: {one_line(str(error))}"
+            ) from error
+        family = BridgeFamily(translator, theirs, places, shapes_of(directory))
+        # What cannot be moved is refused before a checkpoint is loaded.
+        settings = settings_of(chunk, None)
+        family.check(chunk.config, settings)
+        check_described(family, config, chunk.config, settings, where)
+        family.tensors(chunk.config)
+        return family
+
+    return together(through)
+
+
+def _hf_config(directory: Path) -> Any:
+    """transformers' config of a directory; its code, if it has any, is not run."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers checks the fields of some models, and not of others
+        raise ValueError(
+            f"{directory / CONFIG}: transformers refuses it: {type(error).__name__}: "
+            f"{one_line(str(error))}"
+        ) from error
+    # transformers 5 has the base in rope_parameters; the bridges read the name of transformers 4
+    if not hasattr(config, "rope_theta") and "rope_theta" in rope_of(config):
+        config.rope_theta = rope_of(config)["rope_theta"]
+    return config

@@ -1,0 +1,126 @@
+"""Whether a config.json describes a Megatron model, where no family of this project knows it.
+
+Two things are compared with the Megatron model: config.json itself, and the config that the bridge
+would build from it. What neither of them is known to say is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_r3.integrations.layers import moe_layer_indices
+from megatron_r3.untrusted import quoted
+from megatron_r3.weights.family import ModelSettings
+
+# Fields of TransformerConfig that change what a model computes, and that a bridge gives.
+_BUILT = """
+normalization layernorm_zero_centered_gamma gated_linear_unit activation_func add_bias_linear
+add_qkv_bias qk_layernorm multi_latent_attention attention_output_gate window_size softmax_type
+softmax_scale num_moe_experts
+""".split()
+_BUILT_MOE = """
+moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+moe_router_topk_scaling_factor
+""".split()
+_BUILT_MLA = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim".split()
+_ABSENT = object()
+
+
+def compare_models(
+    hf_config: Any, built: Any, title: str, config: Any, settings: ModelSettings
+) -> None:
+    """Refuse a config.json that describes another model than a Megatron model is.
+
+    Args:
+        hf_config: transformers' config, with transformers' own values of what config.json lacks.
+        built: what the bridge makes of it.
+        title: of the bridge.
+        config: Megatron's TransformerConfig.
+
+    Raises:
+        ValueError: naming the first field that differs, or that cannot be compared.
+    """
+    _refuse_unknown(hf_config, title)
+    for name, ours in _expected(hf_config, config, settings).items():
+        theirs = getattr(hf_config, name, _ABSENT)
+        if name == "head_dim" and theirs in (None, _ABSENT):
+            theirs = hf_config.hidden_size // hf_config.num_attention_heads
+        if theirs is not _ABSENT and theirs != ours:
+            raise _other(f"{name} is {quoted(theirs)}", quoted(ours))
+    names = [*_BUILT, *(_BUILT_MOE if config.num_moe_experts else ())]
+    for name in [*names, *(_BUILT_MLA if config.multi_latent_attention else ())]:
+        ours, theirs = getattr(config, name, None), getattr(built, name, None)
+        # None, False and 0 all say that an option is off
+        if theirs != ours and (theirs or ours):
+            raise _other(f"{title} makes {name} {_shown(theirs)} of it", _shown(ours))
+    moe, theirs_moe = (_moe_layers(each) for each in (config, built))
+    if moe != theirs_moe:
+        raise _other(f"{title} gives the layers {theirs_moe} experts", str(moe))
+    if len(moe) < config.num_layers and built.ffn_hidden_size != config.ffn_hidden_size:
+        raise _other(f"ffn_hidden_size is {built.ffn_hidden_size}", str(config.ffn_hidden_size))
+
+
+def _expected(hf_config: Any, config: Any, settings: ModelSettings) -> dict[str, Any]:
+    """Fields of config.json, and what the Megatron model would have there."""
+    expected = {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "rms_norm_eps": config.layernorm_epsilon,
+        "rope_theta": settings.rotary_base,
+        "tie_word_embeddings": settings.tied,
+    }
+    if settings.vocab_size is not None:
+        expected["vocab_size"] = settings.vocab_size
+    if not config.multi_latent_attention:
+        expected["num_key_value_heads"] = config.num_query_groups
+        expected["head_dim"] = config.kv_channels
+    if config.num_moe_experts:
+        expected["num_experts_per_tok"] = config.moe_router_topk
+        if config.moe_router_score_function == "softmax":
+            expected["norm_topk_prob"] = not config.moe_router_pre_softmax
+    turned = rope_of(hf_config).get("partial_rotary_factor", _ABSENT)
+    turned = getattr(hf_config, "partial_rotary_factor", 1.0) if turned is _ABSENT else turned
+    if settings.rotary_percent != (1.0 if turned is None else turned):
+        raise _other(f"partial_rotary_factor is {quoted(turned)}", str(settings.rotary_percent))
+    if settings.position_embedding_type != "rope" or settings.rotary_scaling:
+        raise ValueError("through a bridge only models with plain RoPE are moved")
+    return expected
+
+
+def rope_of(hf_config: Any) -> dict[str, Any]:
+    """How RoPE is turned, by either release of transformers; empty where config.json is silent."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(found := getattr(hf_config, name, None), dict):
+            return found
+    return {}
+
+
+def _refuse_unknown(hf_config: Any, title: str) -> None:
+    """Refuse what changes a model and is compared by no field."""
+    rope = rope_of(hf_config)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kinds = {*(getattr(hf_config, "layer_types", None) or ())} - {"full_attention"}
+    for name, value, can in (
+        ("quantization_config", getattr(hf_config, "quantization_config", None) or None, None),
+        ("rope_type", kind, "default"),
+        ("layer_types", sorted(kinds) or None, None),
+    ):
+        if value != can:
+            raise ValueError(
+                f"{name} is {quoted(value)}; through {title} only {quoted(can)} can be moved, "
+                "because nothing here compares it with Megatron's arguments"
+            )
+
+
+def _moe_layers(config: Any) -> tuple[int, ...]:
+    return moe_layer_indices(config) if config.num_moe_experts else ()
+
+
+def _shown(value: Any) -> str:
+    return quoted(getattr(value, "__name__", value))
+
+
+def _other(theirs: str, ours: str) -> ValueError:
+    return ValueError(f"{theirs}; Megatron's arguments make it {ours}: other model arguments")

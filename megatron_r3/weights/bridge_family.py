@@ -1,0 +1,262 @@
+"""A model family that mbridge or Megatron-Bridge knows, tensor by tensor.
+
+A bridge says what transformers calls a Megatron tensor, and how the values of one make the other.
+The rest is as for the families of this project: which rank has what, how ranks fail together, the
+files, the dtypes. The libraries' own export and import are not called, because they
+
+- pass over a tensor that they have no name for (Megatron-Bridge, with a warning),
+- know the names of Transformer Engine's experts only, not of the local layers' (both),
+- leave the other ranks waiting where one rank fails in the middle,
+- put each tensor on every rank.
+
+A bridge is not believed: what it has converted is converted back, and must have the same bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_r3.untrusted import one_line
+from megatron_r3.weights.bridge_checks import compare_models
+from megatron_r3.weights.directory import Reading
+from megatron_r3.weights.families import FAMILIES
+from megatron_r3.weights.family import VOCABULARY, Mapped, ModelSettings
+from megatron_r3.weights.pieces import NORMS, Place
+
+T = TypeVar("T")
+Shapes = Mapping[str, tuple[int, ...]]
+# transformers keeps it in float32, whatever the other weights have (families/parts.py)
+_FLOAT32 = "mlp.router.expert_bias"
+
+
+class Translator(Protocol):
+    """What one bridge knows of one model. Nothing here communicates.
+
+    Attributes:
+        title: the bridge and its version.
+    """
+
+    title: str
+
+    def built(self) -> Any:
+        """What the bridge makes of config.json, with the fields of Megatron's TransformerConfig."""
+
+    def names(self, name: str) -> tuple[str, ...] | None:
+        """The transformers tensors of Megatron's tensor `name`; None if the bridge knows none."""
+
+    def to_hf(self, name: str, whole: Tensor) -> dict[str, Tensor]:
+        """A whole Megatron tensor as transformers' tensors, by name."""
+
+    def to_megatron(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse; the parts in the order of `names`."""
+
+
+class BridgeFamily:
+    """The family (`megatron_r3.weights.family.Family`) that a bridge knows.
+
+    Where this project has a family of the same type, what that family checks is checked here too.
+
+    Args:
+        translator: of the bridge.
+        hf_config: transformers' config of the model.
+        places: all tensors of the Megatron model.
+        shapes: of the tensors of a transformers directory of the model, by name; empty if it has
+            no weights. What is written must have these names and shapes.
+    """
+
+    def __init__(
+        self, translator: Translator, hf_config: Any, places: Sequence[Place], shapes: Shapes
+    ) -> None:
+        self.model_type: str = hf_config.model_type
+        self._translator, self._hf_config = translator, hf_config
+        self._places, self._shapes = places, shapes
+        self._own = FAMILIES.get(self.model_type)
+
+    def check(self, config: Any, settings: ModelSettings) -> None:
+        """Refuse a Megatron model that is not of this family, as far as it is known here.
+
+        Raises:
+            ValueError: it says what the model lacks.
+        """
+        if self._own is not None:
+            self._own.check(config, settings)
+
+    def hf_config(self, config: Any, settings: ModelSettings) -> dict[str, Any]:
+        """No config.json is made through a bridge; that of a directory is copied.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{self._translator.title} does not write config.json: name a transformers directory "
+            "of the model (--hf-like DIR)"
+        )
+
+    def arguments(self, hf_config: Mapping[str, Any]) -> list[str]:
+        """Megatron's arguments of a config.json, where this project has the family.
+
+        Raises:
+            ValueError: this project does not have it.
+        """
+        if self._own is None:
+            raise ValueError(f"{self.model_type}: no family that knows Megatron's arguments")
+        return self._own.arguments(hf_config)
+
+    def is_left_out(self, name: str, config: Any) -> bool:
+        """See `Family`: the layers for prediction follow on the last layer."""
+        if self._own is not None:
+            return self._own.is_left_out(name, config)
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        predicts = getattr(self._hf_config, "num_nextn_predict_layers", 0)
+        return bool(predicts and layer and int(layer[1]) >= config.num_layers)
+
+    def compare(self, hf_config: Mapping[str, Any], config: Any, settings: ModelSettings) -> None:
+        """Refuse a config.json that describes another model than a Megatron model is.
+
+        Raises:
+            ValueError: it names the first field that differs.
+        """
+        if self._own is not None:
+            self._own.compare(hf_config, config, settings)
+            return
+        built = self._asked("a config of the model", self._translator.built)
+        compare_models(self._hf_config, built, self._translator.title, config, settings)
+
+    def tensors(self, config: Any) -> list[Mapped]:
+        """All tensors of the model.
+
+        Raises:
+            ValueError: the bridge has no name for a tensor, or the same for two; or its names are
+                not those of the directory.
+        """
+        mapped = [self._mapped(place) for place in self._places]
+        where: dict[str, Place] = {}
+        for entry in mapped:
+            for name in entry.names:
+                if name in where:
+                    raise ValueError(
+                        f"{self._translator.title} makes {name} of several tensors "
+                        f"({where[name]}, {entry.places[0]}), which is not done here"
+                    )
+                where[name] = entry.places[0]
+        if self._shapes:
+            others = [n for n in self._shapes if not self.is_left_out(n, config)]
+            if differing := sorted({*others} ^ where.keys()):
+                raise ValueError(
+                    f"{self._translator.title} and the transformers directory do not have the "
+                    f"same tensors: {differing[:3]} ({len(differing)} of them) are in one only"
+                )
+        return mapped
+
+    def _mapped(self, place: Place) -> Mapped:
+        names_of = {name: self._translator.names(name) for name in spellings(place)}
+        found = {name: names for name, names in names_of.items() if names}
+        if place.key.startswith("mtp."):
+            found = {}
+        if len(set(found.values())) != 1:
+            raise ValueError(
+                f"{self._translator.title} has no name for {place} of a {self.model_type} model, "
+                "or several: it would be lost"
+            )
+        name, names = next(iter(found.items()))
+
+        def to_hf(wholes: list[Tensor]) -> list[Tensor]:
+            (whole,) = wholes
+            parts = self._to_hf(name, names, whole)
+            self._check_shapes(place, names, parts)
+            back = self._asked(place, lambda: self._translator.to_megatron(name, parts))
+            self._refuse_changed(place, [whole], [back])
+            return parts
+
+        def to_megatron(parts: list[Tensor]) -> list[Tensor]:
+            whole = self._asked(place, lambda: self._translator.to_megatron(name, parts))
+            self._refuse_changed(place, parts, self._to_hf(name, names, whole))
+            return [whole]
+
+        dtype = torch.float32 if place.key.endswith(_FLOAT32) else None
+        return Mapped((place,), names, to_hf, to_megatron, dtype)
+
+    def _to_hf(self, name: str, names: tuple[str, ...], whole: Tensor) -> list[Tensor]:
+        parts = self._asked(name, lambda: self._translator.to_hf(name, whole))
+        if parts.keys() != {*names}:
+            raise ValueError(
+                f"{self._translator.title} makes {sorted(parts)} of {name}; expected {[*names]}"
+            )
+        return [parts[each] for each in names]
+
+    def _check_shapes(self, place: Place, names: Sequence[str], parts: Sequence[Tensor]) -> None:
+        rows = slice(1 if place in VOCABULARY else 0, None)  # the padding is not yet cut off
+        for name, part in zip(names, parts, strict=True):
+            want = self._shapes.get(name)
+            if want is not None and want[rows] != tuple(part.shape)[rows]:
+                raise ValueError(
+                    f"{self._translator.title} makes {name} {tuple(part.shape)} of {place}; the "
+                    f"transformers directory has {want}: other model arguments"
+                )
+
+    def _refuse_changed(
+        self, place: Place, before: Sequence[Tensor], after: Sequence[Tensor]
+    ) -> None:
+        if not all(_same_bits(a, b) for a, b in zip(before, after, strict=True)):
+            raise ValueError(
+                f"{self._translator.title} does not bring {place} back as it was: other model "
+                "arguments, or the bridge rounds it"
+            )
+
+    def _asked(self, what: object, question: Callable[[], T]) -> T:
+        """What the bridge answers; its errors name it.
+
+        Raises:
+            ValueError: the bridge has raised.
+        """
+        try:
+            return question()
+        except Exception as error:  # of another project: any
+            reason = one_line(str(error), 500)
+            raise ValueError(
+                f"{self._translator.title} fails on {what}: {type(error).__name__}: {reason}"
+            ) from error
+
+
+def spellings(place: Place) -> list[str]:
+    """The names of a tensor in Megatron: with Transformer Engine's layers, and with the local ones.
+
+    Example: `decoder.layers.3.self_attention.linear_qkv.layer_norm_weight` and
+    `decoder.layers.3.input_layernorm.weight`.
+    """
+    if place.layer is None:
+        return [place.key]
+    prefix, _, name = place.key.partition(".layers.")
+    inside = f"{prefix}.layers.{place.layer}."
+    if place.expert is not None:
+        # experts.experts.linear_fc1.weight of expert 5 is experts.linear_fc1.weight5
+        return [f"{inside}{name.replace('.experts.experts.', '.experts.')}{place.expert}"]
+    fused = [
+        name.replace(norm, linear, 1) for linear, norm in NORMS.items() if name.startswith(norm)
+    ]
+    return [*(inside + each for each in fused), inside + name]
+
+
+def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a transformers directory's tensors, by name; none if it has no weights.
+
+    Raises:
+        ValueError: a file of it is missing, or not whole.
+    """
+    if not next(directory.glob("*.safetensors"), None):
+        return {}
+    with Reading(directory) as reading:
+        return {name: reading.shape(name) for name in reading.names}
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # bits, because a NaN does not equal itself; it is refused elsewhere, by its name
+    return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (one, other)))

@@ -1,0 +1,74 @@
+"""mbridge's names and shapes, tensor by tensor (read and run: 0.15.1, from PyPI).
+
+Only what mbridge knows of a model is taken: `_weight_name_mapping_mcore_to_hf`,
+`_weight_to_hf_format` and `_weight_to_mcore_format`, which each of its models may override. Its
+`export_weights` and `load_weights` are not called: megatron_r3.weights.bridge_family says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+# how mbridge says that it has no name for a tensor
+_UNKNOWN = (NotImplementedError, KeyError, IndexError, AssertionError)
+
+
+class Mbridge:
+    """The translator (`megatron_r3.weights.bridge_family.Translator`) of one model.
+
+    Args:
+        title: what messages call it, with its version.
+        hf_config: transformers' config of the model. Process groups of Megatron exist.
+        config: Megatron's TransformerConfig.
+    """
+
+    def __init__(self, title: str, hf_config: Any, config: Any) -> None:
+        from mbridge import AutoBridge
+        from mbridge.core.bridge import _MODEL_REGISTRY
+
+        self.title = title
+        # A model with tied embeddings changes this table of its class, also for untied ones.
+        names = _MODEL_REGISTRY[hf_config.model_type]._DIRECT_MAPPING
+        before = dict(names)
+        try:
+            self._bridge = AutoBridge.from_config(hf_config)
+            self._bridge._DIRECT_MAPPING = dict(names)
+        finally:
+            names.clear()
+            names.update(before)
+        self._bridge.dtype = None  # else it rounds what it reads to bfloat16
+
+    def built(self) -> Any:
+        """The TransformerConfig that mbridge makes of config.json."""
+        return self._bridge.config
+
+    def names(self, name: str) -> tuple[str, ...] | None:
+        """The transformers tensors of Megatron's tensor `name`; None if mbridge knows none."""
+        try:
+            return tuple(self._bridge._weight_name_mapping_mcore_to_hf(name))
+        except _UNKNOWN:
+            return None
+
+    def to_hf(self, name: str, whole: Tensor) -> dict[str, Tensor]:
+        """A whole Megatron tensor as transformers' tensors, by name."""
+        names, tensors = self._bridge._weight_to_hf_format(name, whole)
+        return dict(zip(names, tensors, strict=True))
+
+    def to_megatron(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse; the parts in the order of `names`."""
+        whole: Tensor = self._bridge._weight_to_mcore_format(name, list(parts))
+        return whole
+
+
+def known_models() -> tuple[set[str], str]:
+    """The values that mbridge knows, and the field of config.json that they are of.
+
+    Raises:
+        ImportError: and any other error of mbridge's import.
+    """
+    from mbridge import AutoBridge
+
+    return set(AutoBridge.list_supported_models()), "model_type"
