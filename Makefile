@@ -56,9 +56,8 @@ BRIDGE   ?=
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
-	bench-dispatch bench-update bench-clients bench-store bench-publish gpu-kit online image image-sampler image-vllm-cpu image-test \
-	image-matrix \
-	test fuzz lint clean
+	bench-dispatch bench-update bench-clients bench-store bench-publish gpu-kit online image image-sampler image-vllm-cpu \
+	image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
