@@ -50,7 +50,7 @@ keep() { # PART COMMAND: the same, again where it dies
 }
 
 # Slurm sends it to this script before the end of its time.
-trap 'signalled=1; echo "queued again"; scontrol requeue "$SLURM_JOB_ID"' USR1
+trap 'echo "queued again"; scontrol requeue "$SLURM_JOB_ID"; exit 0' USR1
 
 file=$(printf %q "$config")
 $r3 rl check "$config"
@@ -58,13 +58,9 @@ trainer=$($r3 rl trainer "$config" --print) # the same at each start
 keep sampler "exec $r3 rl sampler $file" &
 keep collector "exec $r3 rl collector $file" &
 keep trainer "export PET_NODE_RANK=\$SLURM_PROCID; exec $trainer" &
-running=3 signalled=
-while [ "$running" -gt 0 ]; do
+for _ in sampler collector trainer; do
   status=0
-  wait -n || status=$?
-  [ -z "$signalled" ] || { signalled=; continue; } # `wait` ended before a part did
-  # the end of this script ends the other parts
+  wait -n || status=$? # the next one that ends; the end of this script ends the others
   [ "$status" = 0 ] || { echo "error: a part of the run ended with status $status" >&2; exit "$status"; }
-  running=$((running - 1))
 done
 echo "$config: all parts have ended"
