@@ -24,7 +24,8 @@ ONLY     ?=
 # fuzz: how many tries, and the seed that chooses them
 TRIES    ?= 10000
 SEED     ?= 0
-COLLECTIONS ?= 36
+# online: how often it samples and trains; a second seed is another run
+COLLECTIONS ?= 30
 # test: how many processes share the tests
 JOBS     ?= $(shell nproc)
 # bench-dispatch, bench-update, bench-clients and bench-store: the most rounds; the benchmark ends earlier if every ratio

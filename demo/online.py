@@ -27,8 +27,9 @@ from demo.model import arguments
 from demo.process import Failed
 from demo.stages import WORLD_SIZE, Stages
 
-COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 36, 32, 16
-MINI_STEPS = 2
+COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 30, 32, 16
+MINI_STEPS = 4
+EXAMINED = 8  # rollouts of each collection, by the truth test
 NUM_PROMPTS, FIRST_PROMPT = 2048, 20_000_000  # far from the problems of the first training
 PORT = 31700
 TEMPLATES = {"sglang": sglang_server.template, "vllm": vllm_server.template}
@@ -52,6 +53,7 @@ checkpoint = "{start}/checkpoint"     # Megatron: where training begins
 [sampler]
 {sampler}
 max_tokens = {max_tokens}
+examine = {examined}                  # rollouts that the truth test looks at before they are stored
 
 [prompts]
 file = "prompts.jsonl"
@@ -102,6 +104,7 @@ def write_config(file: Path, places: Places, sampler: str, seed: int, collection
             start=places.start,
             sampler=sampler,
             max_tokens=task.MAX_ANSWER,
+            examined=EXAMINED,
             per_collection=PROMPTS_PER_COLLECTION,
             samples=SAMPLES,
             megatron=places.megatron,
@@ -118,35 +121,71 @@ def sampler_fields(sampler: str, model: Path) -> str:
     """The fields of [sampler] that say which engine samples, and how it is started."""
     if sampler == "transformers":
         return f"port = {PORT}"
-    command, environment = TEMPLATES[sampler](model)
-    in_place = "true" if sampler == "sglang" else "false"  # a vLLM on a CPU loads wrongly in place
+    in_place = sampler == "sglang"  # a vLLM on a CPU loads wrongly in place
+    command, environment = TEMPLATES[sampler](model, in_place=in_place)
     pairs = ", ".join(f"{name} = {json.dumps(value)}" for name, value in environment.items())
     return (
-        f'engine = "{sampler}"\nport = {PORT}\nin_place = {in_place}\n'
+        f'engine = "{sampler}"\nport = {PORT}\nin_place = {json.dumps(in_place)}\n'
         f"command = {json.dumps(command)}\nenvironment = {{ {pairs} }}\nconcurrency = 32"
     )
 
 
 def measured(run: Path) -> dict[str, Any]:
-    """What a run has shown."""
+    """What a run has shown, collection by collection and step by step."""
     events = [
         json.loads(line) for line in (run / "events/collector.jsonl").read_text().splitlines()
     ]
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rewards = [event["reward"] for event in events if event["event"] == "collected"]
-    third = len(rewards) // 3
+    collected = [event for event in events if event["event"] == "collected"]
     return {
-        "reward": rewards,
-        "first_third": float(np.mean(rewards[:third])),
-        "last_third": float(np.mean(rewards[-third:])),
+        "reward": [event["reward"] for event in collected],
+        "length_cut": [event["length_cut"] for event in collected],
         "pushes": [event["abs_dlogp"] for event in events if event["event"] == "pushed"],
+        "mismatch": [event["mismatch"] for event in events if event["event"] == "examined"],
         "dispatched": [step["routes dispatched as recorded"] for step in steps],
         "k3_kl": [step["update/sampler k3 kl"] for step in steps],
     }
 
 
+def thirds(values: list[float]) -> list[float]:
+    """The means of the first, the middle and the last third of some values."""
+    third = len(values) // 3
+    middle = values[third:-third]
+    return [float(np.mean(part)) for part in (values[:third], middle, values[-third:])]
+
+
+ROWS = {
+    "reward": "reward",
+    "length_cut": "responses cut off",
+    "pushes": "|dlogp| of the push",
+    "mismatch": "router mismatch, truth test",
+    "k3_kl": "k3 KL, sampler to trainer",
+}
+
+
+def table(numbers: dict[str, Any]) -> str:
+    """What was measured, by thirds of the run."""
+    lines = [f"{'':28} {'first third':>12} {'second':>12} {'last third':>12}"]
+    for name, words in ROWS.items():
+        means = "".join(f" {value:12.4f}" for value in thirds(numbers[name]))
+        lines.append(f"{words:28}{means}")
+    return "\n".join(lines)
+
+
+def failures(numbers: dict[str, Any], collections: int) -> list[str]:
+    """What must not be in a run whose parts all ended well."""
+    found = []
+    if len(numbers["pushes"]) != collections:
+        found.append(f"{len(numbers['pushes'])} pushes were verified, not {collections}")
+    if len(numbers["mismatch"]) != collections:
+        found.append(f"{len(numbers['mismatch'])} collections were examined, not {collections}")
+    if (least := min(numbers["dispatched"])) < 1:
+        found.append(f"only {least:.4f} of a step's routes were dispatched as recorded")
+    return found
+
+
 def main() -> int:
-    """Run the loop; 1 where a part fails."""
+    """Run the loop; 1 where a part fails, or where a row was not dispatched as recorded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
     parser.add_argument("--out", type=Path, default=Path("build/online"))
@@ -171,20 +210,20 @@ def main() -> int:
     places = Places(str(start.out), str(start.megatron), str(ROOT))
     write_config(config, places, fields, args.seed, args.collections)
     began = time.monotonic()
-    command = [sys.executable, "-m", "megatron_r3.cli", "rl", "run", str(config)]
-    if status := subprocess.run(command, check=False, cwd=ROOT).returncode:
+    rl = [sys.executable, "-m", "megatron_r3.cli", "rl"]
+    if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:
         return status
-    summary = {**measured(out / "run"), "seconds": round(time.monotonic() - began)}
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(
-        f"reward: {summary['first_third']:.3f} in the first third of {args.collections} "
-        f"collections, {summary['last_third']:.3f} in the last\n"
-        f"pushes: {len(summary['pushes'])}, all verified; |dlogp| between sampler and trainer at "
-        f"most {max(summary['pushes']):.4f}\n"
-        f"routes dispatched as recorded: at least {min(summary['dispatched']):.4f} of each step\n"
-        f"time: {summary['seconds']} s; config: {config}"
-    )
-    return 0
+    numbers = {**measured(out / "run"), "seconds": round(time.monotonic() - began)}
+    (out / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
+    page = out / "report.html"
+    report = [*rl, "report", str(out / "run"), "--out", str(page)]
+    if status := subprocess.run(report, check=False, cwd=ROOT).returncode:
+        return status
+    print(f"\n{table(numbers)}\n\ntime: {numbers['seconds']} s; config: {config}; page: {page}")
+    wrong = failures(numbers, args.collections)
+    for line in wrong:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -43,10 +43,17 @@ def serve(model: str | Path, build: Path = BUILD) -> Iterator[str]:
         yield url
 
 
-def template(model: Path, build: Path = BUILD) -> tuple[list[str], dict[str, str]]:
+def template(
+    model: Path, build: Path = BUILD, in_place: bool = True
+) -> tuple[list[str], dict[str, str]]:
     """The server's command, and its environment, for any policy that has the shape of a model.
 
     In the command {model}, {port} and {version}, the name of the policy, are to be filled in.
+
+    Args:
+        in_place: for a server that shall take new weights. It is not told which policy it begins
+            with: it says so only when it was given one, and a server that died and was started
+            again cannot be taken for the one before.
 
     Raises:
         ServerError: SGLang cannot be installed.
@@ -66,5 +73,7 @@ def template(model: Path, build: Path = BUILD) -> tuple[list[str], dict[str, str
     flags += ["--max-total-tokens", str(MOST_REQUESTS * length)]
     # Tokens bound the cache, not this share of the memory. SGLang counts what other programs take
     # while it loads as its own, and does not start where that is more than the share.
-    flags += ["--mem-fraction-static", "0.9", "--weight-version", "{version}"]
+    flags += ["--mem-fraction-static", "0.9"]
+    if not in_place:
+        flags += ["--weight-version", "{version}"]
     return flags, {**ENVIRONMENT, "PYTHONPATH": f"{home}:{CPU}"}

@@ -41,10 +41,16 @@ def serve(model: str | Path, build: Path = BUILD) -> Iterator[str]:
         yield url
 
 
-def template(model: Path, build: Path = BUILD) -> tuple[list[str], dict[str, str]]:
+def template(
+    model: Path, build: Path = BUILD, in_place: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """The server's command, and its environment, for any policy that has the shape of a model.
 
     In the command {model}, {port} and {version}, the name of the policy, are to be filled in.
+
+    Args:
+        in_place: for a server that shall take new weights: then its model has one name, and the
+            policy is not what it was started with.
 
     Raises:
         ServerError: vLLM cannot be installed.
@@ -54,7 +60,8 @@ def template(model: Path, build: Path = BUILD) -> tuple[list[str], dict[str, str
     flags = [str(install(build)), "-m", "vllm.entrypoints.openai.api_server", "--model", "{model}"]
     flags += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16"]
     flags += ["--enable-return-routed-experts", "--enforce-eager", "--max-num-seqs", "32"]
-    flags += ["--max-model-len", str(length), "--served-model-name", "{version}"]
+    name = "policy" if in_place else "{version}"
+    flags += ["--max-model-len", str(length), "--served-model-name", name]
     if not (model / "tokenizer_config.json").exists():
         flags.append("--skip-tokenizer-init")
-    return flags, ENVIRONMENT
+    return flags, {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"} if in_place else ENVIRONMENT

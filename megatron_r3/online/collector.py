@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,19 @@ import numpy as np
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.online.batches import BatchServer
 from megatron_r3.online.config import Config, ConfigError
+from megatron_r3.online.examine import examiner
+from megatron_r3.online.loading import Loader
 from megatron_r3.online.push import Push, Pusher, PushError
 from megatron_r3.online.sampler import Collected
-from megatron_r3.policies.probe import Difference, Floor
-from megatron_r3.policies.published import PublishedPolicy, version_name, wait_for_policy
+from megatron_r3.policies.floor import Floor
+from megatron_r3.policies.probe import Difference, Probe
+from megatron_r3.policies.published import (
+    PublishedPolicy,
+    published,
+    read_policy,
+    version_name,
+    wait_for_policy,
+)
 from megatron_r3.rollouts.client import Client
 from megatron_r3.rollouts.collect import CollectError, collect
 from megatron_r3.rollouts.engine import EngineChanged, Identity
@@ -32,6 +42,7 @@ from megatron_r3.rollouts.prompts import Prompt, read_prompts
 from megatron_r3.rollouts.reward import load_reward
 from megatron_r3.rollouts.server import Server
 from megatron_r3.store import RolloutStore
+from megatron_r3.untrusted import read_json
 
 PART = "collector"
 TRIES = 5  # how often a collection is begun anew after the sampler went away
@@ -58,6 +69,7 @@ class Collector:
         )
         self.sampling = sampling_for(_KIND[sampler.engine], plain, biased=False)
         self._pushed: int | None = None
+        self._ends = _end_tokens(config.path(config.policy.model))
         needed = (config.run.lag + 1) * config.prompts.per_collection
         if config.run.lag and len(self.prompts) < needed:
             raise ConfigError(
@@ -115,23 +127,44 @@ class Collector:
     def _push(self, policy: PublishedPolicy) -> None:
         policy.check_files()
         config = self.config.sampler
-        client = self._client()
-        pusher = Pusher(
-            config.engine,
-            client,
-            self.shape,
-            in_place=config.in_place,
-            wait_s=self.config.run.wait,
-            floor=self._floor(),
+        client, floor = self._client(), self._floor()
+        loader = Loader(
+            config.engine, client, config.in_place, config.push, wait_s=self.config.run.wait
         )
+        pusher = Pusher(loader, client, self.shape, floor)
+
+        async def whole() -> Push:
+            try:
+                if config.in_place and not floor.before and policy.version == 0:
+                    self._note_start(policy, await pusher.compare_the_start(policy))
+                return await pusher.push(policy, self._before(policy.version))
+            finally:
+                await client.close()
+
         try:
-            push = asyncio.run(_closing(client, pusher.push(policy)))
+            push = asyncio.run(whole())
         except PushError as error:
             if error.push is not None:
                 self._note(policy, error.push, verified=False)
             raise
         self._pushed = policy.version
         self._note(policy, push, verified=True)
+
+    def _before(self, version: int) -> Probe | None:
+        """The probe of the policy that was pushed last; None where there is none any more."""
+        pushed = [
+            int(event["version"])
+            for event in self.directory.read_events(PART)
+            if event.get("event") == "pushed" and event["verified"] and event["version"] != version
+        ]
+        if not pushed or pushed[-1] not in published(self.directory.policies):
+            return None
+        return read_policy(self.directory.policies, pushed[-1]).probe
+
+    def _note_start(self, policy: PublishedPolicy, shown: Difference | None) -> None:
+        """Write down what a server showed that began with a policy."""
+        if shown is not None:
+            self.directory.note(PART, "compared", version=policy.version, **_numbers(shown))
 
     def _note(self, policy: PublishedPolicy, push: Push, verified: bool) -> None:
         self.directory.note(
@@ -141,24 +174,18 @@ class Collector:
             seconds=push.seconds,
             how=push.how,
             verified=verified,
-            abs_dlogp=push.difference.abs_dlogp,
             limit=push.limit,
-            cached_dlogp=push.difference.cached_dlogp,
-            route_agreement=list(push.difference.agreement),
+            **_numbers(push.difference),
         )
 
     def _floor(self) -> Floor:
         """What pushes showed before, also before this part was killed."""
         floor = Floor()
         for event in self.directory.read_events(PART):
-            if event.get("event") == "pushed" and event["verified"]:
-                floor.accept(
-                    Difference(
-                        float(event["abs_dlogp"]),
-                        tuple(event["route_agreement"]),
-                        float(event["cached_dlogp"]),
-                    )
-                )
+            if event.get("event") == "compared" or (
+                event.get("event") == "pushed" and event["verified"]
+            ):
+                floor.accept(Difference(event["abs_dlogp"], tuple(event["route_agreement"])))
         return floor
 
     def _client(self) -> Client:
@@ -180,6 +207,7 @@ class Collector:
             shard_size=config.sampler.shard_size or config.rollouts_per_collection,
             refused_retries=0 if config.sampler.engine == "embedded" else 2,
             all_or_nothing=whole,
+            check=self._examiner(policy),
         )
         total = config.rollouts_per_collection
         if config.sampler.engine == "embedded":
@@ -202,6 +230,20 @@ class Collector:
             **self._measured(total),
         )
 
+    def _examiner(self, policy: PublishedPolicy) -> Any:
+        """What looks at a shard before it is stored; None if nothing shall."""
+        number = self.config.sampler.examine
+        if not number:
+            return None
+        before = self.directory.policies / version_name(max(0, policy.version - 1))
+        return examiner(
+            policy,
+            before if policy.version and before.is_dir() else None,
+            number,
+            self.directory.rollouts,
+            partial(self.directory.note, PART),
+        )
+
     def _model(self, policy: PublishedPolicy) -> Model:
         # all policies of a run have one name, that of the model with which it began
         return replace(read_model(policy.path), name=self.name)
@@ -211,14 +253,31 @@ class Collector:
         store = RolloutStore([self.directory.rollouts], mixed_policies=True)
         last = range(len(store) - total, len(store))
         reward_M = store.column("reward")[-total:]
-        lengths = [int(store.rollout(i).response_N.sum()) for i in last]
+        rollouts = [store.rollout(i) for i in last]
+        lengths = [int(one.response_N.sum()) for one in rollouts]
+        # The last token may also end the response that has just the longest length.
+        cut = [
+            n >= self.sampling.max_tokens and int(one.tokens_N[-1]) not in self._ends
+            for n, one in zip(lengths, rollouts, strict=True)
+        ]
         return {
             "reward": float(reward_M.mean()),
             "reward_std": float(reward_M.std()),
             "response_length": float(np.mean(lengths)),
-            "length_cut": float(np.mean([n >= self.sampling.max_tokens for n in lengths])),
+            "length_cut": float(np.mean(cut)),
             "expert_load": _loads(store, last),
         }
+
+
+def _end_tokens(model: Path) -> set[int]:
+    """The tokens that end a response; empty where neither of the model's configs names one."""
+    for name in ("generation_config.json", "config.json"):
+        file = model / name
+        fields = read_json(file.read_bytes(), str(file)) if file.is_file() else {}
+        ids = fields.get("eos_token_id") if isinstance(fields, dict) else None
+        if ids is not None:
+            return {int(one) for one in (ids if isinstance(ids, list) else [ids])}
+    return set()
 
 
 def _refuse_other(version: int, identity: Identity) -> None:
@@ -235,6 +294,17 @@ def _refuse_other(version: int, identity: Identity) -> None:
         )
 
 
+def _numbers(shown: Difference) -> dict[str, Any]:
+    """What an event has of a difference."""
+    return {
+        "abs_dlogp": shown.abs_dlogp,
+        "route_agreement": list(shown.agreement),
+        "cached_dlogp": shown.cached_dlogp,
+        "cached_disagreement": shown.cached_disagreement,
+        "left_out": shown.left_out,
+    }
+
+
 # how `sampling_for` calls the engine
 _KIND = {"embedded": "transformers", "sglang": "sglang", "vllm": "vllm"}
 
@@ -248,11 +318,3 @@ def _loads(store: RolloutStore, rollouts: Sequence[int]) -> list[float]:
         for layer, ids_TK in enumerate(ids_LTK):
             counts[layer] += np.bincount(ids_TK.ravel(), minlength=info.num_experts)
     return (counts.max(1) / np.maximum(counts.mean(1), 1)).tolist()
-
-
-async def _closing(client: Client, work: Any) -> Push:
-    try:
-        push: Push = await work
-        return push
-    finally:
-        await client.close()

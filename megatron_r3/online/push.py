@@ -9,22 +9,19 @@ Shape suffixes (docs/glossary.md): L, N, P, K.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_r3.engines.shape import EngineError, ModelShape
+from megatron_r3.online.loading import MOST_BYTES, Loader, LoadError
 from megatron_r3.online.probe_requests import Asked, probe_request, read_answer
-from megatron_r3.policies.probe import Difference, Floor, Probe, difference
+from megatron_r3.policies.floor import Floor, still_before
+from megatron_r3.policies.probe import Difference, Probe, difference, same_experts
 from megatron_r3.policies.published import PublishedPolicy, version_name
 from megatron_r3.rollouts.client import Client
 from megatron_r3.untrusted import quoted
-
-_MOST_BYTES = 1 << 28
-POLL_S = 0.2
 
 
 class PushError(EngineError):
@@ -44,7 +41,7 @@ class Push:
     """A push, as far as the sampler says that it has the policy.
 
     Attributes:
-        how: "loaded" in place, or "restarted".
+        how: "loaded" in place, by a "command" of the user's, or "restarted".
         seconds: from the request until the sampler had shown that it has the weights.
         difference: between the sampler's probe and the trainer's.
         limit: the largest |dlogp| that would have been accepted.
@@ -60,48 +57,42 @@ class Pusher:
     """Pushes policies to one sampler.
 
     Args:
-        engine: embedded, sglang or vllm.
+        loader: has the sampler take them.
         client: sends the requests.
         shape: of the model.
-        in_place: whether the running server loads new weights; else a new server is waited for.
-        wait_s: how long.
         floor: what pushes showed before.
     """
 
-    def __init__(
-        self,
-        engine: str,
-        client: Client,
-        shape: ModelShape,
-        *,
-        in_place: bool,
-        wait_s: float,
-        floor: Floor,
-    ) -> None:
-        self.engine, self.shape, self.in_place = engine, shape, in_place
-        self.wait_s, self.floor = wait_s, floor
+    def __init__(self, loader: Loader, client: Client, shape: ModelShape, floor: Floor) -> None:
+        self.loader, self.shape, self.floor = loader, shape, floor
         self._client = client
 
-    async def push(self, policy: PublishedPolicy) -> Push:
+    async def push(self, policy: PublishedPolicy, before: Probe | None = None) -> Push:
         """Have the sampler take a policy, and compare its probe with the trainer's.
+
+        Args:
+            before: the trainer's probe of the policy that the sampler had; None if it had none, or
+                nobody knows which.
 
         Raises:
             PushError: the sampler did not take the policy, or does not compute what the trainer
                 computes; the message has both numbers.
             NoAnswer: the sampler does not answer.
         """
-        if self.in_place:
-            await self._wait_until_up()
+        if self.loader.in_place:
+            await self.loader.wait_until_up()
         started = time.monotonic()
-        if self.in_place:
-            await self._load(policy)
-        else:
-            await self._wait_for_restart(policy)
+        try:
+            await self.loader.take(policy)
+        except LoadError as error:
+            raise PushError(str(error)) from error
         await self._check_version(policy)
-        shown = difference(policy.probe, *await self._probe(policy))
-        how = "loaded" if self.in_place else "restarted"
-        push = Push(how, time.monotonic() - started, shown, self.floor.limits[0])
-        if wrong := self.floor.judge(shown):
+        sampler, shown = await self._compare(policy)
+        push = Push(self.loader.how, time.monotonic() - started, shown, self.floor.limits[0])
+        wrong = self.floor.judge(shown)
+        if before is not None and (stale := still_before(sampler, policy.probe, before)):
+            wrong.append(stale)
+        if wrong:
             raise PushError(
                 f"{self._client.url}: it says that it has policy {policy.version}, and does not "
                 f"compute it: {'; '.join(wrong)}. Nothing was sampled. Start the sampler anew; if "
@@ -111,58 +102,34 @@ class Pusher:
         self.floor.accept(shown)
         return push
 
-    async def _load(self, policy: PublishedPolicy) -> None:
-        """SGLang's request, which also empties the prefix cache."""
-        body = {
-            "model_path": str(policy.path),
-            "weight_version": version_name(policy.version),
-            "flush_cache": True,
-        }
-        answer = await self._client.post("/update_weights_from_disk", body, _MOST_BYTES)
-        if not isinstance(answer, Mapping) or answer.get("success") is not True:
-            raise PushError(
-                f"{self._client.url}: it did not load {policy.path}: {quoted(answer, 300)}"
-            )
+    async def compare_the_start(self, policy: PublishedPolicy) -> Difference | None:
+        """Compare a server that began with a policy, before any weights were loaded into it.
 
-    async def _wait_until_up(self) -> None:
-        """Wait for a server that is still starting."""
-        end = time.monotonic() + self.wait_s
-        while True:
-            try:
-                await self._served()
-                return
-            except EngineError:
-                if time.monotonic() > end:
-                    raise
-            await asyncio.sleep(POLL_S)
+        What such a server shows is what a right load shows. Without it the first load in place
+        would be compared with limits that fit every engine and model, which are wide.
 
-    async def _wait_for_restart(self, policy: PublishedPolicy) -> None:
-        """Wait for the server of this policy, which whoever runs servers starts."""
-        end, seen = time.monotonic() + self.wait_s, ""
-        while time.monotonic() < end:
-            try:
-                seen = await self._served()
-                if seen == version_name(policy.version):
-                    return
-            except EngineError:
-                pass  # no server yet
-            await asyncio.sleep(POLL_S)
-        raise PushError(
-            f"{self._client.url}: no server of policy {policy.version} within {self.wait_s:g} s"
-            + (f"; there is one of {quoted(seen)}" if seen else "")
-        )
+        Returns:
+            What it shows, which is accepted as the floor; None if the server has no weights yet, or
+            began with others.
 
-    async def _served(self) -> str:
-        """The name of the policy that the server says it has."""
-        if self.engine == "vllm":
-            page = await self._client.get("/v1/models")
-            return str(page["data"][0]["id"])
-        # not /server_info, whose version SGLang 0.5.23 keeps from its start
-        page = await self._client.get("/model_info")
-        return str(page.get("weight_version"))
+        Raises:
+            PushError: the server cannot take new weights.
+            EngineError: the server does not answer.
+        """
+        try:
+            served = await self.loader.wait_until_up()
+        except LoadError as error:
+            raise PushError(str(error)) from error
+        if served == "None":
+            return None
+        _, shown = await self._compare(policy)
+        if self.floor.judge(shown):
+            return None
+        self.floor.accept(shown)
+        return shown
 
     async def _check_version(self, policy: PublishedPolicy) -> None:
-        served, wanted = await self._served(), version_name(policy.version)
+        served, wanted = await self.loader.served(), version_name(policy.version)
         if served == "None":  # an embedded sampler that was started anew since has no policy
             raise EngineError(f"{self._client.url}: it was started anew and has no policy")
         if served != wanted:
@@ -171,23 +138,34 @@ class Pusher:
                 f"{quoted(served)}"
             )
 
-    async def _probe(self, policy: PublishedPolicy) -> tuple[Probe, float]:
-        """The sampler's own probe, and how far kept keys and values lead away from it."""
-        tokens_PN = policy.probe.tokens_PN
+    async def _compare(self, policy: PublishedPolicy) -> tuple[Probe, Difference]:
+        """The sampler's own probe, and how far it is from the trainer's and from its own cache."""
+        tokens_PN, name = policy.probe.tokens_PN, await self.loader.model_name()
         # First as a sampling request, which may use keys and values that the engine kept; then with
         # the log-probs of the prompt, for which an engine computes all of it.
-        kept = [await self._ask(policy, row.tolist(), with_prompt=False) for row in tokens_PN]
-        fresh = [await self._ask(policy, row.tolist(), with_prompt=True) for row in tokens_PN]
-        cached = max(
-            abs(a.next_logprob - b.next_logprob) if a.next_token == b.next_token else 0.0
-            for a, b in zip(kept, fresh, strict=True)
+        kept = [await self._ask(name, row.tolist(), with_prompt=False) for row in tokens_PN]
+        fresh = [await self._ask(name, row.tolist(), with_prompt=True) for row in tokens_PN]
+        sampler, cached = _probe(tokens_PN, fresh), _probe(tokens_PN, kept)
+        same_P = same_experts(sampler, cached).all((0, 2))
+        apart_P = np.array(
+            [abs(a.next_logprob - b.next_logprob) for a, b in zip(kept, fresh, strict=True)]
         )
-        logprobs_PN = np.stack([one.logprobs_N for one in fresh])
-        routes_LPNK = np.stack([one.routes_LNK for one in fresh], 1).astype(np.uint16)
-        return Probe(tokens_PN, logprobs_PN, routes_LPNK), cached
+        # Where experts differ by a near tie, the log-prob differs too; few do.
+        counted_P = same_P if same_P.any() else np.ones_like(same_P)
+        return sampler, replace(
+            difference(policy.probe, sampler),
+            cached_dlogp=float(apart_P[counted_P].max()),
+            cached_disagreement=1 - float(same_experts(sampler, cached).mean()),
+        )
 
-    async def _ask(self, policy: PublishedPolicy, ids: list[int], with_prompt: bool) -> Asked:
-        name = version_name(policy.version)
-        path, body = probe_request(self.engine, name, ids, with_prompt)
-        answer = await self._client.post(path, body, _MOST_BYTES)
-        return read_answer(answer, body, self.engine, self.shape, f"{self._client.url}{path}")
+    async def _ask(self, name: str, ids: list[int], with_prompt: bool) -> Asked:
+        engine = self.loader.engine
+        path, body = probe_request(engine, name, ids, with_prompt)
+        answer = await self._client.post(path, body, MOST_BYTES)
+        return read_answer(answer, body, engine, self.shape, f"{self._client.url}{path}")
+
+
+def _probe(tokens_PN: np.ndarray, asked: list[Asked]) -> Probe:
+    logprobs_PN = np.stack([one.logprobs_N for one in asked])
+    routes_LPNK = np.stack([one.routes_LNK for one in asked], 1).astype(np.uint16)
+    return Probe(tokens_PN, logprobs_PN, routes_LPNK)

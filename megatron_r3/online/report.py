@@ -215,6 +215,10 @@ NUMBERS: Kind = (
 )
 
 # For each event the fields that it must have, and those that it may have or leave null.
+TEXTS: Kind = (
+    "a list of texts",
+    lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+)
 FIELDS: dict[str, tuple[dict[str, Kind], dict[str, Kind]]] = {
     "published": (
         {"version": COUNT},
@@ -228,8 +232,24 @@ FIELDS: dict[str, tuple[dict[str, Kind], dict[str, Kind]]] = {
             "abs_dlogp": NUMBER,
             "limit": NUMBER,
             "cached_dlogp": NUMBER,
+            "cached_disagreement": NUMBER,
+            "left_out": NUMBER,
             "route_agreement": NUMBERS,
         },
+    ),
+    "compared": (
+        {"version": COUNT},
+        {
+            "abs_dlogp": NUMBER,
+            "cached_dlogp": NUMBER,
+            "cached_disagreement": NUMBER,
+            "left_out": NUMBER,
+            "route_agreement": NUMBERS,
+        },
+    ),
+    "examined": (
+        {"version": COUNT, "alarms": TEXTS},
+        {"rollouts": COUNT, "rows": COUNT, "mismatch": NUMBER, "abs_dlogp": NUMBER},
     ),
     "collected": (
         {"version": COUNT, "collection": COUNT, "rollouts": COUNT, "tokens": COUNT},

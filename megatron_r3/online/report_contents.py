@@ -152,6 +152,14 @@ LOOP = [
         limit=of_events("pushed", "version", "limit"),
     ),
     Chart(
+        "Truth test of each collection",
+        "Share of (row, layer) pairs of some rollouts whose experts differ from those of "
+        "transformers under the same policy, before they are stored. Healthy: as at the start.",
+        of_events("examined", "version", "mismatch"),
+        "policy version",
+        percent=True,
+    ),
+    Chart(
         "Routes that agree after a push",
         "The same check for experts, in the layer where the fewest agree. Healthy: as high as at "
         "the first version; a fall means that a router or an expert was not loaded.",

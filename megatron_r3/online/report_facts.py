@@ -7,6 +7,7 @@ it: a field that is missing is not shown.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,8 +48,7 @@ def facts_of(directory: Path) -> dict[str, str]:
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"{file}: not TOML ({one_line(str(error), 200)})") from error
     trainer = _table(tables, "trainer")
-    words = trainer.get("arguments")
-    options = _options(words if isinstance(words, list) else [])
+    options = _options(_words(trainer.get("arguments")))
     facts = {
         "model": _model(directory),
         "layout": _layout(trainer, options) if trainer else "",
@@ -66,11 +66,24 @@ def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def _options(words: list[Any]) -> dict[str, str]:
+def _words(texts: Any) -> list[str]:
+    """The arguments one by one: a text of the list may hold several, as a shell reads them."""
+    if not isinstance(texts, list):
+        return []
+    words = []
+    for text in map(str, texts):
+        try:
+            words += shlex.split(text)
+        except ValueError:  # a quotation mark without its partner, which the loop refuses too
+            words.append(text)
+    return words
+
+
+def _options(words: list[str]) -> dict[str, str]:
     """Each option with its values: `["--a", "1", "2", "--b=3"]` is `{"--a": "1 2", "--b": "3"}`."""
     options: dict[str, str] = {}
     name = ""
-    for word in map(str, words):
+    for word in words:
         if word.startswith("--"):
             name, _, value = word.partition("=")
             options[name] = value

@@ -199,6 +199,11 @@ def warnings_of(run: Run) -> list[str]:
                 f"the push of version {event['version']} was not verified: |dlogp| is "
                 f"{_or_unknown(event, 'abs_dlogp')}, the limit is {_or_unknown(event, 'limit')}"
             )
+    for event in run.of("examined"):
+        found += [
+            f"rollouts of version {event['version']} were not stored: {alarm}"
+            for alarm in event["alarms"]
+        ]
     found += _sampled_unchecked(run) + _not_dispatched(run)
     bounded = [step for step, share in run.metrics.get("bounded ratio", {}).items() if share > 0]
     if bounded:

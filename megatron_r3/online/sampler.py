@@ -11,6 +11,7 @@ import threading
 import time
 
 from megatron_r3.online.config import Config, ConfigError
+from megatron_r3.online.loading import filled_in
 from megatron_r3.online.processes import start, stop
 from megatron_r3.policies.published import PublishedPolicy, published, version_name, wait_for_policy
 from megatron_r3.store import RolloutStore
@@ -111,9 +112,4 @@ def _command(config: Config, policy: PublishedPolicy) -> list[str]:
         "host": sampler.host,
         "port": str(sampler.port),
     }
-    words = []
-    for word in sampler.command:
-        for name, value in values.items():
-            word = word.replace(f"{{{name}}}", value)
-        words.append(word)
-    return words
+    return filled_in(sampler.command, values)

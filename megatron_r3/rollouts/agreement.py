@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_r3.engines.shape import EngineError
 from megatron_r3.kept import KeptSets
-from megatron_r3.store import Rollout, RolloutStore, SamplingSettings
+from megatron_r3.store import Rollout, RolloutStore, SamplingSettings, StoreInfo
 from megatron_r3.truth import (
     Compared,
     Floor,
@@ -73,17 +73,35 @@ def compare_store(
         EngineError: transformers cannot read the model, or the model has other MoE layers than the
             store, or a smaller vocabulary.
     """
+    rollouts = {store.name(i): store.rollout(i) for i in _chosen(store, num_rollouts)}
+    return compare_rollouts(rollouts, store.info, model, before, str(store.directories[0]))
+
+
+def compare_rollouts(
+    rollouts: dict[str, Rollout],
+    info: StoreInfo,
+    model: Path,
+    before: Path | None = None,
+    where: str = "the rollouts",
+) -> Agreement:
+    """Run rollouts through transformers with live routing (`compare_store`).
+
+    Args:
+        rollouts: by what messages call them.
+        info: the header that their shard has, or will have.
+        where: what messages call all of them.
+
+    Raises:
+        EngineError: as `compare_store`.
+    """
     network = _load(model)
-    chosen = _chosen(store, num_rollouts)
-    rollouts = {store.name(index): store.rollout(index) for index in chosen}
-    runs = _runs(network, model, rollouts, store)
-    older = {} if before is None else _runs(_load(before), before, rollouts, store)
+    runs = _runs(network, model, rollouts, info, where)
+    older = {} if before is None else _runs(_load(before), before, rollouts, info, where)
     sums, tokens = {"k3_kl": 0.0, "extreme": 0.0}, 0
     for name, rollout in rollouts.items():
         added = _agreement_sums(rollout, runs[name][1])
         sums = {key: value + added[key] for key, value in sums.items()}
         tokens += int(rollout.response_N.sum())
-    info = store.info
     return Agreement(
         [
             Compared(
@@ -103,7 +121,7 @@ def compare_store(
 
 
 def _runs(
-    network: Any, model: Path, rollouts: dict[str, Rollout], store: RolloutStore
+    network: Any, model: Path, rollouts: dict[str, Rollout], info: StoreInfo, where: str
 ) -> dict[str, tuple[np.ndarray, Any]]:
     """The live routes `[L, T, K]` and the log-probs `[T]` of each rollout."""
     import torch
@@ -113,10 +131,10 @@ def _runs(
     vocab_size = network.get_input_embeddings().num_embeddings
     runs = {}
     with capture_routes(network) as captured, torch.no_grad():
-        if captured.moe_layers != store.info.moe_layers:
+        if captured.moe_layers != info.moe_layers:
             raise EngineError(
-                f"{model}: MoE layers {list(captured.moe_layers)}; {store.directories[0]} has "
-                f"routes of {list(store.info.moe_layers)}"
+                f"{model}: MoE layers {list(captured.moe_layers)}; {where} has "
+                f"routes of {list(info.moe_layers)}"
             )
         for name, rollout in rollouts.items():
             wrong = wrong_token(rollout.tokens_N, vocab_size)
@@ -124,7 +142,7 @@ def _runs(
                 raise EngineError(f"{model}: {name}: token {wrong[0]} {wrong[1]}")
             if rollout.kept is not None and (out := wrong_token(rollout.kept.ids_V, vocab_size)):
                 raise EngineError(f"{model}: {name}: a kept set: {out[1]}")
-            logprobs_T = _logprobs(network, rollout, store.info.sampling)
+            logprobs_T = _logprobs(network, rollout, info.sampling)
             runs[name] = captured.take()[0].cpu().numpy(), logprobs_T
     return runs
 
@@ -146,7 +164,7 @@ def _chosen(store: RolloutStore, num_rollouts: int) -> list[int]:
     return np.unique(np.concatenate(spread)).tolist()
 
 
-def keep_floor(path: Path, store: RolloutStore, agreement: Agreement, report: Report) -> bool:
+def keep_floor(path: Path, info: StoreInfo, agreement: Agreement, report: Report) -> bool:
     """Write what was measured as the floor of later collections, if it may be one.
 
     Returns:
@@ -157,7 +175,6 @@ def keep_floor(path: Path, store: RolloutStore, agreement: Agreement, report: Re
     """
     if not report.may_be_floor:
         return False
-    info = store.info
     floor = Floor(
         agreement.model,
         str(info.engine),

@@ -335,7 +335,7 @@ def _compare_with_model(
         )
         said = f"floor: {path}"
         try:
-            if floor is None and keep_floor(path, store, agreement, report):
+            if floor is None and keep_floor(path, store.info, agreement, report):
                 said += ", written now: later collections are compared with this one"
             elif floor is None:
                 said = "no floor: what was measured is not kept, see the warnings"

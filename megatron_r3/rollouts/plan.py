@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.fingerprint import policy_stamp, router_fingerprint
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.rollouts.reward import RewardFunction
-from megatron_r3.store import SamplingSettings, StoreInfo
+from megatron_r3.store import Rollout, SamplingSettings, StoreInfo
 
 # Why an engine's log-probs at another temperature cannot be used: its answer does not say whose
 # they are.
@@ -186,6 +186,8 @@ class Plan:
         biased_sampling: take temperature, top-p and top-k although the log-probs that are stored
             are not those of the distribution that is sampled.
         all_or_nothing: store no rollout unless all are there, and then as one shard.
+        check: looks at the rollouts of a shard, and the shard's header, before the shard is stored,
+            and raises ValueError to keep them out of the store.
 
     Raises:
         ValueError: the policy loss does not know the sampling, or a prompt cannot be asked.
@@ -202,6 +204,7 @@ class Plan:
     refused_retries: int = 2
     biased_sampling: bool = False
     all_or_nothing: bool = False
+    check: Callable[[Sequence[Rollout], StoreInfo], None] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no engine needs to be asked about."""

@@ -10,13 +10,15 @@ import os
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.store import Rollout, StoreError, StoreInfo, write_shard
 from megatron_r3.untrusted import one_line
+
+CheckRollouts = Callable[[Sequence[Rollout], StoreInfo], None]
 
 
 class Shelf:
@@ -32,15 +34,23 @@ class Shelf:
         info: the header of the new shards. It may be replaced until the first shard is written.
         prompts: their order is the order of the groups in a shard.
         shard_size: a shard is written as soon as the whole groups have this many rollouts.
+        check: looks at the rollouts of a shard before it is written; what it raises keeps them out
+            of the store for good.
 
     Attributes:
         stored: how many rollouts were written.
     """
 
     def __init__(
-        self, out: Path, info: StoreInfo, prompts: Iterable[Prompt], shard_size: int
+        self,
+        out: Path,
+        info: StoreInfo,
+        prompts: Iterable[Prompt],
+        shard_size: int,
+        check: CheckRollouts | None = None,
     ) -> None:
         self.out, self.info, self.shard_size, self.stored = out, info, shard_size, 0
+        self._check = check
         self._order = {prompt.group: i for i, prompt in enumerate(prompts)}
         self._left: Counter[int] = Counter()  # samples of a group that are neither done nor lost
         self._parts: defaultdict[int, list[Rollout]] = defaultdict(list)
@@ -78,10 +88,16 @@ class Shelf:
 
         Raises:
             StoreError: the shard cannot be written.
+            ValueError: the check refuses the rollouts, which are gone then.
         """
         if len(self._whole) < least:
             return
         self._whole.sort(key=lambda r: (self._order[r.group], r.sample))
+        if self._check is not None:
+            # What is refused once must not be offered again when the collection ends.
+            whole, self._whole = self._whole, []
+            self._check(whole, self.info)
+            self._whole = whole
         try:
             write_shard(self.out, self.info, self._whole)
         except StoreError as error:

@@ -33,12 +33,16 @@ class StepMetrics:
     Attributes:
         update: what the policy update did.
         measures_update: whether that is reported for this step, the same on all ranks.
+        begins_collection: whether this is the first step on its collection. In later ones the
+            trainer has moved away from the rollouts, which is no fault of their rows: alarms look
+            at first steps only.
     """
 
     def __init__(self, num_layers: int, log_file: str | None = None) -> None:
         self.num_layers, self.log_file = num_layers, log_file
         self.update = UpdateMetrics()
         self.measures_update = False
+        self.begins_collection = True
         # by number of the model chunk
         self.microbatches: dict[int, list[tuple[MicrobatchRoutes, Places]]] = {}
         self.dispatched = [0, 0]
@@ -94,7 +98,7 @@ class StepMetrics:
         everything = [pair for chunk in self.microbatches.values() for pair in chunk]
         tables = measure(everything, self.num_layers)
         scalars |= {**scalars_of(tables), **self._tokens()}
-        if tables.layers:
+        if tables.layers and self.begins_collection:
             alarms, self._new_alarms = self.alarms.look(tables)
             scalars["router mismatch/alarms"] = alarms
         matched, total = _sum_over_ranks(torch.tensor(self.dispatched)).tolist()

@@ -189,7 +189,8 @@ class StepAlarms:
     """The alarms of the steps of a training, each said when it begins.
 
     There is no floor: the trainer moves away from the rollouts while it learns from them, so shares
-    grow from step to step without a fault. Parts of the rows are compared with each other.
+    grow from step to step without a fault. Parts of the rows are compared with each other, in the
+    first step on each collection.
     """
 
     def __init__(self) -> None:

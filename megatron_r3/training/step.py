@@ -158,6 +158,9 @@ class RolloutStep:
 
         Both only where they are asked for. All ranks call this before the forward passes.
         """
+        schedule = self.options.use.schedule
+        place = schedule.place(self.ledger.consumed() // schedule.batch)
+        self.metrics.begins_collection = place.begins_collection
         if self.publisher is not None:
             self.publisher.begin(models, self.progress.iteration)
         if self.old_pass is not None:

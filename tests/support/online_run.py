@@ -34,7 +34,7 @@ engine = "embedded"
 megatron = "megatron-core"
 processes = 2
 steps = 2
-arguments = [{replaying}"--rollouts-loss", "grpo", "--expert-model-parallel-size=2", "--lr", "4e-4"]
+arguments = [{replaying}"--rollouts-loss", "grpo", "--expert-model-parallel-size=2 --lr 4e-4"]
 
 [degrade]
 router_noise = 0.7
@@ -135,6 +135,10 @@ def events(
              "route_agreement": [round(1 - v, 4) for v in rng.uniform(0.005, 0.03, layers)]}
         )  # fmt: skip
         clock += spans["sample"]
+        collector.append(
+            {"time": clock, "event": "examined", "version": version, "rollouts": 8, "rows": 160,
+             "mismatch": round(rng.uniform(0.005, 0.03), 5), "abs_dlogp": 0.004, "alarms": []}
+        )  # fmt: skip
         load = np.linspace(1.6, 2.4, layers) * rng.lognormal(0, 0.08, layers) + 0.5 * version / len(
             metrics
         )

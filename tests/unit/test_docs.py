@@ -57,12 +57,15 @@ RUN_BY = [
     (r"python -m demo.policy\b", CONTAINERS),  # its first step
     (r"megatron-r3 rollouts\b", HERE),
     (
+        r"megatron-r3 rl check\b",
+        "tests/unit/online/test_config.py::test_check_reads_what_the_parts_read_and_starts_nothing",
+    ),
+    (
         r"megatron-r3 rl (run|sampler|collector|trainer)\b(?!.*--(host|print))",
         "tests/functional/test_rl_run.py::test_every_policy_is_verified",
     ),
     (r"megatron-r3 rl (sampler|collector) .*--host\b", f"{JOBS}::test_the_jobs_of_kubernetes"),
     (r"megatron-r3 rl trainer .*--print\b", f"{JOBS}::test_a_shell_runs_the_printed_command"),
-    (r"megatron-r3 rl check\b", CONTAINERS),
     (
         r"megatron-r3 rl report\b",
         "tests/unit/online/test_report.py::test_runs_stand_side_by_side",

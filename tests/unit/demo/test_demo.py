@@ -10,7 +10,7 @@ import threading
 import pytest
 from engine_server import PROMPTS, engine, write_inputs
 
-from demo import collect, server_process, task
+from demo import collect, online, server_process, task
 from megatron_r3.cli import main
 from megatron_r3.rollouts.reward import RewardSample
 from megatron_r3.store import RolloutStore
@@ -90,3 +90,15 @@ with server_process._guard(types.SimpleNamespace(pid=int(sys.argv[1]))):
     killed = subprocess.run([sys.executable, "-c", code, str(process.pid)], check=False)
     assert killed.returncode == -9
     assert ends(process)
+
+
+def test_the_loop_is_shown_by_thirds_and_what_must_not_be_is_said():
+    numbers = {name: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.9] for name in online.ROWS}
+    numbers["dispatched"] = [1.0] * 28
+    assert online.thirds(numbers["reward"]) == pytest.approx([0.15, 0.4, 0.75])
+    row = online.table(numbers).splitlines()[1]
+    assert row.split() == ["reward", "0.1500", "0.4000", "0.7500"]
+    assert online.failures(numbers, 7) == []
+    assert "7 pushes were verified, not 8" in online.failures(numbers, 8)[0]
+    numbers["dispatched"][3] = 0.9999
+    assert "only 0.9999 of a step" in online.failures(numbers, 7)[0]

@@ -3,7 +3,7 @@
 The sampler is the embedded one, in float32; what it loads wrongly is changed in its memory after
 the load, so that it says that it has the policy.
 
-Shape suffixes (docs/glossary.md): N, P.
+Shape suffixes (docs/glossary.md): K, L, N, P.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from published import publish, save_model, served
 
 from megatron_r3.engines.shape import ModelShape
 from megatron_r3.online.embedded import EmbeddedSampler
+from megatron_r3.online.loading import Loader
 from megatron_r3.online.push import Push, Pusher, PushError
-from megatron_r3.policies.probe import Difference, Floor, Probe, difference
+from megatron_r3.policies.floor import Floor, still_before
+from megatron_r3.policies.probe import Difference, Probe, difference
 from megatron_r3.policies.published import (
     PolicyError,
     PublishedPolicy,
@@ -33,13 +35,19 @@ from megatron_r3.rollouts.client import Client
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def push(url: str, policy: PublishedPolicy, floor: Floor) -> Push:
+def push(
+    url: str,
+    policy: PublishedPolicy,
+    floor: Floor,
+    before: Probe | None = None,
+    command: tuple[str, ...] = (),
+) -> Push:
     async def whole() -> Push:
         client = Client(url, 4, 60, 0, 0.1)
         shape = ModelShape.from_hf_config(policy.path)
-        pusher = Pusher("embedded", client, shape, in_place=True, wait_s=5, floor=floor)
+        loader = Loader("embedded", client, in_place=True, command=command, wait_s=5)
         try:
-            return await pusher.push(policy)
+            return await Pusher(loader, client, shape, floor).push(policy, before)
         finally:
             await client.close()
 
@@ -154,6 +162,35 @@ def test_keys_and_values_of_older_weights_are_found_ten_times_of_ten(policies):
                 push(url, second, floor)
 
 
+def test_a_load_that_changed_nothing_is_found_where_the_floor_is_wide(policies):
+    """The floor lets two policies pass that are 5 % apart; the one before is still nearer."""
+    first, second = read_policy(policies, 0), read_policy(policies, 1)
+
+    class Stale(EmbeddedSampler):
+        def load(self, directory: Path, version: str) -> None:
+            super().load(first.path, version)
+
+    wide = Floor([Difference(0.25, (0.6, 0.6))])
+    with served(Stale()) as url:
+        push(url, second, replace(wide))
+        with pytest.raises(PushError, match="it has the weights of before"):
+            push(url, second, wide, before=first.probe)
+    with served() as url:
+        push(url, second, wide, before=first.probe)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("sh", "-c", "echo no GPU for {model}; exit 3"), "exit status 3: no GPU for /"),
+        (("no-such-command",), "no-such-command: .*No such file"),
+    ],
+)
+def test_a_push_command_that_fails_is_named(policies, command, words):
+    with served() as url, pytest.raises(PushError, match=words):
+        push(url, read_policy(policies, 0), Floor(), command=command)
+
+
 def test_a_sampler_that_has_another_version_than_it_was_given(policies):
     class Deaf(EmbeddedSampler):
         def load(self, directory: Path, version: str) -> None:
@@ -209,7 +246,61 @@ def test_the_floor_is_what_pushes_showed_before():
     assert floor.judge(Difference(0.03, (0.98, 0.97))) == []
     assert "mean |dlogp| 0.031" in floor.judge(Difference(0.031, (0.99, 0.97)))[0]
     assert "routes differ" in floor.judge(Difference(0.01, (0.9, 0.9)))[0]
+    assert "prefix cache" in floor.judge(Difference(0.01, (0.99, 0.97), 0.04))[0]
+    assert "prefix cache" in floor.judge(Difference(0.01, (0.99, 0.97), 0.0, 0.2))[0]
     assert floor.judge(Difference(float("nan"), (1.0, 1.0)))
+
+
+def probes(num_sequences: int = 4, length: int = 8) -> tuple[Probe, Probe]:
+    """Two probes of the same tokens that are equal; arrays of their own."""
+    shape = (num_sequences, length)
+
+    def one() -> Probe:
+        routes = np.tile(np.arange(2, dtype=np.uint16), (1, *shape, 1))
+        return Probe(np.zeros(shape, np.int64), np.zeros(shape, np.float32), routes)
+
+    return one(), one()
+
+
+def test_few_tokens_after_a_near_tie_are_left_out_and_may_not_differ_by_much():
+    trainer, sampler = probes()
+    sampler.routes_LPNK[0, 1, 4] = [0, 2]  # so the tokens 5 to 7 of sequence 1
+    sampler.logprobs_PN[1, 5:] = 0.9
+    found = difference(trainer, sampler)
+    assert found.abs_dlogp == 0
+    assert found.left_out == pytest.approx(3 / 28)
+    assert found.worst_left_out == pytest.approx(0.9)
+    floor = Floor([Difference(0.0, (1.0,))])
+    assert "routes differ" in floor.judge(found)[0]  # 1 of 32, above 0.03
+    assert floor.judge(replace(found, agreement=(0.98,))) == []
+    sampler.logprobs_PN[1, 5:] = 1.1
+    assert "other experts" in floor.judge(difference(trainer, sampler))[0]
+    sampler.logprobs_PN[1, 5:] = np.nan
+    assert "other experts" in floor.judge(difference(trainer, sampler))[0]
+    # a token before the tie is counted
+    sampler.logprobs_PN[1, 4] = 0.28
+    assert difference(trainer, sampler).abs_dlogp == pytest.approx(0.28 / 25)
+
+
+def test_where_many_experts_differ_every_token_is_compared():
+    trainer, sampler = probes()
+    sampler.routes_LPNK[0, :, 2] = [0, 2]
+    sampler.logprobs_PN[:, 3:] = 0.5
+    found = difference(trainer, sampler)
+    assert found.left_out == 0
+    assert found.abs_dlogp == pytest.approx(0.5 * 5 / 7)
+
+
+def test_nearer_to_the_policy_before():
+    now, before = probes()
+    before.logprobs_PN[:, 1:] = 0.02
+    sampler, _ = probes()
+    for shown, is_before in ((0.0, False), (0.009, False), (0.011, False), (0.013, True)):
+        sampler.logprobs_PN[:, 1:] = shown
+        assert bool(still_before(sampler, now, before)) == is_before, shown
+    sampler.logprobs_PN[:, 1:] = 1e-7
+    before.logprobs_PN[:, 1:] = 1e-7
+    assert not still_before(sampler, now, before)  # two policies that are the same
 
 
 def test_a_probe_of_other_tokens_is_no_comparison():

@@ -113,6 +113,9 @@ def test_curves_of_events_are_those_of_the_files(run: Path, text: str) -> None:
     assert line["mean"] == pytest.approx([event["reward"] for event in collected], rel=1e-5)
     (line,) = chart(text, "Load of the busiest expert")["lines"]
     assert line["mean"] == [max(event["expert_load"]) for event in collected]
+    (line,) = chart(text, "Truth test of each collection")["lines"]
+    examined = [event["mismatch"] for event in events if event["event"] == "examined"]
+    assert line["mean"] == pytest.approx(examined, rel=1e-5)
     stages = chart(text, "Where the time goes")["lines"]
     assert stages[0]["mean"] == [event["seconds"] for event in collected]
     assert stages[1]["mean"] == [event["seconds"] for event in pushed]
@@ -346,7 +349,7 @@ def test_lines_that_were_cut_off_are_left_out_and_said(tmp_path: Path) -> None:
     (one,) = read_runs([run])
     assert one.steps == 3
     assert any("metrics.jsonl: line 4, the last one, is cut off" in note for note in one.notes)
-    assert any("collector.jsonl: line 7 is cut off" in note for note in one.notes)
+    assert any("collector.jsonl: line 9 is cut off" in note for note in one.notes)
     assert [event["seconds"] for event in one.of("waited")][-1] == 1.5
     text = report(run, out=tmp_path / "page.html")
     assert "line 4, the last one, is cut off and was left out" in Page(text).text
@@ -402,6 +405,11 @@ def at(kind: str, number: int, **fields: Any) -> Callable[[list[dict[str, Any]]]
             "events/collector.jsonl",
             at("collected", 1, version=9),
             "1 collections were sampled by a version whose push is not recorded as verified",
+        ),
+        (
+            "events/collector.jsonl",
+            at("examined", 1, alarms=["shifted rows: by one token"]),
+            "rollouts of version 1 were not stored: shifted rows: by one token",
         ),
         (
             "metrics.jsonl",

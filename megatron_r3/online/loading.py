@@ -1,0 +1,205 @@
+"""How a server is told to take new weights, and how it says which ones it has.
+
+SGLang and the embedded sampler load a directory by one request. vLLM does it by three requests of
+its development mode. A command of the user's may do it too, over NCCL for example. Else whoever
+runs the servers starts a new one for each policy. None of these is believed (push.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_r3.engines.shape import EngineError
+from megatron_r3.policies.published import PublishedPolicy, version_name
+from megatron_r3.rollouts.client import Client
+from megatron_r3.rollouts.engine import NoAnswer
+from megatron_r3.untrusted import one_line, quoted
+
+MOST_BYTES = 1 << 28
+POLL_S = 0.2
+_DEV_MODE = (
+    "vLLM takes new weights in place only with VLLM_SERVER_DEV_MODE=1 in its environment; or give "
+    "[sampler] in_place = false and a command, which starts it anew for each policy"
+)
+
+
+class LoadError(EngineError):
+    """A server did not take weights, for a reason that a second try does not change."""
+
+
+class Loader:
+    """Has one server take policies.
+
+    Args:
+        engine: embedded, sglang or vllm.
+        client: sends the requests.
+        in_place: whether the running server loads new weights; else a new server is waited for.
+        command: [sampler] push; empty for the server's own requests.
+        wait_s: how long a server is waited for.
+    """
+
+    def __init__(
+        self, engine: str, client: Client, in_place: bool, command: Sequence[str], wait_s: float
+    ) -> None:
+        self.engine, self.in_place, self.wait_s = engine, in_place, wait_s
+        self._client, self._command = client, command
+
+    @property
+    def how(self) -> str:
+        """In a word, for the events of a run."""
+        if not self.in_place:
+            return "restarted"
+        return "command" if self._command else "loaded"
+
+    async def served(self) -> str:
+        """The name of the policy that the server says it has.
+
+        Raises:
+            NoAnswer: it does not answer.
+            LoadError: it has no such page.
+        """
+        if self.engine != "vllm":
+            # not /server_info, whose version SGLang 0.5.23 keeps from its start
+            page = await self._client.get("/model_info")
+            return str(page.get("weight_version"))
+        if not self.in_place:
+            page = await self._client.get("/v1/models")
+            return str(page["data"][0]["id"])
+        try:
+            page = await self._client.get("/weight_info")
+        except NoAnswer as error:
+            if error.status == 404:
+                raise LoadError(f"{self._client.url}: {_DEV_MODE}") from error
+            raise
+        return str(page.get("weight_version"))
+
+    async def model_name(self) -> str:
+        """Under which name requests ask for the model; vLLM alone wants one."""
+        if self.engine != "vllm":
+            return ""
+        page = await self._client.get("/v1/models")
+        return str(page["data"][0]["id"])
+
+    async def wait_until_up(self) -> str:
+        """Wait for a server that is still starting; what it serves then.
+
+        Raises:
+            LoadError: it takes no weights.
+            EngineError: it does not come up in time.
+        """
+        end = time.monotonic() + self.wait_s
+        while True:
+            try:
+                return await self.served()
+            except LoadError:
+                raise
+            except EngineError:
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(POLL_S)
+
+    async def take(self, policy: PublishedPolicy) -> None:
+        """Have the server take a policy, or wait for a server that began with it.
+
+        Raises:
+            LoadError: it says that it did not, or the command failed.
+            EngineError: it does not answer.
+        """
+        if not self.in_place:
+            await self._wait_for_restart(policy)
+        elif self._command:
+            await self._run(policy)
+            await self._mark(policy)
+        elif self.engine == "vllm":
+            await self._load_into_vllm(policy)
+            await self._mark(policy)
+        else:
+            await self._load(policy)
+
+    async def _load(self, policy: PublishedPolicy) -> None:
+        """SGLang's request, which also empties the prefix cache."""
+        body = {
+            "model_path": str(policy.path),
+            "weight_version": version_name(policy.version),
+            "flush_cache": True,
+        }
+        await self._post("/update_weights_from_disk", body, policy)
+
+    async def _load_into_vllm(self, policy: PublishedPolicy) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(policy.path)}}
+        await self._client.post("/collective_rpc", body, MOST_BYTES)
+        await self._post("/reset_prefix_cache", {}, policy)
+
+    async def _mark(self, policy: PublishedPolicy) -> None:
+        """Have the server say from now on that it has this policy. A restart loses the mark."""
+        body = {"new_version": version_name(policy.version)}
+        if self.engine == "sglang":
+            await self._post(
+                "/update_weight_version", {**body, "abort_all_requests": False}, policy
+            )
+        else:
+            await self._post("/update_weight_version", body, policy)
+
+    async def _post(self, path: str, body: Mapping[str, Any], policy: PublishedPolicy) -> None:
+        answer = await self._client.post(path, body, MOST_BYTES)
+        if not isinstance(answer, Mapping) or answer.get("success") is not True:
+            raise LoadError(
+                f"{self._client.url}{path}: it did not take {policy.path}: {quoted(answer, 300)}"
+            )
+
+    async def _run(self, policy: PublishedPolicy) -> None:
+        values = {
+            "model": str(policy.path),
+            "version": version_name(policy.version),
+            "url": self._client.url,
+        }
+        words = filled_in(self._command, values)
+        try:
+            done = await asyncio.to_thread(
+                subprocess.run,
+                words,
+                env=os.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=self.wait_s,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LoadError(f"[sampler] push: {' '.join(words)}: {error}") from error
+        if done.returncode:
+            said = one_line(done.stdout.decode(errors="replace")[-500:], 500)
+            raise LoadError(
+                f"[sampler] push: {' '.join(words)}: exit status {done.returncode}: {said}"
+            )
+
+    async def _wait_for_restart(self, policy: PublishedPolicy) -> None:
+        """Wait for the server of this policy, which whoever runs servers starts."""
+        end, seen = time.monotonic() + self.wait_s, ""
+        while time.monotonic() < end:
+            try:
+                seen = await self.served()
+                if seen == version_name(policy.version):
+                    return
+            except EngineError:
+                pass  # no server yet
+            await asyncio.sleep(POLL_S)
+        raise LoadError(
+            f"{self._client.url}: no server of policy {policy.version} within {self.wait_s:g} s"
+            + (f"; there is one of {quoted(seen)}" if seen else "")
+        )
+
+
+def filled_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """The words of a command with values in the place of their names in braces."""
+    words = []
+    for word in command:
+        for name, value in values.items():
+            word = word.replace(f"{{{name}}}", value)
+        words.append(word)
+    return words

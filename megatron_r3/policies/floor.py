@@ -1,0 +1,102 @@
+"""What a push of weights may differ from the trainer by, from the pushes that were right before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_r3.policies.probe import Difference, Probe, mean_abs_dlogp
+
+# A sampler that begins with a policy is compared with these, since nothing of it is known yet.
+# Measured: an engine in bfloat16 is up to 0.08 from a float32 model of random weights (0.3 with
+# MLA), and at least 0.8 of its routes are the same; wrong rotary kernels leave 0.03 to 0.12.
+MOST_DLOGP, MOST_DISAGREEMENT = 0.3, 0.4
+# How far above the usual difference one push may be. In float32 nothing usually differs; then a few
+# near ties of routers may.
+FACTOR, ROOM_DLOGP, ROOM_DISAGREEMENT = 3.0, 2e-6, 0.03
+# A token after one with other experts is not counted in the mean, and may differ by this much.
+MOST_AFTER_OTHER_EXPERTS = 1.0
+# A sampler that did not take the new weights is as near to the policy before as right samplers are
+# to theirs. It is refused if its difference to the policy before is below this part of the other.
+CLOSER = 0.7
+_REMEMBERED = 8
+
+
+@dataclass
+class Floor:
+    """What usually differs between a sampler and the trainer, from the pushes so far.
+
+    Attributes:
+        before: the differences of the last pushes that were accepted, newest last.
+    """
+
+    before: list[Difference] = field(default_factory=list)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The largest |dlogp| and share of other routes that the next push may show."""
+        if not self.before:
+            return MOST_DLOGP, MOST_DISAGREEMENT
+        dlogp = float(np.median([one.abs_dlogp for one in self.before]))
+        routes = float(np.median([one.disagreement for one in self.before]))
+        return FACTOR * dlogp + ROOM_DLOGP, FACTOR * routes + ROOM_DISAGREEMENT
+
+    def judge(self, push: Difference) -> list[str]:
+        """What is wrong with a push, in words with both numbers; empty if it is accepted."""
+        dlogp, routes = self.limits
+        usual = (
+            "no push was compared before" if not self.before else "three times what pushes showed"
+        )
+        wrong = []
+        if not push.abs_dlogp <= dlogp:  # NaN is wrong too
+            wrong.append(f"mean |dlogp| {push.abs_dlogp:.3g}, at most {dlogp:.3g} ({usual})")
+        if not push.worst_left_out <= MOST_AFTER_OTHER_EXPERTS:
+            wrong.append(
+                f"after a token with other experts |dlogp| {push.worst_left_out:.3g}, at most "
+                f"{MOST_AFTER_OTHER_EXPERTS:g}"
+            )
+        if not push.disagreement <= routes:
+            layers = ", ".join(f"{share:.3f}" for share in push.agreement)
+            wrong.append(
+                f"{push.disagreement:.3g} of the routes differ, at most {routes:.3g} ({usual}); "
+                f"the same by MoE layer: {layers}"
+            )
+        return wrong + self._judge_cache(push)
+
+    def _judge_cache(self, push: Difference) -> list[str]:
+        dlogp, routes = self.limits
+        old = "the engine's prefix cache is of older weights"
+        wrong = []
+        if not push.cached_dlogp <= dlogp:
+            wrong.append(
+                f"with kept keys and values |dlogp| {push.cached_dlogp:.3g}, at most {dlogp:.3g}: "
+                f"{old}"
+            )
+        if not push.cached_disagreement <= routes:
+            wrong.append(
+                f"with kept keys and values {push.cached_disagreement:.3g} of the routes differ, "
+                f"at most {routes:.3g}: {old}"
+            )
+        return wrong
+
+    def accept(self, push: Difference) -> None:
+        """Remember a push that was right."""
+        self.before = [*self.before, push][-_REMEMBERED:]
+
+
+def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
+    """Why a sampler seems to have the policy before, in words with both numbers; empty if not.
+
+    It finds a load that changed nothing also where the two policies differ by no more than the
+    sampler rounds. Example: a sampler in bfloat16 is 0.010 from its policy, and the policies are
+    0.012 apart. With the new weights it is 0.010 from the new one and some 0.016 from the one
+    before; with the old weights the other way round, and 0.010 is below 0.7 times 0.016.
+    """
+    to_now, to_before = mean_abs_dlogp(sampler, now), mean_abs_dlogp(sampler, before)
+    if to_now <= ROOM_DLOGP or not to_before < CLOSER * to_now:
+        return ""
+    return (
+        f"mean |dlogp| {to_now:.3g} to this policy and {to_before:.3g} to the one before: it has "
+        "the weights of before"
+    )

@@ -1,0 +1,118 @@
+"""Pushes into the real servers: SGLang's loading in place is right, vLLM's on a CPU is wrong.
+
+Two policies of the demo's shape are 5 % apart. The servers compute in bfloat16, the probes are
+float32, as a trainer's would be close to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import publish
+
+from demo import sglang_server, vllm_server
+from demo.server_process import run_server
+from megatron_r3.engines.shape import ModelShape
+from megatron_r3.online.loading import Loader
+from megatron_r3.online.push import Pusher, PushError
+from megatron_r3.policies.floor import Floor
+from megatron_r3.policies.published import PublishedPolicy, read_policy
+from megatron_r3.rollouts.client import Client
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> list[PublishedPolicy]:
+    folder = tmp_path_factory.mktemp("policies")
+    for version in range(2):
+        publish(folder, version, seed=version)
+    return [read_policy(folder, version) for version in range(2)]
+
+
+def with_server(
+    module: Any, policies: list[PublishedPolicy], log: Path, work: Callable[..., Any], *command: str
+) -> Any:
+    """Run `work(pusher)` with a server that was started with policy 0, to take weights in place."""
+    engine = "vllm" if module is vllm_server else "sglang"
+    words, environment = module.template(policies[0].path, in_place=True)
+    values = {"{model}": str(policies[0].path)}
+
+    def started(port: int) -> list[str]:
+        return [{**values, "{port}": str(port)}.get(word, word) for word in words]
+
+    async def whole(url: str) -> Any:
+        client = Client(url, 4, 120, 3, 0.2)
+        loader = Loader(engine, client, in_place=True, command=command, wait_s=60)
+        shape = ModelShape.from_hf_config(policies[0].path)
+        try:
+            return await work(Pusher(loader, client, shape, Floor()))
+        finally:
+            await client.close()
+
+    with run_server(engine, started, environment, log) as url:
+        return asyncio.run(whole(url))
+
+
+def test_what_vllm_loads_in_place_on_a_cpu_is_refused(policies, tmp_path):
+    async def work(pusher: Pusher) -> None:
+        shown = await pusher.compare_the_start(policies[0])
+        assert shown is not None, "the server does not compute the policy that it began with"
+        with pytest.raises(PushError, match="does not compute it: mean") as error:
+            await pusher.push(policies[1], policies[0].probe)
+        push = error.value.push
+        assert push is not None
+        assert push.difference.abs_dlogp > 3 * shown.abs_dlogp
+
+    with_server(vllm_server, policies, tmp_path / "vllm.log", work)
+
+
+# What a command of the user's does, on GPUs by NCCL: it hands the weights over, and forgets the
+# keys and values of before. Policy 0 has its files in the place of those that were asked for.
+HANDS_OVER = """
+import json, sys, urllib.request
+body = json.dumps({"model_path": sys.argv[1], "flush_cache": True}).encode()
+request = urllib.request.Request(
+    sys.argv[2] + "/update_weights_from_disk", body, {"Content-Type": "application/json"}
+)
+assert json.load(urllib.request.urlopen(request))["success"]
+"""
+
+
+def test_what_sglang_loads_in_place_is_right(policies, tmp_path):
+    async def work(pusher: Pusher) -> None:
+        shown = await pusher.compare_the_start(policies[0])
+        assert shown is not None
+        done = [await pusher.push(policies[i], policies[1 - i].probe) for i in (1, 0, 1)]
+        assert all(one.how == "loaded" for one in done)
+        assert max(one.difference.abs_dlogp for one in done) < 2 * shown.abs_dlogp
+        # the control: the server has policy 1, and says that it has policy 0
+        await pusher.loader._mark(policies[0])
+        _, wrong = await pusher._compare(policies[0])
+        assert pusher.floor.judge(wrong)
+
+    with_server(sglang_server, policies, tmp_path / "sglang.log", work)
+
+
+def test_a_command_of_the_users_pushes_and_is_verified_too(policies, tmp_path):
+    script = tmp_path / "hand_over.py"
+    script.write_text(HANDS_OVER)
+    stale = json.dumps(str(policies[0].path))
+
+    async def right(pusher: Pusher) -> None:
+        assert await pusher.compare_the_start(policies[0]) is not None
+        push = await pusher.push(policies[1], policies[0].probe)
+        assert push.how == "command"
+        assert await pusher.loader.served() == "v000001"
+        # a command that hands over the policy before
+        script.write_text(HANDS_OVER.replace("sys.argv[1]", stale))
+        await pusher.push(policies[0], policies[1].probe)
+        with pytest.raises(PushError, match="does not compute it"):
+            await pusher.push(policies[1], policies[0].probe)
+
+    command = (sys.executable, str(script), "{model}", "{url}")
+    with_server(sglang_server, policies, tmp_path / "command.log", right, *command)
