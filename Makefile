@@ -57,8 +57,8 @@ BRIDGE   ?=
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
-	bench-dispatch bench-update bench-clients bench-store bench-publish gpu-kit online image image-vllm-cpu image-test image-matrix \
-	test fuzz lint clean
+	bench-dispatch bench-update bench-clients bench-store bench-publish gpu-kit online image image-sampler image-vllm-cpu \
+	image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -166,7 +166,10 @@ gpu-kit: megatron  ## build what runs on a GPU machine without a network (REPO=C
 image:  ## build the image (BASE_IMAGE=, MEGATRON_SOURCE=git or pypi, MEGATRON_VERSION=, MEGATRON=DIR, TAG=)
 	$(IMAGE) build
 
-image-vllm-cpu:  ## build the image of a sampler that needs no GPU: vLLM for CPU (BASE_IMAGE=)
+image-sampler:  ## add `megatron-r3 rl sampler` to an engine's image: BASE_IMAGE=vllm/vllm-openai:v0.30.0 (TAG=)
+	$(IMAGE) build --target sampler
+
+image-vllm-cpu:  ## build the image of a sampler that needs no GPU: vLLM for CPU (BASE_IMAGE=, TAG=)
 	$(IMAGE) build --target vllm-cpu
 
 image-test:  ## run the tests inside the image that was built last, or TAG= (TESTS=: arguments of pytest)

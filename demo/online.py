@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,33 +73,48 @@ OMP_NUM_THREADS = "1"
 """
 
 
-def write_config(out: Path, stages: Stages, sampler: str, seed: int, collections: int) -> Path:
-    """The config of a run, and its prompts; the path of the config."""
+class Places(NamedTuple):
+    """Where a config finds what it names, as the config spells it.
+
+    Attributes:
+        start: the folder that has the policy of the start: hf/ and checkpoint/.
+        megatron: a patched tree.
+        root: the folder that has demo/.
+    """
+
+    start: str
+    megatron: str
+    root: str
+
+
+def write_config(file: Path, places: Places, sampler: str, seed: int, collections: int) -> None:
+    """Write the config of a run, whole or not at all, and prompts.jsonl beside it."""
+    out = file.parent
     out.mkdir(parents=True, exist_ok=True)
     task.write_prompts(out / "prompts.jsonl", NUM_PROMPTS, FIRST_PROMPT + seed * NUM_PROMPTS)
     size = PROMPTS_PER_COLLECTION * SAMPLES // MINI_STEPS
     batch = ["--global-batch-size", str(size), "--rollouts-mini-steps", str(MINI_STEPS)]
     batch += ["--seed", str(seed + 1)]
-    file = out / "online.toml"
-    file.write_text(
+    written = file.with_name(f".{file.name}")
+    written.write_text(
         CONFIG.format(
             name=file.name,
             collections=collections,
             seed=seed,
-            start=stages.out,
+            start=places.start,
             sampler=sampler,
             max_tokens=task.MAX_ANSWER,
             examined=EXAMINED,
             per_collection=PROMPTS_PER_COLLECTION,
             samples=SAMPLES,
-            megatron=stages.megatron,
-            root=ROOT,
+            megatron=places.megatron,
+            root=places.root,
             processes=WORLD_SIZE,
             steps=MINI_STEPS,
             arguments=json.dumps([shlex.join(arguments(TRAINING, batch))]),
         )
     )
-    return file
+    written.rename(file)
 
 
 def sampler_fields(sampler: str, model: Path) -> str:
@@ -191,7 +206,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     shutil.rmtree(out / "run", ignore_errors=True)
-    config = write_config(out, start, fields, args.seed, args.collections)
+    config = out / "online.toml"
+    places = Places(str(start.out), str(start.megatron), str(ROOT))
+    write_config(config, places, fields, args.seed, args.collections)
     began = time.monotonic()
     rl = [sys.executable, "-m", "megatron_r3.cli", "rl"]
     if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:

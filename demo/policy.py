@@ -1,23 +1,28 @@
-"""Makes the demo's policy, trained and exported, for a run with containers to begin with.
+"""Makes a folder in which the loop can begin: a policy that sorts badly, its prompts, and run.toml.
 
-    python -m demo.policy --out DIR [--megatron TREE]
+    python -m demo.policy --out DIR [--megatron TREE] [--collections N]
 
-DIR then has checkpoint/, policy/ and prompts.jsonl. train.args has the arguments of training on
-rollouts and export.args those of exporting, one argument a line.
+DIR then has start/ (the policy, for Megatron and for transformers), prompts.jsonl, demo/ (the
+reward and the training script) and run.toml. All that run.toml names lies in DIR, but for the tree,
+which is $MEGATRON. So one file serves this host, containers, Slurm and Kubernetes:
+
+    cd DIR && MEGATRON=TREE megatron-r3 rl run run.toml
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 
-from demo import task
-from demo.collect import FIRST_PROMPT, NUM_PROMPTS
-from demo.model import arguments
+from demo.collect import ROOT
+from demo.online import COLLECTIONS, Places, write_config
 from demo.process import Failed
-from demo.stages import WORLD_SIZE, Stages
+from demo.stages import Stages
+
+FILES = ("__init__.py", "pretrain.py", "task.py")  # what a run needs of demo/
 
 
 def main() -> int:
@@ -26,21 +31,23 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     tree = os.environ.get("MEGATRON")
     parser.add_argument("--megatron", type=Path, default=tree, required=tree is None)
+    parser.add_argument("--collections", type=int, default=COLLECTIONS)
     args = parser.parse_args()
-    stages = Stages(args.out.resolve(), args.megatron.resolve(), "transformers")
+    out = args.out.resolve()
+    stages = Stages(out / "start", args.megatron.resolve(), "transformers")
     try:
         stages.pretrain()
         stages.export()
     except Failed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    task.write_prompts(args.out / "prompts.jsonl", NUM_PROMPTS, FIRST_PROMPT)
-    one_process = arguments(["--micro-batch-size", "1"])
-    for name, words in {"train": stages.grpo_arguments(), "export": one_process}.items():
-        (args.out / f"{name}.args").write_text("\n".join(words) + "\n")
-    # last: if there is a policy/, all other files are there too
-    stages.hf.rename(args.out / "policy")
-    print(f"{args.out} has a policy; NPROC={WORLD_SIZE} trains it")
+    (out / "demo").mkdir(exist_ok=True)
+    for name in FILES:
+        shutil.copyfile(ROOT / "demo" / name, out / "demo" / name)
+    # last: where there is a run.toml, all that it names is there too
+    config, places = out / "run.toml", Places("start", "$MEGATRON", ".")
+    write_config(config, places, "port = 30000", 0, args.collections)
+    print(f"{config}: a run of {args.collections} collections can begin")
     return 0
 
 

@@ -56,7 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--network", default="host", help="network of the build (default: host)")
     parser.add_argument("--pip-conf", type=Path, help="default: the settings of this machine's pip")
     parser.add_argument(
-        "--target", default="", help="stage to build: vllm-cpu is the sampler without a GPU"
+        "--target",
+        default="",
+        help="stage to build: sampler (--base: an engine's image), or vllm-cpu (without a GPU)",
     )
     parser.add_argument("--tests", default="", help="arguments of the container's test command")
     args = parser.parse_args(argv)
@@ -72,10 +74,14 @@ def _run_action(args: argparse.Namespace) -> int:
     if args.action == "test":
         return test(args, args.tag or _built_last())
     default = versions.default.name if args.source == "pypi" else versions.default_line.name
+    if args.target == "sampler" and not args.base:
+        raise ValueError(
+            "which engine? name its image: make image-sampler BASE_IMAGE=vllm/vllm-openai:v0.30.0"
+        )
     lines = [line.name for line in versions.lines if line.status == "supported"]
     for name in lines if args.action == "matrix" else [args.version or default]:
         line, tree = versions.find(name, args.source)
-        tag = args.tag or args.target or f"megatron-r3:{tree.name.replace(' ', '-')}"
+        tag = args.tag or (f"megatron-r3-{args.target}" if args.target else _named(tree))
         status = build(args, line, tree, tag)
         if not status and args.action == "matrix":
             status = test(args, tag)
@@ -115,6 +121,11 @@ def build(args: argparse.Namespace, line: Line, tree: KnownTree, tag: str) -> in
         shared = f", {of_base} MB of it the base's" if of_base else ""
         print(f"{tag}: {size} MB{shared}, built in {time.monotonic() - started:.0f} s")
     return status
+
+
+def _named(tree: KnownTree) -> str:
+    """The default tag of an image with this tree."""
+    return f"megatron-r3:{tree.name.replace(' ', '-')}"
 
 
 def _size(docker: str, tag: str) -> int:

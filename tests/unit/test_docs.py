@@ -33,7 +33,8 @@ HERE = "this file"
 NO_GPU = "by hand: it needs a GPU"
 NO_CLONE = "by hand: it needs a clone of Megatron-LM, a network away"
 NO_DOCKER = "by hand: it needs several images of gigabytes"
-IMAGE = "tests/unit/docker/test_image.py"
+JOBS = "tests/unit/launch/test_jobs.py"
+CONTAINERS = "ci loop_in_containers"
 PATCHING = "tests/unit/patching/"
 CHECK = "tests/functional/test_check.py"
 # the first row that matches a command from its beginning counts; `ci make X` is a step of .ci/run,
@@ -49,20 +50,22 @@ RUN_BY = [
     (r"make gpu-kit REPO=", NO_CLONE),
     (r"make fidelity\b", "tests/functional/test_make.py::test_fidelity_of_one_case"),
     (r"make image-matrix\b", NO_DOCKER),
-    (r"make image-vllm-cpu\b", NO_DOCKER),
+    (r"make image-(vllm-cpu|sampler)\b", NO_DOCKER),
     (r"make (help|clean)\b", HERE),
     (r"make ([\w-]+)", r"ci make \1"),
     (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
-    (r"python -m demo.policy\b", "by hand: it is the first step of docker/rl-run, with containers"),
+    (r"python -m demo.policy\b", CONTAINERS),  # its first step
     (r"megatron-r3 rollouts\b", HERE),
     (
         r"megatron-r3 rl check\b",
         "tests/unit/online/test_config.py::test_check_reads_what_the_parts_read_and_starts_nothing",
     ),
     (
-        r"megatron-r3 rl (run|sampler|collector|trainer)\b",
+        r"megatron-r3 rl (run|sampler|collector|trainer)\b(?!.*--(host|print))",
         "tests/functional/test_rl_run.py::test_every_policy_is_verified",
     ),
+    (r"megatron-r3 rl (sampler|collector) .*--host\b", f"{JOBS}::test_the_jobs_of_kubernetes"),
+    (r"megatron-r3 rl trainer .*--print\b", f"{JOBS}::test_a_shell_runs_the_printed_command"),
     (
         r"megatron-r3 rl report\b",
         "tests/unit/online/test_report.py::test_runs_stand_side_by_side",
@@ -108,8 +111,9 @@ RUN_BY = [
     (r"pip install\b", "ci make test"),
     (r"docker build\b", "ci make image"),
     (r"docker run\b", NO_GPU),
-    (r"docker (compose|stop)\b", f"{IMAGE}::test_containers_run_as_who_is_named"),
-    (r"docker/rl-run\b", f"{IMAGE}::test_a_turn_opens_its_folder_to_nobody"),
+    (r"docker/rl-run\b", CONTAINERS),
+    (r"sbatch\b", "by hand: on the cluster that .ci/slurm-cluster makes"),
+    (r"kubectl\b", "by hand: no Kubernetes cluster was there"),
     (r"(cd|git) ", f"{PATCHING}test_bump_conflicts.py::test_a_conflict_gives_five_lines"),
 ]
 
@@ -134,6 +138,8 @@ def needed_by_ci() -> set[str]:
 def is_there(runner: str) -> bool:
     if runner == HERE or runner.startswith("by hand: "):
         return True
+    if runner.startswith("ci loop"):
+        return f"  step {runner.removeprefix('ci ')}\n" in CI
     if runner.startswith("ci make "):
         return runner.removeprefix("ci make ") in needed_by_ci()
     path, _, name = runner.partition("::")
@@ -159,6 +165,7 @@ def test_commands_that_nothing_runs_are_found() -> None:
     assert len(not_run("```bash\nmake coffee\nnpm install && make demo\n```")) == 2
     assert len(not_run("so `make\ncoffee NOW=1` is wrong, and `make` alone is no command")) == 1
     assert not is_there("ci make bump")
+    assert not is_there("ci loop_in_cellars")
     assert not is_there("tests/unit/test_docs.py::test_nothing_of_" + "this_name")
 
 

@@ -132,8 +132,8 @@ def test_every_logged_name_is_documented() -> None:
 PLACES = (ROOT, ROOT / "megatron_r3", ROOT / "benchmarks")
 # made by a command, or of Megatron-LM, or of a server, or in a reader's folder
 ELSEWHERE = re.compile(
-    r"build/|megatron/|/|~|https?:|pretrain_gpt\.py|\$|iter_|"
-    r"(rollouts|trained|next|policy|policies|checkpoints?|events|logs)/|"
+    r"build/|megatron/|/|~|https?:|pretrain_gpt\.py|run\.toml|\$|iter_|"
+    r"(run|rollouts|trained|next|policy|policies|checkpoints?|events|logs)/|"
     r"(application|info|ci|debian-python|core)[/:.]|examples/|docker/\.ngc_version"
 )
 
@@ -233,7 +233,7 @@ def test_wrong_imports_in_python_blocks_are_found() -> None:
     assert wrong_python(block) == ["Cellar"]
 
 
-STILL_WIDE = ("bumping.md", "engines.md", "fuzz.md", "image.md", "rl-run.md", "rollout-store.md")
+STILL_WIDE = ("bumping.md", "engines.md", "fuzz.md", "image.md", "rollout-store.md")
 DEMO = json.loads((ROOT / "docs" / "demo.json").read_text())
 ROWS = {
     "k3 KL, sampler to trainer": "k3_kl",

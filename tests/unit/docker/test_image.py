@@ -3,7 +3,6 @@
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import urllib.request
@@ -172,130 +171,15 @@ def test_there_is_nothing_to_test_before_a_build(image, tmp_path, monkeypatch, c
     )
 
 
-# in place of docker-compose: notes who and what, and gives what a container would
-COMPOSE = """#!/bin/sh
-echo "$RUN_AS $*" >>"$LOG"
-case $* in *demo.policy*)
-  mkdir "$VOLUME/policy" && echo a >"$VOLUME/train.args" && echo b >"$VOLUME/export.args" ;;
-esac
-"""
-
-
-@pytest.fixture
-def rl_run(tmp_path):
-    """Runs docker/rl-run with the given VOLUME; what it says, and what it asked compose for."""
-    stub, log = tmp_path / "stub" / "compose", tmp_path / "stub" / "log"
-    stub.parent.mkdir()
-    stub.write_text(COMPOSE)
-    stub.chmod(0o755)
-
-    def run(volume, **more):
-        log.write_text("")
-        env = {**os.environ, "COMPOSE": str(stub), "LOG": str(log), "HOME": str(tmp_path / "home")}
-        done = subprocess.run(
-            [str(DOCKER / "rl-run")],
-            env={**env, "VOLUME": str(volume), **more},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            umask=0o022,
-        )
-        return done, log.read_text().splitlines()
-
-    (tmp_path / "home").mkdir()
-    return run
-
-
-@pytest.mark.parametrize("mode", [None, 0o700, 0o750, 0o755])
-def test_a_turn_opens_its_folder_to_nobody(rl_run, tmp_path, mode):
-    volume = tmp_path / "a run:1"
-    if mode is not None:
-        volume.mkdir()
-        volume.chmod(mode)
-    done, asked = rl_run(volume.name)  # relative to where the user is
-    assert done.returncode == 0, done.stderr
-    assert volume.stat().st_mode & 0o777 == (0o700 if mode is None else mode)
-    assert len(asked) == 7
-    who = f"{os.getuid()}:{os.getgid()} -p r3 "
-    assert all(line.startswith(who) for line in asked)
-    assert "--hf-export /volume/next" in asked[-2]
-
-
-def test_the_folder_is_made_and_not_those_above_it_closed(rl_run, tmp_path):
-    done, _ = rl_run(tmp_path / "runs" / "first")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o755
-    assert (tmp_path / "runs" / "first").stat().st_mode & 0o777 == 0o700
-
-
-def refused(rl_run, volume, *words, **more):
-    before = volume.stat().st_mode if volume.exists() else None
-    done, asked = rl_run(volume, **more)
-    assert (done.returncode, asked) == (1, [])
-    assert done.stderr.startswith(f"error: VOLUME={volume}: ")
-    assert done.stderr.count("\n") == 1
-    for word in words:
-        assert word in done.stderr
-    assert (volume.stat().st_mode if volume.exists() else None) == before
-
-
-def test_a_turn_refuses_a_folder_that_is_more_than_its_own(rl_run, tmp_path):
-    words = ("is a home folder, or has one in it", "name a folder for this run alone")
-    refused(rl_run, tmp_path / "home", *words)
-    refused(rl_run, tmp_path, *words)
-    # what passwd says; a stand-in, so that no real home is ever given to the script
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "getent").write_text(f"#!/bin/sh\necho me:x:0:0::{tmp_path}/home:/bin/sh\n")
-    (tmp_path / "bin" / "getent").chmod(0o755)
-    path = f"{tmp_path}/bin:{os.environ['PATH']}"
-    for home in ("/nowhere", ""):
-        refused(rl_run, tmp_path / "home", *words, HOME=home, PATH=path)
-
-
-def test_a_turn_refuses_what_others_may_write(rl_run, tmp_path):
-    volume = tmp_path / "run"
-    volume.mkdir()
-    volume.chmod(0o757)
-    refused(rl_run, volume, "anybody may write there", "chmod o-w")
-    volume.rmdir()
-    volume.write_text("")
-    refused(rl_run, volume, "is no folder")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
-def test_a_turn_refuses_the_folder_of_somebody_else(rl_run, tmp_path):
-    volume = tmp_path / "run"
-    volume.mkdir()
-    shutil.chown(volume, 65534)
-    refused(rl_run, volume, "belongs to nobody; run this as that user")
-    shutil.chown(volume, 0)
-
-
-def test_a_turn_does_not_begin_where_its_policy_could_not_be_written(rl_run, tmp_path):
-    (tmp_path / "run" / "next").mkdir(parents=True)
-    refused(rl_run, tmp_path / "run", "move next/ to policy/ and trained/ to checkpoint/")
-
-
-def test_containers_run_as_who_is_named_and_have_a_home():
-    """docker-compose itself is tried where there is one: it refuses a run without RUN_AS."""
-    text = (DOCKER / "compose.yaml").read_text()
-    assert text.count("<<: *common") == 3
-    assert text.count("<<: *environment") == 3
-    assert 'user: "${RUN_AS:?' in text
-    command = shutil.which("docker-compose")
-    if command is None:
-        pytest.skip("no docker-compose here: compose.yaml was not parsed by it")
-    config = [command, "-f", str(DOCKER / "compose.yaml"), "config"]
-    env = {**os.environ, "VOLUME": "/some/a b:c"}
-    for who in ("", "1000:1001"):
-        done = subprocess.run(
-            config, env={**env, "RUN_AS": who}, capture_output=True, text=True, check=False
-        )
-        if who:
-            assert done.stdout.count(f"user: {who}\n") == 3
-            assert done.stdout.count("HOME: /tmp\n") == 3
-            assert done.stdout.count("source: /some/a b:c\n") == 3
-        else:
-            assert done.returncode != 0
-            assert "who the containers run as" in done.stderr
+def test_an_image_of_a_sampler_begins_with_an_engine(image, tmp_path, capsys):
+    asked = tmp_path / "asked"
+    client = tmp_path / "docker"
+    client.write_text(f"#!/bin/sh\necho $* >>{asked}\n")
+    client.chmod(0o755)
+    words = ["build", "--target", "sampler", "--docker", str(client)]
+    assert image.main(words) == 1
+    assert "make image-sampler BASE_IMAGE=" in capsys.readouterr().err
+    assert not asked.exists()
+    assert image.main([*words, "--base", "vllm/vllm-openai:v0.30.0"]) == 0
+    assert "--target sampler --build-arg BASE_IMAGE=vllm/vllm-openai:v0.30.0" in asked.read_text()
+    assert "--tag megatron-r3-sampler ." in asked.read_text()
