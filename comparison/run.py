@@ -1,6 +1,6 @@
 """Runs the comparison: every arm in every regime, with several seeds, as runs of the loop.
 
-    python -m comparison.run --megatron TREE [--out DIR] [--jobs N] [--only REGIME[/ARM]]
+    python -m comparison.run --megatron TREE [--out DIR] [--jobs N] [--only REGIME[/ARM],...]
         [--seeds N] [--collections N]
 
 Each run is a `megatron-r3 rl run` in a directory of its own. A run that is complete is not
@@ -82,9 +82,8 @@ def _arguments() -> argparse.ArgumentParser:
     add("--megatron", type=Path, required=True, help="a patched tree")
     add("--out", type=Path, default=Path("build/comparison"))
     add("--jobs", type=_count, default=2, help="runs at a time; each takes about one core")
-    add(
-        "--only", default="", metavar="REGIME[/ARM]", help="only the runs of a regime, or arm of it"
-    )
+    only = "only the runs of these regimes, or of an arm in a regime"
+    add("--only", default="", metavar="REGIME[/ARM],...", help=only)
     add("--seeds", type=_count, default=SEEDS)
     add("--collections", type=_count, default=COLLECTIONS, help="of each run")
     add("--first-port", type=_count, default=FIRST_PORT, help="each run has a port of its own")

@@ -77,10 +77,6 @@ RUN_BY = [
         r"python -m comparison\.report\b",
         "tests/unit/comparison/test_report.py::test_the_command",
     ),
-    (
-        r"python -m comparison\.run\b",
-        "tests/functional/test_comparison.py::test_replay_lowers_k3_under_noise",
-    ),
     (r"python -m benchmarks\.report\b", "tests/unit/benchmarks/test_report.py::test_the_command"),
     (r"python -m benchmarks\.\w+", "ci make gpu-kit"),
     (r"python -m demo\.collect\b", "by hand: it takes a server for minutes"),

@@ -83,8 +83,12 @@ def test_how_many_runs_there_are() -> None:
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
     assert [run.key for run in runs_of("noise/r3")] == ["noise/r3-0", "noise/r3-1", "noise/r3-2"]
     assert {run.regime.key for run in runs_of("fp8", 1)} == {"fp8"}
-    with pytest.raises(ValueError, match=r"--only nose: no such regime or arm; .*noise"):
-        runs_of("nose")
+    both = runs_of("noise/r3,stale", 1)
+    assert [run.key for run in both][:2] == ["noise/r3-0", "stale/none-0"]
+    assert len(both) == 1 + 7
+    for wrong in ("nose", "noise,r3", "noise/none"):
+        with pytest.raises(ValueError, match=rf"--only {wrong}: there is no .*regimes are control"):
+            runs_of(wrong)
 
 
 @pytest.mark.parametrize(

@@ -107,5 +107,5 @@ def test_a_regime_that_is_not_there_is_refused(
 ) -> None:
     argv = ["--megatron", str(tmp_path), "--out", str(tmp_path / "out"), "--only", "nose"]
     assert main(argv) == 2
-    assert capsys.readouterr().err.startswith("error: --only nose: no such regime or arm")
+    assert capsys.readouterr().err.startswith("error: --only nose: there is no 'nose'")
     assert not (tmp_path / "out").exists()
