@@ -70,7 +70,7 @@ class StartingPolicy:
         """Train and export the policy, if it is not there as these arguments and sources make it.
 
         Args:
-            learn, sharpen: arguments of the two trainings.
+            learn, sharpen: arguments of the two trainings; without any there is no second one.
 
         Raises:
             demo.process.Failed: a training or the export failed; with the end of its log.
@@ -81,11 +81,14 @@ class StartingPolicy:
             return
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir(parents=True)
-        script, learnt = ROOT / "comparison" / "pretrain.py", self.out / "learnt"
-        self._megatron("learn", script, [*_TRAIN, *learn, "--save", str(learnt)])
-        begin = ["--load", str(learnt), "--finetune", "--no-load-optim", "--no-load-rng"]
-        save = ["--save", str(self.checkpoint)]
-        self._megatron("sharpen", script, [*_TRAIN, *sharpen, *begin, *save])
+        script, save = ROOT / "comparison" / "pretrain.py", ["--save", str(self.checkpoint)]
+        if sharpen:
+            learnt = str(self.out / "learnt")
+            self._megatron("learn", script, [*_TRAIN, *learn, "--save", learnt])
+            begin = ["--load", learnt, "--finetune", "--no-load-optim", "--no-load-rng"]
+            self._megatron("sharpen", script, [*_TRAIN, *sharpen, *begin, *save])
+        else:
+            self._megatron("learn", script, [*_TRAIN, *learn, *save])
         export = ["--micro-batch-size", "1", "--load", str(self.checkpoint), "--hf-export"]
         bf16, float32 = map(self.hf, DTYPES)
         script = ROOT / "megatron_r3" / "weights" / "hf.py"

@@ -88,7 +88,7 @@ def _arguments() -> argparse.ArgumentParser:
     add("--collections", type=_count, default=COLLECTIONS, help="of each run")
     add("--first-port", type=_count, default=FIRST_PORT, help="each run has a port of its own")
     add("--learn", default=" ".join(LEARN), help="arguments of the first training")
-    add("--sharpen", default=" ".join(SHARPEN), help="and of the second one")
+    add("--sharpen", default=" ".join(SHARPEN), help="and of the second one; empty: none")
     return parser
 
 
