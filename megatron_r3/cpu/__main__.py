@@ -61,7 +61,7 @@ def describe_one_process() -> None:
 
 
 def threads_of_a_rank() -> int:
-    """How many threads torch uses in this rank: with several ranks they use each core once together.
+    """How many threads torch uses in this rank: several ranks together use each core once.
 
     The only rank takes what OMP_NUM_THREADS says (of a list the first number), if it is set: on
     cores that others use too, threads that spin make a step many times slower. With several ranks
