@@ -19,14 +19,15 @@ NEW      ?=
 # export: with 1 nothing is written, and the exit status says whether a byte would change
 CHECK    ?=
 # fidelity: run the cases with this in their name; check: run the checks with this; fuzz: run one class;
+# compare: the regime, or REGIME/ARM;
 # clients: run the tests that this expression of pytest -k chooses; bench-clients: the cases with this, as EP2 full
 ONLY     ?=
 # fuzz: how many tries, and the seed that chooses them
 TRIES    ?= 10000
 SEED     ?= 0
-# online: how often it samples and trains; a second seed is another run
+# online: how often it samples and trains
 COLLECTIONS ?= 30
-# test: how many processes share the tests
+# test: how many processes share the tests; compare: runs at a time
 JOBS     ?= $(shell nproc)
 # bench-dispatch, bench-update, bench-clients and bench-store: the most rounds; the benchmark ends earlier if every ratio
 # tells. bench-publish: the rounds
@@ -57,7 +58,7 @@ BRIDGE   ?=
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
-	bench-dispatch bench-update bench-clients bench-store bench-publish gpu-kit online image image-sampler image-vllm-cpu \
+	bench-dispatch bench-update bench-clients bench-store bench-publish gpu-kit online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
@@ -113,6 +114,12 @@ online: megatron  ## reinforcement learning in a loop: sample, train, publish, v
 	$(R3) apply $(TREE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m demo.online --megatron $(TREE) --out $(BUILD)/online \
 		--sampler $(SAMPLER) --seed $(SEED) --collections $(COLLECTIONS)
+
+# A run takes about one core, and has a sampler, a collector and a trainer that wait for each other.
+compare: megatron  ## run the loop live, with R3, R2, TIS and GSPO under four mismatches (ONLY=REGIME[/ARM], JOBS=)
+	$(R3) apply $(TREE)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m comparison.run --megatron $(TREE) --out $(BUILD)/comparison \
+		--jobs $(JOBS) --only "$(ONLY)"
 
 fidelity: megatron  ## compare every layout and schedule with one process (MEGATRON=DIR: on a real checkout; ONLY=)
 	$(VENV)/bin/python -m fidelity.run --out $(BUILD)/fidelity$(if $(ONLY),-only).json \

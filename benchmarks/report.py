@@ -32,6 +32,7 @@ from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 
 ROOT = Path(__file__).parents[1]
 NOTHING = "Nothing was run on a GPU."
+COMPARISON = "comparison.json"  # of which comparison.report makes docs/comparison.md
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,6 +63,7 @@ def documents(root: Path) -> dict[Path, str]:
         ValueError: a results file cannot be taken, or a document has no place for its part.
     """
     results = sorted((root / "benchmarks" / "results").glob("*.json"))
+    results = [path for path in results if path.name != COMPARISON]
     runs = [run for run in map(read_run, results) if run is not None]
     runs.sort(key=lambda run: run.date, reverse=True)
     readme, gpu = root / "README.md", root / "docs" / "gpu.md"
@@ -84,20 +86,21 @@ def documents(root: Path) -> dict[Path, str]:
     }
 
 
-def filled(text: str, name: str, part: str, path: Path) -> str:
+def filled(text: str, name: str, part: str, path: Path, maker: str = "benchmarks.report") -> str:
     """A document whose lines between two markers are replaced.
 
     Args:
-        text: the document, with `<!-- NAME: made by python -m benchmarks.report -->` and
-            `<!-- NAME: end -->` on lines of their own.
+        text: the document, with `<!-- NAME: made by python -m MAKER -->` and `<!-- NAME: end -->`
+            on lines of their own.
         name: of the part.
         part: what stands between the markers.
         path: of the document, for the error.
+        maker: the module that makes the part.
 
     Raises:
         ValueError: the markers are not there, each once and in this order.
     """
-    begin = f"<!-- {name}: made by python -m benchmarks.report -->\n"
+    begin = f"<!-- {name}: made by python -m {maker} -->\n"
     end = f"<!-- {name}: end -->\n"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"{path}: expected once the line {begin!r}, and {end!r} after it")

@@ -41,8 +41,7 @@ def main(argv: list[str]) -> None:
     if not script.is_file():
         _leave(2, f"error: no such script: {script}\n\n{USAGE}")
     describe_one_process()
-    # torchrun starts a rank for each of LOCAL_WORLD_SIZE: together they use each core once
-    torch.set_num_threads(max(1, usable_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    torch.set_num_threads(threads_of_a_rank())
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *argv[1:]]
     try:
@@ -59,6 +58,22 @@ def describe_one_process() -> None:
     """Set the variables that torchrun sets, if they are not set: this process is the only rank."""
     for name, value in describe_rank(0, 1, free_port()).items():
         os.environ.setdefault(name, value)
+
+
+def threads_of_a_rank() -> int:
+    """How many threads torch uses in this rank: several ranks together use each core once.
+
+    The only rank takes what OMP_NUM_THREADS says (of a list the first number), if it is set: on
+    cores that others use too, threads that spin make a step many times slower. With several ranks
+    torchrun sets the variable to 1 by itself, so there it does not tell what the user wants.
+    """
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if ranks > 1 or not given:
+        return max(1, usable_cores() // ranks)
+    if not given.isdecimal() or int(given) < 1:
+        _leave(2, f"error: OMP_NUM_THREADS={given!r}: expected a whole number above 0\n")
+    return int(given)
 
 
 def _report(error: Exception) -> NoReturn:

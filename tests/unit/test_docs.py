@@ -52,6 +52,10 @@ RUN_BY = [
     (r"make image-matrix\b", NO_DOCKER),
     (r"make image-(vllm-cpu|sampler)\b", NO_DOCKER),
     (r"make (help|clean)\b", HERE),
+    (
+        r"make compare\b",
+        "tests/functional/test_comparison.py::test_replay_lowers_k3_under_noise",
+    ),
     (r"make ([\w-]+)", r"ci make \1"),
     (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
     (r"python -m demo.policy\b", CONTAINERS),  # its first step
@@ -75,6 +79,10 @@ RUN_BY = [
     (
         r"python build/gpu-kit/run\b",
         "tests/unit/gpu_kit/test_unpack.py::test_parts_that_come_one_by_one",
+    ),
+    (
+        r"python -m comparison\.report\b",
+        "tests/unit/comparison/test_report.py::test_the_command",
     ),
     (r"python -m benchmarks\.report\b", "tests/unit/benchmarks/test_report.py::test_the_command"),
     (r"python -m benchmarks\.\w+", "ci make gpu-kit"),

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("megatron_r3", "fidelity", "benchmarks", "demo", "fuzz", "gpu_kit", "tests")
+ROOMS = ("megatron_r3", "fidelity", "benchmarks", "demo", "comparison", "fuzz", "gpu_kit", "tests")
 Trees = Mapping[str, ast.Module]  # of each file, by its path below ROOT
 
 
@@ -54,9 +54,12 @@ HEIGHT = {room: len(FLOORS) - number for number, line in enumerate(FLOORS) for r
 KNOW_MEGATRON = {"seams", "training", "integrations", "weights", "launch", "cpu", "pretrain"}
 # what the product, the proof and the benchmarks must run without
 FORBIDDEN = {
-    "megatron_r3": {"fidelity", "demo", "benchmarks", "tests", "fuzz", "docker", "gpu_kit"},
-    "fidelity": {"demo", "benchmarks", "tests", "fuzz", "gpu_kit"},
-    "benchmarks": {"demo", "tests", "fuzz", "gpu_kit"},
+    "megatron_r3": {
+        *("fidelity", "demo", "comparison", "benchmarks", "tests", "fuzz", "docker", "gpu_kit"),
+    },
+    "fidelity": {"demo", "comparison", "benchmarks", "tests", "fuzz", "gpu_kit"},
+    "benchmarks": {"demo", "comparison", "tests", "fuzz", "gpu_kit"},
+    "comparison": {"tests", "fuzz", "gpu_kit"},
 }
 
 

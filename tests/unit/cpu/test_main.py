@@ -59,6 +59,32 @@ def test_no_megatron(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("ranks", "variable", "threads"),
+    [(1, "1", 1), (1, "3,2", 3), (1, None, 8), (1, "", 8), (2, "1", 4), (16, None, 1)],
+)
+def test_only_a_rank_that_is_alone_takes_the_threads_that_the_user_chose(
+    ranks: int, variable: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "usable_cores", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert cli.threads_of_a_rank() == threads
+
+
+def test_threads_that_are_no_number_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    done = run("script.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: OMP_NUM_THREADS='many': expected a whole number above 0\n")
+
+
 def test_a_worker_says_so_too(tmp_path: Path) -> None:
     with pytest.raises(InstallError, match="Megatron-LM is not importable"):
         TreeWorker(tmp_path)

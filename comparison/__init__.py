@@ -1,0 +1,1 @@
+"""Does the mismatch matter? The loop under several mismatches, with and without R3."""
