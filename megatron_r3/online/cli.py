@@ -157,7 +157,7 @@ def _check(args: argparse.Namespace) -> int:
     print(
         f"{config.file}: {run.collections} collections of {config.rollouts_per_collection} "
         f"rollouts, {len(collector.prompts)} prompts, {config.trainer.steps} optimizer steps on a "
-        f"collection, a {config.sampler.engine} sampler at {config.sampler.url}"
+        f"collection; sampler: {config.sampler.engine} at {config.sampler.url}"
     )
     return 0
 

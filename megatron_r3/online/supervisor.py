@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_r3.online.config import Config
 from megatron_r3.online.processes import signals_raise, start, stop
-from megatron_r3.policies.published import published
+from megatron_r3.online.trainer import is_trained
 
 PART = "supervisor"
 _POLL_S = 0.1
@@ -68,7 +68,7 @@ def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bo
         RunFailed: to start it again is of no use.
     """
     # --exit-interval and the like end a training before its last collection, with status 0
-    done = status == 0 and (part != "trainer" or _is_trained(config))
+    done = status == 0 and (part != "trainer" or is_trained(config))
     config.directory.note(PART, "ended" if done else "died", part=part, status=status)
     if done:
         return True
@@ -80,11 +80,6 @@ def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bo
     if deaths[part] > config.run.restarts:
         raise RunFailed(f"{part} died {deaths[part]} times (status {status}); see {log}")
     return False
-
-
-def _is_trained(config: Config) -> bool:
-    """Whether the policy after the last collection is published."""
-    return config.run.collections in published(config.directory.policies)
 
 
 def _refusal(log: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import megatron_r3
 from megatron_r3.online.config import Config, ConfigError
 from megatron_r3.online.processes import start, stop
+from megatron_r3.policies.published import published
 
 PART = "trainer"
 # what `rl trainer` gives by itself
@@ -85,6 +86,8 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
 def printed_command(config: Config) -> str:
     """The command for whoever starts the trainer on several hosts, the same for every start.
 
+    It is `true` where no step is left: a job that is queued again after its end has nothing to do.
+
     Raises:
         ConfigError: without `launch` it would be a training of its own on each host.
     """
@@ -93,6 +96,8 @@ def printed_command(config: Config) -> str:
             f"{config.file}: [trainer] launch is missing: the command that runs a script on every "
             "host of yours, e.g. torchrun with --nnodes and --rdzv-endpoint"
         )
+    if is_trained(config):
+        return "true"
     pairs = [f"{name}={value}" for name, value in trainer_environment(config).items()]
     return shlex.join(["env", *pairs, *trainer_command(config)])
 
@@ -123,8 +128,15 @@ def trainer_environment(config: Config) -> dict[str, str]:
     return {**given, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def is_trained(config: Config) -> bool:
+    """Whether the policy after the last collection is published. No step is left then."""
+    return config.run.collections in published(config.directory.policies)
+
+
 def run_trainer(config: Config) -> int:
-    """Train; the exit status of the command."""
+    """Train; the exit status of the command, and 0 where no step is left."""
+    if is_trained(config):
+        return 0
     config.directory.path.mkdir(parents=True, exist_ok=True)
     process = start(trainer_command(config), trainer_environment(config))
     try:

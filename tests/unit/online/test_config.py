@@ -15,7 +15,12 @@ from published import save_model, write_run
 
 from megatron_r3.cli import main
 from megatron_r3.online.config import ConfigError, read_config
-from megatron_r3.online.trainer import printed_command, trainer_command, trainer_environment
+from megatron_r3.online.trainer import (
+    printed_command,
+    run_trainer,
+    trainer_command,
+    trainer_environment,
+)
 from megatron_r3.policies.run_directory import append_line
 
 REPO = Path(__file__).parents[3]
@@ -115,6 +120,14 @@ def test_the_command_is_the_same_at_every_start(file):
     assert str(file.parent / "megatron") in trainer_environment(config)["PYTHONPATH"]
     with pytest.raises(ConfigError, match="launch is missing"):
         printed_command(config)
+    file.write_text(file.read_text().replace("[trainer]", '[trainer]\nlaunch = ["torchrun"]'))
+    config = read_config(file)
+    assert " torchrun " in printed_command(config)
+    (config.directory.policies / "v000002").mkdir()
+    assert " torchrun " in printed_command(config)
+    (config.directory.policies / "v000003").mkdir()  # after the last of 3 collections
+    assert printed_command(config) == "true"
+    assert run_trainer(config) == 0
 
 
 def test_check_reads_what_the_parts_read_and_starts_nothing(file, capsys, monkeypatch):

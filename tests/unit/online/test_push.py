@@ -249,6 +249,10 @@ def test_the_floor_is_what_pushes_showed_before():
     assert "prefix cache" in floor.judge(Difference(0.01, (0.99, 0.97), 0.04))[0]
     assert "prefix cache" in floor.judge(Difference(0.01, (0.99, 0.97), 0.0, 0.2))[0]
     assert floor.judge(Difference(float("nan"), (1.0, 1.0)))
+    # what a right run in bfloat16 showed, whose median would have refused the last one
+    uneven = Floor([Difference(apart, (0.9,)) for apart in (0.027, 0.084, 0.037, 0.078, 0.021)])
+    assert uneven.judge(Difference(0.141, (0.9,))) == []
+    assert uneven.judge(Difference(0.17, (0.9,)))
 
 
 def probes(num_sequences: int = 4, length: int = 8) -> tuple[Probe, Probe]:
