@@ -98,6 +98,9 @@ def test_stale_rollouts_take_other_routes(
     for line in lines:
         assert line["routes dispatched as recorded"] == 1
         assert line["update/policy lag max"] == 1
+        assert "router mismatch" in line
+    # in its second step the trainer has moved away from the rollouts, which is no fault of theirs
+    assert ["router mismatch/alarms" in line for line in lines] == [True, False]
     shares = [[line[f"update/routes {n}"] for n in NAMES] for line in lines]
     tokens = sum(taken.values())
     mean = np.mean(shares, axis=0)  # of two steps with about as many tokens
