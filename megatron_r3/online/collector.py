@@ -68,7 +68,8 @@ class Collector:
             sampler.max_tokens, sampler.temperature, sampler.top_p, sampler.top_k, config.run.seed
         )
         self.sampling = sampling_for(_KIND[sampler.engine], plain, biased=False)
-        self._pushed: int | None = None
+        self._pushed: Push | None = None
+        self._version = -1  # that was pushed
         self._ends = _end_tokens(config.path(config.policy.model))
         needed = (config.run.lag + 1) * config.prompts.per_collection
         if config.run.lag and len(self.prompts) < needed:
@@ -111,9 +112,9 @@ class Collector:
         """Push the policy and sample; both again where the sampler went away in between."""
         for attempt in range(TRIES):
             try:
-                if self._pushed != policy.version:
-                    self._push(policy)
-                self._sample(number, policy)
+                if self._pushed is None or self._version != policy.version:
+                    self._pushed, self._version = self._push(policy), policy.version
+                self._sample(number, policy, self._pushed.served)
                 return
             except PushError:
                 raise  # the sampler answered, and what it answered is wrong
@@ -124,13 +125,13 @@ class Collector:
                     raise
                 time.sleep(_PAUSE_S)
 
-    def _push(self, policy: PublishedPolicy) -> None:
+    def _push(self, policy: PublishedPolicy) -> Push:
         policy.check_files()
         config = self.config.sampler
-        client, floor = self._client(), self._floor()
-        loader = Loader(
-            config.engine, client, config.in_place, config.push, wait_s=self.config.run.wait
-        )
+        client, floor, wait = self._client(), self._floor(), self.config.run.wait
+        # Weights may take long, and must not be sent twice.
+        patient = Client(config.url, 1, wait, 0, _RETRY_PAUSE_S)
+        loader = Loader(config.engine, patient, config.in_place, config.push, wait_s=wait)
         pusher = Pusher(loader, client, self.shape, floor)
 
         async def whole() -> Push:
@@ -140,6 +141,7 @@ class Collector:
                 return await pusher.push(policy, self._before(policy.version))
             finally:
                 await client.close()
+                await patient.close()
 
         try:
             push = asyncio.run(whole())
@@ -147,8 +149,8 @@ class Collector:
             if error.push is not None:
                 self._note(policy, error.push, verified=False)
             raise
-        self._pushed = policy.version
         self._note(policy, push, verified=True)
+        return push
 
     def _before(self, version: int) -> Probe | None:
         """The probe of the policy that was pushed last; None where there is none any more."""
@@ -192,7 +194,7 @@ class Collector:
         sampler = self.config.sampler
         return Client(sampler.url, sampler.concurrency, sampler.timeout, _RETRIES, _RETRY_PAUSE_S)
 
-    def _sample(self, number: int, policy: PublishedPolicy) -> None:
+    def _sample(self, number: int, policy: PublishedPolicy, served: str) -> None:
         started = time.monotonic()
         config, prompts = self.config, self.prompts_of(number)
         whole = not config.sampler.shard_size
@@ -207,6 +209,7 @@ class Collector:
             shard_size=config.sampler.shard_size or config.rollouts_per_collection,
             refused_retries=0 if config.sampler.engine == "embedded" else 2,
             all_or_nothing=whole,
+            whole_groups=True,
             check=self._examiner(policy),
         )
         total = config.rollouts_per_collection
@@ -218,7 +221,7 @@ class Collector:
         else:
             engine = Server(config.sampler.engine, self._client(), self.shape, self.sampling)
             concurrency = config.sampler.concurrency
-        done = collect(engine, plan, concurrency, partial(_refuse_other, policy.version))
+        done = collect(engine, plan, concurrency, partial(_refuse_other, served))
         self.directory.note(
             PART,
             "collected",
@@ -280,16 +283,18 @@ def _end_tokens(model: Path) -> set[int]:
     return set()
 
 
-def _refuse_other(version: int, identity: Identity) -> None:
+def _refuse_other(served: str, identity: Identity) -> None:
     """Refuse to sample with a server that does not say that it has the policy that was pushed.
+
+    Args:
+        served: what it said when the push was verified.
 
     Raises:
         EngineChanged: it was started anew since.
     """
-    wanted = version_name(version)
-    if wanted not in (identity.policy, identity.model):
+    if served not in (identity.policy, identity.model):
         raise EngineChanged(
-            f"the sampler was given policy {wanted} and now has {identity.policy!r}, model "
+            f"the sampler had policy {served} and now has {identity.policy!r}, model "
             f"{identity.model!r}: it was started anew"
         )
 

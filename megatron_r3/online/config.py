@@ -231,6 +231,18 @@ def _check(config: Config) -> None:
             f"{config.file}: [sampler] in_place false needs a command, with which the server is "
             "started anew for each policy"
         )
+    names_version = any("{version}" in word for word in sampler.command)
+    if sampler.command and names_version == sampler.in_place:
+        raise ConfigError(
+            f"{config.file}: [sampler] command: with in_place = "
+            + (
+                "true it must not name {version}: a server that was started again could not be "
+                "told from the one that was given a policy"
+                if sampler.in_place
+                else "false it must name {version}, by which the server says which policy it has "
+                "(--served-model-name of vLLM, --weight-version of SGLang)"
+            )
+        )
     if sampler.push and (sampler.engine == "embedded" or not sampler.in_place):
         raise ConfigError(
             f"{config.file}: [sampler] push hands weights to a running sglang or vllm: leave it "

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_r3.engines.shape import EngineError
 from megatron_r3.policies.published import PublishedPolicy
 from megatron_r3.rollouts.agreement import compare_rollouts, keep_floor
 from megatron_r3.store import Rollout, StoreInfo
@@ -45,7 +46,10 @@ def examiner(
         named = {
             f"rollout {shard[i].group}, sample {shard[i].sample}": shard[i] for i in some.tolist()
         }
-        agreement = compare_rollouts(named, info, policy.path, before, "the shard")
+        try:
+            agreement = compare_rollouts(named, info, policy.path, before, "the shard")
+        except EngineError as error:  # not the sampler's: to sample again is of no use
+            raise RowsError(f"the truth test of policy {policy.version}: {error}") from error
         path = floor_path(rollouts, agreement.model, str(info.engine), agreement.dtype)
         floor = read_floor(path)
         model = f"policy {policy.version}"

@@ -8,14 +8,15 @@ runs the servers starts a new one for each policy. None of these is believed (pu
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_r3.engines.shape import EngineError
-from megatron_r3.policies.published import PublishedPolicy, version_name
+from megatron_r3.online.processes import start, stop
+from megatron_r3.policies.published import PublishedPolicy
 from megatron_r3.rollouts.client import Client
 from megatron_r3.rollouts.engine import NoAnswer
 from megatron_r3.untrusted import one_line, quoted
@@ -61,29 +62,39 @@ class Loader:
 
         Raises:
             NoAnswer: it does not answer.
-            LoadError: it has no such page.
+            LoadError: it has no such page, or something else is on it.
         """
         if self.engine != "vllm":
             # not /server_info, whose version SGLang 0.5.23 keeps from its start
-            page = await self._client.get("/model_info")
-            return str(page.get("weight_version"))
+            return await self._read("/model_info", lambda page: page["weight_version"])
         if not self.in_place:
-            page = await self._client.get("/v1/models")
-            return str(page["data"][0]["id"])
-        try:
-            page = await self._client.get("/weight_info")
-        except NoAnswer as error:
-            if error.status == 404:
-                raise LoadError(f"{self._client.url}: {_DEV_MODE}") from error
-            raise
-        return str(page.get("weight_version"))
+            return await self.model_name()
+        return await self._read("/weight_info", lambda page: page["weight_version"])
 
     async def model_name(self) -> str:
         """Under which name requests ask for the model; vLLM alone wants one."""
         if self.engine != "vllm":
             return ""
-        page = await self._client.get("/v1/models")
-        return str(page["data"][0]["id"])
+        return await self._read("/v1/models", lambda page: page["data"][0]["id"])
+
+    async def _read(self, path: str, value: Callable[[Any], Any]) -> str:
+        """A value of a page, as a text.
+
+        Raises:
+            NoAnswer: there is no answer yet.
+            LoadError: the server refuses the page, or it is another service's.
+        """
+        try:
+            return str(value(await self._client.get(path)))
+        except NoAnswer as error:
+            if error.status is None or not 400 <= error.status < 500:
+                raise
+            hint = f": {_DEV_MODE}" if path == "/weight_info" else ""
+            raise LoadError(f"{error}: is it a {self.engine} server?{hint}") from error
+        except (LookupError, TypeError) as error:
+            raise LoadError(
+                f"{self._client.url}{path}: not what {self.engine} answers: no {error}"
+            ) from error
 
     async def wait_until_up(self) -> str:
         """Wait for a server that is still starting; what it serves then.
@@ -108,6 +119,7 @@ class Loader:
 
         Raises:
             LoadError: it says that it did not, or the command failed.
+            ValueError: there is no such command.
             EngineError: it does not answer.
         """
         if not self.in_place:
@@ -125,7 +137,7 @@ class Loader:
         """SGLang's request, which also empties the prefix cache."""
         body = {
             "model_path": str(policy.path),
-            "weight_version": version_name(policy.version),
+            "weight_version": policy.name,
             "flush_cache": True,
         }
         await self._post("/update_weights_from_disk", body, policy)
@@ -137,7 +149,7 @@ class Loader:
 
     async def _mark(self, policy: PublishedPolicy) -> None:
         """Have the server say from now on that it has this policy. A restart loses the mark."""
-        body = {"new_version": version_name(policy.version)}
+        body = {"new_version": policy.name}
         if self.engine == "sglang":
             await self._post(
                 "/update_weight_version", {**body, "abort_all_requests": False}, policy
@@ -155,28 +167,22 @@ class Loader:
     async def _run(self, policy: PublishedPolicy) -> None:
         values = {
             "model": str(policy.path),
-            "version": version_name(policy.version),
+            "version": policy.name,
             "url": self._client.url,
         }
         words = filled_in(self._command, values)
-        try:
-            done = await asyncio.to_thread(
-                subprocess.run,
-                words,
-                env=os.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=self.wait_s,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise LoadError(f"[sampler] push: {' '.join(words)}: {error}") from error
-        if done.returncode:
-            said = one_line(done.stdout.decode(errors="replace")[-500:], 500)
-            raise LoadError(
-                f"[sampler] push: {' '.join(words)}: exit status {done.returncode}: {said}"
-            )
+        with tempfile.NamedTemporaryFile(prefix="push-") as log:
+            process = start(words, {}, Path(log.name))
+            try:
+                end = time.monotonic() + self.wait_s
+                while (status := process.poll()) is None and time.monotonic() < end:
+                    await asyncio.sleep(POLL_S)
+            finally:
+                stop(process)  # with all that it has started: nothing of it may come late
+            said = one_line(log.read()[-500:].decode(errors="replace"), 500)
+        if status != 0:
+            how = f"no end within {self.wait_s:g} s" if status is None else f"exit status {status}"
+            raise LoadError(f"[sampler] push: {' '.join(words)}: {how}: {said}")
 
     async def _wait_for_restart(self, policy: PublishedPolicy) -> None:
         """Wait for the server of this policy, which whoever runs servers starts."""
@@ -184,8 +190,10 @@ class Loader:
         while time.monotonic() < end:
             try:
                 seen = await self.served()
-                if seen == version_name(policy.version):
+                if policy.is_named(seen):
                     return
+            except LoadError:
+                raise
             except EngineError:
                 pass  # no server yet
             await asyncio.sleep(POLL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,14 +76,20 @@ def start(
 
     Raises:
         OSError: the log cannot be written.
+        ValueError: there is no such command.
     """
+    path = env.get("PATH", os.environ.get("PATH"))
+    if shutil.which(command[0], path=path) is None:
+        raise ValueError(
+            f"{command[0]}: no such command on this host: install it, or name its path"
+        )
     output: Any = None
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("ab")
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _GUARD, *command],
+            [sys.executable, "-I", "-c", _GUARD, *command],
             env={**os.environ, **env},
             stdin=subprocess.PIPE,  # closed when this process ends: then the guard kills
             stdout=output,

@@ -19,7 +19,7 @@ from megatron_r3.online.loading import MOST_BYTES, Loader, LoadError
 from megatron_r3.online.probe_requests import Asked, probe_request, read_answer
 from megatron_r3.policies.floor import Floor, still_before
 from megatron_r3.policies.probe import Difference, Probe, difference, same_experts
-from megatron_r3.policies.published import PublishedPolicy, version_name
+from megatron_r3.policies.published import PublishedPolicy
 from megatron_r3.rollouts.client import Client
 from megatron_r3.untrusted import quoted
 
@@ -45,12 +45,14 @@ class Push:
         seconds: from the request until the sampler had shown that it has the weights.
         difference: between the sampler's probe and the trainer's.
         limit: the largest |dlogp| that would have been accepted.
+        served: the name of the policy, as the sampler says it.
     """
 
     how: str
     seconds: float
     difference: Difference
     limit: float
+    served: str
 
 
 class Pusher:
@@ -86,9 +88,10 @@ class Pusher:
             await self.loader.take(policy)
         except LoadError as error:
             raise PushError(str(error)) from error
-        await self._check_version(policy)
+        served = await self._check_version(policy)
         sampler, shown = await self._compare(policy)
-        push = Push(self.loader.how, time.monotonic() - started, shown, self.floor.limits[0])
+        seconds = time.monotonic() - started
+        push = Push(self.loader.how, seconds, shown, self.floor.limits[0], served)
         wrong = self.floor.judge(shown)
         if before is not None and (stale := still_before(sampler, policy.probe, before)):
             wrong.append(stale)
@@ -128,15 +131,16 @@ class Pusher:
         self.floor.accept(shown)
         return shown
 
-    async def _check_version(self, policy: PublishedPolicy) -> None:
-        served, wanted = await self.loader.served(), version_name(policy.version)
+    async def _check_version(self, policy: PublishedPolicy) -> str:
+        served = await self.loader.served()
         if served == "None":  # an embedded sampler that was started anew since has no policy
             raise EngineError(f"{self._client.url}: it was started anew and has no policy")
-        if served != wanted:
+        if not policy.is_named(served):
             raise PushError(
-                f"{self._client.url}: it was given policy {wanted} and says that it has "
+                f"{self._client.url}: it was given policy {policy.name} and says that it has "
                 f"{quoted(served)}"
             )
+        return served
 
     async def _compare(self, policy: PublishedPolicy) -> tuple[Probe, Difference]:
         """The sampler's own probe, and how far it is from the trainer's and from its own cache."""
@@ -162,7 +166,13 @@ class Pusher:
         engine = self.loader.engine
         path, body = probe_request(engine, name, ids, with_prompt)
         answer = await self._client.post(path, body, MOST_BYTES)
-        return read_answer(answer, body, engine, self.shape, f"{self._client.url}{path}")
+        try:
+            return read_answer(answer, body, engine, self.shape, f"{self._client.url}{path}")
+        except EngineError as error:
+            raise PushError(
+                f"{error}: the server must be started with --enable-return-routed-experts, and "
+                "serve the run's model"
+            ) from error
 
 
 def _probe(tokens_PN: np.ndarray, asked: list[Asked]) -> Probe:

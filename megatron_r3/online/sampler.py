@@ -6,6 +6,7 @@ is started anew as soon as the collector waits for another policy.
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import threading
 import time
@@ -13,7 +14,7 @@ import time
 from megatron_r3.online.config import Config, ConfigError
 from megatron_r3.online.loading import filled_in
 from megatron_r3.online.processes import start, stop
-from megatron_r3.policies.published import PublishedPolicy, published, version_name, wait_for_policy
+from megatron_r3.policies.published import PublishedPolicy, published, wait_for_policy
 from megatron_r3.store import RolloutStore
 from megatron_r3.store.files import SHARD_GLOB
 
@@ -108,7 +109,8 @@ def _command(config: Config, policy: PublishedPolicy) -> list[str]:
     sampler = config.sampler
     values = {
         "model": str(policy.path),
-        "version": version_name(policy.version),
+        # another name at each start: the collector verifies each server, not each policy
+        "version": f"{policy.name}.{secrets.token_hex(2)}",
         "host": sampler.host,
         "port": str(sampler.port),
     }

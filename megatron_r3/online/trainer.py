@@ -14,6 +14,7 @@ from megatron_r3.online.processes import start, stop
 from megatron_r3.policies.published import published
 
 PART = "trainer"
+_TRACKER = "latest_checkpointed_iteration.txt"
 # what `rl trainer` gives by itself
 _OURS = (
     *("--rollouts", "--rollouts-follow", "--rollouts-publish", "--rollouts-publish-interval"),
@@ -129,8 +130,15 @@ def trainer_environment(config: Config) -> dict[str, str]:
 
 
 def is_trained(config: Config) -> bool:
-    """Whether the policy after the last collection is published. No step is left then."""
-    return config.run.collections in published(config.directory.policies)
+    """Whether no step is left: the last policy is published, and its checkpoint is saved.
+
+    Megatron writes the tracker when a checkpoint is whole. The policy comes before it.
+    """
+    last = config.run.collections
+    if last not in published(config.directory.policies):
+        return False
+    tracker = config.directory.checkpoints / _TRACKER
+    return tracker.is_file() and tracker.read_text().strip() == str(last * config.trainer.steps)
 
 
 def run_trainer(config: Config) -> int:

@@ -94,7 +94,7 @@ class Difference:
         cached_disagreement: the share of routes that differ between these two requests.
         left_out: the share of tokens that are left out of `abs_dlogp`: those that come after a
             token with other experts, if they are few.
-        worst_left_out: the largest |log-prob difference| of these; 0 where there are none.
+        dlogp_left_out: the mean of |log-prob difference| of these; 0 where there are none.
     """
 
     abs_dlogp: float
@@ -102,7 +102,7 @@ class Difference:
     cached_dlogp: float = 0.0
     cached_disagreement: float = 0.0
     left_out: float = 0.0
-    worst_left_out: float = 0.0
+    dlogp_left_out: float = 0.0
 
     @property
     def disagreement(self) -> float:
@@ -141,8 +141,7 @@ def difference(trainer: Probe, sampler: Probe) -> Difference:
         float(apart_PN[before_PN].mean()),
         agreement,
         left_out=1 - float(before_PN.mean()),
-        # not .max(initial=0), which would take NaN for 0
-        worst_left_out=float(np.max(apart_PN[~before_PN])) if not before_PN.all() else 0.0,
+        dlogp_left_out=float(apart_PN[~before_PN].mean()) if not before_PN.all() else 0.0,
     )
 
 

@@ -67,6 +67,22 @@ class PublishedPolicy:
         text = json.dumps(self.files, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def name(self) -> str:
+        """What a sampler that has it says: v000003-0123456789abcdef.
+
+        The digest tells it from version 3 of another run, which the same server may be given.
+        """
+        return f"{version_name(self.version)}-{self.digest}"
+
+    def is_named(self, served: str) -> bool:
+        """Whether a server that says `served` has it.
+
+        A server that begins with a policy adds to the name what no other start has (sampler.py):
+        v000003-0123456789abcdef.4a1f. So one that died and was started again is told apart.
+        """
+        return served == self.name or served.startswith(f"{self.name}.")
+
     def to_json(self) -> str:
         """The text of policy.json."""
         return json.dumps(

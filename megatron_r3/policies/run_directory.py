@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,9 +64,12 @@ class RunDirectory:
         content = file.read_bytes()
         if not self.config.exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            copy = self.path / f".config-{os.getpid()}"
-            copy.write_bytes(content)
-            copy.rename(self.config)  # whole or not at all
+            # A name of its own: in containers, parts that begin at once have one process id.
+            handle, copy = tempfile.mkstemp(dir=self.path, prefix=".config-")
+            with os.fdopen(handle, "wb") as file_of_copy:
+                file_of_copy.write(content)
+            os.chmod(copy, 0o644)  # mkstemp's own mode is for this user alone
+            os.rename(copy, self.config)  # whole or not at all
         if self.config.read_bytes() != content:
             raise ValueError(
                 f"{file}: {self.path} has a run of another config ({self.config}): give another "

@@ -85,7 +85,7 @@ async def _collect(
                 missing = [(p, i) for p, i in wanted if (p.group, i) not in stored.samples]
                 progress.total, progress.before = len(wanted), len(wanted) - len(missing)
                 size = max(1, len(missing)) if plan.all_or_nothing else plan.shard_size
-                shelf = Shelf(plan.out, info, plan.prompts, size, plan.check)
+                shelf = Shelf(plan.out, info, plan.prompts, size, plan.check, plan.whole_groups)
                 policy = EnginePolicy(shelf, stored.engine_policy)
                 sampler = Sampler(engine, plan, policy, progress)
                 with progress:

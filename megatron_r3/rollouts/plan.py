@@ -186,6 +186,7 @@ class Plan:
         biased_sampling: take temperature, top-p and top-k although the log-probs that are stored
             are not those of the distribution that is sampled.
         all_or_nothing: store no rollout unless all are there, and then as one shard.
+        whole_groups: store no group of which a sample was given up.
         check: looks at the rollouts of a shard, and the shard's header, before the shard is stored,
             and raises ValueError to keep them out of the store.
 
@@ -204,6 +205,7 @@ class Plan:
     refused_retries: int = 2
     biased_sampling: bool = False
     all_or_nothing: bool = False
+    whole_groups: bool = False
     check: Callable[[Sequence[Rollout], StoreInfo], None] | None = None
 
     def __post_init__(self) -> None:

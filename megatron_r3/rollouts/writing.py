@@ -36,6 +36,7 @@ class Shelf:
         shard_size: a shard is written as soon as the whole groups have this many rollouts.
         check: looks at the rollouts of a shard before it is written; what it raises keeps them out
             of the store for good.
+        whole_groups: leave out a group of which a sample was given up.
 
     Attributes:
         stored: how many rollouts were written.
@@ -48,9 +49,11 @@ class Shelf:
         prompts: Iterable[Prompt],
         shard_size: int,
         check: CheckRollouts | None = None,
+        whole_groups: bool = False,
     ) -> None:
         self.out, self.info, self.shard_size, self.stored = out, info, shard_size, 0
-        self._check = check
+        self._check, self._whole_groups = check, whole_groups
+        self._lost: set[int] = set()  # groups of which a sample was given up
         self._order = {prompt.group: i for i, prompt in enumerate(prompts)}
         self._left: Counter[int] = Counter()  # samples of a group that are neither done nor lost
         self._parts: defaultdict[int, list[Rollout]] = defaultdict(list)
@@ -75,6 +78,10 @@ class Shelf:
         self._left[group] -= 1
         if rollout is not None:
             parts.append(rollout)
+        elif self._whole_groups:
+            self._lost.add(group)
+        if not self._left[group] and group in self._lost:
+            parts.clear()
         if not self._left[group] or len(parts) >= self.shard_size:
             self._whole += parts
             parts.clear()

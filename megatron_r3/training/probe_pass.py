@@ -123,16 +123,19 @@ class ProbePass:
         if everyone is None:
             return None
         num, length = self.tokens_PN.shape
-        values = np.full(num * length, np.nan, np.float32)
+        values = np.zeros(num * length, np.float32)
+        is_computed = np.zeros(num * length, bool)
         layers = sorted({layer for _, routes in everyone for layer, _, _ in routes})
         ids = np.zeros((len(layers), num * length, self.options.topk), np.uint16)
         for logprobs, routes in everyone:
             for rows, some in logprobs:
                 values[rows[rows >= 0]] = some[rows >= 0]
+                is_computed[rows[rows >= 0]] = True
             for layer, rows, chosen in routes:
                 ids[layers.index(layer), rows[rows >= 0]] = chosen[rows >= 0]
         # position t predicts token t + 1, and nobody predicts the first token
         logprobs_PN = np.zeros((num, length), np.float32)
         logprobs_PN[:, 1:] = values.reshape(num, length)[:, :-1]
-        assert np.isfinite(logprobs_PN).all(), "no rank has computed some of the probe"
+        # Values may be NaN: then weights are, and writing them names the first one on all ranks.
+        assert is_computed.all(), "no rank has computed some of the probe"
         return Probe(self.tokens_PN, logprobs_PN, ids.reshape(len(layers), num, length, -1))

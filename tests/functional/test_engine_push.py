@@ -113,7 +113,7 @@ def test_a_command_of_the_users_pushes_and_is_verified_too(policies, tmp_path):
         assert await pusher.compare_the_start(policies[0]) is not None
         push = await pusher.push(policies[1], policies[0].probe)
         assert push.how == "command"
-        assert await pusher.loader.served() == "v000001"
+        assert await pusher.loader.served() == policies[1].name == push.served
         # a command that hands over the policy before
         script.write_text(HANDS_OVER.replace("sys.argv[1]", stale))
         await pusher.push(policies[0], policies[1].probe)

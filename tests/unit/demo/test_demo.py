@@ -95,10 +95,11 @@ with server_process._guard(types.SimpleNamespace(pid=int(sys.argv[1]))):
 def test_the_loop_is_shown_by_thirds_and_what_must_not_be_is_said():
     numbers = {name: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.9] for name in online.ROWS}
     numbers["dispatched"] = [1.0] * 28
+    numbers["verified"] = [*range(7)]
     assert online.thirds(numbers["reward"]) == pytest.approx([0.15, 0.4, 0.75])
     row = online.table(numbers).splitlines()[1]
     assert row.split() == ["reward", "0.1500", "0.4000", "0.7500"]
     assert online.failures(numbers, 7) == []
-    assert "7 pushes were verified, not 8" in online.failures(numbers, 8)[0]
+    assert "of policies 0 to 7 only [0, 1, 2, 3, 4, 5, 6] were" in online.failures(numbers, 8)[0]
     numbers["dispatched"][3] = 0.9999
     assert "only 0.9999 of a step" in online.failures(numbers, 7)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -120,6 +121,59 @@ def test_a_collector_and_a_sampler_that_are_killed_give_the_same_rollouts(folder
             process.wait()
     assert sum(killed.values()) >= 3, killed
     assert content(again) == want
+
+
+# Kills the server at the second rollout of the second collection.
+KILLS = """
+import os, signal
+from pathlib import Path
+
+count = 0
+
+def length(s):
+    global count
+    count += 1
+    if count == 14:
+        os.kill(int(Path("server.pid").read_text()), signal.SIGKILL)
+    return sum(s.response_tokens) % 7
+"""
+
+
+def test_a_server_that_was_started_again_is_verified_again(folder):
+    """It has the same policy, and nobody has seen yet that it computes it."""
+    port = free_port()
+    file = write_run(folder, port, 2)
+    (folder / "rewards.py").write_text(KILLS)
+    script = REPO / "tests" / "support" / "restarting_server.py"
+    words = [sys.executable, str(script), "{model}", "{version}", "{port}", "server.pid"]
+    fields = f'engine = "sglang"\nin_place = false\ncommand = {json.dumps(words)}\n'
+    text = file.read_text().replace("[sampler]\n", f"[sampler]\n{fields}concurrency = 2\n")
+    file.write_text(text.replace("wait = 20", "wait = 60"))
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megatron_r3.cli", "rl"]
+
+    def start(part: str) -> subprocess.Popen:
+        return subprocess.Popen([*command, part, "run.toml"], cwd=folder, env=environment)
+
+    sampler, collector, starts = start("sampler"), start("collector"), 1
+    try:
+        end = time.monotonic() + 200
+        while collector.poll() is None and time.monotonic() < end:
+            if sampler.poll() is not None:
+                sampler, starts = start("sampler"), starts + 1
+            time.sleep(0.1)
+        assert collector.poll() == 0
+        assert sampler.wait(30) == 0, "it ends with the run"
+    finally:
+        for process in (collector, sampler):
+            process.terminate()
+            process.wait()
+    assert starts == 2
+    events = [*read_config(file).directory.read_events("collector")]
+    assert [e["version"] for e in events if e["event"] == "pushed"] == [0, 1, 1]
+    store = RolloutStore([folder / "run" / "rollouts"], mixed_policies=True)
+    assert store.column("policy_version").tolist() == [0] * 12 + [1] * 12
+    assert len({(r.group, r.sample) for r in map(store.rollout, range(12, 24))}) == 12
 
 
 def test_a_prompt_file_that_is_too_short_is_refused(folder, capsys):

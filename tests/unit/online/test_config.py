@@ -47,8 +47,14 @@ def file(tmp_path):
         ("port = 30000", 'push = ["x"]', "push hands weights to a running sglang or vllm"),
         (
             "port = 30000",
-            'engine = "vllm"\nin_place = false\ncommand = ["x"]\npush = ["x"]',
+            'engine = "vllm"\nin_place = false\ncommand = ["{version}"]\npush = ["x"]',
             "push hands weights to a running",
+        ),
+        ("port = 30000", 'engine = "vllm"\ncommand = ["{version}"]', "must not name {version}"),
+        (
+            "port = 30000",
+            'engine = "vllm"\nin_place = false\ncommand = ["x"]',
+            "must name {version}",
         ),
         ("port = 30000", "examine = -1", "examine -1: it must be 0 or more"),
         ('"checkpoint"', '"${NO_SUCH}/p"', "variable NO_SUCH is not set"),
@@ -126,6 +132,8 @@ def test_the_command_is_the_same_at_every_start(file):
     (config.directory.policies / "v000002").mkdir()
     assert " torchrun " in printed_command(config)
     (config.directory.policies / "v000003").mkdir()  # after the last of 3 collections
+    assert " torchrun " in printed_command(config)  # its checkpoint is not whole yet
+    (config.directory.checkpoints / "latest_checkpointed_iteration.txt").write_text("6")
     assert printed_command(config) == "true"
     assert run_trainer(config) == 0
 

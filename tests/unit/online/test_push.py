@@ -20,7 +20,7 @@ from published import publish, save_model, served
 
 from megatron_r3.engines.shape import ModelShape
 from megatron_r3.online.embedded import EmbeddedSampler
-from megatron_r3.online.loading import Loader
+from megatron_r3.online.loading import Loader, LoadError
 from megatron_r3.online.push import Push, Pusher, PushError
 from megatron_r3.policies.floor import Floor, still_before
 from megatron_r3.policies.probe import Difference, Probe, difference
@@ -183,21 +183,42 @@ def test_a_load_that_changed_nothing_is_found_where_the_floor_is_wide(policies):
     ("command", "words"),
     [
         (("sh", "-c", "echo no GPU for {model}; exit 3"), "exit status 3: no GPU for /"),
-        (("no-such-command",), "no-such-command: .*No such file"),
+        (("no-such-command",), "no-such-command: no such command"),
+        (("sh", "-c", "echo half; sleep 60"), "no end within 5 s: half"),
     ],
 )
 def test_a_push_command_that_fails_is_named(policies, command, words):
-    with served() as url, pytest.raises(PushError, match=words):
+    with served() as url, pytest.raises(ValueError, match=words):
         push(url, read_policy(policies, 0), Floor(), command=command)
 
 
 def test_a_sampler_that_has_another_version_than_it_was_given(policies):
     class Deaf(EmbeddedSampler):
         def load(self, directory: Path, version: str) -> None:
-            super().load(directory, "v000007")
+            super().load(directory, name)
 
-    with served(Deaf()) as url, pytest.raises(PushError, match="says that it has 'v000007'"):
-        push(url, read_policy(policies, 0), Floor())
+    policy = read_policy(policies, 0)
+    for name in ("v000007", "v000000", f"v000000-{read_policy(policies, 1).digest}"):
+        with served(Deaf()) as url, pytest.raises(PushError, match=f"says that it has '{name}'"):
+            push(url, policy, Floor())
+    name = f"{policy.name}.4a1f"  # of one start of a server
+    with served(Deaf()) as url:
+        assert push(url, policy, Floor()).served == name
+
+
+def test_another_service_is_no_server_that_starts(policies):
+    """Its pages are another's: that does not change within the hour that a start may take."""
+    with served() as url:
+
+        async def wait() -> None:
+            client = Client(url, 1, 5, 0, 0.1)
+            try:
+                await Loader("vllm", client, in_place=True, command=(), wait_s=60).wait_until_up()
+            finally:
+                await client.close()
+
+        with pytest.raises(LoadError, match=r"is it a vllm server.*VLLM_SERVER_DEV_MODE=1"):
+            asyncio.run(wait())
 
 
 def test_files_that_the_trainer_did_not_write_are_refused(tmp_path):
@@ -273,7 +294,7 @@ def test_few_tokens_after_a_near_tie_are_left_out_and_may_not_differ_by_much():
     found = difference(trainer, sampler)
     assert found.abs_dlogp == 0
     assert found.left_out == pytest.approx(3 / 28)
-    assert found.worst_left_out == pytest.approx(0.9)
+    assert found.dlogp_left_out == pytest.approx(0.9)
     floor = Floor([Difference(0.0, (1.0,))])
     assert "routes differ" in floor.judge(found)[0]  # 1 of 32, above 0.03
     assert floor.judge(replace(found, agreement=(0.98,))) == []
@@ -281,6 +302,8 @@ def test_few_tokens_after_a_near_tie_are_left_out_and_may_not_differ_by_much():
     assert "other experts" in floor.judge(difference(trainer, sampler))[0]
     sampler.logprobs_PN[1, 5:] = np.nan
     assert "other experts" in floor.judge(difference(trainer, sampler))[0]
+    sampler.logprobs_PN[1, 5:] = [1.4, 0.1, 0.2]
+    assert floor.judge(replace(difference(trainer, sampler), agreement=(0.98,))) == []
     # a token before the tie is counted
     sampler.logprobs_PN[1, 4] = 0.28
     assert difference(trainer, sampler).abs_dlogp == pytest.approx(0.28 / 25)
