@@ -39,6 +39,19 @@ _SIGMOID = {
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1,
 }
+_DEEPSEEK = {
+    **_SIGMOID,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_YARN = {"rope_theta": 10000, "rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1}
+_YARN |= {"original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 # vLLM's own rotary kernel for a CPU turns DeepSeek's pairs wrongly; torch's operations do not
 PLAIN_OPERATIONS = ("--compilation-config", '{"custom_ops":["none"]}')
 
@@ -56,26 +69,15 @@ class Served:
     options: tuple[str, ...] = ()
 
 
+# the first word of a name is the model type
 SERVED = {
     "qwen3_moe": Served(
         {**_QWEN, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
     "qwen2_moe": Served({**_QWEN, "shared_expert_intermediate_size": 128}),
     "mixtral": Served({"intermediate_size": 64, "num_local_experts": 16, "head_dim": 32}),
-    "deepseek_v3": Served(
-        {
-            **_SIGMOID,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 96,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 64,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 64,
-            "n_group": 4,
-            "topk_group": 2,
-        },
-        PLAIN_OPERATIONS,
-    ),
+    "deepseek_v3": Served(_DEEPSEEK, PLAIN_OPERATIONS),
+    "deepseek_v3 yarn": Served({**_DEEPSEEK, "rope_parameters": _YARN}, PLAIN_OPERATIONS),
     "glm4_moe": Served(
         {
             **_SIGMOID,
@@ -95,7 +97,7 @@ SERVED = {
 def make(name: str, folder: Path) -> None:
     """Write a model of which no weight is trivial, in float32."""
     fields = {**_SIZES, **SERVED[name].fields}
-    config = transformers.AutoConfig.for_model(name, **fields)
+    config = transformers.AutoConfig.for_model(name.split()[0], **fields)
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
