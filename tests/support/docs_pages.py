@@ -55,7 +55,7 @@ def commands(text: str) -> Iterator[Command]:
 
 def without_environment(words: list[str]) -> list[str]:
     """The words from the program on: `A=1 build/venv/bin/python -m x` gives `python -m x`."""
-    while words and re.match(r"[A-Z_]+=", words[0]):
+    while words and re.match(r"[A-Z_][A-Z0-9_]*=", words[0]):
         words = words[1:]
     program = words[0].rpartition("venv/bin/")[2].replace("python3", "python") if words else ""
     return [program, *words[1:]] if words else []

@@ -46,7 +46,11 @@ def save_changed(model: Any, folder: Path, seed: int, dtype: torch.dtype) -> Non
 
 def probe_of(folder: Path) -> Probe:
     """What transformers computes on the probe's tokens: it stands in for the trainer's probe."""
-    model = load_model(folder)
+    return probe_from(load_model(folder))
+
+
+def probe_from(model: Any) -> Probe:
+    """The same of a model that is loaded already."""
     tokens_PN = probe_tokens(model.config.vocab_size, 32)
     with torch.inference_mode(), capture_routes(model) as captured:
         logits = model(torch.from_numpy(tokens_PN), use_cache=False).logits.float()

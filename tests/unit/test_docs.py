@@ -74,6 +74,10 @@ RUN_BY = [
         r"megatron-r3 rl report\b",
         "tests/unit/online/test_report.py::test_runs_stand_side_by_side",
     ),
+    (
+        r"python -m pytest .*test_families_in_vllm\.py\b",
+        "by hand: it takes vLLM on the CPU, and seven minutes",
+    ),
     (r"python -m pytest\b", "ci make test"),
     (r"python -m fuzz\.run\b", "ci make fuzz"),
     (

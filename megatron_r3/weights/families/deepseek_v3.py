@@ -39,6 +39,10 @@ class DeepseekV3(SigmoidRouted):
         **SigmoidRouted.fixed,
         "rope_interleave": (True,),
         "rope_type": ANY,
+        # transformers knows no other routing and does not write these, but vLLM without them takes
+        # softmax, and has no correction bias
+        "scoring_func": ("sigmoid", None),
+        "topk_method": ("noaux_tc", None),
     }
     plain: ClassVar[Fields] = {
         **SigmoidRouted.plain,
