@@ -29,6 +29,7 @@ from comparison.policy import LEARN, SHARPEN, StartingPolicy
 from comparison.table import summary
 from demo.process import Failed
 
+ROOT = Path(__file__).parents[1]
 FIRST_PORT = 31800  # each run has a port of its own above it
 RESULT = "result.json"
 
@@ -51,22 +52,24 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     # seeds come one after the other, so that more seeds leave the ports of a run as they are
     ports = {run.key: args.first_port + i for i, run in enumerate(runs_of("", args.seeds))}
-    jobs = []
+    made_of, jobs = source_digest(start), []
     for run in wanted:
         folder = out / "runs" / run.regime.key
         port = ports[run.key]
         config = write_config(folder, run, start, sys.executable, port, args.collections)
-        job = Job(run, config, _digest(config, start))
+        job = Job(run, config, _digest(config, made_of))
         if not is_complete(job):
             jobs.append(job)
     print(f"{len(wanted)} runs, {len(wanted) - len(jobs)} of them complete", flush=True)
     began = time.monotonic()
     try:
-        failed = run_all(jobs, args.jobs, lambda job, took: _finish(job, took, args.collections))
+        failed = run_all(
+            jobs, args.jobs, lambda job, took: _finish(job, took, args.collections, made_of)
+        )
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return 130
-    record = {**machine, **collected(out, args.collections)}
+    record = {**machine, **collected(out, args.collections, made_of)}
     _write(out / "comparison.json", record)
     print(f"{summary(record)}\n\n{out / 'comparison.json'}; {time.monotonic() - began:.0f} s")
     for key, reason in failed.items():
@@ -109,6 +112,7 @@ def is_complete(job: Job) -> bool:
     result = job.directory / RESULT
     if result.exists():
         if json.loads(result.read_text())["digest"] == job.digest:
+            _remove_what_takes_room(job)  # a kill may have come before that
             return True
         shutil.rmtree(job.directory)
     kept = job.directory / "digest"
@@ -119,29 +123,49 @@ def is_complete(job: Job) -> bool:
     return False
 
 
-def _digest(config: Path, start: StartingPolicy) -> str:
-    text = config.read_bytes() + (start.out / "done").read_bytes()
-    return hashlib.sha256(text).hexdigest()
+def _digest(config: Path, made_of: str) -> str:
+    return hashlib.sha256(config.read_bytes() + made_of.encode()).hexdigest()
 
 
-def _finish(job: Job, seconds: float, collections: int) -> None:
+def source_digest(start: StartingPolicy) -> str:
+    """A digest of what all runs depend on: our code and patches, and the starting policy.
+
+    Results of other code are not put beside those of this one.
+    """
+    files = [*ROOT.glob("megatron_r3/**/*.py"), *ROOT.glob("comparison/*.py")]
+    files += [*ROOT.glob("patches/**/*.patch"), start.out / "done"]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _finish(job: Job, seconds: float, collections: int, made_of: str) -> None:
     """Keep what a run showed, and remove what takes room: weights, checkpoints and rollouts.
 
     Raises:
         ValueError: the run is not whole.
     """
     found = measured(job.directory, collections, MINI_STEPS)
+    result = {"digest": job.digest, "made_of": made_of, "seconds": round(seconds), **found}
+    _write(job.directory / RESULT, result)
+    _remove_what_takes_room(job)
+
+
+def _remove_what_takes_room(job: Job) -> None:
     for name in ("policies", "checkpoints", "rollouts"):
         shutil.rmtree(job.directory / name, ignore_errors=True)
-    result = {"digest": job.digest, "seconds": round(seconds), **found}
-    _write(job.directory / RESULT, result)
 
 
 # -- all of them
 
 
-def collected(out: Path, collections: int) -> dict[str, Any]:
-    """What all complete runs showed, also those of earlier calls with as many collections."""
+def collected(out: Path, collections: int, made_of: str) -> dict[str, Any]:
+    """What all complete runs showed, also those of earlier calls with as many collections.
+
+    Args:
+        made_of: `source_digest`; a run of another code or starting policy is left out.
+    """
     runs = []
     for run in runs_of("", 100):
         file = out / "runs" / run.key / RESULT
@@ -149,7 +173,7 @@ def collected(out: Path, collections: int) -> dict[str, Any]:
             continue
         result = json.loads(file.read_text())
         del result["digest"]
-        if len(result["reward"]) == collections:
+        if result.pop("made_of") == made_of and len(result["reward"]) == collections:
             of = {"regime": run.regime.key, "arm": run.arm.key, "seed": run.seed}
             runs.append({**of, **result})
     return {

@@ -27,7 +27,7 @@ def finished(folder: Path, arm: str = "live", seed: int = 0) -> Job:
     assert not is_complete(job)
     make_run(job.directory, steps=8, seed=seed)
     (job.directory / "checkpoints").mkdir()
-    _finish(job, 12.4, collections=4)
+    _finish(job, 12.4, collections=4, made_of="m")
     return job
 
 
@@ -60,7 +60,7 @@ def test_a_run_that_is_not_whole_has_no_result(tmp_path: Path) -> None:
     job = job_in(tmp_path)
     make_run(job.directory, steps=8)
     with pytest.raises(ValueError, match="reward of collection 4 is missing"):
-        _finish(job, 1.0, collections=5)
+        _finish(job, 1.0, collections=5, made_of="m")
     assert not (job.directory / RESULT).exists()
     assert HELD & {path.name for path in job.directory.iterdir()}
 
@@ -69,10 +69,11 @@ def test_all_complete_runs_are_collected(tmp_path: Path) -> None:
     finished(tmp_path, "r3")
     finished(tmp_path, "live", seed=1)
     (tmp_path / "runs" / "noise" / "live-2").mkdir()
-    record = collected(tmp_path, 4)
+    record = collected(tmp_path, 4, "m")
     assert [(run["arm"], run["seed"]) for run in record["runs"]] == [("r3", 0), ("live", 1)]
     assert "digest" not in record["runs"][0]
-    assert collected(tmp_path, 5)["runs"] == []
+    assert collected(tmp_path, 5, "m")["runs"] == []
+    assert collected(tmp_path, 4, "of another code")["runs"] == []
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(

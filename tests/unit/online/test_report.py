@@ -375,7 +375,7 @@ def test_what_is_not_finite_or_unknown_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 4)
     change(run / "metrics.jsonl", lambda lines: lines[1].update({"update/entropy": math.nan}))
     change(run / "events/trainer.jsonl", lambda lines: lines.append({"time": 1, "event": "sang"}))
-    change(run / "events/collector.jsonl", lambda lines: lines.pop(1))
+    change(run / "events/collector.jsonl", lambda lines: lines.pop(2))
     (one,) = read_runs([run])
     assert [*one.metrics["update/entropy"]] == [1, 3, 4]
     assert "update/entropy is not finite in 1 lines, which are left out" in one.notes
