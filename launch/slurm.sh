@@ -55,6 +55,8 @@ trap 'echo "queued again"; scontrol requeue "$SLURM_JOB_ID"; exit 0' USR1
 file=$(printf %q "$config")
 $r3 rl check "$config"
 trainer=$($r3 rl trainer "$config" --print) # the same at each start
+# Where somebody else runs the server ([sampler] command is empty), leave this line out, and count
+# two parts below.
 keep sampler "exec $r3 rl sampler $file" &
 keep collector "exec $r3 rl collector $file" &
 keep trainer "export PET_NODE_RANK=\$SLURM_PROCID; exec $trainer" &

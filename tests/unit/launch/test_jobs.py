@@ -59,6 +59,8 @@ def wrong_jobs(text: str) -> list[str]:
     for part in ("sampler", "collector", "trainer"):
         job = there["Job", f"megatron-r3-{part}"]["spec"]
         pod = job["template"]["spec"]
+        if job.get("suspend") is not True:
+            wrong.append(f"the {part} begins before the volume has a config")
         (container,) = pod["containers"]
         service = there.get(("Service", f"megatron-r3-{part}"))
         if service and service["spec"]["selector"] != job["template"]["metadata"]["labels"]:
@@ -106,6 +108,7 @@ def test_the_jobs_of_kubernetes_fit_together() -> None:
         ('"rl", "collector"', '"rl", "sampler"', "the host or the name in the command"),
         ("parallelism: 2", "parallelism: 3", "the trainer's nodes"),
         ("subdomain: megatron-r3-t", "subdomain: t", "the name of the trainer's first pod"),
+        ("suspend: true", "suspend: false", "the sampler begins before the volume has a config"),
     ],
 )
 def test_jobs_that_do_not_fit_are_found(before: str, after: str, complaint: str) -> None:
