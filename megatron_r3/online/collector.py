@@ -2,29 +2,23 @@
 
 What was collected before is not collected again, so the part can be killed and started again at any
 moment. With the embedded sampler the rollouts are then the same, bit for bit.
-
-Shape suffixes (docs/glossary.md): K, L, M, N, T.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.online.batches import BatchServer
+from megatron_r3.online.collected import Collected, end_tokens, measured
 from megatron_r3.online.config import Config, ConfigError
 from megatron_r3.online.examine import examiner
 from megatron_r3.online.loading import Loader
 from megatron_r3.online.push import Push, Pusher, PushError
-from megatron_r3.online.sampler import Collected
 from megatron_r3.policies.floor import Floor
 from megatron_r3.policies.probe import Difference, Probe
 from megatron_r3.policies.published import (
@@ -41,8 +35,6 @@ from megatron_r3.rollouts.plan import Model, Plan, Sampling, read_model, samplin
 from megatron_r3.rollouts.prompts import Prompt, read_prompts
 from megatron_r3.rollouts.reward import load_reward
 from megatron_r3.rollouts.server import Server
-from megatron_r3.store import RolloutStore
-from megatron_r3.untrusted import read_json
 
 PART = "collector"
 TRIES = 5  # how often a collection is begun anew after the sampler went away
@@ -70,7 +62,7 @@ class Collector:
         self.sampling = sampling_for(_KIND[sampler.engine], plain, biased=False)
         self._pushed: Push | None = None
         self._version = -1  # that was pushed
-        self._ends = _end_tokens(config.path(config.policy.model))
+        self._ends = end_tokens(config.path(config.policy.model))
         needed = (config.run.lag + 1) * config.prompts.per_collection
         if config.run.lag and len(self.prompts) < needed:
             raise ConfigError(
@@ -90,7 +82,15 @@ class Collector:
         Raises:
             ValueError: a push that is refused, a reward that fails, a policy that does not come.
         """
-        for number in range(Collected(self.config).count(), self.config.run.collections):
+        stored = Collected(self.config).count()
+        noted = {
+            event["collection"]
+            for event in self.directory.read_events(PART)
+            if event.get("event") == "collected"
+        }
+        for number in sorted({*range(stored)} - noted):  # a kill came between shard and event
+            self._note_collected(number)
+        for number in range(stored, self.config.run.collections):
             policy = self._wait_for(self.config.version_of(number))
             self._collect(number, policy)
 
@@ -221,17 +221,13 @@ class Collector:
         else:
             engine = Server(config.sampler.engine, self._client(), self.shape, self.sampling)
             concurrency = config.sampler.concurrency
-        done = collect(engine, plan, concurrency, partial(_refuse_other, served))
-        self.directory.note(
-            PART,
-            "collected",
-            collection=number,
-            version=policy.version,
-            rollouts=done.total,
-            tokens=done.tokens,
-            seconds=time.monotonic() - started,
-            **self._measured(total),
-        )
+        collect(engine, plan, concurrency, partial(_refuse_other, served))
+        self._note_collected(number, seconds=time.monotonic() - started)
+
+    def _note_collected(self, number: int, **fields: float) -> None:
+        """Write down what the store has of a collection."""
+        found = measured(self.config, number, self._ends)
+        self.directory.note(PART, "collected", collection=number, **found, **fields)
 
     def _examiner(self, policy: PublishedPolicy) -> Any:
         """What looks at a shard before it is stored; None if nothing shall."""
@@ -250,37 +246,6 @@ class Collector:
     def _model(self, policy: PublishedPolicy) -> Model:
         # all policies of a run have one name, that of the model with which it began
         return replace(read_model(policy.path), name=self.name)
-
-    def _measured(self, total: int) -> dict[str, Any]:
-        """What the report shows of the last `total` rollouts."""
-        store = RolloutStore([self.directory.rollouts], mixed_policies=True)
-        last = range(len(store) - total, len(store))
-        reward_M = store.column("reward")[-total:]
-        rollouts = [store.rollout(i) for i in last]
-        lengths = [int(one.response_N.sum()) for one in rollouts]
-        # The last token may also end the response that has just the longest length.
-        cut = [
-            n >= self.sampling.max_tokens and int(one.tokens_N[-1]) not in self._ends
-            for n, one in zip(lengths, rollouts, strict=True)
-        ]
-        return {
-            "reward": float(reward_M.mean()),
-            "reward_std": float(reward_M.std()),
-            "response_length": float(np.mean(lengths)),
-            "length_cut": float(np.mean(cut)),
-            "expert_load": _loads(store, last),
-        }
-
-
-def _end_tokens(model: Path) -> set[int]:
-    """The tokens that end a response; empty where neither of the model's configs names one."""
-    for name in ("generation_config.json", "config.json"):
-        file = model / name
-        fields = read_json(file.read_bytes(), str(file)) if file.is_file() else {}
-        ids = fields.get("eos_token_id") if isinstance(fields, dict) else None
-        if ids is not None:
-            return {int(one) for one in (ids if isinstance(ids, list) else [ids])}
-    return set()
 
 
 def _refuse_other(served: str, identity: Identity) -> None:
@@ -312,14 +277,3 @@ def _numbers(shown: Difference) -> dict[str, Any]:
 
 # how `sampling_for` calls the engine
 _KIND = {"embedded": "transformers", "sglang": "sglang", "vllm": "vllm"}
-
-
-def _loads(store: RolloutStore, rollouts: Sequence[int]) -> list[float]:
-    """Of each MoE layer the load of the busiest expert, as a multiple of the mean."""
-    info = store.info
-    counts = np.zeros((len(info.moe_layers), info.num_experts), np.int64)
-    for index in rollouts:
-        ids_LTK = store.rollout(index).routes.ids_LTK
-        for layer, ids_TK in enumerate(ids_LTK):
-            counts[layer] += np.bincount(ids_TK.ravel(), minlength=info.num_experts)
-    return (counts.max(1) / np.maximum(counts.mean(1), 1)).tolist()

@@ -11,12 +11,11 @@ import subprocess
 import threading
 import time
 
+from megatron_r3.online.collected import Collected
 from megatron_r3.online.config import Config, ConfigError
 from megatron_r3.online.loading import filled_in
 from megatron_r3.online.processes import start, stop
 from megatron_r3.policies.published import PublishedPolicy, published, wait_for_policy
-from megatron_r3.store import RolloutStore
-from megatron_r3.store.files import SHARD_GLOB
 
 PART = "sampler"
 _POLL_S = 0.5
@@ -80,22 +79,6 @@ def _run_servers(config: Config) -> int:
         if running is not None:
             stop(running)
     return 0
-
-
-class Collected:
-    """How far the collections of a run are; cheap to ask often."""
-
-    def __init__(self, config: Config) -> None:
-        self._rollouts, self._size = config.directory.rollouts, config.rollouts_per_collection
-        self._num_shards, self._whole = 0, 0
-
-    def count(self) -> int:
-        """How many collections are stored as a whole."""
-        num_shards = len([*self._rollouts.glob(SHARD_GLOB)])
-        if num_shards != self._num_shards:
-            store = RolloutStore([self._rollouts], mixed_policies=True)
-            self._num_shards, self._whole = num_shards, len(store) // self._size
-        return self._whole
 
 
 def _wanted(config: Config, stored: int) -> int:

@@ -66,6 +66,23 @@ def test_each_collection_is_sampled_by_its_policy(folder):
     assert np.allclose([e["reward"] for e in events[1::2]], rewards)
 
 
+def test_an_event_that_a_kill_cut_off_is_written_again(folder):
+    port = free_port()
+    config = read_config(write_run(folder, port))
+    with served(port=port):
+        Collector(config).run()
+    file = config.directory.events("collector")
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]))
+    Collector(config).run()  # without a sampler: all is collected
+    again = json.loads(file.read_text().splitlines()[-1])
+    want = json.loads(lines[-1])
+    assert again.pop("time") > want.pop("time")
+    del want["seconds"]  # nobody knows any more
+    assert again == want
+    assert len(file.read_text().splitlines()) == len(lines)
+
+
 def test_with_a_lag_a_policy_samples_several_collections(folder):
     port = free_port()
     file = write_run(folder, port, 4)
