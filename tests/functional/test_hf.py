@@ -439,7 +439,7 @@ IMPORTS = {
     "gone": (shutil.rmtree, ("no config.json",)),
     "no file": (lambda f: (f / LAST).unlink(), (LAST, "not a whole safetensors")),
     "cut": (lambda f: os.truncate(f / LAST, 5000), ("not a whole safetensors",)),
-    "family": (_with("model_type", "gpt2"), ("is 'gpt2': only models of these types",)),
+    "family": (_with("model_type", "gpt2"), ("is 'gpt2', which is none of this project's",)),
     "quantized": (_with("quantization_config", {"bits": 4}), ("has quantization_config",)),
     "scaled": (
         _with("rope_parameters", {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4}),
