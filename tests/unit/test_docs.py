@@ -151,7 +151,7 @@ def is_there(runner: str) -> bool:
     if runner == HERE or runner.startswith("by hand: "):
         return True
     if runner.startswith("ci loop"):
-        return f"  step {runner.removeprefix('ci ')}\n" in CI
+        return f"  beside loop {runner.removeprefix('ci ')}\n" in CI
     if runner.startswith("ci make "):
         return runner.removeprefix("ci make ") in needed_by_ci()
     path, _, name = runner.partition("::")
