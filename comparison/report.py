@@ -19,10 +19,10 @@ from benchmarks.report import COMPARISON, filled
 from comparison.arms import ARMS, REGIMES
 from comparison.measure import VALUES
 from comparison.picture import picture
+from comparison.policy import ROOT
 from comparison.run import as_json
 from comparison.table import markdown
 
-ROOT = Path(__file__).parents[1]
 NOTHING = "No run is recorded."
 _FACTS = ("date", "processor", "machine", "cores", "load", "python", "torch", "collections", "runs")
 

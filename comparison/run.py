@@ -25,11 +25,10 @@ from comparison.arms import COLLECTIONS, SEEDS, runs_of
 from comparison.config import MINI_STEPS, write_config
 from comparison.jobs import Job, run_all
 from comparison.measure import measured
-from comparison.policy import LEARN, SHARPEN, StartingPolicy
+from comparison.policy import LEARN, ROOT, SHARPEN, StartingPolicy
 from comparison.table import summary
 from demo.process import Failed
 
-ROOT = Path(__file__).parents[1]
 FIRST_PORT = 31800  # each run has a port of its own above it
 RESULT = "result.json"
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from demo.installation import ServerError, tail, watch
+from megatron_r3.online.processes import filled_in
 
 READY_SECONDS = 600
 # A server takes 2 s to stop. One that is still starting does not react, and is killed after this.
@@ -29,13 +30,18 @@ STOP_SECONDS = 4
 
 @contextmanager
 def run_server(
-    engine: str, command: Callable[[int], list[str]], env: Mapping[str, str], log: Path
+    engine: str,
+    command: Sequence[str],
+    values: Mapping[str, str],
+    env: Mapping[str, str],
+    log: Path,
 ) -> Iterator[str]:
     """Run a server while the block runs; yields its address, where it answers by then.
 
     Args:
         engine: what messages call it.
-        command: makes the server's command, given its port.
+        command: the server's, with {port} and the names of `values` in braces.
+        values: are filled in for their names.
         env: is added to this process's environment.
         log: gets what the server prints; an older log is overwritten.
 
@@ -47,7 +53,7 @@ def run_server(
     temporary = tempfile.TemporaryDirectory(prefix="server-")  # for sockets that it leaves behind
     with log.open("wb") as output, _signals_end_the_block(), temporary as folder:
         process = subprocess.Popen(
-            command(port),
+            filled_in(command, {**values, "port": str(port)}),
             env={**os.environ, **env, "TMPDIR": folder},
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -34,12 +34,8 @@ def serve(model: str | Path, build: Path = BUILD) -> Iterator[str]:
     """
     model = Path(model).resolve()
     words, env = template(model, build)
-    values = {"{model}": str(model), "{version}": "model"}
-
-    def command(port: int) -> list[str]:
-        return [{**values, "{port}": str(port)}.get(word, word) for word in words]
-
-    with run_server("SGLang", command, env, build / "sglang.log") as url:
+    values = {"model": str(model), "version": "model"}
+    with run_server("SGLang", words, values, env, build / "sglang.log") as url:
         yield url
 
 

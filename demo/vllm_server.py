@@ -32,12 +32,8 @@ def serve(model: str | Path, build: Path = BUILD) -> Iterator[str]:
     """
     model = Path(model).resolve()
     words, env = template(model, build)
-    values = {"{model}": str(model), "{version}": "model"}
-
-    def command(port: int) -> list[str]:
-        return [{**values, "{port}": str(port)}.get(word, word) for word in words]
-
-    with run_server("vLLM", command, env, build / "vllm.log") as url:
+    values = {"model": str(model), "version": "model"}
+    with run_server("vLLM", words, values, env, build / "vllm.log") as url:
         yield url
 
 

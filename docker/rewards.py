@@ -17,9 +17,11 @@ def rewards(config: Config) -> list[str]:
     for event in config.directory.read_events("collector"):
         if event.get("event") == "collected":
             number = int(event["collection"])
+            # an event that was written again after a kill has no time
+            took = f" in {event['seconds']:.1f} s" if "seconds" in event else ""
             last[number] = (
                 f"collection {number}: policy {event['version']}, reward {event['reward']:.4f}, "
-                f"{event['rollouts']} rollouts in {event['seconds']:.1f} s"
+                f"{event['rollouts']} rollouts{took}"
             )
     return [last[number] for number in sorted(last)]
 

@@ -17,7 +17,7 @@ from megatron_r3.online.batches import BatchServer
 from megatron_r3.online.collected import Collected, end_tokens, measured
 from megatron_r3.online.config import Config, ConfigError
 from megatron_r3.online.examine import examiner
-from megatron_r3.online.loading import Loader
+from megatron_r3.online.loading import Loader, LoadError
 from megatron_r3.online.push import Push, Pusher, PushError
 from megatron_r3.policies.floor import Floor
 from megatron_r3.policies.probe import Difference, Probe
@@ -116,7 +116,7 @@ class Collector:
                     self._pushed, self._version = self._push(policy), policy.version
                 self._sample(number, policy, self._pushed.served)
                 return
-            except PushError:
+            except LoadError:
                 raise  # the sampler answered, and what it answered is wrong
             except (CollectError, EngineChanged, EngineError) as error:
                 self._pushed = None
@@ -167,6 +167,12 @@ class Collector:
         """Write down what a server showed that began with a policy."""
         if shown is not None:
             self.directory.note(PART, "compared", version=policy.version, **_numbers(shown))
+        elif self.config.sampler.engine != "embedded":
+            print(
+                f"{self.config.sampler.url}: it did not begin with policy {policy.version}, as far "
+                "as its probe shows; so the limits of the first push are wide",
+                flush=True,
+            )
 
     def _note(self, policy: PublishedPolicy, push: Push, verified: bool) -> None:
         self.directory.note(

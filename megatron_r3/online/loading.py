@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.engines.shape import EngineError
-from megatron_r3.online.processes import start, stop
+from megatron_r3.online.processes import filled_in, start, stop
 from megatron_r3.policies.published import PublishedPolicy
 from megatron_r3.rollouts.client import Client
 from megatron_r3.rollouts.engine import NoAnswer
@@ -30,7 +30,10 @@ _DEV_MODE = (
 
 
 class LoadError(EngineError):
-    """A server did not take weights, for a reason that a second try does not change."""
+    """A server did not take weights, for a reason that a second try does not change.
+
+    push.PushError is the kind for a server that took them, and does not sample with them.
+    """
 
 
 class Loader:
@@ -201,13 +204,3 @@ class Loader:
             f"{self._client.url}: no server of policy {policy.version} within {self.wait_s:g} s"
             + (f"; there is one of {quoted(seen)}" if seen else "")
         )
-
-
-def filled_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """The words of a command with values in the place of their names in braces."""
-    words = []
-    for word in command:
-        for name, value in values.items():
-            word = word.replace(f"{{{name}}}", value)
-        words.append(word)
-    return words

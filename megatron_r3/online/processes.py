@@ -117,6 +117,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def filled_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """The words of a command with values in the place of their names in braces."""
+    words = []
+    for word in command:
+        for name, value in values.items():
+            word = word.replace(f"{{{name}}}", value)
+        words.append(word)
+    return words
+
+
 @contextmanager
 def signals_raise() -> Iterator[None]:
     """Have SIGTERM and SIGHUP raise KeyboardInterrupt in this thread, as ctrl-C does."""

@@ -24,7 +24,7 @@ from megatron_r3.rollouts.client import Client
 from megatron_r3.untrusted import quoted
 
 
-class PushError(EngineError):
+class PushError(LoadError):
     """The sampler does not sample with the policy that it was given.
 
     Attributes:
@@ -77,17 +77,14 @@ class Pusher:
                 nobody knows which.
 
         Raises:
-            PushError: the sampler did not take the policy, or does not compute what the trainer
-                computes; the message has both numbers.
-            NoAnswer: the sampler does not answer.
+            LoadError: the sampler did not take the policy.
+            PushError: it does not compute what the trainer computes; the message has both numbers.
+            NoAnswer: it does not answer.
         """
         if self.loader.in_place:
             await self.loader.wait_until_up()
         started = time.monotonic()
-        try:
-            await self.loader.take(policy)
-        except LoadError as error:
-            raise PushError(str(error)) from error
+        await self.loader.take(policy)
         served = await self._check_version(policy)
         sampler, shown = await self._compare(policy)
         seconds = time.monotonic() - started
@@ -116,13 +113,10 @@ class Pusher:
             began with others.
 
         Raises:
-            PushError: the server cannot take new weights.
+            LoadError: the server cannot take new weights.
             EngineError: the server does not answer.
         """
-        try:
-            served = await self.loader.wait_until_up()
-        except LoadError as error:
-            raise PushError(str(error)) from error
+        served = await self.loader.wait_until_up()
         if served == "None":
             return None
         _, shown = await self._compare(policy)

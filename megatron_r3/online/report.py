@@ -214,11 +214,11 @@ NUMBERS: Kind = (
     lambda value: isinstance(value, list) and all(map(_is_number, value)),
 )
 
-# For each event the fields that it must have, and those that it may have or leave null.
 TEXTS: Kind = (
     "a list of texts",
     lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
 )
+# For each event the fields that it must have, and those that it may have or leave null.
 FIELDS: dict[str, tuple[dict[str, Kind], dict[str, Kind]]] = {
     "published": (
         {"version": COUNT},

@@ -13,8 +13,7 @@ import time
 
 from megatron_r3.online.collected import Collected
 from megatron_r3.online.config import Config, ConfigError
-from megatron_r3.online.loading import filled_in
-from megatron_r3.online.processes import start, stop
+from megatron_r3.online.processes import filled_in, start, stop
 from megatron_r3.policies.published import PublishedPolicy, published, wait_for_policy
 
 PART = "sampler"

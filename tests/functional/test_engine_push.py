@@ -46,10 +46,7 @@ def with_server(
     """Run `work(pusher)` with a server that was started with policy 0, to take weights in place."""
     engine = "vllm" if module is vllm_server else "sglang"
     words, environment = module.template(policies[0].path, in_place=True)
-    values = {"{model}": str(policies[0].path)}
-
-    def started(port: int) -> list[str]:
-        return [{**values, "{port}": str(port)}.get(word, word) for word in words]
+    values = {"model": str(policies[0].path)}
 
     async def whole(url: str) -> Any:
         client = Client(url, 4, 120, 3, 0.2)
@@ -60,7 +57,7 @@ def with_server(
         finally:
             await client.close()
 
-    with run_server(engine, started, environment, log) as url:
+    with run_server(engine, words, values, environment, log) as url:
         return asyncio.run(whole(url))
 
 

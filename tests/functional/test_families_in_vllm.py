@@ -118,10 +118,7 @@ def ask_vllm(
 ) -> Probe:
     """Start a vLLM of a directory: what it computes of the tokens of a probe."""
     words, environment = vllm_server.template(path, build)
-    values = {"{model}": str(path), "{version}": version_name(0)}
-
-    def command(port: int) -> list[str]:
-        return [{**values, "{port}": str(port)}.get(word, word) for word in (*words, *options)]
+    values = {"model": str(path), "version": version_name(0)}
 
     async def compare(url: str) -> Probe:
         client = Client(url, 4, 120, 3, 0.2)
@@ -133,7 +130,7 @@ def ask_vllm(
         finally:
             await client.close()
 
-    with run_server("vLLM", command, environment, log) as url:
+    with run_server("vLLM", [*words, *options], values, environment, log) as url:
         return asyncio.run(compare(url))
 
 
