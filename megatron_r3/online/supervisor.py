@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from megatron_r3.online.config import Config
-from megatron_r3.online.processes import signals_raise, start, stop
+from megatron_r3.online.processes import start, stop
 from megatron_r3.online.trainer import is_trained
 
 PART = "supervisor"
@@ -24,7 +24,7 @@ class RunFailed(ValueError):
 
 
 def run(config: Config) -> None:
-    """Run a run to its end.
+    """Run a run to its end. Whoever calls this sees to it that signals raise (cli.py).
 
     Raises:
         RunFailed: a part refused something, or died too often.
@@ -35,16 +35,15 @@ def run(config: Config) -> None:
     running = {part: _start(config, part) for part in parts}
     deaths = dict.fromkeys(parts, 0)
     try:
-        with signals_raise():
-            while {"collector", "trainer"} & running.keys():
-                time.sleep(_POLL_S)
-                for part, process in list(running.items()):
-                    if (status := process.poll()) is None:
-                        continue
-                    if _ended(config, part, status, deaths):
-                        del running[part]
-                    else:
-                        running[part] = _start(config, part)
+        while {"collector", "trainer"} & running.keys():
+            time.sleep(_POLL_S)
+            for part, process in list(running.items()):
+                if (status := process.poll()) is None:
+                    continue
+                if _ended(config, part, status, deaths):
+                    del running[part]
+                else:
+                    running[part] = _start(config, part)
     finally:
         for process in running.values():
             stop(process)

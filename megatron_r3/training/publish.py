@@ -92,12 +92,15 @@ class Publisher:
             size = self._write(version, iteration, probe)
         except ValueError as error:
             refuse(f"--rollouts-publish {self.options.directory}: {error}")
-        if size and torch.distributed.get_rank() == 0:
-            seconds = time.monotonic() - started
-            fields: dict[str, Any] = {"version": version, "iteration": iteration, "bytes": size}
-            fields |= {"device": _device()}
-            self._events.note("trainer", "published", seconds=seconds, **fields)
-            self._remove_old()
+        if torch.distributed.get_rank() == 0:
+            fields = {"version": version, "iteration": iteration, "device": _device()}
+            if size:
+                fields |= {"bytes": size, "seconds": time.monotonic() - started}
+            # A version may be there without its event: a kill came between the two.
+            if size or version not in self._noted():
+                self._events.note("trainer", "published", **fields)
+            if size:
+                self._remove_old()
 
     def _write(self, version: int, iteration: int, probe: Probe | None) -> int:
         """Write a version, or compare with it if it was published before.
@@ -140,6 +143,11 @@ class Publisher:
         if torch.distributed.get_rank() == 0:
             shutil.rmtree(again)
         return 0
+
+    def _noted(self) -> set[Any]:
+        """The versions that have an event."""
+        events = self._events.read_events("trainer")
+        return {one.get("version") for one in events if one.get("event") == "published"}
 
     def _layers(self, module: torch.nn.Module) -> list[int]:
         """The MoE layers of a model chunk, whose routers answer to a microbatch from now on."""

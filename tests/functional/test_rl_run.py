@@ -23,6 +23,7 @@ from training import Policy
 from demo import task
 from demo.model import arguments
 from megatron_r3.policies.published import published, read_policy
+from megatron_r3.policies.run_directory import RunDirectory
 from megatron_r3.store import RolloutStore
 
 REPO = Path(__file__).parents[2]
@@ -176,6 +177,9 @@ def test_a_run_whose_parts_are_killed_ends_with_the_same_policy(
         got, want = (read_policy(place / "policies", version) for place in (run, undisturbed))
         got.check_files()
         assert got.files == want.files, f"policy {version} of {hit}"
+    events = RunDirectory(run).read_events("trainer")
+    noted = {event["version"] for event in events if event["event"] == "published"}
+    assert noted == {*range(COLLECTIONS + 1)}
     shards, wanted = (sorted((place / "rollouts").glob("shard-*")) for place in (run, undisturbed))
     assert [path.name for path in shards] == [path.name for path in wanted]
     assert [path.read_bytes() for path in shards] == [path.read_bytes() for path in wanted]

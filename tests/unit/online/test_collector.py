@@ -18,7 +18,7 @@ from published import publish, served, write_run
 
 from megatron_r3.cli import main
 from megatron_r3.online.collector import Collector
-from megatron_r3.online.config import read_config
+from megatron_r3.online.config import ConfigError, read_config
 from megatron_r3.store import RolloutStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,6 +94,18 @@ def test_with_a_lag_a_policy_samples_several_collections(folder):
         Collector(read_config(file)).run()
     store = RolloutStore([folder / "run" / "rollouts"], mixed_policies=True)
     assert store.column("policy_version").tolist() == [0] * 18 + [1] * 9 + [2] * 9
+
+
+@pytest.mark.parametrize("fields", ["top_p = 0.9", "temperature = 0.7"])
+def test_sampling_whose_log_probs_a_server_does_not_name_is_refused(folder, fields):
+    file = write_run(folder, 30000)
+    config = file.read_text()
+    for engine in ("sglang", "vllm"):
+        file.write_text(config.replace("port =", f'engine = "{engine}"\n{fields}\nport ='))
+        with pytest.raises(ConfigError, match=r"\[sampler\] .*; with \[sampler\] top_k"):
+            Collector(read_config(file))
+        file.write_text(file.read_text().replace("port =", "top_k = 1000\nport ="))
+        assert Collector(read_config(file)).sampling.wants_kept
 
 
 def test_a_collector_and_a_sampler_that_are_killed_give_the_same_rollouts(folder, tmp_path_factory):
