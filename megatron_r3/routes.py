@@ -203,7 +203,9 @@ class Routes:
         where: str = "routes",
         first_token: int = 0,
     ) -> Routes:
-        """Check ids of any integer dtype and keep them in the smallest dtype.
+        """Check ids of any integer dtype and keep a copy of them in the smallest dtype.
+
+        It is a copy because the caller may use the array again: what was checked stays as it is.
 
         Args:
             first_token: what errors call row 0. The other arguments are those of `check_ids`.
@@ -214,7 +216,7 @@ class Routes:
         ids_LTK = np.asarray(ids_LTK)
         if recorded_T is None:
             recorded_T = np.ones(ids_LTK.shape[1] if ids_LTK.ndim == 3 else 0, bool)
-        recorded_T = np.asarray(recorded_T, bool)
+        recorded_T = np.array(recorded_T, bool)
         if ids_LTK.ndim == 3 and recorded_T.shape != ids_LTK.shape[1:2]:
             raise RoutesError(
                 f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows"
@@ -225,8 +227,9 @@ class Routes:
         _check_distinct(kept_LTK, recorded_T, where, origin)  # faster on the small dtype
         if not kept_LTK.flags.c_contiguous:
             kept_LTK = layer_major(kept_LTK.swapaxes(0, 1))
-        if not recorded_T.all():
+        elif np.may_share_memory(kept_LTK, ids_LTK):
             kept_LTK = kept_LTK.copy()
+        if not recorded_T.all():
             kept_LTK[:, ~recorded_T] = 0  # whatever the engine left in rows that it did not return
         return cls(kept_LTK, num_experts, recorded_T)
 

@@ -104,6 +104,19 @@ def test_one_expert_a_token_cannot_repeat():
     assert Routes.from_array(np.zeros((2, 3, 1), int), 4).topk == 1
 
 
+@pytest.mark.parametrize("layout", ["as kept", "engine's", "wide"])
+def test_the_array_may_be_used_again(layout):
+    ids = some_ids().astype(np.int64 if layout == "wide" else np.uint8)
+    if layout == "engine's":
+        ids = np.ascontiguousarray(ids.swapaxes(0, 1)).swapaxes(0, 1)
+    before, recorded = ids.copy(), np.ones(ids.shape[1], bool)
+    routes = Routes.from_array(ids, 16, recorded)
+    ids[:] = 0  # no route: one expert several times
+    recorded[:] = False
+    assert np.array_equal(routes.ids_LTK, before)
+    assert routes.recorded_T.all()
+
+
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
