@@ -37,7 +37,7 @@ _TRAIN = """
 """.split()
 # first on labels of which 12 % are wrong, then on right ones
 LEARN = "--wrong-labels 0.12 --train-iters 400 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 40".split()
-SHARPEN = "--wrong-labels 0 --train-iters 50 --lr 2e-3 --min-lr 1e-4 --lr-warmup-iters 10".split()
+SHARPEN = "--wrong-labels 0 --train-iters 60 --lr 2e-3 --min-lr 1e-4 --lr-warmup-iters 10".split()
 # what all arms share; --seed is that of the run
 UPDATE = """
 --micro-batch-size 32 --global-batch-size 32 --rollouts-mini-steps 2 --lr 4e-4
