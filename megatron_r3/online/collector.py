@@ -200,7 +200,14 @@ class Collector:
             if event.get("event") == "compared" or (
                 event.get("event") == "pushed" and event["verified"]
             ):
-                floor.accept(Difference(event["abs_dlogp"], tuple(event["route_agreement"])))
+                floor.accept(
+                    Difference(
+                        event["abs_dlogp"],
+                        tuple(event["route_agreement"]),
+                        abs_dlogp_all=event.get("abs_dlogp_all"),
+                        left_out=event.get("left_out"),
+                    )
+                )
         return floor
 
     def _client(self) -> Client:
@@ -284,6 +291,7 @@ def _numbers(shown: Difference) -> dict[str, Any]:
         "route_agreement": list(shown.agreement),
         "cached_dlogp": shown.cached_dlogp,
         "cached_disagreement": shown.cached_disagreement,
+        "abs_dlogp_all": shown.abs_dlogp_all,
         "left_out": shown.left_out,
     }
 

@@ -88,7 +88,7 @@ class Pusher:
         served = await self._check_version(policy)
         sampler, shown = await self._compare(policy)
         seconds = time.monotonic() - started
-        push = Push(self.loader.how, seconds, shown, self.floor.limits[0], served)
+        push = Push(self.loader.how, seconds, shown, self.floor.limits(shown)[0], served)
         wrong = self.floor.judge(shown)
         if before is not None and (stale := still_before(sampler, policy.probe, before)):
             wrong.append(stale)

@@ -230,6 +230,7 @@ FIELDS: dict[str, tuple[dict[str, Kind], dict[str, Kind]]] = {
             "seconds": SPAN,
             "how": TEXT,
             "abs_dlogp": NUMBER,
+            "abs_dlogp_all": NUMBER,
             "limit": NUMBER,
             "cached_dlogp": NUMBER,
             "cached_disagreement": NUMBER,
@@ -241,6 +242,7 @@ FIELDS: dict[str, tuple[dict[str, Kind], dict[str, Kind]]] = {
         {"version": COUNT},
         {
             "abs_dlogp": NUMBER,
+            "abs_dlogp_all": NUMBER,
             "cached_dlogp": NUMBER,
             "cached_disagreement": NUMBER,
             "left_out": NUMBER,

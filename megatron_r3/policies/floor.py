@@ -15,12 +15,13 @@ MOST_DLOGP, MOST_DISAGREEMENT = 0.3, 0.4
 # How far above the usual difference one push may be. In float32 nothing usually differs; then a few
 # near ties of routers may.
 FACTOR, ROOM_DLOGP, ROOM_DISAGREEMENT = 3.0, 2e-6, 0.03
-# And how far above the largest difference that was right. In bfloat16 a few near ties of routers
-# make most of the mean: the pushes of one right run showed 0.027, 0.084, 0.037, 0.078 and 0.141.
+# And how far above the largest difference that was right. Where the tokens after near ties of
+# routers cannot be left out, a few of them make most of the mean: the pushes of one right run in
+# bfloat16 showed 0.027, 0.084, 0.037, 0.078 and 0.141.
 FACTOR_OF_LARGEST = 2.0
-# Tokens after one with other experts are not counted in the mean, and may differ by so much in
-# their own mean. A single one may differ by more: 1.4 was seen in a right push in bfloat16, of a
-# token that the policy hardly ever takes.
+# Tokens after one with other experts are left out of the mean, and may differ by so much in their
+# own mean (`Difference.dlogp_left_out`). A single one may differ by more: 1.4 was seen in a right
+# push in bfloat16, of a token that the policy hardly ever takes.
 MOST_AFTER_OTHER_EXPERTS = 1.0
 # A sampler that did not take the new weights is as near to the policy before as right samplers are
 # to theirs. It is refused if its difference to the policy before is below this part of the other.
@@ -38,18 +39,26 @@ class Floor:
 
     before: list[Difference] = field(default_factory=list)
 
-    @property
-    def limits(self) -> tuple[float, float]:
-        """The largest |dlogp| and share of other routes that the next push may show."""
+    def limits(self, push: Difference) -> tuple[float, float]:
+        """The largest |dlogp| and share of other routes that a push may show.
+
+        Its mean is compared with means of the same tokens: without those that are left out, or of
+        all where it leaves none out because they are too many.
+        """
         if not self.before:
             return MOST_DLOGP, MOST_DISAGREEMENT
-        dlogp = _above([one.abs_dlogp for one in self.before])
+        alike = [one.abs_dlogp for one in self.before if one.left_out is not None]
+        if push.left_out is None or not alike:
+            alike = [
+                one.abs_dlogp if one.abs_dlogp_all is None else one.abs_dlogp_all
+                for one in self.before
+            ]
         routes = _above([one.disagreement for one in self.before])
-        return dlogp + ROOM_DLOGP, routes + ROOM_DISAGREEMENT
+        return _above(alike) + ROOM_DLOGP, routes + ROOM_DISAGREEMENT
 
     def judge(self, push: Difference) -> list[str]:
         """What is wrong with a push, in words with both numbers; empty if it is accepted."""
-        dlogp, routes = self.limits
+        dlogp, routes = self.limits(push)
         usual = "no push was compared before" if not self.before else "by what pushes showed"
         wrong = []
         if not push.abs_dlogp <= dlogp:  # NaN is wrong too
@@ -68,7 +77,7 @@ class Floor:
         return wrong + self._judge_cache(push)
 
     def _judge_cache(self, push: Difference) -> list[str]:
-        dlogp, routes = self.limits
+        dlogp, routes = self.limits(push)
         old = "the engine's prefix cache is of older weights"
         wrong = []
         if not push.cached_dlogp <= dlogp:

@@ -86,6 +86,7 @@ class Difference:
     Attributes:
         abs_dlogp: the mean of |log-prob difference| over all tokens but the first ones, and but
             those that are left out.
+        abs_dlogp_all: the same with those that are left out; None where none is.
         agreement: for each MoE layer the share of tokens with the same set of experts; empty where
             no routes are known.
         cached_dlogp: the largest |log-prob difference| between the token that follows a sequence
@@ -93,15 +94,17 @@ class Difference:
             kept; 0 where the engine keeps none.
         cached_disagreement: the share of routes that differ between these two requests.
         left_out: the share of tokens that are left out of `abs_dlogp`: those that come after a
-            token with other experts, if they are few.
-        dlogp_left_out: the mean of |log-prob difference| of these; 0 where there are none.
+            token with other experts. None where these are too many, so that none is left out.
+        dlogp_left_out: the mean of |log-prob difference| of these. Where they are fewer than
+            `FEW`, the mean of so many, as if the rest had not differed.
     """
 
     abs_dlogp: float
     agreement: tuple[float, ...]
     cached_dlogp: float = 0.0
     cached_disagreement: float = 0.0
-    left_out: float = 0.0
+    abs_dlogp_all: float | None = None
+    left_out: float | None = 0.0
     dlogp_left_out: float = 0.0
 
     @property
@@ -111,8 +114,11 @@ class Difference:
 
 
 # At least this share of the tokens is compared. Where fewer come before the first token of their
-# sequence with other experts, all are compared.
-ENOUGH = 0.75
+# sequence with other experts, all are compared. Measured in bfloat16 with 4 layers, 16 experts, and
+# sequences of 20 tokens: half of the tokens or more come before it; the means of right pushes are
+# 0.017 to 0.026 without the others, and 0.02 to 0.13 with them.
+ENOUGH = 0.25
+FEW = 8  # tokens
 
 
 def difference(trainer: Probe, sampler: Probe) -> Difference:
@@ -135,13 +141,16 @@ def difference(trainer: Probe, sampler: Probe) -> Difference:
     agreement = tuple(same_LPN.mean((1, 2)).tolist())
     all_PN: np.ndarray = np.all(same_LPN, axis=0)
     before_PN: np.ndarray = np.cumsum(~all_PN[:, :-1], 1) == 0
+    mean = float(apart_PN.mean())
     if before_PN.mean() < ENOUGH:
-        return Difference(float(apart_PN.mean()), agreement)
+        return Difference(mean, agreement, left_out=None)
+    after = apart_PN[~before_PN]
     return Difference(
         float(apart_PN[before_PN].mean()),
         agreement,
+        abs_dlogp_all=mean,
         left_out=1 - float(before_PN.mean()),
-        dlogp_left_out=float(apart_PN[~before_PN].mean()) if not before_PN.all() else 0.0,
+        dlogp_left_out=float(after.sum()) / max(len(after), FEW),
     )
 
 

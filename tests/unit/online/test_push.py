@@ -294,15 +294,16 @@ def test_few_tokens_after_a_near_tie_are_left_out_and_may_not_differ_by_much():
     found = difference(trainer, sampler)
     assert found.abs_dlogp == 0
     assert found.left_out == pytest.approx(3 / 28)
-    assert found.dlogp_left_out == pytest.approx(0.9)
+    assert found.dlogp_left_out == pytest.approx(0.9 * 3 / 8)  # as if eight did, five of them by 0
+    assert found.abs_dlogp_all == pytest.approx(0.9 * 3 / 28)
     floor = Floor([Difference(0.0, (1.0,))])
     assert "routes differ" in floor.judge(found)[0]  # 1 of 32, above 0.03
     assert floor.judge(replace(found, agreement=(0.98,))) == []
-    sampler.logprobs_PN[1, 5:] = 1.1
+    sampler.logprobs_PN[1, 5:] = 2.7
     assert "other experts" in floor.judge(difference(trainer, sampler))[0]
     sampler.logprobs_PN[1, 5:] = np.nan
     assert "other experts" in floor.judge(difference(trainer, sampler))[0]
-    sampler.logprobs_PN[1, 5:] = [1.4, 0.1, 0.2]
+    sampler.logprobs_PN[1, 5:] = [2.6, 2.6, 2.6]
     assert floor.judge(replace(difference(trainer, sampler), agreement=(0.98,))) == []
     # a token before the tie is counted
     sampler.logprobs_PN[1, 4] = 0.28
@@ -311,11 +312,26 @@ def test_few_tokens_after_a_near_tie_are_left_out_and_may_not_differ_by_much():
 
 def test_where_many_experts_differ_every_token_is_compared():
     trainer, sampler = probes()
-    sampler.routes_LPNK[0, :, 2] = [0, 2]
-    sampler.logprobs_PN[:, 3:] = 0.5
+    sampler.routes_LPNK[0, :, 1] = [0, 2]  # so the tokens 2 to 7, of those from 1 on
+    sampler.logprobs_PN[:, 2:] = 0.5
     found = difference(trainer, sampler)
-    assert found.left_out == 0
-    assert found.abs_dlogp == pytest.approx(0.5 * 5 / 7)
+    assert found.left_out is None
+    assert found.abs_dlogp == pytest.approx(0.5 * 6 / 7)
+
+
+def test_means_of_the_same_tokens_are_compared():
+    """Without the tokens after near ties the mean is far smaller than with them."""
+    some = Difference(0.02, (0.95,), abs_dlogp_all=0.05, left_out=0.5)
+    every = Difference(0.12, (0.95,), left_out=None)
+    floor = Floor([some])
+    assert floor.judge(replace(some, abs_dlogp=0.06)) == []
+    assert "at most 0.06 " in floor.judge(replace(some, abs_dlogp=0.061))[0]
+    assert floor.judge(every) == []  # 3 times 0.05
+    assert "at most 0.15 " in floor.judge(replace(every, abs_dlogp=0.151))[0]
+    floor.accept(every)
+    assert "at most 0.06 " in floor.judge(replace(some, abs_dlogp=0.061))[0]
+    assert Floor([every]).judge(replace(some, abs_dlogp=0.35)) == []  # nothing else is known
+    assert Floor([every]).judge(replace(some, abs_dlogp=0.37))
 
 
 def test_nearer_to_the_policy_before():
