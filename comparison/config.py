@@ -42,6 +42,7 @@ megatron = "{megatron}"
 launch = ["{python}"]            # one process, without torchrun
 script = "-m megatron_r3.cpu {root}/megatron_r3/pretrain.py"
 steps = {steps}
+checkpoint_every = 20
 arguments = [
     {arguments}
 ]

@@ -175,6 +175,7 @@ def _check(config: Config) -> None:
         ("[prompts] samples", prompts.samples, 1),
         ("[trainer] processes", trainer.processes, 1),
         ("[trainer] steps", trainer.steps, 1),
+        ("[trainer] checkpoint_every", trainer.checkpoint_every, 1),
     ]
     for name, value, lowest in least:
         if value < lowest:

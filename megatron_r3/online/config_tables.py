@@ -121,6 +121,8 @@ class TrainerTable:
         arguments: Megatron's arguments: model, layout, batch sizes, learning rate, loss. Each text
             is split into words as a shell does it. `rl trainer` adds those of the loop.
         steps: optimizer steps on a collection: mini-steps times epochs.
+        checkpoint_every: collections from one checkpoint to the next; the last one is followed by a
+            checkpoint in any case. A trainer that was killed repeats what came after the last one.
         environment: variables.
     """
 
@@ -130,6 +132,7 @@ class TrainerTable:
     processes: int = 1
     launch: list[str] = field(default_factory=list)
     steps: int = 1
+    checkpoint_every: int = 1
     environment: dict[str, str] = field(default_factory=dict)
 
 

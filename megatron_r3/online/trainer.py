@@ -46,7 +46,8 @@ def trainer_command(config: Config) -> list[str]:
         loop += ["--rollouts-publish-keep", str(config.policy.keep)]
     loop += ["--rollouts-log", str(directory.metrics)]
     loop += ["--train-iters", str(config.run.collections * steps)]
-    loop += ["--save", str(directory.checkpoints), "--save-interval", str(steps)]
+    loop += ["--save", str(directory.checkpoints)]
+    loop += ["--save-interval", str(steps * trainer.checkpoint_every)]
     # Megatron begins with the second where the first has no checkpoint yet. So the command is the
     # same at every start, and whoever starts jobs need not know what was there before.
     loop += ["--load", str(directory.checkpoints)]

@@ -56,6 +56,7 @@ reward = "demo.task:reward"
 megatron = "{tree}"
 script = "-m megatron_r3.cpu {root}/demo/pretrain.py"
 processes = 2
+checkpoint_every = {checkpoint_every}
 arguments = {arguments}
 
 [trainer.environment]
@@ -68,7 +69,9 @@ TRAINING = """
 """.split()
 
 
-def started(folder: Path, policy: Policy, tree: Path) -> subprocess.Popen:
+def started(
+    folder: Path, policy: Policy, tree: Path, checkpoint_every: int = 1
+) -> subprocess.Popen:
     """`megatron-r3 rl run` in a folder of its own."""
     folder.mkdir(exist_ok=True)
     with socket.socket() as probe:
@@ -82,6 +85,7 @@ def started(folder: Path, policy: Policy, tree: Path) -> subprocess.Popen:
             port=port,
             tree=tree,
             root=REPO,
+            checkpoint_every=checkpoint_every,
             arguments=json.dumps(arguments(TRAINING)),
         )
     )
@@ -167,7 +171,8 @@ def test_every_policy_is_verified_and_samples_its_collection(undisturbed: Path) 
 def test_a_run_whose_parts_are_killed_ends_with_the_same_policy(
     undisturbed: Path, policy: Policy, patched_tree: Path, tmp_path: Path
 ) -> None:
-    process = started(tmp_path, policy, patched_tree)
+    # a trainer that is killed repeats up to two collections, and publishes their policies again
+    process = started(tmp_path, policy, patched_tree, checkpoint_every=2)
     hit = kill_at_random(process, KILLS)
     ends(process, 300 + 60 * COLLECTIONS + 60 * KILLS)
     assert sum(hit.values()) >= KILLS, hit

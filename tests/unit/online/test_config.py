@@ -118,12 +118,16 @@ def test_the_command_is_the_same_at_every_start(file):
     config = read_config(file)
     command = trainer_command(config)
     assert command[command.index("--train-iters") + 1] == "6"
+    assert command[command.index("--save-interval") + 1] == "2"
     assert command[command.index("--load") + 1] == str(config.directory.checkpoints)
     assert command[command.index("--pretrained-checkpoint") + 1] == str(file.parent / "checkpoint")
     (config.directory.checkpoints).mkdir(parents=True)
     (config.directory.checkpoints / "latest_checkpointed_iteration.txt").write_text("2")
     assert trainer_command(config) == command
     assert str(file.parent / "megatron") in trainer_environment(config)["PYTHONPATH"]
+    file.write_text(file.read_text().replace("steps = 2", "steps = 2\ncheckpoint_every = 3"))
+    command = trainer_command(read_config(file))
+    assert command[command.index("--save-interval") + 1] == "6"
     with pytest.raises(ConfigError, match="launch is missing"):
         printed_command(config)
     file.write_text(file.read_text().replace("[trainer]", '[trainer]\nlaunch = ["torchrun"]'))
