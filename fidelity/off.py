@@ -36,7 +36,10 @@ def hide_megatron_r3() -> None:
     sys.meta_path.insert(0, _Hidden())
 
 
-def weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+Weights = dict[str, torch.Tensor]
+
+
+def weights(models: Sequence[torch.nn.Module]) -> Weights:
     """Every parameter of this rank, by chunk and name."""
     return {
         f"{chunk}.{name}": parameter.detach().clone()
@@ -55,18 +58,17 @@ _ARGUMENTS = """--micro-batch-size 2 --global-batch-size 8 --lr 1e-3
 """
 
 
-def train_off(rank: int, arguments: str, seed: int) -> dict[str, torch.Tensor]:
-    """Train a tiny model without any option of ours; return this rank's weights.
+def train_off(rank: int, arguments: str) -> tuple[Weights, Weights]:
+    """Train a tiny model without any option of ours; this rank's weights before and after it.
 
     Args:
         arguments: of the layout.
-        seed: another seed gives other weights.
     """
     argv = [*MODELS["base"].argv(), *shlex.split(_ARGUMENTS), *shlex.split(arguments)]
-    argv += ["--train-iters", str(STEPS), "--eval-iters", "0", "--seed", str(seed)]
+    argv += ["--train-iters", str(STEPS), "--eval-iters", "0", "--seed", "7"]
     if core_only.is_core_only():
         hide_megatron_r3()
-        return weights(_train_core_only(argv))
+        return _train_core_only(argv)
     from megatron_r3 import launch
 
     hide_megatron_r3()
@@ -74,15 +76,22 @@ def train_off(rank: int, arguments: str, seed: int) -> dict[str, torch.Tensor]:
 
     sys.argv = ["off.py", *argv]
     models: list[torch.nn.Module] = []
-    launch.train(datasets, forward_step, models.extend)
-    return weights(models)
+    before: Weights = {}
+
+    def begin(made: list[torch.nn.Module]) -> None:
+        models.extend(made)
+        before.update(weights(made))
+
+    launch.train(datasets, forward_step, begin)
+    return before, weights(models)
 
 
-def _train_core_only(argv: list[str]) -> list[torch.nn.Module]:
+def _train_core_only(argv: list[str]) -> tuple[Weights, Weights]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     args = core_only.initialize(argv)
     models = core_only.wrap(args, core_only.build_chunks(args))
+    before = weights(models)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), models)
     batches = torch.Generator().manual_seed(0)
 
@@ -97,4 +106,4 @@ def _train_core_only(argv: list[str]) -> list[torch.nn.Module]:
         optimizer.zero_grad()
         core_only.forward_backward(args, models, forward_step, None)
         optimizer.step()
-    return models
+    return before, weights(models)

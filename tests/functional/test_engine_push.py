@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +41,26 @@ def policies(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> list[P
     return [read_policy(folder, version) for version in range(2)]
 
 
-def with_server(
-    module: Any, policies: list[PublishedPolicy], log: Path, work: Callable[..., Any], *command: str
-) -> Any:
-    """Run `work(pusher)` with a server that was started with policy 0, to take weights in place."""
-    engine = "vllm" if module is vllm_server else "sglang"
+@contextmanager
+def server(module: Any, policies: list[PublishedPolicy], log: Path) -> Iterator[str]:
+    """A server that was started with policy 0, to take weights in place; its address."""
     words, environment = module.template(policies[0].path, in_place=True)
-    values = {"model": str(policies[0].path)}
+    with run_server(log.stem, words, {"model": str(policies[0].path)}, environment, log) as url:
+        yield url
 
-    async def whole(url: str) -> Any:
+
+def pushing(engine: str, url: str, model: Path, work: Callable[..., Any], *command: str) -> None:
+    """Run `work(pusher)` with a server, to which `command` hands the weights, if there is one."""
+
+    async def whole() -> None:
         client = Client(url, 4, 120, 3, 0.2)
         loader = Loader(engine, client, in_place=True, command=command, wait_s=60)
-        shape = ModelShape.from_hf_config(policies[0].path)
         try:
-            return await work(Pusher(loader, client, shape, Floor()))
+            await work(Pusher(loader, client, ModelShape.from_hf_config(model), Floor()))
         finally:
             await client.close()
 
-    with run_server(engine, words, values, environment, log) as url:
-        return asyncio.run(whole(url))
+    asyncio.run(whole())
 
 
 def test_what_vllm_loads_in_place_on_a_cpu_is_refused(policies, tmp_path):
@@ -71,7 +73,8 @@ def test_what_vllm_loads_in_place_on_a_cpu_is_refused(policies, tmp_path):
         assert push is not None
         assert push.difference.abs_dlogp > 3 * shown.abs_dlogp
 
-    with_server(vllm_server, policies, tmp_path / "vllm.log", work)
+    with server(vllm_server, policies, tmp_path / "vllm.log") as url:
+        pushing("vllm", url, policies[0].path, work)
 
 
 # What a command of the user's does, on GPUs by NCCL: it hands the weights over, and forgets the
@@ -86,8 +89,8 @@ assert json.load(urllib.request.urlopen(request))["success"]
 """
 
 
-def test_what_sglang_loads_in_place_is_right(policies, tmp_path):
-    async def work(pusher: Pusher) -> None:
+def test_what_sglang_loads_in_place_is_right_and_so_is_a_command_of_the_users(policies, tmp_path):
+    async def loads(pusher: Pusher) -> None:
         shown = await pusher.compare_the_start(policies[0])
         assert shown is not None
         done = [await pusher.push(policies[i], policies[1 - i].probe) for i in (1, 0, 1)]
@@ -97,16 +100,13 @@ def test_what_sglang_loads_in_place_is_right(policies, tmp_path):
         await pusher.loader._mark(policies[0])
         _, wrong = await pusher._compare(policies[0])
         assert pusher.floor.judge(wrong)
+        await pusher.push(policies[0])
 
-    with_server(sglang_server, policies, tmp_path / "sglang.log", work)
-
-
-def test_a_command_of_the_users_pushes_and_is_verified_too(policies, tmp_path):
     script = tmp_path / "hand_over.py"
     script.write_text(HANDS_OVER)
     stale = json.dumps(str(policies[0].path))
 
-    async def right(pusher: Pusher) -> None:
+    async def is_handed(pusher: Pusher) -> None:
         assert await pusher.compare_the_start(policies[0]) is not None
         push = await pusher.push(policies[1], policies[0].probe)
         assert push.how == "command"
@@ -118,4 +118,6 @@ def test_a_command_of_the_users_pushes_and_is_verified_too(policies, tmp_path):
             await pusher.push(policies[1], policies[0].probe)
 
     command = (sys.executable, str(script), "{model}", "{url}")
-    with_server(sglang_server, policies, tmp_path / "command.log", right, *command)
+    with server(sglang_server, policies, tmp_path / "sglang.log") as url:
+        pushing("sglang", url, policies[0].path, loads)
+        pushing("sglang", url, policies[0].path, is_handed, *command)
