@@ -66,7 +66,7 @@ megatron = "{megatron}"
 script = "-m megatron_r3.cpu {root}/demo/pretrain.py"   # on GPUs: a script that calls pretrain()
 processes = {processes}
 steps = {steps}                             # optimizer steps on a collection
-checkpoint_every = 10                 # collections
+checkpoint_every = 10                 # collections from one checkpoint to the next
 arguments = {arguments}
 
 [trainer.environment]

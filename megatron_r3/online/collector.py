@@ -59,14 +59,10 @@ class Collector:
         plain = Sampling(
             sampler.max_tokens, sampler.temperature, sampler.top_p, sampler.top_k, config.run.seed
         )
-        unknown = plain.settings.unknown_to_the_loss()
-        if unknown and sampler.engine != "embedded" and not sampler.top_k:
-            raise ConfigError(
-                f"{config.file}: [sampler] {', '.join(unknown)}: the response does not say whose "
-                "log-probs it has; with [sampler] top_k, e.g. 1000, the engine returns the tokens "
-                "that it chose from, and log-probs over them"
-            )
-        self.sampling = sampling_for(_KIND[sampler.engine], plain, biased=False)
+        try:
+            self.sampling = sampling_for(_KIND[sampler.engine], plain)
+        except ValueError as error:
+            raise ConfigError(f"{config.file}: [sampler] {error}") from error
         self._pushed: Push | None = None
         self._version = -1  # that was pushed
         self._ends = end_tokens(config.path(config.policy.model))

@@ -230,7 +230,10 @@ def _collect(args: argparse.Namespace) -> int:
     keep_freed_memory()
     make_engine = _engine_maker(args)
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.seed)
-    sampling = sampling_for(args.engine, sampling, args.biased_sampling)
+    try:
+        sampling = sampling_for(args.engine, sampling, args.biased_sampling)
+    except ValueError as error:
+        raise ValueError(f"{error}; to collect all the same, give --biased-sampling") from error
     prompts, reward, model = (
         read_prompts(args.prompts), load_reward(args.reward), read_model(args.model),
     )  # fmt: skip

@@ -74,7 +74,7 @@ class Sampling:
         return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
 
 
-def sampling_for(engine: str, sampling: Sampling, biased: bool) -> Sampling:
+def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampling:
     """The sampling with `logprobs_of`: what this engine can be asked to return.
 
     Args:
@@ -92,11 +92,10 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool) -> Sampling:
     if biased:
         # What a server's log-probs are is not known. Those of transformers are computed here.
         return replace(sampling, logprobs_of="raw" if engine == "transformers" else None)
-    all_the_same = "to collect all the same, give --biased-sampling"
     if sampling.temperature == 0:
         raise ValueError(
             f"{given}: the likeliest token is taken, so every log-prob of the distribution that is "
-            f"sampled is 0, and nothing can be learned from it; {all_the_same}"
+            f"sampled is 0, and nothing can be learned from it"
         )
     processed = replace(sampling, logprobs_of="processed")
     if engine == "transformers":
@@ -104,8 +103,7 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool) -> Sampling:
     if not sampling.top_k:  # both engines bound the size of a mask by it, and refuse else
         raise ValueError(
             f"{given}: the response does not say whose log-probs it has: {_NOBODY_SAYS[engine]}; "
-            "with --top-k, e.g. 1000, the engine returns kept sets and log-probs over them; "
-            f"{all_the_same}"
+            "with a top-k, e.g. 1000, the engine returns kept sets and log-probs over them"
         )
     return processed
 

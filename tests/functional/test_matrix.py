@@ -73,6 +73,17 @@ def test_a_patch_that_changes_something_when_off_is_caught(checked: Checked) -> 
     assert "1 process: other weights" in detail
 
 
+def test_a_layout_that_trains_nothing_is_caught(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply_series(checked.patched, checked.patches)
+    monkeypatch.setattr(line_checks, "LAYOUTS_OFF", {"standstill": (1, "--lr 0 --min-lr 0")})
+    assert CHECKS["off"](checked) == (
+        False,
+        "standstill: the same weights after the training: nothing was trained",
+    )
+
+
 def test_router_replay_that_ignores_its_routes_is_caught(checked: Checked) -> None:
     apply_series(checked.patched, checked.patches)
     replay = checked.patched / "megatron/core/transformer/moe/router_replay.py"

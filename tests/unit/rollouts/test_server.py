@@ -100,7 +100,7 @@ def test_prompts_outside_the_vocabulary_are_refused_before_any_request(folder, c
 WHOSE = (
     "the response does not say whose log-probs it has: vLLM's are of temperature 1, or of the "
     "processed distribution where the server was started with --logprobs-mode processed_logprobs; "
-    "with --top-k, e.g. 1000, the engine returns kept sets and log-probs over them"
+    "with a top-k, e.g. 1000, the engine returns kept sets and log-probs over them"
 )
 GREEDY = (
     "the likeliest token is taken, so every log-prob of the distribution that is sampled is 0, and "
