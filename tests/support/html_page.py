@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
+
+from megatron_r3.cli import main
 
 VOID = {"meta", "input", "br", "img", "link"}
 
@@ -85,3 +88,16 @@ def outside(text: str) -> list[str]:
     # the name of the SVG language, which nothing loads
     addresses = set(re.findall(r"\b(?:https?|wss?|ftp)://[^\s\"'<)]+", text))
     return [*found, *sorted(addresses - {"http://www.w3.org/2000/svg"})]
+
+
+def report(*runs: Path, out: Path) -> str:
+    """The page of runs, which is written to `out`."""
+    assert main(["rl", "report", *map(str, runs), "--out", str(out)]) == 0
+    return out.read_text()
+
+
+def chart(text: str, title: str) -> dict[str, Any]:
+    """What the page's script knows of the chart with a title."""
+    titles = re.findall(r'data-chart="\d+"><figcaption><h3>(.*?)</h3>', text)
+    data: dict[str, Any] = Page(text).script_data[titles.index(title)]
+    return data

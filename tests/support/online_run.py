@@ -7,6 +7,7 @@ stays where it is, replay learns. Nothing here was trained.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,25 @@ def events(
         collector.append({"time": clock, "event": "waited", **waited})
     supervisor.append({"time": clock, "event": "ended", "part": "trainer", "status": 0})
     return {"trainer": trainer, "collector": collector, "supervisor": supervisor}
+
+
+# -- reading and changing them
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def change(path: Path, how: Callable[[list[dict[str, Any]]], Any]) -> None:
+    lines = lines_of(path)
+    how(lines)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def event_with(kind: str, number: int, **fields: Any) -> Callable[[list[dict[str, Any]]], None]:
+    """For `change`: other fields in one event of a kind, or in one line of metrics."""
+
+    def how(lines: list[dict[str, Any]]) -> None:
+        [line for line in lines if line.get("event", kind) == kind][number].update(fields)
+
+    return how

@@ -1,0 +1,308 @@
+"""An export or an import of weights that cannot be right ends with one line, and writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from training import Policy, export
+
+from demo.model import arguments
+from fidelity.rig.worker import TreeWorker
+
+ONE = ["--micro-batch-size", "1"]
+EP2 = ["--expert-model-parallel-size", "2"]
+
+
+def refused_in_two(rank: int, argv: list[str]) -> str | int:
+    """What each rank ends with; the first has the line."""
+    with pytest.raises(SystemExit) as ended:
+        export(rank, argv)
+    assert ended.value.code is not None
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (["--num-layers", "2"], "(2, 128): other model"),
+        (["--moe-router-topk", "2", "--finetune"], "it has moe_router_topk 4"),
+    ],
+)
+def test_an_export_in_two_processes_that_is_refused(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, load: list[str], words: str
+) -> None:
+    argv = [*ONE, "--hf-export", str(tmp_path / "hf"), "--load", str(policy.checkpoint), *EP2]
+    line, code = patched.run(refused_in_two, 2, arguments(argv, load), timeout_s=120)
+    assert line.startswith("error: ")
+    assert words in line
+    assert code == 1
+    assert not list(tmp_path.iterdir())
+
+
+def refused(rank: int, argv: list[str], most_bytes: int | None = None) -> str:
+    """What the script ends with, where no file may be longer than `most_bytes`."""
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    with pytest.raises(SystemExit) as ended:
+        export(rank, argv)
+    assert isinstance(ended.value.code, str)  # python prints it and exits with 1
+    return ended.value.code
+
+
+def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def refuses_export(
+    patched: TreeWorker, tmp_path: Path, load: list[str], *words: str, **more: Any
+) -> str:
+    """The export says one line with all of `words`, and writes nothing."""
+    target = tmp_path / "out" / "hf"
+    target.parent.mkdir(exist_ok=True)
+    argv = arguments([*ONE, "--hf-export", str(target), *load])
+    (line,) = patched.run(refused, 1, argv, timeout_s=120, **more)
+    assert line.startswith("error: ")
+    assert "\n" not in line
+    for word in words:
+        assert word in line, line
+    assert not list(target.parent.iterdir())
+    return line
+
+
+def refuses_import(
+    patched: TreeWorker, source: Path, save: list[str], *words: str, **more: Any
+) -> None:
+    argv = arguments([*ONE, "--hf-import", str(source), "--save-interval", "1", *save])
+    before = everything(source) if source.exists() else {}
+    (line,) = patched.run(refused, 1, argv, timeout_s=120, **more)
+    assert line.startswith("error: ")
+    assert "\n" not in line
+    for word in words:
+        assert word in line, line
+    assert (everything(source) if source.exists() else {}) == before
+
+
+def test_an_export_without_a_checkpoint_writes_nothing(patched: TreeWorker, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refuses_export(patched, tmp_path, [], "--hf-export needs --load DIR")
+    for folder in ("nowhere", "empty"):
+        load = ["--load", str(tmp_path / folder)]
+        refuses_export(patched, tmp_path, load, str(tmp_path / folder), "there is no checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (["--num-layers", "2"], ("layer_norm_weight is (4, 128)", "(2, 128): other model")),
+        (["--num-layers", "2", "--finetune"], ("layer_norm_weight is (4, 128)", "(2, 128)")),
+        (["--norm-epsilon", "1e-5", "--finetune"], ("norm_epsilon 1e-06", "say 1e-05")),
+        (["--moe-router-topk", "2", "--finetune"], ("it has moe_router_topk 4", "say 2")),
+        (["--rotary-base", "500000"], ("it has rotary_base 10000", "say 500000")),
+        (["--vocab-size", "56"], ("it has vocab_size 64", "say 56")),
+        (["--vocab-size", "80"], ("word_embeddings.weight is (64, 128)", "(80, 128)")),
+        (["--moe-ffn-hidden-size", "32"], ("experts.linear_fc", "other model arguments")),
+        (["--num-experts", "8"], ("router.weight is (4, 16, 128)", "(4, 8, 128)")),
+        (["--ckpt-step", "7"], ("not a checkpoint of this model", "iter_0000007")),
+    ],
+)
+def test_an_export_with_arguments_of_another_model(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, other: list[str], words: tuple[str, ...]
+) -> None:
+    load = ["--load", str(policy.checkpoint), *other]
+    refuses_export(patched, tmp_path, load, str(policy.checkpoint), *words)
+
+
+def changed_metadata(source: Path, target: Path, old: str, new: str = "") -> list[str]:
+    """A torch_dist checkpoint that has the tensor `old` as `new` too, or not at all."""
+    shutil.copytree(source, target)
+    (file,) = target.glob("iter_*/.metadata")
+    metadata = pickle.loads(file.read_bytes())
+    entry = metadata.state_dict_metadata.pop(old)
+    if new:
+        metadata.state_dict_metadata |= {old: entry, new: entry}
+    file.write_bytes(pickle.dumps(metadata))
+    return ["--load", str(target)]
+
+
+NORM = "decoder.final_layernorm.weight"
+
+
+@pytest.mark.parametrize("strictness", ["assume_ok_unexpected", "log_all", "ignore_all"])
+def test_an_export_of_a_distributed_checkpoint_that_lacks_a_tensor(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, strictness: str
+) -> None:
+    load = changed_metadata(policy.checkpoint, tmp_path / "changed", NORM)
+    load += ["--dist-ckpt-strictness", strictness]
+    refuses_export(patched, tmp_path, load, f"it has no {NORM} (tensors that it lacks: 1)")
+
+
+def test_an_export_of_a_distributed_checkpoint_with_another_tensor(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    bias = "decoder.layers.self_attention.linear_proj.bias"
+    load = changed_metadata(policy.checkpoint, tmp_path / "changed", NORM, bias)
+    refuses_export(patched, tmp_path, load, f"no place for its {bias}")
+
+
+def test_an_export_of_a_damaged_distributed_checkpoint(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    shutil.copytree(policy.checkpoint, tmp_path / "changed")
+    for file in (tmp_path / "changed").glob("iter_*/*.distcp"):
+        os.truncate(file, 100)
+    load = ["--load", str(tmp_path / "changed")]
+    refuses_export(patched, tmp_path, load, str(tmp_path / "changed"), "not a checkpoint of this")
+
+
+def change_file(rank: int, folder: Path, change: str) -> None:
+    """In a rank: what is pickled in the file are Megatron's types."""
+    (file,) = folder.glob("iter_*/*/*.pt")
+    saved = torch.load(file, weights_only=False)
+    CHANGES[change][0](saved["model"])
+    torch.save(saved, file)
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "missing": (lambda model: model.pop(NORM), f"it has no {NORM}"),
+    "another": (lambda model: model.update({"decoder.x": torch.ones(2)}), "its decoder.x"),
+    "shape": (lambda model: model.update({NORM: torch.ones(2)}), f"its {NORM} is (2,)"),
+    "nan": (lambda model: model[NORM][3:5].fill_(torch.nan), f"2 of the 128 values of {NORM}"),
+    "inf": (
+        lambda model: model[NORM][3:5].fill_(torch.inf),
+        "2 of the 128 values of model.norm.weight are not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_export_of_a_checkpoint_in_one_file_that_is_not_the_models(
+    patched: TreeWorker, torch_checkpoint: Path, tmp_path: Path, change: str
+) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(torch_checkpoint, changed)
+    patched.run(change_file, 1, changed, change)
+    load = ["--load", str(changed), "--ckpt-format", "torch"]
+    refuses_export(patched, tmp_path, load, CHANGES[change][1])
+
+
+def test_an_export_does_not_write_over_another(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine").write_text("mine")
+    out = [*ONE, "--hf-export", str(tmp_path / "hf"), "--load", str(policy.checkpoint)]
+    (line,) = patched.run(refused, 1, arguments(out), timeout_s=120)
+    assert line.startswith(f"error: {tmp_path / 'hf'}: there is something already: move it away")
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
+    (tmp_path / "hf" / "mine").unlink()
+    patched.run(export, 1, arguments(out), timeout_s=120)  # an empty folder is none
+    assert len(list((tmp_path / "hf").iterdir())) == 2 + 6  # config, index, 4 layers and 2 files
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (tmp_path / "hf").stat().st_mode & 0o777 == 0o777 & ~umask()
+
+
+def umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+def test_an_export_and_an_import_on_a_full_disk(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    """A limit on the size of a file fails a write where a full disk does."""
+    load = ["--load", str(policy.checkpoint)]
+    line = refuses_export(patched, tmp_path, load, "nothing is left there", most_bytes=1 << 18)
+    assert line.startswith(f"error: {tmp_path / 'out' / 'hf'}: cannot be written")
+    save = tmp_path / "checkpoint"
+    words = (f"--save {save}", "the checkpoint cannot be written")
+    refuses_import(patched, policy.hf, ["--save", str(save)], *words, most_bytes=1 << 20)
+    assert not list(save.rglob("*"))
+
+
+def test_an_import_without_a_place_for_it(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    refuses_import(patched, policy.hf, [], "--hf-import needs --save DIR")
+    (tmp_path / "file").write_text("")
+    below = ["--save", str(tmp_path / "file" / "checkpoint")]
+    refuses_import(patched, policy.hf, below, below[1], "cannot be written")
+    before = everything(policy.checkpoint)
+    there = ["--save", str(policy.checkpoint)]
+    refuses_import(patched, policy.hf, there, there[1], "there is a checkpoint already")
+    assert everything(policy.checkpoint) == before
+
+
+def _with(name: str, value: Any) -> Any:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, name: value}))
+
+    return change
+
+
+LAST = "model-00006-of-00006.safetensors"  # with the last norm and the head
+
+
+def _tensor(change: Any) -> Any:
+    def on_file(folder: Path) -> None:
+        tensors = load_file(folder / LAST)
+        tensors["model.norm.weight"] = change(tensors["model.norm.weight"])
+        save_file(tensors, folder / LAST)
+
+    return on_file
+
+
+IMPORTS = {
+    "gone": (shutil.rmtree, ("no config.json",)),
+    "no file": (lambda f: (f / LAST).unlink(), (LAST, "not a whole safetensors")),
+    "cut": (lambda f: os.truncate(f / LAST, 5000), ("not a whole safetensors",)),
+    "family": (_with("model_type", "gpt2"), ("is 'gpt2', which is none of this project's",)),
+    "quantized": (_with("quantization_config", {"bits": 4}), ("has quantization_config",)),
+    "scaled": (
+        _with("rope_parameters", {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4}),
+        ("rope_type is 'yarn'",),
+    ),
+    "index": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
+        ("'../b' is no file of this folder",),
+    ),
+    "topk": (_with("num_experts_per_tok", 2), ("num_experts_per_tok is 2", "make it 4")),
+    "heads": (_with("num_key_value_heads", 99), ("num_key_value_heads is 99",)),
+    "vocabulary": (_with("vocab_size", 250), ("vocab_size is 250",)),
+    "rope": (_with("rope_parameters", {"rope_theta": 5e5}), ("rope_theta is 500000.0",)),
+    "nan": (_tensor(lambda t: t * torch.nan), ("values of model.norm.weight are not finite",)),
+    "int": (_tensor(lambda t: t.to(torch.int8)), ("model.norm.weight is torch.int8",)),
+}
+
+
+@pytest.mark.parametrize("change", IMPORTS)
+def test_an_import_of_what_is_not_this_model(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, change: str
+) -> None:
+    shutil.copytree(policy.hf, tmp_path / "hf")
+    edit, words = IMPORTS[change]
+    edit(tmp_path / "hf")
+    save = ["--save", str(tmp_path / "checkpoint")]
+    refuses_import(patched, tmp_path / "hf", save, str(tmp_path / "hf"), *words)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("which", [[], ["--hf-export", "a", "--hf-import", "b"]])
+def test_an_export_or_an_import(patched: TreeWorker, which: list[str]) -> None:
+    (line,) = patched.run(refused, 1, arguments([*ONE, *which]), timeout_s=120)
+    assert line == "error: give --hf-export DIR (with --load) or --hf-import DIR (with --save)"
