@@ -132,13 +132,11 @@ def difference(trainer: Probe, sampler: Probe) -> Difference:
     """
     if not np.array_equal(trainer.tokens_PN, sampler.tokens_PN):
         raise ValueError("the sampler's probe is of other tokens than the trainer's")
-    apart_PN = np.abs(sampler.logprobs_PN.astype(np.float64) - trainer.logprobs_PN)[:, 1:]
+    apart_PN = abs_dlogp(trainer, sampler)
     if not trainer.routes_LPNK.size:
         return Difference(float(apart_PN.mean()), ())
-    same_LPN = same_experts(trainer, sampler)
-    agreement = tuple(same_LPN.mean((1, 2)).tolist())
-    all_PN: np.ndarray = np.all(same_LPN, axis=0)
-    before_PN: np.ndarray = np.cumsum(~all_PN[:, :-1], 1) == 0
+    agreement = tuple(same_experts(trainer, sampler).mean((1, 2)).tolist())
+    before_PN = same_so_far(trainer, sampler)
     mean = float(apart_PN.mean())
     if before_PN.mean() < ENOUGH:
         return Difference(mean, agreement, left_out=None)
@@ -166,6 +164,22 @@ def same_experts(one: Probe, other: Probe) -> np.ndarray:
     return same
 
 
-def mean_abs_dlogp(one: Probe, other: Probe) -> float:
-    """The mean |log-prob difference| over all tokens but the first ones."""
-    return float(np.abs(one.logprobs_PN.astype(np.float64) - other.logprobs_PN)[:, 1:].mean())
+def same_so_far(one: Probe, other: Probe) -> np.ndarray:
+    """Which tokens, but the first ones, come before any other expert of their sequence.
+
+    Returns:
+        bool `[P, N - 1]`. Example: token 40 has other experts; tokens 1 to 40 are true, since the
+        log-prob of token 40 is computed from those before it. All are true where no routes are
+        known.
+    """
+    if not (one.routes_LPNK.size and other.routes_LPNK.size):
+        return np.ones_like(one.tokens_PN[:, 1:], bool)
+    same_PN: np.ndarray = np.all(same_experts(one, other), axis=0)
+    so_far_PN: np.ndarray = np.cumsum(~same_PN[:, :-1], 1) == 0
+    return so_far_PN
+
+
+def abs_dlogp(one: Probe, other: Probe) -> np.ndarray:
+    """|log-prob difference| of all tokens but the first ones, float64 `[P, N - 1]`."""
+    apart_PN: np.ndarray = np.abs(one.logprobs_PN.astype(np.float64) - other.logprobs_PN)
+    return apart_PN[:, 1:]

@@ -31,7 +31,7 @@ from megatron_r3.engines.shape import ModelShape
 from megatron_r3.online.loading import Loader
 from megatron_r3.online.push import Pusher
 from megatron_r3.policies.floor import Floor
-from megatron_r3.policies.probe import Probe, mean_abs_dlogp, same_experts
+from megatron_r3.policies.probe import Probe, abs_dlogp, same_experts
 from megatron_r3.policies.published import PublishedPolicy, version_name
 from megatron_r3.rollouts.client import Client
 from megatron_r3.rollouts.generate import load_model
@@ -65,7 +65,7 @@ class Apart:
     @classmethod
     def of(cls, one: Probe, other: Probe) -> Apart:
         shares = same_experts(one, other).mean((1, 2)).tolist()
-        return cls(mean_abs_dlogp(one, other), tuple(shares))
+        return cls(float(abs_dlogp(one, other).mean()), tuple(shares))
 
     def is_at(self, floor: Apart) -> bool:
         """Whether this may be rounding."""
