@@ -12,6 +12,7 @@ from comparison.task import MAX_ANSWER, write_prompts
 from megatron_r3.cpu import CPU_ARGS
 
 PROMPTS, SAMPLES, MINI_STEPS = 8, 8, 2
+CHECKPOINT_EVERY = 20  # collections
 FIRST_PROMPT, EACH_SEED = 50_000_000, 1_000_000  # far from the problems of the first training
 CONFIG = """# megatron-r3 rl run {name}.toml
 [run]
@@ -42,7 +43,7 @@ megatron = "{megatron}"
 launch = ["{python}"]            # one process, without torchrun
 script = "-m megatron_r3.cpu {root}/megatron_r3/pretrain.py"
 steps = {steps}
-checkpoint_every = 20
+checkpoint_every = {checkpoint_every}
 arguments = [
     {arguments}
 ]
@@ -89,7 +90,7 @@ def write_config(
             seed=run.seed,
             model=start.hf(dtype_of(run)),
             checkpoint=start.checkpoint,
-            keep=run.regime.lag + 2,
+            keep=run.regime.lag + 1 + CHECKPOINT_EVERY,
             port=port,
             max_tokens=MAX_ANSWER,
             prompts=PROMPTS,
@@ -98,6 +99,7 @@ def write_config(
             python=python,
             root=ROOT,
             steps=MINI_STEPS,
+            checkpoint_every=CHECKPOINT_EVERY,
             arguments=",\n    ".join(map(json.dumps, texts)),
             degrade=run.regime.degrade,
         )

@@ -1,4 +1,7 @@
-"""What a push of weights may differ from the trainer by, from the pushes that were right before."""
+"""What a push of weights may differ from the trainer by, from the pushes that were right before.
+
+Shape suffixes (docs/glossary.md): N, P.
+"""
 
 from __future__ import annotations
 

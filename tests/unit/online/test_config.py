@@ -67,7 +67,7 @@ def file(tmp_path):
         ("[prompts]", "[degrade]\nrouter_noise = -1\n[prompts]", "it must be 0 or more"),
         ("[prompts]", "[extra]\n[prompts]", r"\[extra\] is no table of a run"),
         ("[run]", "[run", "not TOML"),
-        ("seed = 5", "seed = 5\nlag = 3\n[policy]\nkeep = 2", "not TOML|keep 2: with lag 3"),
+        ("[policy]", "[policy]\nkeep = 1", "keep 1: with lag 0 and .* every 1 .* give 2 or more"),
     ],
 )
 def test_a_config_that_cannot_be_run_is_refused_by_field(file, old, new, words):
@@ -76,6 +76,16 @@ def test_a_config_that_cannot_be_run_is_refused_by_field(file, old, new, words):
     file.write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError, match=words):
         read_config(file)
+
+
+def test_policies_are_kept_for_a_trainer_that_goes_on_from_its_checkpoint(file):
+    text = file.read_text().replace("seed = 5", "seed = 5\nlag = 4")
+    text = text.replace("[trainer]", "[trainer]\ncheckpoint_every = 20")
+    file.write_text(text.replace("[policy]", "[policy]\nkeep = 24"))
+    with pytest.raises(ConfigError, match=r"keep 24: with lag 4 .* every 20 .* give 25 or more"):
+        read_config(file)
+    file.write_text(text.replace("[policy]", "[policy]\nkeep = 25"))
+    assert read_config(file).policy.keep == 25
 
 
 def test_paths_are_relative_to_the_file_and_variables_are_filled_in(file, monkeypatch):
