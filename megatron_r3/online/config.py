@@ -255,10 +255,10 @@ def _check(config: Config) -> None:
     # their files whether it has published them. Example: lag 4, checkpoints after 20 and 40
     # collections, killed when policy 40 was published: it goes on with collection 20, which policy
     # 16 sampled, so 25 policies are needed.
-    least = run.lag + 1 + config.trainer.checkpoint_every
-    if 0 < config.policy.keep < least:
+    fewest = run.lag + 1 + config.trainer.checkpoint_every
+    if 0 < config.policy.keep < fewest:
         raise ConfigError(
             f"{config.file}: [policy] keep {config.policy.keep}: with lag {run.lag} and a "
             f"checkpoint after every {config.trainer.checkpoint_every} collections the sampler and "
-            f"a trainer that goes on need older ones; give {least} or more, or 0 for all"
+            f"a trainer that goes on need older ones; give {fewest} or more, or 0 for all"
         )
