@@ -305,10 +305,14 @@ def test_few_tokens_after_a_near_tie_are_left_out_and_may_not_differ_by_much():
     floor = Floor([Difference(0.0, (1.0,))])
     assert "routes differ" in floor.judge(found)[0]  # 1 of 32, above 0.03
     assert floor.judge(replace(found, agreement=(0.98,))) == []
+    sampler.logprobs_PN[1, 5:] = 1.1
+    assert "with other experts mean" in floor.judge(difference(trainer, sampler))[0]
     sampler.logprobs_PN[1, 5:] = 2.9  # of 3 in 28 tokens: 0.31 in the mean of all
-    assert "add 0.311 to the mean" in floor.judge(difference(trainer, sampler))[0]
-    sampler.logprobs_PN[1, 5:] = 2.7
-    assert floor.judge(replace(difference(trainer, sampler), agreement=(0.98,))) == []
+    assert "add 0.311 to the mean" in floor.judge(difference(trainer, sampler))[1]
+    # the mean of few tokens says little
+    few = Difference(0.0, (0.98,), 0.0, 0.0, 0.05, 0.04, 2.1)
+    assert floor.judge(few) == []
+    assert floor.judge(replace(few, left_out=0.05))
     sampler.logprobs_PN[1, 5:] = np.nan
     assert "other experts" in floor.judge(difference(trainer, sampler))[0]
     # a token before the tie is counted
