@@ -237,10 +237,7 @@ STILL_WIDE = ("bumping.md", "engines.md", "fuzz.md", "image.md", "rollout-store.
 DEMO = json.loads((ROOT / "docs" / "demo.json").read_text())
 ROWS = {
     "k3 KL, sampler to trainer": "k3_kl",
-    "tokens with a ratio outside 1/2..2": "extreme_2",
-    r"mean \|log-prob difference\|": "mean_abs_dlogp",
     "`router mismatch`: (token, layer) pairs whose live experts differ": "router_mismatch",
-    "`token mismatch`: tokens with at least one such pair": "token_mismatch",
     "routes dispatched as recorded": "routes_dispatched_as_recorded",
 }
 

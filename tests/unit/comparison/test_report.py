@@ -6,6 +6,7 @@ What the page says of results is tested on records that are made up here.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,11 @@ import pytest
 
 from comparison import report
 from comparison.arms import REGIMES, runs_of
-from comparison.measure import VALUES
+from comparison.measure import VALUES, half
 from comparison.picture import lines_of, smooth
 from comparison.report import NOTHING, document, read_record
 from comparison.run import as_json
-from comparison.table import claim, holds, summary, verdict
+from comparison.table import claim, holds, pairs, summary, verdict
 
 ROOT = Path(__file__).parents[3]
 FACTS = {"date": "2026-12-01", "processor": "made up", "machine": "x86_64", "cores": 2}
@@ -108,6 +109,17 @@ def test_the_claim_is_made_where_each_seed_shows_it() -> None:
     said = verdict(record, REGIMES["noise"])
     assert said.startswith("noise 0.7: the reward of R3 is above that of live in 3 of 3 seeds (+0.")
     assert said in summary(record)
+
+
+def test_the_readme_says_what_was_recorded() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    found = re.search(r"k3 is at least (\d+) times lower, in each seed", text)
+    assert found is not None
+    record = read_record(ROOT / "benchmarks" / "results" / "comparison.json")
+    both = list(pairs(record, "noise"))
+    assert holds(record) and len(both) == 3 and "with three seeds" in text
+    least = min(half(live["k3"]) / half(r3["k3"]) for live, r3 in both)
+    assert int(found[1]) <= least < 2 * int(found[1])
 
 
 @pytest.mark.parametrize(
