@@ -12,6 +12,7 @@ import argparse
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,14 +28,15 @@ from demo.model import arguments
 from demo.process import Failed
 from demo.stages import WORLD_SIZE, Stages
 
-COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 30, 32, 16
+COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 40, 64, 8
 MINI_STEPS = 4
 EXAMINED = 8  # rollouts of each collection, by the truth test
-NUM_PROMPTS, FIRST_PROMPT = 2048, 20_000_000  # far from the problems of the first training
+NUM_PROMPTS, FIRST_PROMPT = 4096, 20_000_000  # far from the problems of the first training
 PORT = 31700
 TEMPLATES = {"sglang": sglang_server.template, "vllm": vllm_server.template}
 TRAINING = """
---bf16 --micro-batch-size 64 --lr 1e-4 --adam-beta2 0.98 --calculate-per-token-loss
+--bf16 --micro-batch-size 64 --calculate-per-token-loss --adam-beta2 0.98
+--lr 1.5e-4 --min-lr 2e-5 --lr-warmup-iters 8 --lr-decay-style cosine
 --moe-router-load-balancing-type none --expert-model-parallel-size 2
 --moe-router-replay --moe-router-replay-verify-dispatch
 --moe-router-replay-log-mismatch-interval 1
@@ -187,17 +189,8 @@ def failures(numbers: dict[str, Any], collections: int) -> list[str]:
     return found
 
 
-def main() -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the loop; 1 where a part fails, or where a row was not dispatched as recorded."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
-    parser.add_argument("--out", type=Path, default=Path("build/online"))
-    parser.add_argument("--sampler", choices=ENGINES, default="transformers")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--collections", type=int, default=COLLECTIONS)
-    args = parser.parse_args()
-    if args.collections < 3:
-        parser.error("--collections must be 3 or more: its thirds are compared")
     out = args.out.resolve()
     # the policy of the demo, which is made once for both
     start = Stages(out.parent / "demo", args.megatron.resolve(), "transformers")
@@ -227,6 +220,25 @@ def main() -> int:
     for line in wrong:
         print(f"error: {line}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def main() -> int:
+    """The whole demo; 130 where it is told to stop."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
+    parser.add_argument("--out", type=Path, default=Path("build/online"))
+    parser.add_argument("--sampler", choices=ENGINES, default="transformers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--collections", type=int, default=COLLECTIONS)
+    args = parser.parse_args()
+    if args.collections < 3:
+        parser.error("--collections must be 3 or more: its thirds are compared")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on ctrl-C
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

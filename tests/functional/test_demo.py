@@ -1,4 +1,4 @@
-"""Stopping the demo leaves no process behind. (CI runs the demo itself, whole.)"""
+"""Stopping a demo leaves no process behind. (CI runs the demo itself, whole.)"""
 
 from __future__ import annotations
 
@@ -26,13 +26,23 @@ def processes_naming(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_the_demo(patched_tree: Path, tmp_path: Path, number: signal.Signals) -> None:
-    out = tmp_path / "demo"
-    command = [sys.executable, "-m", "demo.run", "--megatron", str(patched_tree)]
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("demo.run", signal.SIGINT),
+        ("demo.run", signal.SIGTERM),
+        ("demo.online", signal.SIGTERM),
+    ],
+)
+def test_stopping_a_demo(
+    patched_tree: Path, tmp_path: Path, module: str, number: signal.Signals
+) -> None:
+    out = tmp_path / "demo"  # demo.online makes its policy there too, beside its own folder
+    own = tmp_path / "online" if module == "demo.online" else out
+    command = [sys.executable, "-m", module, "--megatron", str(patched_tree)]
     # A shell starts a job in the background with SIGINT ignored, and all its children inherit that.
     with subprocess.Popen(
-        [*command, "--out", str(out)],
+        [*command, "--out", str(own)],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -48,5 +58,5 @@ def test_stopping_the_demo(patched_tree: Path, tmp_path: Path, number: signal.Si
         _, errors = demo.communicate(timeout=30)
     assert demo.returncode == 130
     assert "Traceback" not in errors
-    assert processes_naming(str(out)) == []
+    assert processes_naming(str(tmp_path)) == []
     assert not (out / "pretrain.done").exists()

@@ -117,7 +117,9 @@ def test_the_readme_says_what_was_recorded() -> None:
     assert found is not None
     record = read_record(ROOT / "benchmarks" / "results" / "comparison.json")
     both = list(pairs(record, "noise"))
-    assert holds(record) and len(both) == 3 and "with three seeds" in text
+    assert holds(record)
+    assert len(both) == 3
+    assert "with three seeds" in text
     least = min(half(live["k3"]) / half(r3["k3"]) for live, r3 in both)
     assert int(found[1]) <= least < 2 * int(found[1])
 
