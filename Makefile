@@ -26,7 +26,7 @@ ONLY     ?=
 TRIES    ?= 10000
 SEED     ?= 0
 # online: how often it samples and trains
-COLLECTIONS ?= 40
+COLLECTIONS ?= 28
 # test: how many processes share the tests; compare: runs at a time
 JOBS     ?= $(shell nproc)
 # bench-dispatch, bench-update, bench-clients and bench-store: the most rounds; the benchmark ends earlier if every ratio

@@ -28,7 +28,7 @@ from demo.model import arguments
 from demo.process import Failed
 from demo.stages import WORLD_SIZE, Stages
 
-COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 40, 64, 8
+COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 28, 64, 8
 MINI_STEPS = 4
 EXAMINED = 8  # rollouts of each collection, by the truth test
 NUM_PROMPTS, FIRST_PROMPT = 4096, 20_000_000  # far from the problems of the first training
