@@ -60,6 +60,8 @@ class LayerSizes:
         received: `[R, O]`, how many tokens each rank sends to each expert of this rank. Unlike in
             the group, the tensor-parallel rank counts slowest here.
         tokens_per_expert: `[O]`, how many tokens each expert of this rank receives.
+        rank_load: `[expert_size]`, how many (token, expert) pairs each expert-parallel rank
+            computes. No dispatcher needs it; it is what all ranks wait for.
     """
 
     input_splits: np.ndarray
@@ -67,6 +69,7 @@ class LayerSizes:
     output_splits_tp: np.ndarray
     received: Tensor
     tokens_per_expert: Tensor
+    rank_load: np.ndarray
 
 
 def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
@@ -108,6 +111,7 @@ def layer_sizes(
     by_rank = counts_RLO.reshape(ranks.expert_size, ranks.tensor_size, num_layers, num_local)
     received = np.ascontiguousarray(by_rank.transpose(2, 1, 0, 3))
     per_rank = received.sum(3)
+    rank_load = counts_RLE.sum(0).reshape(num_layers, ranks.expert_size, num_local).sum(2)
     return {
         number: LayerSizes(
             input_splits=input_splits[index],
@@ -115,6 +119,7 @@ def layer_sizes(
             output_splits_tp=per_rank[index].sum(1),
             received=torch.from_numpy(received[index].reshape(num_ranks, num_local)),
             tokens_per_expert=torch.from_numpy(received[index].sum((0, 1))),
+            rank_load=rank_load[index],
         )
         for index, number in enumerate(layer_numbers)
     }

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_r3.balance.cli import add_skew
+
 if TYPE_CHECKING:
     from megatron_r3.rollouts.engine import Engine
     from megatron_r3.rollouts.plan import Plan
@@ -22,12 +24,13 @@ CONCURRENCY = {"vllm": 32, "sglang": 32, "transformers": 256}
 
 def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
     """Register `rollouts` and its commands; each sets `run`, which takes the parsed arguments."""
-    summary = "collect rollouts from an engine, inspect them, verify them and convert them"
+    summary = "collect rollouts from an engine, inspect, verify and convert them"
     parser = subparsers.add_parser("rollouts", help=summary, description=summary)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_collect(commands)
     _add_inspect(commands)
     _add_verify(commands)
+    add_skew(commands, _number)
     _add_convert(commands)
 
 

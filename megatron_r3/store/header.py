@@ -52,6 +52,10 @@ OPTIONAL = {
     "versions": {"num_versions": "I64", "versions": "I64"},
     "advantage": {"advantage": "F32"},
 }
+# How many rows take each expert, which routes say too. So it is not in `must_know`: a shard may
+# lack it, and a megatron-r3 that does not know it leaves it out.
+EXPERT_LOAD = "expert_load"
+_LOAD_DTYPES = ("U16", "U32")
 _OPTIONAL_TENSORS = {n: dtype for tensors in OPTIONAL.values() for n, dtype in tensors.items()}
 
 _DTYPE_NAME = re.compile("[A-Z0-9_]{1,16}")
@@ -259,7 +263,7 @@ def _read_must_know(body: dict[str, Any], where: str) -> frozenset[str]:
     if not isinstance(names, list):
         raise StoreError(f"{where}: must_know {quoted(names)} is no list of names")
     known = {"format", "version", "number", "info", "crc32", "must_know", *_TENSORS, *_SINCE_3}
-    known |= _OPTIONAL_TENSORS.keys()
+    known |= _OPTIONAL_TENSORS.keys() | {EXPERT_LOAD}
     known |= _field_names(StoreInfo) | _field_names(SamplingSettings)
     for name in names:
         if not isinstance(name, str) or name not in known:
@@ -343,6 +347,13 @@ def _check_shapes(header: Header, where: str) -> None:
                 f"with {num_tokens} tokens and {info.num_experts} experts need "
                 f"{dtype or ids} {shapes[name]}{one_row if name in ('routes', 'recorded') else ''}"
             )
+    load, load_shape = entries.get(EXPERT_LOAD), (num_rollouts, num_layers, info.num_experts)
+    if load is not None and (load.dtype not in _LOAD_DTYPES or load.shape != load_shape):
+        raise StoreError(
+            f"{where}: {EXPERT_LOAD} is {load.dtype} {load.shape}; {num_rollouts} rollouts with "
+            f"{num_layers} MoE layers and {info.num_experts} experts need "
+            f"{' or '.join(_LOAD_DTYPES)} {load_shape}"
+        )
 
 
 def _not_whole(where: str, reason: str) -> StoreError:

@@ -3,7 +3,7 @@
 What each rollout has once (its reward, its lengths) is kept in memory. Tokens and routes stay in
 the open file and are read where they are asked for.
 
-Shape suffixes (docs/glossary.md): K, L, M, T, U.
+Shape suffixes (docs/glossary.md): E, K, L, M, T, U.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from zlib_ng import zlib_ng
 
 from megatron_r3.rollout import sampled_tokens, wrong_logprobs
 from megatron_r3.routes import Origin, RoutesError, check_ids, id_dtype
+from megatron_r3.store.expert_load import StoredLoad
 from megatron_r3.store.extras import Extras, optional_in_memory
 from megatron_r3.store.files import HeldFile
 from megatron_r3.store.header import DTYPES, PER_ROLLOUT, PER_TOKEN, read_header
@@ -70,6 +71,7 @@ class Shard:
             for count_M in (num_tokens_M, num_tokens_M - 1, num_turns_M)
         )
         self.extras = Extras(self.file, self.header, self._memory, self.token_start_M)
+        self._load = StoredLoad(self.file, self.header, self.row_start_M)
 
     def __reduce__(self) -> Any:
         """Let another process open the file for itself, and find the same file there."""
@@ -129,6 +131,24 @@ class Shard:
         return self._memory["turns"][bounds].reshape(-1, 2).copy()
 
     # Reading
+
+    def expert_load(self) -> np.ndarray:
+        """How many recorded rows of each rollout take each expert, int64 `[M, L, E]`.
+
+        No route is read, but in a shard whose writer did not count them.
+
+        Raises:
+            StoreError: the file is damaged, or was changed since it was opened.
+        """
+        load_MLE = self._load.read()
+        if load_MLE is not None:
+            return load_MLE
+        recorded_T, all_rows = self.tensors["recorded"].astype(bool), np.arange(self.num_rows)
+        loads = [
+            self._load.of_layer(self.read_routes(all_rows, [layer])[0], recorded_T)
+            for layer in range(len(self.info.moe_layers))
+        ]
+        return np.stack(loads, axis=1)
 
     def _read_whole(self, name: str) -> np.ndarray:
         """A tensor as it lies in the file; the caller compares its checksum."""
@@ -243,8 +263,12 @@ class Shard:
 
     # Verifying
 
-    def verify(self) -> None:
+    def verify(self, counts_load: bool = True) -> None:
         """Read everything; check all sums and values, and that each row has distinct ids in range.
+
+        Args:
+            counts_load: whether the load of the experts is counted from the routes and compared
+                with the stored one, which takes as long again three times.
 
         Raises:
             ValueError: naming the file, and for a wrong value or id the rollout, layer and token.
@@ -259,9 +283,11 @@ class Shard:
             if self._crc32_of(name) != self.header.crc32[name]:
                 raise self.file.damaged(f"checksum of {name!r}")
         self._check_values(per_token)
-        self._verify_routes(per_token["recorded"].astype(bool))
+        load_MLE = self._load.read()
+        recorded_T = per_token["recorded"].astype(bool)
+        self._verify_routes(recorded_T, load_MLE if counts_load else None)
 
-    def _verify_routes(self, recorded_T: np.ndarray) -> None:
+    def _verify_routes(self, recorded_T: np.ndarray, load_MLE: np.ndarray | None) -> None:
         crc32, all_rows = 0, np.arange(self.num_rows)
         wrong_layer: int | None = None
         for layer in range(len(self.info.moe_layers)):
@@ -271,6 +297,10 @@ class Shard:
                 check_ids(ids_LTK, self.info.num_experts, recorded_T)
             except RoutesError:
                 wrong_layer = layer if wrong_layer is None else wrong_layer
+                continue
+            if load_MLE is not None:
+                counted_ME = self._load.of_layer(ids_LTK[0], recorded_T)
+                self._load.compare(layer, load_MLE[:, layer], counted_ME)
         # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
         if not self.has_blocks and crc32 != self.header.crc32["routes"]:
             raise self.file.damaged("checksum of 'routes'")

@@ -26,8 +26,9 @@ from zlib_ng import zlib_ng
 
 from megatron_r3.kept import KeptSets
 from megatron_r3.rollout import Rollout, RolloutError
+from megatron_r3.store.expert_load import load_tensor
 from megatron_r3.store.files import shard_name, shards_in_order
-from megatron_r3.store.header import OPTIONAL, PER_TOKEN, check_logprobs_of
+from megatron_r3.store.header import EXPERT_LOAD, OPTIONAL, PER_TOKEN, check_logprobs_of
 from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreInfo
 
 _LARGEST_NUMBER = 10**9 - 1  # of a shard: nine digits, the most that its name can have
@@ -154,6 +155,7 @@ def _tensors(rollouts: Sequence[Rollout]) -> dict[str, Streamed]:
         "prompt_digest": np.array([r.prompt_digest for r in rollouts], np.int64),
     }
     per_rollout |= _optional_tensors(rollouts)
+    per_rollout[EXPERT_LOAD] = load_tensor([r.routes for r in rollouts])
     per_token: dict[str, np.ndarray] = {
         "tokens": np.concatenate([r.tokens_N for r in rollouts]).astype(np.int32),
         "response": np.concatenate([r.response_N for r in rollouts]).astype(np.uint8),

@@ -3,7 +3,7 @@
 `training_log` asks for a report in every iteration. The counts stay on the device until then. They
 are summed over all ranks, so a share is exact in every layout. docs/metrics.md has the formulas.
 
-Shape suffixes (docs/glossary.md): J, T.
+Shape suffixes (docs/glossary.md): J, T, Y.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from megatron_r3.truth import Alarm
 
 if TYPE_CHECKING:
     from megatron_r3.microbatch import MicrobatchRoutes
+
+
+EXPERT_LOAD = "expert load max/mean"
 
 
 class StepMetrics:
@@ -71,9 +74,13 @@ class StepMetrics:
         self._new_alarms = []
         if self.log_file is not None and torch.distributed.get_rank() == 0:
             append_line(Path(self.log_file), {"iteration": iteration, **scalars})
-        # the shares of single layers, and all of the update, would make the line endless
+        # The shares of single layers, and all of the update, would make the line endless. Example:
+        # `router mismatch/layer 1` is left out, because `router mismatch` is there.
+        whole = {"update", *scalars}
         return "".join(
-            f" {name}: {value:.4f} |" for name, value in scalars.items() if "/" not in name
+            f" {name}: {value:.4f} |"
+            for name, value in scalars.items()
+            if name.rpartition("/")[0] not in whole
         )
 
     def add_dispatched(self, matched: int, total: int) -> None:
@@ -101,11 +108,33 @@ class StepMetrics:
         if tables.layers and self.begins_collection:
             alarms, self._new_alarms = self.alarms.look(tables)
             scalars["router mismatch/alarms"] = alarms
+        scalars |= self._expert_load()
         matched, total = _sum_over_ranks(torch.tensor(self.dispatched)).tolist()
         if total:
             scalars["routes dispatched as recorded"] = matched / total
         self.microbatches, self.dispatched = {}, [0, 0]
         return scalars
+
+    def _expert_load(self) -> dict[str, float]:
+        """How much more the busiest rank computes than the mean, as the dispatch plans say.
+
+        The plans are on the host, so the device is not asked. The ranks that share experts have the
+        same plans: each group of them counts as often as it has ranks, and all have as many.
+        """
+        sums_Y2 = torch.zeros(self.num_layers, 2, dtype=torch.float64)
+        for microbatch, _ in (pair for chunk in self.microbatches.values() for pair in chunk):
+            for number, sizes in (microbatch.plan or {}).items():
+                if len(sizes.rank_load) > 1:
+                    load = sizes.rank_load.max(), sizes.rank_load.mean()
+                    sums_Y2[number - 1] += torch.tensor(load, dtype=torch.float64)
+        sums_Y2 = _sum_over_ranks(sums_Y2).cpu()
+        of_layers = {
+            f"{EXPERT_LOAD}/layer {number}": busiest / mean
+            for number, (busiest, mean) in enumerate(sums_Y2.tolist(), start=1)
+            if mean
+        }
+        busiest, mean = sums_Y2.sum(0).tolist()
+        return {EXPERT_LOAD: busiest / mean, **of_layers} if mean else {}
 
     def _tokens(self) -> dict[str, float]:
         """The share of tokens that differ in any layer of any pipeline stage.

@@ -57,6 +57,7 @@ RUN_BY = [
         "tests/functional/test_comparison.py::test_replay_lowers_k3_under_noise",
     ),
     (r"make ([\w-]+)", r"ci make \1"),
+    (r"megatron-r3 rollouts skew\b", "tests/unit/balance/test_skew.py::test_the_command_prints"),
     (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
     (r"python -m demo.policy\b", CONTAINERS),  # its first step
     (r"megatron-r3 rollouts\b", HERE),

@@ -43,7 +43,7 @@ FLOORS = [
     launch cpu engines
     integrations
     replay replayable
-    microbatch
+    microbatch balance
     plan gate store rows truth policies
     rollout fingerprint
     routes kept

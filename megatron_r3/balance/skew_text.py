@@ -1,0 +1,88 @@
+"""The numbers of `megatron_r3.balance.skew` as a table and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.balance.skew import ORDERS
+from megatron_r3.untrusted import one_line
+
+_WORDS = {"store": "store order", "shuffled": "shuffled"}
+
+
+def skew_table(numbers: dict[str, Any], by_layer: bool = False) -> str:
+    """A line for each size, a column for each order and number of guest slots.
+
+    Args:
+        by_layer: a line for each layer of each size too.
+    """
+    slots = [*numbers["sizes"][0]["store"]]
+    heads = ["0 slots" if s == "0" else f"{s} slot{'s' if s != '1' else ''}" for s in slots]
+    width = max(9, len(_WORDS["store"]) // len(heads) + 1)
+    group = width * len(heads)
+    rows = [
+        f"{'':22}" + "".join(f"  {_WORDS[order]:>{group}}" for order in ORDERS),
+        f"{'ranks':>6} {'micro-batches':>15}"
+        + "".join("  " + "".join(f"{head:>{width}}" for head in heads) for _ in ORDERS),
+    ]
+    for size in numbers["sizes"]:
+        cells = [[size[order][s]["all"] for s in slots] for order in ORDERS]
+        rows.append(f"{size['ep']:6} {size['micro_batches']:15}" + _cells(cells, width))
+        for index, layer in enumerate(numbers["moe_layers"] if by_layer else ()):
+            cells = [[size[order][s]["layers"][index] for s in slots] for order in ORDERS]
+            rows.append(f"{f'layer {layer}':>22}" + _cells(cells, width))
+    return "\n".join(rows)
+
+
+def _cells(values: list[list[float]], width: int) -> str:
+    return "".join("  " + "".join(f"{value:{width}.3f}" for value in row) for row in values)
+
+
+def skew_heading(numbers: dict[str, Any]) -> str:
+    """What the table is about, in two lines."""
+    names = " ".join(one_line(directory, 200) for directory in numbers["directories"])
+    domain = f", guests among {numbers['domain']} neighbours" if numbers["domain"] else ""
+    return (
+        f"{names}: {numbers['rollouts']} rollouts, {len(numbers['moe_layers'])} MoE layers, "
+        f"{numbers['num_experts']} experts, top-{numbers['topk']}\n"
+        "load of the busiest rank by the mean, over layers and micro-batches of "
+        f"{numbers['micro_batch_size']} rollout(s) a rank; guests of {numbers['least_tokens']} "
+        f"tokens and more{domain}"
+    )
+
+
+def draw_skew(numbers: dict[str, Any], path: Path) -> None:
+    """Write the table as a picture: a group of bars for each size; PNG, SVG or PDF by the name.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure  # not pyplot, which may ask for a screen
+    except ImportError as error:
+        raise ValueError(
+            "--plot draws with matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    sizes = numbers["sizes"]
+    slots = [*sizes[0]["store"]]
+    bars = [(order, s) for s in slots for order in ORDERS]
+    figure = Figure(figsize=(2 + 0.32 * len(bars) * len(sizes), 3.6), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(bars)
+    for index, (order, s) in enumerate(bars):
+        label = _WORDS[order] + ("" if s == "0" else f", {s} guest slot{'s' if s != '1' else ''}")
+        places = [place + (index - (len(bars) - 1) / 2) * width for place in range(len(sizes))]
+        heights = [size[order][s]["all"] - 1 for size in sizes]
+        colour = f"C{slots.index(s) % 10}"
+        alpha = 1.0 if order == "store" else 0.5
+        axes.bar(places, heights, width, bottom=1, label=label, color=colour, alpha=alpha)
+    axes.set_xticks(range(len(sizes)), [str(size["ep"]) for size in sizes])
+    axes.set_xlabel("ranks that share the experts")
+    axes.set_ylabel("busiest rank's load by the mean")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.legend(frameon=False, fontsize=8)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--plot {path}: cannot be written ({error})") from error

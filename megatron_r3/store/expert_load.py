@@ -1,0 +1,118 @@
+"""How many of a rollout's rows take each expert: written beside the routes, and read without them.
+
+Routes are gigabytes, and what loads the ranks is a hundredth of that: a count for each rollout,
+layer and expert. Rows that the engine did not return are not counted.
+
+Shape suffixes (docs/glossary.md): E, K, L, M, T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from zlib_ng import zlib_ng
+
+from megatron_r3.routes import Routes
+from megatron_r3.store.files import HeldFile
+from megatron_r3.store.header import DTYPES, EXPERT_LOAD, Header
+from megatron_r3.store.schema import StoreError
+
+
+def count_load(ids_LTK: np.ndarray, num_experts: int, recorded_T: np.ndarray) -> np.ndarray:
+    """How many recorded rows take each expert, int64 `[L, E]`.
+
+    Example: two rows of one layer with 4 experts, `[[0, 2], [2, 3]]`, are counted as `1 0 2 1`.
+    """
+    if not recorded_T.all():
+        ids_LTK = ids_LTK[:, recorded_T]
+    load_LE = np.empty((len(ids_LTK), num_experts), np.int64)
+    for load_E, ids_TK in zip(load_LE, ids_LTK, strict=True):
+        load_E[:] = np.bincount(ids_TK.reshape(-1), minlength=num_experts)
+    return load_LE
+
+
+def load_tensor(routes: Sequence[Routes]) -> np.ndarray:
+    """The tensor of a shard with these rollouts, `[M, L, E]`: uint16 where each count fits in."""
+    most = max(one.num_rows for one in routes)
+    dtype = np.uint16 if most <= np.iinfo(np.uint16).max else np.uint32
+    return np.stack(
+        [count_load(r.ids_LTK, r.num_experts, r.recorded_T).astype(dtype) for r in routes]
+    )
+
+
+class StoredLoad:
+    """The load that a shard has of each of its rollouts.
+
+    Args:
+        file, header: of the shard.
+        row_start_M: `[M + 1]`, where each rollout's rows begin.
+    """
+
+    def __init__(self, file: HeldFile, header: Header, row_start_M: np.ndarray) -> None:
+        self._file, self._row_start_M = file, row_start_M
+        self._info, self._crc32 = header.info, header.crc32.get(EXPERT_LOAD)
+        self._entry = header.entries.get(EXPERT_LOAD)
+
+    def read(self) -> np.ndarray | None:
+        """The load as it is stored, int64 `[M, L, E]`; None in a shard that has none.
+
+        An earlier megatron-r3, or another program, writes shards without it.
+
+        Raises:
+            StoreError: the file is damaged or was changed, or the counts are none of routes.
+        """
+        if self._entry is None:
+            return None
+        stored_MLE: np.ndarray = np.empty(self._entry.shape, DTYPES[self._entry.dtype])
+        self._file.read(stored_MLE, self._entry.begin)
+        self._file.check_unchanged()
+        if zlib_ng.crc32(stored_MLE.data) != self._crc32:
+            raise self._file.damaged(f"checksum of {EXPERT_LOAD!r}")
+        load_MLE = stored_MLE.astype(np.int64)
+        self._check_possible(load_MLE)
+        return load_MLE
+
+    def _check_possible(self, load_MLE: np.ndarray) -> None:
+        """Refuse counts that no routes have: a recorded row counts for K experts in each layer."""
+        rows_M, topk = np.diff(self._row_start_M), self._info.topk
+        total_ML = load_MLE.sum(2)
+        wrong_ML = (load_MLE > rows_M[:, None, None]).any(2) | (total_ML % topk != 0)
+        wrong_ML |= total_ML != total_ML[:, :1]
+        if wrong_ML.any():
+            rollout, layer = np.argwhere(wrong_ML)[0].tolist()
+            raise StoreError(
+                f"{self._file.path}: rollout {rollout}: {EXPERT_LOAD} of MoE layer {layer} has "
+                f"{total_ML[rollout, layer]} (row, expert) pairs, at most "
+                f"{load_MLE[rollout, layer].max()} of one expert; {rows_M[rollout]} rows with "
+                f"top-{topk} cannot have that: write the shard again"
+            )
+
+    def of_layer(self, ids_TK: np.ndarray, recorded_T: np.ndarray) -> np.ndarray:
+        """The load of each rollout in one layer, counted, int64 `[M, E]`.
+
+        Args:
+            ids_TK: the ids of all rows of the shard; those of recorded rows are in range.
+            recorded_T: bool.
+        """
+        experts = self._info.num_experts
+        counts = [
+            count_load(ids_TK[None, begin:end], experts, recorded_T[begin:end])[0]
+            for begin, end in pairwise(self._row_start_M.tolist())
+        ]
+        return np.stack(counts)
+
+    def compare(self, layer: int, stored_ME: np.ndarray, counted_ME: np.ndarray) -> None:
+        """Refuse a shard whose load of a layer is not what its routes have.
+
+        Raises:
+            StoreError: naming the file, the rollout, the layer and the expert.
+        """
+        if (wrong_ME := stored_ME != counted_ME).any():
+            rollout, expert = np.argwhere(wrong_ME)[0].tolist()
+            raise StoreError(
+                f"{self._file.path}: rollout {rollout}: {EXPERT_LOAD} says that "
+                f"{stored_ME[rollout, expert]} rows take expert {expert} in MoE layer {layer}; its "
+                f"routes say {counted_ME[rollout, expert]}: write the shard again"
+            )
