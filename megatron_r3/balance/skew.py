@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.balance.guests import LEAST_TOKENS, plan_moves, rank_load
+from megatron_r3.balance.order import mixed_order
 from megatron_r3.store import RolloutStore
 
 ORDERS = ("store", "shuffled")
@@ -65,7 +66,7 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
     global_batch = plan.global_batch_size or len(store)
     orders = {
         "store": np.arange(len(store)),
-        "shuffled": shuffled(len(store), global_batch, plan.seed),
+        "shuffled": mixed_order(len(store), global_batch, plan.seed),
     }
     return {
         "directories": [str(directory) for directory in store.directories],
@@ -80,19 +81,6 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
         "least_tokens": plan.least_tokens,
         "sizes": [_of_size(load_MLE, orders, ep, plan) for ep in plan.ep],
     }
-
-
-def shuffled(num_rollouts: int, global_batch_size: int, seed: int) -> np.ndarray:
-    """An order of rollouts in which each global batch has its own rollouts, in an order by chance.
-
-    Example: 5 rollouts in batches of 2 may become `1 0 2 3 4`; rollout 4 is a batch of its own.
-    """
-    starts = range(0, num_rollouts, global_batch_size)
-    parts = []
-    for number, start in enumerate(starts):
-        size = min(global_batch_size, num_rollouts - start)
-        parts.append(start + np.random.default_rng((seed, number)).permutation(size))
-    return np.concatenate(parts)
 
 
 def _check(store: RolloutStore, plan: SkewPlan) -> None:

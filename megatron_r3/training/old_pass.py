@@ -98,9 +98,11 @@ class OldPass:
         assert self.data is not None, "pretrain() has not asked for the training data"
         size = self.options.micro_batch_size
         ranks, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-        samples = self.options.use.schedule.of_collection(collection)
+        schedule = self.options.use.schedule
+        samples = schedule.of_collection(collection)
         for first in range(samples.start + rank * size, samples.stop, ranks * size):
-            yield default_collate([self.data.of_store(i) for i in range(first, first + size)])
+            chosen = [schedule.mixed(i) for i in range(first, first + size)]
+            yield default_collate([self.data.of_store(i) for i in chosen])
 
     def _write(self, collection: int, began_at: int) -> None:
         if (directory := self.options.save_directory) is None:

@@ -302,6 +302,8 @@ def _sample_order(args: Any) -> str:
     mini_steps, epochs = args.rollouts_mini_steps or 1, args.rollouts_epochs or 1
     if mini_steps * epochs > 1:
         order += f", {epochs} times {mini_steps} steps of {args.global_batch_size} on a collection"
+    if args.rollouts_shuffle is not None:
+        order += f", batches of {args.global_batch_size} mixed by seed {args.rollouts_shuffle}"
     return str(order)
 
 

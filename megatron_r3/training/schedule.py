@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_r3.balance.order import mixed_batch
+
 # Whose routes a token takes: those of its rollout (R3), those of the old policy (R2), or none.
 SOURCES = ("rollout", "old-policy", "live")
 STORED = "stored"  # advantages that the store brings
@@ -37,11 +39,14 @@ class Schedule:
     Attributes:
         batch: samples of an optimizer step, over all ranks.
         mini_steps, epochs: With 1 and 1 each sample is used in one step.
+        seed: mixes the samples of each optimizer step, alike in every epoch; None keeps them in the
+            order of the store.
     """
 
     batch: int
     mini_steps: int = 1
     epochs: int = 1
+    seed: int | None = None
 
     @property
     def steps(self) -> int:
@@ -59,18 +64,35 @@ class Schedule:
 
     def in_store(self, sample: int) -> int:
         """Which sample of the store a sample of the training is."""
+        return self.mixed(self._unmixed(sample))
+
+    def _unmixed(self, sample: int) -> int:
+        """The same without a seed."""
         step, within = divmod(sample, self.batch)
         place = self.place(step)
         return (place.collection * self.mini_steps + place.mini_step) * self.batch + within
 
+    def mixed(self, sample: int) -> int:
+        """Which sample of the store is used where, in the order of the store, `sample` would be.
+
+        Example with batch 4: a seed may give 2 0 3 1 for 0 1 2 3, and 4 7 6 5 for 4 5 6 7.
+        """
+        if self.seed is None:
+            return sample
+        number, within = divmod(sample, self.batch)
+        return number * self.batch + mixed_batch(self.batch, number, self.seed)[within]
+
     def used(self, consumed: int) -> int:
-        """How many samples of the store the first `consumed` samples of the training are."""
+        """How many samples of the store the first `consumed` samples of the training are.
+
+        With a seed they are the first ones of the store only after whole optimizer steps.
+        """
         if not consumed:
             return 0
         place = self.place_of_sample(consumed - 1)
         if place.epoch:  # the whole collection was used before
             return (place.collection + 1) * self.mini_steps * self.batch
-        return self.in_store(consumed - 1) + 1
+        return self._unmixed(consumed - 1) + 1
 
     def collection_of(self, sample: int) -> int:
         """The collection to which a sample of the store belongs."""

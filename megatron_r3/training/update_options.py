@@ -71,7 +71,7 @@ def read_use(args: Any) -> UseOfRollouts:
     source = args.moe_router_replay_source or "rollout"
     return UseOfRollouts(
         args.seq_length,
-        Schedule(args.global_batch_size, mini_steps, epochs),
+        Schedule(args.global_batch_size, mini_steps, epochs, args.rollouts_shuffle),
         advantages=args.rollouts_advantages or "group-normalised",
         source=source if args.moe_router_replay else "live",
         stale_source=args.moe_router_replay_stale_source or "live",
@@ -102,6 +102,7 @@ def refuse_update(args: Any) -> None:
                 f"--rollouts-mini-steps and --rollouts-epochs not together with {_flag(name)}: a "
                 "collection has one size"
             )
+    _refuse_shuffle(args)
     correction = args.rollouts_correction or "none"
     if correction != "none" and args.rollouts_old_policy != "trainer":
         raise ValueError(
@@ -112,6 +113,41 @@ def refuse_update(args: Any) -> None:
     if log_file is not None and not Path(log_file).resolve().parent.is_dir():
         raise ValueError(f"--rollouts-log {log_file}: there is no such folder; make it first")
     _refuse_routes(args)
+
+
+def _refuse_shuffle(args: Any) -> None:
+    """Refuse --rollouts-shuffle where another order inside a step would be another loss."""
+    seed = args.rollouts_shuffle
+    if seed is None:
+        return
+    option = f"--rollouts-shuffle {seed}"
+    if seed < 0:
+        raise ValueError(f"{option}: a seed is 0 or more")
+    if args.dataloader_type not in (None, "single"):
+        raise ValueError(
+            f"{option} needs --dataloader-type single, not {args.dataloader_type}: it mixes the "
+            "rollouts of each global batch, which are a run of rollouts in the order of the store"
+        )
+    for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"{option}: not together with {_flag(name)}: a global batch has one size"
+            )
+    if not args.calculate_per_token_loss and (args.micro_batch_size > 1 or args.rollouts_pack):
+        several = "those of a pack" if args.rollouts_pack else f"{args.micro_batch_size} rollouts"
+        raise ValueError(
+            f"{option} needs --calculate-per-token-loss, or one rollout in a micro-batch: here "
+            f"{several} are averaged together, so another order would weigh tokens otherwise"
+        )
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or []
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    by_micro_batch = [kind for kind in kinds if kind in ("aux_loss", "global_aux_loss")]
+    if by_micro_batch and "--moe-aux-loss-coeff" in _other_losses(args):
+        raise ValueError(
+            f"{option}: not together with --moe-router-load-balancing-type {by_micro_batch[0]} and "
+            "--moe-aux-loss-coeff: that loss depends on which rollouts are in one micro-batch; "
+            "leave one of the three out"
+        )
 
 
 def _refuse_routes(args: Any) -> None:

@@ -15,6 +15,7 @@ ARGUMENTS: dict[str, object] = {
     "rollouts_old_policy": None,
     "rollouts_mini_steps": None,
     "rollouts_epochs": None,
+    "rollouts_shuffle": None,
     "rollouts_loss": None,
     "rollouts_loss_module": None,
     "rollouts_aggregation": None,

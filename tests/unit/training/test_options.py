@@ -51,6 +51,14 @@ ORDERS = {
         {"rollouts_pack": True, "micro_batch_size": 1},
         {"context_parallel_size": 2},
     ),
+    "another seed": (
+        {"rollouts_shuffle": 1, "micro_batch_size": 1},
+        {"rollouts_shuffle": 2},
+    ),
+    "other batches of a seed": (
+        {"rollouts_shuffle": 1, "micro_batch_size": 1},
+        {"global_batch_size": 16},
+    ),
     "shuffled, more steps": ({"dataloader_type": "cyclic"}, {"train_iters": 8}),
     "shuffled, more ranks": ({"dataloader_type": "cyclic"}, {"data_parallel_size": 2}),
     "shuffled, other micro-batches": ({"dataloader_type": "cyclic"}, {"micro_batch_size": 2}),

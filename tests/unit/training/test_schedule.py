@@ -51,6 +51,31 @@ def test_a_schedule(batch: int, mini_steps: int, epochs: int, sample: int, consu
     assert schedule.used(consumed) == len({schedule.in_store(i) for i in range(consumed)})
 
 
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
+def test_a_seed_mixes_each_step_alike_in_every_epoch(
+    batch: int, mini_steps: int, epochs: int, seed: int
+) -> None:
+    plain, mixed = (Schedule(batch, mini_steps, epochs, s) for s in (None, seed))
+    size = batch * mini_steps
+    for first in range(0, 2 * size * epochs, batch):
+        samples = range(first, first + batch)
+        here = [mixed.in_store(i) for i in samples]
+        assert sorted(here) == [plain.in_store(i) for i in samples]
+        # `mixed` says the same by the order of the store, which the pass of the old policy goes by
+        assert here == [mixed.mixed(plain.in_store(i)) for i in samples]
+    per_epoch = [[mixed.in_store(e * size + i) for i in range(size)] for e in range(epochs)]
+    assert all(one == per_epoch[0] for one in per_epoch)
+    consumed = 2 * batch
+    assert mixed.used(consumed) == plain.used(consumed)
+
+
+def test_two_steps_are_mixed_in_two_ways() -> None:
+    mixed = Schedule(batch=8, seed=1)
+    first, second = ([mixed.in_store(i) - s for i in range(s, s + 8)] for s in (0, 8))
+    assert first != [*range(8)]
+    assert first != second
+
+
 def test_a_collection_larger_than_the_store_is_refused(tmp_path) -> None:
     rollouts = [make_rollout(8, seed=i, group=i // 2, sample=i) for i in range(8)]
     write_shard(tmp_path / "s", INFO, rollouts)

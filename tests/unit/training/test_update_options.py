@@ -28,6 +28,8 @@ def options(**changes: object) -> RolloutOptions:
 
 
 TRAINER = {"rollouts_old_policy": "trainer"}
+TOKENS = {"calculate_per_token_loss": True}
+AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3}
 
 
 def test_without_replay_no_token_takes_the_routes_of_its_rollout() -> None:
@@ -234,6 +236,27 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"rollouts_mini_steps": 0}, "--rollouts-mini-steps 0: it must be 1 or more"),
     ({"rollouts_epochs": -1}, "--rollouts-epochs -1: it must be 1 or more"),
     ({"rollouts_epochs": 2, "dataloader_type": "cyclic"}, "--rollouts-epochs need --dataloader-t"),
+    ({"rollouts_shuffle": -1, **TOKENS}, "--rollouts-shuffle -1: a seed is 0 or more"),
+    (
+        {"rollouts_shuffle": 1, **TOKENS, "dataloader_type": "cyclic"},
+        "--rollouts-shuffle 1 needs --dataloader-type single, not cyclic",
+    ),
+    (
+        {"rollouts_shuffle": 1, **TOKENS, "rampup_batch_size": [4, 4, 64]},
+        "--rollouts-shuffle 1: not together with --rampup-batch-size: a global batch has one size",
+    ),
+    (
+        {"rollouts_shuffle": 1, "micro_batch_size": 2},
+        "--rollouts-shuffle 1 needs --calculate-per-token-loss, .*: here 2 rollouts are averaged",
+    ),
+    (
+        {"rollouts_shuffle": 1, "micro_batch_size": 1, "rollouts_pack": True},
+        "--rollouts-shuffle 1 needs --calculate-per-token-loss, .*: here those of a pack are",
+    ),
+    (
+        {"rollouts_shuffle": 1, **TOKENS, **AUX},
+        "--rollouts-shuffle 1: not together with --moe-router-load-balancing-type aux_loss and",
+    ),
     (
         {"rollouts_mini_steps": 2, "rampup_batch_size": [4, 4, 64]},
         "--rollouts-mini-steps and --rollouts-epochs not together with --rampup-batch-size",

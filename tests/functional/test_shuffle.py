@@ -1,0 +1,96 @@
+"""--rollouts-shuffle: the training is that on a store whose rollouts lie in the mixed order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from training import Policy, train
+
+from fidelity.rig.worker import TreeWorker
+from megatron_r3.balance.order import mixed_order
+from megatron_r3.store import RolloutStore, write_shard
+
+SEED, BATCH, ROLLOUTS = 3, 16, 32
+EP2 = ["--expert-model-parallel-size", "2"]
+OLD = ["--rollouts-old-policy", "trainer", "--rollouts-mini-steps", "2", "--rollouts-epochs", "2"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and how the rollouts are used."""
+
+    ranks: int
+    options: tuple[str, ...]
+    steps: int = 2
+
+
+CASES = {
+    "1": Case(1, ()),
+    "EP2": Case(2, tuple(EP2)),
+    "EP2, two mini-steps twice, old policy": Case(2, (*EP2, *OLD), steps=4),
+    "PP2": Case(2, ("--pipeline-model-parallel-size", "2")),
+}
+
+
+@pytest.fixture(scope="session")
+def mixed_store(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy's rollouts, written in the order in which the option takes them."""
+    store = RolloutStore([policy.store])
+    folder = tmp_path_factory.mktemp("mixed") / "store"
+    order = mixed_order(ROLLOUTS, BATCH, SEED).tolist()
+    write_shard(folder, store.info, [store.rollout(i) for i in order])
+    return folder
+
+
+def arguments(policy: Policy, case: Case, *more: str, store: Path | None = None) -> list[str]:
+    steps = ["--global-batch-size", str(BATCH), "--train-iters", str(case.steps), "--lr", "1e-3"]
+    return policy.arguments(*steps, *case.options, *more, store=store)
+
+
+def same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> bool:
+    """Whether all ranks have equal weights."""
+    return all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_on_a_store_in_that_order(
+    patched: TreeWorker, policy: Policy, mixed_store: Path, name: str
+) -> None:
+    case = CASES[name]
+    option = ["--rollouts-shuffle", str(SEED)]
+    mixed, expected, plain = (
+        patched.run(train, case.ranks, argv, timeout_s=240)
+        for argv in (
+            arguments(policy, case, *option),
+            arguments(policy, case, store=mixed_store),
+            arguments(policy, case),
+        )
+    )
+    assert same(mixed, expected)
+    assert not same(mixed, plain)  # the control: another order sums in another order
+    # but it is the same update
+    for one, other in zip(mixed, plain, strict=True):
+        for key in one:
+            assert torch.allclose(one[key].float(), other[key].float(), atol=2e-3), key
+
+
+def test_a_resumed_training_goes_on_in_the_same_order(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    case = Case(2, tuple(EP2), steps=2)
+    option = ["--rollouts-shuffle", str(SEED)]
+    whole = patched.run(train, 2, arguments(policy, case, *option), timeout_s=240)
+    saved = ["--save", str(tmp_path / "checkpoint"), "--save-interval", "1"]
+    first = arguments(policy, Case(2, tuple(EP2), steps=1), *option, *saved)
+    patched.run(train, 2, first, timeout_s=240)
+    rest = arguments(policy, case, *option)
+    for word in ("--finetune", "--no-load-optim", "--no-load-rng"):
+        rest.remove(word)
+    rest[rest.index("--load") + 1] = str(tmp_path / "checkpoint")
+    assert same(patched.run(train, 2, rest, timeout_s=240), whole)
