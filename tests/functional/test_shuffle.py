@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import Policy, train
+from training import Policy, fails, same, train
 
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.balance.order import mixed_order
@@ -50,14 +50,6 @@ def arguments(policy: Policy, case: Case, *more: str, store: Path | None = None)
     return policy.arguments(*steps, *case.options, *more, store=store)
 
 
-def same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> bool:
-    """Whether all ranks have equal weights."""
-    return all(
-        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-        for one, other in zip(ours, theirs, strict=True)
-    )
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_on_a_store_in_that_order(
     patched: TreeWorker, policy: Policy, mixed_store: Path, name: str
@@ -83,14 +75,22 @@ def test_it_trains_as_on_a_store_in_that_order(
 def test_a_resumed_training_goes_on_in_the_same_order(
     patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
-    case = Case(2, tuple(EP2), steps=2)
-    option = ["--rollouts-shuffle", str(SEED)]
-    whole = patched.run(train, 2, arguments(policy, case, *option), timeout_s=240)
-    saved = ["--save", str(tmp_path / "checkpoint"), "--save-interval", "1"]
-    first = arguments(policy, Case(2, tuple(EP2), steps=1), *option, *saved)
-    patched.run(train, 2, first, timeout_s=240)
-    rest = arguments(policy, case, *option)
-    for word in ("--finetune", "--no-load-optim", "--no-load-rng"):
-        rest.remove(word)
-    rest[rest.index("--load") + 1] = str(tmp_path / "checkpoint")
-    assert same(patched.run(train, 2, rest, timeout_s=240), whole)
+    whole = arguments(policy, CASES["1"], "--rollouts-shuffle", str(SEED))
+    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "1", "--exit-interval", "1"]
+    patched.run(train, 1, [*whole, *saved], timeout_s=120)
+    rest = resumed_from(tmp_path / "saved", whole)
+    assert same(*(patched.run(train, 1, argv, timeout_s=120) for argv in (rest, whole)))
+    for other in (str(SEED + 1), None):
+        argv = [*rest]
+        place = argv.index("--rollouts-shuffle")
+        argv[place : place + 2] = ["--rollouts-shuffle", other] if other else []
+        assert "the checkpoint took its samples as single, batches of 16 mixed by seed 3" in (
+            fails(patched, argv)
+        )
+
+
+def resumed_from(folder: Path, argv: list[str]) -> list[str]:
+    """The same training, which goes on from a checkpoint."""
+    rest = [a for a in argv if a not in ("--finetune", "--no-load-optim", "--no-load-rng")]
+    rest[rest.index("--load") + 1] = str(folder)
+    return rest
