@@ -22,7 +22,7 @@ import numpy as np
 
 _DTYPES = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I32": "<i4", "I64": "<i8", "F32": "<f4"}
 _PER_TOKEN = ("tokens", "response", "logprobs", "recorded")  # in the order of `block_crc32`
-_SINCE_3 = ("prompt_digest", "block_crc32")
+_SINCE_3 = ("prompt_digest", "block_crc32", "expert_load")
 _EXTRAS = (
     "num_kept",
     "kept_sizes",

@@ -3,7 +3,7 @@
 A store that opens and verifies must give exactly what was written, read rollout by rollout and row
 by row. Everything else must be an error that names the store.
 
-Shape suffixes (docs/glossary.md): C, K, L, N, T, U, V.
+Shape suffixes (docs/glossary.md): C, E, K, L, N, T, U, V.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ def contents(store: RolloutStore, verify: bool = True) -> dict[str, Any]:
         )
         for by_rollout, by_row in pairs:
             result[f"{index}.two readings agree"] = np.array_equal(by_rollout, by_row)
+    loads = [load_LE for shard in store.shards for load_LE in shard.expert_load()]
+    result |= {f"{index}.load": load_LE for index, load_LE in enumerate(loads)}
     result["groups"] = store.groups()
     result["reward"] = store.column("reward")
     return result
