@@ -21,7 +21,6 @@ NAME = "expert load max/mean"
 EXPERTS, TOPK, LAYERS, MICRO_BATCH, ROLLOUTS = 16, 4, 4, 4, 32
 # processes, options, and of how many data-parallel ranks the experts are shared out among
 LAYOUTS = {
-    "EP2": (2, "--expert-model-parallel-size 2", 2, 2),
     "EP2 DP2": (4, "--expert-model-parallel-size 2", 4, 2),
     "EP2 PP2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2", 2, 2),
     "EP4": (4, "--expert-model-parallel-size 4", 4, 4),

@@ -29,9 +29,7 @@ class Case:
 
 CASES = {
     "1": Case(1, ()),
-    "EP2": Case(2, tuple(EP2)),
     "EP2, two mini-steps twice, old policy": Case(2, (*EP2, *OLD), steps=4),
-    "PP2": Case(2, ("--pipeline-model-parallel-size", "2")),
 }
 
 
