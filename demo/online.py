@@ -36,7 +36,7 @@ PORT = 31700
 TEMPLATES = {"sglang": sglang_server.template, "vllm": vllm_server.template}
 TRAINING = """
 --bf16 --micro-batch-size 64 --calculate-per-token-loss --adam-beta2 0.98
---lr 1.5e-4 --min-lr 2e-5 --lr-warmup-iters 8 --lr-decay-style cosine
+--lr 1.5e-4 --min-lr 2e-5 --lr-warmup-fraction 0.07 --lr-decay-style cosine
 --moe-router-load-balancing-type none --expert-model-parallel-size 2
 --moe-router-replay --moe-router-replay-verify-dispatch
 --moe-router-replay-log-mismatch-interval 1

@@ -56,7 +56,10 @@ def trainer_command(config: Config) -> list[str]:
 
 
 def _check_sizes(config: Config, arguments: list[str]) -> None:
-    """Refuse a trainer that would use more or less than a collection before it publishes.
+    """Refuse numbers that do not fit the run.
+
+    A trainer must use a collection, no more and no less, before it publishes; and the learning rate
+    must have risen before the last step.
 
     Raises:
         ConfigError: naming the numbers.
@@ -65,6 +68,8 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
     parser.add_argument("--global-batch-size", type=int)
     parser.add_argument("--rollouts-mini-steps", type=int, default=1)
     parser.add_argument("--rollouts-epochs", type=int, default=1)
+    parser.add_argument("--lr-warmup-iters", type=int, default=0)
+    parser.add_argument("--lr-decay-iters", type=int)
     given, _ = parser.parse_known_args(arguments)
     where = f"{config.file}: [trainer]"
     if given.global_batch_size is None:
@@ -82,6 +87,18 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
             f"{where} arguments: --global-batch-size {given.global_batch_size} times "
             f"--rollouts-mini-steps {given.rollouts_mini_steps} are {used} rollouts; a collection "
             f"has {config.rollouts_per_collection} ([prompts] per_collection times samples)"
+        )
+    # Megatron says no more of it than `assert self.lr_warmup_steps < self.lr_decay_steps`.
+    total = config.run.collections * steps
+    if given.lr_warmup_iters >= (given.lr_decay_iters or total):
+        until = (
+            f"--lr-decay-iters {given.lr_decay_iters}"
+            if given.lr_decay_iters
+            else f"{total} steps ([run] collections times [trainer] steps)"
+        )
+        raise ConfigError(
+            f"{where} arguments: --lr-warmup-iters {given.lr_warmup_iters} must be less than "
+            f"{until}: give fewer, or --lr-warmup-fraction, which fits every number of steps"
         )
 
 

@@ -113,12 +113,24 @@ def test_paths_are_relative_to_the_file_and_variables_are_filled_in(file, monkey
         ("--global-batch-size 6 --rollouts-mini-steps 2", "make 2 optimizer steps on a collection"),
         ("--global-batch-size 12 --save x", "--save is given by the loop"),
         ("--global-batch-size 12 --rollouts=x", "--rollouts=x is given by the loop"),
+        ("--global-batch-size 12 --lr-warmup-iters 3", "--lr-warmup-iters 3 must be less than 3 steps"),
+        (
+            "--global-batch-size 12 --lr-warmup-iters 3 --lr-decay-iters 2",
+            "--lr-warmup-iters 3 must be less than --lr-decay-iters 2",
+        ),
     ],
 )
 def test_a_trainer_that_does_not_fit_the_collections_is_refused(file, new, words):
     file.write_text(file.read_text().replace("--bf16 --global-batch-size 12", new))
     with pytest.raises(ConfigError, match=words):
         trainer_command(read_config(file))
+
+
+@pytest.mark.parametrize("more", ["2", "3 --lr-decay-iters 4"])
+def test_a_learning_rate_that_rises_before_the_end_is_taken(file, more):
+    words = ["--lr-warmup-iters", *more.split()]
+    file.write_text(file.read_text().replace("--bf16", " ".join(words)))
+    assert set(words) <= {*trainer_command(read_config(file))}
 
 
 def test_the_command_is_the_same_at_every_start(file):
