@@ -26,6 +26,9 @@ def add_skew(
         help="guest slots of a rank (default: 0 1 2)")  # fmt: skip
     add("--micro-batch-size", type=number(int, 1), default=1, metavar="N",
         help="rollouts of a rank in one micro-batch (default: 1)")  # fmt: skip
+    add("--ranks-per-rollout", type=number(int, 1), default=1, metavar="N",
+        help="ranks of the group that have the same rollouts: tensor times context parallel size "
+        "(default: 1)")  # fmt: skip
     add("--global-batch-size", type=number(int, 1), metavar="N",
         help="rollouts that are shuffled among themselves (default: all)")  # fmt: skip
     add("--seed", type=number(int, 0), default=1, help="of the shuffle (default: 1)")
@@ -52,6 +55,7 @@ def run_skew(args: argparse.Namespace) -> int:
         ep=list(dict.fromkeys(args.ep)),
         slots=list(dict.fromkeys(args.slots)),
         micro_batch_size=args.micro_batch_size,
+        ranks_per_rollout=args.ranks_per_rollout,
         global_batch_size=args.global_batch_size,
         seed=args.seed,
         domain=args.domain,

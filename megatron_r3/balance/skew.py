@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.balance.guests import LEAST_TOKENS, plan_moves, rank_load
-from megatron_r3.balance.order import mixed_order
+from megatron_r3.guests import LEAST_TOKENS, plan_moves, rank_load
 from megatron_r3.store import RolloutStore
+from megatron_r3.training.schedule import Schedule
 
 ORDERS = ("store", "shuffled")
 
@@ -29,6 +29,8 @@ class SkewPlan:
         ep: sizes of the expert-parallel group.
         slots: guest slots of a rank; 0 is without guests.
         micro_batch_size: rollouts of a rank in one micro-batch.
+        ranks_per_rollout: ranks that have the same rollouts, because tensor or context parallelism
+            shares out the tokens of each among them.
         global_batch_size: rollouts that are shuffled among themselves; None for all of the store.
         seed: of the shuffle.
         domain: guests are among so many neighbouring ranks; None for the whole group.
@@ -38,6 +40,7 @@ class SkewPlan:
     ep: Sequence[int]
     slots: Sequence[int] = (0, 1, 2)
     micro_batch_size: int = 1
+    ranks_per_rollout: int = 1
     global_batch_size: int | None = None
     seed: int = 1
     domain: int | None = None
@@ -48,8 +51,9 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
     """The busiest rank's load by the mean, for each size, order and number of slots.
 
     Each rank has `micro_batch_size` rollouts in a micro-batch, so a group of R ranks takes the next
-    R * `micro_batch_size` rollouts, as Megatron's data samplers deal them out. Rollouts that do not
-    fill a micro-batch are left out.
+    R * `micro_batch_size` rollouts, as Megatron's data samplers deal them out; where
+    `ranks_per_rollout` ranks share their rollouts, that many times fewer. Rollouts that do not fill
+    a micro-batch are left out.
 
     Returns:
         Numbers for JSON. `sizes` has an entry for each size with `micro_batches` and, by order and
@@ -66,7 +70,7 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
     global_batch = plan.global_batch_size or len(store)
     orders = {
         "store": np.arange(len(store)),
-        "shuffled": mixed_order(len(store), global_batch, plan.seed),
+        "shuffled": _shuffled(len(store), global_batch, plan.seed),
     }
     return {
         "directories": [str(directory) for directory in store.directories],
@@ -75,6 +79,7 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
         "topk": store.info.topk,
         "moe_layers": list(store.info.moe_layers),
         "micro_batch_size": plan.micro_batch_size,
+        "ranks_per_rollout": plan.ranks_per_rollout,
         "global_batch_size": global_batch,
         "seed": plan.seed,
         "domain": plan.domain,
@@ -96,12 +101,21 @@ def _check(store: RolloutStore, plan: SkewPlan) -> None:
                 f"--domain {plan.domain}: {ep} ranks are no whole number of domains: give a "
                 f"divisor of {ep}"
             )
-        needed = ep * plan.micro_batch_size
+        if ep % plan.ranks_per_rollout:
+            raise ValueError(
+                f"--ranks-per-rollout {plan.ranks_per_rollout}: {ep} ranks are no whole number of "
+                f"groups that share rollouts: give a divisor of {ep}"
+            )
+        needed = _together(ep, plan)
         if needed > len(store):
             raise ValueError(
-                f"--ep {ep}: a micro-batch of {ep} ranks with {plan.micro_batch_size} rollouts "
-                f"each has {needed} rollouts; {store.directories[0]} has {len(store)}: give a "
-                "smaller --ep or a larger store"
+                f"--ep {ep}: its ranks have {needed} rollouts in a micro-batch; "
+                f"{store.directories[0]} has {len(store)}: give a smaller --ep or a larger store"
+            )
+        if plan.global_batch_size is not None and plan.global_batch_size % needed:
+            raise ValueError(
+                f"--global-batch-size {plan.global_batch_size}: with --ep {ep} it is no whole "
+                f"number of micro-batches, which have {needed} rollouts: give a multiple of that"
             )
     if plan.global_batch_size is not None and plan.global_batch_size > len(store):
         raise ValueError(
@@ -110,17 +124,37 @@ def _check(store: RolloutStore, plan: SkewPlan) -> None:
         )
 
 
+def _together(ep: int, plan: SkewPlan) -> int:
+    """How many rollouts the ranks of a group have in one micro-batch."""
+    return ep // plan.ranks_per_rollout * plan.micro_batch_size
+
+
+def _shuffled(rollouts: int, global_batch: int, seed: int) -> np.ndarray:
+    """The order of --rollouts-shuffle `[M]`; rollouts that fill no batch keep their places."""
+    schedule = Schedule(global_batch, seed=seed)
+    whole = rollouts - rollouts % global_batch
+    return np.array([schedule.mixed(i) if i < whole else i for i in range(rollouts)])
+
+
 def _loads(store: RolloutStore) -> np.ndarray:
-    """The load of all rollouts `[M, L, E]`, in as few bytes as the shards have."""
-    loads = [shard.expert_load() for shard in store.shards]
-    most = max(int(load_MLE.max()) for load_MLE in loads)
-    return np.concatenate([load.astype(np.min_scalar_type(most)) for load in loads])
+    """The load of all rollouts `[M, L, E]`.
+
+    The load of a shard is made as small as its largest number allows at once, because eight bytes
+    for each number of all shards would be too many: 100,000 rollouts of 48 layers with 128 experts
+    are 4.9 GB then, and 1.2 GB in two bytes.
+    """
+    loads = [_in_few_bytes(shard.expert_load()) for shard in store.shards]
+    return np.concatenate(loads)  # in the largest of their types
+
+
+def _in_few_bytes(load_MLE: np.ndarray) -> np.ndarray:
+    return load_MLE.astype(np.min_scalar_type(int(load_MLE.max(initial=0))))
 
 
 def _of_size(
     load_MLE: np.ndarray, orders: dict[str, np.ndarray], ep: int, plan: SkewPlan
 ) -> dict[str, Any]:
-    each = ep * plan.micro_batch_size
+    each = _together(ep, plan)
     number = len(load_MLE) // each
     found: dict[str, Any] = {
         "ep": ep,

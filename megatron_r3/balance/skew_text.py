@@ -43,11 +43,13 @@ def skew_heading(numbers: dict[str, Any]) -> str:
     """What the table is about, in two lines."""
     names = " ".join(one_line(directory, 200) for directory in numbers["directories"])
     domain = f", guests among {numbers['domain']} neighbours" if numbers["domain"] else ""
+    sharing = numbers["ranks_per_rollout"]
+    holders = "a rank" if sharing == 1 else f"for {sharing} ranks together"
     return (
         f"{names}: {numbers['rollouts']} rollouts, {len(numbers['moe_layers'])} MoE layers, "
         f"{numbers['num_experts']} experts, top-{numbers['topk']}\n"
         "load of the busiest rank by the mean, over layers and micro-batches of "
-        f"{numbers['micro_batch_size']} rollout(s) a rank; guests of {numbers['least_tokens']} "
+        f"{numbers['micro_batch_size']} rollout(s) {holders}; guests of {numbers['least_tokens']} "
         f"tokens and more{domain}"
     )
 

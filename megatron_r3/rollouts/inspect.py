@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.store import RolloutStore, StoreError
+from megatron_r3.store import RolloutStore
+from megatron_r3.store.expert_load import count_rows
 from megatron_r3.untrusted import one_line
 from megatron_r3.values import wrong_logprob
 
@@ -199,15 +200,8 @@ def _read_routes(store: RolloutStore) -> _Routes:
         seen.rows += len(recorded_T)
         seen.missing += int((~recorded_T).sum())
         for layer, ids_TK in enumerate(ids_LTK):
-            # The result is as long as the largest id wants: its length shows an id out of range.
-            counts = np.bincount(ids_TK[recorded_T].reshape(-1), minlength=experts)
-            if len(counts) > experts:
-                raise StoreError(
-                    f"{store.shards[0].path.parent}: MoE layer {layer} has the expert id "
-                    f"{len(counts) - 1}, but there are {experts} experts: the store is "
-                    "damaged; megatron-r3 rollouts verify says where"
-                )
-            seen.counts_LE[layer] += counts
+            where = f"{store.shards[0].path.parent}: MoE layer {layer}"
+            seen.counts_LE[layer] += count_rows(ids_TK, recorded_T, experts, where)
         # Neighbours of one rollout that have the same row in all layers are rare. An engine that
         # returns a stale buffer makes many of them.
         pair_T = recorded_T[1:] & recorded_T[:-1] & follows_T[1:]

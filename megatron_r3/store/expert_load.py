@@ -20,26 +20,44 @@ from megatron_r3.store.header import DTYPES, EXPERT_LOAD, Header
 from megatron_r3.store.schema import StoreError
 
 
-def count_load(ids_LTK: np.ndarray, num_experts: int, recorded_T: np.ndarray) -> np.ndarray:
-    """How many recorded rows take each expert, int64 `[L, E]`.
+def count_rows(
+    ids_TK: np.ndarray, recorded_T: np.ndarray, num_experts: int, where: str
+) -> np.ndarray:
+    """How many recorded rows of a layer take each expert, int64 `[E]`.
 
-    Example: two rows of one layer with 4 experts, `[[0, 2], [2, 3]]`, are counted as `1 0 2 1`.
+    Example: two rows of a layer with 4 experts, `[[0, 2], [2, 3]]`, are counted as `1 0 2 1`.
+
+    Args:
+        where: the file or folder and the layer, for the error.
+
+    Raises:
+        StoreError: an id is out of range.
     """
     if not recorded_T.all():
-        ids_LTK = ids_LTK[:, recorded_T]
-    load_LE = np.empty((len(ids_LTK), num_experts), np.int64)
-    for load_E, ids_TK in zip(load_LE, ids_LTK, strict=True):
-        load_E[:] = np.bincount(ids_TK.reshape(-1), minlength=num_experts)
-    return load_LE
+        ids_TK = ids_TK[recorded_T]
+    counts_E = np.bincount(ids_TK.reshape(-1), minlength=num_experts)
+    # The counts are as many as the largest id wants, which shows an id out of range.
+    if len(counts_E) > num_experts:
+        raise StoreError(
+            f"{where} has the expert id {len(counts_E) - 1}, but there are {num_experts} experts: "
+            "the store is damaged; megatron-r3 rollouts verify says where"
+        )
+    return counts_E
 
 
 def load_tensor(routes: Sequence[Routes]) -> np.ndarray:
     """The tensor of a shard with these rollouts, `[M, L, E]`: uint16 where each count fits in."""
     most = max(one.num_rows for one in routes)
     dtype = np.uint16 if most <= np.iinfo(np.uint16).max else np.uint32
-    return np.stack(
-        [count_load(r.ids_LTK, r.num_experts, r.recorded_T).astype(dtype) for r in routes]
-    )
+    return np.stack([_load(one).astype(dtype) for one in routes])
+
+
+def _load(routes: Routes) -> np.ndarray:
+    counts = [
+        count_rows(ids_TK, routes.recorded_T, routes.num_experts, f"MoE layer {layer}")
+        for layer, ids_TK in enumerate(routes.ids_LTK)
+    ]
+    return np.stack(counts)
 
 
 class StoredLoad:
@@ -89,17 +107,24 @@ class StoredLoad:
                 f"top-{topk} cannot have that: write the shard again"
             )
 
-    def of_layer(self, ids_TK: np.ndarray, recorded_T: np.ndarray) -> np.ndarray:
+    def of_layer(self, layer: int, ids_TK: np.ndarray, recorded_T: np.ndarray) -> np.ndarray:
         """The load of each rollout in one layer, counted, int64 `[M, E]`.
 
         Args:
-            ids_TK: the ids of all rows of the shard; those of recorded rows are in range.
+            ids_TK: the ids of all rows of the shard.
             recorded_T: bool.
+
+        Raises:
+            StoreError: an id is out of range, naming the file, the rollout and the layer.
         """
-        experts = self._info.num_experts
         counts = [
-            count_load(ids_TK[None, begin:end], experts, recorded_T[begin:end])[0]
-            for begin, end in pairwise(self._row_start_M.tolist())
+            count_rows(
+                ids_TK[begin:end],
+                recorded_T[begin:end],
+                self._info.num_experts,
+                f"{self._file.path}: rollout {rollout}: MoE layer {layer}",
+            )
+            for rollout, (begin, end) in enumerate(pairwise(self._row_start_M.tolist()))
         ]
         return np.stack(counts)
 

@@ -21,7 +21,7 @@ from megatron_r3.routes import Origin, RoutesError, check_ids, id_dtype
 from megatron_r3.store.expert_load import StoredLoad
 from megatron_r3.store.extras import Extras, optional_in_memory
 from megatron_r3.store.files import HeldFile
-from megatron_r3.store.header import DTYPES, PER_ROLLOUT, PER_TOKEN, read_header
+from megatron_r3.store.header import DTYPES, EXPERT_LOAD, PER_ROLLOUT, PER_TOKEN, read_header
 from megatron_r3.store.schema import StoreError
 from megatron_r3.values import MOST_TOKEN_ID, wrong_count, wrong_name, wrong_reward, wrong_token
 
@@ -145,7 +145,7 @@ class Shard:
             return load_MLE
         recorded_T, all_rows = self.tensors["recorded"].astype(bool), np.arange(self.num_rows)
         loads = [
-            self._load.of_layer(self.read_routes(all_rows, [layer])[0], recorded_T)
+            self._load.of_layer(layer, self.read_routes(all_rows, [layer])[0], recorded_T)
             for layer in range(len(self.info.moe_layers))
         ]
         return np.stack(loads, axis=1)
@@ -268,15 +268,16 @@ class Shard:
 
         Args:
             counts_load: whether the load of the experts is counted from the routes and compared
-                with the stored one, which takes as long again three times.
+                with the stored one. Counting takes three times as long as all the rest.
 
         Raises:
             ValueError: naming the file, and for a wrong value or id the rollout, layer and token.
         """
         per_token = {name: self.tensors[name] for name in PER_TOKEN}
         # the tensors whose sums nothing has compared yet: those that a newer megatron-r3 added, and
-        # those that have no sums by rollout in version 2; `routes` follow layer by layer
-        whole = self.header.entries.keys() - {*self.tensors, "routes"}
+        # those that have no sums by rollout in version 2. `routes` follow layer by layer, and the
+        # sum of the load is compared where the load is read.
+        whole = self.header.entries.keys() - {*self.tensors, "routes", EXPERT_LOAD}
         if not self.has_blocks:
             whole |= {*PER_TOKEN}
         for name in sorted(whole):
@@ -299,7 +300,7 @@ class Shard:
                 wrong_layer = layer if wrong_layer is None else wrong_layer
                 continue
             if load_MLE is not None:
-                counted_ME = self._load.of_layer(ids_LTK[0], recorded_T)
+                counted_ME = self._load.of_layer(layer, ids_LTK[0], recorded_T)
                 self._load.compare(layer, load_MLE[:, layer], counted_ME)
         # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
         if not self.has_blocks and crc32 != self.header.crc32["routes"]:

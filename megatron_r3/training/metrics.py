@@ -74,13 +74,11 @@ class StepMetrics:
         self._new_alarms = []
         if self.log_file is not None and torch.distributed.get_rank() == 0:
             append_line(Path(self.log_file), {"iteration": iteration, **scalars})
-        # The shares of single layers, and all of the update, would make the line endless. Example:
-        # `router mismatch/layer 1` is left out, because `router mismatch` is there.
-        whole = {"update", *scalars}
+        # The shares of single layers, and all of the update, would make the line endless.
         return "".join(
             f" {name}: {value:.4f} |"
             for name, value in scalars.items()
-            if name.rpartition("/")[0] not in whole
+            if "/" not in name or name == EXPERT_LOAD
         )
 
     def add_dispatched(self, matched: int, total: int) -> None:

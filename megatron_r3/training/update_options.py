@@ -139,15 +139,13 @@ def _refuse_shuffle(args: Any) -> None:
             f"{option} needs --calculate-per-token-loss, or one rollout in a micro-batch: here "
             f"{several} are averaged together, so another order would weigh tokens otherwise"
         )
-    kinds = getattr(args, "moe_router_load_balancing_type", None) or []
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    by_micro_batch = [kind for kind in kinds if kind in ("aux_loss", "global_aux_loss")]
-    if by_micro_batch and "--moe-aux-loss-coeff" in _other_losses(args):
-        raise ValueError(
-            f"{option}: not together with --moe-router-load-balancing-type {by_micro_batch[0]} and "
-            "--moe-aux-loss-coeff: that loss depends on which rollouts are in one micro-batch; "
-            "leave one of the three out"
-        )
+    for kind, coefficient in _aux_coefficients(args):
+        if coefficient and kind in ("aux_loss", "global_aux_loss"):
+            raise ValueError(
+                f"{option}: not together with --moe-router-load-balancing-type {kind} and "
+                "--moe-aux-loss-coeff: that loss depends on which rollouts are in one micro-batch; "
+                "leave one of the three out"
+            )
 
 
 def _refuse_routes(args: Any) -> None:
@@ -212,15 +210,26 @@ def _other_losses(args: Any) -> list[str]:
     are multiplied by a number of tokens, because all gradients are divided by such a number later.
     """
     names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor")
-    aux, z, mtp = (getattr(args, name, None) for name in names)
-    kinds = getattr(args, "moe_router_load_balancing_type", None) or []
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    z, mtp = (getattr(args, name, None) for name in names[1:])
     is_on = (
-        any("aux_loss" in kind for kind in kinds) and (any(aux) if isinstance(aux, list) else aux),
+        any(coefficient for kind, coefficient in _aux_coefficients(args) if "aux_loss" in kind),
         z,
         getattr(args, "mtp_num_layers", None) and mtp,
     )
     return [_flag(name) for name, on in zip(names, is_on, strict=True) if on]
+
+
+def _aux_coefficients(args: Any) -> list[tuple[str, float]]:
+    """The kinds of load balancing that are asked for, each with its coefficient.
+
+    Both options are one value or a list. Megatron refuses lists of different lengths later.
+    """
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or []
+    coefficients = getattr(args, "moe_aux_loss_coeff", None) or 0.0
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(coefficients, list):
+        coefficients = [coefficients] * len(kinds)
+    return list(zip(kinds, coefficients, strict=False))
 
 
 def _read_correction(args: Any) -> CorrectionOptions:

@@ -10,8 +10,8 @@ import torch
 from training import Policy, fails, same, train
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.balance.order import mixed_order
 from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.training.schedule import Schedule
 
 SEED, BATCH, ROLLOUTS = 3, 16, 32
 EP2 = ["--expert-model-parallel-size", "2"]
@@ -38,7 +38,8 @@ def mixed_store(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """The policy's rollouts, written in the order in which the option takes them."""
     store = RolloutStore([policy.store])
     folder = tmp_path_factory.mktemp("mixed") / "store"
-    order = mixed_order(ROLLOUTS, BATCH, SEED).tolist()
+    schedule = Schedule(BATCH, seed=SEED)
+    order = [schedule.mixed(sample) for sample in range(ROLLOUTS)]
     write_shard(folder, store.info, [store.rollout(i) for i in order])
     return folder
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from stored import INFO, ROLLOUTS, make_rollout
 
-from megatron_r3.balance.order import mixed_order
 from megatron_r3.balance.skew import SkewPlan, measure_skew
 from megatron_r3.cli import main
 from megatron_r3.routes import Routes
 from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.training.schedule import Schedule
 
 
 def on_experts(rollout, experts, sample):
@@ -50,7 +50,7 @@ def test_store_order_and_shuffled(lopsided):
     assert size["store"]["1"]["all"] == 1.5
     assert size["store"]["1"]["guests"] == 0.5
     # a micro-batch that the shuffle gave a rollout of each group is even
-    order = mixed_order(8, 8, 3).reshape(4, 2) // 4
+    order = np.array([Schedule(8, seed=3).mixed(i) for i in range(8)]).reshape(4, 2) // 4
     even = int((order[:, 0] != order[:, 1]).sum())
     assert 0 < even < 4
     assert size["shuffled"]["0"]["all"] == pytest.approx((2 * (4 - even) + even) / 4)
@@ -63,6 +63,24 @@ def test_rollouts_that_fill_no_micro_batch_are_left_out(lopsided):
     assert (size["micro_batches"], size["rollouts_left_out"]) == (1, 2)
     # four rollouts of rank 0's experts and two of rank 1's: 4 / 3
     assert size["store"]["0"]["all"] == pytest.approx(4 / 3)
+
+
+def test_rollouts_that_fill_no_global_batch_keep_their_places(lopsided):
+    store, plan = RolloutStore([lopsided]), SkewPlan([2], [0], global_batch_size=6, seed=3)
+    (size,) = measure_skew(store, plan)["sizes"]
+    order = [*(Schedule(6, seed=3).mixed(i) for i in range(6)), 6, 7]
+    of_group = np.array(order).reshape(4, 2) // 4
+    expected = [2.0 if one == other else 1.0 for one, other in of_group]
+    assert size["shuffled"]["0"]["micro_batches"] == expected
+    assert expected[3] == 2.0
+    assert 1.0 in expected
+
+
+def test_ranks_that_share_their_rollouts_have_fewer_in_a_micro_batch(lopsided):
+    store, plan = RolloutStore([lopsided]), SkewPlan([4], [0], ranks_per_rollout=2)
+    (size,) = measure_skew(store, plan)["sizes"]
+    assert size["micro_batches"] == 4
+    assert size["store"]["0"]["all"] == 4  # two rollouts of one group load one rank of four
 
 
 def test_the_command_prints_a_table(lopsided, capsys):
@@ -89,11 +107,15 @@ def test_the_command_prints_json_and_draws(lopsided, tmp_path, capsys):
 
 WRONG = {
     "--ep 3: the 16 experts of {store} cannot be shared out among 3 ranks": ["--ep", "3"],
-    "--ep 16: a micro-batch of 16 ranks with 1 rollouts each has 16 rollouts; {store} has 8": [
-        "--ep", "16",
+    "--ep 16: its ranks have 16 rollouts in a micro-batch; {store} has 8": ["--ep", "16"],
+    "--ranks-per-rollout 3: 8 ranks are no whole number of groups": [
+        "--ep", "8", "--ranks-per-rollout", "3",
+    ],
+    "--global-batch-size 6: with --ep 4 it is no whole number of micro-batches, which have 4": [
+        "--ep", "4", "--global-batch-size", "6",
     ],
     "--domain 3: 8 ranks are no whole number of domains": ["--ep", "8", "--domain", "3"],
-    "--global-batch-size 9: {store} has 8 rollouts": ["--ep", "2", "--global-batch-size", "9"],
+    "--global-batch-size 10: {store} has 8 rollouts": ["--ep", "2", "--global-batch-size", "10"],
     "--plot {store}/none/skew.png: cannot be written": [
         "--ep", "2", "--plot", "{store}/none/skew.png",
     ],

@@ -113,7 +113,10 @@ def test_paths_are_relative_to_the_file_and_variables_are_filled_in(file, monkey
         ("--global-batch-size 6 --rollouts-mini-steps 2", "make 2 optimizer steps on a collection"),
         ("--global-batch-size 12 --save x", "--save is given by the loop"),
         ("--global-batch-size 12 --rollouts=x", "--rollouts=x is given by the loop"),
-        ("--global-batch-size 12 --lr-warmup-iters 3", "--lr-warmup-iters 3 must be less than 3 steps"),
+        (
+            "--global-batch-size 12 --lr-warmup-iters 3",
+            "--lr-warmup-iters 3 must be less than 3 steps",
+        ),
         (
             "--global-batch-size 12 --lr-warmup-iters 3 --lr-decay-iters 2",
             "--lr-warmup-iters 3 must be less than --lr-decay-iters 2",
@@ -166,6 +169,7 @@ def test_the_command_is_the_same_at_every_start(file):
 
 def test_check_reads_what_the_parts_read_and_starts_nothing(file, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(file.parent))
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)  # another test's
     monkeypatch.chdir(file.parent)
     assert main(["rl", "check", str(file)]) == 0
     assert "3 collections of 12 rollouts, 6 prompts" in capsys.readouterr().out

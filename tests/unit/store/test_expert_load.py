@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from stored import INFO, ROLLOUTS, header_of, metadata_of, opened, rewrite
+from stored import INFO, ROLLOUTS, block_sums, header_of, metadata_of, opened, rewrite
 
 from megatron_r3.routes import Routes
 from megatron_r3.store import RolloutStore, StoreError, write_shard
@@ -54,6 +54,23 @@ def test_a_shard_without_it_is_counted(store_dir):
     shard = RolloutStore([store_dir]).shards[0]
     assert np.array_equal(shard.expert_load(), expected)
     assert shard.bytes_read == tensors["routes"].nbytes
+
+
+def test_an_id_out_of_range_is_refused_where_it_is_counted(store_dir):
+    path = store_dir / SHARD
+    tensors = load_file(path)
+    del tensors["expert_load"]
+    tensors["routes"][2, 5, 1] = 16  # the second row of rollout 1
+    tensors["block_crc32"] = block_sums(tensors)
+    save_file(tensors, path, metadata_of(INFO, tensors))
+    with pytest.raises(StoreError) as refusal:
+        RolloutStore([store_dir]).shards[0].expert_load()
+    assert str(refusal.value) == (
+        f"{path}: rollout 1: MoE layer 2 has the expert id 16, but there are 16 experts: the store "
+        "is damaged; megatron-r3 rollouts verify says where"
+    )
+    with pytest.raises(ValueError, match=r"rollout 1: .*token 1"):
+        opened(store_dir)
 
 
 def test_a_rollout_of_many_rows_has_larger_counts(tmp_path):

@@ -3,6 +3,8 @@
 Shape suffixes (docs/glossary.md): T.
 """
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -69,11 +71,37 @@ def test_a_seed_mixes_each_step_alike_in_every_epoch(
     assert mixed.used(consumed) == plain.used(consumed)
 
 
+def order_of_step(step: int, batch: int, seed: int) -> list[int]:
+    """Which of its global batch each sample of a step is."""
+    first = step * batch
+    return [Schedule(batch, seed=seed).in_store(first + sample) - first for sample in range(batch)]
+
+
 def test_two_steps_are_mixed_in_two_ways() -> None:
-    mixed = Schedule(batch=8, seed=1)
-    first, second = ([mixed.in_store(i) - s for i in range(s, s + 8)] for s in (0, 8))
+    first, second = (order_of_step(step, 8, seed=1) for step in (0, 1))
     assert first != [*range(8)]
     assert first != second
+    assert first != order_of_step(0, 8, seed=2)
+
+
+def test_another_process_mixes_alike() -> None:
+    code = (
+        "from megatron_r3.training.schedule import Schedule; "
+        "print(*(Schedule(100, seed=3).in_store(700 + i) - 700 for i in range(100)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [int(place) for place in found.stdout.split()] == order_of_step(7, 100, seed=3)
+
+
+def test_the_order_does_not_change_from_one_version_to_the_next() -> None:
+    """A training that is resumed with a later numpy must go on in the same order."""
+    assert order_of_step(0, 8, seed=1) == [2, 4, 7, 5, 0, 6, 3, 1]
+
+
+def test_all_places_are_equally_likely() -> None:
+    orders = np.array([order_of_step(step, 4, seed=5) for step in range(4000)])
+    counts = np.stack([(orders == place).sum(0) for place in range(4)])
+    assert (abs(counts - 1000) < 150).all()
 
 
 def test_a_collection_larger_than_the_store_is_refused(tmp_path) -> None:

@@ -32,6 +32,10 @@ TOKENS = {"calculate_per_token_loss": True}
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3}
 
 
+def aux_losses(kinds: object, coefficients: object) -> dict[str, object]:
+    return {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": coefficients}
+
+
 def test_without_replay_no_token_takes_the_routes_of_its_rollout() -> None:
     assert options().use.source == "rollout"
     assert options(moe_router_replay=False).use.source == "live"
@@ -257,6 +261,16 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         {"rollouts_shuffle": 1, **TOKENS, **AUX},
         "--rollouts-shuffle 1: not together with --moe-router-load-balancing-type aux_loss and",
     ),
+    *(
+        (
+            {"rollouts_shuffle": 1, **TOKENS, **aux_losses(kinds, coefficients)},
+            f"not together with --moe-router-load-balancing-type {named} and --moe-aux-loss-coeff",
+        )
+        for kinds, coefficients, named in (
+            (["seq_aux_loss", "global_aux_loss"], [0.0, 1e-3], "global_aux_loss"),
+            (["aux_loss", "aux_loss"], [1e-3, 0.0], "aux_loss"),
+        )
+    ),
     (
         {"rollouts_mini_steps": 2, "rampup_batch_size": [4, 4, 64]},
         "--rollouts-mini-steps and --rollouts-epochs not together with --rampup-batch-size",
@@ -288,6 +302,22 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         "--moe-router-replay-stale-source needs --moe-router-replay-max-lag",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 4, **TOKENS},
+        {"micro_batch_size": 1, "rollouts_pack": True, **TOKENS},
+        {**TOKENS, **aux_losses("aux_loss", 0.0)},
+        {**TOKENS, **aux_losses("seq_aux_loss", 1e-3)},
+        {**TOKENS, **aux_losses(["seq_aux_loss", "aux_loss"], [1e-3, 0.0])},
+        {**TOKENS, **aux_losses("none", 1e-3)},
+    ],
+)
+def test_a_shuffle_that_changes_no_loss_is_taken(change: dict[str, object]) -> None:
+    assert options(rollouts_shuffle=3, **change).use.schedule.seed == 3
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)

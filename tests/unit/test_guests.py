@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from megatron_r3.balance.guests import plan_moves, rank_load, skew
+from megatron_r3.guests import plan_moves, rank_load, skew
 
 
 def planned(load_LE, ranks, slots, **limits):
