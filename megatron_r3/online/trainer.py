@@ -69,6 +69,7 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
     parser.add_argument("--rollouts-mini-steps", type=int, default=1)
     parser.add_argument("--rollouts-epochs", type=int, default=1)
     parser.add_argument("--lr-warmup-iters", type=int, default=0)
+    parser.add_argument("--lr-warmup-fraction", type=float)
     parser.add_argument("--lr-decay-iters", type=int)
     given, _ = parser.parse_known_args(arguments)
     where = f"{config.file}: [trainer]"
@@ -99,6 +100,11 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
         raise ConfigError(
             f"{where} arguments: --lr-warmup-iters {given.lr_warmup_iters} must be less than "
             f"{until}: give fewer, or --lr-warmup-fraction, which fits every number of steps"
+        )
+    if given.lr_warmup_fraction is not None and not 0 <= given.lr_warmup_fraction < 1:
+        raise ConfigError(
+            f"{where} arguments: --lr-warmup-fraction {given.lr_warmup_fraction:g}: it must be 0 "
+            "or more, and less than 1"
         )
 
 

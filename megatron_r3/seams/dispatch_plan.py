@@ -79,10 +79,10 @@ class PlanHook:
 
 
 def _rank_load(dispatcher: Any, counts: Tensor) -> Tensor:
-    """How many pairs each expert-parallel rank computes: asked of all of them.
+    """How many (token, expert) pairs each expert-parallel rank computes; the ranks tell each other.
 
     Args:
-        counts: of each expert of this rank, on the device.
+        counts: how many tokens each expert of this rank receives, on the device.
     """
     mine = counts.sum().reshape(1)
     if dispatcher.ep_size == 1:

@@ -53,6 +53,7 @@ def load_tensor(routes: Sequence[Routes]) -> np.ndarray:
 
 
 def _load(routes: Routes) -> np.ndarray:
+    """How many recorded rows of a rollout take each expert, int64 `[L, E]`."""
     counts = [
         count_rows(ids_TK, routes.recorded_T, routes.num_experts, f"MoE layer {layer}")
         for layer, ids_TK in enumerate(routes.ids_LTK)

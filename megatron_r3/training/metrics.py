@@ -74,7 +74,9 @@ class StepMetrics:
         self._new_alarms = []
         if self.log_file is not None and torch.distributed.get_rank() == 0:
             append_line(Path(self.log_file), {"iteration": iteration, **scalars})
-        # The shares of single layers, and all of the update, would make the line endless.
+        # The values of single layers, and all of the update, would make the line endless. Their
+        # names have a slash: `router mismatch/layer 1`. `expert load max/mean` has one too, and is
+        # of all layers.
         return "".join(
             f" {name}: {value:.4f} |"
             for name, value in scalars.items()

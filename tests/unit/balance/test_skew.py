@@ -83,6 +83,13 @@ def test_ranks_that_share_their_rollouts_have_fewer_in_a_micro_batch(lopsided):
     assert size["store"]["0"]["all"] == 4  # two rollouts of one group load one rank of four
 
 
+def test_the_heading_says_who_shares_rollouts(lopsided, capsys):
+    words = ["rollouts", "skew", str(lopsided), "--ep", "4", "--micro-batch-size", "2"]
+    for more, holders in (([], "2 rollout(s) a rank;"), (["2"], "2 rollout(s) for 2 ranks")):
+        assert main([*words, *(["--ranks-per-rollout", *more] if more else [])]) == 0
+        assert holders in capsys.readouterr().out.splitlines()[1]
+
+
 def test_the_command_prints_a_table(lopsided, capsys):
     words = ["--ep", "2", "4", "--slots", "0", "1", "--least-tokens", "1", "--layers"]
     assert main(["rollouts", "skew", str(lopsided), *words]) == 0

@@ -121,6 +121,7 @@ def test_paths_are_relative_to_the_file_and_variables_are_filled_in(file, monkey
             "--global-batch-size 12 --lr-warmup-iters 3 --lr-decay-iters 2",
             "--lr-warmup-iters 3 must be less than --lr-decay-iters 2",
         ),
+        ("--global-batch-size 12 --lr-warmup-fraction 1", "--lr-warmup-fraction 1: it must be 0"),
     ],
 )
 def test_a_trainer_that_does_not_fit_the_collections_is_refused(file, new, words):
@@ -129,9 +130,9 @@ def test_a_trainer_that_does_not_fit_the_collections_is_refused(file, new, words
         trainer_command(read_config(file))
 
 
-@pytest.mark.parametrize("more", ["2", "3 --lr-decay-iters 4"])
-def test_a_learning_rate_that_rises_before_the_end_is_taken(file, more):
-    words = ["--lr-warmup-iters", *more.split()]
+@pytest.mark.parametrize("given", ["iters 2", "iters 3 --lr-decay-iters 4", "fraction 0.9"])
+def test_a_learning_rate_that_rises_before_the_end_is_taken(file, given):
+    words = f"--lr-warmup-{given}".split()
     file.write_text(file.read_text().replace("--bf16", " ".join(words)))
     assert set(words) <= {*trainer_command(read_config(file))}
 
