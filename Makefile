@@ -29,8 +29,8 @@ SEED     ?= 0
 COLLECTIONS ?= 28
 # test: how many processes share the tests; compare: runs at a time
 JOBS     ?= $(shell nproc)
-# bench-dispatch, bench-update, bench-clients and bench-store: the most rounds; the benchmark ends earlier if every ratio
-# tells. bench-publish: the rounds
+# bench-dispatch, bench-update, bench-clients, bench-store, bench-balance: the most rounds; the benchmark ends earlier
+# if every ratio tells. bench-publish: the rounds
 ROUNDS   ?= 32
 # bench-store: tokens of a round
 TOKENS   ?= 100000
@@ -58,7 +58,8 @@ BRIDGE   ?=
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
-	bench-dispatch bench-update bench-clients bench-store bench-publish gpu-kit online compare image image-sampler image-vllm-cpu \
+	bench-dispatch bench-update bench-clients bench-store bench-publish bench-balance \
+	bench-balance-simulated gpu-kit online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test fuzz lint clean
 
 help:  ## list the targets
@@ -159,6 +160,13 @@ bench-clients: megatron $(BUILD)/clients/.done  ## measure replay of verl, of up
 bench-store: setup  ## measure routes on their way from a response to a rank, here and in other frameworks (TOKENS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \
 		--rounds $(ROUNDS) --tokens $(TOKENS)
+
+bench-balance: megatron  ## measure what guest experts do to the load and to a step (ONLY=CASE)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.balance --out $(BUILD)/bench/balance.json \
+		--rounds $(ROUNDS) --only "$(ONLY)"
+
+bench-balance-simulated: setup  ## work out what guest experts do on more ranks, for made-up rollouts (ONLY=CASE)
+	$(VENV)/bin/python -m benchmarks.balance_simulated --out $(BUILD)/bench/balance-simulated.json --only "$(ONLY)"
 
 bench-publish: megatron  ## measure time and memory of writing a policy by the ranks of a training (ONLY=LAYOUT)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.publish --out $(BUILD)/bench/publish.json \

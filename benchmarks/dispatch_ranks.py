@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -218,25 +219,33 @@ class Spent:
     checking_s: float = 0.0
 
 
-def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
-    """The parts of a training whose steps are live, replayed, and replayed with a plan in turn."""
+def modes_of_microbatches(rounds: Rounds) -> Iterator[str]:
+    """The mode of each micro-batch that is prepared, once its step may be.
+
+    A thread prepares micro-batches ahead of their steps, so it knows a step by the number of
+    micro-batches before it.
+    """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+    for number in count():
+        step = number // get_num_microbatches()
+        rounds.wait_for(step)
+        yield rounds.mode(step)
+
+
+def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
+    """The parts of a training whose steps are live, replayed, and replayed with a plan in turn."""
     from megatron_r3.integrations.planner import Planner
     from megatron_r3.training.dataset import SEQUENCE_FIELDS
     from megatron_r3.training.guard import StepGuard
     from megatron_r3.training.lookahead import Prepared, Preparer
     from megatron_r3.training.step import Parts
 
-    class TurnedPreparer(Preparer):
-        num_prepared = 0
+    modes = modes_of_microbatches(rounds)
 
+    class TurnedPreparer(Preparer):
         def prepare(self, whole: Any, with_plan: bool) -> Prepared:
-            # a thread runs this, so it knows a step by the number of micro-batches before it
-            step = self.num_prepared // get_num_microbatches()
-            self.num_prepared += 1
-            rounds.wait_for(step)
-            mode = rounds.mode(step)
+            mode = next(modes)
             if mode == "live":
                 return Prepared(self.layout.split(whole, SEQUENCE_FIELDS), [], None, None)
             return super().prepare(whole, with_plan and mode == "plan")

@@ -75,6 +75,8 @@ def documents(root: Path) -> dict[Path, str]:
         "clients": clients_part,
         "store": store_part,
         "publish": publish_part,
+        "balance": balance_part,
+        "balance-simulated": balance_simulated_part,
     }
     for name, make in parts.items():
         recorded = [path for path in results if path.name.startswith(f"{name}-cpu-")]
@@ -282,6 +284,55 @@ def publish_part(path: Path) -> str:
     head = ["hidden", "layers", "layout", "model, MB", "part, MB", "layer, MB", "memory, MB"]
     head += ["memory / layer", "wall, ms"]
     what = f"CPU tensors and gloo, {found['rounds']} rounds"
+    return f"{_recorded(found, path)}, {what}\n\n{table(head, rows)}"
+
+
+def balance_part(path: Path) -> str:
+    """The table of `make bench-balance`: a ratio that cannot be told from 1 is not in it."""
+    found = json.loads(path.read_text())
+    rows = [
+        [
+            row["case"],
+            row["way"],
+            f"{row['load']:.3f}",
+            f"{row['wall_ms']:.0f}",
+            f"{row['cpu_ms']:.0f}",
+            *(
+                shown(row[name]) if row[name] else ""
+                for name in ("wall_of_off", "cpu_of_off", "layer_of_off")
+            ),
+            f"{row['planning_ms']:.2f}",
+            *(
+                [f"{row['guests']:.1f}", f"{row['bytes'] / 1e6:.2f}", f"{row['waiting_ms']:.1f}"]
+                if "guests" in row
+                else ["", "", ""]
+            ),
+            str(row["rounds"]),
+        ]
+        for row in found["rows"]
+    ]
+    head = ["case", "slots", "max/mean", "wall, ms", "CPU, ms", "wall / off", "CPU / off"]
+    head += ["CPU in MoE layers / off", "planning, ms", "guests", "sent, MB"]
+    head += ["held up, ms", "rounds"]
+    return f"{_recorded(found, path)}, CPU tensors and gloo\n\n{table(head, rows)}"
+
+
+def balance_simulated_part(path: Path) -> str:
+    """The table of `make bench-balance-simulated`."""
+    found = json.loads(path.read_text())
+    loads = ["store", "shuffled", "1 slot", "2 slots", "2 slots in a node"]
+    rows = [
+        [
+            row["case"],
+            str(row["ep"]),
+            *(f"{row[name]:.2f}" for name in loads),
+            f"{row['guests']:.2f}",
+            f"{row['planning_ms']:.0f}",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["simulated", "EP", "store order", *loads[1:], "guests of a rank", "planning, ms"]
+    what = f"{found['rollouts']} rollouts, simulated"
     return f"{_recorded(found, path)}, {what}\n\n{table(head, rows)}"
 
 

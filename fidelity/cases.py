@@ -27,6 +27,9 @@ class Case:
         since: the first release line on which upstream itself has the feature and gets it right.
             Empty: every line does.
         not_on: later release lines on which upstream itself fails or refuses.
+        guests: options of guest experts. Empty: none. The case runs three times: with guests; with
+            slots that stay empty, whose gradients must be bitwise those without slots; and without
+            slots, from whose gradients those with guests may differ by the order of sums.
         script: a script of the tree to run instead of our own. PyPI's trees have no scripts.
     """
 
@@ -41,6 +44,7 @@ class Case:
     forward_only_first: bool = False
     since: str = ""
     not_on: tuple[str, ...] = ()
+    guests: str = ""
     script: str = ""
 
     def runs_on(self, tree: Path, line: str) -> bool:
@@ -61,7 +65,7 @@ def _release(line: str) -> tuple[int, ...]:
     return tuple(int(number) for number in line.removeprefix("core_r").split("."))
 
 
-V19 = "core_r0.19.0"
+V16, V19 = "core_r0.16.0", "core_r0.19.0"
 ONE = "1 process, 6 micro-batches of 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -80,6 +84,7 @@ PACK = "--rollouts-pack --seq-length 64 --max-position-embeddings 64"
 # a pack for each of two mini-steps: just the first six rollouts fit, also as CP2 pads them
 HALF = "--rollouts-pack --seq-length 176 --max-position-embeddings 176"
 DIST_OPT = "--use-distributed-optimizer"
+OVERLAPS = "--overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
@@ -294,6 +299,54 @@ def _updates() -> list[Case]:
     ]
 
 
+def _guests() -> list[Case]:
+    """Hot experts have copies on other ranks; routes that make some experts hot."""
+    slots = "--moe-router-replay-guest-slots 2"
+    domains = f"{slots} --moe-router-replay-guest-domain 2"
+    cases = [
+        Case("EP2", 2, EP2),
+        Case("EP4", 4, EP4, micro_batch_size=3),
+        Case("EP4, domains of 2", 4, EP4, micro_batch_size=3, guests=domains),
+        Case("full recompute", 2, f"{EP2} {FULL} uniform", recomputes=True),
+        Case("recompute moe", 2, f"{EP2} {SELECTIVE} moe", recomputes=True),
+        Case("recompute layernorm", 2, f"{EP2} {SELECTIVE} layernorm"),
+        Case("old log-probs first", 2, EP2, forward_only_first=True),
+        Case("missing rows", 2, EP2, model="holes"),
+        Case("EP2xTP2, experts whole", 4, f"{TP2} {EP2} {ETP1}"),
+        Case("EP2xCP2", 2, f"{CP2} {EP2}"),
+        Case("folding: TP2xCP2 over EP4", 4, f"{TP2} {CP2} {EP4} {ETP1}"),
+        Case("folding: PP2 of TP2 over EP2", 4, f"{PP2} {TP2} {EP2} {ETP1}"),
+        Case("EP2xPP2", 4, f"{EP2} {PP2}", micro_batch_size=3),
+        Case("EP2xPP2xVPP2", 4, f"{EP2} {PP2} {VPP2}", micro_batch_size=3, quick=True),
+        Case("THD, EP2xCP2, odd lengths", 2, f"{PACK} {CP2} {EP2}", micro_batch_size=1),
+        Case("HybridModel", 2, EP2, model="hybrid", since=V19),
+        Case("MTP", 2, EP2, model="mtp", micro_batch_size=1),
+        Case("shared experts overlapped", 2, EP2, model="shared"),
+        Case("sigmoid, groups, bias", 2, EP2, model="deepseek"),
+        Case("balanced", 2, EP2, model="balanced", micro_batch_size=1),
+        Case(
+            "EP2xDP2, distributed optimizer",
+            4,
+            f"{EP2} {DIST_OPT} {OVERLAPS}",
+            micro_batch_size=3,
+        ),
+        Case("bf16", 2, EP2, model="bf16"),
+        Case("2 mini-steps", 2, EP2, model="mini-steps", micro_batch_size=1),
+        Case("R2", 2, EP2, model="R2", micro_batch_size=1),
+        Case("pretrain_gpt.py", 2, EP2, script="pretrain_gpt.py"),
+    ]
+    return [
+        replace(
+            case,
+            name=f"guests, {case.name}",
+            model=f"{case.model}, skewed",
+            guests=case.guests or slots,
+            since=case.since or V16,
+        )
+        for case in cases
+    ]
+
+
 CASES: tuple[Case, ...] = (
     *_one_process(),
     *_upstreams_script(),
@@ -304,4 +357,5 @@ CASES: tuple[Case, ...] = (
     *_overlapped(),
     *_balanced(),
     *_updates(),
+    *_guests(),
 )

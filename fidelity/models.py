@@ -33,6 +33,7 @@ class Model:
         arguments: what differs from the common ones.
         moe_layers: 0-based, among the decoder layers.
         holes: share of the rows that the sampler did not return.
+        hot: the first so many experts are in more routes than the others.
         multiple: every rollout has a multiple of this many input tokens.
         tolerance: relative, of loss and gradients, in another layout.
         update: what a training does with the rollouts.
@@ -41,6 +42,7 @@ class Model:
     arguments: str
     moe_layers: tuple[int, ...]
     holes: float = 0.0
+    hot: int = 0
     multiple: int = 1
     tolerance: float = 2e-5
     update: Update = ONE_STEP
@@ -94,3 +96,5 @@ MODELS = {
     "R2": Model("--num-layers 4", FOUR, update=replace(TWO_STEPS, source="old-policy")),
     "temperature": Model("--num-layers 4", FOUR, update=Update(temperature=0.7)),
 }
+# the first two experts are hot: their rank has the most tokens
+MODELS |= {f"{name}, skewed": replace(model, hot=2) for name, model in MODELS.items()}

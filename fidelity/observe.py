@@ -10,6 +10,7 @@ Shape suffixes (docs/glossary.md): P, H, T.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Observed:
         experts_P: global expert ids.
         shard: which part of each expert this rank holds (expert tensor parallelism).
         grad: False for the first pass of a recomputed layer, and for a forward-only pass.
+        guests: how many of the experts had been copied here from another rank.
     """
 
     layer: int
@@ -41,6 +43,7 @@ class Observed:
     experts_P: np.ndarray
     shard: int
     grad: bool
+    guests: int = 0
 
 
 class Observer:
@@ -58,28 +61,35 @@ class Observer:
         """Watch these model chunks."""
         for model in models:
             for layer in local_moe_layers(model).values():
-                layer.experts.register_forward_pre_hook(self._hook(layer))
+                if getattr(layer, "guests", None) is not None:
+                    layer.guests.watchers.append(partial(self._see, layer))
+                else:
+                    layer.experts.register_forward_pre_hook(self._hook(layer))
         return models
 
     def _hook(self, layer: Any) -> Any:
-        from megatron.core import mpu
-
-        shard = mpu.get_expert_tensor_parallel_rank()
-
-        def before_experts(experts: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-            if not experts.training:
-                return
-            hidden, counts = inputs[0].detach(), torch.as_tensor(inputs[1]).cpu().numpy()
-            observed = Observed(
-                layer=layer.layer_number,
-                hidden_PH=hidden[: int(counts.sum())].float().cpu().numpy().copy(),
-                experts_P=np.repeat(layer.local_expert_indices, counts),
-                shard=shard,
-                grad=torch.is_grad_enabled(),
-            )
-            self.seen.setdefault(self.phase, []).append(observed)
+        def before_experts(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._see(layer, inputs[0], inputs[1], layer.local_expert_indices)
 
         return before_experts
+
+    def _see(self, layer: Any, hidden_PH: torch.Tensor, counts: Any, experts: list[int]) -> None:
+        """Keep what came; `experts` are those of the counts, -1 where there is none."""
+        from megatron.core import mpu
+
+        if not layer.training:
+            return
+        per_expert = torch.as_tensor(counts).cpu().numpy()
+        hidden = hidden_PH.detach()[: int(per_expert.sum())]
+        observed = Observed(
+            layer=layer.layer_number,
+            hidden_PH=hidden.float().cpu().numpy().copy(),
+            experts_P=np.repeat(experts, per_expert),
+            shard=mpu.get_expert_tensor_parallel_rank(),
+            grad=torch.is_grad_enabled(),
+            guests=sum(e >= 0 for e in experts) - len(layer.local_expert_indices),
+        )
+        self.seen.setdefault(self.phase, []).append(observed)
 
 
 @dataclass

@@ -49,6 +49,7 @@ def _rollout(model: Model, index: int, rng: np.random.Generator) -> Sampled:
     tokens[0] = index + 1  # padding is 0
     response = np.arange(inputs + 1) >= rng.integers(2, 6)
     scores = rng.random((len(model.moe_layers), inputs, EXPERTS))
+    scores[..., : model.hot] += 0.5  # of two scores, one is above the other by 0.5 in 1 of 8 cases
     return Sampled(
         tokens=tokens.astype(np.int32),
         response=response,

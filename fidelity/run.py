@@ -88,6 +88,7 @@ def _line(row: dict[str, object], verbose: bool) -> str:
         f"{head}{row['dispatched_as_recorded']:10.4f} {row['loss_error']:10.1e} "
         f"{row['grad_error']:10.1e} {'' if 'bitwise' not in row else str(row['bitwise']):7} "
         f"{'missed: ' + ', '.join(missed) if missed else 'caught'}"
+        + (f", {row['guests_error']:.1e} from without guests" if "guests_error" in row else "")
         + ("" if passed(row) else "  FAILED")
     )
 

@@ -12,9 +12,9 @@ import torch
 from fidelity.cases import CASES, Case
 from fidelity.core_layout import run_core_layout
 from fidelity.gradients import assemble
-from fidelity.judge import Judge
+from fidelity.judge import Judge, gradient_error
 from fidelity.layout import run_layout
-from fidelity.models import MODELS
+from fidelity.models import MODELS, Model
 from fidelity.observe import RankResult
 from fidelity.reference import CLIP_EPS, make_reference
 from fidelity.rig.rank_process import RankError
@@ -27,7 +27,11 @@ from megatron_r3.training.options import document_multiple
 from megatron_r3.training.schedule import Schedule, UseOfRollouts
 
 TIMEOUT_S = 180.0
-BIAS = "expert_bias_matches"
+ANY_GUEST = "--moe-router-replay-guest-tokens 1"
+NO_GUESTS = f"--moe-router-replay-guest-tokens {1 << 40}"
+# an expert's tokens are in two matrices and its gradient is a sum of two: rounding of float32
+GUESTS_TOLERANCE = 2e-6
+BIAS, GUESTS = "expert_bias_matches", ("guests_match", "guests_came")
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,41 @@ class Table:
         """Run a case; what it showed, or the `error` that it ended with."""
         row: dict[str, object] = {"case": case.name, "tree": self.tree, "world_size": case.ranks}
         try:
-            results = self._run(case)
+            results = self._run(case, f"{case.guests} {ANY_GUEST}" if case.guests else "")
             row |= self._prepared(case.model).judge.row(results)
             if case.bitwise:
                 row["bitwise"] = self._is_bitwise(results, case.bitwise)
             if case.recomputes or case.forward_only_first:
                 row["every_pass_seen"] = row["passes"] == ["grad", "no grad"]
+            if case.guests:
+                row |= self._beside_others(case, results)
         except (RankError, AssertionError) as error:
             row["error"] = str(error)
         return row
 
-    def _run(self, case: Case) -> list[RankResult]:
+    def _beside_others(self, case: Case, results: list[RankResult]) -> dict[str, object]:
+        """What a case with guests shows beside the same case with empty slots, and without slots.
+
+        In bfloat16 the two ways need not be near: the reference in float32 is what both are near.
+        """
+        plain, empty = (
+            _gradients(self._run(case, options)) for options in ("", f"{case.guests} {NO_GUESTS}")
+        )
+        error = gradient_error(_gradients(results), plain)
+        model = MODELS[case.model]
+        has_guests = any(o.guests for r in results for o in r.seen["right"])
+        return {
+            "guests_error": error,
+            "guests_match": error <= GUESTS_TOLERANCE or model.tolerance > Model.tolerance,
+            # a micro-batch with a token of unknown route has no plan, and so no guests
+            "guests_came": has_guests != bool(model.holes),
+            "bitwise": all(torch.equal(empty[name], plain[name]) for name in plain),
+        }
+
+    def _run(self, case: Case, options: str = "") -> list[RankResult]:
         prepared = self._prepared(case.model)
         update = MODELS[case.model].update
-        argv = MODELS[case.model].argv() + shlex.split(case.arguments)
+        argv = MODELS[case.model].argv() + shlex.split(f"{case.arguments} {options}")
         argv += ["--load", str(prepared.checkpoint), "--finetune"]
         argv += ["--no-load-optim", "--no-load-rng", "--exit-on-missing-checkpoint"]
         argv += ["--micro-batch-size", str(case.micro_batch_size)]
@@ -153,5 +178,5 @@ def passed(row: dict[str, object]) -> bool:
         and bool(controls)
         and isinstance(controls, dict)
         and all(controls.values())
-        and all(row.get(name, True) for name in ("bitwise", "every_pass_seen", BIAS))
+        and all(row.get(name, True) for name in ("bitwise", "every_pass_seen", BIAS, *GUESTS))
     )

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_r3.guests.places import LayerGuests
+
 
 class PlanError(RuntimeError):
     """A plan that contradicts itself; the message names layer and rank."""
@@ -62,6 +64,9 @@ class LayerSizes:
         tokens_per_expert: `[O]`, how many tokens each expert of this rank receives.
         rank_load: `[expert_size]`, how many (token, expert) pairs each expert-parallel rank
             computes. No dispatcher needs it; it is what all ranks wait for.
+        guests: where hot experts have copies. Then the experts above are places, own experts and
+            guest slots; None in a layer whose slots are empty, or whose ranks have none.
+        load_at_home: `rank_load` as it would be without guests.
     """
 
     input_splits: np.ndarray
@@ -70,6 +75,8 @@ class LayerSizes:
     received: Tensor
     tokens_per_expert: Tensor
     rank_load: np.ndarray
+    guests: LayerGuests | None = None
+    load_at_home: np.ndarray | None = None
 
 
 def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
@@ -88,7 +95,8 @@ def layer_sizes(
     """The sizes of every layer, by its number.
 
     Args:
-        counts_RLE: every rank's `count_tokens`, in the order of the group.
+        counts_RLE: every rank's `count_tokens`, in the order of the group; with guest slots, how
+            many tokens it sends to each place (`megatron_r3/guests/places.py`).
         layer_numbers: Megatron's number of each of the L layers.
 
     Raises:

@@ -14,6 +14,8 @@ import dataclasses
 import re
 from typing import Any
 
+from megatron_r3.guests.refusals import guest_refusals
+
 # The fields of TransformerConfig and ModelParallelConfig, in core_v0.15.3 to main of 2026-08-22,
 # whose names match `_ABOUT_ROUTING`. Some of them cannot be replayed: those are in `refusals`.
 KNOWN_NAMES = frozenset(
@@ -147,7 +149,7 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
             "version to have it looked at",
         ),
     ]
-    return [reason for refused, reason in checks if refused]
+    return [reason for refused, reason in checks if refused] + guest_refusals(config)
 
 
 def _captures_router(config: Any) -> bool:

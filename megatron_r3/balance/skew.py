@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_r3.guests import LEAST_TOKENS, plan_moves, rank_load
+from megatron_r3.guests.moves import LEAST_TOKENS, plan_moves, rank_load
+from megatron_r3.placement import Placement
 from megatron_r3.store import RolloutStore
 from megatron_r3.training.schedule import Schedule
 
@@ -35,6 +37,7 @@ class SkewPlan:
         seed: of the shuffle.
         domain: guests are among so many neighbouring ranks; None for the whole group.
         least_tokens: no guest has fewer.
+        placement: the file that says where the experts are; None for their order.
     """
 
     ep: Sequence[int]
@@ -45,6 +48,7 @@ class SkewPlan:
     seed: int = 1
     domain: int | None = None
     least_tokens: int = LEAST_TOKENS
+    placement: Path | None = None
 
 
 def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
@@ -67,11 +71,10 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
     """
     _check(store, plan)
     load_MLE = _loads(store)
-    global_batch = plan.global_batch_size or len(store)
-    orders = {
-        "store": np.arange(len(store)),
-        "shuffled": _shuffled(len(store), global_batch, plan.seed),
-    }
+    if plan.placement is not None:
+        placement, info = Placement.read(plan.placement), store.info
+        placement.check_layers(f"--placement {plan.placement}", info.moe_layers, info.num_experts)
+        load_MLE = placement.loads(load_MLE)
     return {
         "directories": [str(directory) for directory in store.directories],
         "rollouts": len(store),
@@ -80,12 +83,23 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
         "moe_layers": list(store.info.moe_layers),
         "micro_batch_size": plan.micro_batch_size,
         "ranks_per_rollout": plan.ranks_per_rollout,
-        "global_batch_size": global_batch,
+        "global_batch_size": plan.global_batch_size or len(store),
         "seed": plan.seed,
         "domain": plan.domain,
         "least_tokens": plan.least_tokens,
-        "sizes": [_of_size(load_MLE, orders, ep, plan) for ep in plan.ep],
+        "placement": None if plan.placement is None else str(plan.placement),
+        "sizes": sizes_of_loads(load_MLE, plan),
     }
+
+
+def sizes_of_loads(load_MLE: np.ndarray, plan: SkewPlan) -> list[dict[str, Any]]:
+    """`sizes` of `measure_skew`, of rollouts whose loads `[M, L, E]` these are."""
+    rollouts = len(load_MLE)
+    orders = {
+        "store": np.arange(rollouts),
+        "shuffled": _shuffled(rollouts, plan.global_batch_size or rollouts, plan.seed),
+    }
+    return [_of_size(load_MLE, orders, ep, plan) for ep in plan.ep]
 
 
 def _check(store: RolloutStore, plan: SkewPlan) -> None:
@@ -181,13 +195,13 @@ def _with_slots(loads: Sequence[np.ndarray], ep: int, slots: int, plan: SkewPlan
             load_LR, guests = moves.load_LR, guests + len(moves.rank_V)
         busiest[batch], mean[batch] = load_LR.max(1), load_LR.mean(1)
     return {
-        "all": _ratio(busiest.sum(), mean.sum()),
-        "layers": [_ratio(*sums) for sums in zip(busiest.sum(0), mean.sum(0), strict=True)],
-        "micro_batches": [_ratio(*sums) for sums in zip(busiest.sum(1), mean.sum(1), strict=True)],
+        "all": ratio(busiest.sum(), mean.sum()),
+        "layers": [ratio(*sums) for sums in zip(busiest.sum(0), mean.sum(0), strict=True)],
+        "micro_batches": [ratio(*sums) for sums in zip(busiest.sum(1), mean.sum(1), strict=True)],
         "guests": guests / (len(loads) * num_layers * ep),
     }
 
 
-def _ratio(busiest: float, mean: float) -> float:
-    """1 where nothing was recorded, so that nothing is uneven."""
+def ratio(busiest: float, mean: float) -> float:
+    """The busiest load by the mean; 1 where nothing was recorded, so that nothing is uneven."""
     return float(busiest / mean) if mean else 1.0

@@ -1,15 +1,18 @@
 """The dispatch plan of a model chunk: counts of its routes, gathered among its expert ranks.
 
-Shape suffixes (docs/glossary.md): E, K, L, R, T.
+Shape suffixes (docs/glossary.md): E, I, K, L, R, T.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from megatron_r3.guests.moves import plan_moves, rank_load
+from megatron_r3.guests.places import place_tokens
 from megatron_r3.plan import ExpertRanks, LayerSizes, count_tokens, layer_sizes
 
 # the token dispatchers that ask for a plan (patches 7 and 8); the flex dispatcher learns its sizes
@@ -35,14 +38,24 @@ class PlannedRoutes(Protocol):
 class Planner:
     """Plans the micro-batches of one model chunk together with the ranks that share its experts.
 
-    A plan costs one collective a micro-batch, on the host. All of these ranks make their planners
-    in the same order, because a new planner makes a process group.
+    A plan costs one collective a micro-batch, on the host, also with guests: every rank works out
+    the same ones from the gathered counts. All of these ranks make their planners in the same
+    order, because a new planner makes a process group.
+
+    Args:
+        config: the model's TransformerConfig.
+        layer_numbers: the chunk's MoE layers, Megatron's numbers.
     """
 
-    def __init__(self, num_experts: int, layer_numbers: list[int]) -> None:
+    def __init__(self, config: Any, layer_numbers: list[int]) -> None:
         from megatron.core import mpu
 
-        self.num_experts, self.layer_numbers = num_experts, layer_numbers
+        self.num_experts, self.layer_numbers = config.num_moe_experts, layer_numbers
+        # 0.15 has no such field
+        self.slots = getattr(config, "moe_router_replay_guest_slots", 0)
+        if self.slots:
+            self.domain = config.moe_router_replay_guest_domain
+            self.least_tokens = config.moe_router_replay_guest_tokens
         self.ranks = ExpertRanks(
             mpu.get_expert_model_parallel_world_size(),
             mpu.get_expert_model_parallel_rank(),
@@ -70,7 +83,24 @@ class Planner:
         if not gathered[:, -1].all():
             return None
         counts_RLE = gathered[:, :-1].reshape(self.size, *counts_LE.shape)
+        if self.slots:
+            return self._with_guests(counts_RLE)
         return layer_sizes(counts_RLE, self.ranks, self.layer_numbers)
+
+    def _with_guests(self, counts_RLE: np.ndarray) -> dict[int, LayerSizes]:
+        load_LE = counts_RLE.sum(0, dtype=np.int64)
+        moves = plan_moves(
+            load_LE, self.size, self.slots, domain=self.domain, least_tokens=self.least_tokens
+        )
+        counts_RLI, guests = place_tokens(counts_RLE, moves, self.slots, self.ranks.rank)
+        sizes = layer_sizes(counts_RLI, self.ranks, self.layer_numbers)
+        at_home_LR = rank_load(load_LE, self.size)
+        return {
+            number: replace(sizes[number], guests=of_layer, load_at_home=at_home_R)
+            for number, of_layer, at_home_R in zip(
+                self.layer_numbers, guests, at_home_LR, strict=True
+            )
+        }
 
     def _gather(self, message: np.ndarray) -> np.ndarray:
         if self.size == 1:

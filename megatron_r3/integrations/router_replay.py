@@ -307,7 +307,7 @@ def _plan(block: Any, routes: TargetRoutes) -> dict[int, LayerSizes] | None:
     if not (config.moe_router_replay_dispatch_plan and asks):
         return None
     if block not in _planners:
-        _planners[block] = Planner(config.num_moe_experts, routes.layers)
+        _planners[block] = Planner(config, routes.layers)
     return _planners[block].plan(routes.on_host())
 
 

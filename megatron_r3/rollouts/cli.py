@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_r3.balance.cli import add_skew
+from megatron_r3.balance.cli import add_balance
 
 if TYPE_CHECKING:
     from megatron_r3.rollouts.engine import Engine
@@ -30,7 +30,7 @@ def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
     _add_collect(commands)
     _add_inspect(commands)
     _add_verify(commands)
-    add_skew(commands, _number)
+    add_balance(commands, _number)
     _add_convert(commands)
 
 

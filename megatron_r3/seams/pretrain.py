@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from megatron_r3.launch import watch_models
+from megatron_r3.launch import refuse_older_patches, watch_models
 from megatron_r3.seams.router import RouterHook
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import FollowedRollouts, PackedRollouts, RolloutDataset
 from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.open_store import (
+    check_placement,
     check_recorded,
     open_store,
     recorded_share,
@@ -46,8 +47,9 @@ def use_rollouts(
     """
     global _step
     if args.rollouts is None:
-        return provider, refuse_silence(forward_step)
+        return provider, refuse_silence(forward_step, args)
     try:
+        refuse_older_patches("--rollouts")
         # once more after check_args: a tokenizer may have set the vocabulary since
         options = RolloutOptions.from_args(args)
         store = open_store(options)
@@ -148,6 +150,7 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
     def provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         try:
             _wait_for_the_first(options, store)
+            check_placement(options, store, step.progress.placement())
             train = training_data(sizes[0])
             if step.old_pass is not None:
                 # The pass runs beside the thread that prepares micro-batches: data of its own.

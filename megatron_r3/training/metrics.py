@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 EXPERT_LOAD = "expert load max/mean"
+WITHOUT_GUESTS = f"{EXPERT_LOAD} without guests"
 
 
 class StepMetrics:
@@ -80,7 +81,7 @@ class StepMetrics:
         return "".join(
             f" {name}: {value:.4f} |"
             for name, value in scalars.items()
-            if "/" not in name or name == EXPERT_LOAD
+            if "/" not in name or name in (EXPERT_LOAD, WITHOUT_GUESTS)
         )
 
     def add_dispatched(self, matched: int, total: int) -> None:
@@ -121,20 +122,27 @@ class StepMetrics:
         The plans are on the host, so the device is not asked. The ranks that share experts have the
         same plans: each group of them counts as often as it has ranks, and all have as many.
         """
-        sums_Y2 = torch.zeros(self.num_layers, 2, dtype=torch.float64)
+        # sums of each layer: the busiest rank's load, that without guests, the mean; and how many
+        # plans had guest slots
+        sums_Y4 = torch.zeros(self.num_layers, 4, dtype=torch.float64)
         for microbatch, _ in (pair for chunk in self.microbatches.values() for pair in chunk):
             for number, sizes in (microbatch.plan or {}).items():
                 if len(sizes.rank_load) > 1:
-                    load = sizes.rank_load.max(), sizes.rank_load.mean()
-                    sums_Y2[number - 1] += torch.tensor(load, dtype=torch.float64)
-        sums_Y2 = _sum_over_ranks(sums_Y2).cpu()
-        of_layers = {
-            f"{EXPERT_LOAD}/layer {number}": busiest / mean
-            for number, (busiest, mean) in enumerate(sums_Y2.tolist(), start=1)
-            if mean
-        }
-        busiest, mean = sums_Y2.sum(0).tolist()
-        return {EXPERT_LOAD: busiest / mean, **of_layers} if mean else {}
+                    load, at_home, has_slots = sizes.rank_load, sizes.load_at_home, True
+                    if at_home is None:
+                        at_home, has_slots = load, False
+                    sums = (load.max(), at_home.max(), load.mean(), has_slots)
+                    sums_Y4[number - 1] += torch.tensor(sums, dtype=torch.float64)
+        sums_Y4 = _sum_over_ranks(sums_Y4).cpu()
+        rows = [("", sums_Y4.sum(0).tolist())]
+        rows += [(f"/layer {n}", sums) for n, sums in enumerate(sums_Y4.tolist(), start=1)]
+        found = {}
+        for layer, (busiest, at_home, mean, has_slots) in rows:
+            if mean:
+                found[f"{EXPERT_LOAD}{layer}"] = busiest / mean
+            if has_slots:
+                found[f"{WITHOUT_GUESTS}{layer}"] = at_home / mean
+        return found
 
     def _tokens(self) -> dict[str, float]:
         """The share of tokens that differ in any layer of any pipeline stage.

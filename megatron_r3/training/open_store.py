@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_r3.placement import Placement
 from megatron_r3.store.follow import open_stores
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.shard import Shard
@@ -57,6 +58,23 @@ def check_recorded(options: RolloutOptions, store: RolloutStore) -> None:
     """
     if options.replays_rollouts and _reads_all() and not recorded_share(store):
         raise ValueError(f"{options.where}: no token has recorded routes to replay")
+
+
+def check_placement(
+    options: RolloutOptions, store: RolloutStore, placement: Placement | None
+) -> None:
+    """Refuse rollouts whose routes have no place in the model that was loaded.
+
+    Args:
+        placement: where the experts of the loaded model are; None where they are in their order.
+
+    Raises:
+        ValueError: it is a placement of other layers, or of another number of experts.
+    """
+    # routes of another model than the trainer's are not read (`step.py`, `_has_routes`)
+    if placement is not None and not options.shape_differences(store.info):
+        where = f"the checkpoint that was loaded, with {options.where}"
+        placement.check_layers(where, store.info.moe_layers, store.info.num_experts)
 
 
 def recorded_share(store: RolloutStore) -> float:

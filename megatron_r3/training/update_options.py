@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_r3.guests.moves import LEAST_TOKENS
 from megatron_r3.training.losses.advantages import ADVANTAGES
 from megatron_r3.training.losses.aggregation import AGGREGATIONS
 from megatron_r3.training.losses.correction import CORRECTIONS, LEVELS, CorrectionOptions
@@ -156,6 +157,11 @@ def _refuse_routes(args: Any) -> None:
     for name in (*names, "moe_router_replay_stale_source"):
         if getattr(args, name) is not None and not args.moe_router_replay:
             raise ValueError(f"{_flag(name)} needs --moe-router-replay")
+    for name, default in {"slots": 0, "domain": None, "tokens": LEAST_TOKENS}.items():
+        name = f"moe_router_replay_guest_{name}"
+        value = getattr(args, name, default)  # 0.15 has no such options
+        if value != default and not args.moe_router_replay:
+            raise ValueError(f"{_flag(name)} {value} needs --moe-router-replay")
     max_lag = args.moe_router_replay_max_lag
     if max_lag is not None and max_lag < 0:
         raise ValueError(f"--moe-router-replay-max-lag {max_lag}: it must be 0 or more versions")

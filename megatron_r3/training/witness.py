@@ -4,7 +4,7 @@ A dispatcher moves hidden states without arithmetic, so a token's hidden state i
 expert by its bytes. Neither the router nor the replay is asked what it did. Two tokens with the
 same bytes are the same computation, so counting them as a multiset loses nothing.
 
-Shape suffixes (docs/glossary.md): H, K, L, P, T.
+Shape suffixes (docs/glossary.md): E, H, I, K, L, P, T.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_r3.integrations.layers import local_moe_layers
 from megatron_r3.microbatch import MicrobatchRoutes
+from megatron_r3.placement import Placement
 from megatron_r3.replay import active_microbatch
 from megatron_r3.rows import PADDING
 from megatron_r3.store.reader import RolloutStore
@@ -82,6 +83,7 @@ class DispatchWitness:
 
     def __init__(self, store: RolloutStore, old: OldPolicy | None = None) -> None:
         self.store, self.old = store, old
+        self.placement: Placement | None = None
         self.rows: WeakKeyDictionary[MicrobatchRoutes, Rows] = WeakKeyDictionary()
 
     def watch(self, microbatch: MicrobatchRoutes, rows_T: np.ndarray, source_T: np.ndarray) -> None:
@@ -94,13 +96,21 @@ class DispatchWitness:
         """
         self.rows[microbatch] = rows_T, source_T
 
-    def attach(self, model: torch.nn.Module, result: StepMetrics) -> None:
-        """Put hooks before dispatch and before the experts of every MoE layer of a model chunk."""
+    def attach(
+        self, model: torch.nn.Module, result: StepMetrics, placement: Placement | None = None
+    ) -> None:
+        """Put hooks before dispatch and before the experts of every MoE layer of a model chunk.
+
+        Args:
+            placement: where the model's experts are; None where they are in the sampler's order.
+        """
+        self.placement = placement
         for number, layer in local_moe_layers(model).items():
             self._attach_layer(number, layer, result)
 
     def _attach_layer(self, number: int, layer: Any, result: StepMetrics) -> None:
-        dispatcher = layer.token_dispatcher
+        dispatcher, guests = layer.token_dispatcher, getattr(layer, "guests", None)
+        own = layer.local_expert_indices
         # what the last dispatch of this layer sent, until its experts have got it
         sent: dict[str, Any] = {}
         dispatch_preprocess = dispatcher.dispatch_preprocess
@@ -111,30 +121,39 @@ class DispatchWitness:
             if microbatch is not None and microbatch in self.rows:
                 hashes_T = row_hashes(hidden_states.reshape(-1, hidden_states.shape[-1]))
                 recorded = self._recorded(number, *self.rows[microbatch])
-                sent["pairs"] = self._sent(recorded, hashes_T, routing_map)
+                expected = self._expected(recorded, hashes_T)
+                sent["pairs"] = (
+                    expected,
+                    _others(
+                        recorded, hashes_T, routing_map, None if guests is None else guests.expert_I
+                    ),
+                )
             return dispatch_preprocess(hidden_states, routing_map, probs)
 
         def before_experts(_: Any, inputs: tuple[Any, ...]) -> None:
-            if "pairs" not in sent:
-                return
-            received = _received(inputs[0], inputs[1], layer.local_expert_indices)
-            expected, ignored = _at_these_experts(
-                sent.pop("pairs"), layer.local_expert_indices, dispatcher.tp_ep_group
-            )
-            result.add_dispatched(*matches(expected, ignored, received))
+            if "pairs" in sent:
+                received = _received(inputs[0], inputs[1], own)
+                pairs = _of_experts(own, dispatcher.tp_ep_group, *sent.pop("pairs"))
+                result.add_dispatched(*matches(pairs[0], pairs[1], received))
+
+        def before_guests(hidden_PH: Tensor, counts: Tensor, experts: list[int]) -> None:
+            # Some tokens of this rank's experts are computed elsewhere, some here are of others.
+            if "pairs" in sent:
+                pairs = (*sent.pop("pairs"), _received(hidden_PH, counts, experts))
+                expected, ignored, received = _of_experts(own, dispatcher.tp_ep_group, *pairs)
+                result.add_dispatched(*matches(expected, ignored, received))
 
         dispatcher.dispatch_preprocess = before_dispatch
-        layer.experts.register_forward_pre_hook(before_experts)
+        if guests is None:
+            layer.experts.register_forward_pre_hook(before_experts)
+        else:
+            guests.watchers.append(before_guests)
 
-    def _sent(
-        self, recorded: dict[int, np.ndarray], hashes_T: np.ndarray, routing_map: Tensor
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(expected, ignored) pairs of this rank's tokens."""
+    def _expected(self, recorded: dict[int, np.ndarray], hashes_T: np.ndarray) -> np.ndarray:
+        """The pairs of this rank's recorded tokens."""
         tokens = np.repeat(list(recorded), self.store.info.topk).astype(np.int64)
         experts = np.concatenate([*recorded.values(), np.zeros(0, np.uint8)])
-        other_P2 = np.argwhere(routing_map.detach().cpu().numpy())
-        other_P2 = other_P2[~np.isin(other_P2[:, 0], list(recorded))]
-        return _pairs(hashes_T[tokens], experts), _pairs(hashes_T[other_P2[:, 0]], other_P2[:, 1])
+        return _pairs(hashes_T[tokens], experts)
 
     def _recorded(
         self, number: int, rows_T: np.ndarray, source_T: np.ndarray
@@ -152,6 +171,7 @@ class DispatchWitness:
 
     def _in_store(self, number: int, rows_T: np.ndarray) -> dict[int, np.ndarray]:
         trace = self.store.info.moe_layers.index(number - 1)
+        place_E = None if self.placement is None else self.placement.of_layer(number - 1)
         rollouts: dict[int, Any] = {}
         routes: dict[int, np.ndarray] = {}
         for token, row in enumerate(rows_T.tolist()):
@@ -165,8 +185,26 @@ class DispatchWitness:
                     # a recompute calls this in the backward pass, where nothing catches an error
                     refuse(str(error))
             if rollouts[rollout].recorded_T[at]:
-                routes[token] = rollouts[rollout].ids_LTK[trace, at]
+                ids_K = rollouts[rollout].ids_LTK[trace, at]
+                routes[token] = ids_K if place_E is None else place_E[ids_K]
         return routes
+
+
+def _others(
+    recorded: dict[int, np.ndarray],
+    hashes_T: np.ndarray,
+    routing_map: Tensor,
+    expert_I: np.ndarray | None,
+) -> np.ndarray:
+    """The pairs of this rank's other tokens, as the map sends them.
+
+    Args:
+        expert_I: the expert of each column; None where a column is an expert.
+    """
+    token_P, column_P = np.nonzero(routing_map.detach().cpu().numpy())
+    other_P = ~np.isin(token_P, list(recorded))
+    expert_P = column_P if expert_I is None else expert_I[column_P]
+    return _pairs(hashes_T[token_P[other_P]], expert_P[other_P])
 
 
 def _received(hidden_PH: Tensor, tokens_per_expert: Tensor, experts: list[int]) -> np.ndarray:
@@ -174,11 +212,9 @@ def _received(hidden_PH: Tensor, tokens_per_expert: Tensor, experts: list[int]) 
     return _pairs(row_hashes(hidden_PH[: int(counts.sum())]), np.repeat(experts, counts))
 
 
-def _at_these_experts(
-    pairs: tuple[np.ndarray, np.ndarray], experts: list[int], group: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """What all ranks of the group sent to this rank's experts."""
+def _of_experts(experts: list[int], group: Any, *pairs: np.ndarray) -> list[np.ndarray]:
+    """The pairs of these experts alone, those of all ranks of the group together."""
     gathered: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(gathered, pairs, group=group)
-    expected, ignored = (np.concatenate(parts) for parts in zip(*gathered, strict=True))
-    return tuple(p[np.isin(p[:, 1], experts)] for p in (expected, ignored))  # type: ignore[return-value]
+    of_all = (np.concatenate(parts) for parts in zip(*gathered, strict=True))
+    return [pairs_P2[np.isin(pairs_P2[:, 1], experts)] for pairs_P2 in of_all]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_r3.integrations.layers import unwrapped
+from megatron_r3.placement import ATTRIBUTE
 from megatron_r3.untrusted import one_line
 from megatron_r3.weights.family import VOCABULARY
 from megatron_r3.weights.ranks import everyones, my_rank, together
@@ -58,6 +59,7 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
 
     Args:
         models: this rank's model chunks.
+        args: Megatron's. They say afterwards where the checkpoint's experts are (placement.py).
 
     Raises:
         ValueError: the checkpoint cannot be read, or has other tensors, shapes or settings than
@@ -141,6 +143,8 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
 
     def compared_args(saved: Any, **more: Any) -> None:
         check_args(saved, **more)
+        # as a patched Megatron does; an export works on a tree without patches too
+        setattr(args, ATTRIBUTE, getattr(saved, ATTRIBUTE, None))
         for name in _NO_SHAPES:
             then, now = getattr(saved, name, None), getattr(args, name, None)
             if then is not None and now is not None and then != now:

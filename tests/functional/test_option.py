@@ -31,6 +31,9 @@ OPTIONS: dict[str, tuple[Any, list[str], Any]] = {
     ),
     "moe_router_replay_verify_plan": (False, ["--moe-router-replay-verify-plan"], True),
     "moe_router_replay_verify_dispatch": (False, ["--moe-router-replay-verify-dispatch"], True),
+    "moe_router_replay_guest_slots": (0, ["--moe-router-replay-guest-slots", "2"], 2),
+    "moe_router_replay_guest_domain": (None, ["--moe-router-replay-guest-domain", "4"], 4),
+    "moe_router_replay_guest_tokens": (1024, ["--moe-router-replay-guest-tokens", "7"], 7),
 }
 
 
@@ -69,13 +72,21 @@ def test_every_field_has_a_flag_whose_value_arrives(patched: TreeWorker) -> None
 def fields_of_the_config(rank: int) -> dict[str, Any]:
     start()
     off, on = config(moe_router_replay=False), config()
-    by_hand = config(**{name: value for name, (_, _, value) in OPTIONS.items()})
+    given = {name: value for name, (_, _, value) in OPTIONS.items()}
+    guests = {name: value for name, value in given.items() if "guest" in name}
+    by_hand = vars(config(**{name: given[name] for name in given.keys() - guests.keys()}))
+    # guests need the plan, which the others turn off, and ranks to go to
+    by_hand |= {name: getattr(with_guests(guests), name) for name in guests}
     return {
         "declared": [f.name for f in fields(off) if f.name.startswith("moe_router_replay")],
         "off": [getattr(off, name) for name in OPTIONS],
-        "by hand": [getattr(by_hand, name) for name in OPTIONS],
+        "by hand": [by_hand[name] for name in OPTIONS],
         "added by the check": sorted(vars(on).keys() - vars(off).keys()),
     }
+
+
+def with_guests(options: dict[str, Any]) -> Any:
+    return config(expert_model_parallel_size=2, **options)
 
 
 def test_every_field_is_declared_and_the_check_adds_none(patched: TreeWorker) -> None:

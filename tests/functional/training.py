@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import grouped_experts
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from megatron_r3 import launch
 from megatron_r3.cli import main
+from megatron_r3.placement import ATTRIBUTE
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
 
@@ -64,6 +66,28 @@ def train(
     return weights(models)
 
 
+def gradients(rank: int, argv: list[str]) -> dict[str, torch.Tensor]:
+    """The gradients of this rank after the last step, by chunk and name."""
+    from megatron.training import training
+
+    if "--moe-grouped-gemm" in argv:
+        grouped_experts.install()
+    found: dict[str, torch.Tensor] = {}
+    train_step = training.train_step
+
+    def step(forward_step: Any, data: Any, model: Any, *more: Any, **named: Any) -> Any:
+        result = train_step(forward_step, data, model, *more, **named)
+        for chunk, module in enumerate(model):
+            for name, parameter in module.named_parameters():
+                # bfloat16 wraps a model once more
+                found[f"{chunk}.{name.replace('module.', '')}"] = parameter.main_grad.clone()
+        return result
+
+    training.train_step = step
+    train(rank, argv)
+    return found
+
+
 def parse(rank: int, argv: list[str], hidden: bool = False) -> str:
     """Only parse and check the arguments; why they were refused, or nothing."""
     import contextlib
@@ -101,6 +125,33 @@ def import_weights(rank: int, argv: list[str]) -> None:
 
     sys.argv = ["hf.py", *argv]
     hf.main()
+
+
+def import_and_forget(rank: int, argv: list[str]) -> None:
+    """The same, and the checkpoint does not remember where its experts are."""
+    from megatron_r3.weights import hf
+
+    hf.ATTRIBUTE = "of_nobody"
+    import_weights(rank, argv)
+
+
+def train_by_experts(rank: int, argv: list[str]) -> None:
+    """Train a placed checkpoint with routes as the sampler has them; a fault for controls."""
+    from megatron_r3.integrations.host_routes import PlacedRoutes
+
+    PlacedRoutes.routes = lambda self, *which: self._source.routes(*which)  # type: ignore
+    train(rank, argv)
+
+
+def older_patches(rank: int, argv: list[str]) -> None:
+    """Train where `load_checkpoint` is that of a tree without patch 15."""
+    from megatron.training import checkpointing
+
+    code = checkpointing.load_checkpoint.__code__
+    names = tuple("of_nobody" if name == ATTRIBUTE else name for name in code.co_names)
+    assert names != code.co_names
+    checkpointing.load_checkpoint.__code__ = code.replace(co_names=names)
+    train(rank, argv)
 
 
 def differences(rank: int, argv: list[str]) -> list[torch.Tensor]:

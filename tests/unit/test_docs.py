@@ -57,6 +57,7 @@ RUN_BY = [
         "tests/functional/test_comparison.py::test_replay_lowers_k3_under_noise",
     ),
     (r"make ([\w-]+)", r"ci make \1"),
+    (r"megatron-r3 rollouts place\b", "tests/unit/balance/test_place.py::test_the_command_writes"),
     (r"megatron-r3 rollouts skew\b", "tests/unit/balance/test_skew.py::test_the_command_prints"),
     (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
     (r"python -m demo.policy\b", CONTAINERS),  # its first step
@@ -115,6 +116,10 @@ RUN_BY = [
         "tests/clients/test_bridge_weights.py::test_a_model_that_is_no_family_of_ours",
     ),
     (r"torchrun .*hf\.py --hf-export\b", "tests/functional/test_hf.py::test_import_and_export"),
+    (
+        r"torchrun .*hf\.py --hf-import DIR --hf-placement\b",
+        "tests/functional/test_placement.py::test_an_export",
+    ),
     (r"torchrun .*hf\.py --hf-import\b", "tests/functional/test_hf.py::test_import_and_export"),
     (
         r"torchrun .*pretrain_gpt\.py .*--rollouts-follow\b",

@@ -19,7 +19,7 @@ import torch
 from docs_pages import FENCE, PAGES, ROOT, blocks, commands, help_of, spans
 
 from megatron_r3.training.losses.agreement import agreement_sums
-from megatron_r3.training.metrics import EXPERT_LOAD
+from megatron_r3.training.metrics import EXPERT_LOAD, WITHOUT_GUESTS
 from megatron_r3.training.mismatch import scalars_of
 from megatron_r3.truth.tables import Share, Tables
 
@@ -125,7 +125,7 @@ def test_every_logged_name_is_documented() -> None:
     names |= {f"router mismatch/{name}" for name in by.values()}
     names |= {"router mismatch", "router mismatch/alarms"}
     assert "router mismatch/alarms" in constants
-    names |= {EXPERT_LOAD, f"{EXPERT_LOAD}/layer N"}
+    names |= {EXPERT_LOAD, f"{EXPERT_LOAD}/layer N", WITHOUT_GUESTS}
     assert documented == names
 
 

@@ -45,8 +45,8 @@ FLOORS = [
     integrations
     replay replayable
     microbatch
-    plan gate guests store rows truth policies
-    rollout fingerprint
+    placement plan gate store rows truth policies
+    rollout fingerprint guests
     routes kept
     untrusted values
     """.strip().splitlines()

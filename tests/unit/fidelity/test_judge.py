@@ -172,6 +172,13 @@ def test_a_row_needs_a_control_and_the_witness(judge):
     assert not passed(judge.row([silent]))
 
 
+@pytest.mark.parametrize("field", ["bitwise", "guests_match", "guests_came"])
+def test_a_row_with_guests_needs_what_they_promise(judge, field):
+    row = judge.row([result()]) | {"bitwise": True, "guests_match": True, "guests_came": True}
+    assert passed(row)
+    assert not passed(row | {field: False})
+
+
 def test_every_step_counts():
     second = of_step([FAR], 1)
     assert [piece.name for piece in (*of_step([FAR], 0), *second)] == ["w", "w, step 2"]

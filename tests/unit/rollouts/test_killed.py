@@ -96,7 +96,7 @@ def test_a_signal_at_any_moment_ends_eight_workers(tmp_path, number):
     random = Random(number)
     write_inputs(tmp_path, 400)
     with engine(delay=0.002) as server:
-        for trial in range(12):
+        for trial in range(5):
             arguments = command(server.url, N, "--out", f"s{trial}", "--shard-size", "12")
             process = run(tmp_path, *arguments, "--concurrency", "8")
             asked = server.asked.total() + random.randrange(1, 120)

@@ -23,6 +23,7 @@ MXFP8 = "reuse_grad_buf_for_mxfp8_param_ag"
 
 def options(**changes: object) -> RolloutOptions:
     known = {*ARGUMENTS, "rampup_batch_size", "decrease_batch_size_if_needed", MXFP8}
+    known |= {f"moe_router_replay_guest_{name}" for name in ("slots", "domain", "tokens")}
     assert changes.keys() <= known
     return RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **changes}))
 
@@ -291,6 +292,18 @@ REFUSED: list[tuple[dict[str, object], str]] = [
             ("moe_router_replay_max_lag", 1),
             ("moe_router_replay_stale_source", "live"),
         )
+    ),
+    (
+        {"moe_router_replay_guest_slots": 2, "moe_router_replay": False},
+        "--moe-router-replay-guest-slots 2 needs --moe-router-replay",
+    ),
+    (
+        {"moe_router_replay_guest_domain": 8, "moe_router_replay": False},
+        "--moe-router-replay-guest-domain 8 needs --moe-router-replay",
+    ),
+    (
+        {"moe_router_replay_guest_tokens": 512, "moe_router_replay": False},
+        "--moe-router-replay-guest-tokens 512 needs --moe-router-replay",
     ),
     ({"moe_router_replay_max_lag": -1}, "--moe-router-replay-max-lag -1: it must be 0 or more"),
     (

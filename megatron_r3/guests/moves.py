@@ -154,11 +154,13 @@ class _Search:
 
         A rank does not get two guests of one expert. It would get a second one only if it had room
         left when the expert's home is above the limit again. But the first guest left either the
-        rank without room, or the home at its limit, where guests of its own cannot raise it.
+        rank without room, or the expert without tokens, or the home at its limit or below, where
+        guests of its own cannot raise it above.
 
         Args:
             limit_X: limits of all layers, one behind the other: of L layers, case x is layer x % L.
         """
+        least = max(self.least_tokens, 1)
         num_tried = len(limit_X) // len(self.load_LE)
         by_rank = self.load_LE.reshape(len(self.load_LE), self.num_ranks, -1)
         left_XRO = np.tile(by_rank, (num_tried, 1, 1))
@@ -179,9 +181,11 @@ class _Search:
             open_XR = (free_XR[cases] > 0) & (domain_R == domain_R[home][:, None])
             guest = np.where(open_XR, load_XR[cases], np.iinfo(np.int64).max).argmin(1)
             room = np.floor(limit_X[cases]) - load_XR[cases, guest]
-            tokens = np.minimum(np.ceil(excess), left_XRO[cases, home, local])
+            # Fewer than the least would pay for no guest, so a small excess sends more than itself.
+            tokens = np.maximum(np.ceil(excess), least)
+            tokens = np.minimum(tokens, left_XRO[cases, home, local])
             tokens = np.where(open_XR.any(1), np.minimum(tokens, room), 0).astype(np.int64)
-            enough = tokens >= max(self.least_tokens, 1)
+            enough = tokens >= least
             chosen = (cases, home, local, guest, tokens)
             cases, home, local, guest, tokens = (a[enough] for a in chosen)
             left_XRO[cases, home, local] -= tokens

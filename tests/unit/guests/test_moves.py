@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from megatron_r3.guests import plan_moves, rank_load, skew
+from megatron_r3.guests.moves import plan_moves, rank_load, skew
 
 
 def planned(load_LE, ranks, slots, **limits):
@@ -105,6 +105,13 @@ def test_no_guest_has_few_tokens():
     moves = planned(load_LE, 4, 2, least_tokens=300)
     assert len(moves.tokens_V) > 0
     assert moves.tokens_V.min() >= 300
+
+
+def test_a_small_excess_sends_as_many_as_pay():
+    """600 too many at home are too few for a guest: it gets 1000, and the other rank is busiest."""
+    moves = planned(np.array([[2200, 1000]]), 2, 1, least_tokens=1000)
+    assert moves.tokens_V.tolist() == [1000]
+    assert moves.load_LR.tolist() == [[1200, 2000]]
 
 
 def test_a_layer_that_is_even_enough_has_no_guests():

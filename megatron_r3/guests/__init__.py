@@ -1,0 +1,1 @@
+"""Guest experts: copies of hot experts on other ranks, for one layer of one micro-batch."""

@@ -1,0 +1,202 @@
+"""Guest experts: the same training, whichever rank computes a token's expert.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import grouped_experts
+import pytest
+import torch
+from skewed_routes import Gradients, furthest, skewed
+from training import STEP, Policy, gradients, same, train
+
+from demo.model import arguments
+from fidelity.rig.rank_process import RankError
+from fidelity.rig.worker import TreeWorker
+from megatron_r3.routes import Routes
+from megatron_r3.store import Rollout, RolloutStore, write_shard
+
+LAYERS, EXPERTS = 4, 16
+GUESTS = "--moe-router-replay-guest-slots 2 --moe-router-replay-guest-tokens 1"
+NO_GUEST = "--moe-router-replay-guest-slots 2 --moe-router-replay-guest-tokens 1000000"
+LOAD, AT_HOME = "expert load max/mean", "expert load max/mean without guests"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+BUCKETS = "--ddp-bucket-size 3000"
+
+
+# what `make fidelity` has more of, and what it has not: grouped experts
+CASES = {
+    "EP2": "",
+    "grouped experts, full recompute": f"--moe-grouped-gemm {RECOMPUTE}",
+    "grouped experts, activations recomputed": (
+        "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act"
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def store(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy's rollouts, with most of the load on the first of two ranks.
+
+    Each has the advantage 1: those of a group cancel each other, and so would most of a gradient,
+    whose rounding errors do not.
+    """
+    folder, policys = tmp_path_factory.mktemp("skewed") / "store", RolloutStore([policy.store])
+    for shard in range(3):  # 20 steps take more rollouts than the policy sampled
+        rollouts = [skewed_rollout(policys.rollout(i), shard) for i in range(len(policys))]
+        rollouts = [replace(r, group=r.group + shard * len(policys)) for r in rollouts]
+        write_shard(folder, policys.info, rollouts)
+    return folder
+
+
+def skewed_rollout(rollout: Rollout, seed: int) -> Rollout:
+    ids_LTK = skewed(rollout.routes.ids_LTK.shape, 0.8, 2, EXPERTS, seed)
+    return replace(rollout, routes=Routes.from_array(ids_LTK, EXPERTS), advantage=1.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_without_guests(
+    patched: TreeWorker, store: Path, tmp_path: Path, name: str
+) -> None:
+    argv = on(store, "--clip-grad", "0", "--moe-router-replay-verify-plan", *CASES[name].split())
+    found, logs = {}, {}
+    for way, options in {"plain": "", "empty": NO_GUEST, "guests": GUESTS}.items():
+        more = [*options.split(), "--rollouts-log", str(tmp_path / way)]
+        found[way] = patched.run(gradients, 2, [*argv, *more], timeout_s=300)
+        logs[way] = json.loads((tmp_path / way).read_text().splitlines()[-1])
+        assert logs[way]["routes dispatched as recorded"] == 1.0
+    assert same(found["plain"], found["empty"])
+    assert furthest(found["guests"], found["plain"]) < 2e-6
+    assert not same(found["guests"], found["plain"])  # guests computed something
+    assert AT_HOME not in logs["plain"]
+    assert logs["guests"][AT_HOME] == logs["empty"][LOAD] == logs["plain"][LOAD] > 1.2
+    assert logs["guests"][LOAD] < 1.02
+
+
+def on(store: Path, *more: str) -> list[str]:
+    """Arguments of a replayed training on a store, on two ranks that share the experts."""
+    rollouts = ["--rollouts", str(store), "--rollouts-policy", "any", "--moe-router-replay"]
+    rollouts += ["--rollouts-advantages", "stored"]
+    return arguments(STEP, rollouts, ["--expert-model-parallel-size", "2"], list(more))
+
+
+def distance(one: Gradients, other: Gradients) -> float:
+    """The norm of the difference by the norm of the other."""
+    pairs = [(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in b]
+    difference, size = (
+        sum(float(part.double().square().sum()) for part in parts)
+        for parts in ([a - b for a, b in pairs], [b for _, b in pairs])
+    )
+    return float((difference / size) ** 0.5)
+
+
+def test_in_bf16_it_is_as_near_to_float32(patched: TreeWorker, store: Path) -> None:
+    exact, plain, guests = (
+        patched.run(gradients, 2, on(store, "--clip-grad", "0", *more.split()), timeout_s=240)
+        for more in ("", "--bf16", f"--bf16 {GUESTS}")
+    )
+    assert 0 < distance(guests, exact) < 1.2 * distance(plain, exact)
+
+
+STEPS = "--global-batch-size 4 --train-iters 20 --micro-batch-size 1 --lr 1e-4 --clip-grad 0"
+
+
+def train_until(rank: int, argv: list[str], killed_at: int) -> None:
+    """Train, and kill this process without warning before its nth step."""
+    from megatron.training import training
+
+    train_step, steps = training.train_step, count(1)
+
+    def step(*given: Any, **named: Any) -> Any:
+        if next(steps) == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(*given, **named)
+
+    training.train_step = step
+    train(rank, argv)
+
+
+def trained(rank: int, argv: list[str]) -> dict[str, torch.Tensor]:
+    """The weights of this rank after training."""
+    if "--moe-grouped-gemm" in argv:
+        grouped_experts.install()
+    return train(rank, argv)
+
+
+def largest_difference(one: Gradients, other: Gradients) -> float:
+    return max(
+        float((a[name] - b[name]).abs().max())
+        for a, b in zip(one, other, strict=True)
+        for name in a
+    )
+
+
+@pytest.mark.parametrize("experts", ["", "--moe-grouped-gemm"], ids=["one by one", "grouped"])
+def test_twenty_steps_end_with_the_weights_of_a_training_without(
+    patched: TreeWorker, store: Path, experts: str
+) -> None:
+    """Parameters are gathered while the next pass runs, in many buckets.
+
+    Two ranks have the same experts. If one of them reduced or gathered buckets in another order
+    than the other, because its guests are in other layers, other buckets would be taken for them.
+    """
+    argv = on(store, *f"{STEPS} {OVERLAP} {BUCKETS} {experts}".split())
+    start, plain, found = (
+        patched.run(trained, 4, [*argv, *options.split()], timeout_s=300)
+        for options in ("--train-iters 1 --lr 1e-30", "", GUESTS)
+    )
+    assert largest_difference(found, plain) < 1e-5 < 1e-4 < largest_difference(plain, start)
+    assert not same(found, plain)
+
+
+def asked_for_parameters(rank: int, argv: list[str]) -> list[bool]:
+    """Whether those of the next layer were there, each time that its guests could travel ahead."""
+    from megatron_r3.seams import guests
+
+    are_there, answers = guests.parameters_are_there, []
+
+    def noted(experts: Any) -> bool:
+        answers.append(are_there(experts))
+        return answers[-1]
+
+    guests.parameters_are_there = noted
+    train(rank, argv)
+    return answers
+
+
+def test_weights_travel_ahead_once_parameters_are_there(patched: TreeWorker, store: Path) -> None:
+    """Two steps of two micro-batches; that a layer has a next one is known after the first."""
+    argv = on(store, *f"--train-iters 2 {GUESTS}".split())
+    assert all(all(answers) for answers in patched.run(asked_for_parameters, 4, argv))
+    expected = [(LAYERS - 1) * [there] for there in (True, False, True)]
+    for answers in patched.run(asked_for_parameters, 4, [*argv, *f"{OVERLAP} {BUCKETS}".split()]):
+        assert answers == [answer for microbatch in expected for answer in microbatch]
+
+
+def test_a_killed_training_goes_on(patched: TreeWorker, store: Path, tmp_path: Path) -> None:
+    """With guests bit for bit; without them too, because a checkpoint knows nothing of guests."""
+    plain = on(store, *STEPS.split(), "--save", str(tmp_path), "--save-interval", "8")
+    argv = [*plain, *GUESTS.split()]
+    with pytest.raises(RankError):
+        patched.run(train_until, 2, argv, killed_at=14, timeout_s=300)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "8"
+    saved = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    resumed = patched.run(train, 2, [*argv, "--load", str(tmp_path)], timeout_s=300)
+    without = patched.run(train, 2, [*plain, "--load", str(saved)], timeout_s=300)
+    undisturbed = patched.run(
+        train, 2, argv[: argv.index("--save")] + GUESTS.split(), timeout_s=300
+    )
+    assert same(resumed, undisturbed)
+    assert largest_difference(without, undisturbed) < 1e-5
+    assert not same(without, undisturbed)
