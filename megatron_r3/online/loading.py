@@ -137,13 +137,25 @@ class Loader:
             await self._load(policy)
 
     async def _load(self, policy: PublishedPolicy) -> None:
-        """SGLang's request, which also empties the prefix cache."""
+        """SGLang's request, which also empties the prefix cache.
+
+        SGLang answers a request a moment before its scheduler lets go of the request. A load in
+        that moment answers 400 "Weights were updated, but the cache was not flushed": the load is
+        asked for again until the cache is empty, because what it loads is the same each time.
+        """
         body = {
             "model_path": str(policy.path),
             "weight_version": policy.name,
             "flush_cache": True,
         }
-        await self._post("/update_weights_from_disk", body, policy)
+        end = time.monotonic() + self.wait_s
+        while True:
+            try:
+                return await self._post("/update_weights_from_disk", body, policy)
+            except NoAnswer as error:
+                if "cache was not flushed" not in str(error) or time.monotonic() > end:
+                    raise
+            await asyncio.sleep(POLL_S)
 
     async def _load_into_vllm(self, policy: PublishedPolicy) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(policy.path)}}

@@ -18,7 +18,7 @@ import pytest
 import torch
 from published import publish, save_model, served
 
-from megatron_r3.engines.shape import ModelShape
+from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.online.embedded import EmbeddedSampler
 from megatron_r3.online.loading import Loader, LoadError
 from megatron_r3.online.push import Push, Pusher, PushError
@@ -177,6 +177,30 @@ def test_a_load_that_changed_nothing_is_found_where_the_floor_is_wide(policies):
             push(url, second, wide, before=first.probe)
     with served() as url:
         push(url, second, wide, before=first.probe)
+
+
+def test_a_load_is_asked_for_again_until_the_prefix_cache_is_empty(policies):
+    """SGLang 0.5.23 says so if its scheduler has not yet let go of the request before."""
+
+    class Busy(EmbeddedSampler):
+        tries = 0
+
+        def load(self, directory: Path, version: str) -> None:
+            super().load(directory, version)
+            self.tries += 1
+            if self.tries <= until:
+                raise EngineError(
+                    "Weights were updated, but the cache was not flushed because requests are "
+                    "still running or queued."
+                )
+
+    until = 2
+    with served(sampler := Busy()) as url:
+        push(url, read_policy(policies, 0), Floor())
+    assert sampler.tries == 3
+    until = 1000
+    with served(Busy()) as url, pytest.raises(EngineError, match="the cache was not flushed"):
+        push(url, read_policy(policies, 0), Floor())
 
 
 @pytest.mark.parametrize(
