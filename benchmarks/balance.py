@@ -14,8 +14,6 @@ Shape suffixes (docs/glossary.md): L, R.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -25,9 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.balance_ranks import GUESTS, OFF, ROLLOUTS, WAYS, timed
+from benchmarks.command import Command
 from benchmarks.dispatch_ranks import ratios
 from benchmarks.interval import CONFIDENCE, median_of, shown
-from benchmarks.machine import machine_at_start
+from benchmarks.machine import machine_at_start, write_results
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
 from megatron_r3.cpu import CPU_ARGS
@@ -76,18 +75,7 @@ HEAD = (
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every case."""
-    parser = argparse.ArgumentParser(prog="balance", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--rounds", type=int, default=32, help="steps of each way at most (default 32)"
-    )
-    parser.add_argument("--only", default="", help=f"cases with this text: {'; '.join(CASES)}")
-    args = parser.parse_args(argv)
-    cases = {name: case for name, case in CASES.items() if args.only in name}
-    if not cases:
-        parser.error(f"--only {args.only}: no such case; there are {'; '.join(CASES)}")
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: at least 1")
+    args = Command("balance", __doc__, "steps of each way at most", cases=CASES).parse(argv)
     machine = {**machine_at_start(), "device": "cpu, gloo"}
     rows: list[dict[str, Any]] = []
     print("the busiest rank's load by the mean; wall and CPU time of a step, and both by those")
@@ -100,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         tree, tree_name = unpatched_copy(None, folder / "unpatched")
         patched = patched_copy(tree, folder / "patched")
         with TreeWorker(patched, preload=["megatron.training"]) as worker:
-            for number, (name, case) in enumerate(cases.items()):
+            for number, (name, case) in enumerate(args.cases.items()):
                 store = write_store(folder / f"store-{number}", case)
                 more = ["--expert-model-parallel-size", str(case.ep), "--rollouts", str(store)]
                 more += ["--moe-router-replay-guest-slots", str(case.slots)]
@@ -114,10 +102,8 @@ def main(argv: list[str] | None = None) -> int:
                 for row in summarise(results):
                     rows.append({"case": name, **case._asdict(), "tree": tree_name, **row})
                     print(_line(rows[-1]), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps({**machine, "most_rounds": args.rounds, "rows": rows}, indent=1) + "\n"
-    )
+    record = {**machine, "most_rounds": args.rounds, "rows": rows}
+    write_results(args.out, "balance", record)
     wrong = [row for row in rows if row["way"] == GUESTS and row["load"] > row["limit"]]
     for row in wrong:
         print(

@@ -14,16 +14,14 @@ Shape suffixes (docs/glossary.md): E, L, M, R.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.machine import machine_at_start
+from benchmarks.command import Command
+from benchmarks.machine import machine_at_start, write_results
 from megatron_r3.balance.skew import SkewPlan, sizes_of_loads
 from megatron_r3.guests.moves import plan_moves
 from megatron_r3.guests.places import place_tokens
@@ -61,33 +59,25 @@ CASES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Simulate every case."""
-    parser = argparse.ArgumentParser(
-        prog="balance_simulated", description=str(__doc__).splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help=f"cases with this text: {'; '.join(CASES)}")
-    parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
-    args = parser.parse_args(argv)
-    cases = {name: case for name, case in CASES.items() if args.only in name}
-    if not cases:
-        parser.error(f"--only {args.only}: no such case; there are {'; '.join(CASES)}")
+    command = Command("balance_simulated", __doc__, cases=CASES)
+    command.add_argument("--rollouts", type=int, default=ROLLOUTS)
+    args = command.parse(argv)
     if args.rollouts % GROUP:
-        parser.error(f"--rollouts {args.rollouts}: a multiple of {GROUP}")
+        command.error(f"--rollouts {args.rollouts}: a multiple of {GROUP}")
     sizes = [ep for ep in SIZES if ep * PER_RANK <= args.rollouts]
     if not sizes:
-        parser.error(f"--rollouts {args.rollouts}: at least {SIZES[0] * PER_RANK}")
+        command.error(f"--rollouts {args.rollouts}: at least {SIZES[0] * PER_RANK}")
     machine = machine_at_start()
     rows: list[dict[str, Any]] = []
     print("SIMULATED: the busiest rank's load by the mean, of made-up rollouts", flush=True)
     print(f"{'case':36} EP  store order  shuffled  1 slot  2 slots  2 slots in a node  planning")
-    for name, (shape, parts) in cases.items():
+    for name, (shape, parts) in args.cases.items():
         load_MLE = draw_loads(shape, parts, args.rollouts)
         for row in simulate(load_MLE, sizes):
             rows.append({"case": name, **row})
             print(_line(rows[-1]), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     found = {**machine, "simulated": True, "rollouts": args.rollouts, "rows": rows}
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_results(args.out, "balance-simulated", found)
     return 0
 
 

@@ -13,8 +13,6 @@ than those of its micro-batch, or a layer with a dispatch plan waits for somethi
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -28,8 +26,9 @@ from typing import Any
 
 from benchmarks.clients_driver import Ranks
 from benchmarks.clients_ranks import WAYS, Case
+from benchmarks.command import Command
 from benchmarks.interval import CONFIDENCE, enough, median_of, shown, turn
-from benchmarks.machine import machine_at_start
+from benchmarks.machine import machine_at_start, write_results
 from benchmarks.waits import COPIES, GATHERED, GATHERS, PLANS, WAITS
 from fidelity.clients.sources import SKYRL_FILES, take_from_clone
 from fidelity.rig.worker import TreeWorker
@@ -50,23 +49,17 @@ HEAD = (
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every case."""
-    doc = str(__doc__)
-    parser = argparse.ArgumentParser(prog="clients", description=doc.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--rounds", type=int, default=32, help="steps of each way at most, in a case (default 32)"
+    command = Command(
+        "clients",
+        __doc__,
+        "steps of each way at most, in a case",
+        cases={case.name: case for case in CASES},
     )
-    parser.add_argument(
+    command.add_argument(
         "--skyrl", default="", help="a clone of NovaSky-AI/SkyRL; without it its ways are left out"
     )
-    parser.add_argument("--only", default="", help="cases with this in their name, as EP2 full")
-    args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: at least 1")
-    cases = [case for case in CASES if args.only in case.name]
-    if not cases:
-        names = ", ".join(case.name for case in CASES)
-        parser.error(f"--only {args.only}: no case has this in its name: {names}")
+    args = command.parse(argv)
+    cases = [*args.cases.values()]
     clients = Path(os.environ.get("MEGATRON_R3_CLIENTS", ROOT / "build" / "clients")).resolve()
     if not (clients / VERL).is_dir():
         print(f"error: no {VERL} in {clients}: run `make bench-clients`", file=sys.stderr)
@@ -84,10 +77,8 @@ def main(argv: list[str] | None = None) -> int:
                 return 1
             cases = [replace(case, skyrl=skyrl) for case in cases]
         rows = _measure(cases, clients, folder, args.rounds, machine["load"])
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps({**machine, "most_rounds": args.rounds, "rows": rows}, indent=1) + "\n"
-    )
+    record = {**machine, "most_rounds": args.rounds, "rows": rows}
+    write_results(args.out, "clients", record)
     wrong = [(row, fault) for row in rows for fault in faults(row)]
     for row, fault in wrong:
         name = Case(row["ep"], row["recompute"]).name

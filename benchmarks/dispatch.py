@@ -13,8 +13,6 @@ shown. Exit status 1: a layer with a plan waits for something after all.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -23,9 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import Command
 from benchmarks.dispatch_ranks import MODES, Recorded, ratios, record, timed
 from benchmarks.interval import CONFIDENCE, median_of, shown
-from benchmarks.machine import machine_at_start
+from benchmarks.machine import machine_at_start, write_results
 from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
@@ -56,15 +55,7 @@ HEAD = (
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every layout."""
-    doc = str(__doc__)
-    parser = argparse.ArgumentParser(prog="dispatch", description=doc.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--rounds", type=int, default=32, help="steps of each way at most, in a layout (default 32)"
-    )
-    args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: at least 1")
+    args = Command("dispatch", __doc__, "steps of each way at most, in a layout").parse(argv)
     machine = {**machine_at_start(), "device": "cpu, gloo"}
     rows = []
     print("by MoE layer and pass: host waits, copies to the host, metadata collectives;")
@@ -79,10 +70,8 @@ def main(argv: list[str] | None = None) -> int:
             for row in summarise(results[0]):
                 rows.append({"ep": ep, "recompute": recompute, "tree": name, **row})
                 print(_line(rows[-1]), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps({**machine, "most_rounds": args.rounds, "rows": rows}, indent=1) + "\n"
-    )
+    record = {**machine, "most_rounds": args.rounds, "rows": rows}
+    write_results(args.out, "dispatch", record)
     wrong = [row for row in rows if not _counts_hold(row)]
     for row in wrong:
         print(f"error: EP {row['ep']}, {row['mode']}: not what a plan promises", file=sys.stderr)

@@ -11,15 +11,14 @@ and SLACK bytes.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine_at_start
+from benchmarks.command import Command
+from benchmarks.machine import machine_at_start, write_results
 from benchmarks.publish_ranks import published
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import unpatched_copy
@@ -57,16 +56,7 @@ def model(hidden: int, layers: int) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every size and layout."""
-    parser = argparse.ArgumentParser(prog="publish", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=5, help="writes of each (default 5)")
-    parser.add_argument("--only", default="", help=f"layouts with this text: {', '.join(LAYOUTS)}")
-    args = parser.parse_args(argv)
-    layouts = {name: more for name, more in LAYOUTS.items() if args.only in name}
-    if not layouts:
-        parser.error(f"--only {args.only}: no such layout; there are {', '.join(LAYOUTS)}")
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: at least 1")
+    args = Command("publish", __doc__, "writes of each", 5, LAYOUTS).parse(argv)
     machine = {**machine_at_start(), "device": "cpu, gloo"}
     print(f"sizes in MB, medians of {args.rounds}; load at start: {machine['load']}", flush=True)
     print(HEAD, flush=True)
@@ -75,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         tree, name = unpatched_copy(None, Path(scratch) / "tree")
         with TreeWorker(tree, preload=["megatron.training"]) as worker:
             for hidden, layers in SIZES:
-                for layout, more in layouts.items():
+                for layout, more in args.cases.items():
                     given = [*CPU_ARGS, *model(hidden, layers), *more]
                     out, ranks = Path(scratch) / "policy", 2 if more else 1
                     results = worker.run(
@@ -84,10 +74,8 @@ def main(argv: list[str] | None = None) -> int:
                     case = {"hidden": hidden, "layers": layers, "layout": layout, "tree": name}
                     rows.append({**case, **summarise(results)})
                     print(_line(rows[-1]), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps({**machine, "rounds": args.rounds, "rows": rows}, indent=1) + "\n"
-    )
+    record = {**machine, "rounds": args.rounds, "rows": rows}
+    write_results(args.out, "publish", record)
     wrong = [row for row in rows if not memory_holds(row)]
     for row in wrong:
         print(

@@ -14,7 +14,6 @@ Shape suffixes (docs/glossary.md): K, L, T.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 import json
@@ -30,8 +29,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import Command
 from benchmarks.interval import CONFIDENCE, enough, median_of, shown, turn
-from benchmarks.machine import machine_at_start
+from benchmarks.machine import machine_at_start, write_results
 from megatron_r3.engines.shape import ModelShape
 from megatron_r3.engines.vllm import decode_routes
 from megatron_r3.rollouts.writing import keep_freed_memory
@@ -51,13 +51,11 @@ Seconds = tuple[float, float]  # by the wall, and of a core
 
 def main(argv: list[str] | None = None) -> int:
     """Run every way in rounds, print a table, write the file."""
-    parser = argparse.ArgumentParser(prog="bench-store", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--rounds", type=int, default=32, help="at most (default 32)")
-    parser.add_argument("--tokens", type=int, default=100_000, help="of a round (default 100000)")
-    args = parser.parse_args(argv)
-    if args.rounds < 1 or args.tokens < 1:
-        parser.error("--rounds and --tokens: at least 1")
+    command = Command("store", __doc__, "of every way, at most")
+    command.add_argument("--tokens", type=int, default=100_000, help="of a round (default 100000)")
+    args = command.parse(argv)
+    if args.tokens < 1:
+        command.error(f"--tokens {args.tokens}: at least 1")
     machine = machine_at_start()
     num_rollouts = max(1, args.tokens // TOKENS)
     keep_freed_memory()  # as collect and convert do
@@ -68,9 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'':40} {'GB/s':>6} {'of a core':>9} {'bytes/token':>11}  {'wall':28} {'CPU':28}")
     for row in rows:
         print(_line(row))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     record = {**machine, "most_rounds": args.rounds, "tokens": num_rollouts * TOKENS, "rows": rows}
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_results(args.out, "store", record)
     return 0
 
 

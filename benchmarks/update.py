@@ -13,17 +13,15 @@ status 1: the counts are not those of one pass more.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import Command
 from benchmarks.dispatch import rig
 from benchmarks.dispatch_ranks import ratios
 from benchmarks.interval import CONFIDENCE, median_of, shown
-from benchmarks.machine import machine_at_start
+from benchmarks.machine import machine_at_start, write_results
 from benchmarks.update_ranks import PASSES, SAMPLER, WAYS, timed
 from benchmarks.waits import WAITS
 
@@ -36,18 +34,8 @@ HEAD = (
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every case."""
-    parser = argparse.ArgumentParser(prog="update", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--rounds", type=int, default=32, help="collections of each way at most (default 32)"
-    )
-    parser.add_argument("--only", default="", help=f"cases with this text: {', '.join(CASES)}")
-    args = parser.parse_args(argv)
-    cases = [case for name, case in CASES.items() if args.only in name]
-    if not cases:
-        parser.error(f"--only {args.only}: no such case; there are {', '.join(CASES)}")
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: at least 1")
+    command = Command("update", __doc__, "collections of each way at most", cases=CASES)
+    args = command.parse(argv)
     machine = {**machine_at_start(), "device": "cpu, gloo"}
     rows = []
     print("by micro-batch: forward passes; by MoE layer and pass: host waits; wall and CPU time")
@@ -55,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"policy, at {CONFIDENCE:.0%}; load at start: {machine['load']}", flush=True)
     print(HEAD, flush=True)
     with rig() as (worker, name, argv_of_rig):
-        for ep, mini_steps in cases:
+        for ep, mini_steps in args.cases.values():
             argv_of_case = [*argv_of_rig, "--expert-model-parallel-size", str(ep)]
             timeout_s = 600 + 60 * args.rounds
             results = worker.run(
@@ -64,10 +52,8 @@ def main(argv: list[str] | None = None) -> int:
             for row in summarise(results[0]):
                 rows.append({"ep": ep, "mini_steps": mini_steps, "tree": name, **row})
                 print(_line(rows[-1]), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps({**machine, "most_rounds": args.rounds, "rows": rows}, indent=1) + "\n"
-    )
+    record = {**machine, "most_rounds": args.rounds, "rows": rows}
+    write_results(args.out, "update", record)
     wrong = [row for row in rows if not counts_hold(row)]
     for row in wrong:
         print(

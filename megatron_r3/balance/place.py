@@ -24,7 +24,7 @@ from megatron_r3.store import RolloutStore
 def total_load(store: RolloutStore) -> np.ndarray:
     """How many rows of all rollouts take each expert, int64 `[L, E]`.
 
-    Routes are read of the shards alone that an earlier megatron-r3 wrote without their load.
+    A shard that an earlier megatron-r3 wrote does not have its load, so its routes are counted.
 
     Raises:
         ValueError: the store is empty, or a shard is damaged.

@@ -97,7 +97,8 @@ class Slots:
             if slots.stay == trip.stay:
                 return slots
         slots = self._sets[1]
-        if slots.arriving is not None:  # for a layer that another one went ahead of
+        if slots.arriving is not None:
+            # Weights that were sent ahead for a layer, and another layer was called after all.
             slots.arriving[0].wait()
         slots.stay = trip.stay
         guests, numel = trip.guests, self.buffer.shape[2]

@@ -121,13 +121,9 @@ class DispatchWitness:
             if microbatch is not None and microbatch in self.rows:
                 hashes_T = row_hashes(hidden_states.reshape(-1, hidden_states.shape[-1]))
                 recorded = self._recorded(number, *self.rows[microbatch])
-                expected = self._expected(recorded, hashes_T)
-                sent["pairs"] = (
-                    expected,
-                    _others(
-                        recorded, hashes_T, routing_map, None if guests is None else guests.expert_I
-                    ),
-                )
+                expert_I = None if guests is None else guests.expert_I
+                others = _others(recorded, hashes_T, routing_map, expert_I)
+                sent["pairs"] = self._expected(recorded, hashes_T), others
             return dispatch_preprocess(hidden_states, routing_map, probs)
 
         def before_experts(_: Any, inputs: tuple[Any, ...]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+from megatron_r3.training.options import RolloutOptions
+
 ARGUMENTS: dict[str, object] = {
     "rollouts": ["a", "b"],
     "rollouts_policy": None,
@@ -66,3 +70,15 @@ ARGUMENTS: dict[str, object] = {
     "check_for_nan_in_loss_and_grad": True,
     "dataloader_type": "single",
 }
+
+TRAINER: dict[str, object] = {"rollouts_old_policy": "trainer"}
+TOKENS: dict[str, object] = {"calculate_per_token_loss": True}
+MXFP8 = "reuse_grad_buf_for_mxfp8_param_ag"
+
+
+def update_options_of(**changes: object) -> RolloutOptions:
+    """The options that these arguments give, with some of them changed."""
+    known = {*ARGUMENTS, "rampup_batch_size", "decrease_batch_size_if_needed", MXFP8}
+    known |= {f"moe_router_replay_guest_{name}" for name in ("slots", "domain", "tokens")}
+    assert changes.keys() <= known
+    return RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **changes}))

@@ -5,6 +5,7 @@ Shape suffixes (docs/glossary.md): T, E, K.
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_the_recorded_table_has_a_row_for_each_way(tmp_path: Path) -> None:
     rows, _ = rows_of()
     machine = {"machine": "x86_64", "processor": "P", "cores": 2, "load": 0.1, "python": "3.11"}
     path = tmp_path / "clients-cpu-2026-12-01.json"
-    path.write_text(clients.json.dumps({**machine, "verl": "0.9.1", "rows": [*rows.values()]}))
+    path.write_text(json.dumps({**machine, "verl": "0.9.1", "rows": [*rows.values()]}))
     part = clients_part(path)
     assert "| 2 | full | by hand, native, plan | 0 | 0 | 0 | 32 | 10 | 128 |" in part
     assert part.count("\n| 2 | full |") == len(WAYS)
@@ -245,4 +246,4 @@ def test_what_is_not_there_is_one_line(
         clients.main([*out, "--rounds", "0"])
     with pytest.raises(SystemExit):
         clients.main([*out, "--only", "EP3"])
-    assert "--only EP3: no case has this in its name: EP1 none, EP1 full" in capsys.readouterr().err
+    assert "--only EP3: no case has this in its name: EP1 none; EP1 full" in capsys.readouterr().err

@@ -55,12 +55,17 @@ def loads(draw):
     return counts_RLE.astype(np.int32), draw(st.integers(1, 3))
 
 
+def moves_for(counts_RLE, slots):
+    """The moves of a plan that copies experts for any gain."""
+    return plan_moves(counts_RLE.sum(0), len(counts_RLE), slots, least_tokens=1, least_skew=1.0)
+
+
 @given(loads())
 def test_every_token_goes_to_one_place_of_its_expert(case):
     counts_RLE, slots = case
     num_ranks, num_layers, num_experts = counts_RLE.shape
     num_local = num_experts // num_ranks
-    moves = plan_moves(counts_RLE.sum(0), num_ranks, slots, least_tokens=1, least_skew=1.0)
+    moves = moves_for(counts_RLE, slots)
     own_E = own_places(num_experts, num_ranks, slots)
     for rank in range(num_ranks):
         counts_RLI, guests = place_tokens(counts_RLE, moves, slots, rank)
@@ -87,8 +92,8 @@ def test_every_token_goes_to_one_place_of_its_expert(case):
 @given(loads(), st.integers(0, 2**32))
 def test_each_token_keeps_its_experts_and_probabilities(case, seed):
     counts_RLE, slots = case
-    num_ranks, _, num_experts = counts_RLE.shape
-    moves = plan_moves(counts_RLE.sum(0), num_ranks, slots, least_tokens=1, least_skew=1.0)
+    num_experts = counts_RLE.shape[2]
+    moves = moves_for(counts_RLE, slots)
     counts_RLI, guests = place_tokens(counts_RLE, moves, slots, rank=0)
     rng = np.random.default_rng(seed)
     for layer, of_layer in enumerate(guests):
@@ -113,7 +118,7 @@ def test_what_a_rank_sends_is_what_the_others_receive(case):
     counts_RLE, slots = case
     num_ranks, num_layers, num_experts = counts_RLE.shape
     num_local = num_experts // num_ranks
-    moves = plan_moves(counts_RLE.sum(0), num_ranks, slots, least_tokens=1, least_skew=1.0)
+    moves = moves_for(counts_RLE, slots)
     views = [place_tokens(counts_RLE, moves, slots, rank)[1] for rank in range(num_ranks)]
     for layer in range(num_layers):
         of_ranks = [view[layer] for view in views]

@@ -179,6 +179,11 @@ def test_a_load_that_changed_nothing_is_found_where_the_floor_is_wide(policies):
         push(url, second, wide, before=first.probe)
 
 
+NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running."
+)
+
+
 def test_a_load_is_asked_for_again_until_the_prefix_cache_is_empty(policies):
     """SGLang 0.5.23 says so if its scheduler has not yet let go of the request before."""
 
@@ -189,16 +194,17 @@ def test_a_load_is_asked_for_again_until_the_prefix_cache_is_empty(policies):
             super().load(directory, version)
             self.tries += 1
             if self.tries <= until:
-                raise EngineError(
-                    "Weights were updated, but the cache was not flushed because requests are "
-                    "still running or queued."
-                )
+                raise EngineError(told)
 
-    until = 2
+    until, told = 2, NOT_FLUSHED
     with served(sampler := Busy()) as url:
         push(url, read_policy(policies, 0), Floor())
     assert sampler.tries == 3
-    until = 1000
+    until, told = 1000, "Weights could not be read."
+    with served(sampler := Busy()) as url, pytest.raises(EngineError, match=told):
+        push(url, read_policy(policies, 0), Floor())
+    assert sampler.tries == 1
+    told = NOT_FLUSHED
     with served(Busy()) as url, pytest.raises(EngineError, match="the cache was not flushed"):
         push(url, read_policy(policies, 0), Floor())
 
