@@ -98,11 +98,6 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
             "the model has no MoE layer (num_moe_experts is not set); drop the option",
         ),
         (
-            given("moe_enable_routing_replay"),
-            "moe_enable_routing_replay is Megatron's own replay and would compete for the router; "
-            "choose one",
-        ),
-        (
             "sinkhorn" in balancing,
             "sinkhorn routing does not go through top-k; use aux_loss, seq_aux_loss or none",
         ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +135,7 @@ _MEMORY_STATE: dict[str, Any] = {
     **_each(0, "memory_allocated", "max_memory_allocated", "device_memory_used"),
     **_each(0, "memory_reserved", "max_memory_reserved"),
     **_each(None, "empty_cache", "reset_peak_memory_stats"),
-    "memory_stats": lambda device=None: {},
+    "memory_stats": lambda device=None: defaultdict(int),
     "mem_get_info": _is((_MEMORY, _MEMORY)),
 }
 _NVTX = _each(None, "range_push", "range_pop", "mark")

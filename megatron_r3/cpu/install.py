@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_r3.cpu import attention, deep_ep, device, gloo, megatron_gaps
+from megatron_r3.cpu import attention, deep_ep, device, gloo, inference, megatron_gaps
 from megatron_r3.cpu.errors import InstallError
 
 CPU_ARGS: tuple[str, ...] = (
@@ -65,6 +65,7 @@ def install() -> None:
     gloo.patch()
     megatron_gaps.patch()
     attention.patch()
+    inference.patch()
     _cover_spawned_processes()
     _state["installed"] = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_r3.replayable import refusals
+from megatron_r3.seams.option import recording_refusals
 from megatron_r3.training.open_store import open_store
 from megatron_r3.training.options import RolloutOptions, refuse_without_rollouts
 from megatron_r3.training.refuse import refuse
@@ -21,7 +22,7 @@ def check_args(args: Any) -> None:
     if args.moe_router_replay:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        reasons = refusals(args, TransformerConfig)
+        reasons = refusals(args, TransformerConfig) + recording_refusals(args)
         if reasons:
             refuse("--moe-router-replay: " + "; ".join(reasons))
     try:

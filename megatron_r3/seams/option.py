@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from megatron_r3.replayable import refusals
@@ -34,7 +35,7 @@ def check_config(config: Any) -> None:
     # Imported here: Megatron calls this while that module's class makes an object.
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    reasons = refusals(config, TransformerConfig)
+    reasons = refusals(config, TransformerConfig) + recording_refusals(config)
     if replaced_by := _module_that_replaced_routing():
         reasons.append(
             f"{replaced_by} has replaced TopKRouter.routing, and what it put there asks for no "
@@ -42,6 +43,36 @@ def check_config(config: Any) -> None:
         )
     if reasons:
         raise ValueError("moe_router_replay: " + "; ".join(reasons))
+
+
+def recording_refusals(config: Any) -> list[str]:
+    """Why an engine could not record what this config's routers sample; empty if it can.
+
+    From 0.17 on the patches have the engine record the model that samples, beside replay. Before
+    that, moe_enable_routing_replay is upstream's own replay and nothing else.
+
+    Args:
+        config: a TransformerConfig, or Megatron's parsed arguments.
+    """
+    if not getattr(config, "moe_enable_routing_replay", False) or _engine_records():
+        return []
+    return [
+        "moe_enable_routing_replay is Megatron's own replay and would compete for the router: on "
+        "this release no inference engine records beside replay; choose one"
+    ]
+
+
+@functools.cache
+def _engine_records() -> bool:
+    """Whether this tree has the patch "Record the routing of the model that samples".
+
+    The file is read and not imported: it imports the engine, and this is called by a config.
+    """
+    from megatron.core.transformer import transformer_config
+
+    core = Path(transformer_config.__file__).parents[1]
+    metadata = core / "inference" / "contexts" / "routing_metadata.py"
+    return metadata.is_file() and "def set_model(" in metadata.read_text()
 
 
 def _module_that_replaced_routing() -> str | None:

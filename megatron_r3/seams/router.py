@@ -30,6 +30,8 @@ class RouterHook:
         config: the router's TransformerConfig.
         has_routes: False for a router of which no rollout has routes (MTP): it stays live.
         layer_number: Megatron's, from 1. None means that it is not known yet.
+        recorder: upstream's RouterReplay, which an inference engine has record what it samples, in
+            passes without a microbatch. None means that no engine records this router.
 
     Raises:
         ValueError: the config asks for replay and could not replay exactly. It may have been made
@@ -37,12 +39,17 @@ class RouterHook:
     """
 
     def __init__(
-        self, config: Any, has_routes: bool = True, layer_number: int | None = None
+        self,
+        config: Any,
+        has_routes: bool = True,
+        layer_number: int | None = None,
+        recorder: Any = None,
     ) -> None:
         if getattr(config, "moe_router_replay", False):
             prepare_config(config)
         self.has_routes = has_routes
         self.layer_number = layer_number
+        self.recorder = recorder
         # An expert bias that follows the live load needs the live top-k at every pass, so there
         # the fused gate would come on top of the unfused function and save nothing.
         self.fused = getattr(config, "moe_router_replay_fused_gate", None) is True and not (
@@ -70,12 +77,17 @@ class RouterHook:
             live: the top-k that upstream would take.
 
         Raises:
-            ReplayError: the layer has no routes, or not as many as the router has tokens.
+            ReplayError: the layer has no routes, or not as many as the router has tokens; or code
+                for upstream's RouterReplay has set an action to replay.
         """
         live_topk = partial(live, scores, topk, num_groups=num_groups, group_topk=group_topk)
+        records = self._records()
         microbatch = self.microbatch()
         if microbatch is None:
-            return live_topk()
+            scores_TK, ids_TK = live_topk()
+            if records:
+                self.recorder.record_indices(ids_TK)
+            return scores_TK, ids_TK
         assert self.layer_number is not None, "the router has no layer number yet"
         return microbatch.topk(self.layer_number, scores, topk, live_topk)
 
@@ -96,8 +108,26 @@ class RouterHook:
             routed = self._fused_gate(logits, topk, options) if self.fused else None
             if routed is not None:
                 return routed
+        if self.microbatch() is not None or self._records():
             options["fused"] = False  # Transformer Engine's top-k would not ask the hook
         return upstream.topk_routing_with_score_function(logits, topk, **options)
+
+    def _records(self) -> bool:
+        """Whether an inference engine has this router record what it chooses.
+
+        Raises:
+            ReplayError: the recorder was told to replay.
+        """
+        action = getattr(self.recorder, "router_replay_action", None)
+        # by value: a framework may have an enum of its own
+        if action is not None and action.value != "record":
+            raise ReplayError(
+                f"RouterReplay was told to {action.value}, but beside moe_router_replay it only "
+                "records what an engine samples: import megatron_r3.integrations.router_replay "
+                "before the model is made, or turn one of moe_router_replay and "
+                "moe_enable_routing_replay off"
+            )
+        return action is not None
 
     def _fused_gate(
         self, logits_TE: Tensor, topk: int, options: dict[str, Any]
@@ -136,18 +166,19 @@ def check_hook(router: Any) -> None:
     """Refuse a router whose config was changed since it was made; called at each of its passes.
 
     Raises:
-        ReplayError: the option was not set yet when the router was made, upstream's own replay was
-            turned on since, or slime's has registered at the router.
+        ReplayError: one of the options was not set yet when the router was made, or slime's own
+            replay has registered at the router.
     """
-    if getattr(router.config, "moe_enable_routing_replay", False):
-        raise ReplayError(
-            "moe_router_replay and moe_enable_routing_replay are both set: they would compete for "
-            "the router; choose one, before the model is made"
-        )
     if not isinstance(router.router_replay, RouterHook):
         raise ReplayError(
             "moe_router_replay was set after this model was made, so its routers and recomputes "
             "do not know of it: set it in the TransformerConfig before the model is made"
+        )
+    wants_recorder = getattr(router.config, "moe_enable_routing_replay", False)
+    if wants_recorder and router.router_replay.recorder is None:
+        raise ReplayError(
+            "moe_enable_routing_replay was set after this model was made, so its routers do not "
+            "record: set it in the TransformerConfig before the model is made"
         )
     # slime's patch of Megatron-LM gives each router a list of its own, if ENABLE_ROUTING_REPLAY=1:
     # routers without routes of ours would then take those of that list.

@@ -1,0 +1,158 @@
+"""Megatron's own inference engine: every token that it sampled has the experts that it took.
+
+Shape suffixes (docs/glossary.md): G, K, L, T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from training import Policy
+
+from demo.model import arguments
+from fidelity import sampling
+from fidelity.rig.rank_process import RankError
+from fidelity.rig.worker import TreeWorker
+from fidelity.sampling import RECORD, Sampled
+
+ONE = ["--micro-batch-size", "1", "--moe-router-load-balancing-type", "none"]
+LAYOUTS = {
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "TP2, SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "EP2": (2, "--expert-model-parallel-size 2"),
+    "TP2, SP, EP2, PP2": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2",
+    ),
+}
+# The memory of so few blocks does not hold the requests that run at a time: some are evicted.
+SCARCE = {"buffer_size_gb": 0.0006, "paused_buffer_size_gb": 0.0}
+CHUNKED = {"enable_chunked_prefill": True, "max_tokens": 16}
+
+
+def argv(policy: Policy, *more: str) -> list[str]:
+    return arguments(ONE, ["--load", str(policy.checkpoint)], list(more))
+
+
+def sample(
+    worker: TreeWorker, policy: Policy, *more: str, ranks: int = 1, **options: Any
+) -> list[list[Sampled]]:
+    return worker.run(sampling.sample, ranks, argv(policy, *more), timeout_s=240, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(patched: TreeWorker, policy: Policy) -> list[Sampled]:
+    """One process, no option of the engine."""
+    (samples,) = sample(patched, policy, RECORD)
+    return samples
+
+
+def without_routes(samples: Sequence[Sampled]) -> list[int]:
+    return [number for number, one in enumerate(samples) if one.ids_TLK is None]
+
+
+def assert_same(samples: Sequence[Sampled], plain: Sequence[Sampled]) -> None:
+    for one, other in zip(samples, plain, strict=True):
+        assert one.tokens_N == other.tokens_N
+        assert one.ids_TLK is not None
+        assert other.ids_TLK is not None
+        assert sampling.same_experts(one.ids_TLK, other.ids_TLK) == 1
+
+
+def test_every_request_has_the_experts_of_every_token(plain: list[Sampled]) -> None:
+    assert len(plain) == sampling.NUM_REQUESTS
+    assert without_routes(plain) == []
+    for one in plain:
+        assert one.ids_TLK is not None
+        assert one.ids_TLK.shape == (len(one.tokens_N) - 1, 4, 4)
+
+
+def test_unpatched_some_requests_have_none(unpatched: TreeWorker, policy: Policy) -> None:
+    """The control: a request's blocks were another's before the engine had read their routes."""
+    (samples,) = sample(unpatched, policy, RECORD)
+    assert 0 < len(without_routes(samples)) < sampling.NUM_REQUESTS
+    (samples,) = sample(unpatched, policy, RECORD, second=True)
+    assert len(without_routes(samples)) == sampling.NUM_REQUESTS
+
+
+def test_off_tokens_and_logprobs_are_those_of_the_unpatched_tree(
+    patched: TreeWorker, unpatched: TreeWorker, policy: Policy, plain: list[Sampled]
+) -> None:
+    (off,), (upstream,) = (sample(worker, policy) for worker in (patched, unpatched))
+    assert off == upstream  # no request has routes
+    for one, other in zip(off, plain, strict=True):
+        assert (one.tokens_N, one.logprobs_G) == (other.tokens_N, other.logprobs_G)
+
+
+def test_the_training_forward_chooses_the_same_experts(
+    patched: TreeWorker, policy: Policy, plain: list[Sampled]
+) -> None:
+    both = argv(policy, RECORD, "--moe-router-replay")
+    (chosen,) = patched.run(sampling.in_training, 1, both, plain, timeout_s=240)
+    for one, (ids_TLK, logprobs_G) in zip(plain, chosen, strict=True):
+        assert one.ids_TLK is not None
+        assert sampling.same_experts(one.ids_TLK, ids_TLK) == 1
+        assert np.abs(logprobs_G - one.logprobs_G).max() < 1e-4
+    # the control: the experts of the token before
+    shifted = np.roll(chosen[0][0], 1, axis=0)
+    assert plain[0].ids_TLK is not None
+    assert sampling.same_experts(plain[0].ids_TLK, shifted) < 0.9
+
+
+def test_beside_replay_the_engine_records_too(
+    patched: TreeWorker, policy: Policy, plain: list[Sampled]
+) -> None:
+    (samples,) = sample(patched, policy, RECORD, "--moe-router-replay", second=True)
+    assert_same(samples, plain)
+
+
+def test_another_model_in_the_process_takes_nothing(
+    patched: TreeWorker, policy: Policy, plain: list[Sampled]
+) -> None:
+    (samples,) = sample(patched, policy, RECORD, second=True)
+    assert_same(samples, plain)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_record_what_one_process_records(
+    patched: TreeWorker, policy: Policy, plain: list[Sampled], layout: str
+) -> None:
+    ranks, options = LAYOUTS[layout]
+    for samples in sample(patched, policy, RECORD, *options.split(), ranks=ranks):
+        assert_same(samples, plain)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [CHUNKED, {"enable_prefix_caching": True}, SCARCE],
+    ids=["chunked", "prefix", "scarce"],
+)
+def test_options_of_the_engine_lose_no_experts(
+    patched: TreeWorker, policy: Policy, settings: dict[str, Any]
+) -> None:
+    whole, samples = (
+        sample(patched, policy, RECORD, settings=given, shared=20)[0] for given in ({}, settings)
+    )
+    assert_same(samples, whole)
+    assert (sum(one.evictions for one in samples) > 0) == (settings is SCARCE)
+
+
+@pytest.mark.parametrize("step", [1, 12])
+def test_a_suspended_engine_goes_on(
+    patched: TreeWorker, policy: Policy, plain: list[Sampled], step: int
+) -> None:
+    settings = {"kv_cache_management_mode": "recompute"}
+    (samples,) = sample(patched, policy, RECORD, settings=settings, suspend_at=step)
+    assert_same(samples, plain)
+
+
+@pytest.mark.parametrize(
+    "option", ["--moe-router-fusion", "--transformer-impl=inference_optimized"]
+)
+def test_what_records_nothing_is_refused(patched: TreeWorker, policy: Policy, option: str) -> None:
+    with pytest.raises(RankError, match="moe_enable_routing_replay: "):
+        sample(patched, policy, RECORD, option)
