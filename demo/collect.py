@@ -4,7 +4,7 @@
     python -m demo.collect --engine vllm --kill --model DIR --out build/collected
 
 With vllm or sglang a real server of the model is started on this machine's CPU, and stopped at the
-end. With `--kill` the collection is killed half-way and started again; then the store is verified
+end; with megatron one of --checkpoint, whose weights the model has, in the tree --megatron. With `--kill` the collection is killed half-way and started again; then the store is verified
 and shown. The model is any transformers MoE directory that the engine runs.
 """
 
@@ -19,12 +19,12 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from demo import sglang_server, task, vllm_server
+from demo import megatron_server, sglang_server, task, vllm_server
 from demo.installation import BUILD, ServerError
 
 ROOT = Path(__file__).parents[1]
 SERVERS = {"vllm": vllm_server.serve, "sglang": sglang_server.serve}
-ENGINES = ("transformers", *SERVERS)
+ENGINES = ("transformers", *SERVERS, "megatron")
 NUM_PROMPTS, SAMPLES_PER_PROMPT = 64, 8
 FIRST_PROMPT = 10_000_000  # far from the problems of the training
 SHARDS_BEFORE_KILL = 4
@@ -38,7 +38,9 @@ def command(name: str, *arguments: object) -> list[str]:
 def collect_command(engine: str, model: Path, prompts: Path, store: Path) -> list[str]:
     """The command that collects; for a server the caller adds `--url`."""
     arguments = ["--engine", engine, "--model", model, "--prompts", prompts, "--out", store]
-    arguments += ["--n", SAMPLES_PER_PROMPT, "--max-tokens", task.MAX_ANSWER, "--seed", 1]
+    arguments += ["--n", SAMPLES_PER_PROMPT, "--max-tokens", task.MAX_ANSWER]
+    if engine != "megatron":  # whose server has one seed for all requests
+        arguments += ["--seed", 1]
     return command("collect", *arguments, "--reward", "demo.task:reward")
 
 
@@ -49,8 +51,12 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="a transformers directory")
     parser.add_argument("--out", type=Path, required=True, help="gets prompts.jsonl and rollouts/")
     parser.add_argument("--build", type=Path, default=BUILD, help="where engines are installed")
+    parser.add_argument("--megatron", type=Path, help="with megatron: a patched tree")
+    parser.add_argument("--checkpoint", type=Path, help="with megatron: what the server loads")
     parser.add_argument("--kill", action="store_true", help="kill the collection half-way")
     args = parser.parse_args()
+    if args.engine == "megatron" and not (args.megatron and args.checkpoint):
+        parser.error("--engine megatron needs --megatron TREE and --checkpoint DIR")
     prompts, store = args.out / "prompts.jsonl", args.out / "rollouts"
     shutil.rmtree(store, ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -61,6 +67,9 @@ def main() -> int:
         with ExitStack() as stack:
             if args.engine in SERVERS:
                 server = SERVERS[args.engine](args.model, args.build)
+                collect += ["--url", stack.enter_context(server)]
+            elif args.engine == "megatron":
+                server = megatron_server.serve(args.checkpoint, args.megatron, args.build)
                 collect += ["--url", stack.enter_context(server)]
             else:
                 env["OMP_NUM_THREADS"] = "1"  # a tiny model: threads would wait for each other

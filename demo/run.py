@@ -1,4 +1,4 @@
-"""The demo: `python -m demo.run --megatron TREE [--sampler transformers|vllm|sglang]`.
+"""The demo: `python -m demo.run --megatron TREE [--sampler SAMPLER]`.
 
 A tiny Qwen3-MoE learns to sort digits in Megatron, a real engine samples it with routes and
 log-probs, and Megatron trains on those rollouts, once live and once replayed.

@@ -54,6 +54,9 @@ class Stages:
             if todo:
                 command = [sys.executable, "-m", "demo.collect", "--engine", self.sampler]
                 command += ["--model", str(self.hf), "--out", str(self.out)]
+                if self.sampler == "megatron":
+                    command += ["--megatron", str(self.megatron)]
+                    command += ["--checkpoint", str(self.checkpoint)]
                 print(f"sample: {self.sampler}, log {self._log('sample')}", flush=True)
                 env = {"PYTHONPATH": str(ROOT)}
                 process.run(command, self._log("sample"), env, lambda line: None)

@@ -1,6 +1,6 @@
-"""Megatron's own inference engine in the ranks of a worker: what it samples, and by which experts.
+"""Megatron's own inference engine in the ranks of a worker: what it samples, by which experts.
 
-The engine is the real one, on the CPU's stand-ins for FlashAttention (megatron_r3/cpu/inference.py).
+The engine is the real one, on stand-ins for FlashAttention (megatron_r3/cpu/inference.py).
 Megatron is imported only inside the functions that ranks run.
 
 Shape suffixes (docs/glossary.md): E, G, K, L, N, T.
@@ -9,7 +9,7 @@ Shape suffixes (docs/glossary.md): E, G, K, L, N, T.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +43,9 @@ class Sampled:
         logprobs_G: of the sampled tokens, as the engine says them.
         ids_TLK: the experts of every token but the last; None if the engine returned none.
         evictions: how often the request had to wait and be computed once more.
+        cached: how many tokens of its prompt another request had computed.
+        was_chunked: whether its prompt was computed in several steps.
+        stopped_at: how many tokens it had when it was evicted or suspended; 0 if it never was.
     """
 
     tokens_N: list[int]
@@ -50,6 +53,9 @@ class Sampled:
     logprobs_G: list[float]
     ids_TLK: np.ndarray | None
     evictions: int
+    cached: int
+    was_chunked: bool
+    stopped_at: int
 
 
 def prompts(shared: int = 0) -> list[tuple[list[int], int]]:
@@ -121,6 +127,8 @@ def sample(
     shared: int = 0,
     second: bool = False,
     suspend_at: int | None = None,
+    new_weights: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> list[Sampled]:
     """What the engine returns for `prompts`, in their order.
 
@@ -130,15 +138,34 @@ def sample(
         shared: as `prompts`.
         second: as `build`.
         suspend_at: the step before which the engine is suspended and resumed.
+        new_weights: whether the routers choose other experts once it is resumed.
+        config: fields of the model's config, changed once the model is built.
     """
-    engine = make_engine(build(argv, second), settings or {})
-    return run(engine, prompts(shared), suspend_at)
+    model = build(argv, second)
+    for name, value in (config or {}).items():
+        setattr(model.config, name, value)
+    engine = make_engine(model, settings or {})
+
+    def suspend_and_resume() -> None:
+        engine.suspend()
+        for name, weight in model.named_parameters() if new_weights else ():
+            if name.endswith("router.weight"):
+                weight.data.neg_()
+        engine.resume()
+
+    return run(engine, prompts(shared), {suspend_at: suspend_and_resume})
 
 
 def run(
-    engine: Any, requests: Sequence[tuple[list[int], int]], suspend_at: int | None = None
+    engine: Any,
+    requests: Sequence[tuple[list[int], int]],
+    before: Mapping[int | None, Callable[[], None]],
 ) -> list[Sampled]:
-    """Sample all requests with an engine; greedily, so that a layout does not change the choice."""
+    """Sample all requests with an engine; greedily, so that a layout does not change the choice.
+
+    Args:
+        before: what to call before a step, by its number.
+    """
     from megatron.core.inference.sampling_params import SamplingParams
 
     for number, (prompt, count) in enumerate(requests):
@@ -155,17 +182,15 @@ def run(
     step = 0
     with torch.inference_mode():
         while engine.has_unfinished_requests():
-            if step == suspend_at:
-                engine.suspend()
-                engine.resume()
+            before.get(step, lambda: None)()
             for record in engine.step_modern()["finished_request_records"]:
-                merged = record.merge()
-                finished[merged.request_id] = _sampled(merged)
+                finished[record.request_id] = _sampled(record)
             step += 1
     return [finished[number] for number in range(len(requests))]
 
 
-def _sampled(request: Any) -> Sampled:
+def _sampled(record: Any) -> Sampled:
+    request = record.merge()
     prompt = [int(token) for token in request.prompt_tokens]
     routes = request.routing_indices
     return Sampled(
@@ -174,6 +199,9 @@ def _sampled(request: Any) -> Sampled:
         list(request.generated_log_probs),
         None if routes is None else np.asarray(routes),
         sum(event.type.name == "EVICT" for event in request.events),
+        request.num_cached_tokens,
+        any(part.finished_chunk_token_count for part in record.requests),
+        len(record[1].prompt_tokens) if len(record.requests) > 1 else 0,
     )
 
 

@@ -276,6 +276,22 @@ def bare_array(text: Any, dtype: str, name: str) -> np.ndarray:
     return np.frombuffer(raw, dtype)
 
 
+def shaped_array(text: Any, dtype: str, shape: Any, name: str) -> np.ndarray:
+    """Three axes of integers from base64 of their bytes, and a shape that is told beside them."""
+    flat = bare_array(text, dtype, name)
+    is_shape = isinstance(shape, (list, tuple)) and all(type(axis) is int for axis in shape)
+    # math.prod, because Python's numbers do not wrap
+    if not is_shape or len(shape) != 3 or min(shape) < 0 or math.prod(shape) != len(flat):
+        raise EngineError(
+            f"{name}: routes must be [tokens, layers, topk]; got {len(flat)} ids for the shape "
+            f"{quoted(shape, 60)}"
+        )
+    try:
+        return flat.reshape(shape)
+    except ValueError as error:  # (0, 2**40, 2**40) is empty, and numpy still has no such array
+        raise EngineError(f"{name}: not a shape of an array ({error})") from error
+
+
 def token_array(value: Any, name: str) -> np.ndarray:
     """Token ids as int32."""
     array = _integers(_plain(value, name), name)

@@ -2,11 +2,9 @@
 
 The dynamic text generation server puts `moe_topk_indices` into each choice of /v1/completions and
 /v1/chat/completions: nested lists in 0.17, `["ndarray", {data, dtype}]` with int16 from 0.18 on.
-They hold the MoE layers in the order in which routers were made: the decoder's, then those of MTP.
-0.17's /v1/completions returns no token ids and cannot be read.
-
-No command reads these: this file is for a framework that samples with Megatron-LM and calls
-`engines.decode`.
+Unpatched, they hold the MoE layers in the order in which routers were made, which is the decoder's,
+then those of MTP. A patched server has the decoder's alone, and sends bytes:
+`["ndarray", {data, dtype, shape}]`. 0.17's /v1/completions returns no token ids and cannot be read.
 
 Shape suffixes (docs/glossary.md): G, K, L, N, T.
 """
@@ -31,6 +29,7 @@ from megatron_r3.engines.body import (
     refuse_half_way,
     refuse_other_model,
     sampled_logprobs,
+    shaped_array,
     whole_number,
 )
 from megatron_r3.engines.checks import checked_routes, checked_tokens
@@ -43,6 +42,8 @@ from megatron_r3.untrusted import quoted, said
 #   {"index": 0, "prompt_token_ids": [5, 9], "generation_token_ids": [7, 3], "num_evictions": 0,
 #    "generation_log_probs": [-0.5, -1.2],
 #    "moe_topk_indices": ["ndarray", {"data": [3 rows of L lists of K ids], "dtype": "int16"}]}
+#
+# Patched: ["ndarray", {"data": "AQADAA...", "dtype": "int16", "shape": [3, L, K]}], in base64.
 
 _DTYPES = ("int16", "int32", "int64")
 _ASK_IDS = "0.17's /v1/completions returns none; chat: ask with return_tokenized_data true"
@@ -104,8 +105,11 @@ def _increment(
     message = choice.get("message")
     fields = {**(message if isinstance(message, Mapping) else {}), **choice}
     evictions = fields.get("num_evictions")
-    if evictions:
-        raise EngineError(f"evicted {quoted(evictions, 20)} times and resumed: its routes are lost")
+    if evictions and choice.get("moe_topk_indices") is None:
+        raise EngineError(
+            f"evicted {quoted(evictions, 20)} times and resumed: its routes are lost; a patched "
+            "server keeps them (make apply)"
+        )
     prompt = prompt_array(asked, fields.get("prompt_token_ids"), _ASK_IDS)
     response_G = id_array(fields.get("generation_token_ids"), "generation_token_ids", _ASK_IDS)
     tokens_N = checked_tokens(prompt, response_G, request, shape)
@@ -149,20 +153,25 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
 
 
 def _array(value: Any, name: str) -> np.ndarray:
-    """Read ids in one of three forms: lists, `["ndarray", {data, dtype}]`, `["tensor", lists]`."""
+    """Read ids in one of four forms: lists, `["tensor", lists]`, `["ndarray", {data, dtype}]` with
+    lists, and the same with base64 and a shape.
+    """
     tagged = isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)
     if not tagged:
         return integer_array(value, name)
     kind, content = value
     if kind == "tensor":
         return integer_array(content, name)
-    if kind != "ndarray" or not isinstance(content, Mapping) or set(content) != {"data", "dtype"}:
+    keys = set(content) if isinstance(content, Mapping) else set()
+    if kind != "ndarray" or not {"data", "dtype"} <= keys <= {"data", "dtype", "shape"}:
         raise EngineError(f"{name}: expected [ndarray, {{data, dtype}}]; got {quoted(kind, 20)}")
     dtype = content["dtype"]
     if dtype not in _DTYPES:
         raise EngineError(
             f"{name}: ids must be integers ({', '.join(_DTYPES)}); got {quoted(dtype)}"
         )
+    if "shape" in content:
+        return shaped_array(content["data"], dtype, content["shape"], name)
     array = integer_array(content["data"], name)
     if array.size and not np.iinfo(dtype).min <= array.min() <= array.max() <= np.iinfo(dtype).max:
         raise EngineError(f"{name}: an id does not fit {dtype}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_r3.rollouts.plan import Plan
 
 Commands = argparse._SubParsersAction  # the type of what `add_subparsers` returns
-CONCURRENCY = {"vllm": 32, "sglang": 32, "transformers": 256}
+CONCURRENCY = {"vllm": 32, "sglang": 32, "megatron": 32, "transformers": 256}
 
 
 def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
@@ -42,7 +42,10 @@ def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
         description=f"{summary}. The same command goes on where a killed one stopped.",
     )
     add = parser.add_argument
-    text = "a vLLM or SGLang server at --url, or transformers, which runs --model in this process"
+    text = (
+        "a vLLM, SGLang or Megatron server at --url, or transformers, which runs --model in this "
+        "process"
+    )
     add("--engine", required=True, choices=tuple(CONCURRENCY), help=text)
     add("--url", help="address of the server, for example http://127.0.0.1:8000")
     add("--prompts", required=True, type=Path, metavar="FILE", help="the prompts, JSON lines")
@@ -134,7 +137,10 @@ def _add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="the recorded responses")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new store")
     parser.add_argument(
-        "--engine", required=True, choices=("vllm", "sglang"), help="the engine that sampled them"
+        "--engine",
+        required=True,
+        choices=("vllm", "sglang", "megatron"),
+        help="the engine that sampled them",
     )
     parser.add_argument(
         "--engine-version", default="unknown", metavar="V", help="version of that engine"

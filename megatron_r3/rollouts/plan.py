@@ -78,13 +78,18 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
     """The sampling with `logprobs_of`: what this engine can be asked to return.
 
     Args:
-        engine: "vllm", "sglang" or "transformers".
+        engine: "vllm", "sglang", "megatron" or "transformers".
         biased: take log-probs that are not those of the distribution that was sampled
             (`--biased-sampling`).
 
     Raises:
         ValueError: the engine does not return what training on such rollouts takes.
     """
+    if engine == "megatron" and sampling.seed is not None:
+        raise ValueError(
+            "--seed: Megatron's server takes no seed with a request; leave it out, and start the "
+            "server with another --seed"
+        )
     unknown = sampling.settings.unknown_to_the_loss()
     if not unknown:
         return sampling
@@ -100,6 +105,11 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
     processed = replace(sampling, logprobs_of="processed")
     if engine == "transformers":
         return processed
+    if engine == "megatron":
+        raise ValueError(
+            f"{given}: Megatron's server returns no kept sets, and does not say whose log-probs it "
+            "has: sample plainly, or give --biased-sampling"
+        )
     if not sampling.top_k:  # both engines bound the size of a mask by it, and refuse else
         raise ValueError(
             f"{given}: the response does not say whose log-probs it has: {_NOBODY_SAYS[engine]}; "

@@ -1,4 +1,4 @@
-"""How vLLM and SGLang are asked for a sample, and what they answer beside tokens and routes.
+"""How servers are asked for a sample, and what they answer beside tokens and routes.
 
 `convert` reads recorded answers with the second half of this file.
 """
@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_r3 import engines
+from megatron_r3.engines.body import whole_number
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.rollout import Rollout
 from megatron_r3.rollouts.plan import Sampling
@@ -43,6 +44,8 @@ def build_request(
         return "/inference/v1/generate", _vllm_tokens(prompt, sampling, seed, model)
     if engine == "vllm":
         return _vllm(prompt, sampling, seed, model)
+    if engine == "megatron":
+        return _megatron(prompt, sampling)
     return "/generate", _sglang(prompt, sampling, seed)
 
 
@@ -124,11 +127,28 @@ def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> dict[str, A
     return {**body, "return_sampling_mask": True} if sampling.wants_kept else body
 
 
+def _megatron(prompt: Prompt, sampling: Sampling) -> tuple[str, dict[str, Any]]:
+    """There is no seed: the server draws for all requests from one stream."""
+    body: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        # 0 keeps all tokens. 1 would keep those before the sum of probabilities, which is rounded,
+        # is above 1, and upstream refuses it beside a top-k.
+        "top_p": sampling.top_p if sampling.top_p < 1 else 0.0,
+        "top_k": sampling.top_k,
+    }
+    if prompt.is_chat:
+        chat = {"messages": prompt.content, "logprobs": True, "return_tokenized_data": True}
+        return "/v1/chat/completions", {**body, **chat, "n": 1}
+    return "/v1/completions", {**body, "prompt": prompt.content, "logprobs": 0}
+
+
 # how a server is made to return kept sets
 _ASK_MASK = {
     "vllm": "start the server with --enable-scale-out --return-sampling-mask --logprobs-mode "
     "processed_logprobs (0.30 or later)",
     "sglang": "SGLang 0.5.23 returns one; is the server older?",
+    "megatron": "Megatron's server returns none",
 }
 
 
@@ -181,8 +201,9 @@ def policies_of(response: Any, index: int, where: str) -> list[str]:
     """The versions of the engine's weights that sampled one choice, as far as the response says.
 
     SGLang has `weight_version` and `weight_versions: [{"version", "start", "end"}]` in meta_info,
-    vLLM from 0.32 on the latter. Two versions mean that new weights came while the choice was
-    sampled.
+    vLLM from 0.32 on the latter. Megatron has `policy_epoch: [[first token, number]]` in a choice,
+    or its message, where whoever trains beside it counts. Two versions mean that new weights came
+    while the choice was sampled.
 
     Raises:
         EngineError: a version is no text.
@@ -201,6 +222,9 @@ def policies_of(response: Any, index: int, where: str) -> list[str]:
             if wrong is not None:
                 raise EngineError(f"{where}: the version of its weights must be {wrong}")
             versions.append(version)
+    for part in (choice, choice.get("message")):
+        epochs = part.get("policy_epoch") if isinstance(part, Mapping) else None
+        versions += [str(whole_number(epoch, "policy_epoch")) for _, epoch in epochs or []]
     return list(dict.fromkeys(versions))  # each once, in the order of their first appearance
 
 

@@ -1,4 +1,4 @@
-"""A vLLM or SGLang server as an engine: asked for samples, and watched for changes.
+"""A vLLM, SGLang or Megatron server as an engine: asked for samples, and watched for changes.
 
 Between two responses a server may be restarted, get new weights or serve another model. So each
 response is used only after the server has said once more that it is what it was at the start.
@@ -32,7 +32,7 @@ class Server:
     """The engine behind an address (`engine.Engine`).
 
     Args:
-        name: "vllm" or "sglang".
+        name: "vllm", "sglang" or "megatron".
         client: sends the requests.
         shape: the model's routes; a response with others is refused.
         sampling: how to sample.
@@ -109,6 +109,16 @@ def _sglang_policy(page: Any) -> Mapping[str, Any]:
     return {"policy": page.get("weight_version")}
 
 
+def _megatron_health(page: Any) -> Mapping[str, Any]:
+    if page["service"] != "Megatron Inference Server":
+        raise LookupError("such service")
+    return {}
+
+
+def _megatron_identity(page: Any) -> Mapping[str, Any]:
+    return {name: page[name] for name in ("version", "model", "policy")}
+
+
 _Read = Callable[[Any], Mapping[str, Any]]
 # What each engine is asked for: paths, of which the first that exists is taken, and how the page is
 # read. vLLM has /weight_info only where it takes new weights (VLLM_SERVER_DEV_MODE). SGLang's pages
@@ -123,6 +133,11 @@ _PAGES: dict[str, tuple[tuple[tuple[str, ...], _Read], ...]] = {
     "sglang": (
         (("/server_info", "/get_server_info"), _sglang_identity),
         (("/model_info", "/get_model_info"), _sglang_policy),
+    ),
+    # the second is a page of megatron_r3.serve: upstream's own script does not say who it is
+    "megatron": (
+        (("/health",), _megatron_health),
+        (("/server_info",), _megatron_identity),
     ),
 }
 

@@ -5,7 +5,7 @@ Shape suffixes (docs/glossary.md): G, K, L, T.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,31 @@ from fidelity.rig.worker import TreeWorker
 from fidelity.sampling import RECORD, Sampled
 
 ONE = ["--micro-batch-size", "1", "--moe-router-load-balancing-type", "none"]
+# upstream's default needs GPUs that are fully connected by NVLink
+EP2 = "--expert-model-parallel-size 2 --inference-moe-token-dispatcher-type nccl"
 LAYOUTS = {
     "PP2": (2, "--pipeline-model-parallel-size 2"),
     "TP2, SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "EP2": (2, "--expert-model-parallel-size 2"),
+    "EP2": (2, EP2),
     "TP2, SP, EP2, PP2": (
         4,
-        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
-        "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+        f"--pipeline-model-parallel-size 2 {EP2}",
     ),
 }
-# The memory of so few blocks does not hold the requests that run at a time: some are evicted.
-SCARCE = {"buffer_size_gb": 0.0006, "paused_buffer_size_gb": 0.0}
-CHUNKED = {"enable_chunked_prefill": True, "max_tokens": 16}
+# Options of the engine, and what shows that they did something. The memory of the last one does not
+# hold the requests that run at a time.
+OPTIONS: dict[str, tuple[dict[str, Any], Callable[[Sampled], bool]]] = {
+    "chunked prefill": (
+        {"enable_chunked_prefill": True, "max_tokens": 64},
+        lambda one: one.was_chunked,
+    ),
+    "prefix caching": ({"enable_prefix_caching": True}, lambda one: one.cached > 0),
+    "evictions": (
+        {"buffer_size_gb": 0.0006, "paused_buffer_size_gb": 0.0},
+        lambda one: one.evictions > 0,
+    ),
+}
 
 
 def argv(policy: Policy, *more: str) -> list[str]:
@@ -126,19 +138,17 @@ def test_layouts_record_what_one_process_records(
         assert_same(samples, plain)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [CHUNKED, {"enable_prefix_caching": True}, SCARCE],
-    ids=["chunked", "prefix", "scarce"],
-)
+@pytest.mark.parametrize("option", OPTIONS)
 def test_options_of_the_engine_lose_no_experts(
-    patched: TreeWorker, policy: Policy, settings: dict[str, Any]
+    patched: TreeWorker, policy: Policy, option: str
 ) -> None:
+    settings, has_come = OPTIONS[option]
     whole, samples = (
         sample(patched, policy, RECORD, settings=given, shared=20)[0] for given in ({}, settings)
     )
     assert_same(samples, whole)
-    assert (sum(one.evictions for one in samples) > 0) == (settings is SCARCE)
+    assert any(map(has_come, samples))
+    assert not any(map(has_come, whole))
 
 
 @pytest.mark.parametrize("step", [1, 12])
@@ -150,9 +160,34 @@ def test_a_suspended_engine_goes_on(
     assert_same(samples, plain)
 
 
-@pytest.mark.parametrize(
-    "option", ["--moe-router-fusion", "--transformer-impl=inference_optimized"]
-)
-def test_what_records_nothing_is_refused(patched: TreeWorker, policy: Policy, option: str) -> None:
-    with pytest.raises(RankError, match="moe_enable_routing_replay: "):
-        sample(patched, policy, RECORD, option)
+def test_tokens_keep_the_experts_with_which_they_were_sampled(
+    patched: TreeWorker, policy: Policy, plain: list[Sampled]
+) -> None:
+    """The weights change while the engine is suspended, as they do between two updates."""
+    (samples,) = sample(
+        patched,
+        policy,
+        RECORD,
+        settings={"kv_cache_management_mode": "recompute"},
+        suspend_at=12,
+        new_weights=True,
+    )
+    stopped = [(a, b) for a, b in zip(samples, plain, strict=True) if a.stopped_at]
+    assert len(stopped) > 4
+    for one, other in stopped:
+        assert one.ids_TLK is not None
+        assert other.ids_TLK is not None
+        sampled = one.stopped_at - 1  # nobody had computed the last token yet
+        assert one.tokens_N[: one.stopped_at] == other.tokens_N[: one.stopped_at]
+        assert sampling.same_experts(one.ids_TLK[:sampled], other.ids_TLK[:sampled]) == 1
+        # the control: the token after them was computed with other weights
+        assert sampling.same_experts(one.ids_TLK[sampled:][:1], other.ids_TLK[sampled:][:1]) < 1
+
+
+NOT_RECORDED = {"moe_router_fusion": True, "transformer_impl": "inference_optimized"}
+
+
+@pytest.mark.parametrize("name", NOT_RECORDED)
+def test_what_records_nothing_is_refused(patched: TreeWorker, policy: Policy, name: str) -> None:
+    with pytest.raises(RankError, match=f"moe_enable_routing_replay: .*{name}"):
+        sample(patched, policy, RECORD, config={name: NOT_RECORDED[name]})

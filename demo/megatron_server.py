@@ -1,0 +1,47 @@
+"""Megatron's own inference server on this machine's CPU, which runs as long as a `with` block.
+
+Nothing is installed: the tree that trains samples too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from demo.installation import BUILD
+from demo.model import arguments
+from demo.server_process import run_server
+from demo.task import EOS, NUM_DIGITS
+
+ROOT = Path(__file__).parents[1]
+# blocks of 64 tokens, in which each request of the demo has room; upstream's default is 256
+SERVER = f"""
+--moe-enable-routing-replay --bf16 --micro-batch-size 1 --moe-router-load-balancing-type none
+--null-tokenizer-eod-id {EOS} --host 127.0.0.1 --port {{port}}
+--inference-max-seq-length 64 --inference-dynamic-batching-block-size 64
+--inference-dynamic-batching-buffer-size-gb 0.05 --inference-dynamic-batching-max-requests 32
+""".split()
+assert NUM_DIGITS[1] * 2 + 4 < 64
+
+
+@contextmanager
+def serve(checkpoint: Path, tree: Path, build: Path = BUILD) -> Iterator[str]:
+    """Run a server of a checkpoint while the block runs; yields its address.
+
+    Args:
+        checkpoint: one of the demo's model.
+        tree: a patched Megatron-LM of 0.19 or later.
+        build: gets the log.
+
+    Raises:
+        ServerError: the server does not come up; the message has the end of its log.
+    """
+    script = ROOT / "megatron_r3" / "serve.py"
+    words = [sys.executable, "-m", "megatron_r3.cpu", str(script)]
+    words += arguments(SERVER, ["--load", "{checkpoint}"])
+    env = {"PYTHONPATH": f"{tree.resolve()}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    values = {"checkpoint": str(checkpoint.resolve())}
+    with run_server("Megatron", words, values, env, build / "megatron.log") as url:
+        yield url

@@ -1,0 +1,159 @@
+"""Megatron's own inference server, for a tree that has no tools/ (the one on PyPI).
+
+    torchrun ... -m megatron_r3.serve --load CKPT --moe-enable-routing-replay --port 5000 \\
+        --micro-batch-size 1 <Megatron's model arguments>
+
+Engine and server are Megatron's, of 0.19 and later; the tree must be patched, or requests lose
+their routes. A checkout's tools/run_dynamic_text_generation_server.py starts the same server. This
+script adds one page, /server_info, on which `megatron-r3 rollouts collect` sees whether it is still
+the same server with the same weights. The weights of the checkpoint are loaded whole, or not at
+all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_r3.launch import build_model, initialize
+from megatron_r3.untrusted import one_line
+from megatron_r3.weights.checkpoint import check_load, load_whole
+
+
+def _arguments(parser: Any) -> Any:
+    group = parser.add_argument_group(title="serve")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    group.add_argument("--port", type=int, default=5000, help="port to listen at")
+    group.add_argument("--parsers", nargs="*", default=[], help="of a response, as upstream's")
+    return parser
+
+
+def main() -> None:
+    """Serve until the process is told to end. Every rank runs this; the first one answers."""
+    # at SIGTERM, too, the processes that answer HTTP are ended with this one
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    try:
+        args = _initialized()
+        model = build_model(args)
+        load_whole([model], args)
+        with torch.inference_mode():
+            asyncio.run(_serve(_engine(model.eval(), args), args))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _initialized() -> Any:
+    """Megatron's arguments, once they were checked.
+
+    Raises:
+        ValueError: Megatron refuses them, or no routes would be recorded.
+    """
+    try:
+        args = initialize(_arguments)
+    except AssertionError as error:  # how Megatron refuses most arguments
+        reason = one_line(str(error)) or "no reason is given"
+        raise ValueError(f"Megatron refuses these arguments: {reason}") from error
+    if not args.moe_enable_routing_replay:
+        raise ValueError("give --moe-enable-routing-replay: without it no response has routes")
+    check_load(args)
+    return args
+
+
+def _engine(model: torch.nn.Module, args: Any) -> Any:
+    """The engine over a model.
+
+    Raises:
+        ValueError: this Megatron is too old, or the engine refuses an option.
+    """
+    try:
+        from megatron.training.argument_utils import inference_cfg_from_args
+    except ImportError as error:
+        raise ValueError(
+            "this Megatron has no engine config from arguments (0.19 has): start its own "
+            "tools/run_dynamic_text_generation_server.py"
+        ) from error
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.core.inference.engines import DynamicInferenceEngine
+    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+        GPTInferenceWrapper,
+    )
+    from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+        TextGenerationController,
+    )
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    config = inference_cfg_from_args(args).to_inference_config(
+        model,
+        kv_cache_management_mode=args.rl_kv_cache_management_mode,
+        static_kv_memory_pointers=args.rl_persist_cuda_graphs,
+        enable_cuda_graphs=args.inference_cuda_graph_scope.name != "none",
+        metrics_writer=None,
+    )
+    context = DynamicInferenceContext(model.config, config)
+    controller = TextGenerationController(
+        GPTInferenceWrapper(model, context), build_tokenizer(args)
+    )
+    return DynamicInferenceEngine(controller, context)
+
+
+async def _serve(engine: Any, args: Any) -> None:
+    from megatron.core.inference.text_generation_server import dynamic_text_gen_server as server
+
+    address = await engine.start_listening_to_data_parallel_coordinator(hostname=args.host)
+    is_first = torch.distributed.get_rank() == 0
+    try:
+        if is_first:
+            _add_page(_identity(args))
+            server.start_text_gen_server(
+                coordinator_addr=address,
+                tokenizer=engine.controller.tokenizer,
+                parsers=args.parsers,
+                rank=0,
+                server_port=args.port,
+                hostname=args.host,
+            )
+        await engine.engine_loop_task
+    finally:
+        if is_first:
+            server.stop_text_gen_server()
+
+
+def _identity(args: Any) -> dict[str, str]:
+    """What /server_info says: the version of Megatron, the checkpoint, and its iteration."""
+    import megatron.core
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    step = args.ckpt_step or Path(get_checkpoint_tracker_filename(args.load)).read_text().strip()
+    return {
+        "version": str(megatron.core.__version__),
+        "model": str(args.load),
+        "policy": f"iteration {step}",
+    }
+
+
+def _add_page(page: dict[str, str]) -> None:
+    """Have the server answer GET /server_info with this page.
+
+    Upstream registers every blueprint of a list in each process that answers HTTP.
+    """
+    from megatron.core.inference.text_generation_server.dynamic_text_gen_server import endpoints
+    from quart import Blueprint
+
+    blueprint = Blueprint("server_info", __name__)
+
+    @blueprint.route("/server_info", methods=["GET"])
+    async def server_info() -> dict[str, str]:
+        return page
+
+    endpoints.__all__.append(blueprint)
+
+
+if __name__ == "__main__":
+    main()
