@@ -107,7 +107,7 @@ bump: setup  ## start a release line: carry the patches of OLD=LINE to NEW=TAG o
 		{ echo "error: from which line to what? make $@ OLD=LINE NEW=TAG REPO=DIR" >&2; exit 2; }
 	@$(R3) $@ "$(OLD)" "$(NEW)" --repo "$(REPO)" $(if $(LINE),--name "$(LINE)")
 
-demo: megatron  ## sample a tiny model, then train on its rollouts, live and replayed (SAMPLER=transformers, vllm, sglang)
+demo: megatron  ## sample a tiny model, then train on its rollouts, live and replayed (SAMPLER=transformers, vllm, sglang, megatron)
 	$(R3) apply $(TREE)
 	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER)
 

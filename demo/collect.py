@@ -4,8 +4,9 @@
     python -m demo.collect --engine vllm --kill --model DIR --out build/collected
 
 With vllm or sglang a real server of the model is started on this machine's CPU, and stopped at the
-end; with megatron one of --checkpoint, whose weights the model has, in the tree --megatron. With `--kill` the collection is killed half-way and started again; then the store is verified
-and shown. The model is any transformers MoE directory that the engine runs.
+end; with megatron one of --checkpoint, whose weights the model has, in the tree --megatron. With
+`--kill` the collection is killed half-way and started again; then the store is verified and shown.
+The model is any transformers MoE directory that the engine runs.
 """
 
 from __future__ import annotations

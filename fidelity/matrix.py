@@ -4,9 +4,10 @@
 
 Without --repo the trees are those of the package index. With it they are the commits of
 versions.toml, main and upstream's own pretrain_gpt.py included. Of each line the first such tree is
-checked, which is its newest; with --line every one. The cases of replay are left out on the default
-tree, where `make test` runs them, unless --repo or --line asks for a tree. Trees are checked side
-by side, because many checks leave a core idle. Exit status 0 says that every check passed.
+checked, which is its newest; with --line every one. The cases of replay and the engine are left out
+on the default tree, where `make test` runs them, unless --repo or --line asks for a tree. Trees are
+checked side by side, because many checks leave a core idle. Exit status 0 says that every check
+passed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from fidelity.line_checks import CHECKS, Checked
+from fidelity.engine_check import engine
+from fidelity.line_checks import CHECKS as CHECKS_OF_TRAINING
+from fidelity.line_checks import Checked, Result
 from fidelity.trees import ROOT
 from megatron_r3.patching.cleanroom import find_git_dirs, has_commit, resolve
 from megatron_r3.patching.fetch import fetch_tree
@@ -35,6 +38,11 @@ from megatron_r3.patching.versions import (
     patches_folder,
     read_versions,
 )
+
+# A check that gives None is about something that the line does not have.
+CHECKS: dict[str, Callable[[Checked], Result | None]] = {**CHECKS_OF_TRAINING, "engine": engine}
+IN_TESTS = ("replay", "engine")
+NOTHING = "the line has nothing of the kind"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,7 +118,7 @@ def _trees(
 
 def checks_of(versions: Versions, tree: KnownTree) -> list[str]:
     """The checks of a tree that nobody asked for by name."""
-    in_tests = {"replay"} if tree == versions.default else set()
+    in_tests = IN_TESTS if tree == versions.default else ()
     return [name for name in CHECKS if name not in in_tests]
 
 
@@ -124,7 +132,7 @@ def _run(
         checked = open_.enter_context(Checked(line, tree, source, commit, Path(folder)))
         for name in names:
             begin = time.monotonic()
-            passed, detail = CHECKS[name](checked)
+            passed, detail = CHECKS[name](checked) or (True, NOTHING)
             results.append(
                 {
                     "line": line.name,
@@ -140,7 +148,12 @@ def _run(
 
 def line_of(row: list[dict[str, object]]) -> str:
     """The line of the table that shows the results of one tree."""
-    cells = (f"{'ok' if r['passed'] else 'FAILED':>8} {r['seconds']:5.0f} s" for r in row)
+    cells = (
+        f"{'none':>16}"
+        if r["detail"] == NOTHING
+        else f"{'ok' if r['passed'] else 'FAILED':>8} {r['seconds']:5.0f} s"
+        for r in row
+    )
     left_out = [f"{'make test':>16}"] * (len(CHECKS) - len(row))
     return f"{row[0]['line']:14} {row[0]['tree']:18}" + "".join([*cells, *left_out])
 

@@ -3,7 +3,7 @@
 The engine is the real one, on stand-ins for FlashAttention (megatron_r3/cpu/inference.py).
 Megatron is imported only inside the functions that ranks run.
 
-Shape suffixes (docs/glossary.md): E, G, K, L, N, T.
+Shape suffixes (docs/glossary.md): G, K, L, N, T.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from demo.task import VOCAB_SIZE
+from fidelity.models import VOCAB_SIZE
 from megatron_r3 import launch
 
 RECORD = "--moe-enable-routing-replay"
+EP2 = "--expert-model-parallel-size 2"
 # 24 requests, of which 8 run at a time in blocks of 16 tokens: requests end at different steps, and
 # a block that one request gives back is at once the block of another
 NUM_REQUESTS, MAX_ACTIVE, BLOCK = 24, 8, 16
@@ -81,9 +82,14 @@ def build(argv: Sequence[str], second: bool = False) -> Any:
     Args:
         second: whether another model with the same config is built before it.
     """
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training.checkpointing import load_checkpoint
 
     sys.argv = ["sample.py", *argv]
+    fields = TransformerConfig.__dataclass_fields__
+    if "inference_moe_token_dispatcher_type" in fields:  # from 0.18 on
+        # with EP upstream's default needs GPUs that are fully connected by NVLink
+        sys.argv += ["--inference-moe-token-dispatcher-type", "nccl"]
     args = launch.initialize()
     others = [launch.build_model(args)] if second else []
     model = launch.build_model(args)
@@ -91,6 +97,15 @@ def build(argv: Sequence[str], second: bool = False) -> Any:
     if args.load is not None:
         load_checkpoint([model], None, None)
     return model.eval()
+
+
+def save_model(rank: int, argv: Sequence[str]) -> None:
+    """Save a model as it is initialised, for layouts that have to have the same weights."""
+    from megatron.training import get_args
+
+    from megatron_r3.weights.checkpoint import save_whole
+
+    save_whole([build(argv)], get_args())
 
 
 def make_engine(model: Any, settings: Mapping[str, Any]) -> Any:
@@ -199,7 +214,7 @@ def _sampled(record: Any) -> Sampled:
         list(request.generated_log_probs),
         None if routes is None else np.asarray(routes),
         sum(event.type.name == "EVICT" for event in request.events),
-        request.num_cached_tokens,
+        getattr(request, "num_cached_tokens", 0),  # from 0.19 on
         any(part.finished_chunk_token_count for part in record.requests),
         len(record[1].prompt_tokens) if len(record.requests) > 1 else 0,
     )
@@ -226,7 +241,7 @@ def in_training(
         places_1T = torch.arange(tokens_1T.shape[1])[None]
         with torch.no_grad(), recording() as chosen:
             logits = model(tokens_1T, places_1T, None)
-        logprobs = logits[0].float()[:, :VOCAB_SIZE].log_softmax(-1)
+        logprobs = logits[0].float().log_softmax(-1)
         sampled = torch.tensor(one.tokens_N[1:])
         logprobs_T = logprobs.gather(1, sampled[:, None])[:, 0]
         ids_TLK = torch.stack([chosen.ids[layer] for layer in sorted(chosen.ids)], dim=1)

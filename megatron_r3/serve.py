@@ -123,6 +123,8 @@ async def _serve(engine: Any, args: Any) -> None:
     finally:
         if is_first:
             server.stop_text_gen_server()
+            # upstream ends this process only if a client asks for it, and Python would wait for it
+            engine.inference_coordinator_process.kill()
 
 
 def _identity(args: Any) -> dict[str, str]:

@@ -44,8 +44,8 @@ def attend_to_blocks(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    softmax_scale: float,
-    causal: bool,
+    softmax_scale: float | None = None,
+    causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     block_table: torch.Tensor | None = None,
     return_attn_probs: bool = False,
@@ -84,8 +84,8 @@ def decode_from_blocks(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     cache_seqlens: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
+    softmax_scale: float | None = None,
+    causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     block_table: torch.Tensor | None = None,
     num_splits: int = 0,
@@ -131,9 +131,10 @@ def _gathered(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.T
 
 
 def _attention(
-    q_QAF: torch.Tensor, k_ZAF: torch.Tensor, v_ZAF: torch.Tensor, scale: float
+    q_QAF: torch.Tensor, k_ZAF: torch.Tensor, v_ZAF: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     """Causal softmax(QK)V `[Q, A, F]`: the last query sees all keys, the one before all but one."""
+    scale = scale or q_QAF.shape[-1] ** -0.5
     group = q_QAF.shape[1] // k_ZAF.shape[1]
     k_ZAF, v_ZAF = (part.repeat_interleave(group, dim=1) for part in (k_ZAF, v_ZAF))
     scores_AQZ = torch.einsum("qaf,zaf->aqz", q_QAF, k_ZAF) * scale

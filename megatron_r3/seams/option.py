@@ -54,7 +54,7 @@ def recording_refusals(config: Any) -> list[str]:
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments.
     """
-    if not getattr(config, "moe_enable_routing_replay", False) or _engine_records():
+    if not getattr(config, "moe_enable_routing_replay", False) or engine_records():
         return []
     return [
         "moe_enable_routing_replay is Megatron's own replay and would compete for the router: on "
@@ -63,7 +63,7 @@ def recording_refusals(config: Any) -> list[str]:
 
 
 @functools.cache
-def _engine_records() -> bool:
+def engine_records() -> bool:
     """Whether this tree has the patch "Record the routing of the model that samples".
 
     The file is read and not imported: it imports the engine, and this is called by a config.

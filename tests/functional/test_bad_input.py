@@ -42,7 +42,6 @@ def test_the_good_command_is_accepted(patched: TreeWorker, policy: Policy) -> No
 
 
 OPTIONS = {
-    "moe_enable_routing_replay": ["--moe-enable-routing-replay"],
     "sinkhorn": ["--moe-router-load-balancing-type", "sinkhorn"],
     "quantile_balancing": ["--moe-router-load-balancing-type", "quantile_balancing"],
     "moe_expert_capacity_factor": ["--moe-expert-capacity-factor", "1.5"],

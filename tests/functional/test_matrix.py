@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fidelity import line_checks
-from fidelity.line_checks import CHECKS, Checked
-from fidelity.matrix import checks_of, line_of, main
+from fidelity.line_checks import Checked
+from fidelity.matrix import CHECKS, IN_TESTS, NOTHING, checks_of, line_of, main
 from fidelity.trees import ROOT
 from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.cleanroom import resolve
@@ -107,6 +107,18 @@ def test_a_layout_that_fails_is_named(checked: Checked, monkeypatch: pytest.Monk
     assert detail.startswith("wrong: ")
 
 
+def test_an_engine_that_returns_the_experts_of_the_token_before_is_caught(checked: Checked) -> None:
+    apply_series(checked.patched, checked.patches)
+    metadata = checked.patched / "megatron/core/inference/contexts/routing_metadata.py"
+    stacked = "torch.stack(recorded_data, dim=1)"
+    damage(metadata, f"return {stacked}", f"return {stacked}.roll(1, 0)")
+    passed, detail = CHECKS["engine"](checked)
+    assert not passed
+    assert detail == "request 0: not the experts of the training forward"
+    metadata.unlink()  # as on a line whose engine records nothing
+    assert CHECKS["engine"](checked) is None
+
+
 def test_where_there_is_nothing_to_check_it_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,10 +132,12 @@ def test_where_there_is_nothing_to_check_it_says_so(
 
 def test_make_test_has_the_replay_of_the_default_tree() -> None:
     versions = read_versions(patches_folder())
-    assert checks_of(versions, versions.default) == [name for name in CHECKS if name != "replay"]
+    assert checks_of(versions, versions.default) == [n for n in CHECKS if n not in IN_TESTS]
     others = [tree for line in versions.lines for tree in line.trees if tree != versions.default]
     assert others
     assert all(checks_of(versions, tree) == [*CHECKS] for tree in others)
-    row = [{"line": "a", "tree": "b", "passed": True, "seconds": 1.0}] * (len(CHECKS) - 1)
+    result = {"line": "a", "tree": "b", "passed": True, "seconds": 1.0, "detail": ""}
+    row = [result] * (len(CHECKS) - 1)
     assert line_of(row).endswith("make test")
-    assert line_of([*row, row[0]]).endswith("1 s")
+    assert line_of([*row, result]).endswith("1 s")
+    assert line_of([*row, {**result, "detail": NOTHING}]).endswith("none")

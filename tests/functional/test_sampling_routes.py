@@ -1,6 +1,6 @@
 """Megatron's own inference engine: every token that it sampled has the experts that it took.
 
-Shape suffixes (docs/glossary.md): G, K, L, T.
+Shape suffixes (docs/glossary.md): G, K, L, N, T.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from fidelity.rig.worker import TreeWorker
 from fidelity.sampling import RECORD, Sampled
 
 ONE = ["--micro-batch-size", "1", "--moe-router-load-balancing-type", "none"]
-# upstream's default needs GPUs that are fully connected by NVLink
-EP2 = "--expert-model-parallel-size 2 --inference-moe-token-dispatcher-type nccl"
 LAYOUTS = {
     "PP2": (2, "--pipeline-model-parallel-size 2"),
     "TP2, SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "EP2": (2, EP2),
+    "EP2": (2, sampling.EP2),
     "TP2, SP, EP2, PP2": (
         4,
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
-        f"--pipeline-model-parallel-size 2 {EP2}",
+        f"--pipeline-model-parallel-size 2 {sampling.EP2}",
     ),
 }
 # Options of the engine, and what shows that they did something. The memory of the last one does not

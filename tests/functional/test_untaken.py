@@ -66,29 +66,50 @@ def test_the_option_set_on_a_made_config_replays_in_recompute_too(patched: TreeW
 
 def both_options(rank: int) -> dict[str, str]:
     start()
-    late_ours = config(moe_router_replay=False, moe_enable_routing_replay=True)
-    late_ours.moe_router_replay = True
-    late_theirs = config()
-    late_theirs.moe_enable_routing_replay = True
     after = model(config())
     after.config.moe_enable_routing_replay = True
     other_after = model(config(moe_router_replay=False, moe_enable_routing_replay=True))
     other_after.config.moe_router_replay = True
     given = MicrobatchRoutes(routes())
     return {
-        "at once": refusal(lambda: config(moe_enable_routing_replay=True)),
-        "ours late": refusal(lambda: model(late_ours)),
-        "theirs late": refusal(lambda: model(late_theirs)),
-        "theirs after the model": refusal(lambda: loss_and_gradients(after, replaying(given))),
-        "ours after the model": refusal(lambda: loss_and_gradients(other_after, replaying(given))),
+        "theirs": refusal(lambda: loss_and_gradients(after, replaying(given))),
+        "ours": refusal(lambda: loss_and_gradients(other_after, replaying(given))),
     }
 
 
-def test_both_replay_options_are_refused_in_any_order(patched: TreeWorker) -> None:
+def test_neither_replay_option_is_set_once_the_model_is_made(patched: TreeWorker) -> None:
     (told,) = patched.run(both_options, 1)
-    assert len(told) == 5
-    for order, text in told.items():
-        assert "moe_enable_routing_replay" in text, (order, text)
+    assert "moe_enable_routing_replay was set after this model was made" in told["theirs"]
+    assert "moe_router_replay was set after this model was made" in told["ours"]
+
+
+def recorder_that_replays(rank: int) -> dict[str, Any]:
+    """Code for RouterReplay, beside our option, and without the import that puts it on ours."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    start()
+    both = model(config(moe_enable_routing_replay=True))
+    wanted = routes()
+    loss_and_gradients(both, replaying(MicrobatchRoutes(wanted)))
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    tokens, positions, _ = batch()
+    with torch.no_grad():
+        both(tokens, positions, None)
+    recorded = RouterReplay.get_recorded_data()
+    RouterReplay.set_replay_data(recorded)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    return {
+        "recorded": [ids is not None for ids in recorded],
+        "live": refusal(lambda: loss_and_gradients(both, replaying(None))),
+        "replayed": refusal(lambda: loss_and_gradients(both, replaying(MicrobatchRoutes(wanted)))),
+    }
+
+
+def test_beside_our_option_router_replay_records_and_never_replays(patched: TreeWorker) -> None:
+    (told,) = patched.run(recorder_that_replays, 1)
+    assert told["recorded"] == [True] * 4
+    for text in (told["live"], told["replayed"]):
+        assert "RouterReplay was told to replay_forward" in text
 
 
 def with_slimes_list(rank: int) -> str:

@@ -167,6 +167,12 @@ def vllm_python(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
     return SimpleNamespace(prompt_token_ids=list(PROMPT), outputs=[output], finished=True), {}
 
 
+def as_bytes(rows: np.ndarray) -> list[Any]:
+    """How a patched server sends rows: patches/*/0020."""
+    data = base64.b64encode(rows.tobytes()).decode()
+    return ["ndarray", {"data": data, "dtype": str(rows.dtype), "shape": list(rows.shape)}]
+
+
 def megatron(
     rows: np.ndarray, dtype: str | None = "int16", mtp: np.ndarray | None = None
 ) -> tuple[Any, dict[str, Any]]:

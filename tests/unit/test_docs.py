@@ -115,6 +115,7 @@ RUN_BY = [
         r"torchrun .*hf\.py .*--hf-bridge\b",
         "tests/clients/test_bridge_weights.py::test_a_model_that_is_no_family_of_ours",
     ),
+    (r"torchrun .*-m megatron_r3\.serve\b", "tests/functional/test_serve.py::test_collect_stores"),
     (r"torchrun .*hf\.py --hf-export\b", "tests/functional/test_hf.py::test_import_and_export"),
     (
         r"torchrun .*hf\.py --hf-import DIR --hf-placement\b",

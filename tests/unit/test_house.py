@@ -36,7 +36,7 @@ FLOORS = [
     for line in """
     cli
     online
-    rollouts patching seams pretrain
+    rollouts patching seams pretrain serve
     balance
     router_replay
     training
@@ -52,7 +52,16 @@ FLOORS = [
     """.strip().splitlines()
 ]
 HEIGHT = {room: len(FLOORS) - number for number, line in enumerate(FLOORS) for room in line}
-KNOW_MEGATRON = {"seams", "training", "integrations", "weights", "launch", "cpu", "pretrain"}
+KNOW_MEGATRON = {
+    "seams",
+    "training",
+    "integrations",
+    "weights",
+    "launch",
+    "cpu",
+    "pretrain",
+    "serve",
+}
 # what the product, the proof and the benchmarks must run without
 FORBIDDEN = {
     "megatron_r3": {

@@ -14,7 +14,6 @@ GOOD: dict[str, Any] = {"num_moe_experts": 8, "moe_router_load_balancing_type": 
 
 WRONG: dict[str, dict[str, Any]] = {
     "no MoE layer": {"num_moe_experts": None},
-    "moe_enable_routing_replay": {"moe_enable_routing_replay": True},
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
     "quantile_balancing": {"moe_router_load_balancing_type": ["quantile_balancing"]},
     "capacity_factor": {"moe_expert_capacity_factor": 0.0},

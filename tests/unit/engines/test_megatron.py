@@ -28,6 +28,46 @@ def test_every_form_decodes(dtype):
     assert sample.routes.ids_LTK.dtype == np.uint8
 
 
+@pytest.mark.parametrize("dtype", ["int16", "int32"])
+def test_the_bytes_of_a_patched_server(dtype):
+    rows = made.made_rows()
+    whole = rows[:, list(made.SHAPE.moe_layers)].astype(dtype)
+    (sample,) = decode(*routed(lambda pair: made.as_bytes(whole)))
+    assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
+
+
+def sent(change):
+    """Bytes of rows, with a change to what is said beside them."""
+
+    def give(pair):
+        tag, content = made.as_bytes(np.array(pair[1]["data"], dtype="int16"))
+        return [tag, {**content, **change(content)}]
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda said: {"shape": [9, 3]}, r"got 108 ids for the shape \[9, 3\]"),
+        (lambda said: {"shape": [9, 3, 5]}, "got 108 ids for the shape"),
+        (lambda said: {"shape": [-9, -3, 4]}, "got 108 ids for the shape"),
+        (lambda said: {"shape": [True, 27, 4]}, "got 108 ids for the shape"),
+        (lambda said: {"shape": "9"}, "got 108 ids for the shape '9'"),
+        (lambda said: {"shape": [3, 9, 4]}, "9 layers; the model has 3"),
+        (lambda said: {"shape": [0, 2**40, 2**40], "data": ""}, "not a shape of an array"),
+        (lambda said: {"data": said["data"][:-4]}, "no whole number of int16|got 106|got 107"),
+        (lambda said: {"data": "?" + said["data"][1:]}, "not whole base64"),
+        (lambda said: {"data": [1]}, "expected base64 text; got list"),
+        (lambda said: {"dtype": "int32"}, "got 54 ids for the shape"),
+        (lambda said: {"more": 1}, "got 'ndarray'"),
+    ],
+)
+def test_wrong_bytes_are_refused(change, message):
+    with pytest.raises(EngineError, match=f"request 7, choice 0.*({message})"):
+        decode(*routed(sent(change)))
+
+
 @pytest.mark.parametrize("both", [True, False])
 def test_chat_says_its_tokens_in_the_message(both):
     """endpoints/chat_completions.py: 0.17 says them twice, 0.19 in the message only."""
@@ -140,9 +180,12 @@ def test_duplicates_are_refused():
         decode(*made.megatron(rows))
 
 
-def test_evicted_requests_are_refused():
+def test_evicted_requests_without_routes_are_refused():
+    """A patched server keeps the routes of an evicted request; upstream's has none."""
     body, request = made.megatron(made.made_rows())
     body["choices"][0]["num_evictions"] = 1
+    assert len(decode(body, request)) == 1
+    body["choices"][0]["moe_topk_indices"] = None
     with pytest.raises(EngineError, match="choice 0: evicted 1 times"):
         decode(body, request)
 

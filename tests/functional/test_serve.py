@@ -1,0 +1,107 @@
+"""`python -m megatron_r3.serve`: Megatron's own server and engine, and what they answer.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from training import Policy
+
+from demo import megatron_server, task
+from demo.model import arguments
+from megatron_r3.cli import main
+from megatron_r3.engines import decode
+from megatron_r3.engines.shape import ModelShape
+from megatron_r3.store import RolloutStore
+
+
+@pytest.fixture(scope="module")
+def url(
+    patched_tree: Path, policy: Policy, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("serve")
+    with megatron_server.serve(policy.checkpoint, patched_tree, folder) as address:
+        yield address
+
+
+def test_the_server_sends_routes_once_as_bytes(url: str, policy: Policy) -> None:
+    prompt = task.problem(10_000_000)[0]
+    request = {"prompt": prompt, "max_tokens": 4, "logprobs": 0, "ignore_eos": True}
+    request |= {"top_k": 1, "top_p": 0.0}  # upstream's default for top_p ends the engine here
+    response = httpx.post(f"{url}/v1/completions", json=request, timeout=60).json()
+    (choice,) = response["choices"]
+    tag, content = choice["moe_topk_indices"]
+    assert (tag, content["dtype"], content["shape"]) == (
+        "ndarray",
+        "int16",
+        [len(prompt) + 3, 4, 4],
+    )
+    assert isinstance(content["data"], str)
+    assert "prompt_moe_topk_indices" not in choice
+    (rollout,) = decode("megatron", response, request, ModelShape.from_hf_config(policy.hf), "x")
+    assert rollout.routes.ids_LTK.shape == (4, len(prompt) + 3, 4)
+    again = httpx.post(f"{url}/v1/completions", json=request, timeout=60).json()
+    assert again["choices"][0]["moe_topk_indices"] == choice["moe_topk_indices"]
+    other = {**request, "prompt": task.problem(10_000_001)[0]}
+    another = httpx.post(f"{url}/v1/completions", json=other, timeout=60).json()
+    assert another["choices"][0]["moe_topk_indices"] != choice["moe_topk_indices"]
+
+
+def test_who_the_server_is(url: str, policy: Policy) -> None:
+    page = httpx.get(f"{url}/server_info", timeout=10).json()
+    assert page["model"] == str(policy.checkpoint)
+    assert page["policy"] == "iteration 60"
+    assert page["version"].startswith("0.")
+
+
+def test_collect_stores_what_the_server_samples(url: str, policy: Policy, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    task.write_prompts(prompts, 6, 10_000_000)
+    command = ["rollouts", "collect", "--engine", "megatron", "--url", url, "--n", "4"]
+    command += ["--model", str(policy.hf), "--prompts", str(prompts), "--max-tokens", "13"]
+    command += ["--out", str(tmp_path / "store"), "--reward", "demo.task:reward"]
+    assert main(command) == 0
+    store = RolloutStore([tmp_path / "store"])
+    assert len(store) == 24
+    assert (store.info.engine, store.info.engine_policy) == ("megatron", "iteration 60")
+    for index in range(len(store)):
+        assert store.rollout(index).routes.recorded_T.all()  # every row is there
+    assert main(["rollouts", "verify", str(tmp_path / "store"), "--model", str(policy.hf)]) == 0
+    inspected = ["rollouts", "inspect", str(tmp_path / "store"), "--model", str(policy.hf)]
+    assert main([*inspected, "--fail-on-alarm"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--moe-enable-routing-replay", ""], "give --moe-enable-routing-replay"),
+        (["{checkpoint}", "/nowhere"], "--load /nowhere: there is no checkpoint"),
+    ],
+)
+def test_a_server_that_could_not_serve_is_refused(
+    patched_tree: Path, policy: Policy, change: list[str], message: str
+) -> None:
+    words = arguments(megatron_server.SERVER, ["--load", "{checkpoint}"])
+    words = [change[1] if word == change[0] else word for word in words]
+    values = {"{checkpoint}": str(policy.checkpoint), "{port}": "1"}
+    words = [values.get(word, word) for word in words if word]
+    script = megatron_server.ROOT / "megatron_r3" / "serve.py"
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_r3.cpu", str(script), *words],
+        env={**os.environ, "PYTHONPATH": f"{patched_tree}:{megatron_server.ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert f"error: {message}" in ended.stderr
+    assert "Traceback" not in ended.stderr
