@@ -175,7 +175,7 @@ def router_replay(checked: Copies) -> Result:
         checked.worker(checked.patched).run(use_router_replay, 1, timeout_s=180)
     except RankError as error:
         return False, str(error)
-    return True, "records, replays, recomputes; refused together with moe_router_replay"
+    return True, "records, replays, recomputes"
 
 
 def replay(checked: Copies) -> Result:
