@@ -1,4 +1,4 @@
-"""Response bodies around made-up samples, as the released servers of vLLM and SGLang write them.
+"""Response bodies around made-up samples, as the servers of vLLM, SGLang and Megatron write them.
 
 The fields were taken from the recorded responses in tests/data/vllm and from
 tests/support/engine_bodies.py.
@@ -260,6 +260,34 @@ def sglang_openai(answer: Answer) -> tuple[Any, dict[str, Any]]:
     return body, {**request, "return_routed_experts": True, "return_meta_info": True}
 
 
+def megatron(answer: Answer) -> tuple[Any, dict[str, Any]]:
+    """A patched Megatron's /v1/chat/completions. Only the response says what the prompt is."""
+    choices = [
+        {
+            "index": i, "finish_reason": one.reason, "logprobs": _content(one),
+            "message": {
+                "role": "assistant", "content": "made up", "prompt_token_ids": answer.prompt,
+                "generation_token_ids": one.tokens, "generation_log_probs": one.logprobs,
+                "policy_epoch": None, "num_evictions": 0,
+            },
+            "moe_topk_indices": _shaped(one.rows),
+        }
+        for i, one in enumerate(answer.choices)
+    ]  # fmt: skip
+    body = _openai(answer, "chat.completion", choices)
+    return body, _asked(answer, messages=[{"role": "user", "content": "hi"}], logprobs=True)
+
+
+def _shaped(rows: Any) -> Any:
+    """Bytes in base64 beside dtype and shape."""
+    if not isinstance(rows, np.ndarray):
+        return rows
+    small = rows.size and rows.min() >= -(1 << 15) and rows.max() < 1 << 15
+    sent = rows.astype("<i2" if small else "<i4")
+    data = base64.b64encode(sent.tobytes()).decode()
+    return ["ndarray", {"data": data, "dtype": str(sent.dtype), "shape": list(sent.shape)}]
+
+
 @dataclass(frozen=True)
 class Dialect:
     """The form in which one HTTP endpoint of one engine answers.
@@ -289,4 +317,5 @@ DIALECTS = {
     "stream": Dialect("vllm", stream, names_model=False, returns_prompt=False),
     "sglang": Dialect("sglang", sglang, names_model=False),
     "sglang openai": Dialect("sglang", sglang_openai),
+    "megatron": Dialect("megatron", megatron, EVERY_LAYER, False, returns_prompt=False),
 }

@@ -114,12 +114,12 @@ def _odd_choices(body: Any, rng: random.Random) -> tuple[Any, str]:
 def _routes_places(body: Any) -> list[tuple[dict[str, Any], str]]:
     found = []
     for path in _places(body):
-        if path[-1] == "routed_experts":
+        if path[-1] in ("routed_experts", "data"):  # Megatron's bytes are its `data`
             parent = body
             for key in path[:-1]:
                 parent = parent[key]
-            if isinstance(parent["routed_experts"], str):
-                found.append((parent, "routed_experts"))
+            if isinstance(parent[path[-1]], str):
+                found.append((parent, path[-1]))
     return found
 
 

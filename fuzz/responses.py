@@ -1,4 +1,4 @@
-"""Tries on responses of vLLM and SGLang: other values, impossible ones, damage, unrelated JSON.
+"""Tries on responses of servers: other values, impossible ones, damage, unrelated JSON.
 
 Each try begins with made-up samples, so that it knows what must come out: these samples, perhaps
 with another possible value in them, or an error that names the request.
@@ -35,7 +35,7 @@ WHERE = "prompts.jsonl, line 3, sample 1"
 
 def prepare(shared: Path) -> dict[str, Callable[..., list[Rollout]]]:
     """The decoders."""
-    return {name: partial(engines.decode, name) for name in ("vllm", "sglang")}
+    return {name: partial(engines.decode, name) for name in ("vllm", "sglang", "megatron")}
 
 
 def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdict:
@@ -258,6 +258,8 @@ def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
         events = [json.loads(line[6:]) for line in body.split("\n\n")[:-2]]
         last = {part["index"]: part for event in events for part in event["choices"]}
         holders = [last[i] for i in sorted(last)]
+    elif dialect.engine == "megatron":
+        holders = [one["moe_topk_indices"][1] for one in body["choices"]]
     elif dialect.engine == "vllm":
         holders = body["choices"]
     elif isinstance(body, dict) and "sglext" in body:
@@ -267,8 +269,11 @@ def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
         holders = [one["meta_info"] for one in (items if isinstance(items, list) else [items])]
     for choice, holder in zip(answer.choices, holders, strict=True):
         try:
-            raw = base64.b64decode(holder["routed_experts"], validate=True)
-            if dialect.engine == "vllm":
+            key = "data" if dialect.engine == "megatron" else "routed_experts"
+            raw = base64.b64decode(holder[key], validate=True)
+            if dialect.engine == "megatron":
+                rows = np.frombuffer(raw, holder["dtype"]).reshape(holder["shape"])
+            elif dialect.engine == "vllm":
                 rows = np.load(io.BytesIO(raw), allow_pickle=False)
             else:
                 shape = (-1, dialect.shape.num_hidden_layers, dialect.shape.topk)

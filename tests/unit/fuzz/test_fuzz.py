@@ -204,7 +204,7 @@ def test_shards_whose_reader_mixes_up_rollouts(tmp_path, monkeypatch):
     ],
 )
 def test_decoders_that_are_wrong(tmp_path, monkeypatch, decode, expected):
-    decoders = dict.fromkeys(("vllm", "sglang"), decode)
+    decoders = dict.fromkeys(("vllm", "sglang", "megatron"), decode)
     kind = Kind("responses", 1, 30.0, 256, lambda shared: decoders, responses.attempt)
     found = {r.verdict.outcome for r in pool.run_tries(kind, range(40), 3, 1, tmp_path)}
     assert expected in found
