@@ -27,20 +27,26 @@ assert NUM_DIGITS[1] * 2 + 4 < 64
 
 
 @contextmanager
-def serve(checkpoint: Path, tree: Path, build: Path = BUILD) -> Iterator[str]:
+def serve(
+    checkpoint: Path, tree: Path, build: Path = BUILD, pipeline_stages: int = 1
+) -> Iterator[str]:
     """Run a server of a checkpoint while the block runs; yields its address.
 
     Args:
         checkpoint: one of the demo's model.
         tree: a patched Megatron-LM of 0.19 or later.
         build: gets the log.
+        pipeline_stages: each is a process.
 
     Raises:
         ServerError: the server does not come up; the message has the end of its log.
     """
     script = ROOT / "megatron_r3" / "serve.py"
-    words = [sys.executable, "-m", "megatron_r3.cpu", str(script)]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr"]
+    words += ["127.0.0.1", "--nproc-per-node", str(pipeline_stages)]
+    words += ["-m", "megatron_r3.cpu", str(script)]
     words += arguments(SERVER, ["--load", "{checkpoint}"])
+    words += ["--pipeline-model-parallel-size", str(pipeline_stages)]
     env = {"PYTHONPATH": f"{tree.resolve()}:{ROOT}", "OMP_NUM_THREADS": "1"}
     values = {"checkpoint": str(checkpoint.resolve())}
     with run_server("Megatron", words, values, env, build / "megatron.log") as url:

@@ -8,6 +8,7 @@ Shape suffixes (docs/glossary.md): K, L, N, T.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fidelity import sampling
 from fidelity.line_checks import Copies
@@ -46,9 +47,9 @@ def _compared(checked: Copies) -> Result:
     patched.run(sampling.save_model, 1, [*MODEL, *save], timeout_s=180)
     load = [*MODEL, "--load", folder]
 
-    def sampled(more: str, ranks: int = 1, second: bool = False) -> list[list[Sampled]]:
+    def sampled(more: str, ranks: int = 1, **options: Any) -> list[list[Sampled]]:
         argv = [*load, *more.split()]
-        return patched.run(sampling.sample, ranks, argv, second=second, timeout_s=240)
+        return patched.run(sampling.sample, ranks, argv, timeout_s=240, **options)
 
     ((off,), (plain,)) = sampled(""), sampled(RECORD)
     upstream = unpatched.run(sampling.sample, 1, load, timeout_s=240)
@@ -59,7 +60,13 @@ def _compared(checked: Copies) -> Result:
     for number, (one, (ids_TLK, _)) in enumerate(zip(plain, chosen, strict=True)):
         if one.ids_TLK is None or sampling.same_experts(one.ids_TLK, ids_TLK) < 1:
             return False, f"request {number}: not the experts of the training forward"
-    cases = {"a second model": sampled(RECORD, second=True)}
+    recompute = {"kv_cache_management_mode": "recompute"}
+    cases = {
+        "a second model": sampled(RECORD, second=True),
+        "suspended": sampled(RECORD, settings=recompute, suspend_at=12),
+    }
+    if not any(one.stopped_at for one in cases["suspended"][0]):
+        return False, "suspended: no request was at work then"
     for name, (ranks, options) in LAYOUTS.items():
         cases[name] = sampled(f"{RECORD} {options}", ranks)
     for name, ranks_samples in cases.items():

@@ -13,7 +13,10 @@ all.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,16 +36,22 @@ def _arguments(parser: Any) -> Any:
     return parser
 
 
+TOLD_TO_END = 128 + signal.SIGTERM  # what a shell says of a process that SIGTERM ended
+
+
 def main() -> None:
     """Serve until the process is told to end. Every rank runs this; the first one answers."""
     # at SIGTERM, too, the processes that answer HTTP are ended with this one
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TOLD_TO_END))
     try:
         args = _initialized()
-        model = build_model(args)
+        listening = _listen(args.host, args.port) if torch.distributed.get_rank() == 0 else None
+        model, step = build_model(args), _step_of(args)
         load_whole([model], args)
+        if _step_of(args) != step:  # nobody knows which of both was loaded
+            raise ValueError(f"--load {args.load}: another checkpoint was saved there meanwhile")
         with torch.inference_mode():
-            asyncio.run(_serve(_engine(model.eval(), args), args))
+            asyncio.run(_serve(_engine(model.eval(), args), args, step, listening))
     except ValueError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -64,6 +73,42 @@ def _initialized() -> Any:
         raise ValueError("give --moe-enable-routing-replay: without it no response has routes")
     check_load(args)
     return args
+
+
+def _step_of(args: Any) -> str:
+    """The iteration of the checkpoint that `load_whole` loads."""
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    if args.ckpt_step:
+        return str(args.ckpt_step)
+    return Path(get_checkpoint_tracker_filename(args.load)).read_text().strip()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that no other server shares, taken before the weights are loaded.
+
+    Upstream lets several processes listen at one port (SO_REUSEPORT), which is how its own four
+    share the requests. A second server at the port would take some of them, with other weights.
+
+    Raises:
+        ValueError: the port is taken.
+    """
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen()
+    except OSError as error:
+        raise ValueError(
+            f"--host {host} --port {port}: cannot listen ({error.strerror})"
+        ) from error
+    return listening
+
+
+def _end_with_parent() -> None:
+    """In a child: have the kernel end it when its parent is gone, even by SIGKILL."""
+    pr_set_pdeathsig = 1  # linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _engine(model: torch.nn.Module, args: Any) -> Any:
@@ -103,14 +148,15 @@ def _engine(model: torch.nn.Module, args: Any) -> Any:
     return DynamicInferenceEngine(controller, context)
 
 
-async def _serve(engine: Any, args: Any) -> None:
+async def _serve(engine: Any, args: Any, step: str, listening: socket.socket | None) -> None:
     from megatron.core.inference.text_generation_server import dynamic_text_gen_server as server
 
     address = await engine.start_listening_to_data_parallel_coordinator(hostname=args.host)
-    is_first = torch.distributed.get_rank() == 0
     try:
-        if is_first:
-            _add_page(_identity(args))
+        if listening is not None:
+            _add_page(_identity(args.load, step))
+            # the four processes that answer HTTP are forks of this one
+            os.register_at_fork(after_in_child=_end_with_parent)
             server.start_text_gen_server(
                 coordinator_addr=address,
                 tokenizer=engine.controller.tokenizer,
@@ -118,24 +164,23 @@ async def _serve(engine: Any, args: Any) -> None:
                 rank=0,
                 server_port=args.port,
                 hostname=args.host,
+                sock=listening,
             )
         await engine.engine_loop_task
     finally:
-        if is_first:
+        if listening is not None:
             server.stop_text_gen_server()
             # upstream ends this process only if a client asks for it, and Python would wait for it
             engine.inference_coordinator_process.kill()
 
 
-def _identity(args: Any) -> dict[str, str]:
+def _identity(checkpoint: str, step: str) -> dict[str, str]:
     """What /server_info says: the version of Megatron, the checkpoint, and its iteration."""
     import megatron.core
-    from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
-    step = args.ckpt_step or Path(get_checkpoint_tracker_filename(args.load)).read_text().strip()
     return {
         "version": str(megatron.core.__version__),
-        "model": str(args.load),
+        "model": str(checkpoint),
         "policy": f"iteration {step}",
     }
 

@@ -118,7 +118,36 @@ def _increment(
     rows_TLK = _rows(choice.get("moe_topk_indices"), shape, num_mtp_layers)
     logprobs_G = _logprobs(fields, response_G, len(prompt))
     routes = checked_routes(rows_TLK, len(tokens_N), shape)
-    return Increment(tokens_N, len(prompt), logprobs_G, routes, 0, group)
+    versions_G = policy_versions(fields.get("policy_epoch"), len(prompt), len(response_G))
+    return Increment(tokens_N, len(prompt), logprobs_G, routes, 0, group, versions_G=versions_G)
+
+
+def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.ndarray | None:
+    """The version of the weights that sampled each token, int64 `[G]`.
+
+    Example: `[[0, 3], [6, 4]]` after a prompt of 5 tokens. The forward pass of token 6 is the first
+    one of version 4, so that version 3 sampled tokens 5 and 6, and version 4 token 7.
+
+    Args:
+        epochs: `policy_epoch`: first token and number, ascending. None where nobody counts.
+
+    Raises:
+        EngineError: they are no such pairs.
+    """
+    if not epochs:
+        return None
+    pairs: list[Any] = epochs if isinstance(epochs, list) else [epochs]
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise EngineError(f"policy_epoch: expected pairs of token and number; got {said(pair)}")
+    firsts = [whole_number(first, "policy_epoch: a first token") for first, _ in pairs]
+    numbers = [whole_number(number, "policy_epoch: a number") for _, number in pairs]
+    if firsts[0] != 0 or firsts != sorted(firsts):
+        raise EngineError(f"policy_epoch: first tokens must ascend from 0; got {said(firsts)}")
+    # the token before the one that was sampled went through the forward pass
+    forwarded_G = np.arange(prompt_length - 1, prompt_length - 1 + num_sampled)
+    which_G = np.searchsorted(firsts, forwarded_G, side="right") - 1
+    return np.array(numbers, np.int64)[which_G]
 
 
 def _logprobs(fields: Mapping[str, Any], response_G: np.ndarray, prompt_length: int) -> np.ndarray:
@@ -139,8 +168,8 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
     name = "moe_topk_indices"
     if value is None:
         raise EngineError(
-            f"{name}: there are none; start the server with --moe-enable-routing-replay (an "
-            "evicted request loses them)"
+            f"{name}: there are none; start the server with --moe-enable-routing-replay (on a tree "
+            "without the patches many requests lose them all the same)"
         )
     rows_TLK = _array(value, name)
     layers, num_moe = rows_TLK.shape[1], len(shape.moe_layers)

@@ -90,6 +90,10 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
             "--seed: Megatron's server takes no seed with a request; leave it out, and start the "
             "server with another --seed"
         )
+    if engine == "megatron" and sampling.top_k > 0 and sampling.top_p < 1:
+        raise ValueError(
+            "--top-k and --top-p: Megatron's engine takes one of them, and ends if it gets both"
+        )
     unknown = sampling.settings.unknown_to_the_loss()
     if not unknown:
         return sampling

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_r3 import engines
-from megatron_r3.engines.body import whole_number
+from megatron_r3.engines.megatron import policy_versions
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.rollout import Rollout
 from megatron_r3.rollouts.plan import Sampling
@@ -222,9 +222,12 @@ def policies_of(response: Any, index: int, where: str) -> list[str]:
             if wrong is not None:
                 raise EngineError(f"{where}: the version of its weights must be {wrong}")
             versions.append(version)
-    for part in (choice, choice.get("message")):
-        epochs = part.get("policy_epoch") if isinstance(part, Mapping) else None
-        versions += [str(whole_number(epoch, "policy_epoch")) for _, epoch in epochs or []]
+    message = choice.get("message")
+    fields = {**(message if isinstance(message, Mapping) else {}), **choice}
+    if fields.get("policy_epoch"):
+        lengths = (len(fields[f"{part}_token_ids"]) for part in ("prompt", "generation"))
+        versions_G = policy_versions(fields["policy_epoch"], *lengths)
+        versions += [] if versions_G is None else map(str, versions_G.tolist())
     return list(dict.fromkeys(versions))  # each once, in the order of their first appearance
 
 

@@ -155,6 +155,7 @@ def test_a_suspended_engine_goes_on(
 ) -> None:
     settings = {"kv_cache_management_mode": "recompute"}
     (samples,) = sample(patched, policy, RECORD, settings=settings, suspend_at=step)
+    assert any(one.stopped_at for one in samples)
     assert_same(samples, plain)
 
 

@@ -79,6 +79,29 @@ def test_collect_stores_what_the_server_samples(url: str, policy: Policy, tmp_pa
     assert main([*inspected, "--fail-on-alarm"]) == 0
 
 
+def test_two_ranks_answer_as_one(
+    url: str, patched_tree: Path, policy: Policy, tmp_path: Path
+) -> None:
+    request = {"prompt": task.problem(7)[0], "max_tokens": 6, "logprobs": 0, "ignore_eos": True}
+    request |= {"top_k": 1, "top_p": 0.0}
+    one = httpx.post(f"{url}/v1/completions", json=request, timeout=60).json()
+    served = megatron_server.serve(policy.checkpoint, patched_tree, tmp_path, pipeline_stages=2)
+    with served as address:
+        two = httpx.post(f"{address}/v1/completions", json=request, timeout=60).json()
+    names = ("generation_token_ids", "moe_topk_indices")
+    assert [one["choices"][0][n] for n in names] == [two["choices"][0][n] for n in names]
+
+
+def test_a_second_server_does_not_share_the_port(
+    url: str, patched_tree: Path, policy: Policy
+) -> None:
+    port = url.rpartition(":")[2]
+    ended = start(patched_tree, policy, {"{port}": port})
+    assert ended.returncode == 1
+    assert f"--port {port}: cannot listen (Address already in use)" in ended.stderr
+    assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -89,19 +112,25 @@ def test_collect_stores_what_the_server_samples(url: str, policy: Policy, tmp_pa
 def test_a_server_that_could_not_serve_is_refused(
     patched_tree: Path, policy: Policy, change: list[str], message: str
 ) -> None:
+    ended = start(patched_tree, policy, {change[0]: change[1]})
+    assert ended.returncode == 1
+    assert f"error: {message}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def start(
+    patched_tree: Path, policy: Policy, values: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Start a server that refuses to serve; words without a value are left out."""
+    values = {"{checkpoint}": str(policy.checkpoint), "{port}": "0", **values}
     words = arguments(megatron_server.SERVER, ["--load", "{checkpoint}"])
-    words = [change[1] if word == change[0] else word for word in words]
-    values = {"{checkpoint}": str(policy.checkpoint), "{port}": "1"}
-    words = [values.get(word, word) for word in words if word]
+    words = [values.get(word, word) for word in words]
     script = megatron_server.ROOT / "megatron_r3" / "serve.py"
-    ended = subprocess.run(
-        [sys.executable, "-m", "megatron_r3.cpu", str(script), *words],
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_r3.cpu", str(script), *filter(None, words)],
         env={**os.environ, "PYTHONPATH": f"{patched_tree}:{megatron_server.ROOT}"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert ended.returncode == 1
-    assert f"error: {message}" in ended.stderr
-    assert "Traceback" not in ended.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_r3.engines.megatron import policy_versions
 from megatron_r3.engines.shape import EngineError
 from megatron_r3.rollouts.engine import Identity, NoAnswer
 from megatron_r3.rollouts.plan import Sampling, sampling_for
@@ -39,11 +40,17 @@ def test_a_plain_request_filters_nothing():
         (Sampling(8, temperature=0.7, top_k=50), "returns no kept sets"),
         (Sampling(8, top_p=0.9), "returns no kept sets"),
         (Sampling(8, temperature=0), "the likeliest token is taken"),
+        (Sampling(8, top_k=50, top_p=0.9), "--top-k and --top-p: Megatron's engine takes one"),
     ],
 )
 def test_what_the_server_cannot_do_is_refused(sampling, message):
     with pytest.raises(ValueError, match=message):
         sampling_for("megatron", sampling)
+
+
+def test_an_engine_never_gets_what_ends_it():
+    with pytest.raises(ValueError, match="and ends if it gets both"):
+        sampling_for("megatron", Sampling(8, top_k=50, top_p=0.9), biased=True)
 
 
 def test_sampling_that_the_loss_knows_and_biased_sampling():
@@ -52,18 +59,41 @@ def test_sampling_that_the_loss_knows_and_biased_sampling():
     assert sampling_for("megatron", warm, biased=True).logprobs_of is None
 
 
-def test_epochs_of_the_weights():
+def sampled(epochs, where="choice"):
+    """An answer to a prompt of 5 tokens, of which 3 were sampled: tokens 5 to 7."""
+    fields = {
+        "prompt_token_ids": [1] * 5,
+        "generation_token_ids": [2] * 3,
+        "policy_epoch": epochs,
+    }
+    return {"choices": [{"index": 0, **(fields if where == "choice" else {"message": fields})}]}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "versions"),
+    [
+        (None, []),
+        ([[0, 3]], ["3"]),
+        ([[0, 3], [6, 4]], ["3", "4"]),
+        ([[0, 3], [4, 4]], ["4"]),  # new weights before the first token was sampled
+        ([[0, 3], [7, 4]], ["3"]),  # and after the last one
+    ],
+)
+def test_the_weights_that_sampled(epochs, versions):
     """Whoever trains beside the engine counts them; two mean new weights half-way."""
-    for place in ({"policy_epoch": [[0, 3], [17, 4]]}, {"message": {"policy_epoch": [[0, 3]]}}):
-        answer = {"choices": [{"index": 0, **place}]}
-        assert policies_of(answer, 0, "x")[0] == "3"
-    assert policies_of({"choices": [{"index": 0, "policy_epoch": None}]}, 0, "x") == []
-    assert policies_of({"choices": [{"index": 0, "policy_epoch": [[0, 3], [17, 4]]}]}, 0, "x") == [
-        "3",
-        "4",
-    ]
-    with pytest.raises(EngineError, match="policy_epoch must be a whole number"):
-        policies_of({"choices": [{"index": 0, "policy_epoch": [[0, "new"]]}]}, 0, "x")
+    for where in ("choice", "message"):
+        assert policies_of(sampled(epochs, where), 0, "x") == versions
+
+
+def test_the_weights_of_each_token():
+    assert policy_versions([[0, 3], [6, 4]], 5, 3).tolist() == [3, 3, 4]
+    assert policy_versions([[0, 3], [5, 4]], 5, 3).tolist() == [3, 4, 4]
+
+
+@pytest.mark.parametrize("epochs", [5, "ab", [[0, 3], [4]], [[0, "new"]], [[2, 3]], [[0, 3], 4]])
+def test_epochs_that_are_none(epochs):
+    with pytest.raises(EngineError, match="policy_epoch"):
+        policy_versions(epochs, 5, 3)
 
 
 class Pages:
