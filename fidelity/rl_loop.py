@@ -44,7 +44,8 @@ MODEL = f"""
 --perform-rl-step --rl-skip-bos-token --grpo-group-size {GROUP_SIZE} --grpo-kl-beta 0.1
 --grpo-prompts-per-step {GROUPS} --grpo-iterations 1 --grpo-entropy-term-weight 0.01
 --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.2
---global-batch-size {GROUPS * GROUP_SIZE} --micro-batch-size 1 --mock-data --no-create-attention-mask-in-dataloader --eval-interval 1000 --eval-iters 0
+--global-batch-size {GROUPS * GROUP_SIZE} --micro-batch-size 1 --mock-data
+--no-create-attention-mask-in-dataloader --eval-interval 1000 --eval-iters 0
 --optimizer adam --lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 0
 --log-interval 1 --finetune --no-load-optim --ckpt-format torch_dist
 """.split()
