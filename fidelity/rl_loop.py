@@ -86,8 +86,12 @@ def sent(ids_TLK: np.ndarray) -> list[Any]:
     return ["ndarray", {"data": data, "dtype": "int16", "shape": list(ids_TLK.shape)}]
 
 
-def made_up(seed: int = 0) -> list[list[Turns]]:
-    """Groups of rollouts with one turn or two; routes are drawn, so no router would choose them."""
+def made_up(seed: int = 0, chained: bool = False) -> list[list[Turns]]:
+    """Groups of rollouts with one turn or two; routes are drawn, so no router would choose them.
+
+    Args:
+        chained: whether a second turn begins with the first one, as in a conversation.
+    """
     draw = np.random.default_rng(seed)
     groups = []
     for _ in range(GROUPS):
@@ -97,8 +101,10 @@ def made_up(seed: int = 0) -> list[list[Turns]]:
             for _ in range(int(draw.integers(1, 3))):
                 prompt, response = draw.integers(3, 6), draw.integers(5, 14)
                 tokens = draw.integers(3, 3 + len(LETTERS), prompt + response).tolist()
-                turns.tokens.append([*tokens[:-1], 2])  # ends in eod
-                turns.masks.append([False] * prompt + [True] * response)
+                before = turns.tokens[-1] if chained and turns.tokens else []
+                tokens = [*before, *tokens[:-1], 2]  # ends in eod
+                turns.tokens.append(tokens)
+                turns.masks.append([False] * (len(before) + prompt) + [True] * response)
                 turns.logprobs.append((-draw.random(response) - 1.0).tolist())
                 shape = (len(tokens) - 1, LAYERS, EXPERTS)
                 turns.routes.append(sent(draw.random(shape).argsort(-1)[..., :TOPK]))
@@ -127,12 +133,24 @@ def _as_rollouts(groups: list[list[Turns]], without: int) -> list[Any]:
                     policy_epoch=epochs,
                     kv_cache_epoch=epochs,
                     num_evictions=[0 for _ in turns.tokens],
+                    completion_ids=[f"{number}.{turn}" for turn in range(len(turns.tokens))],
                     routes=turns.routes if number >= without else [None for _ in turns.tokens],
                 )
             )
             number += 1
         made.append(RolloutGroup(rollouts=rollouts))
     return made
+
+
+def _as_loop_has_them(groups: list[list[Turns]], without: int) -> Any:
+    """What `get_environment_rollouts` returns: on main a ledger too, which has policy epochs."""
+    rollouts = _as_rollouts(groups, without)
+    try:
+        from megatron.core.inference.inference_request import FinishedRequestRecord
+    except ImportError:  # 0.19
+        return rollouts
+    names = [name for group in rollouts for one in group for name in one.completion_ids]
+    return rollouts, {name: FinishedRequestRecord([(0, 0)], [(0, 0)], 0) for name in names}
 
 
 @dataclass
@@ -170,19 +188,26 @@ def corrupt(how: str, turns: Any, bin_of_two: tuple[int, int] = (1, 3)) -> None:
 
 
 def on_given(
-    rank: int, tree: str, argv: list[str], how: str = "", without: int = 0, seed: int = 0
+    rank: int,
+    tree: str,
+    argv: list[str],
+    how: str = "",
+    without: int = 0,
+    seed: int = 0,
+    chained: bool = False,
 ) -> Seen:
     """Run train_rl.py of a tree on `made_up` rollouts, in place of those of an engine.
 
     Args:
         how: as `corrupt`; empty for routes as they were given.
         without: rollouts that have no routes.
+        seed, chained: as `made_up`.
     """
     from megatron.training import training
 
     rl_utils = admit_loop()
-    seen, groups = Seen(), made_up(seed)
-    rl_utils.get_environment_rollouts = lambda *_: _as_rollouts(groups, without)
+    seen, groups = Seen(), made_up(seed, chained)
+    rl_utils.get_environment_rollouts = lambda *_: _as_loop_has_them(groups, without)
     rl_utils.rl_inference_interface_shutdown = lambda: None
     _let_fp32_train()
     _watch_replay(seen, how)

@@ -33,15 +33,17 @@ def use_loop(args: Any, forward_step: Callable[..., Any]) -> Callable[..., Any]:
     return _replay.update(forward_step)
 
 
-def begin_collection(turns: Sequence[tuple[Any, int]]) -> LoopReplay:
+def begin_collection(rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay:
     """Take over the turns of a collection.
 
     Args:
-        turns: pairs of a rollout and the index of a turn, those of all ranks, in the order in which
-            they are shared out and packed.
+        rows: what the loop trains on, of all ranks, in the order in which the rows are shared out
+            and packed: pairs of a rollout and the index of a turn. On main a rollout is a row if
+            its turns are one sequence.
+        rollouts: of all groups.
     """
     assert _replay is not None, "pretrain() has not called use_rollouts"
-    return _replay.begin_collection(turns)
+    return _replay.begin_collection(rows, rollouts)
 
 
 def log_step(iteration: int, writer: Any, wandb_writer: Any) -> str:

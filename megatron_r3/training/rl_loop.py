@@ -58,16 +58,16 @@ class LoopReplay:
         self._doors: WeakKeyDictionary[torch.nn.Module, ModelRoutes] = WeakKeyDictionary()
         self._forget()
 
-    def begin_collection(self, pairs: Sequence[tuple[Any, int]]) -> LoopReplay:
+    def begin_collection(self, rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay:
         """Take over the turns of a collection, the same on all ranks.
 
         Args:
-            pairs: as `read_turns`, of all data-parallel ranks.
+            rows, rollouts: as `read_turns`, of all data-parallel ranks.
         """
         options = self.options
         try:
             first_group = self._iteration() * options.num_groups
-            turns = read_turns(pairs, options.group_size, first_group)
+            turns = read_turns(rows, rollouts, options.group_size, first_group)
             self.turns = TurnRoutes(options.shape, turns)
             self._refuse_missing()
             if torch.distributed.get_rank() == 0:

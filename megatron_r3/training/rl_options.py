@@ -118,6 +118,11 @@ def refuse_in_loop(args: Any) -> None:
             "records no routes; use legacy",
         ),
         (
+            given("rl_durable_rollout_bank"),
+            "--rl-durable-rollout-bank writes rollouts without their routes, and what it gives "
+            "back could not be replayed; leave it out",
+        ),
+        (
             given("mtp_num_layers"),
             "nobody has shown replay in the RL loop with --mtp-num-layers; leave it out",
         ),

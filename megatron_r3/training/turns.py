@@ -13,9 +13,8 @@ Shape suffixes (docs/glossary.md): B, C, G, K, L, M, N, S, T.
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,26 +22,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_r3.engines.megatron import routes_array
 from megatron_r3.rollout import MoEShape, Rollout, turns_of
 from megatron_r3.routes import Routes, id_dtype
 from megatron_r3.rows import PADDING
 from megatron_r3.untrusted import quoted
 
-_DTYPES = ("int16", "int32", "int64")
-
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a rollout, as the loop has it: a trajectory of its own, with its prompt.
+    """A sequence that the loop trains on: a turn of a rollout with all that came before it.
+
+    Main trains on a rollout of several turns as one sequence, if each turn begins with the one
+    before. Then every turn was a request of its own, and has sampled its own tokens only.
 
     Attributes:
         name: what errors call it.
         tokens_N: int32.
         response_N: bool, True on sampled tokens.
         logprobs: the sampler's log-prob of each sampled token.
-        sent: the routes as the engine sent them; None if it sent none.
+        sent: of each request the number of its tokens, and its routes as the engine sent them (None
+            if it sent none); ascending.
         reward: of its rollout.
-        group, sample: numbers of the rollout's group, and of the turn among those of the group.
+        group, sample: numbers of the rollout's group, and of the sequence among those of the group.
         versions: tokens and policy versions, ascending: from the forward pass of that token on, the
             policy of that version sampled. The first token is 0.
     """
@@ -51,30 +53,48 @@ class Turn:
     tokens_N: np.ndarray
     response_N: np.ndarray
     logprobs: Sequence[float]
-    sent: Any
+    sent: Sequence[tuple[int, Any]]
     reward: Any
     group: int
     sample: int
     versions: Sequence[Sequence[int]]
 
+    @property
+    def lacks_routes(self) -> bool:
+        """Whether the engine sent no routes for some of its tokens."""
+        return any(routes is None for _, routes in self.sent)
+
     def routes(self, shape: MoEShape) -> Routes:
-        """Its routes `[L, N - 1, K]`, checked; no row is recorded if the engine sent none.
+        """Its routes `[L, N - 1, K]`, checked; rows that the engine did not send are not recorded.
+
+        Each token has the route of the request that sampled what follows it. Example, requests of 4
+        and 7 tokens: rows 0 to 2 are those of the first request, rows 3 to 5 of the second.
 
         Raises:
             ValueError: routes of other layers, experts or tokens, naming the turn.
         """
-        num_rows, num_layers = len(self.tokens_N) - 1, len(shape.moe_layers)
-        if self.sent is None:
-            ids_LTK = np.zeros((num_layers, num_rows, shape.topk), id_dtype(shape.num_experts))
-            return Routes(ids_LTK, shape.num_experts, np.zeros(num_rows, bool))
-        ids_TLK = _decoded(self.sent, self.name)
-        if ids_TLK.shape != (num_rows, num_layers, shape.topk):
+        num_layers = len(shape.moe_layers)
+        ids_TLK = np.zeros((len(self.tokens_N) - 1, num_layers, shape.topk), np.int64)
+        recorded_T = np.zeros(len(ids_TLK), bool)
+        first = 0
+        for length, sent in self.sent:
+            if sent is not None:
+                ids_TLK[first : length - 1] = self._rows(sent, length, shape)[first:]
+                recorded_T[first : length - 1] = True
+            first = length - 1
+        ids_LTK = ids_TLK.swapaxes(0, 1)
+        return Routes.from_array(ids_LTK, shape.num_experts, recorded_T, self.name)
+
+    def _rows(self, sent: Any, length: int, shape: MoEShape) -> np.ndarray:
+        ids_TLK = routes_array(sent, f"{self.name}: its routes")
+        expected = (length - 1, len(shape.moe_layers), shape.topk)
+        if ids_TLK.shape != expected:
             raise ValueError(
                 f"{self.name}: routes of (tokens, layers, top-k) {ids_TLK.shape}; expected "
-                f"{(num_rows, num_layers, shape.topk)}, a row for each of its {num_rows + 1} "
-                "tokens but the last: the engine runs another model, or an agent changed the tokens"
+                f"{expected}, a row for each of {length} tokens but the last: the engine runs "
+                "another model, or an agent changed the tokens"
             )
-        return Routes.from_array(ids_TLK.swapaxes(0, 1), shape.num_experts, where=self.name)
+        return ids_TLK
 
     def record(self, shape: MoEShape) -> Rollout:
         """The turn as a rollout of a store.
@@ -118,47 +138,72 @@ class Turn:
         return np.where(self.response_N, spans_C2[begun_N, 1], -1)
 
 
-def read_turns(pairs: Sequence[tuple[Any, int]], group_size: int, first_group: int) -> list[Turn]:
-    """The turns of `prepare_data_for_update`, without those that only fill up the last batch.
+def read_turns(
+    rows: Sequence[Any], rollouts: Sequence[Any], group_size: int, first_group: int
+) -> list[Turn]:
+    """The sequences of `prepare_data_for_update`, without those that only fill up a batch.
 
     Args:
-        pairs: of a rollout and the index of one of its turns; the rollout None fills up.
+        rows: a pair of a rollout and the index of one of its turns; or a rollout, whose turns are
+            one sequence; or what fills up: None, or a pair with None.
+        rollouts: of the collection, group by group.
         group_size: rollouts of a group.
         first_group: the number of the first group.
 
     Raises:
         ValueError: a rollout without token ids.
     """
+    numbers = {id(rollout): number for number, rollout in enumerate(rollouts)}
+    samples: Counter[int] = Counter()
     turns: list[Turn] = []
-    number, sample = -1, 0
-    for rollout, index in pairs:
+    for row in rows:
+        rollout, index = row if isinstance(row, tuple) else (row, None)
         if rollout is None:
             continue
-        number += index == 0
+        number = numbers[id(rollout)]
         group = number // group_size
-        sample = 0 if index == 0 and number % group_size == 0 else sample + 1
-        name = f"rollout {number} (group {group}, environment {rollout.env_id}), turn {index}"
-        mask = getattr(rollout, "generation_mask", None)
-        if mask is None or rollout.logprobs is None:
-            raise ValueError(
-                f"{name}: its agent returns text, and routes belong to tokens: use an agent that "
-                "returns token ids, a generation mask and log-probs (TokenRollout)"
-            )
-        routes = getattr(rollout, "routes", None)
-        turns.append(
-            Turn(
-                name=name,
-                tokens_N=np.array(rollout.trajectory[index], np.int32),
-                response_N=np.array(mask[index], bool),
-                logprobs=rollout.logprobs[index],
-                sent=routes[index] if routes else None,
-                reward=rollout.reward,
-                group=first_group + group,
-                sample=sample,
-                versions=rollout.policy_epoch[index],
-            )
-        )
+        name = f"rollout {number} (group {group}, environment {rollout.env_id})"
+        name += ", all turns" if index is None else f", turn {index}"
+        indices = [*range(len(rollout.trajectory))] if index is None else [index]
+        turns.append(_read_turn(rollout, indices, name, first_group + group, samples[group]))
+        samples[group] += 1
     return turns
+
+
+def _read_turn(rollout: Any, indices: list[int], name: str, group: int, sample: int) -> Turn:
+    """The sequence of these turns, of which each begins with the one before."""
+    masks = getattr(rollout, "generation_mask", None)
+    if masks is None or rollout.logprobs is None:
+        raise ValueError(
+            f"{name}: its agent returns text, and routes belong to tokens: use an agent that "
+            "returns token ids, a generation mask and log-probs (TokenRollout)"
+        )
+    tokens_N = np.array(rollout.trajectory[indices[-1]], np.int32)
+    response_N = np.zeros(len(tokens_N), bool)
+    for index in indices:
+        response_N[: len(masks[index])] |= np.array(masks[index], bool)
+    routes = getattr(rollout, "routes", None) or [None] * len(rollout.trajectory)
+    return Turn(
+        name=name,
+        tokens_N=tokens_N,
+        response_N=response_N,
+        logprobs=[logprob for index in indices for logprob in rollout.logprobs[index]],
+        sent=[(len(rollout.trajectory[index]), routes[index]) for index in indices],
+        reward=rollout.reward,
+        group=group,
+        sample=sample,
+        versions=_versions(rollout.policy_epoch, masks, indices),
+    )
+
+
+def _versions(epochs: Any, masks: Any, indices: list[int]) -> list[tuple[int, int]]:
+    """The policy versions of a sequence, each turn's from the first token on that it sampled."""
+    spans: list[tuple[int, int]] = []
+    for index in indices:
+        sampled = np.flatnonzero(masks[index])
+        begin = int(sampled[0]) - 1 if len(spans) and len(sampled) else 0
+        spans += [(max(token, begin), version) for token, version in epochs[index]]
+    return spans
 
 
 class TurnRoutes:
@@ -169,7 +214,7 @@ class TurnRoutes:
         turns: in the order of the loop.
 
     Attributes:
-        without: the turns whose routes the engine did not send.
+        without: the turns of which the engine did not send all routes.
 
     Raises:
         ValueError: routes that no router of this model can take, naming rollout and turn.
@@ -186,7 +231,7 @@ class TurnRoutes:
             routes = turn.routes(info)
             self.ids_LTK[:, first : first + routes.num_rows] = routes.ids_LTK
             self.recorded_T[first : first + routes.num_rows] = routes.recorded_T
-        self.without = [turn for turn in turns if turn.sent is None]
+        self.without = [turn for turn in turns if turn.lacks_routes]
         # Of each row: its token, and the version that sampled the token that this one predicts.
         self.tokens_T = _joined([turn.tokens_N[:-1] for turn in turns], np.int32)
         self.version_T = _joined([turn.version_N[1:] for turn in turns], np.int64)
@@ -261,17 +306,3 @@ class TurnRoutes:
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
-
-
-def _decoded(sent: Any, name: str) -> np.ndarray:
-    """The ids `[T, L, K]` of `["ndarray", {"data": base64, "dtype": ..., "shape": ...}]`."""
-    try:
-        kind, content = sent
-        if kind != "ndarray" or not isinstance(content, Mapping):
-            raise ValueError(f"expected [ndarray, {{...}}]; got {quoted(kind)}")
-        if content["dtype"] not in _DTYPES:
-            raise ValueError(f"ids must be {', '.join(_DTYPES)}; got {quoted(content['dtype'])}")
-        data = base64.b64decode(content["data"], validate=True)
-        return np.frombuffer(data, content["dtype"]).reshape(content["shape"])
-    except (TypeError, ValueError, KeyError, binascii.Error) as error:
-        raise ValueError(f"{name}: routes that cannot be read: {error}") from None
