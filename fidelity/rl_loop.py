@@ -7,7 +7,7 @@ pyzmq, msgpack, quart, hypercorn, openai, orjson, h2, fastapi, uvicorn and pydan
 `on_given` runs in the ranks of a worker: the same script, with rollouts that nobody sampled and
 whose routes nobody would choose. Megatron is imported only inside the functions that ranks run.
 
-Shape suffixes (docs/glossary.md): K, L, T.
+Shape suffixes (docs/glossary.md): K, L, M, T.
 """
 
 from __future__ import annotations

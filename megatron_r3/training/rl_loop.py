@@ -73,7 +73,9 @@ class LoopReplay:
             if torch.distributed.get_rank() == 0:
                 self._announce()
                 if options.store is not None:
-                    write_collection(options, self.turns)
+                    import megatron.core
+
+                    write_collection(options, self.turns, str(megatron.core.__version__))
         except ValueError as error:
             refuse(str(error))
         self._forget()

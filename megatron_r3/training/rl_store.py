@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from megatron_r3.training.turns import TurnRoutes
 
 
-def write_collection(options: LoopOptions, turns: TurnRoutes) -> Path:
+def write_collection(options: LoopOptions, turns: TurnRoutes, version: str) -> Path:
     """Append the turns of a collection to the store of the options, a rollout for each turn.
 
     Turns of one rollout are samples of one group, with the reward of the rollout. The policy
     versions are the generation epochs of the loop. The router digests are left out: the weights
     that sampled are not here any more.
+
+    Args:
+        version: of Megatron, whose engine sampled.
 
     Returns:
         The new file.
@@ -31,7 +34,7 @@ def write_collection(options: LoopOptions, turns: TurnRoutes) -> Path:
     info = StoreInfo.of_model(
         options.shape,
         "megatron",
-        _megatron_version(),
+        version,
         vocab_size=options.vocab_size,
         sampling=SamplingSettings(**options.sampling, logprobs_of="raw"),
     )
@@ -39,9 +42,3 @@ def write_collection(options: LoopOptions, turns: TurnRoutes) -> Path:
     for turn, rollout in zip(turns.turns, rollouts, strict=True):
         rollout.check(turn.name, options.vocab_size)
     return write_shard(options.store, info, rollouts)
-
-
-def _megatron_version() -> str:
-    import megatron.core
-
-    return str(megatron.core.__version__)

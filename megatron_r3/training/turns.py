@@ -8,7 +8,7 @@ experts, so that token counts as padding. Example, turns of 4 and 3 tokens in sa
     rows of the samples     0 1 2 -1 -1  and  3 4 -1 -1 -1
     rows of a bin of both   0 1 2 -1 3 4 -1
 
-Shape suffixes (docs/glossary.md): B, C, G, K, L, M, N, S, T.
+Shape suffixes (docs/glossary.md): B, C, G, K, L, M, N, S, T, U.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Run these with `--megatron CLONE` (a clone at core_v0.19.0 or main): megatron-core from PyPI has no
 RL loop. They need the packages that fidelity/rl_loop.py names.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
 """
 
 from __future__ import annotations
