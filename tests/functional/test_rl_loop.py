@@ -161,6 +161,20 @@ def test_fillers_and_turns_without_routes(
         run(patched, [*argv, "--moe-router-replay-missing", "error"], "", 2)
 
 
+def test_a_conversation_takes_the_routes_of_its_requests(
+    patched: TreeWorker, base: list[str], tmp_path: Path
+) -> None:
+    """On main a rollout whose second turn begins with the first one is one sequence."""
+    argv = [*base, *REPLAY, *PACKED]
+    given = (str(patched.tree), argv, "", 0, 0, True)
+    seen = patched.run(rl_loop.on_given, 1, *given, timeout_s=240, log_dir=tmp_path)
+    assert all(matched == total > 0 for matched, total in dispatched(seen).values())
+    is_main = (patched.tree / "megatron" / "rl" / "types").is_dir()
+    talks = [talk for group in rl_loop.made_up(0, True) for talk in group]
+    sequences = len(talks) if is_main else sum(len(talk.tokens) for talk in talks)
+    assert f"> rollouts: {sequences} turns," in logs(tmp_path)
+
+
 def logs(folder: Path) -> str:
     return "".join(log.read_text() for log in folder.glob("*.log"))
 

@@ -13,6 +13,7 @@ import pytest
 from loop_turns import SHAPE, read, rollout
 from training_arguments import ARGUMENTS
 
+from megatron_r3.seams.arguments import check_args
 from megatron_r3.store import RolloutStore
 from megatron_r3.training import rl_options
 from megatron_r3.training.rl_options import LoopOptions, refuse_in_loop
@@ -32,6 +33,7 @@ LOOP: dict[str, Any] = {
     "padded_vocab_size": 64,
     "inference_dynamic_batching_async_sched_mode": "legacy",
 }
+UNGIVEN = {name: None for name in ARGUMENTS if name.startswith("rollouts")}
 
 
 def arguments(**changes: Any) -> SimpleNamespace:
@@ -73,6 +75,20 @@ def test_what_is_refused_with_its_reason(change: dict[str, Any], words: str) -> 
         refuse_in_loop(args)
     assert str(error.value).startswith("--perform-rl-step with --moe-router-replay: ")
     assert not hasattr(args, "moe_enable_routing_replay")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"moe_router_replay": False}, {"moe_router_replay": False, "perform_rl_step": False}],
+    ids=["no replay", "no loop"],
+)
+def test_a_store_of_the_loop_needs_the_loop_and_replay(
+    change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_args(arguments(**UNGIVEN, **change))
+    with pytest.raises(SystemExit):
+        check_args(arguments(**UNGIVEN, **change, rl_write_rollouts="store"))
+    assert capsys.readouterr().err.startswith("error: --rl-write-rollouts writes what Megatron's")
 
 
 def test_intervals() -> None:
