@@ -171,7 +171,7 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
             f"{name}: there are none; start the server with --moe-enable-routing-replay (on a tree "
             "without the patches many requests lose them all the same)"
         )
-    rows_TLK = _array(value, name)
+    rows_TLK = routes_array(value, name)
     layers, num_moe = rows_TLK.shape[1], len(shape.moe_layers)
     if layers != num_moe + num_mtp_layers:
         raise EngineError(
@@ -181,9 +181,12 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
     return rows_TLK[:, :num_moe]
 
 
-def _array(value: Any, name: str) -> np.ndarray:
-    """Read ids in one of four forms: lists, `["tensor", lists]`, `["ndarray", {data, dtype}]` with
-    lists, and the same with base64 and a shape.
+def routes_array(value: Any, name: str) -> np.ndarray:
+    """The ids `[T, L, K]` of all layers, in one of four forms: lists, `["tensor", lists]`,
+    `["ndarray", {data, dtype}]` with lists, and the same with base64 and a shape.
+
+    Raises:
+        EngineError: naming `name`.
     """
     tagged = isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)
     if not tagged:

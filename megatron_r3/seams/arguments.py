@@ -9,6 +9,7 @@ from megatron_r3.seams.option import recording_refusals
 from megatron_r3.training.open_store import open_store
 from megatron_r3.training.options import RolloutOptions, refuse_without_rollouts
 from megatron_r3.training.refuse import refuse
+from megatron_r3.training.rl_options import refuse_in_loop
 
 
 def check_args(args: Any) -> None:
@@ -25,8 +26,18 @@ def check_args(args: Any) -> None:
         reasons = refusals(args, TransformerConfig) + recording_refusals(args)
         if reasons:
             refuse("--moe-router-replay: " + "; ".join(reasons))
+    in_loop = args.rollouts is None and getattr(args, "perform_rl_step", False)
     try:
-        if args.rollouts is None:
+        if getattr(args, "rl_write_rollouts", None) is not None and not (
+            in_loop and args.moe_router_replay
+        ):
+            raise ValueError(
+                "--rl-write-rollouts writes what Megatron's RL loop samples: give it with "
+                "--perform-rl-step and --moe-router-replay, without --rollouts"
+            )
+        if in_loop and args.moe_router_replay:
+            refuse_in_loop(args)
+        elif args.rollouts is None:
             refuse_without_rollouts(args)
         else:
             open_store(RolloutOptions.from_args(args))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_r3.launch import refuse_older_patches, watch_models
+from megatron_r3.seams.rl import use_loop
 from megatron_r3.seams.router import RouterHook
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import FollowedRollouts, PackedRollouts, RolloutDataset
@@ -43,9 +44,12 @@ def use_rollouts(
     """The dataset provider and forward step that pretrain() uses instead of the script's own.
 
     Validation and test data, and their forward step, stay the script's. Without --rollouts
-    everything stays the script's, which then replays in its own forward step.
+    everything stays the script's, which then replays in its own forward step; the forward step of
+    Megatron's RL loop replays what the loop samples.
     """
     global _step
+    if args.rollouts is None and getattr(args, "perform_rl_step", False):
+        return provider, use_loop(args, forward_step)
     if args.rollouts is None:
         return provider, refuse_silence(forward_step, args)
     try:

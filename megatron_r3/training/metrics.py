@@ -33,6 +33,7 @@ class StepMetrics:
     Args:
         num_layers: decoder layers of the whole model.
         log_file: to which rank 0 appends a JSON line in each step; None for none.
+        prefix: of the names that are logged.
 
     Attributes:
         update: what the policy update did.
@@ -42,8 +43,8 @@ class StepMetrics:
             at first steps only.
     """
 
-    def __init__(self, num_layers: int, log_file: str | None = None) -> None:
-        self.num_layers, self.log_file = num_layers, log_file
+    def __init__(self, num_layers: int, log_file: str | None = None, prefix: str = "") -> None:
+        self.num_layers, self.log_file, self.prefix = num_layers, log_file, prefix
         self.update = UpdateMetrics()
         self.measures_update = False
         self.begins_collection = True
@@ -63,7 +64,7 @@ class StepMetrics:
         Args:
             writer, wandb_writer: Megatron's; None on a rank that has none.
         """
-        scalars = self.scalars()
+        scalars = {f"{self.prefix}{name}": value for name, value in self.scalars().items()}
         if writer is not None:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, iteration)

@@ -9,7 +9,7 @@ Shape suffixes (docs/glossary.md): E, H, I, K, L, P, T.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,20 +20,37 @@ from megatron_r3.integrations.layers import local_moe_layers
 from megatron_r3.microbatch import MicrobatchRoutes
 from megatron_r3.placement import Placement
 from megatron_r3.replay import active_microbatch
+from megatron_r3.rollout import MoEShape, Rollout
 from megatron_r3.rows import PADDING
-from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.training.old_policy import OldPolicy
 from megatron_r3.training.refuse import refuse
 from megatron_r3.training.schedule import SOURCES
 
-if TYPE_CHECKING:
-    from megatron_r3.training.metrics import StepMetrics
-
 _ROLLOUT, _OLD_POLICY = SOURCES.index("rollout"), SOURCES.index("old-policy")
 
 
 Rows = tuple[np.ndarray, np.ndarray]  # row ids, and whose routes they take
+
+
+class Records(Protocol):
+    """What was sampled: a `RolloutStore`, or the turns of Megatron's RL loop."""
+
+    @property
+    def info(self) -> MoEShape: ...  # noqa: D102
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """The rollout of a row, and the token."""
+
+    def rollout(self, index: int) -> Rollout:
+        """A rollout with its routes."""
+
+
+class Counter(Protocol):
+    """Who counts the pairs: `StepMetrics`, or the replay of Megatron's RL loop."""
+
+    def add_dispatched(self, matched: int, total: int) -> None:
+        """Count pairs: those that reached the recorded expert, and all of them."""
 
 
 def row_hashes(hidden_TH: Tensor) -> np.ndarray:
@@ -81,7 +98,7 @@ class DispatchWitness:
             that would take its routes.
     """
 
-    def __init__(self, store: RolloutStore, old: OldPolicy | None = None) -> None:
+    def __init__(self, store: Records, old: OldPolicy | None = None) -> None:
         self.store, self.old = store, old
         self.placement: Placement | None = None
         self.rows: WeakKeyDictionary[MicrobatchRoutes, Rows] = WeakKeyDictionary()
@@ -97,7 +114,7 @@ class DispatchWitness:
         self.rows[microbatch] = rows_T, source_T
 
     def attach(
-        self, model: torch.nn.Module, result: StepMetrics, placement: Placement | None = None
+        self, model: torch.nn.Module, result: Counter, placement: Placement | None = None
     ) -> None:
         """Put hooks before dispatch and before the experts of every MoE layer of a model chunk.
 
@@ -108,7 +125,7 @@ class DispatchWitness:
         for number, layer in local_moe_layers(model).items():
             self._attach_layer(number, layer, result)
 
-    def _attach_layer(self, number: int, layer: Any, result: StepMetrics) -> None:
+    def _attach_layer(self, number: int, layer: Any, result: Counter) -> None:
         dispatcher, guests = layer.token_dispatcher, getattr(layer, "guests", None)
         own = layer.local_expert_indices
         # what the last dispatch of this layer sent, until its experts have got it

@@ -126,6 +126,10 @@ RUN_BY = [
         r"torchrun .*pretrain_gpt\.py .*--rollouts-follow\b",
         "tests/functional/test_follow.py::test_a_store_that_grows_trains_as_the_whole_one",
     ),
+    (
+        r"torchrun .*train_rl\.py\b",
+        "tests/functional/test_rl_loop.py::test_what_the_engine_sampled_is_replayed",
+    ),
     (r"torchrun .*pretrain_gpt\.py\b", "ci make demo"),  # the options; the model is the reader's
     (r"pip install\b", "ci make test"),
     (r"docker build\b", "ci make image"),

@@ -134,7 +134,7 @@ def test_every_logged_name_is_documented() -> None:
 PLACES = (ROOT, ROOT / "megatron_r3", ROOT / "benchmarks")
 # made by a command, or of Megatron-LM, or of a server, or in a reader's folder
 ELSEWHERE = re.compile(
-    r"build/|megatron/|/|~|https?:|pretrain_gpt\.py|run\.toml|\$|iter_|"
+    r"build/|megatron/|/|~|https?:|pretrain_gpt\.py|train_rl\.py|run\.toml|\$|iter_|"
     r"(run|rollouts|trained|next|policy|policies|checkpoints?|events|logs)/|"
     r"(application|info|ci|debian-python|core)[/:.]|examples/|docker/\.ngc_version"
 )

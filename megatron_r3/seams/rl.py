@@ -1,0 +1,51 @@
+"""Other half of the patch of Megatron's RL loop: it hands over its turns, and its forward steps.
+
+`pretrain()` calls `use_loop` (through seams/pretrain.py). `prepare_data_for_update()` calls
+`begin_collection`, and has what that returns wrap the steps of its two passes; it calls `log_step`
+for the log line. The replay itself lives in megatron_r3/training/rl_loop.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_r3.training.refuse import refuse
+from megatron_r3.training.rl_loop import LoopReplay
+from megatron_r3.training.rl_options import LoopOptions
+
+_replay: LoopReplay | None = None  # of the RL loop that runs in this process
+
+
+def use_loop(args: Any, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward step that pretrain() uses under --perform-rl-step instead of the script's."""
+    global _replay
+    from megatron.rl.rl_utils import get_rl_runtime_state
+
+    def packing() -> Any:
+        return get_rl_runtime_state().packing_context
+
+    try:
+        options = LoopOptions.from_args(args)
+    except ValueError as error:
+        refuse(str(error))
+    _replay = LoopReplay(options, lambda: int(args.curr_iteration), packing)
+    return _replay.update(forward_step)
+
+
+def begin_collection(rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay:
+    """Take over the turns of a collection.
+
+    Args:
+        rows: what the loop trains on, of all ranks, in the order in which the rows are shared out
+            and packed: pairs of a rollout and the index of a turn. On main a rollout is a row if
+            its turns are one sequence.
+        rollouts: of all groups.
+    """
+    assert _replay is not None, "pretrain() has not called use_rollouts"
+    return _replay.begin_collection(rows, rollouts)
+
+
+def log_step(iteration: int, writer: Any, wandb_writer: Any) -> str:
+    """What the passes of the last step measured, for the log line; all ranks call this."""
+    return "" if _replay is None else _replay.log(iteration, writer, wandb_writer)
