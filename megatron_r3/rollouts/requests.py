@@ -1,6 +1,8 @@
 """How servers are asked for a sample, and what they answer beside tokens and routes.
 
 `convert` reads recorded answers with the second half of this file.
+
+Shape suffixes (docs/glossary.md): G.
 """
 
 from __future__ import annotations

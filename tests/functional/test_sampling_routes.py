@@ -183,10 +183,29 @@ def test_tokens_keep_the_experts_with_which_they_were_sampled(
         assert sampling.same_experts(one.ids_TLK[sampled:][:1], other.ids_TLK[sampled:][:1]) < 1
 
 
-NOT_RECORDED = {"moe_router_fusion": True, "transformer_impl": "inference_optimized"}
+# arguments, fields of the config that are set once the model is made, and the reason
+NOT_RECORDED: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "fused": ([RECORD], {"moe_router_fusion": True}, "moe_router_fusion records nothing"),
+    "optimized": (
+        [RECORD],
+        {"transformer_impl": "inference_optimized"},
+        "nobody has shown that the layers of transformer_impl=inference_optimized",
+    ),
+    "late": (
+        [],
+        {"moe_enable_routing_replay": True},
+        "no router of this model records; set the option in its config before the model is made",
+    ),
+    "sinkhorn": (
+        [RECORD, "--moe-router-load-balancing-type", "sinkhorn"],
+        {},
+        "a router recorded nothing, because it does not choose by top-k",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", NOT_RECORDED)
 def test_what_records_nothing_is_refused(patched: TreeWorker, policy: Policy, name: str) -> None:
-    with pytest.raises(RankError, match=f"moe_enable_routing_replay: .*{name}"):
-        sample(patched, policy, RECORD, config={name: NOT_RECORDED[name]})
+    arguments, config, reason = NOT_RECORDED[name]
+    with pytest.raises(RankError, match=f"moe_enable_routing_replay: .*{reason}"):
+        sample(patched, policy, *arguments, config=config)

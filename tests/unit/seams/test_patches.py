@@ -60,4 +60,6 @@ def test_every_file_of_seams_is_called_by_a_patch() -> None:
 def test_a_patch_is_named_by_its_whole_subject(patch: Patch) -> None:
     words = re.sub(r"[^A-Za-z0-9._]+", "-", patch.subject).strip("-.")
     assert patch.file.name == f"{patch.number:04d}-{words}.patch"
-    assert re.match(r"(moe_router_replay|rollouts|RouterReplay): |Broadcast ", patch.subject)
+    # a fix of upstream's own says what the fix does
+    fixes = "Broadcast |Keep the routing |Record the routing |Send recorded routing "
+    assert re.match(rf"(moe_router_replay|rollouts|RouterReplay): |{fixes}", patch.subject)
