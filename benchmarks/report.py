@@ -139,7 +139,7 @@ def status(runs: list[GpuRun]) -> dict[str, str]:
         newest.setdefault(run.gpu, run)
     run_on = (
         "CPU tensors, gloo, Python 3.11, local layer spec, [every layout](docs/fidelity.md); "
-        "vLLM 0.30.0 and SGLang 0.5.23 (CPU), transformers"
+        "vLLM 0.30.0, SGLang 0.5.23 and Megatron's own engine (CPU), transformers"
     )
     shown_there: set[str] = set()
     for gpu, run in newest.items():
