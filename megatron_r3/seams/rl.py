@@ -42,7 +42,7 @@ def begin_collection(rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay
             its turns are one sequence.
         rollouts: of all groups.
     """
-    assert _replay is not None, "pretrain() has not called use_rollouts"
+    assert _replay is not None, "pretrain() has not called use_loop"
     return _replay.begin_collection(rows, rollouts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 from megatron_r3.untrusted import one_line
@@ -29,3 +30,14 @@ def refuse(message: str, speaks: bool | None = None) -> NoReturn:
         time.sleep(SILENCE_S)
     print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
     raise SystemExit(1)
+
+
+def refuse_beside_children(message: str, speaks: bool | None = None) -> NoReturn:
+    """As `refuse`, in a process whose children Python would wait for, and they for this process.
+
+    Megatron's RL loop leaves its engine's coordinator in this way too (megatron/rl/rl_utils.py).
+    """
+    with suppress(SystemExit):
+        refuse(message, speaks)
+    sys.stdout.flush()
+    os._exit(1)

@@ -20,11 +20,12 @@ from torch import Tensor
 from megatron_r3.integrations.layers import layers_with_gradients, unwrapped
 from megatron_r3.integrations.model_routes import ModelRoutes
 from megatron_r3.microbatch import MicrobatchRoutes
-from megatron_r3.replay import replaying
+from megatron_r3.placement import loaded_placement
+from megatron_r3.replay import WHY_UNTAKEN, replaying
 from megatron_r3.rows import PADDING
 from megatron_r3.training.metrics import StepMetrics
 from megatron_r3.training.mismatch import Places
-from megatron_r3.training.refuse import refuse
+from megatron_r3.training.refuse import refuse_beside_children
 from megatron_r3.training.rl_options import LoopOptions
 from megatron_r3.training.rl_store import write_collection
 from megatron_r3.training.schedule import SOURCES
@@ -52,7 +53,10 @@ class LoopReplay:
     ) -> None:
         self.options, self._iteration, self._packing = options, iteration, packing
         self.turns: TurnRoutes | None = None
-        self.metrics: dict[str, StepMetrics] = {}
+        self.metrics = {
+            OLD: StepMetrics(options.num_layers, prefix=f"{OLD}: "),
+            UPDATE: StepMetrics(options.num_layers),
+        }
         self._pass = UPDATE
         self._witness: DispatchWitness | None = None
         self._doors: WeakKeyDictionary[torch.nn.Module, ModelRoutes] = WeakKeyDictionary()
@@ -70,6 +74,11 @@ class LoopReplay:
             turns = read_turns(rows, rollouts, options.group_size, first_group)
             self.turns = TurnRoutes(options.shape, turns)
             self._refuse_missing()
+            if loaded_placement() is not None:
+                raise ValueError(
+                    "--load: the checkpoint has its experts at other places (--hf-placement), and "
+                    "nobody has shown replay in the RL loop with one; import the weights without it"
+                )
             if torch.distributed.get_rank() == 0:
                 self._announce()
                 if options.store is not None:
@@ -77,8 +86,9 @@ class LoopReplay:
 
                     write_collection(options, self.turns, str(megatron.core.__version__))
         except ValueError as error:
-            refuse(str(error))
+            refuse_beside_children(str(error))
         self._forget()
+        self.metrics[UPDATE].begins_collection = True
         if self._witness is not None:
             self._witness.store = self.turns
         return self
@@ -101,7 +111,9 @@ class LoopReplay:
             batch, rows_BS = self._batch(next(data_iterator), packing)
             microbatch = self._microbatch(OLD, model, rows_BS)
             with replaying(microbatch):
-                return forward_step(iter([batch]), model, *more, **options)
+                result = forward_step(iter([batch]), model, *more, **options)
+            self._check_taken(microbatch)
+            return result
 
         return step
 
@@ -122,7 +134,9 @@ class LoopReplay:
             batch, rows_BS = self._batch(next(data_iterator), self._packing())
             microbatch = self._microbatch(UPDATE, model, rows_BS)
             with replaying(microbatch):
-                return forward_step(iter([batch]), model, *more, **options)
+                result = forward_step(iter([batch]), model, *more, **options)
+            self._check_taken(microbatch)
+            return result
 
         return step
 
@@ -137,14 +151,14 @@ class LoopReplay:
         """
         lines = [m.log(iteration, writer, wandb_writer) for m in self.metrics.values()]
         self._forget()
+        # a later update on the collection moves away from it, which is no fault of its rows
+        self.metrics[UPDATE].begins_collection = False
         return "".join(lines)
 
     def _forget(self) -> None:
-        num_layers = self.options.num_layers
-        self.metrics = {
-            OLD: StepMetrics(num_layers, prefix=f"{OLD}: "),
-            UPDATE: StepMetrics(num_layers),
-        }
+        """Drop what was measured and not logged; alarms remember what they have said."""
+        for metrics in self.metrics.values():
+            metrics.microbatches, metrics.dispatched = {}, [0, 0]
 
     def _refuse_missing(self) -> None:
         assert self.turns is not None
@@ -153,6 +167,12 @@ class LoopReplay:
                 f"{self.turns.without[0].name}: the engine sent no routes, and "
                 "--moe-router-replay-missing is error: use an agent that keeps `routes` of the "
                 f"responses, or choose live ({len(self.turns.without)} such turns)"
+            )
+        if self.turns.turns and not self.turns.recorded_T.any():
+            raise ValueError(
+                "no turn of this collection has routes, so nothing would be replayed: use an agent "
+                "that keeps `routes` of the responses. Rollouts that come from a server of agents "
+                "(RemoteAgent) have lost them"
             )
 
     def _announce(self) -> None:
@@ -179,6 +199,15 @@ class LoopReplay:
         turns, starts = info.bin_seq_indices[number], info.seq_starts[number]
         return self.turns.rows_of_bin(turns, starts, packing.bin_size)
 
+    def _check_taken(self, microbatch: MicrobatchRoutes) -> None:
+        """End the run if a layer has left its routes: no schedule runs a layer later here."""
+        if left := microbatch.untaken:
+            refuse_beside_children(
+                f"the routes of the layers {left} were given, and the forward pass took none of "
+                f"them. {WHY_UNTAKEN}",
+                speaks=True,
+            )
+
     def _check_bins(self, packing: Any) -> None:
         """Compare the tokens of all bins with their rows, once a collection."""
         for number, tokens_S in enumerate(packing.packed_trajs.cpu()):
@@ -189,7 +218,7 @@ class LoopReplay:
         try:
             self.turns.check_tokens(rows_BS, tokens_BS)
         except ValueError as error:
-            refuse(str(error), speaks=True)
+            refuse_beside_children(str(error), speaks=True)
 
     def _microbatch(self, which: str, model: Any, rows_BS: Tensor) -> MicrobatchRoutes:
         """The routes of one forward pass on this rank; collective, as `ModelRoutes` is."""
@@ -206,7 +235,7 @@ class LoopReplay:
                 mean_tokens=door.layout.mean_tokens(rows_BS),
             )
         except ValueError as error:
-            refuse(str(error))
+            refuse_beside_children(str(error))
         if which == OLD:  # without gradients, and yet with the bits of the update
             routes.as_with_gradients = layers_with_gradients(module)
         if measures:

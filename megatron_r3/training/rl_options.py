@@ -30,7 +30,8 @@ class LoopOptions:
         mismatch_interval, log_interval: every how many iterations live and recorded choices are
             compared (0 for never), and a line is logged.
         store: the directory to which each collection is written; None for none.
-        sampling: temperature, top_p, top_k and max_tokens, as the engine is asked.
+        sampling: temperature, top_p and top_k, as the engine is asked; max_tokens, which bounds a
+            whole sequence.
         vocab_size: rows of the output layer.
     """
 
@@ -63,9 +64,11 @@ class LoopOptions:
             log_interval=args.log_interval,
             store=None if args.rl_write_rollouts is None else Path(args.rl_write_rollouts),
             sampling={
-                "temperature": args.rl_default_temperature,
-                "top_p": args.rl_default_top_p or 1.0,  # 0 cuts nothing off
-                "top_k": max(args.rl_default_top_k, 0),
+                # As megatron/rl/inference/megatron.py asks: a temperature of 0 is sent as 1, a
+                # top-p of 0 cuts nothing off, and a top-k is not sent.
+                "temperature": args.rl_default_temperature or 1.0,
+                "top_p": args.rl_default_top_p or 1.0,
+                "top_k": 0,
                 "max_tokens": args.inference_max_seq_length,
             },
             vocab_size=args.padded_vocab_size,
@@ -130,6 +133,11 @@ def refuse_in_loop(args: Any) -> None:
             given("moe_router_replay_guest_slots"),
             "nobody has shown guests of hot experts in the RL loop; leave out "
             "--moe-router-replay-guest-slots",
+        ),
+        (
+            given("overlap_moe_expert_parallel_comm"),
+            "nobody has shown replay in the RL loop with --overlap-moe-expert-parallel-comm, whose "
+            "layers run after the forward step; leave it out",
         ),
         (
             given("use_megatron_fsdp") or given("use_torch_fsdp2"),

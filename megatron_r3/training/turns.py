@@ -192,14 +192,14 @@ def _read_turn(rollout: Any, indices: list[int], name: str, group: int, sample: 
         reward=rollout.reward,
         group=group,
         sample=sample,
-        versions=_versions(rollout.policy_epoch, masks, indices),
+        versions=_versions(getattr(rollout, "policy_epoch", None), masks, indices),
     )
 
 
 def _versions(epochs: Any, masks: Any, indices: list[int]) -> list[tuple[int, int]]:
     """The policy versions of a sequence, each turn's from the first token on that it sampled."""
     spans: list[tuple[int, int]] = []
-    for index in indices:
+    for index in indices if epochs else ():
         sampled = np.flatnonzero(masks[index])
         begin = int(sampled[0]) - 1 if len(spans) and len(sampled) else 0
         spans += [(max(token, begin), version) for token, version in epochs[index]]
@@ -239,7 +239,8 @@ class TurnRoutes:
     def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Ids `[len(layers), T, K]` of these rows, and where they were recorded, bool `[T]`."""
         here_T = rows_T >= 0
-        ids_LTK = self.ids_LTK[list(layers)][:, np.where(here_T, rows_T, 0)]
+        # Not one index after the other: the first would copy the routes of the whole collection.
+        ids_LTK = self.ids_LTK[np.ix_(np.array(layers), np.where(here_T, rows_T, 0))]
         return ids_LTK, self.recorded_T[np.where(here_T, rows_T, 0)] & here_T
 
     def rows(self, begin: int, end: int, seq_length: int) -> Tensor:
@@ -260,13 +261,15 @@ class TurnRoutes:
             starts: where each of them begins; the loop puts an end behind them.
         """
         rows_BS = torch.full((1, bin_size), PADDING)
-        for turn, start in zip(turns, starts, strict=False):
+        for turn, start, end in zip(turns, starts, starts[1:], strict=False):
             if turn < len(self.turns):
-                self._put(rows_BS[0], start, turn)
+                self._put(rows_BS[0, :end], start, turn)
         return rows_BS
 
     def _put(self, rows_S: Tensor, start: int, turn: int) -> None:
+        """Put the rows of a turn at `start`; what the loop has cut off at the end has no place."""
         first, end = self.first_M[turn : turn + 2].tolist()
+        end = min(end, first + len(rows_S) - start)
         rows_S[start : start + end - first] = torch.arange(first, end)
 
     def check_tokens(self, rows_BS: Tensor, tokens_BS: Tensor) -> None:

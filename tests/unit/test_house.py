@@ -246,7 +246,6 @@ LEAST, MOST = 40, 430
 # A package's __init__.py is its front door, and may be short. Other short files say why.
 SHORT: dict[str, str] = {
     "megatron_r3/seams/deferred.py": "one file for each patch",
-    "megatron_r3/training/refuse.py": "the one way in which training ends",
 }
 
 

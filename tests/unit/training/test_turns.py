@@ -32,6 +32,22 @@ def test_rows_of_samples_and_of_bins() -> None:
     assert turns.rows_of_bin([1, 0], [0, 3, 7], 7).tolist() == [[3, 4, -1, 0, 1, 2, -1]]
 
 
+def test_what_the_loop_cuts_off_at_the_end_of_a_turn_has_no_rows() -> None:
+    """It takes tokens at the end that are the pad token for padding."""
+    turns = routes(rollout(5), rollout(3))
+    assert turns.rows_of_bin([0, 1], [0, 2, 5], 5).tolist() == [[0, 1, 4, 5, -1]]
+    assert turns.rows_of_bin([1, 0], [0, 3, 5], 5).tolist() == [[4, 5, -1, 0, 1]]
+
+
+def test_an_agent_that_hands_on_neither_routes_nor_epochs() -> None:
+    one = rollout(4, routes=None)
+    del one.policy_epoch
+    turns = routes(one, rollout(3))
+    assert [turn.name for turn in turns.without] == ["rollout 0 (group 0, environment toy), turn 0"]
+    assert turns.recorded_T.tolist() == [False] * 3 + [True] * 2
+    assert turns.rollout(0).policy_version == 0
+
+
 def test_what_fills_up_has_no_rows() -> None:
     one = rollout(4)
     rows = [(one, 0), (None, -1), None]
