@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fidelity import sampling
-from fidelity.line_checks import Copies
+from fidelity.line_checks import Copies, Result
 from fidelity.models import MODELS
 from fidelity.rig.rank_process import RankError
 from fidelity.sampling import RECORD, Sampled
 
-Result = tuple[bool, str]
 MODEL = [*MODELS["base"].argv(), "--micro-batch-size", "1"]
 LAYOUTS = {
     "PP2": (2, "--pipeline-model-parallel-size 2"),

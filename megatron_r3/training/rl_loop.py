@@ -9,7 +9,8 @@ Shape suffixes (docs/glossary.md): B, S, T.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -60,7 +61,7 @@ class LoopReplay:
         self._pass = UPDATE
         self._witness: DispatchWitness | None = None
         self._doors: WeakKeyDictionary[torch.nn.Module, ModelRoutes] = WeakKeyDictionary()
-        self._forget()
+        self._began = 0  # the iteration of the first update on the collection
 
     def begin_collection(self, rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay:
         """Take over the turns of a collection, the same on all ranks.
@@ -88,7 +89,7 @@ class LoopReplay:
         except ValueError as error:
             refuse_beside_children(str(error))
         self._forget()
-        self.metrics[UPDATE].begins_collection = True
+        self._began = self._iteration()
         if self._witness is not None:
             self._witness.store = self.turns
         return self
@@ -109,11 +110,8 @@ class LoopReplay:
 
         def step(data_iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
             batch, rows_BS = self._batch(next(data_iterator), packing)
-            microbatch = self._microbatch(OLD, model, rows_BS)
-            with replaying(microbatch):
-                result = forward_step(iter([batch]), model, *more, **options)
-            self._check_taken(microbatch)
-            return result
+            with self._replaying(OLD, model, rows_BS):
+                return forward_step(iter([batch]), model, *more, **options)
 
         return step
 
@@ -132,11 +130,8 @@ class LoopReplay:
 
         def step(data_iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
             batch, rows_BS = self._batch(next(data_iterator), self._packing())
-            microbatch = self._microbatch(UPDATE, model, rows_BS)
-            with replaying(microbatch):
-                result = forward_step(iter([batch]), model, *more, **options)
-            self._check_taken(microbatch)
-            return result
+            with self._replaying(UPDATE, model, rows_BS):
+                return forward_step(iter([batch]), model, *more, **options)
 
         return step
 
@@ -151,8 +146,6 @@ class LoopReplay:
         """
         lines = [m.log(iteration, writer, wandb_writer) for m in self.metrics.values()]
         self._forget()
-        # a later update on the collection moves away from it, which is no fault of its rows
-        self.metrics[UPDATE].begins_collection = False
         return "".join(lines)
 
     def _forget(self) -> None:
@@ -199,8 +192,15 @@ class LoopReplay:
         turns, starts = info.bin_seq_indices[number], info.seq_starts[number]
         return self.turns.rows_of_bin(turns, starts, packing.bin_size)
 
-    def _check_taken(self, microbatch: MicrobatchRoutes) -> None:
-        """End the run if a layer has left its routes: no schedule runs a layer later here."""
+    @contextmanager
+    def _replaying(self, which: str, model: Any, rows_BS: Tensor) -> Iterator[None]:
+        """Replay a forward pass; end the run if a layer has left its routes.
+
+        No schedule here runs a layer after the forward step: `refuse_in_loop` refuses such ones.
+        """
+        microbatch = self._microbatch(which, model, rows_BS)
+        with replaying(microbatch):
+            yield
         if left := microbatch.untaken:
             refuse_beside_children(
                 f"the routes of the layers {left} were given, and the forward pass took none of "
@@ -225,6 +225,9 @@ class LoopReplay:
         assert self.turns is not None
         module: Any = unwrapped(model)
         self._pass = which
+        # A later update has moved away from the collection, which is no fault of its rows. Not
+        # every iteration is logged: the first line of a collection may be of its second update.
+        self.metrics[UPDATE].begins_collection = self._iteration() == self._began
         door = self._doors.get(module) or self._equip(module)
         measures = self.options.measures(self._iteration())
         try:
