@@ -1,53 +1,29 @@
 """launch/: the Slurm script and the Kubernetes jobs give commands that there are.
 
 What is not seen here is in docs/launch.md: a Slurm cluster ran the script, no Kubernetes cluster
-ran the jobs.
+ran the jobs. The JobSet: test_jobset.py. Several jobs of Slurm: test_slurm_parts.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from launch_files import JOBSET, KUBERNETES, PARTS, SLURM, parsed, resources, rl_commands
 from torch.distributed.run import get_args_parser
 
 from demo.online import Places, write_config
-from megatron_r3.online.cli import add_rl
 from megatron_r3.online.config import read_config
 from megatron_r3.online.config_tables import SamplerTable
 from megatron_r3.online.trainer import printed_command, trainer_command
 
 ROOT = Path(__file__).parents[3]
-SLURM = ROOT / "launch" / "slurm.sh"
-KUBERNETES = (ROOT / "launch" / "kubernetes.yaml").read_text()
 PAGE = (ROOT / "docs" / "launch.md").read_text()
-
-
-def parsed(words: list[str]) -> argparse.Namespace:
-    """What the real parser makes of `rl ...`; SystemExit if it refuses."""
-    parser = argparse.ArgumentParser()
-    add_rl(parser.add_subparsers(required=True))
-    return parser.parse_args(words)
-
-
-def rl_commands(text: str) -> list[list[str]]:
-    """The words from `rl` on of each `megatron-r3 rl ...` in a shell script."""
-    found = [c.strip() for c in re.findall(r"(?:megatron-r3|\$r3) (rl [^)\n&;]*)", text)]
-    # the command may be the end of a text in quotes
-    return [shlex.split(c[:-1] if c.count('"') % 2 else c) for c in found]
-
-
-def resources(text: str = KUBERNETES) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(r["kind"], r["metadata"]["name"]): r for r in yaml.safe_load_all(text)}
 
 
 def wrong_jobs(text: str) -> list[str]:
@@ -56,7 +32,7 @@ def wrong_jobs(text: str) -> list[str]:
     sampler, trainer = (there["Service", f"megatron-r3-{part}"] for part in ("sampler", "trainer"))
     if sampler["spec"]["ports"][0]["port"] != SamplerTable().port:
         wrong.append("the sampler's port")
-    for part in ("sampler", "collector", "trainer"):
+    for part in PARTS:
         job = there["Job", f"megatron-r3-{part}"]["spec"]
         pod = job["template"]["spec"]
         if job.get("suspend") is not True:
@@ -126,11 +102,10 @@ def test_the_slurm_script_gives_commands_that_there_are() -> None:
         parsed(["rl", "sampler", "run.toml", "--colour"])
 
 
-def test_torchrun_reads_the_variables_that_both_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {
-        name for text in (SLURM.read_text(), KUBERNETES) for name in re.findall("PET_[A-Z_]+", text)
-    }
-    assert names == {"PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
+def test_torchrun_reads_the_variables_that_all_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
+    for text in (SLURM.read_text(), KUBERNETES, JOBSET):
+        assert set(re.findall("PET_[A-Z_]+", text)) == names
     plain = vars(get_args_parser().parse_args(["script.py"]))
     for name in names:
         monkeypatch.setenv(name, "7")
