@@ -16,14 +16,27 @@
 #   MEGATRON_R3  the command of this package (megatron-r3)
 #   SRUN         more arguments of srun, e.g. --container-image=... --container-mounts=...
 #   RESTARTS     how often a part that died is started again (3)
+#   PARTS        what this job runs ("sampler collector trainer"): several jobs can share a run.
+#                A job of the trainer alone trains on all its nodes. Where somebody else runs the
+#                server ([sampler] command is empty), it is "collector trainer".
+#   SAMPLER_HOST where the sampler is, for a collector whose job has none
 set -euo pipefail
 config=$(realpath -- "${1:?usage: sbatch launch/slurm.sh CONFIG.toml}")
 cd "$(dirname "$config")" # where modules of yours are found: the reward, the training script
 r3=${MEGATRON_R3:-megatron-r3}
 
+read -ra parts <<<"${PARTS:-sampler collector trainer}"
+has() { [[ " ${parts[*]} " == *" $1 "* ]]; }
+for part in "${parts[@]}"; do
+  [[ $part =~ ^(sampler|collector|trainer)$ ]] || { echo "error: PARTS: there is no $part" >&2; exit 2; }
+done
+
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-trainers=("${nodes[@]:1}")
-[ "${#trainers[@]}" -gt 0 ] || trainers=("${nodes[0]}")
+trainers=("${nodes[@]}")
+if has sampler || has collector; then
+  trainers=("${nodes[@]:1}")
+  [ "${#trainers[@]}" -gt 0 ] || trainers=("${nodes[0]}")
+fi
 
 # What torchrun reads where its command line is silent. Each node adds its PET_NODE_RANK.
 export PET_NNODES=${#trainers[@]} PET_MASTER_ADDR=${trainers[0]}
@@ -53,16 +66,18 @@ keep() { # PART COMMAND: the same, again where it dies
 trap 'echo "queued again"; scontrol requeue "$SLURM_JOB_ID"; exit 0' USR1
 
 file=$(printf %q "$config")
+listen="" # where the two are in one job, 127.0.0.1 is enough between them
+has collector || listen=" --host 0.0.0.0"
 $r3 rl check "$config"
-trainer=$($r3 rl trainer "$config" --print) # the same at each start
-# Where somebody else runs the server ([sampler] command is empty), leave this line out, and count
-# two parts below.
-keep sampler "exec $r3 rl sampler $file" &
-keep collector "exec $r3 rl collector $file" &
-keep trainer "export PET_NODE_RANK=\$SLURM_PROCID; exec $trainer" &
-for _ in sampler collector trainer; do
+if has trainer; then trainer=$($r3 rl trainer "$config" --print); fi # the same at each start
+if has sampler; then keep sampler "exec $r3 rl sampler $file$listen" & fi
+if has collector; then
+  keep collector "exec $r3 rl collector $file${SAMPLER_HOST:+ --host $SAMPLER_HOST}" &
+fi
+if has trainer; then keep trainer "export PET_NODE_RANK=\$SLURM_PROCID; exec $trainer" & fi
+for _ in "${parts[@]}"; do
   status=0
   wait -n || status=$? # the next one that ends; the end of this script ends the others
   [ "$status" = 0 ] || { echo "error: a part of the run ended with status $status" >&2; exit "$status"; }
 done
-echo "$config: all parts have ended"
+echo "$config: all parts of this job have ended"
