@@ -21,6 +21,7 @@ from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.store import RolloutStore, StoreError, StoreInfo
 from megatron_r3.store.files import SHARD_GLOB
 from megatron_r3.store.schema import differences
+from megatron_r3.store.writer import check_links
 
 LOCK = ".collect.lock"
 
@@ -48,21 +49,23 @@ def only_writer(directory: Path) -> Iterator[None]:
     removed at the start. At the end the directory is removed if it is empty.
 
     Raises:
-        StoreError: another collection writes to it, or nothing can be written there.
+        StoreError: another collection writes to it, nothing can be written there, or its file
+            system cannot give a shard its name.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = _lock(directory)
     except OSError as error:
-        raise StoreError(
-            f"--out {directory}: nothing can be written there ({error.strerror or error}); give a "
-            "directory of your own, or a new name"
-        ) from error
+        raise _unwritable(directory, error) from error
     try:
         # Left-overs do no harm, so it does not matter if one of them cannot be removed.
         with suppress(OSError):
             for unfinished in directory.glob(".shard-*.tmp"):
                 unfinished.unlink()
+        try:
+            check_links(directory)
+        except OSError as error:
+            raise _unwritable(directory, error) from error
         yield
     finally:
         with suppress(OSError):
@@ -70,6 +73,13 @@ def only_writer(directory: Path) -> Iterator[None]:
         os.close(descriptor)
         with suppress(OSError):  # of a directory that is not empty, which stays
             directory.rmdir()
+
+
+def _unwritable(directory: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"--out {directory}: nothing can be written there ({error.strerror or error}); give a "
+        "directory of your own, or a new name"
+    )
 
 
 def _lock(directory: Path) -> int:

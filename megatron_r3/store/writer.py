@@ -10,16 +10,18 @@ Shape suffixes (docs/glossary.md): C, K, L, N, T, U, V.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 from zlib_ng import zlib_ng
@@ -34,6 +36,11 @@ from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreIn
 _LARGEST_NUMBER = 10**9 - 1  # of a shard: nine digits, the most that its name can have
 _LARGEST_CRC32 = 2**32 - 1
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")  # that one writev takes; 1024 on Linux
+# What link() answers on a file system that has none: FAT EPERM, SMB EOPNOTSUPP, most that keep
+# objects ENOSYS; EXDEV and EMLINK are allowed by POSIX too.
+_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
+# What fsync of a directory answers where only files can be synced.
+_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
 _SAFETENSORS_NAMES = {
     **{"int64": "I64", "int32": "I32", "uint32": "U32", "uint16": "U16", "uint8": "U8"},
     "float32": "F32",
@@ -48,7 +55,8 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
 
     Raises:
         StoreError: a rollout whose shapes do not belong together or do not fit `info`, or one with
-            values that no rollout has; two rollouts of one name; a directory that lost a shard.
+            values that no rollout has; two rollouts of one name; a directory that lost a shard; a
+            file system without link().
     """
     info.check(str(directory))
     _check_rollouts(str(directory), info, rollouts)
@@ -66,7 +74,9 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
                 os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
                 return _link_next(directory, temporary, number, info, written)
         finally:
-            os.unlink(temporary)
+            # NFS may lose the answer to this too, and then says that there is no such file.
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
     except OSError as error:
         raise StoreError(f"{directory}: no shard can be written ({error.strerror})") from error
 
@@ -96,6 +106,37 @@ def _check_rollouts(where: str, info: StoreInfo, rollouts: Sequence[Rollout]) ->
             )
 
 
+def check_links(directory: Path) -> None:
+    """Find out before hours of sampling whether the file system can give a shard its name.
+
+    Raises:
+        StoreError: it cannot link().
+        OSError: nothing can be written to the directory.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".shard-", suffix=".tmp")
+    os.close(descriptor)
+    second = f"{temporary.removesuffix('.tmp')}-linked.tmp"
+    try:
+        os.link(temporary, second)
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            _refuse_directory(directory, error)
+        if not isinstance(error, FileExistsError):  # an answer that was lost: see `_link_next`
+            raise
+    finally:
+        for path in (temporary, second):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _refuse_directory(directory: Path, error: OSError) -> NoReturn:
+    raise StoreError(
+        f"{directory}: no shard can be written: its file system cannot link() ({error.strerror}), "
+        "and only link() gives a whole shard its name without ever replacing another: write to a "
+        "local disk or another file system, and copy the finished shards"
+    ) from error
+
+
 def _link_next(
     directory: Path, temporary: str, number: int, info: StoreInfo, written: Written
 ) -> Path:
@@ -103,6 +144,9 @@ def _link_next(
 
     The header says the number too. Example: two writers find three shards, and each writes a header
     for number 3. One of them links; the other then writes number 4 over its 3 and links again.
+
+    NFS may lose the answer of a link() that succeeded; then the client asks again and hears that
+    the name is taken. It is taken by this file, which must not get a second number.
     """
     while True:
         written.write_header(_metadata(info, written.crc32, number))
@@ -111,14 +155,36 @@ def _link_next(
         try:
             os.link(temporary, path)  # unlike rename, link refuses to overwrite
         except FileExistsError:
-            number += 1
-            continue
-        folder = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # a new name is a change of its folder, which is synced by itself
-        finally:
-            os.close(folder)
+            if not _has_name(written.file, path):
+                number += 1
+                continue
+        except OSError as error:
+            if error.errno in _NO_LINK:
+                _refuse_directory(directory, error)
+            raise
+        _sync_directory(directory)
         return path
+
+
+def _has_name(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file, which had one name, has this one too."""
+    status = os.fstat(file.fileno())
+    try:
+        return os.path.samestat(status, os.stat(path))
+    except FileNotFoundError:  # the name is taken, and is not to be seen here yet
+        return status.st_nlink > 1
+
+
+def _sync_directory(directory: Path) -> None:
+    """Bring the names of a directory to the disk, which a sync of its files does not."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _metadata(info: StoreInfo, crc32: Mapping[str, int], number: int) -> dict[str, str]:

@@ -178,6 +178,41 @@ def test_two_writers_at_once_number_their_shards(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_link_whose_answer_was_lost_and_that_is_asked_for_again(
+    tmp_path, monkeypatch, taken, seen
+):
+    """As NFS does it: the second time the name is taken, by the file itself."""
+    for number in range(taken):
+        write_shard(tmp_path, INFO, version(number))
+
+    link, stat = os.link, os.stat
+
+    def asked_twice(source, target):
+        link(source, target)
+        patched.setattr(os, "link", link)
+        link(source, target)
+
+    def unseen(path, **options):
+        if str(path).endswith(".safetensors"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return stat(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", asked_twice)
+        patched.setattr(writer, "shards_in_order", lambda directory: [])  # another was quicker
+        if not seen:
+            patched.setattr(os, "stat", unseen)
+        path = write_shard(tmp_path, INFO, version(taken))
+    assert path.name == f"shard-{taken:05d}.safetensors"
+    assert header_of(path)["number"] == taken
+    assert len([*tmp_path.iterdir()]) == taken + 1
+    assert opened(tmp_path).column("policy_version").tolist() == [
+        n for n in range(taken + 1) for _ in ROLLOUTS
+    ]
+
+
 def test_killed_writers_leave_whole_shards_only(tmp_path):
     write_shard(tmp_path, INFO, version(0))
     cut_short, store, rng = 0, opened(tmp_path), np.random.default_rng(0)
