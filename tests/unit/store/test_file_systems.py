@@ -1,4 +1,7 @@
-"""Stores on a real file system that is odd: no link(), lost answers, late names, stale files."""
+"""Stores on a real file system that is odd: no link(), lost answers, late names, stale files.
+
+Shape suffixes (docs/glossary.md): N.
+"""
 
 import errno
 import os
@@ -121,6 +124,19 @@ def test_a_writer_counts_on_behind_names_that_it_does_not_see_yet(two_clients):
     assert not [*(second.path / "s").iterdir()]
     assert [path.name for path in write(second.path, 3)] == [NAMES[3]]
     assert_whole(second.folder, [0, 1, 2, 3])
+
+
+def test_a_writer_that_sees_a_gap_refuses_and_changes_nothing(odd):
+    """It sees what it wrote itself, and not yet the shard of another client before it."""
+    write(odd.folder, 0)
+    odd.switch(late_s=60)
+    write(odd.path, 1)
+    with pytest.raises(StoreError, match=rf"{NAMES[0]}: is missing, though {NAMES[1]} is there"):
+        write(odd.path, 2)
+    assert_whole(odd.folder, [0, 1])
+    odd.switch()
+    write(odd.path, 2)
+    assert_whole(odd.folder, [0, 1, 2])
 
 
 WRITER = """
