@@ -34,6 +34,7 @@ from megatron_r3.store import (
     open_stores,
     write_shard,
 )
+from megatron_r3.store.verify import ReadChecks
 
 # Seconds since 1970: what the files of a store say when they were written. Every change to such a
 # file shows in its time, also where the clock of the file system is coarse.
@@ -57,7 +58,7 @@ def _info(experts: int, topk: int, layers: tuple[int, ...], stamped: bool) -> St
 
 
 def _rollout(info: StoreInfo, rng: np.random.Generator, group: int, sample: int) -> Rollout:
-    num_tokens = int(rng.integers(3, 13))
+    num_tokens = int(rng.integers(3, 13) if rng.random() < 0.8 else rng.integers(60, 135))
     shape = (len(info.moe_layers), num_tokens - 1)
     ids_LTK = rng.random((*shape, info.num_experts)).argsort(-1)[..., : info.topk]
     recorded_T = rng.random(num_tokens - 1) > 0.1
@@ -260,6 +261,8 @@ def _while_open(rng: random.Random, folder: Path, store: Path, base: Base) -> Ve
     verified = rng.random() < 0.5
     if verified:  # a training verifies its store once, and then reads for hours
         opened.verify()
+    if rng.random() < 0.5:  # and looks at its files once in a step, not after each read
+        opened.trained_on(ReadChecks() if rng.random() < 0.5 else None)
     for shard in (
         opened.shards if rng.random() < 0.3 else ()
     ):  # the reader keeps what it opened here

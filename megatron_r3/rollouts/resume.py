@@ -20,8 +20,8 @@ import numpy as np
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.store import RolloutStore, StoreError, StoreInfo
 from megatron_r3.store.files import SHARD_GLOB
+from megatron_r3.store.link import check_links
 from megatron_r3.store.schema import differences
-from megatron_r3.store.writer import check_links
 
 LOCK = ".collect.lock"
 

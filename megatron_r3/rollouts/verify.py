@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_r3.rollouts.plan import Model
 from megatron_r3.store import RolloutStore, StoreError
 from megatron_r3.store.shard import Shard
+from megatron_r3.store.verify import check_tokens
 
 
 def verify_store(directory: Path, model: Model | None = None) -> RolloutStore:
@@ -25,7 +26,7 @@ def verify_store(directory: Path, model: Model | None = None) -> RolloutStore:
     store.verify()
     if model is not None and model.vocab_size is not None:
         for shard in store.shards:
-            shard.check_tokens(model.vocab_size)
+            check_tokens(shard, model.vocab_size)
     return store
 
 

@@ -15,9 +15,10 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from megatron_r3.routes import Routes
-from megatron_r3.store.files import HeldFile
-from megatron_r3.store.header import DTYPES, EXPERT_LOAD, Header
+from megatron_r3.store.header import EXPERT_LOAD
+from megatron_r3.store.layout import DTYPES
 from megatron_r3.store.schema import StoreError
+from megatron_r3.store.shard_file import ShardFile
 
 
 def count_rows(
@@ -65,14 +66,12 @@ class StoredLoad:
     """The load that a shard has of each of its rollouts.
 
     Args:
-        file, header: of the shard.
+        opened: the shard's file.
         row_start_M: `[M + 1]`, where each rollout's rows begin.
     """
 
-    def __init__(self, file: HeldFile, header: Header, row_start_M: np.ndarray) -> None:
-        self._file, self._row_start_M = file, row_start_M
-        self._info, self._crc32 = header.info, header.crc32.get(EXPERT_LOAD)
-        self._entry = header.entries.get(EXPERT_LOAD)
+    def __init__(self, opened: ShardFile, row_start_M: np.ndarray) -> None:
+        self._opened, self._row_start_M = opened, row_start_M
 
     def read(self) -> np.ndarray | None:
         """The load as it is stored, int64 `[M, L, E]`; None in a shard that has none.
@@ -82,27 +81,28 @@ class StoredLoad:
         Raises:
             StoreError: the file is damaged or was changed, or the counts are none of routes.
         """
-        if self._entry is None:
+        file, header = self._opened.file, self._opened.header
+        if (entry := header.entries.get(EXPERT_LOAD)) is None:
             return None
-        stored_MLE: np.ndarray = np.empty(self._entry.shape, DTYPES[self._entry.dtype])
-        self._file.read(stored_MLE, self._entry.begin)
-        self._file.check_unchanged()
-        if zlib_ng.crc32(stored_MLE.data) != self._crc32:
-            raise self._file.damaged(f"checksum of {EXPERT_LOAD!r}")
+        stored_MLE: np.ndarray = np.empty(entry.shape, DTYPES[entry.dtype])
+        file.read(stored_MLE, entry.begin)
+        self._opened.after_read()
+        if zlib_ng.crc32(stored_MLE.data) != header.crc32[EXPERT_LOAD]:
+            raise file.damaged(f"checksum of {EXPERT_LOAD!r}")
         load_MLE = stored_MLE.astype(np.int64)
         self._check_possible(load_MLE)
         return load_MLE
 
     def _check_possible(self, load_MLE: np.ndarray) -> None:
         """Refuse counts that no routes have: a recorded row counts for K experts in each layer."""
-        rows_M, topk = np.diff(self._row_start_M), self._info.topk
+        rows_M, topk = np.diff(self._row_start_M), self._opened.header.info.topk
         total_ML = load_MLE.sum(2)
         wrong_ML = (load_MLE > rows_M[:, None, None]).any(2) | (total_ML % topk != 0)
         wrong_ML |= total_ML != total_ML[:, :1]
         if wrong_ML.any():
             rollout, layer = np.argwhere(wrong_ML)[0].tolist()
             raise StoreError(
-                f"{self._file.path}: rollout {rollout}: {EXPERT_LOAD} of MoE layer {layer} has "
+                f"{self._opened.path}: rollout {rollout}: {EXPERT_LOAD} of MoE layer {layer} has "
                 f"{total_ML[rollout, layer]} (row, expert) pairs, at most "
                 f"{load_MLE[rollout, layer].max()} of one expert; {rows_M[rollout]} rows with "
                 f"top-{topk} cannot have that: write the shard again"
@@ -122,8 +122,8 @@ class StoredLoad:
             count_rows(
                 ids_TK[begin:end],
                 recorded_T[begin:end],
-                self._info.num_experts,
-                f"{self._file.path}: rollout {rollout}: MoE layer {layer}",
+                self._opened.header.info.num_experts,
+                f"{self._opened.path}: rollout {rollout}: MoE layer {layer}",
             )
             for rollout, (begin, end) in enumerate(pairwise(self._row_start_M.tolist()))
         ]
@@ -138,7 +138,7 @@ class StoredLoad:
         if (wrong_ME := stored_ME != counted_ME).any():
             rollout, expert = np.argwhere(wrong_ME)[0].tolist()
             raise StoreError(
-                f"{self._file.path}: rollout {rollout}: {EXPERT_LOAD} says that "
+                f"{self._opened.path}: rollout {rollout}: {EXPERT_LOAD} says that "
                 f"{stored_ME[rollout, expert]} rows take expert {expert} in MoE layer {layer}; its "
                 f"routes say {counted_ME[rollout, expert]}: write the shard again"
             )

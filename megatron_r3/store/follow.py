@@ -12,18 +12,128 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_r3.store.files import listed_shards, shard_name
-from megatron_r3.store.reader import Kinship, OpenShards, RolloutStore
+from megatron_r3.store.files import POLL_S, listed_shards, shard_name
+from megatron_r3.store.index import Index, KnownShards
+from megatron_r3.store.kinship import Kinship, Names, without_collector
+from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.schema import StoreError
 from megatron_r3.store.shard import Shard
-
-POLL_S = 0.2  # between two looks at the directory
+from megatron_r3.store.shard_file import LATE_S
 
 CheckShard = Callable[[Shard], None]  # refuses a shard by a ValueError
+
+
+class News(NamedTuple):
+    """Shards that came behind those that were known.
+
+    Attributes:
+        shards: their index; None if none came.
+        opened: the same, in the process that has looked at them; else nothing.
+        waiting: what later shards wait for, for a message; empty if no later shard is there.
+    """
+
+    shards: Index | None
+    opened: Sequence[Shard] = ()
+    waiting: str = ""
+
+
+class Arrivals(Protocol):
+    """Whatever tells which shards have come: a look at the directory, or a process that looks."""
+
+    def news(self) -> News:
+        """The shards that have come since the last call, in order.
+
+        Raises:
+            StoreError: a shard is damaged, does not belong to the others, or is refused; or nobody
+                looks any more.
+        """
+
+
+class Lookout:
+    """Looks at a directory that grows, and at the heads of its shards.
+
+    Args:
+        directory: a store whose policy versions never go back from shard to shard. It may be
+            missing.
+        mixed_policies: as of RolloutStore.
+        check: called with every new shard; it refuses one by a ValueError.
+        late_s: how long to wait for a file whose name is listed and that cannot be opened yet.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        mixed_policies: bool = False,
+        check: CheckShard | None = None,
+        late_s: float = 0.0,
+    ) -> None:
+        self.directory, self._check, self._late_s = directory, check, late_s
+        self._kinship, self._names = Kinship(mixed_policies), Names()
+        self._shards: list[Shard] = []
+        self._taken: set[str] = set()  # their names
+
+    def news(self) -> News:
+        """The shards that have come since the last call, in order.
+
+        A shard that is refused is refused again at the next call. The shards before it are in what
+        was returned, or in the next News.
+
+        Raises:
+            StoreError: as in Arrivals.
+        """
+        known, there = len(self._shards), {*listed_shards(self.directory, self._taken)}
+        with without_collector():
+            while (number := len(self._shards)) in there:
+                try:
+                    # A name that is listed, and that this machine cannot open yet, will come.
+                    path = self.directory / shard_name(number)
+                    self._take(Shard(path, late_s=min(self._late_s, LATE_S)))
+                except StoreError:
+                    if len(self._shards) == known:
+                        raise
+                    break  # first those that came before it
+        opened, later = self._shards[known:], max(there, default=-1)
+        missing, waiting = len(self._shards), ""
+        if later > missing and missing not in there:
+            first = min(number for number in there if number > missing)
+            waiting = f", {shard_name(missing)} is missing and {shard_name(first)} is there"
+        index = Index.of([self.directory], opened) if opened else None
+        return News(index, opened, waiting)
+
+    def _take(self, shard: Shard) -> None:
+        self._kinship.check(shard, self._shards)
+        self._names.check(shard, self._shards)
+        self._check_order(shard)
+        try:
+            if self._check is not None:
+                self._check(shard)
+        except ValueError as error:  # in training, readers expect StoreError alone
+            raise StoreError(str(error)) from error
+        self._kinship.add(shard)
+        self._names.add(shard)
+        self._shards.append(shard)
+        self._taken.add(shard.path.name)
+
+    def _check_order(self, shard: Shard) -> None:
+        """Refuse a shard of an older policy than that of the shard before it.
+
+        A rollout counts as what it ended with. Example: a long rollout began with version 3 and
+        ended with 5, in a shard after one of version 4: that is the order in which they ended.
+        """
+        if not self._shards:
+            return
+        last = self._shards[-1]
+        newest = int(last.extras.newest_version_M.max())
+        oldest = int(shard.extras.newest_version_M.min())
+        if oldest < newest:
+            raise StoreError(
+                f"{shard.path}: policy version {oldest} comes after {newest} of "
+                f"{last.path}: in a store that is followed, versions must not go back"
+            )
 
 
 def open_stores(
@@ -33,7 +143,7 @@ def open_stores(
     check: CheckShard | None = None,
     waits: bool = True,
 ) -> RolloutStore:
-    """Open stores to train on them.
+    """Open stores to train on them, in a process that looks for itself.
 
     Args:
         directories, mixed_policies: see RolloutStore.
@@ -57,7 +167,11 @@ def open_stores(
         raise StoreError(
             f"{' '.join(map(str, directories))}: only one store can be followed: name one"
         )
-    followed = FollowedStore(directories[0], follow_s, mixed_policies, check)
+    directory = Path(directories[0])
+    followed = FollowedStore(
+        directory, follow_s, Lookout(directory, mixed_policies, check, follow_s)
+    )
+    followed.refresh()
     if waits:
         followed.wait_for(0)
     return followed
@@ -66,35 +180,26 @@ def open_stores(
 class FollowedStore(RolloutStore):
     """A store whose directory grows; it may still be empty or missing when it is opened.
 
-    `shards` has the shards that were found so far. `refresh` looks for more, and so do `shards_of`
-    and `routes` when they are asked for a row that lies behind them.
+    `shards` has the shards that were heard of so far. `refresh` asks for more, and so do
+    `shards_of` and `routes` when they are asked for a row that lies behind them.
 
     Args:
-        directory: a store whose policy versions never go back from shard to shard.
+        directory: of the store.
         wait_s: how long `wait_for` waits for the next shard.
-        mixed_policies: as of RolloutStore.
-        check: called with every new shard; it refuses one by a ValueError.
-
-    Raises:
-        StoreError: a shard that is there cannot be used.
+        arrivals: tells which shards have come.
+        index: of the shards that are known already; None for none.
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        wait_s: float,
-        mixed_policies: bool = False,
-        check: CheckShard | None = None,
+        self, directory: Path, wait_s: float, arrivals: Arrivals, index: Index | None = None
     ) -> None:
-        self.directories = [Path(directory)]
-        self.wait_s, self._check = wait_s, check
-        # Hand-over without a lock for readers: `refresh` builds a new OpenShards and puts it here
+        self.directories = [directory]
+        self.wait_s, self._arrivals, self._waiting = wait_s, arrivals, ""
+        # Hand-over without a lock for readers: `refresh` makes new KnownShards and puts them here
         # with one assignment, so a reader in another thread has the old shards or the new, never
         # new shards with old row ids. The lock only keeps two refreshes apart.
-        self._open = OpenShards()
-        self._kinship = Kinship(mixed_policies)
+        self._shards = KnownShards(Index.of(self.directories, []) if index is None else index)
         self._refreshing = threading.Lock()
-        self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a spawned process gets: everything but the lock, which cannot be sent."""
@@ -105,24 +210,21 @@ class FollowedStore(RolloutStore):
         vars(self).update(state, _refreshing=threading.Lock())
 
     def refresh(self) -> None:
-        """Open the shards that have come since the last look.
+        """Take the shards that have come since the last call.
 
         Raises:
             StoreError: a shard is damaged, does not belong to the others, or is refused.
         """
         with self._refreshing:
-            there = listed_shards(self.directories[0])
-            while (number := len(self.shards)) in there:
-                shard = Shard(there[number])
-                self._kinship.check(shard, self.shards)
-                self._check_order(shard)
-                try:
-                    if self._check is not None:
-                        self._check(shard)
-                except ValueError as error:  # in training, readers expect StoreError alone
-                    raise StoreError(str(error)) from error
-                self._kinship.add(shard)
-                self._open = self._open.plus(shard)
+            while True:
+                news = self._arrivals.news()
+                self._waiting = news.waiting
+                if news.shards is None:
+                    return
+                if self.looks is not None:
+                    for shard in news.opened:
+                        shard.look_later(self.looks)
+                self._shards = self._shards.plus(news.shards, news.opened)
 
     def wait_for(self, rollout: int) -> None:
         """Wait until the store has the rollout of this index.
@@ -134,52 +236,33 @@ class FollowedStore(RolloutStore):
             StoreError: the rollout is not there, and no shard came for `wait_s`; or what comes
                 cannot be used.
         """
+        awaited = f"rollout {rollout}" if self.shards else "the first shard"
+        self._wait(lambda: rollout < len(self), awaited)
+
+    def _wait(self, there: Callable[[], bool], awaited: str) -> None:
         known, end = len(self), time.monotonic() + self.wait_s
-        while rollout >= len(self):
+        while not there():
             self.refresh()
-            if rollout < len(self):
+            if there():
                 return
             if len(self) > known:
                 known, end = len(self), time.monotonic() + self.wait_s
             if time.monotonic() >= end:
-                awaited = f"rollout {rollout}" if self.shards else "the first shard"
                 raise StoreError(
                     f"{self.directories[0]}: {awaited} did not come within {self.wait_s:g} s; "
-                    f"it has {len(self)} rollouts{self._gap()}: is the sampler still running?"
+                    f"it has {len(self)} rollouts{self._waiting}: is the sampler still running?"
                 )
             time.sleep(POLL_S)
 
     def shards_of(self, rows: np.ndarray) -> list[int]:
-        """As in RolloutStore, after a look for new shards if a row lies behind the known ones.
+        """As in RolloutStore, after waiting for the shard of a row behind the known ones.
 
-        Example: a dataloader worker has seen shard 5 and sends its row ids; this process, which has
-        shards 0 to 4 open, hears of shard 5 by these row ids.
+        Example: a dataloader worker has heard of shard 5 and sends its row ids; this process, which
+        knows shards 0 to 4, asks for shard 5 when it gets these row ids.
+
+        Raises:
+            StoreError: as `wait_for`.
         """
-        if rows.size and int(rows.max()) >= int(self._open.first_row[-1]):
-            self.refresh()
+        last = int(rows.max()) if rows.size else -1
+        self._wait(lambda: last < int(self._shards.first_row[-1]), f"row {last}")
         return super().shards_of(rows)
-
-    def _check_order(self, shard: Shard) -> None:
-        """Refuse a shard of an older policy than that of the shard before it.
-
-        A rollout counts as what it ended with. Example: a long rollout began with version 3 and
-        ended with 5, in a shard after one of version 4: that is the order in which they ended.
-        """
-        if not self.shards:
-            return
-        last = self.shards[-1]
-        newest = int(last.extras.newest_version_M.max())
-        oldest = int(shard.extras.newest_version_M.min())
-        if oldest < newest:
-            raise StoreError(
-                f"{shard.path}: policy version {oldest} comes after {newest} of "
-                f"{last.path}: in a store that is followed, versions must not go back"
-            )
-
-    def _gap(self) -> str:
-        """The shard that later shards wait for, for a message; empty if no later shard is there."""
-        missing = len(self.shards)
-        later = [number for number in listed_shards(self.directories[0]) if number > missing]
-        if not later:
-            return ""
-        return f", {shard_name(missing)} is missing and {shard_name(later[0])} is there"

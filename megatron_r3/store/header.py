@@ -9,31 +9,18 @@ reading takes no more memory than the file is long.
 from __future__ import annotations
 
 import hashlib
-import math
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_r3.routes import id_dtype
 from megatron_r3.store.files import HeldFile, shard_name, shard_number
+from megatron_r3.store.layout import DTYPES, MOST_HEADER_BYTES, Entry, read_layout
 from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, SamplingSettings, StoreError, StoreInfo
 from megatron_r3.untrusted import quoted, read_json
-
-# safetensors' names of the types that a shard's tensors have
-DTYPES: dict[str, type] = {
-    **{"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "BOOL": np.bool_},
-    **{"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64},
-    **{"F16": np.float16, "F32": np.float32, "F64": np.float64},
-}
-# and of those that a tensor of a later megatron-r3 may have, whose bytes are only summed
-_ITEM_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in DTYPES.items()} | {
-    **{"BF16": 2, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
-}
 
 # The tensors of a shard and their types (docs/rollout-store.md).
 PER_ROLLOUT = {
@@ -56,27 +43,20 @@ OPTIONAL = {
 # lack it, and a megatron-r3 that does not know it leaves it out.
 EXPERT_LOAD = "expert_load"
 _LOAD_DTYPES = ("U16", "U32")
+# The sums of each `PART_TOKENS` tokens of a rollout (`part_sums.py`). A reader of some rows
+# compares theirs alone. It may be missing like the load.
+PART_CRC32 = "part_crc32"
+PART_TOKENS = 64
 _OPTIONAL_TENSORS = {n: dtype for tensors in OPTIONAL.values() for n, dtype in tensors.items()}
 
-_DTYPE_NAME = re.compile("[A-Z0-9_]{1,16}")
-_MOST_HEADER_BYTES = 1 << 26
-_MOST_DIMENSIONS = 8
 _VERSIONS = (2, FORMAT_VERSION)
+_infos: dict[str, StoreInfo] = {}  # those that were checked, by what the headers say
+_MOST_INFOS = 1000  # policies of a long training
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies.
-
-    Attributes:
-        dtype: safetensors' name of it; a newer safetensors may have names that are not known here.
-        begin, end: bytes of the file.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+def num_parts(num_tokens: Any) -> Any:
+    """How many parts of 64 tokens rollouts of these numbers of tokens have. Example: 65 has 2."""
+    return -(-num_tokens // PART_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -89,6 +69,7 @@ class Header:
         crc32: of each tensor's bytes; from version 3 on without `routes` and PER_TOKEN, whose sums
             are in the tensor `block_crc32`.
         must_know: the names that a reader has to know.
+        recorded_rows: how many rows have routes; None in a shard of an earlier megatron-r3.
         identity: 16 hex digits of the SHA-256 of the header's text. The text holds the checksums of
             all tensors, so two shards of one identity have the same content.
     """
@@ -98,20 +79,19 @@ class Header:
     entries: Mapping[str, Entry]
     crc32: Mapping[str, int]
     must_know: frozenset[str]
+    recorded_rows: int | None
     identity: str
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, str]:
         """The names and types of the tensors that this shard must have."""
         if self.version < FORMAT_VERSION:
             return _TENSORS
-        optional = {n: t for n, t in _OPTIONAL_TENSORS.items() if self.has(n)}
-        return {**_TENSORS, **_SINCE_3, **optional}
-
-    def has(self, name: str) -> bool:
-        """Whether the shard has the optional tensors that come with this one."""
-        together = next(tensors for tensors in OPTIONAL.values() if name in tensors)
-        return bool(together.keys() & (self.entries.keys() | self.must_know))
+        tensors, present = {**_TENSORS, **_SINCE_3}, self.entries.keys() | self.must_know
+        for together in OPTIONAL.values():
+            if together.keys() & present:
+                tensors |= together
+        return tensors
 
 
 def read_header(file: HeldFile) -> Header:
@@ -122,14 +102,16 @@ def read_header(file: HeldFile) -> Header:
     """
     where = str(file.path)
     try:
-        metadata, entries = _read_layout(file)
+        metadata, entries = read_layout(file)
         body, text = _read_body(metadata, where)
         version = _read_version(body, where)
         info_values = _dict(body, "info", where)
         must_know: frozenset[str] = frozenset()
+        recorded_rows = None
         if version >= FORMAT_VERSION:
             _check_number(file.path, body)
             must_know = _read_must_know(body, where)
+            recorded_rows = _read_recorded_rows(body, where)
         info = _read_info(info_values, where)
         crc32 = _dict(body, "crc32", where)
         for name, value in crc32.items():
@@ -140,7 +122,7 @@ def read_header(file: HeldFile) -> Header:
     except ValueError as error:  # from read_json: the text is not JSON; begins with the path
         raise StoreError(f"{error}; copy the shard again or remove it") from error
     identity = hashlib.sha256(text).hexdigest()[:16]
-    header = Header(version, info, entries, crc32, must_know, identity)
+    header = Header(version, info, entries, crc32, must_know, recorded_rows, identity)
     _check_names(header, where)
     _check_shapes(header, where)
     check_logprobs_of(info, "kept_ids" in header.tensors, where)
@@ -157,70 +139,6 @@ def check_logprobs_of(info: StoreInfo, has_kept_sets: bool, where: str) -> None:
         )
 
 
-def _read_layout(file: HeldFile) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """The header's texts, and where each tensor lies: https://github.com/huggingface/safetensors.
-
-    A file is the length of the header (8 bytes, little-endian), the header (JSON) and the tensors'
-    bytes, whose offsets count from the end of the header. Example of a header:
-
-        {"__metadata__": {"megatron_r3": "{...}", "crc32": "123"},
-         "reward": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
-    """
-    where = f"{file.path}: not a whole shard"
-    if file.size < 8:
-        raise _not_whole(where, f"{file.size} bytes")
-    length_bytes = np.zeros(8, np.uint8)
-    file.read(length_bytes, 0)
-    length = int.from_bytes(length_bytes.tobytes(), "little")
-    if not 2 <= length <= min(_MOST_HEADER_BYTES, file.size - 8):
-        raise _not_whole(where, f"a header of {length} bytes in a file of {file.size}")
-    text = np.zeros(length, np.uint8)
-    file.read(text, 8)
-    layout = read_json(text.tobytes(), where, _MOST_HEADER_BYTES)
-    if not isinstance(layout, dict):
-        raise _not_whole(where, "its header is no JSON object")
-    metadata = layout.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise _not_whole(where, "its __metadata__ is no JSON object")
-    data = 8 + length  # where the tensors' bytes begin
-    entries = {name: _read_entry(name, entry, data, where) for name, entry in layout.items()}
-    # in the order in which they lie, each tensor begins where the one before it ends
-    end = data
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != end:
-            raise _not_whole(
-                where, f"tensor {quoted(name)} begins at byte {entry.begin}, not {end}"
-            )
-        end = entry.end
-    if end != file.size:
-        raise _not_whole(where, f"{file.size} bytes; its header describes {end}")
-    return metadata, entries
-
-
-def _read_entry(name: str, value: Any, data: int, where: str) -> Entry:
-    """One tensor's entry, whose offsets count from the byte `data` of the file."""
-    given = value if isinstance(value, dict) else {}
-    dtype, shape, offsets = (given.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if (
-        isinstance(dtype, str)
-        and _DTYPE_NAME.fullmatch(dtype)
-        and isinstance(shape, list)
-        and len(shape) <= _MOST_DIMENSIONS
-        and all(_is_whole(size) for size in shape)
-        and isinstance(offsets, list)
-        and len(offsets) == 2
-        and all(_is_whole(offset) for offset in offsets)
-        and offsets[0] <= offsets[1]
-    ):
-        item_bytes = _ITEM_BYTES.get(dtype)  # None: a type of a newer safetensors
-        if item_bytes is None or math.prod(shape) * item_bytes == offsets[1] - offsets[0]:
-            return Entry(dtype, tuple(shape), data + offsets[0], data + offsets[1])
-    raise _not_whole(
-        where,
-        f"tensor {quoted(name)}: {quoted(value)} is not a dtype, shape and place that agree",
-    )
-
-
 def _read_body(metadata: dict[str, Any], where: str) -> tuple[dict[str, Any], bytes]:
     """What the shard says of itself: as a JSON object, and as the text in the header."""
     text = metadata.get("megatron_r3")
@@ -229,7 +147,7 @@ def _read_body(metadata: dict[str, Any], where: str) -> tuple[dict[str, Any], by
     data = text.encode(errors="surrogatepass")
     if str(zlib.crc32(data)) != metadata.get("crc32"):
         raise StoreError(f"{where}: the header is damaged; copy the shard again or remove it")
-    body = read_json(data, f"{where}: the header", _MOST_HEADER_BYTES)
+    body = read_json(data, f"{where}: the header", MOST_HEADER_BYTES)
     if not isinstance(body, dict):
         raise StoreError(f"{where}: the header is no JSON object")
     return body, data
@@ -262,8 +180,8 @@ def _read_must_know(body: dict[str, Any], where: str) -> frozenset[str]:
     names = body.get("must_know")
     if not isinstance(names, list):
         raise StoreError(f"{where}: must_know {quoted(names)} is no list of names")
-    known = {"format", "version", "number", "info", "crc32", "must_know", *_TENSORS, *_SINCE_3}
-    known |= _OPTIONAL_TENSORS.keys() | {EXPERT_LOAD}
+    known = {"format", "version", "number", "info", "crc32", "must_know", "recorded_rows"}
+    known |= {*_TENSORS, *_SINCE_3, *_OPTIONAL_TENSORS, EXPERT_LOAD, PART_CRC32}
     known |= _field_names(StoreInfo) | _field_names(SamplingSettings)
     for name in names:
         if not isinstance(name, str) or name not in known:
@@ -274,8 +192,18 @@ def _read_must_know(body: dict[str, Any], where: str) -> frozenset[str]:
     return frozenset(names)
 
 
+def _read_recorded_rows(body: dict[str, Any], where: str) -> int | None:
+    count = body.get("recorded_rows")
+    if count is not None and not _is_whole(count):
+        raise StoreError(f"{where}: recorded_rows {quoted(count)} is no number of rows")
+    return count
+
+
 def _read_info(given: dict[str, Any], where: str) -> StoreInfo:
     """What the header says of its store; keys that are not known are left out."""
+    text = repr(given)
+    if text in _infos:  # the shards of a store say the same
+        return _infos[text]
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()
@@ -289,6 +217,8 @@ def _read_info(given: dict[str, Any], where: str) -> StoreInfo:
             raise StoreError(f"{where}: info has no {name}; copy the shard again or remove it")
     info = StoreInfo(**values)
     info.check(where)
+    if len(_infos) < _MOST_INFOS:
+        _infos[text] = info
     return info
 
 
@@ -347,6 +277,7 @@ def _check_shapes(header: Header, where: str) -> None:
                 f"with {num_tokens} tokens and {info.num_experts} experts need "
                 f"{dtype or ids} {shapes[name]}{one_row if name in ('routes', 'recorded') else ''}"
             )
+    _check_parts(header, where)
     load, load_shape = entries.get(EXPERT_LOAD), (num_rollouts, num_layers, info.num_experts)
     if load is not None and (load.dtype not in _LOAD_DTYPES or load.shape != load_shape):
         raise StoreError(
@@ -356,12 +287,24 @@ def _check_shapes(header: Header, where: str) -> None:
         )
 
 
-def _not_whole(where: str, reason: str) -> StoreError:
-    return StoreError(f"{where} ({reason}); copy it again or remove it")
+def _check_parts(header: Header, where: str) -> None:
+    """Refuse sums of parts of a wrong type. How many there must be is known with the lengths."""
+    entry = header.entries.get(PART_CRC32)
+    if entry is not None and (entry.dtype != "U32" or len(entry.shape) != 1):
+        raise StoreError(f"{where}: {PART_CRC32} is {entry.dtype} {entry.shape}, not U32 [sums]")
 
 
-def _field_names(kind: type) -> set[str]:
-    return {field.name for field in fields(kind)}
+@cache
+def _field_names(kind: type) -> frozenset[str]:
+    return frozenset(field.name for field in fields(kind))
+
+
+@cache
+def _known_names() -> frozenset[str]:
+    """What `must_know` may name."""
+    known = {"format", "version", "number", "info", "crc32", "must_know", "recorded_rows"}
+    known |= {*_TENSORS, *_SINCE_3, *_OPTIONAL_TENSORS, EXPERT_LOAD, PART_CRC32}
+    return frozenset(known) | _field_names(StoreInfo) | _field_names(SamplingSettings)
 
 
 def _dict(values: dict[str, Any], name: str, where: str) -> dict[str, Any]:

@@ -10,39 +10,20 @@ Shape suffixes (docs/glossary.md): C, K, L, M, N, T.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_r3.kept import KeptSets
 from megatron_r3.rollout import Rollout, versions_of
 from megatron_r3.routes import Routes
-from megatron_r3.store.files import SHARD_GLOB, shards_in_order
-from megatron_r3.store.schema import StoreError, StoreInfo, differences
+from megatron_r3.store.files import SHARD_GLOB, shard_name, shards_in_order
+from megatron_r3.store.index import Index, KnownShards
+from megatron_r3.store.kinship import Kinship, refuse_namesakes, without_collector
+from megatron_r3.store.schema import StoreError, StoreInfo
 from megatron_r3.store.shard import Shard
-
-
-class OpenShards(NamedTuple):
-    """Shards that are open, and where each begins. A shard is added by making a new tuple.
-
-    Attributes:
-        first_rollout, first_row: `[shards + 1]`, the index of each shard's first rollout and the id
-            of its first row; behind the last shard, how many there are in all.
-    """
-
-    shards: tuple[Shard, ...] = ()
-    first_rollout: np.ndarray = np.zeros(1, np.int64)
-    first_row: np.ndarray = np.zeros(1, np.int64)
-
-    def plus(self, shard: Shard) -> OpenShards:
-        """These shards and one more."""
-        return OpenShards(
-            (*self.shards, shard),
-            np.append(self.first_rollout, self.first_rollout[-1] + shard.num_rollouts),
-            np.append(self.first_row, self.first_row[-1] + shard.num_rows),
-        )
+from megatron_r3.store.shard_file import LaterLooks
+from megatron_r3.store.verify import ReadChecks, verify_shard
 
 
 class RolloutStore:
@@ -55,42 +36,94 @@ class RolloutStore:
         mixed_policies: shards may come from different policies of one model, so only `info.policy`
             may differ between them.
 
+    Attributes:
+        looks: the files that were read since the last look at them; None where each file is looked
+            at after each read.
+
     Raises:
         StoreError: no shard, a damaged shard, one that is missing or there twice, a rollout that is
             there twice, or stores that do not belong together.
     """
 
+    looks: LaterLooks | None = None
+    _checks: ReadChecks | None = None
+
     def __init__(self, directories: Sequence[str | Path], mixed_policies: bool = False) -> None:
         self.directories = [Path(directory) for directory in directories]
-        if len({directory.resolve() for directory in self.directories}) < len(directories):
+        several = len(directories) > 1
+        if several and len({folder.resolve() for folder in self.directories}) < len(directories):
             raise StoreError(
                 f"{' '.join(map(str, directories))}: a store is named twice: name it once"
             )
-        self._open = OpenShards()
+        opened: list[Shard] = []
         kinship = Kinship(mixed_policies)
         for directory in self.directories:
-            if not directory.is_dir():
+            numbers = shards_in_order(directory)
+            if not numbers and not directory.is_dir():
                 raise StoreError(f"{directory}: no such rollout store")
-            paths = shards_in_order(directory)
-            if not paths:
+            if not numbers:
                 raise StoreError(
                     f"{directory}: no {SHARD_GLOB} in it: not a rollout store, or an empty one"
                 )
-            for path in paths:
-                shard = Shard(path)
-                kinship.check(shard, self.shards)
-                kinship.add(shard)
-                self._open = self._open.plus(shard)
+            with without_collector():
+                for number in numbers:
+                    shard = Shard(directory / shard_name(number))
+                    kinship.check(shard, opened)
+                    kinship.add(shard)
+                    opened.append(shard)
+        index = Index.of(self.directories, opened)
+        if index.has_namesakes():
+            refuse_namesakes(opened)
+        self._shards = KnownShards(index, made=dict(enumerate(opened)))
+
+    @classmethod
+    def told(cls, index: Index) -> RolloutStore:
+        """The store that another process has looked at; nothing is opened before it is read."""
+        store = cls.__new__(cls)
+        store.directories = [Path(directory) for directory in index.directories]
+        store._shards = KnownShards(index)
+        return store
+
+    def trained_on(self, checks: ReadChecks | None) -> None:
+        """Look at files once in a step (`look`), and not after each read.
+
+        Args:
+            checks: what to check of values as they are read; None where that was done before.
+        """
+        self.looks, self._checks = LaterLooks(), checks
+        self._shards.look_later(self.looks)
+
+    def look(self) -> None:
+        """Refuse to go on with a file that was read, and that somebody changed or removed.
+
+        Raises:
+            StoreError: naming the file.
+        """
+        if self.looks is not None:
+            self.looks.look()
+
+    def need_no_look(self) -> None:
+        """Say that what was read until now was compared with the headers, as `verify_shard` does.
+
+        The headers were read when the files were opened, and have the checksums of all bytes.
+        """
+        if self.looks is not None:
+            self.looks.forget()
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
+    def index(self) -> Index:
+        """What is known of all shards, for other processes."""
+        return self._shards.known
+
+    @property
+    def shards(self) -> Sequence[Shard]:
         """The shards, in the order of their rollouts."""
-        return self._open.shards
+        return self._shards
 
     @property
     def info(self) -> StoreInfo:
         """What the first shard says of its store; other shards may name another policy."""
-        return self.shards[0].info
+        return self.index.infos[0]
 
     def refresh(self) -> None:
         """Do nothing: only a followed store looks for new shards."""
@@ -114,15 +147,15 @@ class RolloutStore:
             ValueError: naming file, rollout, layer and token.
         """
         for shard in self.shards:
-            shard.verify()
+            verify_shard(shard)
 
     def __len__(self) -> int:
-        return int(self._open.first_rollout[-1])
+        return int(self._shards.first_rollout[-1])
 
     def shard_of_rollout(self, rollout: int) -> int:
         """The number, in `shards`, of the shard that holds a rollout."""
         assert 0 <= rollout < len(self), f"rollout {rollout} of {len(self)}"
-        return int(np.searchsorted(self._open.first_rollout, rollout, side="right")) - 1
+        return int(np.searchsorted(self._shards.first_rollout, rollout, side="right")) - 1
 
     def find(self, rollout: int) -> tuple[Shard, int]:
         """A rollout's shard, and its index there."""
@@ -131,8 +164,9 @@ class RolloutStore:
     def _find(self, rollout: int) -> tuple[Shard, int, int]:
         """A rollout's shard, its index there, and the shard's first row id."""
         number = self.shard_of_rollout(rollout)
-        shards, first_rollout, first_row = self._open
-        return shards[number], rollout - int(first_rollout[number]), int(first_row[number])
+        shards = self._shards
+        first_rollout, first_row = shards.first_rollout[number], shards.first_row[number]
+        return shards[number], rollout - int(first_rollout), int(first_row)
 
     def name(self, rollout: int) -> str:
         """What a message calls a rollout: its file and its index there."""
@@ -152,6 +186,8 @@ class RolloutStore:
         """
         shard, index, _ = self._find(rollout)
         fields = shard.read_tokens(index)
+        if self._checks is not None:
+            self._checks.check_tokens(shard, index, fields)
         return fields | {name: fields[name].astype(bool) for name in ("response", "recorded")}
 
     def column(self, name: str) -> np.ndarray:
@@ -161,21 +197,23 @@ class RolloutStore:
             StoreError: `advantage` is asked for, and a rollout has none; the message names it.
         """
         if name == "advantage":
-            return np.concatenate([shard.extras.advantages_M() for shard in self.shards])
+            for rollout in np.flatnonzero(np.isnan(self.index.columns[name]))[:1].tolist():
+                self.find(rollout)[0].extras.advantages_M()  # raises
+        if name in self.index.columns:
+            return self.index.columns[name]
         return np.concatenate([shard.tensors[name] for shard in self.shards])
 
-    def groups(self) -> np.ndarray:
-        """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`.
+    def newest_versions(self) -> np.ndarray:
+        """The newest policy version of each rollout, that of its last span: int64 `[M]`."""
+        return self.index.columns["newest_version"]
 
-        The group numbers of a store count inside one directory and policy version. Two collections
-        may both begin at 0, so directory, version and group together say which prompt it was.
-        """
-        folders = [shard.path.parent for shard in self.shards]
-        folder_M = np.repeat(
-            [folders.index(folder) for folder in folders], [s.num_rollouts for s in self.shards]
-        )
-        keys = np.stack([folder_M, self.column("policy_version"), self.column("group")], axis=1)
-        return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    def recorded_share(self) -> float:
+        """The share of all rows that have routes, from 0 to 1."""
+        return float(self.index.table["recorded_rows"].sum() / self._shards.first_row[-1])
+
+    def groups(self) -> np.ndarray:
+        """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`."""
+        return self.index.groups()
 
     def rollout(self, rollout: int) -> Rollout:
         """One rollout, whole, its routes read and checked."""
@@ -242,12 +280,12 @@ class RolloutStore:
         Raises:
             StoreError: a shard is damaged, or was changed since it was opened.
         """
-        shards, _, first_row = self._open
+        shards = self._shards
         parts, base = [KeptSets.from_lists([])], 0
         # where in `parts`, taken one behind the other, the set of each row is
         place_T = np.full(len(rows_T), -1, np.int64)
         for number in self.shards_of(rows_T):
-            shard, first = shards[number], int(first_row[number])
+            shard, first = shards[number], int(shards.first_row[number])
             here = np.flatnonzero((rows_T >= first) & (rows_T < first + shard.num_rows))
             rows = rows_T[here] - first
             rollouts = np.searchsorted(shard.row_start_M, rows, side="right") - 1
@@ -273,17 +311,27 @@ class RolloutStore:
             ids `[len(layers), T, K]` in the stored dtype, and the recorded bits `[T]`.
         """
         numbers = self.shards_of(rows_T)
-        shards, _, first_row = self._open
+        shards = self._shards
         ids_LTK = np.zeros((len(layers), len(rows_T), self.info.topk), shards[0].dtype)
         recorded_T = np.zeros(len(rows_T), bool)
         for number in numbers:
-            shard, first = shards[number], int(first_row[number])
+            shard, first = shards[number], int(shards.first_row[number])
             here_T = (rows_T >= first) & (rows_T < first + shard.num_rows)
             # Shards read ascending rows without repeats. Example: 7 5 7 is read as 5 7, and place_T
             # 1 0 1 puts the rows back into the order in which they were asked for.
-            sorted_T, place_T = np.unique(rows_T[here_T] - first, return_inverse=True)
-            ids_LTK[:, here_T] = shard.read_routes(sorted_T, layers)[:, place_T]
-            recorded_T[here_T] = shard.read_recorded(sorted_T)[place_T]
+            wanted_T = rows_T[here_T] - first
+            ascending = bool((np.diff(wanted_T) > 0).all())
+            sorted_T, place_T = wanted_T, np.arange(0)
+            if not ascending:
+                sorted_T, place_T = np.unique(wanted_T, return_inverse=True)
+            read_LTK, read_T = shard.read_routes(sorted_T, layers), shard.read_recorded(sorted_T)
+            if self._checks is not None:
+                self._checks.check_routes(shard, sorted_T, layers, read_LTK, read_T)
+            if not ascending:
+                read_LTK, read_T = read_LTK[:, place_T], read_T[place_T]
+            if len(wanted_T) == len(rows_T):
+                return read_LTK, read_T  # all rows are of this shard
+            ids_LTK[:, here_T], recorded_T[here_T] = read_LTK, read_T
         return ids_LTK, recorded_T
 
     def shards_of(self, rows: np.ndarray) -> list[int]:
@@ -292,7 +340,7 @@ class RolloutStore:
         Args:
             rows: int64 of any shape; -1 (padding) is in no shard.
         """
-        numbers = np.searchsorted(self._open.first_row, rows[rows >= 0], side="right") - 1
+        numbers = np.searchsorted(self._shards.first_row, rows[rows >= 0], side="right") - 1
         return np.unique(numbers).tolist()
 
     def rollouts_of(self, rows: np.ndarray) -> list[int]:
@@ -302,7 +350,8 @@ class RolloutStore:
             rows: int64 of any shape; -1 (padding) is in no rollout.
         """
         numbers = self.shards_of(rows)
-        shards, first_rollout, first_row = self._open
+        shards = self._shards
+        first_rollout, first_row = shards.first_rollout, shards.first_row
         found: list[int] = []
         for number in numbers:
             here = rows[(rows >= first_row[number]) & (rows < first_row[number + 1])]
@@ -313,78 +362,8 @@ class RolloutStore:
 
     def locate(self, row: int) -> tuple[int, int]:
         """The rollout of a row id, and the token in it."""
-        shards, first_rollout, first_row = self._open
+        shards = self._shards
+        first_rollout, first_row = shards.first_rollout, shards.first_row
         number = int(np.searchsorted(first_row, row, side="right")) - 1
         index, token = shards[number].locate_row(row - int(first_row[number]))
         return int(first_rollout[number]) + index, token
-
-
-class Kinship:
-    """Whether the shards of a store belong together: one model, no copy, no rollout twice.
-
-    Args:
-        mixed_policies: as of RolloutStore.
-    """
-
-    def __init__(self, mixed_policies: bool) -> None:
-        self.mixed_policies = mixed_policies
-        self._path_of: dict[str, Path] = {}  # by the shard's identity
-        self._names: dict[Path, set[bytes]] = {}  # of rollouts, by directory; see `_names`
-
-    def add(self, shard: Shard) -> None:
-        """Remember a shard that was checked."""
-        self._path_of[shard.identity] = shard.path
-        self._names.setdefault(shard.path.parent, set()).update(_names(shard))
-
-    def check(self, shard: Shard, others: Sequence[Shard]) -> None:
-        """Refuse a shard of another model, engine or policy, a copy, and a rollout that is known.
-
-        Args:
-            others: the shards that were added.
-
-        Raises:
-            StoreError: naming the shard, and the other shard that contradicts it.
-        """
-        if others:
-            first = others[0]
-            expected = first.info
-            if self.mixed_policies:
-                names = ("router_fingerprint", "policy_stamp", "engine_policy")
-                expected = replace(expected, **{n: getattr(shard.info, n) for n in names})
-            if different := differences(expected, shard.info):
-                raise StoreError(
-                    f"{shard.path}: does not belong to {first.path}: {'; '.join(different)}: keep "
-                    "them in stores of their own"
-                )
-        if shard.identity in self._path_of:
-            raise StoreError(
-                f"{shard.path}: is the same shard as {self._path_of[shard.identity]}: name only "
-                "one of the two stores, or remove the copy"
-            )
-        self._check_names(shard, others)
-
-    def _check_names(self, shard: Shard, others: Sequence[Shard]) -> None:
-        """Refuse two rollouts of one (policy_version, group, sample) in one directory."""
-        folder, here = shard.path.parent, set[bytes]()
-        for rollout, name in enumerate(_names(shard)):
-            if name in here or name in self._names.get(folder, ()):
-                shards = [other for other in (*others, shard) if other.path.parent == folder]
-                namesake = next(
-                    f"{other.path}: rollout {_names(other).index(name)}"
-                    for other in shards
-                    if name in _names(other)
-                )
-                version, group, sample = np.frombuffer(name, np.int64).tolist()
-                raise StoreError(
-                    f"{shard.path}: rollout {rollout} is sample {sample} of group {group}, policy "
-                    f"version {version}: the same as {namesake}; remove one, or number the "
-                    "samples of a group"
-                )
-            here.add(name)
-
-
-def _names(shard: Shard) -> list[bytes]:
-    """policy_version, group and sample of each rollout, as 24 bytes, a third of a tuple's."""
-    names = [shard.tensors[name] for name in ("policy_version", "group", "sample")]
-    data = np.stack(names, axis=1).tobytes()
-    return [data[i : i + 24] for i in range(0, len(data), 24)]

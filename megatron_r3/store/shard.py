@@ -1,14 +1,16 @@
-"""One shard: opened, checked, read, and verified to the last byte.
+"""One shard: opened, checked and read.
 
 What each rollout has once (its reward, its lengths) is kept in memory. Tokens and routes stay in
 the open file and are read where they are asked for.
 
-Shape suffixes (docs/glossary.md): E, K, L, M, T, U.
+Shape suffixes (docs/glossary.md): E, K, L, M, T.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,66 +18,178 @@ from typing import Any
 import numpy as np
 from zlib_ng import zlib_ng
 
-from megatron_r3.rollout import sampled_tokens, wrong_logprobs
-from megatron_r3.routes import Origin, RoutesError, check_ids, id_dtype
+from megatron_r3.routes import id_dtype
 from megatron_r3.store.expert_load import StoredLoad
 from megatron_r3.store.extras import Extras, optional_in_memory
 from megatron_r3.store.files import HeldFile
-from megatron_r3.store.header import DTYPES, EXPERT_LOAD, PER_ROLLOUT, PER_TOKEN, read_header
-from megatron_r3.store.schema import StoreError
-from megatron_r3.values import MOST_TOKEN_ID, wrong_count, wrong_name, wrong_reward, wrong_token
+from megatron_r3.store.header import (
+    PART_CRC32,
+    PER_ROLLOUT,
+    PER_TOKEN,
+    Header,
+    num_parts,
+)
+from megatron_r3.store.layout import DTYPES, Entry
+from megatron_r3.store.part_sums import Sums
+from megatron_r3.store.schema import StoreError, StoreInfo
+from megatron_r3.store.shard_file import Known, LaterLooks, ShardFile
+from megatron_r3.values import wrong_count, wrong_name, wrong_reward
 
-_PIECE = 1 << 24  # bytes of an unknown tensor that are in memory at a time
+# The sums of rollouts that are compared when a shard is looked at, if it has no sums of parts.
+_SUMS = ("block_crc32", "kept_crc32")
 
 
 class Shard:
     """A shard's tensors by name (docs/rollout-store.md), and what its store says.
 
-    All reads are from the file that was opened, even if another file has its name by then. Each
-    rollout that is read whole is compared with its checksums; `verify` compares everything.
+    All reads are from the file that was opened, even if another file has its name by then. What is
+    read is compared with its checksums; `verify.py` reads everything. A shard that another process
+    has looked at is opened when something in the file is first asked for.
+
+    Args:
+        path: of the file.
+        known: what another process found there; None to look at it here and now.
+        looks, late_s: see ShardFile.
 
     Attributes:
-        info: what its store says.
-        identity: 16 hex digits that differ for shards of different content; the shard's number is
-            part of the content.
-        has_blocks: whether each rollout has checksums of its own, as from version 3 on.
-        token_start_M, row_start_M, turn_start_M: `[M + 1]`, where each rollout's tokens, rows and
-            turns begin in the shard's tensors, and where the last rollout's end.
-        extras: what only some rollouts have.
+        known: what another process has to know of it.
         bytes_read: the bytes of routes that this process has read so far.
 
     Raises:
         StoreError: naming the file, and what is wrong with it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        known: Known | None = None,
+        looks: LaterLooks | None = None,
+        late_s: float = 0.0,
+    ) -> None:
         self.path = path
         self.bytes_read = 0
-        self.file = HeldFile(path)
-        self.header = read_header(self.file)
-        self.info, self.identity = self.header.info, self.header.identity
-        self.has_blocks = "block_crc32" in self.header.tensors
-        names = ["turns", *PER_ROLLOUT]
-        if self.has_blocks:
-            names += ["prompt_digest", "block_crc32", *optional_in_memory(self.header)]
-        self._memory = {name: self._read_whole(name) for name in names}
-        self.file.check_unchanged()
-        for name, tensor in self._memory.items():
-            if zlib_ng.crc32(tensor.data) != self.header.crc32[name]:
-                raise self.file.damaged(f"checksum of {name!r}")
-        self._memory.setdefault("prompt_digest", np.zeros(self.num_rollouts, np.int64))
-        self._check_rollouts()
-        num_tokens_M, num_turns_M = self._memory["num_tokens"], self._memory["num_turns"]
-        self.token_start_M, self.row_start_M, self.turn_start_M = (
-            np.concatenate([[0], np.cumsum(count_M)])
-            for count_M in (num_tokens_M, num_tokens_M - 1, num_turns_M)
+        self._opened = ShardFile(path, known, looks, late_s)
+        self.known = self._look() if known is None else known
+        if self.known.recorded_rows < 0:  # an earlier megatron-r3 did not count them
+            recorded = self.tensors["recorded"]
+            self.known = replace(self.known, recorded_rows=int((recorded == 1).sum()))
+
+    @property
+    def info(self) -> StoreInfo:
+        """What its store says."""
+        return self.known.info
+
+    @property
+    def identity(self) -> str:
+        """16 hex digits that differ for shards of different content; its number is part of that."""
+        return self.known.identity
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether each rollout has checksums of its own, as from version 3 on."""
+        return self.known.version > 2
+
+    @property
+    def _memory(self) -> Mapping[str, np.ndarray]:
+        """The tensors that have a value for each rollout, by name."""
+        return self.known.memory
+
+    def _look(self) -> Known:
+        """Read what each rollout has once, and check it."""
+        header, file = self.header, self.file
+        has_parts = header.version > 2 and PART_CRC32 in header.entries
+        names, summed = ["turns", *PER_ROLLOUT], list[str]()
+        if header.version > 2:
+            names += ["prompt_digest", *optional_in_memory(header)]
+            summed = [name for name in _SUMS if name in header.tensors and not has_parts]
+        memory = {name: read_tensor(file, header.entries[name]) for name in names}
+        tensors = memory | {name: read_tensor(file, header.entries[name]) for name in summed}
+        for name, tensor in tensors.items():
+            if zlib_ng.crc32(tensor.data) != header.crc32[name]:
+                file.check_unchanged()
+                raise file.damaged(f"checksum of {name!r}")
+        if not has_parts:
+            file.check_unchanged()
+        memory.setdefault("prompt_digest", np.zeros(len(memory["num_tokens"]), np.int64))
+        assert file.mtime_ns is not None
+        self.known = Known(
+            *(file.size, file.mtime_ns, header.identity, header.version, has_parts),
+            *(-1 if header.recorded_rows is None else header.recorded_rows, header.info, memory),
         )
-        self.extras = Extras(self.file, self.header, self._memory, self.token_start_M)
-        self._load = StoredLoad(self.file, self.header, self.row_start_M)
+        self._check_rollouts()
+        self.extras.check_counts()
+        if has_parts:
+            self._check_number_of_parts()
+        file.forget_begin()
+        return self.known
+
+    def _check_number_of_parts(self) -> None:
+        """Refuse sums of parts that are more or fewer than the rollouts need."""
+        columns = len(self.header.info.moe_layers) + len(PER_TOKEN)
+        wanted = int(num_parts(self._memory["num_tokens"]).sum()) * columns
+        got = self.header.entries[PART_CRC32].shape[0]
+        if got != wanted:
+            raise StoreError(
+                f"{self.path}: {PART_CRC32} has {got} sums; its rollouts and layers need {wanted}"
+            )
+
+    def look_later(self, looks: LaterLooks) -> None:
+        """Note in `looks` that the file was read, from now on, in the place of looking at it."""
+        self._opened.looks = looks
+
+    def after_read(self) -> None:
+        """See `ShardFile.after_read`."""
+        self._opened.after_read()
+
+    @property
+    def file(self) -> HeldFile:
+        """The shard's file, opened by now."""
+        return self._opened.file
+
+    @property
+    def header(self) -> Header:
+        """The shard's header; the file is opened by now."""
+        return self._opened.header
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has opened the file."""
+        return self._opened.is_open
+
+    @cached_property
+    def token_start_M(self) -> np.ndarray:
+        """`[M + 1]`, where each rollout's tokens begin, and where the last one's end."""
+        return _starts(self._memory["num_tokens"])
+
+    @cached_property
+    def row_start_M(self) -> np.ndarray:
+        """`[M + 1]`, where each rollout's rows begin, and where the last one's end."""
+        return _starts(self._memory["num_tokens"] - 1)
+
+    @cached_property
+    def turn_start_M(self) -> np.ndarray:
+        """`[M + 1]`, where each rollout's turns begin, and where the last one's end."""
+        return _starts(self._memory["num_turns"])
+
+    @cached_property
+    def extras(self) -> Extras:
+        """What only some rollouts have."""
+        return Extras(self._opened, self._memory, self.token_start_M)
+
+    @cached_property
+    def load(self) -> StoredLoad:
+        """How many rows take each expert, as the shard says."""
+        return StoredLoad(self._opened, self.row_start_M)
+
+    @cached_property
+    def sums(self) -> Sums:
+        """The checksums of its rollouts."""
+        layers, num_tokens_M = len(self.info.moe_layers), self._memory["num_tokens"]
+        return Sums(self._opened, layers, num_tokens_M, self.has_blocks, self.known.has_parts)
 
     def __reduce__(self) -> Any:
-        """Let another process open the file for itself, and find the same file there."""
-        return _reopened, (self.path, self.identity, self.file.state)
+        """Let another process open the file when it reads it, and find the same file there."""
+        return Shard, (self.path, self.known, self._opened.looks)
 
     def _check_rollouts(self) -> None:
         """Refuse impossible counts, names and rewards."""
@@ -86,6 +200,10 @@ class Shard:
         ):
             if wrong := wrong_count(self._memory[count], least, total):
                 raise StoreError(f"{self.path}: {count}: {wrong}")
+        memory = self._memory
+        names = ("policy_version", "sample", "prompt_digest")
+        if min(memory[name].min() for name in names) >= 0 and np.isfinite(memory["reward"]).all():
+            return  # nothing below can be wrong; it says which rollout is
         columns = ("reward", "policy_version", "group", "sample", "prompt_digest")
         values = zip(*(self._memory[name].tolist() for name in columns), strict=True)
         for rollout, (reward, version, group, sample, digest) in enumerate(values):
@@ -110,7 +228,7 @@ class Shard:
     @property
     def num_rows(self) -> int:
         """How many rows of routes all rollouts have together, T."""
-        return self.header.entries["routes"].shape[1]
+        return int(self.row_start_M[-1])
 
     @property
     def dtype(self) -> np.dtype:
@@ -140,22 +258,15 @@ class Shard:
         Raises:
             StoreError: the file is damaged, or was changed since it was opened.
         """
-        load_MLE = self._load.read()
+        load_MLE = self.load.read()
         if load_MLE is not None:
             return load_MLE
-        recorded_T, all_rows = self.tensors["recorded"].astype(bool), np.arange(self.num_rows)
+        recorded_T = self.tensors["recorded"].astype(bool)
         loads = [
-            self._load.of_layer(layer, self.read_routes(all_rows, [layer])[0], recorded_T)
+            self.load.of_layer(layer, self.read_routes_whole(layer)[0], recorded_T)
             for layer in range(len(self.info.moe_layers))
         ]
         return np.stack(loads, axis=1)
-
-    def _read_whole(self, name: str) -> np.ndarray:
-        """A tensor as it lies in the file; the caller compares its checksum."""
-        entry = self.header.entries[name]
-        tensor: np.ndarray = np.empty(entry.shape, DTYPES[entry.dtype])
-        self.file.read(tensor, entry.begin)
-        return tensor
 
     def _starts(self, name: str) -> np.ndarray:
         """Where each rollout begins in a tensor of PER_TOKEN: `recorded` has rows, not tokens."""
@@ -167,9 +278,9 @@ class Shard:
         Raises:
             StoreError: the file is damaged, or was changed since it was opened.
         """
-        tensor = self._read_whole(name)
-        self.file.check_unchanged()
-        self._compare(name, 0, 0, tensor, self._starts(name).tolist())
+        tensor = read_tensor(self.file, self.header.entries[name])
+        self.after_read()
+        self.sums.compare_whole(name, 0, 0, tensor, self._starts(name).tolist())
         return tensor
 
     def read_tokens(self, rollout: int) -> dict[str, np.ndarray]:
@@ -185,9 +296,8 @@ class Shard:
             part: np.ndarray = np.empty(end - begin, DTYPES[entry.dtype])
             self.file.read(part, entry.begin + begin * part.itemsize)
             parts[name] = part
-        self.file.check_unchanged()
-        for name, part in parts.items():
-            self._compare(name, 0, rollout, part, [0, len(part)])
+        self.after_read()
+        self.sums.compare_tokens(rollout, parts)
         return parts
 
     def read_recorded(self, rows_T: np.ndarray) -> np.ndarray:
@@ -195,7 +305,9 @@ class Shard:
         return self._read_rows("recorded", rows_T, [0], 1)[0, :, 0].astype(bool)
 
     def read_routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> np.ndarray:
-        """The routes `[len(layers), T, K]` of some rows: these bytes are read, and no others.
+        """The routes `[len(layers), T, K]` of some rows, compared with their checksums.
+
+        These bytes are read, and at most the rest of the 64 rows at each end of a run of rows.
 
         Args:
             rows_T: ascending, without repeats.
@@ -204,8 +316,21 @@ class Shard:
         Raises:
             StoreError: the file is damaged, or was changed since it was opened.
         """
-        ids_LTK = self._read_rows("routes", rows_T, layers, self.info.topk)
+        return self._read_rows("routes", rows_T, layers, self.info.topk)
+
+    def read_routes_whole(self, layer: int) -> np.ndarray:
+        """All routes of a layer, `[1, T, K]`, compared with the sums of whole rollouts.
+
+        A sum of a whole rollout costs a tenth of the sums of its parts.
+
+        Raises:
+            StoreError: the file is damaged, or was changed since it was opened.
+        """
+        ids_LTK = self._room("routes", [layer], self.num_rows, self.info.topk)
+        self.file.read(ids_LTK, self.header.entries["routes"].begin + layer * ids_LTK.nbytes)
         self.bytes_read += ids_LTK.nbytes
+        self.after_read()
+        self.sums.compare_whole("routes", layer, 0, ids_LTK[0], self.row_start_M.tolist())
         return ids_LTK
 
     def _read_rows(
@@ -214,159 +339,41 @@ class Shard:
         """`[len(layers), T, items]` of a tensor that has rows; one read for each run of rows.
 
         Example: of the rows 4 5 6 9 10 the runs are 4 5 6 and 9 10. If rollout 1 has the rows 4 5
-        and rollout 2 the rows 6 7 8, then the first run covers all of rollout 1, so rollout 1 is
-        compared with its checksum. Rollout 2 is not read whole, so it cannot be compared.
+        and rollout 2 the rows 6 7 8, then the rows 7 and 8 are read too, since they are in one part
+        with row 6, whose sum is compared.
         """
-        entry = self.header.entries[name]
-        read: np.ndarray = np.empty((len(layers), len(rows_T), items), DTYPES[entry.dtype])
+        entry, read = self.header.entries[name], self._room(name, layers, len(rows_T), items)
         if not len(rows_T):
             return read
-        row_bytes = items * read.itemsize
         cuts = (np.flatnonzero(np.diff(rows_T) != 1) + 1).tolist()
-        runs = [*pairwise([0, *cuts, len(rows_T)])]
-        for index, layer in enumerate(layers):
-            for start, end in runs:
-                row = layer * self.num_rows + int(rows_T[start])
-                self.file.read(read[index, start:end], entry.begin + row * row_bytes)
-        self.file.check_unchanged()
-        for start, end in runs:
-            begin = int(rows_T[start])
-            # the rollouts all of whose rows lie in this run: from `first` to before `last`
-            first = int(np.searchsorted(self.row_start_M, begin, side="left"))
-            last = int(np.searchsorted(self.row_start_M, begin + end - start, side="right")) - 1
-            if last > first:
-                bounds = (self.row_start_M[first : last + 1] - begin).tolist()
-                for layer, rows in zip(layers, read[:, start:end], strict=True):
-                    self._compare(name, layer, first, rows, bounds)
+        found = []
+        for start, end in pairwise([0, *cuts, len(rows_T)]):
+            first, last = int(rows_T[start]), int(rows_T[end - 1]) + 1
+            begin, stop = self.sums.widened(first, last)
+            exactly = (begin, stop) == (first, last)
+            into = read[:, start:end] if exactly else self._room(name, layers, stop - begin, items)
+            for index, layer in enumerate(layers):
+                row = layer * self.num_rows + begin
+                self.file.read(into[index], entry.begin + row * items * read.itemsize)
+            if name == "routes":
+                self.bytes_read += into.nbytes
+            found.append((begin, into))
+            if not exactly:
+                read[:, start:end] = into[:, first - begin : last - begin]
+        self.after_read()
+        for begin, into in found:
+            self.sums.compare_rows(name, layers, begin, into)
         return read
 
-    def _compare(
-        self, name: str, layer: int, rollout: int, part: np.ndarray, bounds: Sequence[int]
-    ) -> None:
-        """Refuse rollouts that are not as they were stored. Shards of version 2 have no such sums.
+    def _room(self, name: str, layers: Sequence[int], rows: int, items: int) -> np.ndarray:
+        return np.empty((len(layers), rows, items), DTYPES[self.header.entries[name].dtype])
 
-        Args:
-            layer: of `routes`; 0 for any other tensor.
-            rollout: the first of the rollouts that lie in `part` between the `bounds`.
-        """
-        if not self.has_blocks:
-            return
-        column = layer
-        if name != "routes":  # `block_crc32` has the layers first, then the tensors PER_TOKEN
-            column = len(self.info.moe_layers) + [*PER_TOKEN].index(name)
-        sums = [zlib_ng.crc32(part[start:end].data) for start, end in pairwise(bounds)]
-        stored = self._memory["block_crc32"][rollout : rollout + len(sums), column].tolist()
-        if sums != stored:
-            wrong = rollout + next(i for i, crc32 in enumerate(sums) if crc32 != stored[i])
-            part_name = f"the routes of MoE layer {layer}" if name == "routes" else repr(name)
-            raise self.file.damaged(f"rollout {wrong}: checksum of {part_name}")
 
-    # Verifying
-
-    def verify(self, counts_load: bool = True) -> None:
-        """Read everything; check all sums and values, and that each row has distinct ids in range.
-
-        Args:
-            counts_load: whether the load of the experts is counted from the routes and compared
-                with the stored one. Counting takes three times as long as all the rest.
-
-        Raises:
-            ValueError: naming the file, and for a wrong value or id the rollout, layer and token.
-        """
-        per_token = {name: self.tensors[name] for name in PER_TOKEN}
-        # the tensors whose sums nothing has compared yet: those that a newer megatron-r3 added, and
-        # those that have no sums by rollout in version 2. `routes` follow layer by layer, and the
-        # sum of the load is compared where the load is read.
-        whole = self.header.entries.keys() - {*self.tensors, "routes", EXPERT_LOAD}
-        if not self.has_blocks:
-            whole |= {*PER_TOKEN}
-        for name in sorted(whole):
-            if self._crc32_of(name) != self.header.crc32[name]:
-                raise self.file.damaged(f"checksum of {name!r}")
-        self._check_values(per_token)
-        load_MLE = self._load.read()
-        recorded_T = per_token["recorded"].astype(bool)
-        self._verify_routes(recorded_T, load_MLE if counts_load else None)
-
-    def _verify_routes(self, recorded_T: np.ndarray, load_MLE: np.ndarray | None) -> None:
-        crc32, all_rows = 0, np.arange(self.num_rows)
-        wrong_layer: int | None = None
-        for layer in range(len(self.info.moe_layers)):
-            ids_LTK = self.read_routes(all_rows, [layer])
-            crc32 = crc32 if self.has_blocks else zlib_ng.crc32(ids_LTK.data, crc32)
-            try:
-                check_ids(ids_LTK, self.info.num_experts, recorded_T)
-            except RoutesError:
-                wrong_layer = layer if wrong_layer is None else wrong_layer
-                continue
-            if load_MLE is not None:
-                counted_ME = self._load.of_layer(layer, ids_LTK[0], recorded_T)
-                self._load.compare(layer, load_MLE[:, layer], counted_ME)
-        # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
-        if not self.has_blocks and crc32 != self.header.crc32["routes"]:
-            raise self.file.damaged("checksum of 'routes'")
-        if wrong_layer is None:
-            return
-        for rollout, (begin, end) in enumerate(pairwise(self.row_start_M.tolist())):
-            rows_T = np.arange(begin, end)
-            check_ids(  # the same error again, with the rollout and the token inside it
-                self.read_routes(rows_T, [wrong_layer]),
-                self.info.num_experts,
-                recorded_T[rows_T],
-                f"{self.path}: rollout {rollout}",
-                Origin(layer=wrong_layer),
-            )
-
-    def _crc32_of(self, name: str) -> int:
-        """The checksum of a tensor of any type, with little of it in memory."""
-        entry = self.header.entries[name]
-        crc32 = 0
-        for begin in range(entry.begin, entry.end, _PIECE):
-            piece = np.empty(min(_PIECE, entry.end - begin), np.uint8)
-            self.file.read(piece, begin)
-            crc32 = zlib_ng.crc32(piece.data, crc32)
-        self.file.check_unchanged()
-        return crc32
-
-    def _check_values(self, per_token: dict[str, np.ndarray]) -> None:
-        for name in ("response", "recorded"):
-            if (per_token[name] > 1).any():
-                raise StoreError(f"{self.path}: {name} must be 0 or 1")
-        self.check_tokens(self.info.vocab_size or MOST_TOKEN_ID + 1)
-        response = per_token["response"].astype(bool)
-        wrong_M = response[self.token_start_M[:-1]]
-        if wrong_M.any():
-            raise StoreError(
-                f"{self.path}: rollout {int(wrong_M.argmax())}: its first token cannot be sampled: "
-                "nothing predicts it"
-            )
-        if wrong := wrong_logprobs(per_token["logprobs"], response):
-            rollout, token = self.locate_token(wrong[0])
-            raise StoreError(f"{self.path}: rollout {rollout}: token {token}: {wrong[1]}")
-        sampled = self._sampled()
-        if sampled is None or not np.array_equal(sampled, response):
-            raise StoreError(f"{self.path}: its `turns` and its `response` name different tokens")
-        self.extras.check(per_token, self.info.vocab_size)
-
-    def _sampled(self) -> np.ndarray | None:
-        """The tokens of the shard that the turns name, bool; None if a turn leaves its rollout."""
-        starts_U = np.repeat(self.token_start_M[:-1], self._memory["num_turns"])
-        ends_U = np.repeat(self.token_start_M[1:], self._memory["num_turns"])
-        turns_U2 = self._memory["turns"].reshape(-1, 2) + starts_U[:, None]
-        if (turns_U2[:, 0] < starts_U).any() or (turns_U2[:, 1] > ends_U).any():
-            return None
-        return sampled_tokens(turns_U2, int(self.token_start_M[-1]))
-
-    def check_tokens(self, vocab_size: int) -> None:
-        """Refuse token ids outside a vocabulary.
-
-        Raises:
-            StoreError: naming the file, the rollout and the token.
-        """
-        if wrong := wrong_token(self.tensors["tokens"], vocab_size):
-            rollout, token = self.locate_token(wrong[0])
-            raise StoreError(f"{self.path}: rollout {rollout}: token {token} {wrong[1]}")
-        self.extras.check_kept_ids(vocab_size)
+def read_tensor(file: HeldFile, entry: Entry) -> np.ndarray:
+    """A tensor as it lies in the file; the caller compares its checksum."""
+    tensor: np.ndarray = np.empty(entry.shape, DTYPES[entry.dtype])
+    file.read(tensor, entry.begin)
+    return tensor
 
 
 class _Tensors(Mapping[str, np.ndarray]):
@@ -385,17 +392,10 @@ class _Tensors(Mapping[str, np.ndarray]):
         return len(self.in_memory) + len(PER_TOKEN)
 
 
+def _starts(counts_M: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts_M)])
+
+
 def _locate(start_M: np.ndarray, place: int) -> tuple[int, int]:
     rollout = int(np.searchsorted(start_M, place, side="right")) - 1
     return rollout, place - int(start_M[rollout])
-
-
-def _reopened(path: Path, identity: str, state: tuple[int, int, int]) -> Shard:
-    """The shard that another process had opened; the inode may differ between two machines."""
-    shard = Shard(path)
-    if shard.identity != identity or shard.file.state[:2] != state[:2]:
-        raise StoreError(
-            f"{path}: was changed or replaced while it is in use: put the old file back, "
-            "and start again"
-        )
-    return shard

@@ -10,18 +10,18 @@ Shape suffixes (docs/glossary.md): C, K, L, N, T, U, V.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 from zlib_ng import zlib_ng
@@ -30,17 +30,22 @@ from megatron_r3.kept import KeptSets
 from megatron_r3.rollout import Rollout, RolloutError
 from megatron_r3.store.expert_load import load_tensor
 from megatron_r3.store.files import shard_name, shards_in_order
-from megatron_r3.store.header import EXPERT_LOAD, OPTIONAL, PER_TOKEN, check_logprobs_of
+from megatron_r3.store.header import (
+    EXPERT_LOAD,
+    OPTIONAL,
+    PART_CRC32,
+    PER_TOKEN,
+    check_logprobs_of,
+    num_parts,
+)
+from megatron_r3.store.link import give_name
+from megatron_r3.store.part_sums import part_sums
 from megatron_r3.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreInfo
 
 _LARGEST_NUMBER = 10**9 - 1  # of a shard: nine digits, the most that its name can have
 _LARGEST_CRC32 = 2**32 - 1
+_COMPACT = (",", ":")  # JSON without spaces: every rank that opens a shard reads its header
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")  # that one writev takes; 1024 on Linux
-# What link() answers on a file system that has none: FAT EPERM, SMB EOPNOTSUPP, most that keep
-# objects ENOSYS; EXDEV and EMLINK are allowed by POSIX too.
-_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
-# What fsync of a directory answers where only files can be synced.
-_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
 _SAFETENSORS_NAMES = {
     **{"int64": "I64", "int32": "I32", "uint32": "U32", "uint16": "U16", "uint8": "U8"},
     "float32": "F32",
@@ -67,12 +72,14 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
         try:
             with open(descriptor, "wb", buffering=0) as file:
                 tensors = _tensors(rollouts)
+                recorded = sum(int(r.routes.recorded_T.sum()) for r in rollouts)
+                metadata = partial(_metadata, info, recorded)
                 # the longest texts that the header can come to have
-                longest = _metadata(info, dict.fromkeys(tensors, _LARGEST_CRC32), _LARGEST_NUMBER)
+                longest = metadata(dict.fromkeys(tensors, _LARGEST_CRC32), _LARGEST_NUMBER)
                 longest["crc32"] = str(_LARGEST_CRC32)
                 written = write_tensors(file, tensors, longest)
                 os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
-                return _link_next(directory, temporary, number, info, written)
+                return _link_next(directory, temporary, number, metadata, written)
         finally:
             # NFS may lose the answer to this too, and then says that there is no such file.
             with suppress(FileNotFoundError):
@@ -106,88 +113,30 @@ def _check_rollouts(where: str, info: StoreInfo, rollouts: Sequence[Rollout]) ->
             )
 
 
-def check_links(directory: Path) -> None:
-    """Find out before hours of sampling whether the file system can give a shard its name.
-
-    Raises:
-        StoreError: it cannot link().
-        OSError: nothing can be written to the directory.
-    """
-    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".shard-", suffix=".tmp")
-    os.close(descriptor)
-    second = f"{temporary.removesuffix('.tmp')}-linked.tmp"
-    try:
-        os.link(temporary, second)
-    except OSError as error:
-        if error.errno in _NO_LINK:
-            _refuse_directory(directory, error)
-        if not isinstance(error, FileExistsError):  # an answer that was lost: see `_link_next`
-            raise
-    finally:
-        for path in (temporary, second):
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-
-
-def _refuse_directory(directory: Path, error: OSError) -> NoReturn:
-    raise StoreError(
-        f"{directory}: no shard can be written: its file system cannot link() ({error.strerror}), "
-        "and only link() gives a whole shard its name without ever replacing another: write to a "
-        "local disk or another file system, and copy the finished shards"
-    ) from error
-
-
 def _link_next(
-    directory: Path, temporary: str, number: int, info: StoreInfo, written: Written
+    directory: Path,
+    temporary: str,
+    number: int,
+    metadata: Callable[[Mapping[str, int], int], dict[str, str]],
+    written: Written,
 ) -> Path:
     """Give the file the next free shard number.
 
     The header says the number too. Example: two writers find three shards, and each writes a header
     for number 3. One of them links; the other then writes number 4 over its 3 and links again.
-
-    NFS may lose the answer of a link() that succeeded; then the client asks again and hears that
-    the name is taken. It is taken by this file, which must not get a second number.
     """
     while True:
-        written.write_header(_metadata(info, written.crc32, number))
+        written.write_header(metadata(written.crc32, number))
         os.fsync(written.file.fileno())  # the bytes are on disk before the name is
         path = directory / shard_name(number)
-        try:
-            os.link(temporary, path)  # unlike rename, link refuses to overwrite
-        except FileExistsError:
-            if not _has_name(written.file, path):
-                number += 1
-                continue
-        except OSError as error:
-            if error.errno in _NO_LINK:
-                _refuse_directory(directory, error)
-            raise
-        _sync_directory(directory)
-        return path
+        if give_name(written.file, temporary, path):
+            return path
+        number += 1
 
 
-def _has_name(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file, which had one name, has this one too."""
-    status = os.fstat(file.fileno())
-    try:
-        return os.path.samestat(status, os.stat(path))
-    except FileNotFoundError:  # the name is taken, and is not to be seen here yet
-        return status.st_nlink > 1
-
-
-def _sync_directory(directory: Path) -> None:
-    """Bring the names of a directory to the disk, which a sync of its files does not."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_DIRECTORY_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _metadata(info: StoreInfo, crc32: Mapping[str, int], number: int) -> dict[str, str]:
+def _metadata(
+    info: StoreInfo, recorded_rows: int, crc32: Mapping[str, int], number: int
+) -> dict[str, str]:
     """The two texts of the header: what the shard says of itself, and the checksum of that."""
     body = json.dumps(
         {
@@ -195,12 +144,14 @@ def _metadata(info: StoreInfo, crc32: Mapping[str, int], number: int) -> dict[st
             "version": FORMAT_VERSION,
             "number": number,
             "info": {**asdict(info), "sampling": info.sampling.stored},
+            "recorded_rows": recorded_rows,
             "crc32": dict(crc32),
             "must_know": [
                 name for together in OPTIONAL.values() for name in together if name in crc32
             ],
         },
         sort_keys=True,
+        separators=_COMPACT,
     )
     return {"megatron_r3": body, "crc32": str(zlib.crc32(body.encode()))}
 
@@ -208,7 +159,8 @@ def _metadata(info: StoreInfo, crc32: Mapping[str, int], number: int) -> dict[st
 def _tensors(rollouts: Sequence[Rollout]) -> dict[str, Streamed]:
     """A shard's tensors in the order in which they are written.
 
-    `block_crc32` comes last: its sums of the routes are known when the routes have been written.
+    `block_crc32` comes behind the routes, whose sums are known when they have been written, and
+    `part_crc32` behind `block_crc32`, whose own sum is in it.
     """
     per_rollout: dict[str, np.ndarray] = {
         "turns": np.concatenate([r.spans_U2 for r in rollouts]).reshape(-1),
@@ -236,12 +188,13 @@ def _tensors(rollouts: Sequence[Rollout]) -> dict[str, Streamed]:
         slices = pairwise([0, *ends.tolist()])
         sums[:, column] = [zlib_ng.crc32(per_token[name][begin:end].data) for begin, end in slices]
     shape = (num_layers, num_rows, routes.topk)
-    layers = _layers(rollouts, sums)
+    layers, parts = _layers(rollouts, sums), int(num_parts(per_rollout["num_tokens"]).sum())
     return {
         **{n: Streamed(t.dtype, t.shape, [[t]]) for n, t in per_rollout.items()},
         **{n: Streamed(t.dtype, t.shape, [[t]], summed=False) for n, t in per_token.items()},
         "routes": Streamed(routes.ids_LTK.dtype, shape, layers, summed=False),
         "block_crc32": Streamed(sums.dtype, sums.shape, [[sums]]),
+        PART_CRC32: Streamed(sums.dtype, (parts * sums.shape[1],), part_sums(rollouts, sums)),
     }
 
 
@@ -365,7 +318,8 @@ def write_tensors(
 
 
 def _header(metadata: Mapping[str, str], entries: Mapping[str, Any]) -> bytes:
-    return json.dumps({"__metadata__": dict(metadata), **entries}).encode()
+    whole = {"__metadata__": dict(metadata), **entries}
+    return json.dumps(whole, separators=_COMPACT).encode()
 
 
 def _write_all(file: BinaryIO, arrays: list[np.ndarray]) -> None:

@@ -57,6 +57,24 @@ def block_sums(tensors):
     return np.array(sums, np.uint32)
 
 
+def part_sums(tensors):
+    """The `part_crc32` of a shard's other tensors, uint32, by docs/rollout-store.md.
+
+    Written out by itself, so that a fault of the writer cannot hide in it.
+    """
+    seed = zlib.crc32(tensors["block_crc32"].tobytes())
+    sums, row, token = [], 0, 0
+    for length in tensors["num_tokens"].reshape(-1).tolist():
+        rows, tokens = slice(row, row + length - 1), slice(token, token + length)
+        columns = [layer[rows] for layer in tensors["routes"]]
+        columns += [tensors[name][rows if name == "recorded" else tokens] for name in PER_TOKEN]
+        for column in columns:
+            for start in range(0, length, 64):
+                sums.append(zlib.crc32(column[start : start + 64].tobytes(), seed))
+        row, token = row + length - 1, token + length
+    return np.array(sums, np.uint32)
+
+
 def metadata_of(info, tensors, number=0):
     """The header's texts for a shard of these tensors, `block_crc32` included."""
     whole = tensors.keys() - {"routes", *PER_TOKEN}
@@ -78,6 +96,9 @@ def rewrite(path, info=INFO, **changes):
     shapes_fit = tensors["num_tokens"].sum() == len(tensors["tokens"]) == len(tensors["logprobs"])
     if shapes_fit and "block_crc32" not in changes and tensors["num_tokens"].dtype == np.int64:
         tensors["block_crc32"] = block_sums(tensors)
+        whole = tensors["num_tokens"].max() <= len(tensors["tokens"])
+        if whole and "part_crc32" in tensors and changes.keys() != {"part_crc32"}:
+            tensors["part_crc32"] = part_sums(tensors)
     save_file(tensors, path, metadata_of(info, tensors, int(path.name[6:11])))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
-from stored import INFO, block_sums, make_rollout, metadata_of
+from stored import INFO, block_sums, make_rollout, metadata_of, part_sums
 
 from megatron_r3.cli import main
 from megatron_r3.fingerprint import router_digest
@@ -233,6 +233,7 @@ def test_verify_names_what_is_wrong(store, model, capsys):
     routes[1, 3 + 2, 0] = 99
     changed = {**tensors, "routes": routes}
     changed["block_crc32"] = block_sums(changed)
+    changed["part_crc32"] = part_sums(changed)
     save_file(changed, path, metadata_of(info, changed, number=1))
     error = refused(capsys, store)
     assert f"{path}: rollout 1: " in error

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from stored import INFO, ROLLOUTS, block_sums, header_of, metadata_of, opened, rewrite
+from stored import INFO, ROLLOUTS, block_sums, header_of, metadata_of, opened, part_sums, rewrite
 
 from megatron_r3.routes import Routes
 from megatron_r3.store import RolloutStore, StoreError, write_shard
@@ -62,6 +62,7 @@ def test_an_id_out_of_range_is_refused_where_it_is_counted(store_dir):
     del tensors["expert_load"]
     tensors["routes"][2, 5, 1] = 16  # the second row of rollout 1
     tensors["block_crc32"] = block_sums(tensors)
+    tensors["part_crc32"] = part_sums(tensors)
     save_file(tensors, path, metadata_of(INFO, tensors))
     with pytest.raises(StoreError) as refusal:
         RolloutStore([store_dir]).shards[0].expert_load()

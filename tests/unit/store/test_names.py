@@ -59,7 +59,7 @@ def test_a_shard_that_is_missing(store_dir):
     (store_dir / SECOND).unlink()
     assert refusal(store_dir) == (
         f"{store_dir / SECOND}: is missing, though shard-00002.safetensors is there: copy the "
-        "missing shard again"
+        "missing shard again, or wait until another machine's shard is seen here"
     )
     (store_dir / FIRST).unlink()
     assert refusal(store_dir).startswith(f"{store_dir / FIRST}: is missing, though shard-00002")
