@@ -15,7 +15,9 @@ from megatron_r3.training.rl_options import refuse_in_loop
 def check_args(args: Any) -> None:
     """End the process for arguments or rollout stores that could not be replayed exactly.
 
-    `validate_args` calls this before any process group exists, so a wrong store costs no start-up.
+    `validate_args` calls this before any process group exists. A process that trains alone opens
+    its store here, so that a wrong store costs no start-up. Several ranks open theirs together, as
+    soon as they can tell each other what one of them found (seams/pretrain.py).
 
     Args:
         args: Megatron's validated arguments.
@@ -40,6 +42,8 @@ def check_args(args: Any) -> None:
         elif args.rollouts is None:
             refuse_without_rollouts(args)
         else:
-            open_store(RolloutOptions.from_args(args))
+            options = RolloutOptions.from_args(args)
+            if args.world_size == 1:
+                open_store(options)
     except ValueError as error:
         refuse(str(error))

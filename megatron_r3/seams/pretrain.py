@@ -20,11 +20,11 @@ from megatron_r3.seams.router import RouterHook
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import FollowedRollouts, PackedRollouts, RolloutDataset
 from megatron_r3.training.ledger import Ledger
+from megatron_r3.training.one_look import place_of_this_rank
 from megatron_r3.training.open_store import (
     check_placement,
     check_recorded,
     open_store,
-    recorded_share,
     warnings,
 )
 from megatron_r3.training.options import RolloutOptions
@@ -56,7 +56,7 @@ def use_rollouts(
         refuse_older_patches("--rollouts")
         # once more after check_args: a tokenizer may have set the vocabulary since
         options = RolloutOptions.from_args(args)
-        store = open_store(options)
+        store = open_store(options, place_of_this_rank(options.micro_batch_size))
         progress = MegatronProgress(args)
         ledger = Ledger(options, progress, store)
         _step = RolloutStep(options, store, progress, ledger, forward_step, observe)
@@ -111,7 +111,7 @@ def _announce(options: RolloutOptions, store: RolloutStore) -> None:
         return
     print(
         f"> rollouts: {len(store)} from {store.info.engine} {store.info.engine_version}, "
-        f"{recorded_share(store):.2%} of their tokens with recorded routes, "
+        f"{store.recorded_share():.2%} of their tokens with recorded routes, "
         + ("replaying them" if options.replay else "routing live, not replaying")
         + ("" if any(store.info.policy) else "; not stamped: any policy may have sampled"),
         flush=True,

@@ -51,7 +51,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         self.num_samples = max(num_samples or 0, use.start + len(store))
         self.reward = store.column("reward")
         self.version = store.column("policy_version")
-        self.newest = np.concatenate([shard.extras.newest_version_M for shard in store.shards])
+        self.newest = store.newest_versions()
         groups = store.groups()
         self.advantage = self._advantages(groups)
         self.uniform = group_spread(self.reward, groups) == 0

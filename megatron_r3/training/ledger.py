@@ -80,16 +80,17 @@ class Ledger:
 
     def note(self) -> None:
         """Write down the shards that are open, unless none came since the last call."""
-        shards = self.store.shards
+        index = self.store.index
         # a shard never changes and is never taken away, so the number says whether any came
-        if self.entries and len(self.entries[-1].get("shards", ())) == len(shards):
+        if self.entries and len(self.entries[-1].get("shards", ())) == len(index.table):
             return
+        rollouts = index.table["rollouts"].tolist()
         self.entries[-1] = {
-            "directories": [str(folder.resolve()) for folder in self.store.directories],
+            "directories": [*index.resolved],
             "start": self.start,
             "order": self.options.sample_order,
-            "policies": sorted({name for s in shards if (name := policy_name(s.info))}),
-            "shards": [[s.path.name, s.identity, s.num_rollouts] for s in shards],
+            "policies": sorted({name for info in index.infos if (name := policy_name(info))}),
+            "shards": [*map(list, zip(index.names(), index.identities(), rollouts, strict=True))],
             **({"old_pass": self.old_pass} if self.old_pass else {}),
         }
         self.progress.remember(self.entries)
@@ -117,9 +118,9 @@ class Ledger:
         It is the same where a directory has the same path, and where a shard has the same content
         although the store was moved.
         """
-        paths = {str(folder.resolve()) for folder in self.store.directories}
+        paths = {*self.store.index.resolved}
         identities = {identity for _, identity, _ in last["shards"]}
-        moved = any(shard.identity in identities for shard in self.store.shards)
+        moved = not identities.isdisjoint(self.store.index.identities())
         return moved or not paths.isdisjoint(last["directories"])
 
     def _check_same(self, last: dict[str, Any], consumed: int) -> None:
@@ -136,16 +137,16 @@ class Ledger:
         # A followed store may be a copy that is still under way: wait for what was there before.
         if self.options.follow_s is not None:
             self.store.wait_for(sum(rollouts for _, _, rollouts in last["shards"]) - 1)
-        now = self.store.shards
+        now = self.store.index.identities()
         for index, (name, identity, _) in enumerate(last["shards"]):
             if index >= len(now):
                 raise StoreError(
                     f"{where}: {name}, which the checkpoint was trained on, is gone: {again}"
                 )
-            if now[index].identity != identity:
+            if now[index] != identity:
                 raise StoreError(
-                    f"{now[index].path}: this is not the {name} that the checkpoint was "
-                    f"trained on; it was changed, replaced or put in another place: {again}"
+                    f"{self.store.shards[index].path}: this is not the {name} that the checkpoint "
+                    f"was trained on; it was changed, replaced or put in another place: {again}"
                 )
         if last["order"] != self.options.sample_order:
             raise StoreError(
@@ -178,11 +179,13 @@ class Ledger:
             )
         if self.options.any_policy:
             return
-        for shard in self.store.shards:
-            name = policy_name(shard.info)
+        index = self.store.index
+        for place, info in enumerate(index.infos):
+            name = policy_name(info)
             for entry in remembered:
-                if name and shard.info.policy_stamp and name in entry["policies"]:
+                if name and info.policy_stamp and name in entry["policies"]:
                     before = entry["directories"][0]
+                    shard = self.store.shards[int((index.table["info"] == place).argmax())]
                     raise StoreError(
                         f"{shard.path}: sampled from the policy of {before}, which this training "
                         "has updated since: sample from the new policy, or give "

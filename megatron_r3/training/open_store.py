@@ -1,50 +1,81 @@
 """Open the rollout stores of a training, and refuse shards that could not be trained on.
 
-A store is opened twice: when the arguments are checked, before any process group exists, so that a
-wrong store costs no start-up; and when training begins, when a tokenizer has set the vocabulary.
-The bytes of a shard are read once, by one process of each node.
+The first rank opens a store, when the process group exists, and the others hear from it what is in
+there (`one_look.py`). Then all ranks read all bytes, each its share; with `--rollouts-check reads`,
+and of a store that grows (`announce.py`), each rank checks what it reads, as it reads it.
+
+A process that trains alone opens its store already when the arguments are checked, so that a wrong
+store costs no start-up.
 
 Shape suffixes (docs/glossary.md): C, M.
 """
 
 from __future__ import annotations
 
-import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_r3.placement import Placement
-from megatron_r3.store.follow import open_stores
+from megatron_r3.store.follow import Lookout, open_stores
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.shard import Shard
+from megatron_r3.store.verify import ReadChecks, check_tokens, refuse_missing, verify_shard
+from megatron_r3.training.announce import follow_together
+from megatron_r3.training.one_look import Place, shared_out, told_by_first
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.schedule import STORED
 
-# The shards of which this process has read every byte: their identity, and the state of their file
-# (size, time of change). A shard that was replaced since has another state, and is read again.
+# The shards of which this process has read every byte: their identity, size and time of change. A
+# shard that was replaced since is another one, and is read again.
 _verified: set[tuple[Any, ...]] = set()
 
 
-def open_store(options: RolloutOptions) -> RolloutStore:
-    """The store of these options, with every shard checked.
+def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutStore:
+    """The store of these options, with every shard checked. All ranks call this together.
 
     A training that publishes policies does not wait here for the first rollout: no sampler has a
     policy before the model is loaded and published (seams/pretrain.py).
+
+    Args:
+        place: where this rank stands among those that share out the store; None while there is no
+            process group, for a process that trains alone.
 
     Raises:
         ValueError: a shard that cannot be read, or cannot be trained on as the options ask; or
             nothing to replay. The message names the shard, and the rollout and token where there
             is one.
     """
-    store = open_stores(
-        list(options.directories),
-        mixed_policies=options.any_policy or options.follow_s is not None,
-        follow_s=options.follow_s,
-        check=partial(_check_shard, options),
-        waits=options.publish is None,
-    )
+    head, follows = partial(_check_head, options), options.follow_s is not None
+    mixed, waits = options.any_policy or follows, options.publish is None
+    names, follow_s = list(options.directories), options.follow_s
+    as_read = follows or options.checks_as_read
+    if place is None:
+        store = open_stores(names, mixed, follow_s, head, waits)
+    elif follow_s is not None:
+        directory = Path(names[0])
+        store = follow_together(directory, follow_s, Lookout(directory, mixed, head, follow_s))
+        if waits:
+            store.wait_for(0)
+    else:
+        opened: list[RolloutStore] = []
+
+        def look() -> Any:
+            opened.append(open_stores(names, mixed, check=head))
+            opened[0].groups()  # worked out once, for all
+            return opened[0].index
+
+        index = told_by_first(look)
+        store = opened[0] if opened else RolloutStore.told(index)
+    store.trained_on(_read_checks(options) if as_read else None)
+    if not as_read:
+        check = partial(_check_bytes, options)
+        if place is None:
+            for shard in store.shards:
+                check(shard)
+        else:
+            shared_out(store, place, check)
+        store.need_no_look()
     if store.shards:
         check_recorded(options, store)
     return store
@@ -56,7 +87,7 @@ def check_recorded(options: RolloutOptions, store: RolloutStore) -> None:
     Raises:
         ValueError: no token of the shards that are open has recorded routes.
     """
-    if options.replays_rollouts and _reads_all() and not recorded_share(store):
+    if options.replays_rollouts and not store.recorded_share():
         raise ValueError(f"{options.where}: no token has recorded routes to replay")
 
 
@@ -77,12 +108,6 @@ def check_placement(
         placement.check_layers(where, store.info.moe_layers, store.info.num_experts)
 
 
-def recorded_share(store: RolloutStore) -> float:
-    """The share of tokens with recorded routes, from 0 to 1, in the shards that are open."""
-    counts = [(shard.tensors["recorded"].sum(), shard.num_rows) for shard in store.shards]
-    return float(sum(n for n, _ in counts) / sum(total for _, total in counts))
-
-
 def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
     """What a user should know before training begins, a line each."""
     lines = []
@@ -95,7 +120,7 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
     sampling = store.info.sampling
     if sampling.temperature is None:
         lines.append("the store does not say at which temperature it was sampled; 1 is assumed")
-    elif biased := sampling.unknown_to_the_loss(all(map(_has_kept, store.shards))):
+    elif biased := sampling.unknown_to_the_loss(_all_have_kept(store)):
         lines.append(
             f"warning: sampled with {', '.join(biased)}, and trained on as --rollouts-sampling any "
             "asks: the policy loss compares log-probs of two distributions"
@@ -112,9 +137,8 @@ def _has_kept(shard: Shard) -> bool:
     return bool((shard.extras.num_kept_M > 0).all())
 
 
-def _reads_all() -> bool:
-    """Whether this process reads shards for its node, and the others of the node rely on it."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+def _all_have_kept(store: RolloutStore) -> bool:
+    return bool((store.column("num_kept") > 0).all())
 
 
 def _refuse_mixed_versions(shard: Shard) -> None:
@@ -137,8 +161,8 @@ def _refuse_mixed_versions(shard: Shard) -> None:
     )
 
 
-def _check_shard(options: RolloutOptions, shard: Shard) -> None:
-    """Refuse a shard that cannot be trained on."""
+def _check_head(options: RolloutOptions, shard: Shard) -> None:
+    """Refuse a shard that cannot be trained on, by what is known without its tokens and routes."""
     biased = shard.info.sampling.unknown_to_the_loss(_has_kept(shard))
     if biased and not options.any_sampling:
         raise ValueError(
@@ -166,17 +190,23 @@ def _check_shard(options: RolloutOptions, shard: Shard) -> None:
             f"{shard.path}: rollout {longest} has {num_inputs} input tokens, more than --seq-length"
             f" {options.seq_length}: raise --seq-length, or leave long rollouts out of the store"
         )
-    if not _reads_all():
-        return
-    content = (shard.identity, *shard.file.state)
+
+
+def _read_checks(options: RolloutOptions) -> ReadChecks:
+    missing = options.replays_rollouts and options.refuse_missing
+    return ReadChecks(options.vocab_size or 0, missing)
+
+
+def _check_bytes(options: RolloutOptions, shard: Shard) -> None:
+    """Refuse a shard that is damaged, or whose tokens or missing rows cannot be trained on."""
+    known, checks = shard.known, _read_checks(options)
+    content = known.identity, known.size, known.mtime_ns
     if content not in _verified:
-        shard.verify(counts_load=False)  # nothing in training reads the load
+        verify_shard(shard, thorough=False)
         _verified.add(content)
-    shard.check_tokens(options.vocab_size or np.iinfo(np.int32).max)
-    missing = np.flatnonzero(shard.tensors["recorded"] == 0)
-    if options.replays_rollouts and options.refuse_missing and len(missing):
-        rollout, token = shard.locate_row(int(missing[0]))
-        raise ValueError(
-            f"{shard.path}: rollout {rollout}, token {token} has no recorded routes, and "
-            "--moe-router-replay-missing is error; sample it again, or choose live"
-        )
+    rollouts, sampler = range(shard.num_rollouts), shard.info.vocab_size
+    # `verify_shard` has compared the tokens with the sampler's vocabulary
+    if checks.vocab_size and not 0 < sampler <= checks.vocab_size:
+        check_tokens(shard, checks.vocab_size)
+    if checks.refuses_missing and known.recorded_rows < shard.num_rows:
+        refuse_missing(shard, rollouts, shard.tensors["recorded"])

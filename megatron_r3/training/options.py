@@ -54,6 +54,8 @@ class RolloutOptions:
         any_policy: whether rollouts of another policy than the trainer's are taken.
         any_sampling: whether rollouts are taken whose sampling the policy loss does not know.
         follow_s: seconds to wait for a rollout of a store that grows; None for one that does not.
+        checks_as_read: whether each rank checks what it reads as it reads it, in the place of a
+            reading of the whole store before training.
         max_lag: how many versions a rollout's policy may be behind the newest one; None for any.
         pack: whether a sample is a pack of rollouts (THD).
         loss: the policy loss.
@@ -91,6 +93,7 @@ class RolloutOptions:
     any_policy: bool = False
     any_sampling: bool = False
     follow_s: float | None = None
+    checks_as_read: bool = False
     max_lag: int | None = None
     pack: bool = False
     loss: LossOptions = field(default_factory=LossOptions)
@@ -192,6 +195,7 @@ class RolloutOptions:
             any_policy=args.rollouts_policy == "any",
             any_sampling=args.rollouts_sampling == "any",
             follow_s=args.rollouts_follow,
+            checks_as_read=args.rollouts_check == "reads",
             max_lag=args.rollouts_max_lag,
             pack=bool(args.rollouts_pack),
             loss=read_loss(args),

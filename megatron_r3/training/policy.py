@@ -5,7 +5,7 @@ rollout of a stamped policy is used, the stamp is compared with this rank's own 
 first update the weights differ from those that sampled, so a stamp that was accepted once stays
 accepted; the age of a rollout is bounded by --rollouts-max-lag.
 
-Shape suffixes (docs/glossary.md): E, M.
+Shape suffixes (docs/glossary.md): E.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PolicyCheck:
         if max_lag is None:
             return
         store.refresh()
-        newest = max(int(shard.extras.newest_version_M.max()) for shard in store.shards)
+        newest = int(store.newest_versions().max())
         for rollout in rollouts:
             shard, index = store.find(rollout)
             oldest = int(shard.tensors["policy_version"][index])
@@ -113,7 +113,9 @@ class PolicyCheck:
         if self.options.follow_s is not None:
             store.wait_for(used - 1)
         last = store.shards_of(store.row_ids(min(used, len(store)) - 1))[0]
-        return {shard.info.router_fingerprint for shard in store.shards[: last + 1]}
+        index = store.index
+        infos = np.unique(index.table["info"][: last + 1]).tolist()
+        return {index.infos[place].router_fingerprint for place in infos}
 
     def _in_order(self, number: int, weight: Any) -> Any:
         """A router's weight with the rows of its experts as the sampler has them."""

@@ -13,7 +13,7 @@ from megatron_r3.untrusted import one_line
 SILENCE_S = 30.0  # how long the other ranks wait
 
 
-def refuse(message: str, speaks: bool | None = None) -> NoReturn:
+def refuse(message: str, speaks: bool | None = None, repeats: bool = True) -> NoReturn:
     """End this process for a user's mistake: one line, status 1, no traceback.
 
     All ranks tend to find the same mistake, and one line is enough. The launcher ends all ranks as
@@ -23,12 +23,14 @@ def refuse(message: str, speaks: bool | None = None) -> NoReturn:
     Args:
         message: what is wrong, what was expected, and what to do.
         speaks: whether this rank speaks at once. None means the first rank of each node.
+        repeats: whether a rank that has waited speaks too. False where all know the same mistake.
     """
     if speaks is None:
         speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     if not speaks:
         time.sleep(SILENCE_S)
-    print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
+    if speaks or repeats:
+        print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 

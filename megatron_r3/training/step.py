@@ -202,6 +202,10 @@ class RolloutStep:
 
     def check(self, models: list[Any]) -> None:
         """Look at a step after its last backward pass. It ends training, or returns."""
+        try:
+            self.store.look()
+        except StoreError as error:
+            refuse(str(error))
         self._guard.check(models, self.progress.iteration + 1, self._digest_of_used_shards())
 
     def log(self, iteration: int, writer: Any, wandb_writer: Any) -> str:
@@ -394,8 +398,7 @@ class RolloutStep:
             except StoreError as error:
                 refuse(str(error))
             self.ledger.note()
-        shards = store.shards[: store.shard_of_rollout(used - 1) + 1]
-        identities = " ".join(shard.identity for shard in shards)
+        identities = " ".join(store.index.identities(store.shard_of_rollout(used - 1) + 1))
         return int.from_bytes(hashlib.sha256(identities.encode()).digest()[:8], "big") >> 12
 
 

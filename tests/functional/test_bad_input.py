@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from stored import block_sums, metadata_of
+from stored import block_sums, metadata_of, part_sums
 from training import STEP, Policy, changed_store, parse, train, unread_options
 
 from demo.model import arguments
@@ -168,6 +168,7 @@ def rewritten(policy: Policy, tmp_path: Path, change: Any) -> Path:
     tensors = load_file(source)
     tensors.update(change(tensors))
     tensors["block_crc32"] = block_sums(tensors)
+    tensors["part_crc32"] = part_sums(tensors)
     target = tmp_path / "store" / source.name
     target.parent.mkdir()
     save_file(tensors, target, metadata_of(Shard(source).info, tensors))

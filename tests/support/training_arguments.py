@@ -11,6 +11,7 @@ ARGUMENTS: dict[str, object] = {
     "rollouts_policy": None,
     "rollouts_sampling": None,
     "rollouts_follow": None,
+    "rollouts_check": None,
     "rollouts_max_lag": None,
     "rollouts_pack": None,
     "rollouts_clip_eps": None,

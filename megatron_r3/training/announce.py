@@ -1,0 +1,154 @@
+"""A store that grows: the first rank looks for new shards and announces them; all ranks hear it.
+
+The first rank has a thread that looks at the directory, and a torch TCPStore, a small server of
+keys and values. What came with its first look has the key `0`, what came with the next one `1`, and
+so on. Whoever wants to know whether more has come asks for the next key: a rank, its lookahead, a
+dataloader worker. All of them take the same shards in the same order, and none of them asks the
+file system.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_r3.store.files import POLL_S
+from megatron_r3.store.follow import FollowedStore, Lookout, News
+from megatron_r3.store.index import Index
+from megatron_r3.store.schema import StoreError
+from megatron_r3.training.one_look import told_by_first
+
+ANSWER_S = 300.0  # how long the first rank may take to answer; it may be in the middle of a step
+END_S = 10.0  # how long the end of the process waits for the thread
+
+
+def follow_together(directory: Path, wait_s: float, lookout: Lookout) -> FollowedStore:
+    """The store as all ranks see it. All of them call this together.
+
+    Args:
+        directory: of the store.
+        wait_s: see FollowedStore.
+        lookout: looks at the directory; used on the first rank.
+    """
+
+    def look() -> tuple[Index, Arriving]:
+        global _announcer
+        first = lookout.news()
+        if _announcer is not None:  # of an earlier training in this process
+            _announcer.end()
+        _announcer = Announcer(lookout, first.waiting)
+        return first.shards or Index.of([directory], []), _announcer.arriving
+
+    index, arriving = told_by_first(look)
+    return FollowedStore(directory, wait_s, arriving, index)
+
+
+class Arriving:
+    """Hears of new shards, in any process of the training.
+
+    Args:
+        host, port: of the first rank's server.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        self._heard = 0  # how many announcements
+        self._waiting = ""
+        self._client: tuple[int, Any] | None = None  # with the process that it belongs to
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a spawned process gets; it connects for itself."""
+        return {**vars(self), "_client": None}
+
+    def news(self) -> News:
+        """The next shards that were announced.
+
+        Raises:
+            StoreError: the first rank has found a shard that cannot be used, or does not answer.
+        """
+        index: Index | None = None
+        try:
+            client = self._connected()
+            while index is None and client.check([str(self._heard)]):
+                index, self._waiting, wrong = pickle.loads(client.get(str(self._heard)))
+                if wrong is not None:  # the last announcement: whoever asks again hears it again
+                    raise StoreError(wrong)
+                self._heard += 1
+        except RuntimeError as error:  # of torch, when it cannot reach the server
+            raise StoreError(
+                f"the first rank, at {self.host}, which looks for new shards, does not answer "
+                f"({str(error).splitlines()[0]}): did it end?"
+            ) from error
+        return News(index, waiting=self._waiting)
+
+    def _connected(self) -> Any:
+        # A forked worker has its parent's client, whose connection the parent goes on to use.
+        if self._client is None or self._client[0] != os.getpid():
+            client = torch.distributed.TCPStore(
+                self.host, self.port, is_master=False, timeout=timedelta(seconds=ANSWER_S)
+            )
+            self._client = os.getpid(), client
+        return self._client[1]
+
+
+_announcer: Announcer | None = None  # of this process, if it is the first rank
+
+
+@atexit.register
+def end() -> None:
+    """End the thread of the Announcer: C++ ends a process with a thread that is inside of it."""
+    if _announcer is not None:
+        _announcer.end()
+
+
+class Announcer:
+    """Looks for new shards in a thread of the first rank, and announces them.
+
+    Args:
+        lookout: looks at the directory.
+        waiting: what later shards wait for, by the first look.
+
+    Attributes:
+        arriving: hears of what is announced.
+    """
+
+    def __init__(self, lookout: Lookout, waiting: str = "") -> None:
+        self._lookout, self._waiting, self._announced = lookout, waiting, 0
+        # the address by which the other ranks have found this one already (torch's env://)
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        self._server = torch.distributed.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S)
+        )
+        self.arriving = Arriving(host, self._server.port)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megatron_r3 announcer", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread after the look that it is at; wait for that, at most END_S."""
+        self._end.set()
+        self._thread.join(END_S)
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            try:
+                news = self._lookout.news()
+            except ValueError as error:
+                self._announce(None, "", str(error))
+                return  # every rank that asks hears this from now on, and ends
+            if news.shards is not None or news.waiting != self._waiting:
+                self._announce(news.shards, news.waiting, None)
+            self._end.wait(POLL_S)
+
+    def _announce(self, index: Index | None, waiting: str, wrong: str | None) -> None:
+        announced = pickle.dumps((index, waiting, wrong))
+        self._server.set(str(self._announced), announced)  # type: ignore[arg-type]  # takes bytes
+        self._announced, self._waiting = self._announced + 1, waiting

@@ -1,0 +1,154 @@
+"""One rank looks at a store, and all others open what they read: two processes, counted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stored import INFO, make_rollout
+
+from megatron_r3.store import RolloutStore, StoreError, write_shard
+
+SHARDS = 6
+PROGRAM = """
+import json, os, sys
+from functools import partial
+from types import SimpleNamespace
+import torch
+sys.path.insert(0, os.environ["SUPPORT"])
+from training_arguments import ARGUMENTS
+from megatron_r3.training import refuse
+from megatron_r3.training.one_look import Place
+from megatron_r3.training.open_store import open_store
+from megatron_r3.training.options import RolloutOptions
+
+rank, (folder, rendezvous), reads = int(sys.argv[1]), sys.argv[2:4], json.loads(sys.argv[4])
+refuse.SILENCE_S = 3.0  # a peer that is gone ends a process of gloo's by SIGABRT
+torch.distributed.init_process_group(
+    "gloo", store=torch.distributed.FileStore(rendezvous, 2), rank=rank, world_size=2
+)
+seen = {"open": [], "listdir": 0, "stat": 0, "fstat": 0}
+opened, listed, fstat, stat = os.open, os.listdir, os.fstat, os.stat
+
+def count_open(path, *more, **named):
+    if str(path).endswith(".safetensors"):
+        seen["open"].append(os.path.basename(path))
+    return opened(path, *more, **named)
+
+def count(name, real, *given, **named):
+    seen[name] += 1
+    return real(*given, **named)
+
+arguments = {**ARGUMENTS, "rollouts": [folder], "moe_router_replay": False}
+options = RolloutOptions.from_args(SimpleNamespace(**arguments))
+os.open, os.listdir = count_open, partial(count, "listdir", listed)
+os.stat, os.fstat = partial(count, "stat", stat), partial(count, "fstat", fstat)
+try:
+    store = open_store(options, Place(rank, 2, 0, 1, 1))
+except SystemExit as end:  # a thread of gloo's may abort a process that ends by itself
+    sys.stderr.flush()
+    os._exit(end.code)
+before = dict(seen, open=[*seen["open"]])
+for rollout in reads[rank]:
+    store.fields(rollout)
+    store.routes(store.row_ids(rollout), [0])
+os.open, os.listdir, os.stat, os.fstat = opened, listed, stat, fstat
+print(json.dumps({
+    "before": before, "after": seen, "rollouts": len(store), "recorded": store.recorded_share(),
+    "groups": store.groups().tolist(), "reward": store.column("reward").tolist(),
+}))
+"""
+
+
+def ranks(folder: Path, reads: list[list[int]] | None = None) -> list[tuple[int, str, str]]:
+    """Open the store in two ranks, and read rollouts: status, output and errors of each."""
+    rendezvous = folder.parent / f"rendezvous{len([*folder.parent.glob('rendezvous*')])}"
+    env = {**os.environ, "SUPPORT": str(Path(__file__).parents[2] / "support")}
+    env |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", PROGRAM]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder), str(rendezvous), json.dumps(reads or [[], []])],
+            env={**env, "LOCAL_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120) for process in started]
+    return [(p.returncode, *texts) for p, texts in zip(started, outputs, strict=True)]
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Six shards of two rollouts, without a fingerprint."""
+    info = INFO.__class__(16, 4, (1, 2, 5), "vllm", "0.30.0")
+    for number in range(SHARDS):
+        rollouts = [make_rollout(20 + i, number, group=number, sample=i) for i in range(2)]
+        write_shard(tmp_path / "s", info, rollouts)
+    return tmp_path / "s"
+
+
+def test_one_rank_looks_and_each_opens_what_it_reads(shards: Path) -> None:
+    first, second = (json.loads(out) for _, out, _ in ranks(shards, [[0, 1], [0, 1, 11, 2, 3, 2]]))
+    assert sorted(first["before"]["open"]) == [f"shard-0000{i}.safetensors" for i in range(SHARDS)]
+    assert (first["before"]["listdir"], second["before"]["listdir"]) == (1, 0)
+    # the second rank has opened what it verifies, shards 1, 3 and 5, and reads shards 0, 1 and 5
+    of_second = [f"shard-0000{i}.safetensors" for i in (1, 3, 5)]
+    assert sorted(second["before"]["open"]) == of_second
+    assert second["after"]["open"] == [*second["before"]["open"], "shard-00000.safetensors"]
+    assert first["after"]["open"] == first["before"]["open"]
+    assert second["after"]["stat"] == 0
+    whole = RolloutStore([shards])
+    for told in (first, second):
+        assert told["rollouts"] == len(whole)
+        assert told["recorded"] == 1.0
+        assert told["groups"] == whole.groups().tolist()
+        assert told["reward"] == whole.column("reward").tolist()
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[RolloutStore([path.parent]).shards[0].header.entries["routes"].end - 5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_damaged_shard_ends_all_ranks_with_one_message(shards: Path, number: int) -> None:
+    """Shard 2 is read by the first rank, shard 3 by the second one."""
+    path = shards / f"shard-0000{number}.safetensors"
+    damage(path)
+    (status, _, said), (other, _, silent) = ranks(shards)
+    assert (status, other) == (1, 1), said
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert f"{path}: rollout 1: checksum of the routes of MoE layer 2 differs" in errors[0]
+    assert "error:" not in silent
+
+
+def test_a_store_that_only_the_first_rank_sees_ends_all(tmp_path: Path) -> None:
+    (status, _, said), (other, _, silent) = ranks(tmp_path / "nothing")
+    assert (status, other) == (1, 1), said
+    assert f"error: {tmp_path / 'nothing'}: no such rollout store" in said
+    assert "error:" not in silent
+
+
+def test_another_file_than_the_one_that_was_looked_at(shards: Path) -> None:
+    """A rank that opens a shard later than the first rank, and finds another file there."""
+    told = RolloutStore.told(RolloutStore([shards]).index)
+    assert not any(shard.is_open for shard in told.shards)
+    (shards / "shard-00004.safetensors").unlink()
+    info = told.info
+    write_shard(shards.parent / "other", info, [make_rollout(20 + i, 9, sample=i) for i in (0, 1)])
+    other = (shards.parent / "other" / "shard-00000.safetensors").read_bytes()
+    (shards / "shard-00004.safetensors").write_bytes(other)
+    with pytest.raises(StoreError, match=r"shard-00004\.safetensors: .*it is shard 0|was changed"):
+        told.fields(8)
+    for rollout in (0, 7, 11):  # control: the other shards
+        assert np.array_equal(
+            told.fields(rollout)["tokens"], RolloutStore.told(told.index).fields(rollout)["tokens"]
+        )
