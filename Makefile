@@ -58,7 +58,7 @@ BRIDGE   ?=
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
-	bench-dispatch bench-update bench-clients bench-store bench-publish bench-balance \
+	bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
 	bench-balance-simulated gpu-kit online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test fuzz lint clean
 
@@ -167,6 +167,9 @@ bench-balance: megatron  ## measure what guest experts do to the load and to a s
 
 bench-balance-simulated: setup  ## work out what guest experts do on more ranks, for made-up rollouts (ONLY=CASE)
 	$(VENV)/bin/python -m benchmarks.balance_simulated --out $(BUILD)/bench/balance-simulated.json --only "$(ONLY)"
+
+bench-scale: setup  ## count and time what opening, reading and planning cost as a job and its store grow
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.scale --out $(BUILD)/bench/scale.json
 
 bench-publish: megatron  ## measure time and memory of writing a policy by the ranks of a training (ONLY=LAYOUT)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.publish --out $(BUILD)/bench/publish.json \

@@ -75,6 +75,7 @@ def documents(root: Path) -> dict[Path, str]:
         "clients": clients_part,
         "store": store_part,
         "publish": publish_part,
+        "scale": scale_part,
         "balance": balance_part,
         "balance-simulated": balance_simulated_part,
     }
@@ -267,6 +268,28 @@ def store_part(path: Path) -> str:
     rounds = found["rows"][0]["rounds"]
     what = f"{rounds} rounds of {found['tokens']} tokens"
     return f"{_recorded(found, path)}, {what}\n\n{table(head, rows)}"
+
+
+def scale_part(path: Path) -> str:
+    """The table of `make bench-scale`: what was to be shown, and whether it was."""
+    found = json.loads(path.read_text())
+    rows = [
+        [row["what"], f"{row['found']:.4g}", f"{row['most']:g}", "yes" if row["shown"] else "no"]
+        for row in found["shown"]
+    ]
+    base = found["reading"]["nothing"]
+    rows += [
+        [
+            f"CPU time of reading a slice, {name} compared, by nothing compared",
+            f"{s / base:.2f}",
+            "",
+            "",
+        ]
+        for name, s in found["reading"].items()
+        if name != "nothing"
+    ]
+    rows += [[f"growth: {name}", f"{power:.2f}", "", ""] for name, power in found["growth"].items()]
+    return f"{_recorded(found, path)}\n\n{table(['', 'found', 'at most', 'shown'], rows)}"
 
 
 def publish_part(path: Path) -> str:
