@@ -112,7 +112,7 @@ def read_header(file: HeldFile) -> Header:
             _check_number(file.path, body)
             must_know = _read_must_know(body, where)
             recorded_rows = _read_recorded_rows(body, where)
-        info = _read_info(info_values, where)
+        info = read_info(info_values, where)
         crc32 = _dict(body, "crc32", where)
         for name, value in crc32.items():
             if not _is_whole(value, 2**32 - 1):
@@ -199,8 +199,16 @@ def _read_recorded_rows(body: dict[str, Any], where: str) -> int | None:
     return count
 
 
-def _read_info(given: dict[str, Any], where: str) -> StoreInfo:
-    """What the header says of its store; keys that are not known are left out."""
+def read_info(given: dict[str, Any], where: str) -> StoreInfo:
+    """What a header says of its store; keys that are not known are left out.
+
+    Args:
+        given: the object `info` of the header.
+        where: for the error.
+
+    Raises:
+        StoreError: a key is missing, or a value cannot be.
+    """
     text = repr(given)
     if text in _infos:  # the shards of a store say the same
         return _infos[text]

@@ -8,8 +8,10 @@ Shape suffixes (docs/glossary.md): M.
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from megatron_r3.store.extras import newest_versions
 from megatron_r3.store.files import shard_name, shard_number
-from megatron_r3.store.header import PER_ROLLOUT
+from megatron_r3.store.header import PER_ROLLOUT, read_info
 from megatron_r3.store.schema import StoreInfo
 from megatron_r3.store.shard import Shard
 from megatron_r3.store.shard_file import Known, LaterLooks
@@ -96,6 +98,31 @@ class Index:
             if name != "groups"
         }
         return Index(self.directories, self.resolved, (*infos,), table, columns)
+
+    def packed(self) -> bytes:
+        """The index without Python objects in it, for a channel that others could write to.
+
+        What `pickle` reads can run code; this cannot.
+        """
+        infos = [{**asdict(info), "sampling": info.sampling.stored} for info in self.infos]
+        texts = json.dumps([self.directories, self.resolved, infos]).encode()
+        buffer = io.BytesIO()
+        columns: dict[str, Any] = {**self.columns, "table": self.table}
+        np.savez(buffer, texts=np.frombuffer(texts, np.uint8), **columns)
+        return buffer.getvalue()
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Index:
+        """The index that was packed into these bytes.
+
+        Raises:
+            ValueError: it is none.
+        """
+        columns = dict(np.load(io.BytesIO(data), allow_pickle=False))
+        texts, table = columns.pop("texts"), columns.pop("table")
+        directories, resolved, infos = json.loads(texts.tobytes())
+        known = tuple(read_info(info, "an index") for info in infos)
+        return cls(tuple(directories), tuple(resolved), known, table, columns)
 
     def groups(self) -> np.ndarray:
         """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`.

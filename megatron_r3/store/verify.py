@@ -68,22 +68,33 @@ class ReadChecks:
             layers: which layers.
 
         Raises:
-            RoutesError: naming the file, the rollout, the layer and the token.
+            StoreError: naming the file, the rollout, the layer and the token.
         """
-        num_experts = shard.info.num_experts
         try:
-            check_ids(ids_LTK, num_experts, recorded_T)
-        except RoutesError:  # once more, row by row, to name the rollout and the token in it
-            for place, row in enumerate(rows_T.tolist()):
-                rollout, token = shard.locate_row(row)
-                for index, layer in enumerate(layers):
+            check_ids(ids_LTK, shard.info.num_experts, recorded_T)
+        except RoutesError:
+            self._refuse_row(shard, rows_T, layers, ids_LTK, recorded_T)
+
+    def _refuse_row(
+        self,
+        shard: Shard,
+        rows_T: np.ndarray,
+        layers: Sequence[int],
+        ids_LTK: np.ndarray,
+        recorded_T: np.ndarray,
+    ) -> None:
+        """Check row by row, so as to name the rollout, and the token in it."""
+        for place, row in enumerate(rows_T.tolist()):
+            rollout, token = shard.locate_row(row)
+            for index, layer in enumerate(layers):
+                one = slice(index, index + 1), slice(place, place + 1)
+                where, origin = f"{shard.path}: rollout {rollout}", Origin(layer=layer, token=token)
+                try:
                     check_ids(
-                        ids_LTK[index : index + 1, place : place + 1],
-                        num_experts,
-                        recorded_T[place : place + 1],
-                        f"{shard.path}: rollout {rollout}",
-                        Origin(layer=layer, token=token),
+                        ids_LTK[one], shard.info.num_experts, recorded_T[one[1]], where, origin
                     )
+                except RoutesError as error:  # training expects StoreError alone
+                    raise StoreError(str(error)) from error
 
 
 def verify_shard(shard: Shard, thorough: bool = True) -> None:

@@ -10,8 +10,8 @@ file system.
 from __future__ import annotations
 
 import atexit
+import json
 import os
-import pickle
 import socket
 import threading
 from datetime import timedelta
@@ -78,10 +78,12 @@ class Arriving:
         try:
             client = self._connected()
             while index is None and client.check([str(self._heard)]):
-                index, self._waiting, wrong = pickle.loads(client.get(str(self._heard)))
-                if wrong is not None:  # the last announcement: whoever asks again hears it again
-                    raise StoreError(wrong)
-                self._heard += 1
+                text, _, packed = client.get(str(self._heard)).partition(b"\n")
+                said = json.loads(text)
+                if said["wrong"]:  # the last announcement: whoever asks again hears it again
+                    raise StoreError(said["wrong"])
+                self._waiting, self._heard = said["waiting"], self._heard + 1
+                index = Index.unpacked(packed) if packed else None
         except RuntimeError as error:  # of torch, when it cannot reach the server
             raise StoreError(
                 f"the first rank, at {self.host}, which looks for new shards, does not answer "
@@ -142,13 +144,15 @@ class Announcer:
             try:
                 news = self._lookout.news()
             except ValueError as error:
-                self._announce(None, "", str(error))
+                self._announce(None, wrong=str(error))
                 return  # every rank that asks hears this from now on, and ends
             if news.shards is not None or news.waiting != self._waiting:
-                self._announce(news.shards, news.waiting, None)
+                self._announce(news.shards, news.waiting)
             self._end.wait(POLL_S)
 
-    def _announce(self, index: Index | None, waiting: str, wrong: str | None) -> None:
-        announced = pickle.dumps((index, waiting, wrong))
+    def _announce(self, index: Index | None, waiting: str = "", wrong: str = "") -> None:
+        # Whoever reaches the port could set a key, so nothing here is pickled.
+        text = json.dumps({"waiting": waiting, "wrong": wrong}).encode()
+        announced = text + b"\n" + (b"" if index is None else index.packed())
         self._server.set(str(self._announced), announced)  # type: ignore[arg-type]  # takes bytes
         self._announced, self._waiting = self._announced + 1, waiting

@@ -3,6 +3,7 @@
 Shape suffixes (docs/glossary.md): C, N.
 """
 
+import io
 import pickle
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 from stored import GROUPED_ROLLOUTS, INFO, OTHER, make_rollout
 
 from megatron_r3.store import RolloutStore, open_stores, write_shard
+from megatron_r3.store.index import Index
 
 COLUMNS = ("reward", "group", "sample", "policy_version", "num_tokens", "prompt_digest")
 
@@ -54,6 +56,16 @@ def test_a_store_that_is_told_is_the_store_that_was_looked_at(folders):
     assert not any(shard.is_open for shard in told.shards)
     same(looked, told)
     assert sum(shard.is_open for shard in told.shards) == 3  # those whose rollouts were read
+    same(looked, RolloutStore.told(Index.unpacked(looked.index.packed())))
+
+
+def test_what_is_unpacked_cannot_be_an_object_of_python(folders):
+    """A pickle may run code when it is read."""
+    columns = {"texts": np.zeros(1, np.uint8), "table": np.array([print], object)}
+    buffer = io.BytesIO()
+    np.savez(buffer, **columns)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        Index.unpacked(buffer.getvalue())
 
 
 def test_an_index_that_grew_is_that_of_the_whole_store(folders):

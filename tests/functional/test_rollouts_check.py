@@ -1,0 +1,77 @@
+"""When a store is checked: before training, or as it is read; on ranks that are told of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from stored import rewrite
+from training import Policy, parts, same, steps_on, stores, train
+
+from fidelity.rig.rank_process import RankError
+from fidelity.rig.worker import TreeWorker
+from megatron_r3.store import RolloutStore, write_shard
+
+READS = ("--rollouts-check", "reads")
+PP2 = ("--pipeline-model-parallel-size", "2")
+EP2 = ("--expert-model-parallel-size", "2")
+
+
+def told(patched: TreeWorker, argv: list[str]) -> str:
+    with pytest.raises(RankError) as failure:
+        patched.run(train, 2, argv, timeout_s=120)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("layout", [PP2, EP2])
+def test_a_training_is_the_same_whenever_its_store_is_checked(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    store = stores(policy, tmp_path, mixed=True)
+    want = patched.run(train, 2, steps_on(policy, store, 3, *layout), timeout_s=120)
+    got = patched.run(train, 2, steps_on(policy, store, 3, *layout, *READS), timeout_s=120)
+    assert same(want, got)
+    info, shards = parts(policy)
+    shards[1], shards[2] = shards[2], shards[1]
+    for version, shard in enumerate(shards):
+        mixed = [replace(r, reward=i % 2, policy_version=version) for i, r in enumerate(shard)]
+        write_shard(tmp_path / "swapped", replace(info, router_fingerprint=()), mixed)
+    control = steps_on(policy, tmp_path / "swapped", 3, *layout, *READS)
+    assert not same(want, patched.run(train, 2, control, timeout_s=120))
+
+
+@pytest.mark.parametrize("layout", [PP2, EP2])
+def test_a_wrong_expert_is_refused_before_the_step_that_would_use_it(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    """In the last layer of the second shard, which the second step uses."""
+    store = stores(policy, tmp_path)
+    path = store / "shard-00001.safetensors"
+    info = RolloutStore([store]).info
+    routes = load_file(path)["routes"]
+    routes[-1, 5, 0] = routes[-1, 5, 1]
+    rewrite(path, info, routes=routes)
+    layer = len(info.moe_layers) - 1
+    for number, check in enumerate(((), READS)):
+        saved = ("--save", str(tmp_path / str(number)), "--save-interval", "1")
+        error = told(patched, steps_on(policy, store, 3, *layout, *saved, *check))
+        assert f"{path}: rollout 0: an expert twice in one row at MoE layer {layer}" in error
+        steps = tmp_path / str(number) / "latest_checkpointed_iteration.txt"
+        # before training; or after the first step, which was right and was updated
+        assert (steps.read_text() if steps.exists() else "0") == ("1" if check else "0")
+
+
+def test_a_store_that_only_a_rank_could_refuse_ends_all_with_one_line(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    """Each rank has its share of the shards, and hears what another one found."""
+    store = stores(policy, tmp_path)
+    for number in range(4):
+        path = store / f"shard-0000{number}.safetensors"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        error = told(patched, steps_on(policy, store, 1, *EP2))
+        assert f"{path}: rollout 7: checksum of" in error
+        path.write_bytes(whole)
