@@ -20,7 +20,14 @@ from typing import Any
 
 import numpy as np
 
-_DTYPES = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I32": "<i4", "I64": "<i8", "F32": "<f4"}
+_DTYPES = {
+    "U8": "u1",
+    "U16": "<u2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F32": "<f4",
+}
 _PER_TOKEN = ("tokens", "response", "logprobs", "recorded")  # in the order of `block_crc32`
 _SINCE_3 = ("prompt_digest", "block_crc32", "expert_load", "part_crc32")
 _EXTRAS = (
@@ -113,24 +120,29 @@ class ShardFile:
         self._sum_parts(counts)
 
     def _sum_parts(self, counts: list[int]) -> None:
-        """Sum up each 64 tokens of a rollout, in the columns of `block_crc32`.
+        """Sum up each 64 tokens or rows of a rollout, as `part_crc32` does; see `_sum_blocks`.
 
-        Each sum begins with that of `block_crc32`. The tensor keeps its length, so that it can lie.
+        For each rollout, one behind the other, there is a table with the columns of `block_crc32`
+        and as many parts as its tokens need. Each sum begins with that of `block_crc32`, and so the
+        sum of a part without bytes is that number. The tensor keeps its length, so that it can lie.
         """
-        if "part_crc32" not in self.tensors or max(map(abs, counts)) > 2**20:
+        if "part_crc32" not in self.tensors or max(map(abs, counts), default=0) > 2**20:
             return
-        seed, found = zlib.crc32(self.tensors["block_crc32"].tobytes()), []
+        start_value = zlib.crc32(self.tensors["block_crc32"].tobytes())
+        sums = self.tensors["part_crc32"].reshape(-1)
+        found: list[int] = []
         row = token = 0
         for count in counts:
             rows = slice(max(row, 0), max(row + count - 1, 0))
             tokens = slice(max(token, 0), max(token + count, 0))
-            columns = [*(layer[rows] for layer in self.tensors["routes"])]
-            columns += [self.tensors[n][rows if n == "recorded" else tokens] for n in _PER_TOKEN]
+            columns = [layer[rows] for layer in self.tensors["routes"]]
+            columns += [
+                self.tensors[name][rows if name == "recorded" else tokens] for name in _PER_TOKEN
+            ]
             for column in columns:
-                for start in range(0, max(count, 0), 64):
-                    found.append(zlib.crc32(column[start : start + 64].tobytes(), seed))
+                for start in range(0, count, 64):
+                    found.append(zlib.crc32(column[start : start + 64].tobytes(), start_value))
             row, token = row + count - 1, token + count
-        sums = self.tensors["part_crc32"].reshape(-1)
         found = found[: len(sums)]
         sums[: len(found)] = np.array(found, np.uint32)
 

@@ -9,12 +9,12 @@ Shape suffixes (docs/glossary.md): C, M, N, V.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 
 import numpy as np
 from zlib_ng import zlib_ng
 
 from megatron_r3.kept import KeptSets
+from megatron_r3.lazy import lazy
 from megatron_r3.rollout import wrong_versions
 from megatron_r3.store.header import OPTIONAL, Header
 from megatron_r3.store.schema import StoreError
@@ -79,11 +79,11 @@ class Extras:
                     "or NaN for a rollout that has none"
                 )
 
-    @cached_property
+    @lazy
     def _kept_start_M(self) -> np.ndarray:
         return self._starts("num_kept")
 
-    @cached_property
+    @lazy
     def _span_start_M(self) -> np.ndarray:
         return self._starts("num_versions")
 
@@ -110,16 +110,28 @@ class Extras:
             return None
         first, last = self._token_start_M[rollout : rollout + 2].tolist()
         file, entries, parts = self._opened.file, self._opened.header.entries, []
-        stored = np.empty(2, np.uint32)
-        file.read(stored, entries["kept_crc32"].begin + rollout * stored.nbytes)
         for name, start, stop in (("kept_sizes", first, last), ("kept_ids", begin, end)):
             part: np.ndarray = np.empty(stop - start, np.int32)
             file.read(part, entries[name].begin + start * part.itemsize)
             parts.append(part)
-        file.check_unchanged()
-        if [zlib_ng.crc32(part.data) for part in parts] != stored.tolist():
+        self._opened.after_read()
+        if [zlib_ng.crc32(part.data) for part in parts] != self._kept_crc32[rollout].tolist():
             raise file.damaged(f"rollout {rollout}: checksum of the kept sets")
         return KeptSets(*parts)
+
+    @lazy
+    def _kept_crc32(self) -> np.ndarray:
+        """The sums of all kept sets, `[M, 2]`; the header that was read has theirs.
+
+        So what is read is what was written, also if another shard was written over the file.
+        """
+        header, file = self._opened.header, self._opened.file
+        sums: np.ndarray = np.empty(header.entries["kept_crc32"].shape, np.uint32)
+        file.read(sums, header.entries["kept_crc32"].begin)
+        if zlib_ng.crc32(sums.data) != header.crc32["kept_crc32"]:
+            file.check_unchanged()
+            raise file.damaged("checksum of 'kept_crc32'")
+        return sums
 
     def versions_C2(self, rollout: int) -> np.ndarray | None:
         """First token and policy version of each span, int64; None if one policy sampled all."""
@@ -128,7 +140,7 @@ class Extras:
             return None
         return self._memory["versions"][2 * begin : 2 * end].reshape(-1, 2).copy()
 
-    @cached_property
+    @lazy
     def newest_version_M(self) -> np.ndarray:
         """The newest policy version of each rollout, int64 `[M]`: that of its last span.
 
@@ -181,15 +193,17 @@ class Extras:
                 tokens_N, logprobs_N = (per_token[name][tokens] for name in ("tokens", "logprobs"))
                 wrong = kept.wrong(tokens_N, sampled_N, logprobs_N, vocab_size)
             elif wrong is None and "kept_sizes" in self._opened.header.entries:
-                wrong = self._wrong_sizes(first, len(sampled_N))
+                wrong = self._wrong_sizes(rollout, first, len(sampled_N))
             if wrong is not None:
                 raise StoreError(f"{self._opened.path}: rollout {rollout}: {wrong}")
 
-    def _wrong_sizes(self, first: int, num_tokens: int) -> str | None:
+    def _wrong_sizes(self, rollout: int, first: int, num_tokens: int) -> str | None:
         """Why a rollout without kept ids cannot have these sizes, which must all be 0."""
         sizes_N = np.empty(num_tokens, np.int32)
         begin = self._opened.header.entries["kept_sizes"].begin
         self._opened.file.read(sizes_N, begin + first * 4)
+        if zlib_ng.crc32(sizes_N.data) != int(self._kept_crc32[rollout, 0]):
+            raise self._opened.file.damaged(f"rollout {rollout}: checksum of the kept sets")
         return "kept sets without ids" if sizes_N.any() else None
 
     def check_kept_ids(self, rollouts: range, vocab_size: int) -> None:

@@ -245,8 +245,15 @@ def _open_now(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-    # A store has as many open files as shards. Most systems allow a process 1024 (the soft limit)
-    # until it asks for more (up to the hard limit).
+    allow_most_files()
+    return os.open(path, flags)
+
+
+def allow_most_files() -> None:
+    """Let this process have as many open files as the system allows.
+
+    A store has as many open files as shards. Most systems allow a process 1024 (the soft limit)
+    until it asks for more (up to the hard limit).
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return os.open(path, flags)

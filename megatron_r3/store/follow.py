@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -86,7 +87,7 @@ class Lookout:
             StoreError: as in Arrivals.
         """
         known, there = len(self._shards), {*listed_shards(self.directory, self._taken)}
-        with without_collector():
+        with nullcontext() if self._shards else without_collector():  # later there are few
             while (number := len(self._shards)) in there:
                 try:
                     # A name that is listed, and that this machine cannot open yet, will come.

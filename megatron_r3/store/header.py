@@ -12,10 +12,11 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_r3.lazy import lazy
 from megatron_r3.routes import id_dtype
 from megatron_r3.store.files import HeldFile, shard_name, shard_number
 from megatron_r3.store.layout import DTYPES, MOST_HEADER_BYTES, Entry, read_layout
@@ -82,7 +83,7 @@ class Header:
     recorded_rows: int | None
     identity: str
 
-    @cached_property
+    @lazy
     def tensors(self) -> dict[str, str]:
         """The names and types of the tensors that this shard must have."""
         if self.version < FORMAT_VERSION:
@@ -180,11 +181,8 @@ def _read_must_know(body: dict[str, Any], where: str) -> frozenset[str]:
     names = body.get("must_know")
     if not isinstance(names, list):
         raise StoreError(f"{where}: must_know {quoted(names)} is no list of names")
-    known = {"format", "version", "number", "info", "crc32", "must_know", "recorded_rows"}
-    known |= {*_TENSORS, *_SINCE_3, *_OPTIONAL_TENSORS, EXPERT_LOAD, PART_CRC32}
-    known |= _field_names(StoreInfo) | _field_names(SamplingSettings)
     for name in names:
-        if not isinstance(name, str) or name not in known:
+        if not isinstance(name, str) or name not in _known_names():
             raise StoreError(
                 f"{where}: needs {quoted(name)}, which this megatron-r3 does not know: "
                 "update megatron-r3"

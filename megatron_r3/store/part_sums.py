@@ -18,12 +18,12 @@ Shape suffixes (docs/glossary.md): K, L, M, N, T.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import pairwise, repeat
 
 import numpy as np
 from zlib_ng import zlib_ng
 
+from megatron_r3.lazy import lazy
 from megatron_r3.rollout import Rollout
 from megatron_r3.store.header import PART_CRC32, PART_TOKENS, PER_TOKEN, num_parts
 from megatron_r3.store.schema import StoreError
@@ -212,13 +212,13 @@ class Sums:
             length = bounds[place][1] - bounds[place][0]
             raise self._damaged(name, layer, rollout, _places(name, row, length))
 
-    @cached_property
+    @lazy
     def _whole(self) -> np.ndarray:
         """All sums of parts, for `compare_parts_of_all`."""
         entry = self._opened.header.entries[PART_CRC32]
         return self._read(entry.begin, entry.shape[0], 0, 1)[0]
 
-    @cached_property
+    @lazy
     def _all_parts(self) -> list[tuple[list[tuple[int, int]], np.ndarray, np.ndarray]]:
         """All parts of the shard, for tensors that have tokens, and for those that have rows.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from zlib_ng import zlib_ng
 
+from megatron_r3.lazy import lazy
 from megatron_r3.routes import id_dtype
 from megatron_r3.store.expert_load import StoredLoad
 from megatron_r3.store.extras import Extras, optional_in_memory
@@ -156,32 +156,32 @@ class Shard:
         """Whether this process has opened the file."""
         return self._opened.is_open
 
-    @cached_property
+    @lazy
     def token_start_M(self) -> np.ndarray:
         """`[M + 1]`, where each rollout's tokens begin, and where the last one's end."""
         return _starts(self._memory["num_tokens"])
 
-    @cached_property
+    @lazy
     def row_start_M(self) -> np.ndarray:
         """`[M + 1]`, where each rollout's rows begin, and where the last one's end."""
         return _starts(self._memory["num_tokens"] - 1)
 
-    @cached_property
+    @lazy
     def turn_start_M(self) -> np.ndarray:
         """`[M + 1]`, where each rollout's turns begin, and where the last one's end."""
         return _starts(self._memory["num_turns"])
 
-    @cached_property
+    @lazy
     def extras(self) -> Extras:
         """What only some rollouts have."""
         return Extras(self._opened, self._memory, self.token_start_M)
 
-    @cached_property
+    @lazy
     def load(self) -> StoredLoad:
         """How many rows take each expert, as the shard says."""
         return StoredLoad(self._opened, self.row_start_M)
 
-    @cached_property
+    @lazy
     def sums(self) -> Sums:
         """The checksums of its rollouts."""
         layers, num_tokens_M = len(self.info.moe_layers), self._memory["num_tokens"]
@@ -343,7 +343,7 @@ class Shard:
         with row 6, whose sum is compared.
         """
         entry, read = self.header.entries[name], self._room(name, layers, len(rows_T), items)
-        if not len(rows_T):
+        if not len(rows_T) or not len(layers):  # a chunk without MoE layers needs no routes
             return read
         cuts = (np.flatnonzero(np.diff(rows_T) != 1) + 1).tolist()
         found = []

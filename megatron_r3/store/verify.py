@@ -227,9 +227,16 @@ def check_values(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarr
     Raises:
         StoreError: naming the file, the rollout and the token.
     """
-    for name in ("response", "recorded"):
-        if (per_token[name] > 1).any():
-            raise StoreError(f"{shard.path}: {name} must be 0 or 1")
+    first_token, first_row = (
+        int(start_M[rollouts.start]) for start_M in (shard.token_start_M, shard.row_start_M)
+    )
+    for name, locate, first in (
+        ("response", shard.locate_token, first_token),
+        ("recorded", shard.locate_row, first_row),
+    ):
+        for place in np.flatnonzero(per_token[name] > 1)[:1].tolist():
+            rollout, _ = locate(first + place)
+            raise StoreError(f"{shard.path}: rollout {rollout}: {name} must be 0 or 1")
     vocab_size = shard.info.vocab_size
     check_tokens(shard, vocab_size or MOST_TOKEN_ID + 1, rollouts, per_token["tokens"])
     response = per_token["response"].astype(bool)

@@ -14,19 +14,20 @@ import json
 import os
 import socket
 import threading
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_r3.store.files import POLL_S
+from megatron_r3.store.files import POLL_S, allow_most_files
 from megatron_r3.store.follow import FollowedStore, Lookout, News
 from megatron_r3.store.index import Index
 from megatron_r3.store.schema import StoreError
 from megatron_r3.training.one_look import told_by_first
 
-ANSWER_S = 300.0  # how long the first rank may take to answer; it may be in the middle of a step
+ANSWER_S = 60.0  # how long the first rank may take to answer
 END_S = 10.0  # how long the end of the process waits for the thread
 
 
@@ -56,12 +57,12 @@ class Arriving:
 
     Args:
         host, port: of the first rank's server.
+        waiting: what later shards wait for, by the first look.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self.host, self.port = host, port
+    def __init__(self, host: str, port: int, waiting: str = "") -> None:
+        self.host, self.port, self._waiting = host, port, waiting
         self._heard = 0  # how many announcements
-        self._waiting = ""
         self._client: tuple[int, Any] | None = None  # with the process that it belongs to
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,8 +83,8 @@ class Arriving:
                 said = json.loads(text)
                 if said["wrong"]:  # the last announcement: whoever asks again hears it again
                     raise StoreError(said["wrong"])
-                self._waiting, self._heard = said["waiting"], self._heard + 1
                 index = Index.unpacked(packed) if packed else None
+                self._waiting, self._heard = said["waiting"], self._heard + 1
         except RuntimeError as error:  # of torch, when it cannot reach the server
             raise StoreError(
                 f"the first rank, at {self.host}, which looks for new shards, does not answer "
@@ -126,10 +127,18 @@ class Announcer:
         self._lookout, self._waiting, self._announced = lookout, waiting, 0
         # the address by which the other ranks have found this one already (torch's env://)
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        self._server = torch.distributed.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S)
-        )
-        self.arriving = Arriving(host, self._server.port)
+        allow_most_files()  # each rank and each of its workers has a connection
+        try:
+            self._server = torch.distributed.TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S)
+            )
+        except RuntimeError as error:
+            raise StoreError(
+                f"no server for the announcements of new shards can be reached at {host} "
+                f"({str(error).splitlines()[0]}): a free port of the first rank must be open to "
+                "all ranks; is MASTER_ADDR its address?"
+            ) from error
+        self.arriving = Arriving(host, self._server.port, waiting)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megatron_r3 announcer", daemon=True)
         self._thread.start()
@@ -140,15 +149,17 @@ class Announcer:
         self._thread.join(END_S)
 
     def _run(self) -> None:
-        while not self._end.is_set():
-            try:
+        try:
+            while not self._end.is_set():
                 news = self._lookout.news()
-            except ValueError as error:
-                self._announce(None, wrong=str(error))
-                return  # every rank that asks hears this from now on, and ends
-            if news.shards is not None or news.waiting != self._waiting:
-                self._announce(news.shards, news.waiting)
-            self._end.wait(POLL_S)
+                if news.shards is not None or news.waiting != self._waiting:
+                    self._announce(news.shards, news.waiting)
+                self._end.wait(POLL_S)
+        except ValueError as error:  # every rank that asks hears this from now on, and ends
+            self._announce(None, wrong=str(error))
+        except Exception as error:  # else nobody would see that the thread has ended
+            traceback.print_exc()
+            self._announce(None, wrong=f"the first rank cannot look for new shards: {error!r}")
 
     def _announce(self, index: Index | None, waiting: str = "", wrong: str = "") -> None:
         # Whoever reaches the port could set a key, so nothing here is pickled.

@@ -82,7 +82,7 @@ class Ledger:
         """Write down the shards that are open, unless none came since the last call."""
         index = self.store.index
         # a shard never changes and is never taken away, so the number says whether any came
-        if self.entries and len(self.entries[-1].get("shards", ())) == len(index.table):
+        if len(self.entries[-1].get("shards", ())) == len(index.table):
             return
         rollouts = index.table["rollouts"].tolist()
         self.entries[-1] = {

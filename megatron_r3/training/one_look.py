@@ -34,6 +34,9 @@ def told_by_first(look: Callable[[], Any]) -> Any:
             found = [look(), None]
         except ValueError as error:
             found = [None, str(error)]
+        except Exception as error:  # the others must not wait for what never comes
+            torch.distributed.broadcast_object_list([None, f"the first rank: {error!r}"], src=0)
+            raise
     torch.distributed.broadcast_object_list(found, src=0)
     if found[1] is not None:
         refuse_together(found[1])

@@ -22,7 +22,7 @@ from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.shard import Shard
 from megatron_r3.store.verify import ReadChecks, check_tokens, refuse_missing, verify_shard
 from megatron_r3.training.announce import follow_together
-from megatron_r3.training.one_look import Place, shared_out, told_by_first
+from megatron_r3.training.one_look import Place, refuse_together, shared_out, told_by_first
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.schedule import STORED
 
@@ -77,7 +77,12 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
             shared_out(store, place, check)
         store.need_no_look()
     if store.shards:
-        check_recorded(options, store)
+        try:
+            check_recorded(options, store)
+        except ValueError as error:
+            if place is None:
+                raise
+            refuse_together(str(error))  # all ranks know it
     return store
 
 

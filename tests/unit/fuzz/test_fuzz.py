@@ -34,7 +34,7 @@ from fuzz.outcome import (
 )
 from megatron_r3 import rollout
 from megatron_r3.engines import conversation
-from megatron_r3.store.shard import Shard
+from megatron_r3.store import reader
 
 CHEAP = ("shards", "responses", "prompts", "configs")
 
@@ -175,7 +175,7 @@ def outcomes(name, tmp_path, count=120):
 
 
 def test_shards_that_nobody_verifies(tmp_path, monkeypatch):
-    monkeypatch.setattr(Shard, "verify", lambda self: None)
+    monkeypatch.setattr(reader, "verify_shard", lambda shard: None)
     assert SILENT in outcomes("shards", tmp_path)
 
 

@@ -5,6 +5,7 @@ Shape suffixes (docs/glossary.md): C, K, L, N, T, V.
 
 import hashlib
 import json
+import os
 import zlib
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from stored import INFO, ROLLOUTS, header_of, make_rollout, opened, rewrite_head
 
 from megatron_r3.kept import KeptSets
 from megatron_r3.store import Rollout, RolloutStore, SamplingSettings, StoreError, write_shard
-from megatron_r3.store.verify import check_tokens
+from megatron_r3.store.verify import ReadChecks, check_tokens
 
 SHARD = "shard-00000.safetensors"
 CUT = replace(INFO, sampling=SamplingSettings(0.7, 0.9, 0, 0.0, 16, "processed"))
@@ -246,6 +247,47 @@ def test_impossible_values_are_refused(extra_dir, name, place, value, reason):
     assert str(refusal.value).startswith(f"{path}: {reason}")
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "value", "rollout", "reason"),
+    [
+        ("kept_ids", 0, -1, 0, "rollout 0: token 2: its kept set has id -1"),
+        ("kept_sizes", 2, 0, 0, "rollout 0: token 2 was sampled, and has no kept set"),
+        ("kept_sizes", 14, 1, 2, "rollout 2: kept sets without ids"),
+        ("versions", 1, 6, 0, "rollout 0: policy_version is 7, and its first version span is of"),
+        ("versions", 0, 3, 0, "rollout 0: its version spans begin at token 3, not at the first"),
+    ],
+)
+def test_impossible_values_are_refused_where_they_are_read(
+    extra_dir, name, place, value, rollout, reason
+):
+    """By a training that checks what it reads, of a shard that nobody has verified."""
+    path = extra_dir / SHARD
+    forge(path, **changed(path, name, place, value))
+    store, unchecked = RolloutStore([extra_dir]), RolloutStore([extra_dir])
+    store.trained_on(ReadChecks())
+    unchecked.trained_on(None)
+    with pytest.raises(StoreError) as refusal:
+        store.fields(rollout)
+    assert str(refusal.value).startswith(f"{path}: {reason}")
+    for index in range(len(store)):
+        unchecked.fields(index)
+        if index != rollout:
+            store.fields(index)
+
+
+def test_a_kept_id_outside_the_trainers_vocabulary_is_refused_where_it_is_read(extra_dir):
+    most = [0 if rollout.kept is None else int(rollout.kept.ids_V.max()) for rollout in ALL]
+    # all of its own tokens are below, so that only the kept sets can tell
+    bound = int(ALL[1].tokens_N.max()) + 1
+    assert bound <= most[1]
+    store = RolloutStore([extra_dir])
+    store.trained_on(ReadChecks(vocab_size=bound))
+    with pytest.raises(StoreError, match=rf"rollout 1: token \d: its kept set has id {most[1]}; "):
+        store.fields(1)
+    store.trained_on(ReadChecks(vocab_size=most[1] + 1))
+    store.fields(1)
+
+
 @pytest.mark.parametrize("name", [*EXTRAS, "advantage"])
 def test_a_tensor_that_is_missing_or_has_another_shape_is_refused(extra_dir, name):
     path, data = extra_dir / SHARD, (extra_dir / SHARD).read_bytes()
@@ -270,6 +312,37 @@ def test_a_larger_vocabulary_than_the_trainers_is_refused(extra_dir):
     check_tokens(shard, 50)
     with pytest.raises(StoreError, match=rf"token \d+.*id {most}; the vocabulary has ids 0 to"):
         check_tokens(shard, most)
+
+
+def test_kept_sets_of_a_shard_that_is_written_over_are_refused(tmp_path):
+    """All sums of the other shard fit its own kept sets; the header that was read has others."""
+    path, first = write_shard(tmp_path / "s", CUT, ALL[:3]), ALL[0]
+    shifted = [
+        replace(
+            one,
+            tokens_N=one.tokens_N + np.int32(100),
+            kept=None if one.kept is None else KeptSets(one.kept.sizes_N, one.kept.ids_V + 100),
+        )
+        for one in ALL[:3]
+    ]
+    other = write_shard(tmp_path / "other", CUT, shifted)
+    data, status = other.read_bytes(), path.stat()
+    assert RolloutStore([tmp_path / "other"]).kept(0).ids_V[0] == first.kept.ids_V[0] + 100
+    for told in (False, True):
+        store = RolloutStore([path.parent])
+        store = RolloutStore.told(store.index) if told else store
+        store.trained_on(None)
+        assert np.array_equal(store.rollout(1).tokens_N, ALL[1].tokens_N)  # it is open
+        whole = path.read_bytes()
+        with path.open("r+b") as file:
+            file.write(data.ljust(len(whole))[: len(whole)])
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        fresh = RolloutStore([path.parent]) if len(data) == len(whole) else None
+        assert fresh is None or fresh.kept(0) is not None  # control: it is a shard that is right
+        with pytest.raises(StoreError, match="checksum of"):
+            store.kept(0)
+        with path.open("r+b") as file:
+            file.write(whole)
 
 
 # -- what the writer refuses

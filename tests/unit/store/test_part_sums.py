@@ -4,13 +4,14 @@ Shape suffixes (docs/glossary.md): K, L, T.
 """
 
 import os
+import shutil
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from stored import INFO, header_of, make_rollout, metadata_of, opened, part_sums
 
-from megatron_r3.store import RolloutStore, StoreError, files, write_shard
+from megatron_r3.store import RolloutStore, StoreError, write_shard
 
 SHARD = "shard-00000.safetensors"
 LENGTHS = (
@@ -144,63 +145,121 @@ def test_verify_compares_the_sums_with_the_rows(long_store, place):
         RolloutStore([long_store]).verify()
 
 
-def written_over(long_store, tmp_path):
-    """Put a shard of the same shapes into the file that is open; its size and its time stay."""
-    path = long_store / SHARD
-    others = [make_rollout(n, seed=50 + n, sample=i) for i, n in enumerate(LENGTHS)]
-    data = write_shard(tmp_path / "other", INFO, others).read_bytes()
-    status = path.stat()
-    assert len(data) == status.st_size
-    with path.open("r+b") as file:
-        file.write(data)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+def of_other_rollouts(folder, path):
+    """A shard of the same shapes whose tensors lie in the same bytes, with other rollouts."""
+    data = path.read_bytes()
+    for seed in range(100, 200):  # the checksums in a header have more digits or fewer
+        rollouts = [make_rollout(n, seed=seed + n, sample=i) for i, n in enumerate(LENGTHS)]
+        other = write_shard(folder / f"other{seed}", INFO, rollouts).read_bytes()
+        if len(other) == len(data) and other[:8] == data[:8]:
+            return other
+    raise AssertionError("no shard with a header of the same length")
 
 
-READS = {
-    "tokens": lambda store: store.fields(2),
-    "rows": lambda store: store.routes(np.arange(70, 90), [1]),
-    "recorded": lambda store: store.shards[0].read_recorded(np.arange(300, 310)),
-}
+def every_part(store):
+    """A read of each part of a rollout, in each layer, and of all that its tokens have."""
+    reads = []
+    for rollout, length in enumerate(LENGTHS):
+        reads.append(lambda rollout=rollout: store.fields(rollout))
+        for first in range(0, length - 1, 64):
+            rows = store.row_ids(rollout)[first : first + 64]
+            for some in (rows, rows[:1], rows[-1:]):
+                reads.append(lambda rows=some: store.shards[0].read_recorded(rows))
+                for layer in range(3):
+                    reads.append(lambda rows=some, layer=layer: store.routes(rows, [layer]))
+    return reads
 
 
-@pytest.mark.parametrize("read", READS)
-def test_a_shard_that_is_written_over_is_found_by_what_is_read(
-    long_store, tmp_path, read, monkeypatch
+def refuse_to_look(descriptor):
+    raise AssertionError("somebody looks at a file")
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("overwritten", [True, False])
+def test_a_shard_with_another_written_over_it_is_refused_by_every_read(
+    long_store, tmp_path, monkeypatch, overwritten, told
 ):
-    """All sums in the file fit what is in it, but they begin with another number."""
-    store = RolloutStore.told(RolloutStore([long_store]).index)
+    """The other one is whole, with sums of its own: only what the sums begin with tells of it."""
+    path = long_store / SHARD
+    status, other = path.stat(), of_other_rollouts(tmp_path, path)
+    store = RolloutStore([long_store])
+    store = RolloutStore.told(store.index) if told else store
     store.trained_on(None)
-    assert store.shards[0].header.entries  # it is open
-    READS[read](RolloutStore([long_store]))  # control
-    written_over(long_store, tmp_path)
-    asked, real = [], os.fstat
-    monkeypatch.setattr(files.os, "fstat", lambda file: (asked.append(file), real(file))[1])
-    with pytest.raises(StoreError, match=rf"{SHARD}: rollout \d: checksum of .* differs in"):
-        READS[read](store)
-    assert asked == []  # nobody has asked the file
+    store.routes(store.row_ids(3), [0])  # the file is open, and some of its sums are in memory
+    if overwritten:
+        with path.open("r+b") as file:
+            file.write(other)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert path.stat().st_size == status.st_size
+        opened(long_store)  # control: it is a whole shard
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", refuse_to_look)
+        for read in every_part(store):
+            if overwritten:
+                with pytest.raises(
+                    StoreError, match=r"shard-00000\.safetensors: rollout .: checks"
+                ):
+                    read()
+            else:
+                read()
 
 
-def test_a_step_looks_once_at_each_file_that_it_has_read(tmp_path, monkeypatch):
+@pytest.fixture
+def three_shards(tmp_path):
     for number in range(3):
-        write_shard(tmp_path / "s", INFO, [make_rollout(70, seed=number, group=number)])
-    store = RolloutStore.told(RolloutStore([tmp_path / "s"]).index)
+        write_shard(tmp_path / "three", INFO, [make_rollout(70, seed=number, group=number)])
+    return tmp_path / "three"
+
+
+def test_a_look_asks_once_for_each_file_that_was_read(three_shards, monkeypatch):
+    store, asked, fstat = RolloutStore([three_shards]), [], os.fstat
     store.trained_on(None)
-    asked, real = [], os.fstat
-    monkeypatch.setattr(files.os, "fstat", lambda file: (asked.append(file), real(file))[1])
-    for _ in range(2):
-        for rollout in (0, 2):
-            store.fields(rollout)
-            store.routes(store.row_ids(rollout), [0, 1])
-        assert asked == []
-        store.look()
-        assert len(asked) == 2
-        store.look()  # nothing was read since
-        assert len(asked) == 2
-        asked.clear()
-    os.replace(tmp_path / "s" / "shard-00001.safetensors", tmp_path / "moved")
-    (tmp_path / "s" / "shard-00002.safetensors").unlink()
+
+    def count(descriptor):
+        asked.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        return fstat(descriptor)
+
+    monkeypatch.setattr(os, "fstat", count)
+    for rollout in (2, 0, 2):
+        store.fields(rollout)
+        store.routes(store.row_ids(rollout)[3:40], [0, 2])
+        assert [name for name in asked if name.startswith("shard-")] == []
+    store.look()
+    assert sorted(asked) == ["shard-00000.safetensors", "shard-00002.safetensors"]
+    store.look()  # nothing was read since
+    store.fields(1)
+    assert len(asked) == 2
+    store.look()
+    assert asked[2:] == ["shard-00001.safetensors"]
+    monkeypatch.undo()
+    # control: a store that is not trained on asks after each read
+    other = RolloutStore([three_shards])
+    monkeypatch.setattr(os, "fstat", count)
+    other.fields(1)
+    assert asked[3:] == ["shard-00001.safetensors"]
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_a_look_finds_a_file_that_was_read_and_is_gone(three_shards, change, told):
+    store = RolloutStore([three_shards])
+    store = RolloutStore.told(store.index) if told else store
+    store.trained_on(None)
+    for rollout in (0, 1):
+        store.fields(rollout)
+    store.look()
+    path, copy = three_shards / "shard-00001.safetensors", three_shards / "copy"
+    shutil.copy2(path, copy)
+    if change == "removed":
+        path.unlink()
+    else:
+        copy.replace(path)
+    store.look()  # nobody has read the file since the last look
     store.fields(0)
-    store.look()  # control: it is still there, and nobody reads the others
-    store.fields(2)
-    with pytest.raises(StoreError, match=r"shard-00002\.safetensors: was removed or replaced"):
+    store.look()
+    before = store.fields(1)["tokens"]  # still those of the file that was opened
+    assert len(before) == 70
+    with pytest.raises(
+        StoreError, match=r"shard-00001\.safetensors: was removed or replaced while it is in use"
+    ):
         store.look()

@@ -200,3 +200,12 @@ def test_a_rank_reads_its_layers_and_the_blocks_of_its_rows_and_no_other_byte(st
     rows = np.arange(3)
     mine, theirs = (shard.read_routes(rows, [1]) for shard in (again, store.shards[0]))
     assert np.array_equal(mine, theirs)
+
+
+def test_no_layer_at_all_needs_no_routes(store_dir):
+    """A chunk of a model may have dense layers alone."""
+    store = RolloutStore([store_dir])
+    for rows in (store.row_ids(0), store.row_ids(1)[1:3]):
+        ids_LTK, recorded_T = store.routes(rows, [])
+        assert ids_LTK.shape == (0, len(rows), 4)
+        assert recorded_T.all()

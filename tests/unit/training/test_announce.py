@@ -1,215 +1,413 @@
-"""A store that grows: one rank looks, all hear; real processes, their questions counted."""
+"""A store that grows while several ranks train on it: one looks, all hear. Real processes.
+
+The test writes the shards and tells each rank by its standard input what to do next, so nothing
+here depends on how long something takes.
+
+Shape suffixes (docs/glossary.md): N.
+"""
+
+from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
-import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
 import numpy as np
 import pytest
-from stored import INFO, make_rollout
+from stored import make_rollout
 
-from megatron_r3.store import StoreError, write_shard
-from megatron_r3.store.follow import FollowedStore, Lookout
-from megatron_r3.training.announce import Announcer
+from megatron_r3.store import RolloutStore, StoreInfo, write_shard
 from megatron_r3.training.one_look import Place
 
-UNSTAMPED = replace(INFO, router_fingerprint=())
+UNSTAMPED = StoreInfo(16, 4, (1, 2, 5), "vllm", "0.30.0")
 PROGRAM = """
 import json, os, sys
 from types import SimpleNamespace
 import torch
 sys.path.insert(0, os.environ["SUPPORT"])
 from training_arguments import ARGUMENTS
-from megatron_r3.store.schema import StoreError
-from megatron_r3.training import refuse
-from megatron_r3.training.dataset import FollowedRollouts
+from megatron_r3.training import announce, refuse
 from megatron_r3.training.one_look import Place
 from megatron_r3.training.open_store import open_store
 from megatron_r3.training.options import RolloutOptions
 
-rank, (folder, rendezvous, wanted, workers) = int(sys.argv[1]), sys.argv[2:6]
+rank, world, follow_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+folder, rendezvous = sys.argv[4:6]
 refuse.SILENCE_S = 1.0
 torch.distributed.init_process_group(
-    "gloo", store=torch.distributed.FileStore(rendezvous, 2), rank=rank, world_size=2
+    "gloo", store=torch.distributed.FileStore(rendezvous, world), rank=rank, world_size=world
 )
-seen = {"opened": [], "listed": 0}
+seen = {"open": [], "listdir": 0}
 opened, listed = os.open, os.listdir
 
 def count_open(path, *more, **named):
     if str(path).endswith(".safetensors"):
-        seen["opened"].append(os.path.basename(path))
+        seen["open"].append(os.path.basename(path))
     return opened(path, *more, **named)
 
-def count_list(path="."):
-    seen["listed"] += str(path) == folder
+def count_listdir(path="."):
+    seen["listdir"] += str(path) == folder
     return listed(path)
 
-os.open, os.listdir = count_open, count_list
-arguments = {
-    **ARGUMENTS, "rollouts": [folder], "moe_router_replay": False, "rollouts_follow": 20.0
-}
-options = RolloutOptions.from_args(SimpleNamespace(**arguments))
-status, said = 0, ""
-try:
-    store = open_store(options, Place(rank, 2, 0, 1, 1))
-    print("open", flush=True)
-    data = FollowedRollouts(store, options.use, int(wanted))
+class Tokens(torch.utils.data.Dataset):
+    def __getitem__(self, rollout):
+        store.wait_for(rollout)
+        # two processes on one connection would now and then take each other's answers
+        assert store._arrivals._client[0] == os.getpid()
+        return os.getpid(), len(store), store.fields(rollout)["tokens"].tolist()
+
+def wait(rollout):
+    store.wait_for(rollout)
+
+def read(rollout):
+    return store.fields(rollout)["tokens"].tolist()
+
+def fork(*rollouts):
+    global worker
     loader = torch.utils.data.DataLoader(
-        data, batch_size=None, sampler=range(rank, int(wanted), 2), num_workers=int(workers)
+        Tokens(), batch_size=None, sampler=rollouts, num_workers=1, prefetch_factor=1,
+        multiprocessing_context="fork",
     )
-    rows = [sample["rows"][0].item() for sample in loader]
-    if not int(workers):
-        store.routes(store.row_ids(int(wanted) - 1 - rank), [0])
-    store.wait_for(int(wanted) - 1)
-    print(json.dumps({"rows": rows, "identities": store.index.identities(), **seen}))
-except StoreError as error:
-    status, said = 1, str(error)
-except SystemExit as end:
-    status = end.code
-print(said, file=sys.stderr)
-sys.stdout.flush(), sys.stderr.flush()
-torch.distributed.barrier()
-os._exit(status)  # a thread of gloo's may abort a process that ends by itself
+    worker = iter(loader)
+
+def of_worker():
+    process, rollouts, tokens = next(worker)
+    assert process != os.getpid()
+    return [rollouts, tokens]
+
+def leave():  # a peer that is gone ends a process of gloo's by SIGABRT
+    torch.distributed.destroy_process_group()
+
+def ask_anew():
+    # as a process that has no connection yet
+    announce.ANSWER_S = 1.0
+    store._arrivals._client = None
+    store.wait_for(10**6)
+
+arguments = {**ARGUMENTS, "rollouts": [folder], "moe_router_replay": False}
+arguments |= {"rollouts_follow": follow_s}
+options = RolloutOptions.from_args(SimpleNamespace(**arguments))
+os.open, os.listdir = count_open, count_listdir
+try:
+    store = open_store(options, Place(rank, world, 0, 1, 1))
+except SystemExit as end:  # a thread of gloo's may abort a process that ends by itself
+    sys.stderr.flush()
+    os._exit(end.code)
+print(json.dumps({"rollouts": len(store)}), flush=True)
+for line in sys.stdin:
+    name, *given = json.loads(line)
+    said = {}
+    try:
+        said["result"] = globals()[name](*given)
+    except ValueError as error:
+        said["error"] = str(error)
+    said |= {
+        "rollouts": len(store), "names": store.index.names(), **seen,
+        "identities": store.index.identities(), "groups": store.groups().tolist(),
+    }
+    print(json.dumps(said), flush=True)
+os._exit(0)
 """
 
 
-def start(folder: Path, wanted: int, workers: int = 0) -> list[subprocess.Popen]:
-    env = {**os.environ, "SUPPORT": str(Path(__file__).parents[2] / "support")}
-    env |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    meet = str(folder.parent / "rendezvous")
-    return [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                PROGRAM,
-                str(rank),
-                str(folder),
-                meet,
-                str(wanted),
-                str(workers),
-            ],
-            env={**env, "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
+class Ranks:
+    """Ranks that have opened a store together, and do what they are told.
+
+    Args:
+        folder: of the store.
+        count: how many.
+        follow_s: how long each waits for a shard.
+    """
+
+    def __init__(self, folder: Path, count: int, follow_s: float) -> None:
+        env = {**os.environ, "SUPPORT": str(Path(__file__).parents[2] / "support")}
+        env |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MASTER_ADDR": "127.0.0.1"}
+        rendezvous = folder.parent / "rendezvous"
+        self.processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-c", PROGRAM, str(rank), str(count)),
+                    *(str(follow_s), str(folder), str(rendezvous)),
+                ],
+                env={**env, "LOCAL_RANK": str(rank)},
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(count)
+        ]
+        self._watchdog = Timer(90, self.kill)
+        self._watchdog.start()
+
+    def begun(self) -> Ranks:
+        """Wait until all of them have opened the store."""
+        for rank in range(len(self.processes)):
+            self._answer(rank)
+        return self
+
+    def _answer(self, rank: int) -> dict[str, Any]:
+        process = self.processes[rank]
+        assert process.stdout is not None
+        if not (line := process.stdout.readline()):
+            raise AssertionError(f"rank {rank} ended: {process.communicate()[1]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def tell(self, rank: int, *command: object) -> None:
+        """Have a rank do something, and go on here."""
+        stdin = self.processes[rank].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(command) + "\n")
+        stdin.flush()
+
+    def ask(self, rank: int, *command: object) -> dict[str, Any]:
+        """What a rank says when it has done something."""
+        self.tell(rank, *command)
+        return self._answer(rank)
+
+    def ask_all(
+        self, *command: object, meanwhile: Callable[[], Any] = lambda: None
+    ) -> list[dict[str, Any]]:
+        """What all ranks say when they have done something, all at once."""
+        for rank in range(len(self.processes)):
+            self.tell(rank, *command)
+        meanwhile()
+        return [self._answer(rank) for rank in range(len(self.processes))]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def end(self) -> None:
+        self._watchdog.cancel()
+        self.kill()
+        for process in self.processes:
+            process.wait()  # a worker of its dataloader lives on for some seconds
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()
 
 
-def ended(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
-    outputs = [process.communicate(timeout=120) for process in processes]
-    return [(p.returncode, *texts) for p, texts in zip(processes, outputs, strict=True)]
+Begin = Callable[..., Ranks]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Begin so many ranks on the store."""
+    begun: list[Ranks] = []
+
+    def begin(count: int = 2, follow_s: float = 20) -> Ranks:
+        begun.append(Ranks(tmp_path / "s", count, follow_s))
+        return begun[-1]
+
+    yield begin
+    for ranks in begun:
+        ranks.end()
 
 
 def write(folder: Path, number: int) -> Path:
-    """A shard of two rollouts of one group."""
-    rollouts = [
-        replace(make_rollout(20 + i, 2 * number + i, group=number, sample=i), policy_version=number)
-        for i in range(2)
-    ]
+    """A shard of two rollouts."""
+    rollouts = [make_rollout(20 + i, 2 * number + i, group=number, sample=i) for i in range(2)]
     return write_shard(folder, UNSTAMPED, rollouts)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_all_ranks_hear_of_the_same_shards(tmp_path: Path, workers: int) -> None:
-    """The first shards are there at the start, the others come; a worker hears of them too."""
-    folder = tmp_path / "s"
-    for number in range(2):
-        write(folder, number)
-    processes = start(folder, 10, workers)
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "open\n"
-    for number in range(2, 5):
-        time.sleep(0.5)
-        write(folder, number)
-    results = ended(processes)
-    assert [status for status, _, _ in results] == [0, 0], results
-    first, second = (json.loads(out) for _, out, _ in results)
-    assert first["identities"] == second["identities"]
-    assert len(first["identities"]) == 5
-    # rollouts of 20 and 21 tokens have 19 and 20 rows: rank 0 has the even ones, rank 1 the odd
-    assert first["rows"] == [0, 39, 78, 117, 156]
-    assert second["rows"] == [19, 58, 97, 136, 175]
-    assert first["listed"] > 2
-    assert second["listed"] == 0
-    if not workers:  # each shard has a rollout of each rank; a worker opens shards for itself
-        assert sorted(second["opened"]) == [f"shard-0000{n}.safetensors" for n in range(5)]
+def tokens_of(rollout: int) -> list[int]:
+    return make_rollout(20 + rollout % 2, rollout).tokens_N.tolist()
 
 
-def test_a_new_shard_that_is_damaged_ends_all_ranks(tmp_path: Path) -> None:
-    folder = tmp_path / "s"
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "s", 0)
+    return tmp_path / "s"
+
+
+def shard(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def test_all_ranks_hear_of_the_same_shards_and_one_looks(folder: Path, begin: Begin) -> None:
+    ranks = begin(3).begun()
+
+    def grow() -> None:
+        for number in range(1, 4):
+            write(folder, number)
+
+    told = ranks.ask_all("wait", 7, meanwhile=grow)
+    whole = RolloutStore([folder])
+    for one in told:
+        assert one["names"] == [shard(number) for number in range(4)]
+        assert one["identities"] == whole.index.identities()
+        assert one["rollouts"] == 8
+        assert one["groups"] == whole.groups().tolist()
+    first, second, third = told
+    assert sorted(first["open"]) == whole.index.names()
+    assert first["listdir"] > 1
+    for one in (second, third):
+        assert (one["open"], one["listdir"]) == ([], 0)
+    # a rank opens what it reads, and nothing else
+    assert ranks.ask(1, "read", 4)["result"] == tokens_of(4)
+    assert ranks.ask(1, "read", 5)["open"] == [shard(2)]
+    assert ranks.ask(1, "read", 1)["open"] == [shard(2), shard(0)]
+    assert ranks.ask(2, "read", 7)["open"] == [shard(3)]
+    assert ranks.ask(1, "wait", 7)["listdir"] == 0
+
+
+def test_a_forked_worker_of_a_dataloader_hears_too(tmp_path: Path, begin: Begin) -> None:
+    """Of a store that is not there yet when the ranks begin."""
+    ranks, folder = begin(), tmp_path / "s"
     write(folder, 0)
-    whole = write(tmp_path / "other", 0)
-    processes = start(folder, 4)
-    (folder / "shard-00001.safetensors").write_bytes(whole.read_bytes()[:-40])
-    for status, _, said in ended(processes):
-        assert status == 1
-        assert f"{folder / 'shard-00001.safetensors'}: not a whole shard" in said
+    ranks.begun()
+    write(folder, 1)
+    ranks.ask(1, "wait", 3)  # the process that is forked has a connection of its own
+    ranks.ask(1, "fork", 4, 5, 7)
+    ranks.tell(1, "of_worker")
+    write(folder, 2)
+    assert ranks._answer(1)["result"] == [6, tokens_of(4)]
+    told = ranks.ask(1, "of_worker")
+    assert told["result"] == [6, tokens_of(5)]
+    assert told["rollouts"] == 4  # it has not asked itself
+    assert ranks.ask(1, "wait", 5)["rollouts"] == 6  # and its connection is still good
+    write(folder, 3)
+    assert ranks.ask(1, "of_worker")["result"] == [8, tokens_of(7)]
+    told = ranks.ask(1, "wait", 7)
+    assert (told["rollouts"], told["open"], told["listdir"]) == (8, [], 0)
 
 
-def test_what_is_waited_for_is_named_everywhere(tmp_path: Path) -> None:
-    folder, other = tmp_path / "s", tmp_path / "other"
-    write(folder, 0)
-    for number in range(3):
-        write(other, number)
-    lookout = Lookout(folder)
-    lookout.news()
-    announcer = Announcer(lookout)
-    try:
-        arriving = pickle.loads(pickle.dumps(announcer.arriving))  # as a spawned worker gets it
-        store = FollowedStore(folder, 2.0, arriving)
-        os.link(other / "shard-00002.safetensors", folder / "shard-00002.safetensors")
-        with pytest.raises(StoreError) as refusal:
-            store.wait_for(0)
-        assert "shard-00001.safetensors is missing and shard-00002" in str(refusal.value)
-        os.link(other / "shard-00001.safetensors", folder / "shard-00001.safetensors")
-        store.wait_for(3)  # the two shards that are new; the first look is not announced
-        assert len(store) == 4
-    finally:
-        announcer.end()
-    del announcer
-    store.wait_s = 60.0
-    with pytest.raises(StoreError, match=r"the first rank, at .*, does not answer"):
-        store.wait_for(4)
+def damaged(folder: Path, number: int) -> Path:
+    """A shard with a byte of its header changed, moved into the store at once."""
+    elsewhere = folder.parent / "elsewhere"
+    for earlier in range(number):
+        write(elsewhere, earlier)
+    path = write(elsewhere, number)
+    data = bytearray(path.read_bytes())
+    place = data.index(b"megatron-r3 rollouts")
+    data[place] ^= 1
+    path.write_bytes(data)
+    return path.rename(folder / path.name)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 2, 1), (128, 8, 1), (3, 4, 2), (16, 1, 4)])
-@pytest.mark.parametrize("rollouts", [[3] * 20, [64] * 100, [1, 5, 2, 9, 64, 3] * 9])
-def test_each_shard_is_read_by_one_rank_that_will_use_it(
-    sizes: tuple[int, int, int], rollouts: list[int]
-) -> None:
-    ranks, peers, micro_batch = sizes
-    first = np.concatenate([[0], np.cumsum(rollouts)])
-    readers: dict[int, list[int]] = {}
-    for data in range(ranks):
+def test_a_damaged_head_of_a_new_shard_ends_all_ranks(folder: Path, begin: Begin) -> None:
+    ranks = begin().begun()
+
+    def grow() -> None:
+        write(folder, 1)
+        damaged(folder, 2)
+
+    for one in ranks.ask_all("wait", 4, meanwhile=grow):
+        assert one["error"].startswith(f"{folder / shard(2)}: ")
+        assert "the header is damaged" in one["error"]
+        assert one["names"] == [shard(0), shard(1)]
+    # whoever asks again hears it again; what came before can still be read
+    for one in ranks.ask_all("wait", 4):
+        assert one["error"].startswith(f"{folder / shard(2)}: ")
+    assert ranks.ask(1, "read", 3)["result"] == tokens_of(3)
+
+
+def test_a_damaged_head_of_the_first_shard_ends_all_ranks(tmp_path: Path, begin: Begin) -> None:
+    (tmp_path / "s").mkdir()
+    path = damaged(tmp_path / "s", 0)
+    ranks = begin()
+    outputs = [process.communicate(timeout=60)[1] for process in ranks.processes]
+    assert [process.returncode for process in ranks.processes] == [1, 1], outputs
+    assert [line for line in outputs[0].splitlines() if line.startswith(f"error: {path}: ")]
+    assert "error:" not in outputs[1]
+
+
+def gap(folder: Path, number: int) -> None:
+    """Shard `number`, with the shard before it missing."""
+    elsewhere = folder.parent / "elsewhere"
+    for earlier in range(number + 1):
+        path = write(elsewhere, earlier)
+    path.rename(folder / path.name)
+
+
+def test_a_gap_names_the_shard_that_is_missing(folder: Path, begin: Begin) -> None:
+    ranks = begin(follow_s=1).begun()
+    gap(folder, 2)
+    for one in ranks.ask_all("wait", 2):
+        assert one["error"] == (
+            f"{folder}: rollout 2 did not come within 1 s; it has 2 rollouts, {shard(1)} is missing"
+            f" and {shard(2)} is there: is the sampler still running?"
+        )
+    (folder.parent / "elsewhere" / shard(1)).rename(folder / shard(1))
+    for one in ranks.ask_all("wait", 5):
+        assert one["names"] == [shard(number) for number in range(3)]
+    # and what is not missing any more is not named
+    for one in ranks.ask_all("wait", 6):
+        assert "it has 6 rollouts: is the sampler still running?" in one["error"]
+
+
+def test_a_gap_that_was_there_at_the_first_look(folder: Path, begin: Begin) -> None:
+    gap(folder, 2)
+    for one in begin(follow_s=1).begun().ask_all("wait", 2):
+        assert f"it has 2 rollouts, {shard(1)} is missing and {shard(2)} is there" in one["error"]
+
+
+def test_a_first_rank_that_is_gone_does_not_answer(folder: Path, begin: Begin) -> None:
+    ranks = begin().begun()
+    write(folder, 1)
+    ranks.ask_all("wait", 3)
+    ranks.ask_all("leave")
+    ranks.processes[0].kill()
+    ranks.processes[0].wait()
+    for command in (("wait", 4), ("wait", 4), ("ask_anew",)):
+        said = ranks.ask(1, *command)["error"]
+        assert said.startswith("the first rank, at 127.0.0.1, which looks for new shards, does not")
+        assert said.endswith("did it end?")
+    assert ranks.ask(1, "read", 3)["result"] == tokens_of(3)
+
+
+# -- which rank reads which shard
+
+
+def readers(
+    first_rollout: np.ndarray, data_size: int, peers: int, micro_batch: int
+) -> dict[int, tuple[int, int]]:
+    """The data-parallel rank and peer that reads each shard, which must be one."""
+    found: dict[int, tuple[int, int]] = {}
+    for data in range(data_size):
         for peer in range(peers):
-            for shard in Place(data, ranks, peer, peers, micro_batch).shards(first):
-                readers.setdefault(shard, []).append(data)
-                used = range(int(first[shard]), int(first[shard + 1]))
-                # Megatron hands out micro-batches to the data-parallel ranks in turn
-                assert data in {rollout // micro_batch % ranks for rollout in used}
-    assert sorted(readers) == list(range(len(rollouts)))
-    assert all(len(by) == 1 for by in readers.values())
+            for number in Place(data, data_size, peer, peers, micro_batch).shards(first_rollout):
+                assert number not in found
+                found[number] = data, peer
+    assert sorted(found) == [*range(len(first_rollout) - 1)]
+    return found
 
 
-def test_the_example_of_place() -> None:
-    first = np.arange(0, 13, 3)
-    read = {
-        (data, peer): Place(data, 4, peer, 2, 1).shards(first)
-        for data in range(4)
-        for peer in range(2)
-    }
-    assert {where: shards for where, shards in read.items() if shards} == {
-        (0, 0): [0],
-        (3, 1): [1],
-        (3, 0): [2],
-        (2, 1): [3],
-    }
+def test_the_example_of_the_docstring() -> None:
+    found = readers(np.arange(0, 13, 3), data_size=4, peers=2, micro_batch=1)
+    assert found == {0: (0, 0), 1: (3, 1), 2: (3, 0), 3: (2, 1)}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 5])
+@pytest.mark.parametrize("peers", [1, 2, 8])
+@pytest.mark.parametrize("data_size", [1, 3, 16])
+def test_each_shard_is_read_by_one_rank_that_uses_it(
+    data_size: int, peers: int, micro_batch: int
+) -> None:
+    for per_shard in ([1], [2], [7], [64], [3, 1, 12, 5]):
+        counts = np.resize(per_shard, 150)
+        first_rollout = np.concatenate([[0], np.cumsum(counts)])
+        found = readers(first_rollout, data_size, peers, micro_batch)
+        for number, (data, _) in found.items():
+            rollouts = range(first_rollout[number], first_rollout[number + 1])
+            # the samples in the order of the store, a micro-batch to each rank in turn
+            assert data in {rollout // micro_batch % data_size for rollout in rollouts}
+
+
+def test_all_ranks_have_something_to_read() -> None:
+    """Also where a shard has as many rollouts as a step: each begins with the same rank."""
+    found = readers(np.arange(0, 64 * 400 + 1, 64), data_size=16, peers=4, micro_batch=2)
+    shares = [[*found.values()].count((data, peer)) for data in range(16) for peer in range(4)]
+    assert min(shares) > 0
+    assert max(shares) <= 2 * 400 / 64 + 2
+
+
+def test_a_store_without_shards_is_read_by_nobody() -> None:
+    assert readers(np.array([0]), 3, 2, 1) == {}
