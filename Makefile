@@ -168,8 +168,9 @@ bench-balance: megatron  ## measure what guest experts do to the load and to a s
 bench-balance-simulated: setup  ## work out what guest experts do on more ranks, for made-up rollouts (ONLY=CASE)
 	$(VENV)/bin/python -m benchmarks.balance_simulated --out $(BUILD)/bench/balance-simulated.json --only "$(ONLY)"
 
-bench-scale: setup  ## count and time what opening, reading and planning cost as a job and its store grow
-	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.scale --out $(BUILD)/bench/scale.json
+bench-scale: setup  ## count and time what opening, reading and planning cost as a job and its store grow (SHARDS=, STARTUP=)
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.scale --out $(BUILD)/bench/scale.json \
+		$(if $(SHARDS),--shards $(SHARDS)) $(if $(STARTUP),--startup $(STARTUP))
 
 bench-publish: megatron  ## measure time and memory of writing a policy by the ranks of a training (ONLY=LAYOUT)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.publish --out $(BUILD)/bench/publish.json \
