@@ -33,7 +33,7 @@ class News(NamedTuple):
 
     Attributes:
         shards: their index; None if none came.
-        opened: the same, in the process that has looked at them; else nothing.
+        opened: the first of the same, as many of them as this process has looked at.
         waiting: what later shards wait for, for a message; empty if no later shard is there.
     """
 
@@ -63,6 +63,9 @@ class Lookout:
         mixed_policies: as of RolloutStore.
         check: called with every new shard; it refuses one by a ValueError.
         late_s: how long to wait for a file whose name is listed and that cannot be opened yet.
+
+    Attributes:
+        shards: those that were taken, by their numbers.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Lookout:
     ) -> None:
         self.directory, self._check, self._late_s = directory, check, late_s
         self._kinship, self._names = Kinship(mixed_policies), Names()
-        self._shards: list[Shard] = []
+        self.shards: list[Shard] = []
         self._taken: set[str] = set()  # their names
 
     def news(self) -> News:
@@ -86,19 +89,19 @@ class Lookout:
         Raises:
             StoreError: as in Arrivals.
         """
-        known, there = len(self._shards), {*listed_shards(self.directory, self._taken)}
-        with nullcontext() if self._shards else without_collector():  # later there are few
-            while (number := len(self._shards)) in there:
+        known, there = len(self.shards), {*listed_shards(self.directory, self._taken)}
+        with nullcontext() if self.shards else without_collector():  # later there are few
+            while (number := len(self.shards)) in there:
                 try:
                     # A name that is listed, and that this machine cannot open yet, will come.
                     path = self.directory / shard_name(number)
                     self._take(Shard(path, late_s=min(self._late_s, LATE_S)))
                 except StoreError:
-                    if len(self._shards) == known:
+                    if len(self.shards) == known:
                         raise
                     break  # first those that came before it
-        opened, later = self._shards[known:], max(there, default=-1)
-        missing, waiting = len(self._shards), ""
+        opened, later = self.shards[known:], max(there, default=-1)
+        missing, waiting = len(self.shards), ""
         if later > missing and missing not in there:
             first = min(number for number in there if number > missing)
             waiting = f", {shard_name(missing)} is missing and {shard_name(first)} is there"
@@ -106,8 +109,8 @@ class Lookout:
         return News(index, opened, waiting)
 
     def _take(self, shard: Shard) -> None:
-        self._kinship.check(shard, self._shards)
-        self._names.check(shard, self._shards)
+        self._kinship.check(shard, self.shards)
+        self._names.check(shard, self.shards)
         self._check_order(shard)
         try:
             if self._check is not None:
@@ -116,7 +119,7 @@ class Lookout:
             raise StoreError(str(error)) from error
         self._kinship.add(shard)
         self._names.add(shard)
-        self._shards.append(shard)
+        self.shards.append(shard)
         self._taken.add(shard.path.name)
 
     def _check_order(self, shard: Shard) -> None:
@@ -125,9 +128,9 @@ class Lookout:
         A rollout counts as what it ended with. Example: a long rollout began with version 3 and
         ended with 5, in a shard after one of version 4: that is the order in which they ended.
         """
-        if not self._shards:
+        if not self.shards:
             return
-        last = self._shards[-1]
+        last = self.shards[-1]
         newest = int(last.extras.newest_version_M.max())
         oldest = int(shard.extras.newest_version_M.min())
         if oldest < newest:
@@ -189,17 +192,24 @@ class FollowedStore(RolloutStore):
         wait_s: how long `wait_for` waits for the next shard.
         arrivals: tells which shards have come.
         index: of the shards that are known already; None for none.
+        opened: the first of these, as many of them as this process has looked at.
     """
 
     def __init__(
-        self, directory: Path, wait_s: float, arrivals: Arrivals, index: Index | None = None
+        self,
+        directory: Path,
+        wait_s: float,
+        arrivals: Arrivals,
+        index: Index | None = None,
+        opened: Sequence[Shard] = (),
     ) -> None:
         self.directories = [directory]
         self.wait_s, self._arrivals, self._waiting = wait_s, arrivals, ""
         # Hand-over without a lock for readers: `refresh` makes new KnownShards and puts them here
         # with one assignment, so a reader in another thread has the old shards or the new, never
         # new shards with old row ids. The lock only keeps two refreshes apart.
-        self._shards = KnownShards(Index.of(self.directories, []) if index is None else index)
+        index = Index.of(self.directories, []) if index is None else index
+        self._shards = KnownShards(index, made=dict(enumerate(opened)))
         self._refreshing = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,9 +232,6 @@ class FollowedStore(RolloutStore):
                 self._waiting = news.waiting
                 if news.shards is None:
                     return
-                if self.looks is not None:
-                    for shard in news.opened:
-                        shard.look_later(self.looks)
                 self._shards = self._shards.plus(news.shards, news.opened)
 
     def wait_for(self, rollout: int) -> None:

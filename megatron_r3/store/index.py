@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -104,7 +104,7 @@ class Index:
 
         What `pickle` reads can run code; this cannot.
         """
-        infos = [{**asdict(info), "sampling": info.sampling.stored} for info in self.infos]
+        infos = [info.stored for info in self.infos]
         texts = json.dumps([self.directories, self.resolved, infos]).encode()
         buffer = io.BytesIO()
         columns: dict[str, Any] = {**self.columns, "table": self.table}
@@ -192,14 +192,14 @@ class KnownShards(Sequence[Shard]):
     Args:
         index: of these shards.
         looks: see ShardFile.
-        made: shards that this process has already, by their place.
+        made: shards that this process has already, by their place; it is kept and filled.
     """
 
     def __init__(
-        self, index: Index, looks: LaterLooks | None = None, made: Mapping[int, Shard] | None = None
+        self, index: Index, looks: LaterLooks | None = None, made: dict[int, Shard] | None = None
     ) -> None:
         self.known, self.looks = index, looks
-        self._made: dict[int, Shard] = dict(made or {})
+        self._made: dict[int, Shard] = {} if made is None else made
         self._folders = [Path(folder) for folder in index.directories]
         self.first_rollout, self.first_row = index.first_rollout(), index.first_row()
         # where the pairs of each shard begin in a ragged tensor
@@ -213,10 +213,14 @@ class KnownShards(Sequence[Shard]):
 
         Args:
             index: of those that come behind these.
-            opened: the same, where this process has them.
+            opened: the first of the same, as many of them as this process has looked at.
         """
-        made = {**self._made, **dict(enumerate(opened, len(self)))}
-        return KnownShards(self.known.plus(index), self.looks, made)
+        if self.looks is not None:
+            for shard in opened:
+                shard.look_later(self.looks)
+        # One dict for both: what a thread opens in the shorter one meanwhile is in the longer one.
+        self._made.update(enumerate(opened, len(self)))
+        return KnownShards(self.known.plus(index), self.looks, self._made)
 
     def look_later(self, looks: LaterLooks) -> None:
         """Note in `looks` which files are read from now on, in the place of looking at them."""
@@ -260,4 +264,7 @@ class KnownShards(Sequence[Shard]):
             *(size, mtime_ns, identity.decode(), version, has_parts, recorded_rows),
             *(index.infos[info], memory),
         )
-        return Shard(self._folders[folder] / shard_name(number), known, self.looks)
+        shard = Shard(self._folders[folder] / shard_name(number), known)
+        if self.looks is not None:
+            shard.look_later(self.looks)
+        return shard

@@ -17,13 +17,12 @@ Shape suffixes (docs/glossary.md): K, L, M, N, T.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
 
 import numpy as np
 from zlib_ng import zlib_ng
 
-from megatron_r3.lazy import lazy
 from megatron_r3.rollout import Rollout
 from megatron_r3.store.header import PART_CRC32, PART_TOKENS, PER_TOKEN, num_parts
 from megatron_r3.store.schema import StoreError
@@ -50,31 +49,32 @@ def sums_of(rows: np.ndarray, seed: int) -> np.ndarray:
     return sums
 
 
-def part_sums(rollouts: Sequence[Rollout], block_crc32: np.ndarray) -> Iterator[list[np.ndarray]]:
+def part_sums(
+    rollouts: Sequence[Rollout], per_token: Mapping[str, np.ndarray], block_crc32: np.ndarray
+) -> Iterator[list[np.ndarray]]:
     """The tensor `part_crc32` of a shard with these rollouts, in pieces of one rollout.
 
     Args:
+        per_token: the tensors PER_TOKEN of the shard.
         block_crc32: that tensor of the shard, complete when the first piece is asked for.
     """
-    seed = zlib_ng.crc32(block_crc32)
+    seed, row, token = zlib_ng.crc32(block_crc32), 0, 0
     for rollout in rollouts:
-        routes = rollout.routes
-        sums = np.full((routes.num_layers + len(PER_TOKEN), num_parts(len(rollout.tokens_N))), seed)
-        per_token = (
-            rollout.tokens_N.astype(np.int32),
-            rollout.response_N.astype(np.uint8),
-            rollout.logprobs_N.astype(np.float32),
-            routes.recorded_T.astype(np.uint8),
-        )
-        columns = [routes.ids_LTK, *(tensor[None, :, None] for tensor in per_token)]
-        place = 0
+        routes, length = rollout.routes, len(rollout.tokens_N)
+        columns = [routes.ids_LTK]
+        for name in PER_TOKEN:
+            first, last = (row, row + length - 1) if name == "recorded" else (token, token + length)
+            columns.append(per_token[name][None, first:last, None])
+        shape = (routes.num_layers + len(PER_TOKEN), num_parts(length))
+        sums, place = np.full(shape, seed, np.uint32), 0
         for rows in columns:
             found = sums_of(rows, seed)
             # A rollout of 65 tokens has 64 rows: its second part has one token, and no row at all.
             # The sum of no bytes is the seed, which stands there already.
             sums[place : place + len(rows), : found.shape[1]] = found
             place += len(rows)
-        yield [sums.astype(np.uint32)]
+        yield [sums]
+        row, token = row + length - 1, token + length
 
 
 def _places(name: str, begin: int, length: int) -> str:
@@ -92,6 +92,10 @@ class Sums:
         num_tokens_M: of each rollout, N.
         has_blocks: whether whole rollouts have sums, as from version 3 on.
         has_parts: whether parts of rollouts have sums too.
+
+    Attributes:
+        row_start_M, part_start_M: `[M + 1]`, where each rollout's rows and parts begin, and where
+            the last one's end.
     """
 
     def __init__(
@@ -103,11 +107,10 @@ class Sums:
         has_parts: bool,
     ) -> None:
         self._opened, self._num_layers = opened, num_layers
-        self._has_blocks, self.has_parts = has_blocks, has_parts
-        self._row_start_M = np.concatenate([[0], np.cumsum(num_tokens_M - 1)])
-        self._part_start_M = np.concatenate([[0], np.cumsum(num_parts(num_tokens_M))])
-        # what was read last, since it is asked for again: layer after layer, run after run
-        self._last: tuple[tuple[int, int, int], np.ndarray] | None = None
+        self._has_blocks, self._has_parts = has_blocks, has_parts
+        self.row_start_M = np.concatenate([[0], np.cumsum(num_tokens_M - 1)])
+        self.part_start_M = np.concatenate([[0], np.cumsum(num_parts(num_tokens_M))])
+        self._last: tuple[tuple[int, int, int, int], np.ndarray] | None = None
 
     def widened(self, first: int, last: int) -> tuple[int, int]:
         """The rows to read so that the rows from `first` to before `last` can be compared.
@@ -115,7 +118,7 @@ class Sums:
         Example: of a rollout with the rows 0 to 499, the rows 100 to 199 need the parts 1 to 3, so
         the rows 64 to 255.
         """
-        if not self.has_parts:
+        if not self._has_parts:
             return first, last
         start, _ = self._bounds(self._rollout_of(first))
         begin = first - (first - start) % PART_TOKENS
@@ -143,7 +146,7 @@ class Sums:
             start, stop = self._bounds(rollout)
             first, last = max(start, begin), min(stop, end)
             part_LT = read_LT[:, first - begin : last - begin]
-            if self.has_parts:
+            if self._has_parts:
                 self._compare_parts(name, layers, rollout, first - start, part_LT)
             elif (first, last) == (start, stop):
                 for layer, rows in zip(layers, part_LT, strict=True):
@@ -159,7 +162,7 @@ class Sums:
             StoreError: naming the file, the rollout, the tensor and the tokens.
         """
         for name, part in tokens.items():
-            if self.has_parts:
+            if self._has_parts:
                 self._compare_parts(name, [0], rollout, 0, part[None, :, None])
             else:
                 self.compare_whole(name, 0, rollout, part, [0, len(part)])
@@ -179,15 +182,103 @@ class Sums:
         """
         if not self._has_blocks:
             return
-        column = self._column(name, layer)
+        column = self.column(name, layer)
         sums = [zlib_ng.crc32(part[start:end].data) for start, end in pairwise(bounds)]
         entry = self._opened.header.entries["block_crc32"]
-        stored = self._read(entry.begin, entry.shape[1], rollout, rollout + len(sums))[:, column]
+        stored = self.read(entry.begin, entry.shape[1], rollout, rollout + len(sums))[:, column]
         for place in np.flatnonzero(np.array(sums, np.uint32) != stored)[:1].tolist():
-            raise self._damaged(name, layer, rollout + place)
+            raise self.damaged(name, layer, rollout + place)
 
-    def compare_parts_of_all(self, name: str, layer: int, rows: np.ndarray) -> None:
-        """Compare every part of a layer or tensor of the whole shard; for `rollouts verify`.
+    def _compare_parts(
+        self, name: str, layers: Sequence[int], rollout: int, row: int, part_LT: np.ndarray
+    ) -> None:
+        """Compare the parts of a rollout from its row `row` on, which is the first of a part."""
+        columns = [self.column(name, layer) for layer in layers]
+        sums = sums_of(part_LT, self._opened.header.crc32["block_crc32"])
+        low, first = min(columns), row // PART_TOKENS
+        stored = self._of_parts(rollout, low, max(columns) + 1)
+        stored = stored[[column - low for column in columns], first : first + sums.shape[1]]
+        for index, place in np.argwhere(sums != stored)[:1].tolist():
+            begin = place * PART_TOKENS
+            length = min(PART_TOKENS, part_LT.shape[1] - begin)
+            raise self.damaged(name, layers[index], rollout, _places(name, row + begin, length))
+
+    def _of_parts(self, rollout: int, low: int, high: int) -> np.ndarray:
+        """The sums of a rollout's parts in some columns, `[high - low, parts]`.
+
+        A rollout's sums lie together, layer after layer and then those of the tensors PER_TOKEN. So
+        one read takes those of all layers of a pipeline stage.
+        """
+        first, last = self.part_start_M[rollout : rollout + 2].tolist()
+        columns = self._num_layers + len(PER_TOKEN)
+        begin = self._opened.header.entries[PART_CRC32].begin + 4 * first * columns
+        return self.read(begin, last - first, low, high)
+
+    def read(self, begin: int, width: int, first: int, last: int) -> np.ndarray:
+        """Rows `first` to before `last` of a table of sums that begins at a byte of the file."""
+        # What was read last is asked for again: for layer after layer, and for run after run.
+        key, held = (begin, width, first, last), self._last  # a thread may put another one there
+        if held is None or held[0] != key:
+            sums: np.ndarray = np.empty((last - first, width), np.uint32)
+            self._opened.file.read(sums, begin + 4 * first * width)
+            self._last = held = key, sums
+        return held[1]
+
+    def forget(self) -> None:
+        """Hold none of the sums any more."""
+        self._last = None
+
+    def column(self, name: str, layer: int) -> int:
+        """The layers come first, then the tensors PER_TOKEN."""
+        return layer if name == "routes" else self._num_layers + [*PER_TOKEN].index(name)
+
+    def _rollout_of(self, row: int) -> int:
+        return int(np.searchsorted(self.row_start_M, row, side="right")) - 1
+
+    def _bounds(self, rollout: int) -> tuple[int, int]:
+        return int(self.row_start_M[rollout]), int(self.row_start_M[rollout + 1])
+
+    def damaged(self, name: str, layer: int, rollout: int, where: str = "") -> StoreError:
+        """The error of a rollout whose layer or tensor is not as it was stored."""
+        part = f"the routes of MoE layer {layer}" if name == "routes" else repr(name)
+        return self._opened.file.damaged(f"rollout {rollout}: checksum of {part}", where)
+
+
+class AllParts:
+    """The sums of all parts of a shard, as long as the shard is verified.
+
+    Args:
+        opened: the shard's file, which has sums of parts.
+        sums: of the shard.
+        num_layers: L.
+    """
+
+    def __init__(self, opened: ShardFile, sums: Sums, num_layers: int) -> None:
+        self._sums, header = sums, opened.header
+        self._seed, entry = header.crc32["block_crc32"], header.entries[PART_CRC32]
+        self._stored = sums.read(entry.begin, entry.shape[0], 0, 1)[0]
+        sums.forget()
+        columns, parts_M = num_layers + len(PER_TOKEN), np.diff(sums.part_start_M)
+        first_M = sums.part_start_M[:-1]
+        # Of each part: how many parts its rollout has, and which of them it is. The sums of two
+        # columns of a rollout lie as far apart as the rollout has parts.
+        self._apart = np.repeat(parts_M, parts_M)
+        self._part = np.arange(len(self._apart)) - np.repeat(first_M, parts_M)
+        # the place of its sum in column 0
+        self._place = np.repeat(first_M * columns, parts_M) + self._part
+        length_M = np.diff(sums.row_start_M)
+        self._rows = self._bounds(length_M, parts_M)
+        self._tokens = self._bounds(length_M + 1, parts_M)  # a rollout has a token more than rows
+
+    def _bounds(self, length_M: np.ndarray, parts_M: np.ndarray) -> list[tuple[int, int]]:
+        """First row and end of each part, where each rollout has so many rows."""
+        end_M = np.cumsum(length_M)
+        begin = np.repeat(end_M - length_M, parts_M) + self._part * PART_TOKENS
+        end = np.minimum(begin + PART_TOKENS, np.repeat(end_M, parts_M))
+        return [*zip(begin.tolist(), end.tolist(), strict=True)]
+
+    def compare(self, name: str, layer: int, rows: np.ndarray) -> None:
+        """Compare every part of a layer or tensor.
 
         Args:
             layer: of the routes; 0 for any other tensor.
@@ -196,92 +287,11 @@ class Sums:
         Raises:
             StoreError: naming the file, the rollout, the layer and the rows.
         """
-        if not self.has_parts:
-            return
-        # a rollout has one token more than rows
-        bounds, first, apart = self._all_parts[name in ("routes", "recorded")]
-        seed, data = self._opened.header.crc32["block_crc32"], rows.reshape(-1).view(np.uint8).data
-        row_bytes = rows.nbytes // len(rows)
-        sums = [
-            zlib_ng.crc32(data[begin * row_bytes : end * row_bytes], seed) for begin, end in bounds
-        ]
-        stored = self._whole[first + self._column(name, layer) * apart]
-        for place in np.flatnonzero(np.array(sums, np.uint32) != stored)[:1].tolist():
-            rollout = int(np.searchsorted(self._part_start_M, place, side="right")) - 1
-            row = (place - int(self._part_start_M[rollout])) * PART_TOKENS
-            length = bounds[place][1] - bounds[place][0]
-            raise self._damaged(name, layer, rollout, _places(name, row, length))
-
-    @lazy
-    def _whole(self) -> np.ndarray:
-        """All sums of parts, for `compare_parts_of_all`."""
-        entry = self._opened.header.entries[PART_CRC32]
-        return self._read(entry.begin, entry.shape[0], 0, 1)[0]
-
-    @lazy
-    def _all_parts(self) -> list[tuple[list[tuple[int, int]], np.ndarray, np.ndarray]]:
-        """All parts of the shard, for tensors that have tokens, and for those that have rows.
-
-        For each: first row and end of each part; the place of its sum in column 0; and how many
-        parts its rollout has, which is how far apart the sums of two columns are.
-        """
-        found, columns = [], self._num_layers + len(PER_TOKEN)
-        parts_M = np.diff(self._part_start_M)
-        apart, first_M = np.repeat(parts_M, parts_M), self._part_start_M[:-1]
-        part = np.arange(len(apart)) - np.repeat(first_M, parts_M)
-        for less in (0, 1):
-            length_M = np.diff(self._row_start_M) + 1 - less
-            start_M = np.cumsum(length_M) - length_M
-            begin = np.repeat(start_M, parts_M) + part * PART_TOKENS
-            end = np.minimum(begin + PART_TOKENS, np.repeat(start_M + length_M, parts_M))
-            bounds = [*zip(begin.tolist(), end.tolist(), strict=True)]
-            found.append((bounds, np.repeat(first_M * columns, parts_M) + part, apart))
-        return found
-
-    def _compare_parts(
-        self, name: str, layers: Sequence[int], rollout: int, row: int, part_LT: np.ndarray
-    ) -> None:
-        """Compare the parts of a rollout from its row `row` on, which is the first of a part."""
-        columns = [self._column(name, layer) for layer in layers]
-        sums = sums_of(part_LT, self._opened.header.crc32["block_crc32"])
-        low, first = min(columns), row // PART_TOKENS
-        stored = self._of_parts(rollout, low, max(columns) + 1)
-        stored = stored[[column - low for column in columns], first : first + sums.shape[1]]
-        for index, place in np.argwhere(sums != stored)[:1].tolist():
-            begin = place * PART_TOKENS
-            length = min(PART_TOKENS, part_LT.shape[1] - begin)
-            raise self._damaged(name, layers[index], rollout, _places(name, row + begin, length))
-
-    def _of_parts(self, rollout: int, low: int, high: int) -> np.ndarray:
-        """The sums of a rollout's parts in some columns, `[high - low, parts]`.
-
-        A rollout's sums lie together, layer after layer and then those of the tensors PER_TOKEN. So
-        one read takes those of all layers of a pipeline stage.
-        """
-        key, held = (rollout, low, high), self._last  # another thread may put another one there
-        if held is None or held[0] != key:
-            first, last = self._part_start_M[rollout : rollout + 2].tolist()
-            columns, parts = self._num_layers + len(PER_TOKEN), last - first
-            begin = self._opened.header.entries[PART_CRC32].begin + 4 * first * columns
-            self._last = held = key, self._read(begin, parts, low, high)
-        return held[1]
-
-    def _read(self, begin: int, width: int, first: int, last: int) -> np.ndarray:
-        """Rows `first` to before `last` of a table of sums that begins at a byte of the file."""
-        sums: np.ndarray = np.empty((last - first, width), np.uint32)
-        self._opened.file.read(sums, begin + 4 * first * width)
-        return sums
-
-    def _column(self, name: str, layer: int) -> int:
-        """The layers come first, then the tensors PER_TOKEN."""
-        return layer if name == "routes" else self._num_layers + [*PER_TOKEN].index(name)
-
-    def _rollout_of(self, row: int) -> int:
-        return int(np.searchsorted(self._row_start_M, row, side="right")) - 1
-
-    def _bounds(self, rollout: int) -> tuple[int, int]:
-        return int(self._row_start_M[rollout]), int(self._row_start_M[rollout + 1])
-
-    def _damaged(self, name: str, layer: int, rollout: int, where: str = "") -> StoreError:
-        part = f"the routes of MoE layer {layer}" if name == "routes" else repr(name)
-        return self._opened.file.damaged(f"rollout {rollout}: checksum of {part}", where)
+        bounds = self._rows if name in ("routes", "recorded") else self._tokens
+        data, size = rows.reshape(-1).view(np.uint8).data, rows.nbytes // len(rows)
+        sums = [zlib_ng.crc32(data[a * size : b * size], self._seed) for a, b in bounds]
+        stored = self._stored[self._place + self._sums.column(name, layer) * self._apart]
+        for number in np.flatnonzero(np.array(sums, np.uint32) != stored)[:1].tolist():
+            rollout = int(np.searchsorted(self._sums.part_start_M, number, side="right")) - 1
+            row, length = int(self._part[number]) * PART_TOKENS, np.diff(bounds[number]).item()
+            raise self._sums.damaged(name, layer, rollout, _places(name, row, length))

@@ -132,6 +132,11 @@ class StoreInfo(MoEShape):
         )
 
     @property
+    def stored(self) -> dict[str, Any]:
+        """The object `info` that a header has."""
+        return {**asdict(self), "sampling": self.sampling.stored}
+
+    @property
     def policy(self) -> tuple[tuple[str, ...], str, str]:
         """What tells one policy from another: router digests, stamp, the engine's own version."""
         return self.router_fingerprint, self.policy_stamp, self.engine_policy

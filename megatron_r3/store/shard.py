@@ -22,15 +22,9 @@ from megatron_r3.routes import id_dtype
 from megatron_r3.store.expert_load import StoredLoad
 from megatron_r3.store.extras import Extras, optional_in_memory
 from megatron_r3.store.files import HeldFile
-from megatron_r3.store.header import (
-    PART_CRC32,
-    PER_ROLLOUT,
-    PER_TOKEN,
-    Header,
-    num_parts,
-)
+from megatron_r3.store.header import PART_CRC32, PER_ROLLOUT, PER_TOKEN, Header, num_parts
 from megatron_r3.store.layout import DTYPES, Entry
-from megatron_r3.store.part_sums import Sums
+from megatron_r3.store.part_sums import AllParts, Sums
 from megatron_r3.store.schema import StoreError, StoreInfo
 from megatron_r3.store.shard_file import Known, LaterLooks, ShardFile
 from megatron_r3.values import wrong_count, wrong_name, wrong_reward
@@ -49,7 +43,7 @@ class Shard:
     Args:
         path: of the file.
         known: what another process found there; None to look at it here and now.
-        looks, late_s: see ShardFile.
+        late_s: see ShardFile.
 
     Attributes:
         known: what another process has to know of it.
@@ -59,16 +53,10 @@ class Shard:
         StoreError: naming the file, and what is wrong with it.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        known: Known | None = None,
-        looks: LaterLooks | None = None,
-        late_s: float = 0.0,
-    ) -> None:
+    def __init__(self, path: Path, known: Known | None = None, late_s: float = 0.0) -> None:
         self.path = path
         self.bytes_read = 0
-        self._opened = ShardFile(path, known, looks, late_s)
+        self._opened = ShardFile(path, known, late_s)
         self.known = self._look() if known is None else known
         if self.known.recorded_rows < 0:  # an earlier megatron-r3 did not count them
             recorded = self.tensors["recorded"]
@@ -151,11 +139,6 @@ class Shard:
         """The shard's header; the file is opened by now."""
         return self._opened.header
 
-    @property
-    def is_open(self) -> bool:
-        """Whether this process has opened the file."""
-        return self._opened.is_open
-
     @lazy
     def token_start_M(self) -> np.ndarray:
         """`[M + 1]`, where each rollout's tokens begin, and where the last one's end."""
@@ -187,9 +170,15 @@ class Shard:
         layers, num_tokens_M = len(self.info.moe_layers), self._memory["num_tokens"]
         return Sums(self._opened, layers, num_tokens_M, self.has_blocks, self.known.has_parts)
 
+    def all_parts(self) -> AllParts | None:
+        """The sums of all its parts, to verify them; None where it has none."""
+        if not self.known.has_parts:
+            return None
+        return AllParts(self._opened, self.sums, len(self.info.moe_layers))
+
     def __reduce__(self) -> Any:
         """Let another process open the file when it reads it, and find the same file there."""
-        return Shard, (self.path, self.known, self._opened.looks)
+        return Shard, (self.path, self.known)
 
     def _check_rollouts(self) -> None:
         """Refuse impossible counts, names and rewards."""

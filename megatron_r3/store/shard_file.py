@@ -88,19 +88,16 @@ class ShardFile:
     Args:
         path: of the file.
         known: what another process found there; None if nobody has looked.
-        looks: where to note that the file was read; None to look at the file after each read.
         late_s: how long to wait for a file that is not there, if nobody has looked. A file that
             another process has looked at is waited for, for LATE_S.
+
+    Attributes:
+        looks: where to note that the file was read; None to look at the file after each read.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        known: Known | None = None,
-        looks: LaterLooks | None = None,
-        late_s: float = 0.0,
-    ) -> None:
-        self.path, self._known, self.looks, self._late_s = path, known, looks, late_s
+    def __init__(self, path: Path, known: Known | None, late_s: float) -> None:
+        self.path, self._known, self._late_s = path, known, late_s
+        self.looks: LaterLooks | None = None
         self._opened: tuple[HeldFile, Header] | None = None
 
     @property
@@ -120,11 +117,6 @@ class ShardFile:
             StoreError: as `file`.
         """
         return self._open()[1]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this process has opened the file."""
-        return self._opened is not None
 
     def after_read(self) -> None:
         """Have the file looked at: was it changed? Every read ends with this call.

@@ -15,6 +15,7 @@ from zlib_ng import zlib_ng
 from megatron_r3.rollout import sampled_tokens, wrong_logprobs
 from megatron_r3.routes import Origin, RoutesError, check_ids
 from megatron_r3.store.header import EXPERT_LOAD, PER_TOKEN
+from megatron_r3.store.part_sums import AllParts
 from megatron_r3.store.schema import StoreError
 from megatron_r3.store.shard import Shard
 from megatron_r3.values import MOST_TOKEN_ID, wrong_token
@@ -70,31 +71,20 @@ class ReadChecks:
         Raises:
             StoreError: naming the file, the rollout, the layer and the token.
         """
+        num_experts = shard.info.num_experts
         try:
-            check_ids(ids_LTK, shard.info.num_experts, recorded_T)
+            check_ids(ids_LTK, num_experts, recorded_T)
+            return
         except RoutesError:
-            self._refuse_row(shard, rows_T, layers, ids_LTK, recorded_T)
-
-    def _refuse_row(
-        self,
-        shard: Shard,
-        rows_T: np.ndarray,
-        layers: Sequence[int],
-        ids_LTK: np.ndarray,
-        recorded_T: np.ndarray,
-    ) -> None:
-        """Check row by row, so as to name the rollout, and the token in it."""
-        for place, row in enumerate(rows_T.tolist()):
-            rollout, token = shard.locate_row(row)
-            for index, layer in enumerate(layers):
-                one = slice(index, index + 1), slice(place, place + 1)
-                where, origin = f"{shard.path}: rollout {rollout}", Origin(layer=layer, token=token)
-                try:
-                    check_ids(
-                        ids_LTK[one], shard.info.num_experts, recorded_T[one[1]], where, origin
-                    )
-                except RoutesError as error:  # training expects StoreError alone
-                    raise StoreError(str(error)) from error
+            places = [(row, layer) for row in range(len(rows_T)) for layer in range(len(layers))]
+        for row, layer in places:  # once more, row by row, to name the rollout, and the token in it
+            rollout, token = shard.locate_row(int(rows_T[row]))
+            ids, recorded = ids_LTK[layer, row][None, None], recorded_T[row][None]
+            where, origin = f"{shard.path}: rollout {rollout}", Origin(layers[layer], token)
+            try:
+                check_ids(ids, num_experts, recorded, where, origin)
+            except RoutesError as error:  # training expects StoreError alone
+                raise StoreError(str(error)) from error
 
 
 def verify_shard(shard: Shard, thorough: bool = True) -> None:
@@ -124,10 +114,12 @@ def verify_shard(shard: Shard, thorough: bool = True) -> None:
             f"{shard.path}: recorded_rows is {shard.known.recorded_rows}; {recorded} rows have "
             "routes: write the shard again"
         )
-    _verify_routes(shard, per_token["recorded"].astype(bool), thorough)
-    if thorough:
+    parts = shard.all_parts() if thorough else None
+    _verify_routes(shard, per_token["recorded"].astype(bool), thorough, parts)
+    if parts is not None:
         for name, tensor in per_token.items():
-            shard.sums.compare_parts_of_all(name, 0, tensor[:, None])
+            parts.compare(name, 0, tensor[:, None])
+    shard.sums.forget()
     shard.after_read()
 
 
@@ -173,7 +165,9 @@ def refuse_missing(shard: Shard, rollouts: range, recorded: np.ndarray) -> None:
         )
 
 
-def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None:
+def _verify_routes(
+    shard: Shard, recorded_T: np.ndarray, thorough: bool, parts: AllParts | None
+) -> None:
     load_MLE, crc32 = shard.load.read(), 0
     wrong_layer: int | None = None
     for layer in range(len(shard.info.moe_layers)):
@@ -184,8 +178,8 @@ def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None
         except RoutesError:
             wrong_layer = layer if wrong_layer is None else wrong_layer
             continue
-        if thorough:
-            shard.sums.compare_parts_of_all("routes", layer, ids_LTK[0])
+        if parts is not None:
+            parts.compare("routes", layer, ids_LTK[0])
         if thorough and load_MLE is not None:
             counted_ME = shard.load.of_layer(layer, ids_LTK[0], recorded_T)
             shard.load.compare(layer, load_MLE[:, layer], counted_ME)
@@ -250,14 +244,21 @@ def check_values(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarr
     if wrong := wrong_logprobs(per_token["logprobs"], response):
         rollout, token = shard.locate_token(int(start_M[0]) + wrong[0])
         raise StoreError(f"{shard.path}: rollout {rollout}: token {token}: {wrong[1]}")
-    sampled = _sampled(shard, rollouts)
-    if sampled is None or not np.array_equal(sampled, response):
-        raise StoreError(f"{shard.path}: its `turns` and its `response` name different tokens")
+    if not _turns_fit(shard, rollouts, response):
+        wrong_rollout = next(
+            rollouts[number]
+            for number, (begin, end) in enumerate(pairwise((start_M - start_M[0]).tolist()))
+            if not _turns_fit(shard, rollouts[number : number + 1], response[begin:end])
+        )
+        raise StoreError(
+            f"{shard.path}: rollout {wrong_rollout}: its `turns` and its `response` name different "
+            "tokens"
+        )
     shard.extras.check(rollouts, per_token, vocab_size)
 
 
-def _sampled(shard: Shard, rollouts: range) -> np.ndarray | None:
-    """The tokens of some rollouts that the turns name, bool; None if a turn leaves its rollout."""
+def _turns_fit(shard: Shard, rollouts: range, response: np.ndarray) -> bool:
+    """Whether the turns of some rollouts lie in them, and name the tokens with `response`, bool."""
     start_M = shard.token_start_M[rollouts.start : rollouts.stop + 1]
     start_M = start_M - start_M[0]
     num_turns = shard.tensors["num_turns"][rollouts.start : rollouts.stop]
@@ -266,5 +267,6 @@ def _sampled(shard: Shard, rollouts: range) -> np.ndarray | None:
     ends_U = np.repeat(start_M[1:], num_turns)
     turns_U2 = shard.tensors["turns"][2 * first : 2 * last].reshape(-1, 2) + starts_U[:, None]
     if (turns_U2[:, 0] < starts_U).any() or (turns_U2[:, 1] > ends_U).any():
-        return None
-    return sampled_tokens(turns_U2, int(start_M[-1]))
+        return False
+    sampled = sampled_tokens(turns_U2, int(start_M[-1]))
+    return sampled is not None and np.array_equal(sampled, response)

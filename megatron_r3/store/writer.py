@@ -17,7 +17,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -143,7 +143,7 @@ def _metadata(
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "number": number,
-            "info": {**asdict(info), "sampling": info.sampling.stored},
+            "info": info.stored,
             "recorded_rows": recorded_rows,
             "crc32": dict(crc32),
             "must_know": [
@@ -194,7 +194,9 @@ def _tensors(rollouts: Sequence[Rollout]) -> dict[str, Streamed]:
         **{n: Streamed(t.dtype, t.shape, [[t]], summed=False) for n, t in per_token.items()},
         "routes": Streamed(routes.ids_LTK.dtype, shape, layers, summed=False),
         "block_crc32": Streamed(sums.dtype, sums.shape, [[sums]]),
-        PART_CRC32: Streamed(sums.dtype, (parts * sums.shape[1],), part_sums(rollouts, sums)),
+        PART_CRC32: Streamed(
+            sums.dtype, (parts * sums.shape[1],), part_sums(rollouts, per_token, sums)
+        ),
     }
 
 

@@ -25,6 +25,7 @@ from megatron_r3.store.files import POLL_S, allow_most_files
 from megatron_r3.store.follow import FollowedStore, Lookout, News
 from megatron_r3.store.index import Index
 from megatron_r3.store.schema import StoreError
+from megatron_r3.store.shard import Shard
 from megatron_r3.training.one_look import told_by_first
 
 ANSWER_S = 60.0  # how long the first rank may take to answer
@@ -49,7 +50,24 @@ def follow_together(directory: Path, wait_s: float, lookout: Lookout) -> Followe
         return first.shards or Index.of([directory], []), _announcer.arriving
 
     index, arriving = told_by_first(look)
-    return FollowedStore(directory, wait_s, arriving, index)
+    return FollowedStore(directory, wait_s, arriving, index, _opened_here(index))
+
+
+def _opened_here(index: Index) -> list[Shard]:
+    """The first shards of an index, as many of them as this process has looked at.
+
+    The first rank has opened them all. A worker that was forked of it has those of that time.
+    """
+    opened: list[Shard] = []
+    looked = [] if _announcer is None else _announcer.lookout.shards
+    for number, identity in zip(index.table["number"].tolist(), index.identities(), strict=True):
+        # An Announcer of an earlier training in this process has shards of another directory.
+        if number >= len(looked) or looked[number].identity != identity:
+            break
+        if str(looked[number].path.parent) != index.directories[0]:
+            break
+        opened.append(looked[number])
+    return opened
 
 
 class Arriving:
@@ -90,7 +108,7 @@ class Arriving:
                 f"the first rank, at {self.host}, which looks for new shards, does not answer "
                 f"({str(error).splitlines()[0]}): did it end?"
             ) from error
-        return News(index, waiting=self._waiting)
+        return News(index, [] if index is None else _opened_here(index), self._waiting)
 
     def _connected(self) -> Any:
         # A forked worker has its parent's client, whose connection the parent goes on to use.
@@ -120,11 +138,12 @@ class Announcer:
         waiting: what later shards wait for, by the first look.
 
     Attributes:
+        lookout: the same.
         arriving: hears of what is announced.
     """
 
     def __init__(self, lookout: Lookout, waiting: str = "") -> None:
-        self._lookout, self._waiting, self._announced = lookout, waiting, 0
+        self.lookout, self._waiting, self._announced = lookout, waiting, 0
         # the address by which the other ranks have found this one already (torch's env://)
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
         allow_most_files()  # each rank and each of its workers has a connection
@@ -151,7 +170,7 @@ class Announcer:
     def _run(self) -> None:
         try:
             while not self._end.is_set():
-                news = self._lookout.news()
+                news = self.lookout.news()
                 if news.shards is not None or news.waiting != self._waiting:
                     self._announce(news.shards, news.waiting)
                 self._end.wait(POLL_S)

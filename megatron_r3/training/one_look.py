@@ -80,7 +80,7 @@ class Place(NamedTuple):
 
 
 def place_of_this_rank(micro_batch: int) -> Place:
-    """Where this rank stands, by Megatron's groups where they exist."""
+    """Where this rank stands in Megatron's groups, which exist by now."""
     from megatron.core import mpu
 
     data, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -101,17 +101,19 @@ def shared_out(store: RolloutStore, place: Place, check: Callable[[Shard], None]
         place: of this rank.
         check: reads a shard, and raises a ValueError for what is wrong.
     """
-    wrong = None
-    for number in place.shards(store.index.first_rollout()):
+    wrong, mine = None, place.shards(store.index.first_rollout())
+    for number in mine:
         try:
             check(store.shards[number])
         except ValueError as error:
             wrong = number, str(error)
             break
     found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, wrong)
-    if errors := [error for error in found if error is not None]:
+    torch.distributed.all_gather_object(found, (mine, wrong))
+    if errors := [error for _, error in found if error is not None]:
         refuse_together(min(errors)[1])  # the same one on all ranks: that of the first shard
+    read = sorted(number for numbers, _ in found for number in numbers)
+    assert read == [*range(len(store.shards))], "the places of the ranks leave shards unread"
 
 
 def refuse_together(message: str) -> NoReturn:

@@ -46,10 +46,10 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
             nothing to replay. The message names the shard, and the rollout and token where there
             is one.
     """
-    head, follows = partial(_check_head, options), options.follow_s is not None
-    mixed, waits = options.any_policy or follows, options.publish is None
+    follows, waits = options.follow_s is not None, options.publish is None
+    as_read, mixed = follows or options.checks_as_read, options.any_policy or follows
     names, follow_s = list(options.directories), options.follow_s
-    as_read = follows or options.checks_as_read
+    head = partial(_check_head, options, as_read)
     if place is None:
         store = open_stores(names, mixed, follow_s, head, waits)
     elif follow_s is not None:
@@ -166,8 +166,16 @@ def _refuse_mixed_versions(shard: Shard) -> None:
     )
 
 
-def _check_head(options: RolloutOptions, shard: Shard) -> None:
-    """Refuse a shard that cannot be trained on, by what is known without its tokens and routes."""
+def _check_head(options: RolloutOptions, as_read: bool, shard: Shard) -> None:
+    """Refuse a shard that cannot be trained on, by what is known without its tokens and routes.
+
+    Args:
+        as_read: whether nobody will read the whole shard before its rollouts are used. A shard of
+            an earlier megatron-r3 is then read whole here: parts of its rollouts have no checksums,
+            so a rank that reads them could not compare them.
+    """
+    if as_read and not shard.known.has_parts:
+        _check_bytes(options, shard)
     biased = shard.info.sampling.unknown_to_the_loss(_has_kept(shard))
     if biased and not options.any_sampling:
         raise ValueError(

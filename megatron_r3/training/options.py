@@ -280,6 +280,11 @@ def _refuse_combinations(args: Any) -> None:
             f"{where}: --rollouts-follow not together with --rollouts-pack: which rollouts fit "
             "into a pack is known only when the next rollout is there"
         )
+    if args.rollouts_follow is not None and args.rollouts_check == "store":
+        raise ValueError(
+            f"{where}: --rollouts-follow not together with --rollouts-check store: of a store that "
+            "grows each rank checks what it reads, as it reads it; leave --rollouts-check out"
+        )
     if args.rollouts_follow is not None and args.dataloader_type != "single":
         raise ValueError(
             f"{where}: --rollouts-follow needs --dataloader-type single, the order of the store"

@@ -398,8 +398,8 @@ class RolloutStep:
             except StoreError as error:
                 refuse(str(error))
             self.ledger.note()
-        identities = " ".join(store.index.identities(store.shard_of_rollout(used - 1) + 1))
-        return int.from_bytes(hashlib.sha256(identities.encode()).digest()[:8], "big") >> 12
+        identities = store.index.table["identity"][: store.shard_of_rollout(used - 1) + 1]
+        return int.from_bytes(hashlib.sha256(identities.tobytes()).digest()[:8], "big") >> 12
 
 
 def _message_of(error: StoreError) -> str:

@@ -110,6 +110,28 @@ def test_a_framework_that_replaces_routing_cannot_train_live(
     assert not (tmp_path / "s" / "latest_checkpointed_iteration.txt").exists()
 
 
+def other_digest(rank: int, argv: list[str]) -> None:
+    """Ranks whose digests of the used shards differ, in the second step."""
+    from megatron_r3.training.step import RolloutStep
+
+    RolloutStep._digest_of_used_shards = (  # type: ignore[method-assign]
+        lambda self: rank * (self.progress.iteration == 1)
+    )
+    train(rank, argv)
+
+
+def test_ranks_that_do_not_see_the_same_shards_end_before_an_update(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    """One rank tells the others what there is, so this cannot be; if it were, it would be seen."""
+    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
+    argv = steps_on(policy, policy.store, 2, *saved, "--expert-model-parallel-size", "2")
+    with pytest.raises(RankError) as failure:
+        patched.run(other_digest, 2, argv, timeout_s=120)
+    assert f"error: {policy.store}: the ranks do not see the same shards" in str(failure.value)
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
 def other_folders(rank: int, argv: list[str], folder: str) -> None:
     """Two nodes that have another store under the same name."""
     os.chdir(Path(folder) / f"node{rank}")

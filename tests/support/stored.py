@@ -1,8 +1,10 @@
 """Rollouts that the tests of the store write, and shards that are whole and say something wrong."""
 
 import json
+import os
 import zlib
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
@@ -40,6 +42,14 @@ ROLLOUTS = [
 
 
 PER_TOKEN = ("tokens", "response", "logprobs", "recorded")  # the order of their sums
+
+
+def files_open(store):
+    """The names of the shards' files of a store that this process has open, each once for each."""
+    there = {str(shard.path.resolve()): shard.path.name for shard in store.shards}
+    links = [Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd")]
+    held = [os.readlink(link) for link in links if link.is_symlink()]
+    return sorted(there[path] for path in held if path in there)
 
 
 def block_sums(tensors):

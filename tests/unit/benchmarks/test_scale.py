@@ -32,6 +32,7 @@ def test_1024_ranks_are_within_the_aims(tmp_path: Path, monkeypatch: pytest.Monk
     assert rows["opens"]["of"] == 1024 + 2  # of 128 rollouts each is read by 8 ranks
     assert rows["opens"]["ratio"] <= 1.0
     assert rows["stats"]["ratio"] <= 1.0
+    assert rows["bytes before the first step"]["ratio"] <= 1.1
 
 
 def test_the_exponent_of_a_power() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from stored import INFO, OTHER, make_rollout
+from stored import INFO, OTHER, files_open, make_rollout
 
 from megatron_r3.kept import KeptSets
 from megatron_r3.store import RolloutStore, SamplingSettings, write_shard
@@ -146,9 +146,9 @@ def assert_same_store(got, wanted):
 def test_a_store_that_is_told_is_the_store_that_was_looked_at(directories, cuts):
     wanted = RolloutStore(directories, mixed_policies=True)
     told = RolloutStore.told(pickle.loads(pickle.dumps(of_parts(directories, cuts))))
-    assert not any(shard.is_open for shard in told.shards)
+    there = files_open(told)  # by `wanted`
     assert_same_store(told, wanted)
-    assert all(shard.is_open for shard in told.shards)
+    assert files_open(told) == sorted([*there, *(shard.path.name for shard in told.shards)])
     assert_same_store(pickle.loads(pickle.dumps(told)), wanted)  # in another process
 
 

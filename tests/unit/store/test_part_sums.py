@@ -5,6 +5,7 @@ Shape suffixes (docs/glossary.md): K, L, T.
 
 import os
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -14,12 +15,8 @@ from stored import INFO, header_of, make_rollout, metadata_of, opened, part_sums
 from megatron_r3.store import RolloutStore, StoreError, write_shard
 
 SHARD = "shard-00000.safetensors"
-LENGTHS = (
-    201,
-    65,
-    130,
-    40,
-)  # 200, 64, 129 and 39 rows: 4, 2, 3 and 1 parts, one of them without a row
+# 200, 64, 129 and 39 rows: 4, 2, 3 and 1 parts, one of them without a row
+LENGTHS = (201, 65, 130, 40)
 
 
 @pytest.fixture
@@ -263,3 +260,19 @@ def test_a_look_finds_a_file_that_was_read_and_is_gone(three_shards, change, tol
         StoreError, match=r"shard-00001\.safetensors: was removed or replaced while it is in use"
     ):
         store.look()
+
+
+def test_a_shard_that_was_verified_holds_no_sums(tmp_path):
+    """They are as many as its tokens make them, and a store has thousands of shards."""
+    held = []
+    for tokens in (200, 2000):
+        write_shard(
+            tmp_path / str(tokens), INFO, [make_rollout(tokens, sample=i) for i in range(4)]
+        )
+        store = RolloutStore([tmp_path / str(tokens)])
+        store.verify()  # imports and caches come with the first time
+        tracemalloc.start()
+        store.verify()
+        held.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert max(held) < 4 * 7 * 2000 / 64 * 4 / 2  # half of the sums alone

@@ -32,8 +32,8 @@ def changed(path, name, place, value):
     rewrite(path, **{name: tensor})
 
 
-SAMPLED = "its `turns` and its `response` name different tokens"
-TOKENS = [  # tensor, place and value, in rollout 1; the last five messages name only the file
+SAMPLED = "rollout 1: its `turns` and its `response` name different tokens"
+TOKENS = [  # tensor, place and value, in rollout 1
     ("logprobs", 8, np.nan, "rollout 1: token 3: its log-prob is nan, which is not finite"),
     ("logprobs", 8, -9999, "rollout 1: token 3: its log-prob is -9999, which vLLM sends"),
     ("logprobs", 13, 5, "rollout 1: token 8: its log-prob is 5: a probability above 1"),

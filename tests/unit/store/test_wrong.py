@@ -45,7 +45,7 @@ WRONG = {
     "rollout 0: sample -1: a whole number from 0 on": {"sample": np.array([-1, 0])},
     "rollout 1: prompt_digest must not be negative": {"prompt_digest": np.array([0, -1])},
     "rollout 0: recorded must be 0 or 1": {"recorded": np.full(12, 2, np.uint8)},
-    "its `turns` and its `response` name different tokens": {
+    "rollout 0: its `turns` and its `response` name different tokens": {
         "turns": np.array([2, 6, 3, 9], np.int32)
     },
 }

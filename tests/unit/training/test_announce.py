@@ -250,6 +250,9 @@ def test_all_ranks_hear_of_the_same_shards_and_one_looks(folder: Path, begin: Be
     assert first["listdir"] > 1
     for one in (second, third):
         assert (one["open"], one["listdir"]) == ([], 0)
+    # what the first rank has opened to look at it, it does not open again to read it
+    assert ranks.ask(0, "read", 4)["result"] == tokens_of(4)
+    assert ranks.ask(0, "read", 0)["open"] == first["open"]
     # a rank opens what it reads, and nothing else
     assert ranks.ask(1, "read", 4)["result"] == tokens_of(4)
     assert ranks.ask(1, "read", 5)["open"] == [shard(2)]

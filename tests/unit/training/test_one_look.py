@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stored import INFO, make_rollout
+from stored import INFO, files_open, make_rollout
 
 from megatron_r3.store import RolloutStore, StoreError, write_shard
 
@@ -47,7 +47,7 @@ options = RolloutOptions.from_args(SimpleNamespace(**arguments))
 os.open, os.listdir = count_open, partial(count, "listdir", listed)
 os.stat, os.fstat = partial(count, "stat", stat), partial(count, "fstat", fstat)
 try:
-    store = open_store(options, Place(rank, 2, 0, 1, 1))
+    store = open_store(options, Place(rank, int(os.environ.get("DATA_SIZE", 2)), 0, 1, 1))
 except SystemExit as end:  # a thread of gloo's may abort a process that ends by itself
     sys.stderr.flush()
     os._exit(end.code)
@@ -111,6 +111,16 @@ def test_one_rank_looks_and_each_opens_what_it_reads(shards: Path) -> None:
         assert told["reward"] == whole.column("reward").tolist()
 
 
+def test_places_that_leave_shards_unread_end_all_ranks(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third rank would read what is left, and there is none."""
+    monkeypatch.setenv("DATA_SIZE", "3")
+    for status, _, said in ranks(shards):
+        assert status != 0
+        assert "the places of the ranks leave shards unread" in said
+
+
 def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[RolloutStore([path.parent]).shards[0].header.entries["routes"].end - 5] ^= 1
@@ -140,7 +150,7 @@ def test_a_store_that_only_the_first_rank_sees_ends_all(tmp_path: Path) -> None:
 def test_another_file_than_the_one_that_was_looked_at(shards: Path) -> None:
     """A rank that opens a shard later than the first rank, and finds another file there."""
     told = RolloutStore.told(RolloutStore([shards]).index)
-    assert not any(shard.is_open for shard in told.shards)
+    assert files_open(told) == []
     (shards / "shard-00004.safetensors").unlink()
     info = told.info
     write_shard(shards.parent / "other", info, [make_rollout(20 + i, 9, sample=i) for i in (0, 1)])

@@ -104,6 +104,10 @@ def test_what_changes_the_order_of_samples_is_part_of_it(change: str) -> None:
             {"rollouts_follow": 1.0, "dataloader_type": "cyclic"},
             "--rollouts-follow needs --dataloader-type single",
         ),
+        (
+            {"rollouts_follow": 1.0, "rollouts_check": "store"},
+            "--rollouts-follow not together with --rollouts-check store",
+        ),
         *(
             ({name: True}, f"a b: not together with --{name.replace('_', '-')}: ")
             for name in NOT_WITH_ROLLOUTS
