@@ -149,14 +149,35 @@ def prompt_contents(request: Mapping[str, Any], names: tuple[str, ...]) -> list[
         messages = request["messages"]
         if not _is_chat(messages) or not all(isinstance(one, Mapping) for one in messages):
             raise EngineError(f"`messages` must be a list of objects; got {quoted(messages)}")
+        refuse_other_parts(messages)
         return [messages]
     prompt = next((request[name] for name in names if request.get(name) is not None), None)
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, (list, np.ndarray)) or not len(prompt):
-        raise EngineError("the request has no prompt")
+        raise EngineError(f"the request has no prompt: none of messages, {', '.join(names)}")
     # [5, 6] is one prompt of two tokens; [[5, 6], [7]] and ["a", "b"] are two prompts
     return [prompt] if isinstance(prompt[0], (int, np.integer)) else list(prompt)
+
+
+def refuse_other_parts(messages: list[Mapping[str, Any]]) -> None:
+    """Refuse a chat with a part that is no text.
+
+    Example: `{"content": [{"type": "image_url", ...}, {"type": "text", "text": "what?"}]}`. The
+    server makes tokens of the image that stand for pixels, and a trainer would take them as text.
+
+    Raises:
+        EngineError: naming the message and the part.
+    """
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        for index, part in enumerate(content if isinstance(content, list) else []):
+            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+            if kind != "text":
+                raise EngineError(
+                    f"message {number}, part {index} is of the type {quoted(kind)}: only parts of "
+                    "the type text can be trained on, no images, audio or files"
+                )
 
 
 def _is_chat(prompt: Any) -> bool:
@@ -179,10 +200,20 @@ def choices_in_order(choices: Any, expected: int) -> list[Mapping[str, Any]]:
 
 
 def id_array(value: Any, name: str, hint: str) -> np.ndarray:
-    """Token ids that a response must hold; `hint` says how to ask for them."""
+    """Ids of the sampled tokens, which a response must hold; `hint` says how to ask for them."""
     if value is None:
         raise EngineError(f"no {name}; {hint}")
+    refuse_none_sampled(value, name)
     return token_array(value, name)
+
+
+def refuse_none_sampled(value: Any, name: str) -> None:
+    """Refuse an empty list of what was sampled."""
+    if isinstance(value, (list, tuple)) and not value:
+        raise EngineError(
+            f"{name} is empty: no token was sampled; ask for at least 1 (max_tokens, of SGLang's "
+            "/generate max_new_tokens), and leave out a request that was ended before its first"
+        )
 
 
 def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
@@ -194,13 +225,18 @@ def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
             response has none.
         hint: how to ask for them.
     """
+    if asked is None and returned is None:
+        raise EngineError(f"no prompt_token_ids; {hint}")
     if asked is None:
-        return id_array(returned, "prompt_token_ids", hint)
+        return token_array(returned, "prompt_token_ids")
     prompt = token_array(asked, "prompt")
     if returned is not None and not np.array_equal(
         prompt, token_array(returned, "prompt_token_ids")
     ):
-        raise EngineError("prompt_token_ids are not the prompt of the request")
+        raise EngineError(
+            "prompt_token_ids are not the prompt of the request: the server cut or changed the "
+            "prompt, or this is the response to another request"
+        )
     return prompt
 
 
@@ -234,7 +270,7 @@ def sampled_logprobs(
     if not isinstance(values, list) or not values:
         raise EngineError(f"no log-probs; {hint}")
     if any(value is None for value in values):  # JSON has no NaN: some servers write null
-        raise EngineError("a response token has no log-prob")
+        raise EngineError("a response token has no log-prob: it is null; sample it again")
     _refuse_other_names(names, response_G, prompt_length)
     return number_array(values, "log-probs")
 

@@ -20,6 +20,8 @@ _NOT_CAPTURED = (
     "kernels, prefix-cached rows in 0.21"
 )
 
+_ANOTHER_MODEL = "is --model the model that the server runs?"
+
 
 def checked_tokens(
     prompt: np.ndarray, response_G: np.ndarray, request: Mapping[str, Any], shape: ModelShape
@@ -78,10 +80,24 @@ def _check_rows(rows_TYK: np.ndarray, num_tokens: int, shape: ModelShape, start:
         raise EngineError(
             f"{rows} rows of routes for {num_tokens} tokens from token {start} on; "
             f"expected {expected}"
-            + ("; the server ignored routed_experts_prompt_start" if ignored else "")
+            + (
+                "; the server ignored routed_experts_prompt_start"
+                if ignored
+                else row_cause(rows, expected)
+            )
         )
     if topk != shape.topk:
-        raise EngineError(f"top-{topk} routes; the model is top-{shape.topk}")
+        raise EngineError(f"top-{topk} routes; the model is top-{shape.topk}: {_ANOTHER_MODEL}")
+
+
+def row_cause(rows: int, expected: int) -> str:
+    """What may have happened to a response with another number of rows, for an error."""
+    if rows > expected:
+        return (
+            ": were tokens cut off after they were sampled, for example behind a stop word? "
+            "Take the response as the server sent it"
+        )
+    return ": are rows of a cached prefix missing? Start the server without its prefix cache"
 
 
 def _moe_layers(rows_TYK: np.ndarray, shape: ModelShape) -> np.ndarray:
@@ -92,7 +108,7 @@ def _moe_layers(rows_TYK: np.ndarray, shape: ModelShape) -> np.ndarray:
     if layers != shape.num_hidden_layers:
         raise EngineError(
             f"routes of {layers} layers; the model has {shape.num_hidden_layers}, {num_moe} of "
-            "them MoE layers"
+            f"them MoE layers: {_ANOTHER_MODEL}"
         )
     # engines leave the rows of dense layers at zero, so another number there means that the server
     # runs a model with other MoE layers than the config that is read here

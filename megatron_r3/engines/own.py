@@ -67,7 +67,10 @@ def _increment(
         raise EngineError(f"a sampled sequence must be a mapping; got {type(sequence).__name__}")
     missing = [name for name in ("token_ids", "logprobs", "routes") if sequence.get(name) is None]
     if missing:
-        raise EngineError(f"{missing} missing")
+        raise EngineError(
+            f"a sampled sequence has no {', '.join(missing)}; it needs token_ids, logprobs and "
+            "routes"
+        )
     prompt = prompt_array(
         request.get("prompt"), sequence.get("prompt_token_ids"), "name the prompt"
     )

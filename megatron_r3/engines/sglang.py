@@ -30,13 +30,14 @@ from megatron_r3.engines.body import (
     refuse_echo,
     refuse_failure,
     refuse_half_way,
+    refuse_none_sampled,
     refuse_other_model,
     refuse_physical_ids,
     sampled_logprobs,
     token_array,
     whole_number,
 )
-from megatron_r3.engines.checks import checked_routes, checked_tokens
+from megatron_r3.engines.checks import checked_routes, checked_tokens, row_cause
 from megatron_r3.engines.conversation import Increment, read_choices
 from megatron_r3.engines.drawn import kept_sets, version_spans
 from megatron_r3.engines.shape import EngineError, ModelShape, naming
@@ -187,7 +188,8 @@ def _refuse_unusable(meta: Mapping[str, Any], accept_retracted: bool) -> None:
     if retracted and not accept_retracted:
         raise EngineError(
             f"retracted {quoted(retracted, 20)} times: its first tokens have routes of the "
-            "second run and log-probs of the first; to take it, set accept_retracted"
+            "second run and log-probs of the first; sample it again, or decode it with "
+            "accept_retracted=True"
         )
 
 
@@ -252,10 +254,11 @@ def _logprobs_of_mask(
 
 def _native_logprobs(entries: Any) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and log-probs, `[G]` each, of `[[log-prob, token id, text or None], ...]`."""
-    if not isinstance(entries, list) or not entries:
-        raise EngineError(f"no log-probs; {_ASK_LOGPROBS}")
-    if not all(isinstance(entry, (list, tuple)) and len(entry) >= 2 for entry in entries):
-        raise EngineError("output_token_logprobs must be [log-prob, token id, text]")
+    refuse_none_sampled(entries, "output_token_logprobs")
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, (list, tuple)) and len(entry) >= 2 for entry in entries
+    ):
+        raise EngineError("output_token_logprobs must be a list of [log-prob, token id, text]")
     if any(entry[0] is None for entry in entries):
         raise EngineError("a response token has no log-prob (JSON has no NaN)")
     name = "output_token_logprobs"
@@ -281,10 +284,18 @@ def _rows(text: Any, num_tokens: int, start: int, shape: ModelShape) -> np.ndarr
     layers, topk = shape.num_hidden_layers, shape.topk
     rows, rest = divmod(flat.size, layers * topk)
     whole, asked = num_tokens - 1, num_tokens - 1 - start
-    if rest or rows not in (whole, asked):
+    if rest:
         raise EngineError(
-            f"{flat.size} expert ids fit neither {asked} rows from token {start} on nor {whole} "
-            f"from token 0 on, of {layers} layers and top-{topk}"
+            f"routed_experts: {flat.size} ids are no whole number of rows of {layers} layers and "
+            f"top-{topk}: is --model the model that the server runs?"
+        )
+    if rows not in (whole, asked):
+        expected = f"{asked} from token {start} on" + (
+            f", or {whole} from token 0 on" if start else ""
+        )
+        raise EngineError(
+            f"routed_experts: {rows} rows of {layers} layers and top-{topk}; {num_tokens} tokens "
+            f"have {expected}{row_cause(rows, whole)}"
         )
     rows_TYK = flat.reshape(rows, layers, topk)
     return rows_TYK if rows == asked else rows_TYK[start:]

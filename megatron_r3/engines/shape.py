@@ -82,6 +82,7 @@ class ModelShape(MoEShape):
         """
         config, where = _read(source)
         with naming(where):
+            _refuse_wrapped(config)
             num_layers = _integer(config, "num_hidden_layers", 1, _MOST_LAYERS)
             return cls(
                 moe_layers=_moe_layers(config, num_layers),
@@ -115,13 +116,25 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], st
     return config, str(path)
 
 
+def _refuse_wrapped(config: Mapping[str, Any]) -> None:
+    """Refuse a config whose language model is an object inside of it, e.g. one that sees images."""
+    inner = next((name for name in ("text_config", "llm_config") if name in config), None)
+    if inner is not None and config.get("num_hidden_layers") is None:
+        raise EngineError(
+            f"a model of type {quoted(config.get('model_type'))} has its language model in "
+            f"`{inner}`: save that object as a config.json of its own, and give its path"
+        )
+
+
 def _integer(
     config: Mapping[str, Any], name: str, least: int, most: int, default: int | None = None
 ) -> int:
     value = config.get(name)  # an explicit null means the same as a field that is not there
     value = default if value is None else value
     if value is None:
-        raise EngineError(f"`{name}` is missing")
+        raise EngineError(
+            f"`{name}` is missing; `model_type` is {quoted(config.get('model_type'))}"
+        )
     if isinstance(value, bool) or not isinstance(value, int):
         raise EngineError(f"`{name}` must be a whole number; got {quoted(value)}")
     if not least <= value <= most:
@@ -166,8 +179,9 @@ def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     known = ", ".join((*_SPARSE_STEP, *_FIRST_DENSE, *_EVERY_LAYER))
     raise EngineError(
         f"model type {quoted(model_type)} is unknown, so nobody can tell which layers are "
-        f"MoE layers; known: {known}. For another one build ModelShape(num_experts, topk, "
-        "moe_layers, num_hidden_layers) yourself"
+        f"MoE layers; known: {known}. For another one add `mlp_layer_types` to a copy of its "
+        'config.json, a list that names each layer "dense" or "sparse", and give the path of the '
+        "copy"
     )
 
 

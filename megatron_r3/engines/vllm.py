@@ -57,7 +57,6 @@ from megatron_r3.untrusted import quoted, read_json, said
 PROMPT_FIELDS = ("token_ids", "prompt")  # of a request: the first that is there counts
 
 _ASK_IDS = "ask with return_token_ids true"
-_ASK_LOGPROBS = "ask with logprobs 1 (chat: true)"
 _NO_ROUTES = "a streamed response carries no routes; ask with stream false"
 
 
@@ -138,11 +137,12 @@ def _increment(
     prompt = prompt_array(asked, returned, _ASK_IDS)
     response_G = id_array(choice.get("token_ids"), "token_ids", _ASK_IDS)
     tokens_N = checked_tokens(prompt, response_G, request, shape)
-    logprobs_G = sampled_logprobs(choice.get("logprobs"), response_G, _ASK_LOGPROBS, len(prompt))
+    hint = _ask_logprobs(request)
+    logprobs_G = sampled_logprobs(choice.get("logprobs"), response_G, hint, len(prompt))
     if body.get("prompt_routed_experts") is None:
         routes = decode_routes(choice, len(tokens_N), shape, start)
     elif start:
-        raise EngineError("vLLM 0.21 knows no routed_experts_prompt_start")
+        raise EngineError("vLLM 0.21 knows no routed_experts_prompt_start: leave it out")
     else:
         rows_TYK = _prompt_and_response_rows(body, choice, len(prompt), shape)
         routes = checked_routes(rows_TYK, len(tokens_N), shape)
@@ -153,6 +153,18 @@ def _increment(
     return Increment(
         tokens_N, len(prompt), logprobs_G, routes, start, group, kept=kept, versions_G=versions_G
     )
+
+
+def _ask_logprobs(request: Mapping[str, Any]) -> str:
+    """How the log-probs are asked for that a response lacks."""
+    if "messages" not in request:
+        return "ask with logprobs 1"
+    # vLLM takes the number of log-probs from top_logprobs, 0 if it is left out; null means none
+    if request.get("logprobs") and request.get("top_logprobs", 0) is None:
+        return (
+            "the request has top_logprobs null, and vLLM sends none then: leave it out, or give 0"
+        )
+    return "ask with logprobs true"
 
 
 def decode_routes(
@@ -184,7 +196,9 @@ def _prompt_and_response_rows(
 ) -> np.ndarray:
     """The rows as vLLM 0.21 sends them: the prompt's beside the choices, G - 1 in each choice."""
     if shape.moe_layers != tuple(range(shape.num_hidden_layers)):
-        raise EngineError("vLLM 0.21 misplaces the layers of a model with dense layers")
+        raise EngineError(
+            "vLLM 0.21 misplaces the layers of a model with dense layers: take 0.27 or later"
+        )
     name = "prompt_routed_experts"
     prompt_TYK = integer_array(body[name], name)
     if len(prompt_TYK) != prompt_length:
@@ -322,7 +336,7 @@ def _join(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
     content = logprobs.get("content") if isinstance(logprobs, Mapping) else []
     tokens = part.get("token_ids")
     if not isinstance(tokens, list) or not isinstance(content, list):
-        raise EngineError("an event of the stream has no token_ids")
+        raise EngineError(f"an event of the stream has no token_ids; {_ASK_IDS}")
     choice["token_ids"] += tokens
     choice["logprobs"]["content"] += content
     choice["finish_reason"] = part.get("finish_reason")

@@ -31,6 +31,7 @@ from megatron_r3.online.degrade import Degraded
 from megatron_r3.rollouts.engine import Answer
 from megatron_r3.rollouts.generate import SampleRequest, Transformers
 from megatron_r3.rollouts.plan import Sampling
+from megatron_r3.rollouts.request_fields import PLAIN, refuse_other_fields
 from megatron_r3.untrusted import one_line, read_json
 from megatron_r3.values import wrong_token
 
@@ -90,6 +91,7 @@ class EmbeddedSampler:
                 raise EngineError("no policy is loaded: POST /update_weights_from_disk first")
             prompts, is_batch = _prompts(body, self._shape.vocab_size)
             params = _params(body, len(prompts))
+            refuse_other_fields(body, "the request")
             requests = [
                 SampleRequest(ids, one.get("sampling_seed"), f"prompt {i}")
                 for i, (ids, one) in enumerate(zip(prompts, params, strict=True))
@@ -137,7 +139,7 @@ class EmbeddedSampler:
                 rollout.kept.of(token).tolist() for token in range(length, length + len(ids))
             ]
             meta["output_token_sampling_logprobs"] = values
-        return {"text": answer.text, "output_ids": ids, "meta_info": meta}
+        return {"text": answer.message.get("content"), "output_ids": ids, "meta_info": meta}
 
     @torch.inference_mode()
     def _of_prompt(self, ids: list[int]) -> list[list[Any]]:
@@ -180,14 +182,14 @@ def _params(body: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
 
 _DEFAULTS = {"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "n": 1}
 # parameters that must have these values, or be left out
-_FIXED = {"min_p": 0.0, "repetition_penalty": 1.0, "n": 1}
+_FIXED = {"min_p": 0.0, "n": 1}
 
 
 def _sampling(params: list[Mapping[str, Any]]) -> Sampling:
     """The sampling that all prompts of a request share; each has a seed of its own."""
     first = {**_DEFAULTS, **params[0]}
     for one in params:
-        unknown = one.keys() - _DEFAULTS.keys() - _FIXED.keys() - {"sampling_seed"}
+        unknown = one.keys() - _DEFAULTS.keys() - _FIXED.keys() - PLAIN.keys() - {"sampling_seed"}
         if unknown:
             raise EngineError(f"sampling_params: {sorted(unknown)[0]!r} is not taken here")
         for name, value in {**_DEFAULTS, **one}.items():

@@ -400,9 +400,10 @@ def run_responses(args: argparse.Namespace) -> int:
         policy_version=args.policy_version,
         reward=load_reward(args.reward) if args.reward else None,
     )
-    count, skipped = convert_responses(recording, args.out, args.shard_size, args.skip_refused)
-    for reason in skipped:
-        print(f"left out: {reason}", file=sys.stderr)
+    done = convert_responses(recording, args.out, args.shard_size, args.skip_refused)
+    count, skipped, notes = done
+    for line in (*(f"left out: {reason}" for reason in skipped), *notes):
+        print(line, file=sys.stderr)
     left_out = f"; lines left out: {len(skipped)}" if skipped else ""
     print(f"{args.out} has {count} rollouts{left_out}")
     return 0

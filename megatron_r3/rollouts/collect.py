@@ -196,8 +196,8 @@ class Sampler:
 
     async def _reward(self, answer: Answer, prompt: Prompt, index: int, where: str) -> Rollout:
         plan, decoded = self.plan, answer.decoded
-        text_and_reason = answer.text, answer.finish_reason
-        seen = RewardSample.of(decoded, prompt.fields, text_and_reason, prompt.group, index)
+        said = answer.message, answer.finish_reason
+        seen = RewardSample.of(decoded, prompt.fields, said, prompt.group, index)
         reward = await self._rewards.run(score, plan.reward, seen, where)
         rollout = replace(
             decoded,

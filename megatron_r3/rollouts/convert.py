@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from megatron_r3.engines.shape import EngineError
 from megatron_r3.rollout import Rollout
 from megatron_r3.rollouts.plan import Model
 from megatron_r3.rollouts.recorded import answers_of, digests_of, read_lines, settings_of
+from megatron_r3.rollouts.request_fields import left_out, refuse_defaults
 from megatron_r3.rollouts.requests import decoder, policies_of
 from megatron_r3.rollouts.reward import (
     RewardError,
@@ -54,7 +55,7 @@ class Recording:
 
 def convert_responses(
     recording: Recording, out: Path, shard_size: int, skip_refused: bool = False
-) -> tuple[int, list[str]]:
+) -> tuple[int, list[str], list[str]]:
     """Write a new store of every choice of every response.
 
     A line's group is its `group`. If the lines have none, each prompt of each request is a group of
@@ -67,7 +68,8 @@ def convert_responses(
             than the first. Otherwise such a line is an error.
 
     Returns:
-        How many rollouts the store has, and for each line that was left out, why.
+        How many rollouts the store has, for each line that was left out, why, and what else a user
+        should know, a line each.
 
     Raises:
         EngineError: a line is no response, cannot be decoded, or was sampled in another way than
@@ -97,7 +99,7 @@ def convert_responses(
         if not batch:
             raise EngineError(f"{recording.path}: no responses to store")
         count += write(folder, batch)
-    return count, skipped
+    return count, skipped, reader.notes()
 
 
 def _store_info(recording: Recording) -> StoreInfo:
@@ -113,17 +115,30 @@ class _Reader:
 
     Attributes:
         sampling: how the first line that could be decoded was sampled.
+        left_out: the settings that a line leaves to its engine.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.recording, self.decode = recording, decoder(recording.engine)
         self.sampling = SamplingSettings()
+        self.defaults = recording.model.sampling_defaults
+        self.left_out: set[str] = set()
         self._first_line = ""  # the line that `sampling` is of; empty before it came
         self._samples: Counter[int] = Counter()  # of each group, so far
         # for each group the digest of its prompt, and the line that had it first
         self._digests: dict[int, tuple[int, str]] = {}
         self._prompts = 0  # the number of the next group, if lines do not name theirs
         self._lines_name_groups: bool | None = None  # None before the first line
+
+    def notes(self) -> list[str]:
+        """What the store does not know, after all lines."""
+        if not self.left_out:
+            return []
+        return [
+            f"requests leave out {', '.join(sorted(self.left_out))}: {self.recording.engine} took "
+            "its own values, or those of the model's generation_config.json; the store says that "
+            "they are not known"
+        ]
 
     def lines(self) -> Iterator[tuple[list[Rollout], str]]:
         """For each line its rollouts and "", or no rollouts and why there are none."""
@@ -136,12 +151,14 @@ class _Reader:
             # The turns of an agent may have different limits of tokens, and such a limit changes no
             # token's probability. So it is left out of what all lines must share.
             settings = replace(settings_of(request, where), max_tokens=None)
+            refuse_defaults(self.recording.engine, request, self.defaults, where)
             decoded = self.decode(response, request, self.recording.model.shape, where)
             answers = answers_of(response, len(decoded), where)
             digests = digests_of(self.recording.engine, request, where)
             if any(choice.kept is not None for choice in decoded):
                 settings = replace(settings, logprobs_of="processed")
             self._refuse_other_settings(settings, where)
+            self.left_out.update(left_out(self.recording.engine, request))
             versions = [self._version(response, i, c, where) for i, c in enumerate(decoded)]
         except EngineError as error:
             return [], str(error)
@@ -167,7 +184,7 @@ class _Reader:
         self,
         line: dict[str, Any],
         decoded: list[Rollout],
-        answers: list[tuple[str, str]],
+        answers: list[tuple[Mapping[str, Any], str]],
         digests: list[int],
         versions: list[int],
         where: str,

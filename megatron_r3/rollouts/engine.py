@@ -7,9 +7,9 @@ in this process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_r3.engines.shape import EngineError
 from megatron_r3.rollout import Rollout
@@ -54,13 +54,13 @@ class Answer:
 
     Attributes:
         decoded: tokens, log-probs and routes, checked; the reward and the name are not known yet.
-        text: the response as text. It is empty where the engine has no tokenizer.
+        message: what the model wrote, as the engine says it (`reward.RewardSample.message`).
         finish_reason: why the response ended, in the engine's words: "stop", "length".
         policies: the versions of the weights that sampled it, as far as the engine says them.
     """
 
     decoded: Rollout
-    text: str
+    message: Mapping[str, Any]
     finish_reason: str
     policies: list[str] = field(default_factory=list)
 

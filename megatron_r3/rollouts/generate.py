@@ -218,12 +218,12 @@ class Transformers:
             )
             if wrong := rollout.wrong_parts():
                 raise EngineError(f"{request.where}: {wrong}")
-            text = ""
+            message = {}
             if self._tokenizer is not None:
-                text = self._tokenizer.decode(
+                message["content"] = self._tokenizer.decode(
                     rollout.tokens_N[length:].tolist(), skip_special_tokens=True
                 )
-            answers.append(Answer(rollout, text, "stop" if ended.any() else "length"))
+            answers.append(Answer(rollout, message, "stop" if ended.any() else "length"))
         return answers
 
     @torch.inference_mode()

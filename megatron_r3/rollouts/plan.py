@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_r3.fingerprint import policy_stamp, router_fingerprint
 from megatron_r3.rollouts.prompts import Prompt
 from megatron_r3.rollouts.reward import RewardFunction
 from megatron_r3.store import Rollout, SamplingSettings, StoreInfo
+from megatron_r3.untrusted import read_json
 
 # Why an engine's log-probs at another temperature cannot be used: its answer does not say whose
 # they are.
@@ -133,6 +134,7 @@ class Model:
             has no weights.
         vocab_size: None if the config does not say it.
         policy_stamp: a digest of all weights; empty if the directory has no weights.
+        sampling_defaults: what its generation_config.json has; empty if there is no such file.
     """
 
     name: str
@@ -140,6 +142,7 @@ class Model:
     router_fingerprint: tuple[str, ...]
     vocab_size: int | None
     policy_stamp: str = ""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def store_info(self, engine: str, engine_version: str, **more: Any) -> StoreInfo:
         """The header of a store of rollouts that this model sampled.
@@ -169,15 +172,30 @@ def read_model(path: Path) -> Model:
     """
     folder = (path if path.is_dir() else path.parent).resolve()
     shape = ModelShape.from_hf_config(path)
+    model = Model(folder.name, shape, (), shape.vocab_size)
+    if path.is_dir():
+        defaults = _sampling_defaults(path / "generation_config.json")
+        model = replace(model, sampling_defaults=defaults)
     if not path.is_dir() or not any(path.glob("*.safetensors")):
-        return Model(folder.name, shape, (), shape.vocab_size)
+        return model
     try:
         routers = router_fingerprint(path, shape.moe_layers)
-        return Model(folder.name, shape, routers, shape.vocab_size, policy_stamp(path))
+        return replace(model, router_fingerprint=routers, policy_stamp=policy_stamp(path))
     except ValueError as error:
         raise EngineError(
             f"{error}; to store no router fingerprint, give --model {path / 'config.json'}"
         ) from error
+
+
+def _sampling_defaults(path: Path) -> Mapping[str, Any]:
+    """What a generation_config.json has; nothing if there is no such file."""
+    try:
+        found = read_json(path.read_bytes(), str(path)) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise EngineError(f"{path}: a JSON object is expected")
+    return found
 
 
 @dataclass(frozen=True)

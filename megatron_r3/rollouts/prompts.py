@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_r3.engines.body import refuse_other_parts
+from megatron_r3.engines.shape import EngineError
 from megatron_r3.untrusted import one_line, read_json
 from megatron_r3.values import MOST_TOKEN_ID, wrong_token
 
@@ -142,6 +144,11 @@ def _prompt(line: bytes, number: int, where: str) -> Prompt:
             raise PromptError(f"{where}: `prompt` must be a text or a list of token ids from 0 on")
     elif not isinstance(content, list) or not all(isinstance(message, dict) for message in content):
         raise PromptError(f"{where}: `messages` must be a list of objects")
+    else:
+        try:
+            refuse_other_parts(content)
+        except EngineError as error:
+            raise PromptError(f"{where}: {error}") from error
     if not content:
         raise PromptError(f"{where}: the prompt is empty")
     return Prompt(where, _group(fields, number, where), content, fields)

@@ -11,6 +11,7 @@ from megatron_r3.engines import body as bodies
 from megatron_r3.engines.shape import EngineError, naming
 from megatron_r3.engines.vllm import joined_stream
 from megatron_r3.rollouts.prompts import prompt_digest
+from megatron_r3.rollouts.request_fields import refuse_other_fields
 from megatron_r3.rollouts.requests import answer_of
 from megatron_r3.store.schema import SamplingSettings
 from megatron_r3.untrusted import quoted, read_json
@@ -55,12 +56,14 @@ def settings_of(request: Mapping[str, Any], where: str) -> SamplingSettings:
     """How a request asks for tokens. A setting that the request leaves out is None.
 
     The engine takes what a request leaves out from the model's generation_config.json or from its
-    own options, and neither is recorded.
+    own options (`refuse_defaults`).
 
     Raises:
-        EngineError: naming `where` and the field: a value of another type, a number that cannot be,
-            or prompts of one request that are sampled in different ways.
+        EngineError: naming `where` and the field: a field that is not known to leave the sampled
+            tokens as they are, a value of another type, a number that cannot be, or prompts of one
+            request that are sampled in different ways.
     """
+    refuse_other_fields(request, where)
     top_k = _number(request, "top_k", where)
     if top_k is not None and (top_k != int(top_k) or top_k < -1):
         raise EngineError(f"{where}: top_k must be a whole number from -1 on; got {quoted(top_k)}")
@@ -87,10 +90,13 @@ def _number(
     holders = nested if isinstance(nested, list) else [nested]
     values = [holder.get(name) if isinstance(holder, Mapping) else None for holder in holders]
     if request.get(name) is not None:
-        values = [request[name]]
+        values = [request[name], *(value for value in values if value is not None)]
     # `is not` first: NaN is not equal to itself, and is refused as a number below.
     if any(value is not values[0] and value != values[0] for value in values):
-        raise EngineError(f"{where}: {name} differs between the prompts of one request")
+        raise EngineError(
+            f"{where}: {name} differs between the prompts of one request, or between the request "
+            "and its sampling_params"
+        )
     value = values[0] if values else None
     if value is None:
         return None
@@ -103,8 +109,8 @@ def _number(
     return float(value)
 
 
-def answers_of(response: Any, count: int, where: str) -> list[tuple[str, str]]:
-    """Text and finish reason of each choice of a response that was decoded.
+def answers_of(response: Any, count: int, where: str) -> list[tuple[Mapping[str, Any], str]]:
+    """Message and finish reason of each choice of a response that was decoded.
 
     Args:
         count: how many choices the response has.

@@ -17,6 +17,7 @@ from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.rollout import Rollout
 from megatron_r3.rollouts.plan import Sampling
 from megatron_r3.rollouts.prompts import Prompt, PromptError
+from megatron_r3.rollouts.reward import BESIDE_CONTENT
 from megatron_r3.values import wrong_text
 
 Decode = Callable[[Mapping[str, Any], Mapping[str, Any], ModelShape, str], list[Rollout]]
@@ -164,16 +165,27 @@ def refuse_without_kept(engine: str, decoded: Rollout, sampling: Sampling, where
         raise EngineError(f"{where}: the response has no sampling mask: {_ASK_MASK[engine]}")
 
 
-def answer_of(response: Any, index: int, where: str) -> tuple[str, str]:
-    """Text and finish reason of one choice of a response that was decoded.
+def answer_of(response: Any, index: int, where: str) -> tuple[Mapping[str, Any], str]:
+    """Message and finish reason of one choice of a response that was decoded.
+
+    The message has what the model wrote, and nothing else that the engine may send with it (ids,
+    log-probs). A completion's text becomes `{"content": "..."}`; without a text there is nothing.
 
     Raises:
-        EngineError: text or finish reason is no text, or the engine gave the request up half-way.
-            Then the response ends where the engine stopped, and not where the policy did.
+        EngineError: text or finish reason is no text, the message has audio, or the engine gave the
+            request up half-way. Then the response ends where the engine stopped, and not where the
+            policy did.
     """
     choice = _choice(response, index)
-    message = choice.get("message") or {}
-    text = choice.get("text", message.get("content")) or ""
+    message = choice.get("message")
+    if message is None:
+        message = {} if choice.get("text") is None else {"content": choice["text"]}
+    if not isinstance(message, Mapping):
+        raise EngineError(f"{where}: its message must be an object; got {type(message).__name__}")
+    if message.get("audio"):
+        raise EngineError(f"{where}: the message has audio; rollouts are of text alone")
+    message = {name: message[name] for name in ("content", *BESIDE_CONTENT) if name in message}
+    text = message.get("content") or ""
     reason = choice.get("finish_reason", (choice.get("meta_info") or {}).get("finish_reason"))
     if isinstance(reason, Mapping):  # SGLang: {"type": "stop", "matched": 2}
         reason = reason.get("type")
@@ -183,7 +195,7 @@ def answer_of(response: Any, index: int, where: str) -> tuple[str, str]:
             raise EngineError(f"{where}: its {name} must be a text; got {type(value).__name__}")
     if reason in ("abort", "error"):
         raise EngineError(f"{where}: the engine ended the response with {reason!r}, half-way")
-    return text, reason
+    return message, reason
 
 
 def refuse_nameless(response: Any, asked: str, where: str) -> None:

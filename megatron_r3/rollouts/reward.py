@@ -16,6 +16,9 @@ from megatron_r3.rollout import Rollout
 from megatron_r3.untrusted import one_line, quoted
 from megatron_r3.values import wrong_reward
 
+# What a server's parsers take out of the text that the model wrote; names differ by engine.
+BESIDE_CONTENT = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")
+
 
 class RewardError(ValueError):
     """A reward function that cannot be used; the message names the function and the prompt."""
@@ -28,7 +31,9 @@ class RewardSample:
     Attributes:
         fields: the prompt's line with all that it holds, for example an answer or a task's name.
         prompt_tokens, response_tokens: token ids.
-        response_text: the response as text; empty if the engine has no tokenizer.
+        message: what the engine says that the model wrote: `content`, and beside it what a parser
+            of the server took out, e.g. `reasoning` and `tool_calls`. Empty if the engine sends no
+            text, as one without a tokenizer does.
         finish_reason: why the response ended, in the engine's words: "stop", "length".
         group, sample: which sample of which prompt.
     """
@@ -36,7 +41,7 @@ class RewardSample:
     fields: Mapping[str, Any]
     prompt_tokens: list[int]
     response_tokens: list[int]
-    response_text: str
+    message: Mapping[str, Any]
     finish_reason: str
     group: int
     sample: int
@@ -46,13 +51,31 @@ class RewardSample:
         cls,
         decoded: Rollout,
         fields: Mapping[str, Any],
-        answer: tuple[str, str],
+        answer: tuple[Mapping[str, Any], str],
         group: int,
         sample: int,
     ) -> RewardSample:
-        """What the function sees of a decoded response; `answer` is its text and finish reason."""
+        """What the function sees of a response; `answer` is its message and finish reason."""
         tokens, length = decoded.tokens_N.tolist(), decoded.prompt_length
         return cls(fields, tokens[:length], tokens[length:], *answer, group, sample)
+
+    @property
+    def response_text(self) -> str:
+        """The response as one text.
+
+        Raises:
+            RewardError: there is no such text, or it would lack a part of what the model wrote. A
+                reward of the text "" would be wrong then, and nobody would see why.
+        """
+        if "content" not in self.message:
+            raise RewardError("the engine sent no text: read sample.response_tokens instead")
+        others = [name for name in BESIDE_CONTENT if self.message.get(name)]
+        if others:
+            raise RewardError(
+                f"the message has {' and '.join(others)} beside its content, which response_text "
+                "would leave out: read sample.message instead"
+            )
+        return self.message["content"] or ""
 
 
 RewardFunction = Callable[[RewardSample], float]

@@ -70,8 +70,8 @@ class Server:
                 )
             refuse_nameless(response, model, where)
             refuse_without_kept(self.name, samples[0], self.sampling, where)
-            text, reason = answer_of(response, 0, where)
-            return Answer(samples[0], text, reason, policies_of(response, 0, where))
+            said = answer_of(response, 0, where)
+            return Answer(samples[0], *said, policies_of(response, 0, where))
         except EngineError:
             raise
         except Exception as error:  # JSON of some other service: a list where an object is expected

@@ -13,7 +13,7 @@ from megatron_r3.rollouts.reward import RewardSample
 
 
 def reward_of(prompt: list[int], response: list[int]) -> float:
-    return reward(RewardSample({}, prompt, response, "", "stop", 0, 0))
+    return reward(RewardSample({}, prompt, response, {}, "stop", 0, 0))
 
 
 def test_only_a_whole_answer_has_a_reward() -> None:

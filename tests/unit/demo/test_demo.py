@@ -19,7 +19,7 @@ from tests.unit.rollouts.test_generate import save_model
 
 def test_the_reward_is_the_share_of_right_positions():
     def reward(prompt: list[int], response: list[int]) -> float:
-        return task.reward(RewardSample({}, prompt, response, "", "stop", 0, 0))
+        return task.reward(RewardSample({}, prompt, response, {}, "stop", 0, 0))
 
     prompt, answer = task.problem(5)
     assert reward(prompt, answer) == 1.0

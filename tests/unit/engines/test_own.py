@@ -44,7 +44,7 @@ def test_array_increments():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"routes": None}, "'routes'. missing"),
+        ({"routes": None}, "has no routes; it needs"),
         ({"routes": made.made_rows(8)}, "8 rows of routes for 10 tokens"),
         ({"routes": made.made_rows().transpose(1, 0, 2)}, "5 rows of routes"),
         ({"routes": made.made_rows().astype(object)}, "ids must be integers; got int"),

@@ -80,8 +80,14 @@ def test_rows_that_fit_neither_start_are_refused():
     rows = made.made_rows()
     body, request = made.sglang(rows)
     request["routed_experts_start_len"] = 4
-    for wrong in (rows[3:], rows[5:], rows[:0], np.concatenate([rows, rows[:1]])):
-        with pytest.raises(EngineError, match="fit neither 5 rows from token 4 on nor 9 from"):
+    for wrong, cause in (
+        (rows[3:], "cached prefix"),
+        (rows[5:], "cached prefix"),
+        (rows[:0], "cached prefix"),
+        (np.concatenate([rows, rows[:1]]), "cut off after they were sampled"),
+    ):
+        expected = f"{len(wrong)} rows of .* 10 tokens have 5 from token 4 on, or 9 from token 0 on"
+        with pytest.raises(EngineError, match=f"{expected}.*{cause}"):
             decode(with_text(body, made.int32_text(wrong)), request)
     with pytest.raises(EngineError, match="expected a start from 0 to 6"):
         decode(
@@ -95,9 +101,15 @@ def test_rows_that_fit_neither_start_are_refused():
     [
         (lambda rows: made.int32_text(rows)[:-1], "not whole base64"),
         (lambda rows: made.int32_text(rows)[:-4], "no whole number of <i4"),
-        (lambda rows: made.int32_text(rows[:, :3]), "fit neither"),
-        (lambda rows: base64.b64encode(rows.astype("<i8").tobytes()).decode(), "fit neither"),
-        (lambda rows: base64.b64encode(rows.astype("u1").tobytes()).decode(), "fit neither"),
+        (lambda rows: made.int32_text(rows[:, :3]), "no whole number of rows"),
+        (
+            lambda rows: base64.b64encode(rows.astype("<i8").tobytes()).decode(),
+            "18 rows of",
+        ),
+        (
+            lambda rows: base64.b64encode(rows.astype("u1").tobytes()).decode(),
+            "no whole number of rows",
+        ),
         (lambda rows: base64.b64encode(rows.astype(">i4").tobytes()).decode(), "outside 0..15"),
         # bare bytes have no axes: zeros of the dense layers tell that these are swapped
         (lambda rows: made.int32_text(rows.transpose(1, 0, 2)), "which is dense"),
@@ -168,8 +180,11 @@ def test_ids_beside_the_routes():
         ({"num_retractions": 2}, "retracted 2 times"),
         ({"prompt_tokens": 7}, "7 prompt tokens; 6 were sent"),
         ({"output_token_logprobs": [[-1.0, 21, None]]}, "not those of output_ids"),
-        ({"output_token_logprobs": []}, "no log-probs"),
-        ({"output_token_logprobs": [None] * 4}, "must be .log-prob, token id, text"),
+        (
+            {"output_token_logprobs": []},
+            "no token was sampled; .*max_new_tokens",
+        ),
+        ({"output_token_logprobs": [None] * 4}, "must be a list of .log-prob, token id, text"),
         ({"output_token_logprobs": [["a", 21, None]] * 4}, "a list of numbers; got str"),
         (
             {"output_token_logprobs": [[None, t, None] for t in made.RESPONSE]},
@@ -225,7 +240,7 @@ def test_bodies_that_are_none(body, message):
 
 def test_another_models_shape_is_refused():
     body, request = made.sglang(made.made_rows())
-    with pytest.raises(EngineError, match="fit neither"):
+    with pytest.raises(EngineError, match="rows of 6 layers and top-4: is --model"):
         decode(body, request, ModelShape(16, 4, (1, 2, 4), 6))
     with pytest.raises(EngineError, match="hidden layer 2, which is dense"):
         decode(body, request, ModelShape(16, 4, (1, 4), 5))

@@ -139,8 +139,8 @@ def zeros(payload: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda p: with_rows(p, rows_of(p["response"])[1:]), "fit neither 12 rows"),
-        (lambda p: with_rows(p, rows_of(p["response"])[:, :3]), "fit neither 12 rows"),
+        (lambda p: with_rows(p, rows_of(p["response"])[1:]), "11 rows .* 13 tokens have 12 from"),
+        (lambda p: with_rows(p, rows_of(p["response"])[:, :3]), "9 rows .* 13 tokens have 12"),
         (lambda p: with_rows(p, rows_of(p["response"]) + 1), r"outside 0\.\.15"),
         (zeros, "did not capture routes: 4 of 48 rows.* token 6"),
         (swapped, "5 prompt tokens; 4 were sent"),

@@ -14,6 +14,7 @@ QWEN3 = {
     "num_experts": 16,
     "num_experts_per_tok": 4,
 }
+WRAPPED = {"model_type": "qwen3_vl_moe", "text_config": QWEN3, "vision_config": {}}
 DEEPSEEK = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 6,
@@ -48,6 +49,10 @@ def test_moe_layers(base, change, layers):
     assert ModelShape.from_hf_config({**base, **change}) == ModelShape(16, 4, layers, 6)
 
 
+def test_the_cure_of_a_wrapped_config():
+    assert ModelShape.from_hf_config(WRAPPED["text_config"]) == ModelShape.from_hf_config(QWEN3)
+
+
 def test_both_names_of_the_number_of_experts():
     config = dict(QWEN3)
     config["num_local_experts"] = config.pop("num_experts")
@@ -76,6 +81,8 @@ def test_unreadable_configs_are_refused(tmp_path, text):
     [
         (QWEN3, {"model_type": "no_such"}, "'no_such' is unknown, so nobody can tell"),
         (QWEN3, {"model_type": None}, "None is unknown"),
+        (QWEN3, {"model_type": "no_such"}, "add `mlp_layer_types` to a copy of its config.json"),
+        (WRAPPED, {}, "'qwen3_vl_moe' has its language model in `text_config`: save that object"),
         (QWEN3, {"num_experts": None}, "number of experts is missing"),
         (QWEN3, {"num_experts_per_tok": None}, "`num_experts_per_tok` is missing"),
         (QWEN3, {"num_hidden_layers": "6"}, "`num_hidden_layers` must be a whole number"),

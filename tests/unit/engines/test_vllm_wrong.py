@@ -26,9 +26,12 @@ def change(rows: np.ndarray, row: int, layer: int, ids: list[int]) -> np.ndarray
     return rows
 
 
+MESSAGES = [{"role": "user", "content": "hi"}]
 WRONG_ROWS = {
-    "20 rows of routes for 22 tokens": lambda r: r[:-1],
-    "22 rows of routes for 22 tokens": lambda r: np.concatenate([r, r[:1]]),
+    "20 rows of routes for 22 tokens .*cached prefix": lambda r: r[:-1],
+    "22 rows of routes for 22 tokens .*cut off after they were sampled": lambda r: np.concatenate(
+        [r, r[:1]]
+    ),
     "0 rows of routes for 22 tokens": lambda r: r[:0],
     "top-3 routes; the model is top-4": lambda r: r[..., :3],
     "routes of 3 layers; the model has 4": lambda r: r[:, :3],
@@ -110,7 +113,7 @@ def test_one_expert_of_many_may_be_expert_zero(two):
     ("field", "value", "message"),
     [
         ("token_ids", None, "return_token_ids"),
-        ("token_ids", [], "token ids must be a list"),
+        ("token_ids", [], "token_ids is empty: no token was sampled"),
         ("token_ids", [1, -2], "token ids must be a list"),
         ("token_ids", ["a"], "ids must be integers"),
         ("logprobs", None, "no log-probs"),
@@ -126,6 +129,35 @@ def test_wrong_choices_are_refused(two, field, value, message):
     two["response"]["choices"][1][field] = value
     with pytest.raises(EngineError, match=message):
         decode(two)
+
+
+@pytest.mark.parametrize(
+    ("request_", "hint"),
+    [
+        ({"prompt": [1], "logprobs": None}, "no log-probs; ask with logprobs 1"),
+        ({"messages": MESSAGES}, "no log-probs; ask with logprobs true"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": None}, "has top_logprobs null"),
+    ],
+)
+def test_how_log_probs_that_lack_are_asked_for(request_, hint):
+    payload = load(QWEN, "19_chat_turn1")
+    payload["request"] = request_
+    payload["response"]["choices"][0]["logprobs"] = None
+    if "prompt" in request_:
+        payload["request"] = {**request_, "prompt": payload["response"]["prompt_token_ids"]}
+    with pytest.raises(EngineError, match=hint):
+        decode(payload)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", "of next year"])
+def test_parts_of_a_chat_that_are_no_text(kind):
+    payload = load(QWEN, "19_chat_turn1")
+    text = {"type": "text", "text": "what?"}
+    payload["request"]["messages"] = [*MESSAGES, {"role": "user", "content": [text]}]
+    assert decode(payload)
+    payload["request"]["messages"][1]["content"] = [text, {"type": kind}]
+    with pytest.raises(EngineError, match=f"message 1, part 1 is of the type '{kind}': only parts"):
+        decode(payload)
 
 
 def test_swapped_prompts_are_refused():

@@ -119,6 +119,53 @@ def test_wrong_lines(folder, capsys, change, message):
     assert not Path("store").exists()
 
 
+REWARD = """
+def text(sample):
+    return float("42" in sample.response_text)
+def whole(sample):
+    return float("42" in str(sample.message)) + len(sample.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"content": None, "tool_calls": [{"function": {"arguments": '{"x": 42}'}}]}, "tool_calls"),
+        ({"content": None, "reasoning": "so it is 42"}, "reasoning beside its content"),
+        ({"content": "4", "reasoning_content": "42"}, "reasoning_content"),
+        ({"content": None, "refusal": "42?"}, "refusal"),
+    ],
+)
+def test_a_reward_sees_all_that_the_model_wrote(folder, capsys, change, message):
+    (folder / "seen_rewards.py").write_text(REWARD)
+    line = payload("19_chat_turn1")
+    parts = line["response"]["choices"][0]["message"]
+    parts |= {"content": "42", "reasoning": None, "tool_calls": []}
+    assert convert([line], "--reward", "seen_rewards:text", "--out", "whole") == 0
+    parts |= change
+    assert convert([line], "--reward", "seen_rewards:text") == 1
+    error = capsys.readouterr().err
+    assert "line 1, choice 0: the reward seen_rewards:text raised RewardError: " in error
+    assert f"the message has {message}" in error
+    assert "read sample.message instead" in error
+    assert not Path("store").exists()
+    assert convert([line], "--reward", "seen_rewards:whole") == 0
+    assert RolloutStore(["store"]).column("reward").tolist() == [1 + len({*parts} & SEEN)]
+
+
+# what of a message is the model's own: annotations, for example, are not
+SEEN = {*("content", "reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")}
+
+
+def test_a_response_without_text_has_no_text_to_reward(folder, capsys):
+    (folder / "seen_rewards.py").write_text(REWARD)
+    line = payload("03_p5_g1")
+    assert convert([line], "--reward", "seen_rewards:text", "--out", "whole") == 0
+    del line["response"]["choices"][0]["text"]
+    assert convert([line], "--reward", "seen_rewards:text") == 1
+    assert "the engine sent no text: read sample.response_tokens" in capsys.readouterr().err
+
+
 def test_no_lines_and_no_json(folder, capsys):
     assert convert([]) == 1
     assert "no responses to store" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_a_store_says_how_its_responses_were_sampled(folder):
             },
             SamplingSettings(1.0, top_k=0),
         ),
-        ({"temperature": 2, "sampling_params": {"temperature": 1}}, SamplingSettings(2.0)),
+        ({"temperature": 2, "sampling_params": {"temperature": 2.0}}, SamplingSettings(2.0)),
         ({"max_completion_tokens": 5, "sampling_params": None}, SamplingSettings(max_tokens=5)),
     ],
 )
@@ -99,6 +99,7 @@ def test_settings_of_a_request(request_, expected):
             "temperature differs between the prompts of one request",
         ),
         ({"sampling_params": [{"top_p": 1}, None]}, "top_p differs between the prompts"),
+        ({"temperature": 1, "sampling_params": {"temperature": 2}}, "and its sampling_params"),
     ],
 )
 def test_settings_that_cannot_be(request_, message):
@@ -325,7 +326,7 @@ def test_a_stream_is_stored_as_text_or_in_an_object(folder):
         wrong = Recording(
             written([line]), "vllm", "1", model, reward=lambda s: seen.append(s.finish_reason) or 1
         )
-        assert convert_responses(wrong, folder / f"store-{len(seen)}", 8) == (1, [])
+        assert convert_responses(wrong, folder / f"store-{len(seen)}", 8) == (1, [], [])
     assert seen == ["length", "length"]
 
 

@@ -58,6 +58,10 @@ def test_every_form(tmp_path):
         ('{"prompt": [-1]}', "token ids from 0 on"),
         ('{"prompt": [2147483648]}', "token ids from 0 on"),
         ('{"messages": ["hi"]}', "a list of objects"),
+        (
+            '{"messages": [{"content": [{"type": "text"}, {"type": "image_url"}]}]}',
+            "line 1: message 0, part 1 is of the type 'image_url'",
+        ),
         ('{"prompt": [1], "group": "a"}', "`group` must be a whole number"),
         ('{"prompt": [1], "group": 9223372036854775808}', "`group` must be a whole number"),
         ('{"prompt": [1], "id": 1.5}', "`id` must be a whole number"),
@@ -104,8 +108,12 @@ def test_seeds_depend_on_the_sample_alone():
 
 def test_answers_of_sglang():
     one = {"text": "hi", "meta_info": {"finish_reason": {"type": "stop", "matched": 2}}}
-    assert answer_of(one, 0, "") == ("hi", "stop")
-    assert answer_of([{}, one], 1, "") == ("hi", "stop")
+    assert answer_of(one, 0, "") == ({"content": "hi"}, "stop")
+    assert answer_of([{}, one], 1, "") == ({"content": "hi"}, "stop")
+    one["message"] = {"content": "hi", "audio": {"id": "a"}}
+    with pytest.raises(ValueError, match="line 1: the message has audio"):
+        answer_of(one, 0, "line 1")
+    del one["message"]
     one["meta_info"]["finish_reason"]["type"] = "abort"
     with pytest.raises(ValueError, match="half-way"):
         answer_of(one, 0, "line 1")
