@@ -111,6 +111,8 @@ def run_place(args: argparse.Namespace) -> int:
 
     if args.output.exists():
         raise ValueError(f"--output {args.output}: it is there already: choose another name")
+    if not args.output.absolute().parent.is_dir():
+        raise ValueError(f"--output {args.output}: there is no such folder; make it first")
     store = RolloutStore(args.stores, mixed_policies=True)
     load_LE = total_load(store)
     domain = args.ep if args.domain is None else min(args.domain, args.ep)

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.resources import files
 from itertools import count
@@ -81,14 +82,17 @@ def write_page(text: str, out: Path) -> None:
     """Write a page whole or not at all: a page that is there stays until the new one is complete.
 
     Raises:
-        OSError: the directory is not there, or cannot be written.
+        OSError: the directory is not there, or cannot be written; it names the page.
     """
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(out)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(out)) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
 
 
 def _document(groups: Sequence[Group], parts: str, data: list[dict[str, object]]) -> str:

@@ -68,6 +68,7 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
     parser.add_argument("--global-batch-size", type=int)
     parser.add_argument("--rollouts-mini-steps", type=int, default=1)
     parser.add_argument("--rollouts-epochs", type=int, default=1)
+    parser.add_argument("--rollouts-advantages")
     parser.add_argument("--lr-warmup-iters", type=int, default=0)
     parser.add_argument("--lr-warmup-fraction", type=float)
     parser.add_argument("--lr-decay-iters", type=int)
@@ -88,6 +89,11 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
             f"{where} arguments: --global-batch-size {given.global_batch_size} times "
             f"--rollouts-mini-steps {given.rollouts_mini_steps} are {used} rollouts; a collection "
             f"has {config.rollouts_per_collection} ([prompts] per_collection times samples)"
+        )
+    if config.prompts.samples == 1 and given.rollouts_advantages != "stored":
+        raise ConfigError(
+            f"{config.file}: [prompts] samples 1: a reward is compared with those of the other "
+            "samples of its prompt, so every advantage would be 0: give 2 or more"
         )
     # Megatron says no more of it than `assert self.lr_warmup_steps < self.lr_decay_steps`.
     total = config.run.collections * steps

@@ -41,7 +41,7 @@ def collect(
     engine: Engine,
     plan: Plan,
     concurrency: int,
-    check: Callable[[Identity], None] = lambda identity: None,
+    check: Callable[[Identity], None] | None = None,
 ) -> Progress:
     """Sample and store what is missing; returns the counts.
 
@@ -49,7 +49,8 @@ def collect(
         engine: samples the responses; it is closed at the end.
         plan: what to collect.
         concurrency: how many samples are under way at a time.
-        check: refuses an engine by what it says of itself, before anything is sampled.
+        check: refuses an engine by what it says of itself, before anything is sampled. None: nobody
+            has given the engine its weights here, so the model must not be that of another version.
 
     Raises:
         CollectError: rollouts are missing at the end, or the engine answers no prompt.
@@ -64,13 +65,14 @@ def collect(
 
 
 async def _collect(
-    engine: Engine, plan: Plan, concurrency: int, check: Callable[[Identity], None]
+    engine: Engine, plan: Plan, concurrency: int, check: Callable[[Identity], None] | None
 ) -> Progress:
     progress = Progress()
     with Stop() as stop:
         try:
             identity = await stop.first(engine.begin(progress.on_retry))
-            check(identity)
+            if check is not None:
+                check(identity)
             info = plan.model.store_info(
                 engine.name,
                 identity.version or "unknown",
@@ -80,7 +82,9 @@ async def _collect(
             info.check()
             # In this order: nobody else may add to the store between looking and writing.
             with only_writer(plan.out):
-                stored = stored_samples(plan.out, info, plan.policy_version, plan.prompts)
+                stored = stored_samples(
+                    plan.out, info, plan.policy_version, plan.prompts, pushed=check is not None
+                )
                 wanted = [(prompt, i) for prompt in plan.prompts for i in range(plan.n)]
                 missing = [(p, i) for p, i in wanted if (p.group, i) not in stored.samples]
                 progress.total, progress.before = len(wanted), len(wanted) - len(missing)

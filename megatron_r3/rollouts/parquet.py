@@ -153,7 +153,7 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
     """
     store = RolloutStore([directory], mixed_policies=True)
     rows = _rows(path, store, directory)
-    changed = first = 0
+    first, changed = 0, list[tuple[float | None, float | None]]()
     with new_store(out) as folder:
         for shard in store.shards:
             numbers = range(first, first + shard.num_rollouts)
@@ -163,10 +163,17 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
                 _rewarded(rollout, rows, store.name(i), path)
                 for rollout, i in zip(old, numbers, strict=True)
             ]
-            changed += sum(a.reward != b.reward for a, b in zip(old, new, strict=True))
+            pairs = zip(old, new, strict=True)
+            changed += [(a.advantage, b.advantage) for a, b in pairs if a.reward != b.reward]
             with writing(out):
                 write_shard(folder, shard.info, new)
-    return changed
+        if any(old for old, _ in changed) and all(old == new for old, new in changed):
+            raise StoreError(
+                f"{path}: {len(changed)} rewards changed and none of their advantages, which are "
+                "of the old rewards: put the new ones into the column advantage, or nulls, and "
+                "training makes them from the rewards"
+            )
+    return len(changed)
 
 
 def _rows(

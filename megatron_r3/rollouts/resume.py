@@ -111,25 +111,36 @@ def _lock(directory: Path) -> int:
 
 
 def stored_samples(
-    directory: Path, info: StoreInfo, policy_version: int, prompts: Sequence[Prompt]
+    directory: Path,
+    info: StoreInfo,
+    policy_version: int,
+    prompts: Sequence[Prompt],
+    pushed: bool = False,
 ) -> Stored:
     """The rollouts of this policy version in the directory.
 
+    Args:
+        pushed: whether the engine was given this version, so that equal weights of two versions
+            are no mistake: an update with a learning rate of 0 changes nothing.
+
     Raises:
-        StoreError: a shard is damaged, of another model or engine, or of another policy with the
-            same version; or a group's rollouts were sampled from another prompt than it has now.
+        StoreError: a shard is damaged, of another model or engine, of another policy with the same
+            version, or of the same policy with another version; or a group's rollouts were sampled
+            from another prompt than it has now.
     """
     if not any(directory.glob(SHARD_GLOB)):
         return Stored()
     store = RolloutStore([directory], mixed_policies=True)
-    engine_policy = _check_info(store, info, policy_version)
+    engine_policy = _check_info(store, info, policy_version, pushed)
     of_version_M = store.column("policy_version") == policy_version
     _check_prompts(store, of_version_M, prompts)
     groups, samples = (store.column(name)[of_version_M].tolist() for name in ("group", "sample"))
     return Stored({*zip(groups, samples, strict=True)}, engine_policy)
 
 
-def _check_info(store: RolloutStore, info: StoreInfo, policy_version: int) -> str | None:
+def _check_info(
+    store: RolloutStore, info: StoreInfo, policy_version: int, pushed: bool
+) -> str | None:
     """Refuse shards that this command would not have written; returns `Stored.engine_policy`."""
     engine_policy = None
     for shard in store.shards:
@@ -147,7 +158,14 @@ def _check_info(store: RolloutStore, info: StoreInfo, policy_version: int) -> st
                 "collect them: "
                 f"{'; '.join(differences(same_policy, info))}: take another --out"
             )
-        if policy_version not in shard.tensors["policy_version"]:
+        version_M = shard.tensors["policy_version"]
+        if policy_version not in version_M:
+            if info.policy_stamp and stored_info.policy == info.policy and not pushed:
+                raise StoreError(
+                    f"{shard.path}: its rollouts of policy version {version_M[0]} are of the very "
+                    f"weights that --policy-version {policy_version} is given for: give --model "
+                    f"the new weights, --policy-version {version_M[0]}, or another --out"
+                )
             continue
         engine_policy = stored_info.engine_policy
         if not info.engine_policy:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_r3.rollouts.plan import Model
 from megatron_r3.store import RolloutStore, StoreError
+from megatron_r3.store.kinship import Versions
 from megatron_r3.store.shard import Shard
 from megatron_r3.store.verify import check_tokens
 
@@ -19,7 +20,9 @@ def verify_store(directory: Path, model: Model | None = None) -> RolloutStore:
     Raises:
         ValueError: naming the file, and the rollout, layer and token if one of them is wrong.
     """
-    store = RolloutStore([directory], mixed_policies=True)
+    store, versions = RolloutStore([directory], mixed_policies=True), Versions()
+    for shard in store.shards:
+        versions.check(shard)
     if model is not None:
         for shard in store.shards:
             _refuse_other_model(shard, model)

@@ -23,7 +23,7 @@ from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.one_look import place_of_this_rank
 from megatron_r3.training.open_store import (
     check_placement,
-    check_recorded,
+    check_use,
     open_store,
     warnings,
 )
@@ -125,7 +125,7 @@ def _wait_for_the_first(options: RolloutOptions, store: RolloutStore) -> None:
     if store.shards:
         return
     store.wait_for(0)
-    check_recorded(options, store)
+    check_use(options, store)
     _announce(options, store)
 
 

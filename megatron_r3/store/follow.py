@@ -8,6 +8,7 @@ Shape suffixes (docs/glossary.md): M.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ class Lookout:
         self._kinship, self._names = Kinship(mixed_policies), Names()
         self.shards: list[Shard] = []
         self._taken: set[str] = set()  # their names
+        self._folder: tuple[int, int] | None = None  # device and inode, once a shard is there
 
     def news(self) -> News:
         """The shards that have come since the last call, in order.
@@ -90,6 +92,8 @@ class Lookout:
             StoreError: as in Arrivals.
         """
         known, there = len(self.shards), {*listed_shards(self.directory, self._taken)}
+        if known in there:
+            self._check_folder()
         with nullcontext() if self.shards else without_collector():  # later there are few
             while (number := len(self.shards)) in there:
                 try:
@@ -107,6 +111,20 @@ class Lookout:
             waiting = f", {shard_name(missing)} is missing and {shard_name(first)} is there"
         index = Index.of([self.directory], opened) if opened else None
         return News(index, opened, waiting)
+
+    def _check_folder(self) -> None:
+        """Refuse a folder that took the place of the one whose shards were taken."""
+        try:
+            status = os.stat(self.directory)
+        except OSError as error:
+            raise StoreError(f"{self.directory}: cannot be read ({error.strerror})") from error
+        folder = status.st_dev, status.st_ino
+        if self._folder not in (None, folder):
+            raise StoreError(
+                f"{self.directory}: another folder took its place while it is in use, after shard "
+                f"{len(self.shards) - 1} was taken: put the old one back, and start again"
+            )
+        self._folder = folder
 
     def _take(self, shard: Shard) -> None:
         self._kinship.check(shard, self.shards)

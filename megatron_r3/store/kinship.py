@@ -1,9 +1,12 @@
-"""Whether the shards of a store belong together: one model, no copy, no rollout twice."""
+"""Whether the shards of a store belong together: one model, no copy, no rollout twice.
+
+Shape suffixes (docs/glossary.md): M.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +73,44 @@ class Kinship:
             raise StoreError(
                 f"{shard.path}: is the same shard as {self._path_of[shard.identity]}: name only "
                 "one of the two stores, or remove the copy"
+            )
+
+
+class Versions:
+    """The policy versions of stamped shards: two versions of one policy are a mistake.
+
+    Example: a sampler never got the weights of version 1. Its next shard says version 1, and has
+    the stamp of version 0. Whoever believes the version takes old rollouts for new ones.
+
+    Args:
+        is_right: whether a shard of another version is right all the same, called with the shard:
+            an update with a learning rate of 0 makes a new version of the same weights.
+    """
+
+    def __init__(self, is_right: Callable[[Shard], bool] = lambda shard: False) -> None:
+        self._is_right = is_right
+        self._first: dict[tuple[tuple[str, ...], str, str], tuple[int, Path]] = {}  # by policy
+
+    def check(self, shard: Shard) -> None:
+        """Refuse a shard of a policy that another shard names with another version.
+
+        Several versions in one shard are those of an engine that was given weights while it
+        sampled; the shard's stamp is of one of them, so nothing can be compared.
+
+        Raises:
+            StoreError: naming both shards.
+        """
+        info, version_M = shard.info, shard.tensors["policy_version"]
+        version, newest = int(version_M.min()), int(shard.extras.newest_version_M.max())
+        if version != newest or not (info.router_fingerprint or info.policy_stamp):
+            return
+        before, path = self._first.setdefault(info.policy, (version, shard.path))
+        if before != version and not self._is_right(shard):
+            raise StoreError(
+                f"{shard.path}: policy version {version} has the stamp of version {before} in "
+                f"{path}, so the same weights sampled both: sample again, with the new weights in "
+                "the sampler and as --model of collect; or, if the update has changed nothing, "
+                "train with --rollouts-policy any"
             )
 
 

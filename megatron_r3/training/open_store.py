@@ -16,14 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_r3.fingerprint import policy_stamp, router_fingerprint
 from megatron_r3.placement import Placement
 from megatron_r3.store.follow import Lookout, open_stores
+from megatron_r3.store.index import numbered
+from megatron_r3.store.kinship import Versions
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.shard import Shard
 from megatron_r3.store.verify import ReadChecks, check_tokens, refuse_missing, verify_shard
 from megatron_r3.training.announce import follow_together
 from megatron_r3.training.one_look import Place, refuse_together, shared_out, told_by_first
 from megatron_r3.training.options import RolloutOptions
+from megatron_r3.training.policy import published_folder
 from megatron_r3.training.schedule import STORED
 
 # The shards of which this process has read every byte: their identity, size and time of change. A
@@ -49,7 +53,8 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
     follows, waits = options.follow_s is not None, options.publish is None
     as_read, mixed = follows or options.checks_as_read, options.any_policy or follows
     names, follow_s = list(options.directories), options.follow_s
-    head = partial(_check_head, options, as_read)
+    versions = None if options.any_policy else Versions(partial(_is_published, options))
+    head = partial(_check_head, options, as_read, versions)
     if place is None:
         store = open_stores(names, mixed, follow_s, head, waits)
     elif follow_s is not None:
@@ -78,7 +83,7 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
         store.need_no_look()
     if store.shards:
         try:
-            check_recorded(options, store)
+            check_use(options, store)
         except ValueError as error:
             if place is None:
                 raise
@@ -86,14 +91,23 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
     return store
 
 
-def check_recorded(options: RolloutOptions, store: RolloutStore) -> None:
-    """Refuse a store without anything to replay.
+def check_use(options: RolloutOptions, store: RolloutStore) -> None:
+    """Refuse a store without anything to replay, or to learn.
 
     Raises:
-        ValueError: no token of the shards that are open has recorded routes.
+        ValueError: no token of the shards that are open has recorded routes; or each of their
+            rollouts is the only one of its prompt, and has an advantage of 0 by its group.
     """
     if options.replays_rollouts and not store.recorded_share():
         raise ValueError(f"{options.where}: no token has recorded routes to replay")
+    name, alone = options.use.advantages, int(store.groups().max()) + 1 == len(store)
+    # the first shard of a store that grows may have lost all but one sample of a prompt
+    if name != STORED and alone and (len(store) > 1 or options.follow_s is None):
+        raise ValueError(
+            f"{options.where}: each rollout is the only one of its prompt, so every advantage is 0 "
+            f"(--rollouts-advantages {name}) and nothing would be learned: sample several of each "
+            f"prompt, or store advantages and give --rollouts-advantages {STORED}"
+        )
 
 
 def check_placement(
@@ -130,11 +144,24 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
             f"warning: sampled with {', '.join(biased)}, and trained on as --rollouts-sampling any "
             "asks: the policy loss compares log-probs of two distributions"
         )
+    if options.follow_s is None and _is_even(options, store):
+        lines.append(
+            "warning: every advantage is 0, so nothing will be learned: look at the rewards of "
+            "samples of one prompt (rollouts inspect)"
+        )
     if options.reads_a_dataset:
         lines.append(
             "--data-path and --mock-data are not trained on; only validation and test read them"
         )
     return lines
+
+
+def _is_even(options: RolloutOptions, store: RolloutStore) -> bool:
+    """Whether every advantage is 0: by the store, or because no group has two different rewards."""
+    if options.use.advantages == STORED:
+        return not store.column("advantage").any()
+    groups = store.groups()
+    return bool(numbered(groups, store.column("reward")).max() == groups.max())
 
 
 def _has_kept(shard: Shard) -> bool:
@@ -166,10 +193,21 @@ def _refuse_mixed_versions(shard: Shard) -> None:
     )
 
 
-def _check_head(options: RolloutOptions, as_read: bool, shard: Shard) -> None:
+def _is_published(options: RolloutOptions, shard: Shard) -> bool:
+    """Whether this training's own folder of a shard's version has the weights that sampled it."""
+    info, folder = shard.info, published_folder(options, shard)
+    if folder is None or router_fingerprint(folder, info.moe_layers) != info.router_fingerprint:
+        return False
+    return not info.policy_stamp or policy_stamp(folder) == info.policy_stamp
+
+
+def _check_head(
+    options: RolloutOptions, as_read: bool, versions: Versions | None, shard: Shard
+) -> None:
     """Refuse a shard that cannot be trained on, by what is known without its tokens and routes.
 
     Args:
+        versions: of the shards that were checked; None where any policy is taken.
         as_read: whether nobody will read the whole shard before its rollouts are used. A shard of
             an earlier megatron-r3 is then read whole here: parts of its rollouts have no checksums,
             so a rank that reads them could not compare them.
@@ -186,13 +224,15 @@ def _check_head(options: RolloutOptions, as_read: bool, shard: Shard) -> None:
             "--rollouts-sampling any"
         )
     differences = options.shape_differences(shard.info)
-    if options.replay and differences:
+    if differences and (options.replay or not options.any_policy):
+        more = "" if options.replay else "; to train on its rollouts, give --rollouts-policy any"
         raise ValueError(
             f"{shard.path}: sampled from another model "
-            f"({shard.info.model or shard.info.engine}): " + "; ".join(differences)
+            f"({shard.info.model or shard.info.engine}): {'; '.join(differences)}{more}"
         )
-    if options.num_experts and not differences and not options.any_policy:
+    if versions is not None:
         _refuse_mixed_versions(shard)
+        versions.check(shard)
     if options.use.advantages == STORED:
         shard.extras.advantages_M()
     longest = int(shard.tensors["num_tokens"].argmax())

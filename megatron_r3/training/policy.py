@@ -10,6 +10,7 @@ Shape suffixes (docs/glossary.md): E.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron_r3.fingerprint import router_digest, router_fingerprint
 from megatron_r3.placement import Placement
 from megatron_r3.policies.published import version_name
 from megatron_r3.store.reader import RolloutStore
+from megatron_r3.store.shard import Shard
 from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.refuse import refuse
@@ -85,17 +87,19 @@ class PolicyCheck:
                     f"{newest}: sample again, or raise --rollouts-max-lag"
                 )
 
-    def _was_published(self, shard: int, stamp: tuple[str, ...]) -> bool:
+    def _was_published(self, number: int, stamp: tuple[str, ...]) -> bool:
         """Whether this training has published the policy that sampled a shard.
 
         With a sampler that is ahead of the trainer's last update, as many rollouts are of policies
-        that the trainer has updated since.
+        that the trainer has updated since. A folder proves nothing by its name: the publisher has
+        compared those of the versions that the training has come by. Example: an interval of 2 and
+        iteration 5: versions 0, 1 and 2, after 0, 2 and 4 steps; version 3 is of another training.
         """
-        if self.options.publish is None:
+        shard, publish = self.store.shards[number], self.options.publish
+        folder = published_folder(self.options, shard)
+        if publish is None or folder is None:
             return False
-        version = int(self.store.shards[shard].tensors["policy_version"][0])
-        folder = self.options.publish.directory / version_name(version)
-        if not folder.is_dir():
+        if version_of(shard) * publish.interval > self.ledger.progress.iteration:
             return False
         return router_fingerprint(folder, self.store.info.moe_layers) == stamp
 
@@ -124,10 +128,6 @@ class PolicyCheck:
         return weight.detach()[torch.from_numpy(place_E).to(weight.device)]
 
     def _compare(self, stamp: tuple[str, ...]) -> None:
-        from megatron.core import mpu
-
-        # All ranks of a pipeline stage hold the same routers: its first rank speaks for them.
-        ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_rank(True)
         for number, router in sorted(self.routers.items()):
             trace = self.store.info.moe_layers.index(number - 1)
             here = router_digest(self._in_order(number, router.weight))
@@ -137,5 +137,25 @@ class PolicyCheck:
                     f"{number} is {stamp[trace]} there, {here} here. Load the checkpoint that "
                     "sampled (--load), sample again, or, to train on other policies' rollouts, "
                     "give --rollouts-policy any",
-                    speaks=ranks == (0, 0),
+                    speaks=speaks_for_stage(),  # all its ranks hold the same routers
                 )
+
+
+def speaks_for_stage() -> bool:
+    """Whether this is the first rank of its pipeline stage, which speaks for all of them."""
+    from megatron.core import mpu
+
+    return not mpu.get_tensor_model_parallel_rank() and not mpu.get_data_parallel_rank(True)
+
+
+def version_of(shard: Shard) -> int:
+    """The policy version of a shard's first rollout; a stamped shard has no other."""
+    return int(shard.tensors["policy_version"][0])
+
+
+def published_folder(options: RolloutOptions, shard: Shard) -> Path | None:
+    """Where this training would have published the policy that sampled a shard; None if nowhere."""
+    if options.publish is None:
+        return None
+    folder = options.publish.directory / version_name(version_of(shard))
+    return folder if folder.is_dir() else None

@@ -22,11 +22,15 @@ class Progress(Protocol):
 
     Attributes:
         iteration: the iteration that runs, from 0.
+        last_iteration: how many iterations the whole training has.
         consumed_samples: the samples that finished iterations have used.
     """
 
     @property
     def iteration(self) -> int: ...  # noqa: D102
+
+    @property
+    def last_iteration(self) -> int: ...  # noqa: D102
 
     @property
     def consumed_samples(self) -> int: ...  # noqa: D102
@@ -55,6 +59,14 @@ class MegatronProgress:
     def iteration(self) -> int:
         """The iteration that runs, from 0."""
         return int(self._args.curr_iteration)
+
+    @property
+    def last_iteration(self) -> int:
+        """How many iterations the whole training has.
+
+        Megatron works it out of --train-samples when it has made the model, and not before.
+        """
+        return int(self._args.train_iters or 0)
 
     @property
     def consumed_samples(self) -> int:

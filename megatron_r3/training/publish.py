@@ -87,8 +87,8 @@ class Publisher:
             self._publish(iteration)
 
     def end(self, iteration: int) -> None:
-        """After a step: publish the last version, which no step follows."""
-        if iteration == self.options.last and iteration % self.options.interval == 0:
+        """After the last step: publish the last version, which no step follows."""
+        if iteration % self.options.interval == 0:
             self._publish(iteration)
 
     def _publish(self, iteration: int) -> None:

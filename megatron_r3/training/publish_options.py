@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,12 @@ class PublishOptions:
         interval: optimizer steps from one version to the next.
         like: the transformers directory whose config and tokenizer files a version gets.
         keep: how many versions stay; 0 keeps all.
-        last: the iteration after which training ends.
     """
 
     directory: Path
     interval: int
     like: Path
     keep: int
-    last: int
 
     @classmethod
     def from_args(cls, args: Any) -> PublishOptions | None:
@@ -45,6 +44,13 @@ class PublishOptions:
                 f"--rollouts-publish-interval {interval}: it must be a multiple of the {steps} "
                 "optimizer steps of a collection (--rollouts-mini-steps times --rollouts-epochs)"
             )
+        iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+        if iterations and interval > iterations:
+            raise ValueError(
+                f"--rollouts-publish-interval {interval}: the training ends after {iterations} "
+                "optimizer steps, so no policy but the first one would be published: give fewer"
+            )
+        refuse_folder("--rollouts-publish", Path(args.rollouts_publish))
         if args.rollouts_publish_like is None:
             raise ValueError(
                 "--rollouts-publish needs --rollouts-publish-like HF_DIR, the transformers "
@@ -65,4 +71,17 @@ class PublishOptions:
                 f"--rollouts-publish-keep {keep}: it must be 2 or more, since a sampler may still "
                 "load the version before; or 0 to keep all"
             )
-        return cls(Path(args.rollouts_publish), interval, like, keep, args.train_iters or 0)
+        return cls(Path(args.rollouts_publish), interval, like, keep)
+
+
+def refuse_folder(option: str, folder: Path) -> None:
+    """Refuse a folder in which nothing could be written later.
+
+    Raises:
+        ValueError: it is a file, or lies below one, or this user may not write there.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not there.is_dir():
+        raise ValueError(f"{option} {folder}: {there} is a file: name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {folder}: nothing can be written in {there}")

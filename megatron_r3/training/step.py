@@ -32,11 +32,12 @@ from megatron_r3.training.guard import StepGuard
 from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.lookahead import Lookahead, Prepared, Preparer
 from megatron_r3.training.losses.loss import policy_loss, terms_of
+from megatron_r3.training.losses.policy import LossError
 from megatron_r3.training.metrics import StepMetrics
 from megatron_r3.training.mismatch import Places
 from megatron_r3.training.old_pass import OldPass
 from megatron_r3.training.options import RolloutOptions
-from megatron_r3.training.policy import PolicyCheck
+from megatron_r3.training.policy import PolicyCheck, speaks_for_stage
 from megatron_r3.training.policy_head import KeptTokens, Policy, install
 from megatron_r3.training.progress import Progress
 from megatron_r3.training.publish import Publisher
@@ -210,13 +211,13 @@ class RolloutStep:
 
     def log(self, iteration: int, writer: Any, wandb_writer: Any) -> str:
         """After a step: log it, and publish the last policy. See `StepMetrics.log`."""
-        if self.publisher is not None:
+        if self.publisher is not None and iteration == self.progress.last_iteration:
             self.publisher.end(iteration)
         return self.metrics.log(iteration, writer, wandb_writer)
 
     @cached_property
     def _has_routes(self) -> bool:
-        """False for a dense model, or another model than the sampler's: no router is compared."""
+        """False for another model than the sampler's, which --rollouts-policy any may train."""
         options = self.options
         return bool(options.num_experts) and not options.shape_differences(self.store.info)
 
@@ -354,9 +355,12 @@ class RolloutStep:
 
         options = self.options
         terms = terms_of(batch, output_BS, self._old_logprobs(batch, host))
-        loss, count, report, update = policy_loss(
-            terms, batch["reward"], options.loss, options.per_token_loss
-        )
+        try:
+            loss, count, report, update = policy_loss(
+                terms, batch["reward"], options.loss, options.per_token_loss
+            )
+        except LossError as error:
+            refuse(str(error), speaks=speaks_for_stage())
         if self.metrics.measures_update:
             self.metrics.update.add(update, options.loss.clip, policy.entropy_BS, batch, host)
         self._guard.add_loss(host, output_BS, batch["loss_mask"], loss)

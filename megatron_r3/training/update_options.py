@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.guests.moves import LEAST_TOKENS
+from megatron_r3.training.losses import policy
 from megatron_r3.training.losses.advantages import ADVANTAGES
 from megatron_r3.training.losses.aggregation import AGGREGATIONS
 from megatron_r3.training.losses.correction import CORRECTIONS, LEVELS, CorrectionOptions
@@ -23,6 +24,23 @@ _CLIP = {
     "cispo": Clip(1.0, 0.2),  # no lower bound: arXiv 2506.13585, section 3.1
 }
 _AGGREGATION = {"gspo": "sequence-mean"}  # arXiv 2507.18071, equation 5: all responses weigh alike
+# Options of whose routes are taken, and of how routes are replayed; each with its default.
+_OF_SOURCES: dict[str, object] = dict.fromkeys(
+    ("moe_router_replay_source", "moe_router_replay_max_lag", "moe_router_replay_stale_source")
+)
+_INTERVAL = "moe_router_replay_log_mismatch_interval"
+_OF_REPLAY: dict[str, object] = {
+    "moe_router_replay_fused_gate": None,
+    "moe_router_replay_missing": "live",
+    "moe_router_replay_aux_loss": "replayed",
+    "moe_router_replay_expert_bias": "replayed",
+    "moe_router_replay_dispatch_plan": True,
+    "moe_router_replay_verify_plan": False,
+    "moe_router_replay_verify_dispatch": False,
+    "moe_router_replay_guest_slots": 0,
+    "moe_router_replay_guest_domain": None,
+    "moe_router_replay_guest_tokens": LEAST_TOKENS,
+}
 _BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
 
 
@@ -35,6 +53,13 @@ def read_loss(args: Any) -> LossOptions:
     if args.rollouts_loss_module is not None:
         _import_losses(args.rollouts_loss_module)
     name = _one_of(args, "rollouts_loss", LOSSES, "grpo")
+    if args.rollouts_loss_module is not None and LOSSES[name].__module__ == policy.__name__:
+        others = [n for n, loss in LOSSES.items() if loss.__module__ != policy.__name__]
+        raise ValueError(
+            f"--rollouts-loss-module {args.rollouts_loss_module} does nothing with --rollouts-loss "
+            f"{name}, which megatron-r3 brings: choose one of the module's own "
+            f"({', '.join(others) or 'it registers none'}), or leave the option out"
+        )
     usual = _CLIP.get(name, Clip())
     low = usual.low if args.rollouts_clip_eps is None else args.rollouts_clip_eps
     high = usual.high if args.rollouts_clip_eps is None else args.rollouts_clip_eps
@@ -110,10 +135,21 @@ def refuse_update(args: Any) -> None:
             f"--rollouts-correction {correction} needs --rollouts-old-policy trainer: with the "
             "sampler as the old policy there is no difference between the two to correct"
         )
-    log_file = args.rollouts_log
-    if log_file is not None and not Path(log_file).resolve().parent.is_dir():
-        raise ValueError(f"--rollouts-log {log_file}: there is no such folder; make it first")
+    _refuse_log(args.rollouts_log)
     _refuse_routes(args)
+
+
+def _refuse_log(name: str | None) -> None:
+    """Refuse a log that the first step could not write."""
+    if name is None:
+        return
+    file = Path(name).resolve()
+    if file.is_dir():
+        raise ValueError(f"--rollouts-log {name}: it is a folder; name a file in it")
+    if not file.parent.is_dir():
+        raise ValueError(f"--rollouts-log {name}: there is no such folder; make it first")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"--rollouts-log {name}: it cannot be written; name another file")
 
 
 def _refuse_shuffle(args: Any) -> None:
@@ -153,15 +189,13 @@ def _refuse_routes(args: Any) -> None:
     """Refuse options of whose routes are taken that could not do what they say."""
     source = _one_of(args, "moe_router_replay_source", SOURCES, "rollout")
     _one_of(args, "moe_router_replay_stale_source", SOURCES[1:], "live")
-    names = ("moe_router_replay_source", "moe_router_replay_max_lag")
-    for name in (*names, "moe_router_replay_stale_source"):
-        if getattr(args, name) is not None and not args.moe_router_replay:
-            raise ValueError(f"{_flag(name)} needs --moe-router-replay")
-    for name, default in {"slots": 0, "domain": None, "tokens": LEAST_TOKENS}.items():
-        name = f"moe_router_replay_guest_{name}"
-        value = getattr(args, name, default)  # 0.15 has no such options
-        if value != default and not args.moe_router_replay:
-            raise ValueError(f"{_flag(name)} {value} needs --moe-router-replay")
+    for name, default in (_OF_SOURCES | _OF_REPLAY).items():
+        value = getattr(args, name, default)  # 0.15 has no options of guests
+        if value != default and (why := _does_nothing(args, name, source)):
+            given = _flag(name) if value is True else f"{_flag(name)} {value}"
+            if value is False:
+                given = f"--no{_flag(name)[1:]}"
+            raise ValueError(f"{given} {why}")
     max_lag = args.moe_router_replay_max_lag
     if max_lag is not None and max_lag < 0:
         raise ValueError(f"--moe-router-replay-max-lag {max_lag}: it must be 0 or more versions")
@@ -172,6 +206,26 @@ def _refuse_routes(args: Any) -> None:
         )
     if args.moe_router_replay_stale_source is not None and max_lag is None:
         raise ValueError("--moe-router-replay-stale-source needs --moe-router-replay-max-lag")
+
+
+def _does_nothing(args: Any, name: str, source: str) -> str:
+    """Why an option of `_OF_SOURCES` or `_OF_REPLAY` would do nothing; empty if it would not."""
+    option = name.removeprefix("moe_router_replay_")
+    if option == "verify_dispatch":  # what routes live is compared too
+        never = args.moe_router_replay_log_mismatch_interval == 0
+        return f"does nothing with {_flag(_INTERVAL)} 0, which compares nothing" if never else ""
+    if not args.moe_router_replay:
+        return "needs --moe-router-replay"
+    of_source = f"does nothing with --moe-router-replay-source {source}"
+    if source == "live" and name in _OF_REPLAY:
+        return f"{of_source}, which replays no route: leave one of the two out"
+    if option == "missing" and source != "rollout":
+        return f"{of_source}, which takes no rollout's own routes: leave one of the two out"
+    if option == "verify_plan" and not args.moe_router_replay_dispatch_plan:
+        return "does nothing with --no-moe-router-replay-dispatch-plan: leave one of the two out"
+    if option in ("guest_domain", "guest_tokens") and not args.moe_router_replay_guest_slots:
+        return "needs --moe-router-replay-guest-slots"
+    return ""
 
 
 def _read_aggregation(args: Any, loss: str) -> tuple[str, int]:

@@ -62,8 +62,8 @@ def test_an_interrupted_training_goes_on_at_the_next_rollout(
     patched: TreeWorker, policy: Policy, tmp_path: Path, follow: list[str]
 ) -> None:
     info, shards = parts(policy)
-    for shard in shards:
-        write_shard(tmp_path / "store", info, shard)
+    for shard in shards:  # one policy, so one version
+        write_shard(tmp_path / "store", info, [replace(r, policy_version=0) for r in shard])
     whole = steps_on(policy, tmp_path / "store", 4, *follow)
     want = patched.run(train, 1, whole, timeout_s=120)
     saved = ["--save", str(tmp_path / "saved"), "--save-interval", "2"]

@@ -6,6 +6,8 @@ Shape suffixes (docs/glossary.md): N, P.
 from __future__ import annotations
 
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,10 @@ from safetensors.torch import load_file
 from training import Policy, fails, resumed, steps_on, stores, train
 
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.fingerprint import router_fingerprint
 from megatron_r3.policies.probe import difference
 from megatron_r3.policies.published import PublishedPolicy, published, read_policy, version_name
+from megatron_r3.store import RolloutStore, write_shard
 
 LAYOUTS = {
     "TP2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
@@ -137,6 +141,41 @@ def test_a_resumed_training_compares_with_what_it_published(
     assert [one.files for one in all_of(tmp_path)] == [one.files for one in before]
 
 
+def test_samples_in_the_place_of_iterations_publish_the_last_policy_too(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, alone: Path
+) -> None:
+    """Megatron works the iterations out when the model is made."""
+    store = stores(policy, tmp_path, mixed=True)
+    argv = steps_on(policy, store, 4, *publishes(policy, tmp_path))
+    while "--train-iters" in argv:
+        at = argv.index("--train-iters")
+        del argv[at : at + 2]
+    patched.run(train, 1, [*argv, "--train-samples", "16"], timeout_s=120)
+    assert [one.files for one in all_of(tmp_path)] == [one.files for one in all_of(alone)[:3]]
+
+
+def test_a_policy_of_another_training_in_the_folder_is_not_ones_own(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, alone: Path
+) -> None:
+    """The rollouts of version 3 are for whoever has made 3 steps, and not for the start."""
+    source = RolloutStore([policy.store])
+    rollouts = [source.rollout(i) for i in range(len(source))]
+    for version in (0, 3):
+        folder = alone / "policies" / version_name(version)
+        stamped = router_fingerprint(folder, source.info.moe_layers)
+        info = replace(source.info, router_fingerprint=stamped, policy_stamp="")
+        of_it = [replace(r, policy_version=version) for r in rollouts]
+        write_shard(tmp_path / str(version), info, of_it)
+    shutil.copytree(alone / "policies", tmp_path / "policies")
+    options = publishes(policy, tmp_path)
+    told = fails(patched, steps_on(policy, tmp_path / "3", 1, *options))
+    assert "sampled from another policy: the router of layer 1 is" in told
+    # control: the folder's own version 0, and a step that changes the weights as before or not
+    argv = steps_on(policy, tmp_path / "0", 1, *options, "--lr", "0")
+    told = fails(patched, argv)
+    assert "policy 1 was published before, with other bytes" in told
+
+
 def test_old_policies_go(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
     store = stores(policy, tmp_path, mixed=True)
     argv = steps_on(policy, store, 4, *publishes(policy, tmp_path, "--rollouts-publish-keep", "2"))
@@ -152,6 +191,9 @@ def test_old_policies_go(patched: TreeWorker, policy: Policy, tmp_path: Path) ->
         (["--rollouts-publish-interval", "3", "--rollouts-mini-steps", "2"],
          "--rollouts-publish-interval 3: it must be a multiple of the 2"),
         (["--rollouts-publish-like", "/nowhere"], "/nowhere: no config.json"),
+        (["--rollouts-publish-interval", "2"],
+         "--rollouts-publish-interval 2: the training ends after 1 optimizer steps"),
+        (["--rollouts-publish", __file__], "test_publish.py is a file: name another folder"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together(

@@ -72,6 +72,13 @@ ARGUMENTS: dict[str, object] = {
     "dataloader_type": "single",
 }
 
+# of the trainer's model that is the sampler's, INFO of `stored.py`
+MODEL: dict[str, object] = {
+    "moe_router_topk": 4,
+    "num_experts": 16,
+    "num_layers": 6,
+    "moe_layer_freq": [0, 1, 1, 0, 0, 1],
+}
 TRAINER: dict[str, object] = {"rollouts_old_policy": "trainer"}
 TOKENS: dict[str, object] = {"calculate_per_token_loss": True}
 MXFP8 = "reuse_grad_buf_for_mxfp8_param_ag"
@@ -80,6 +87,7 @@ MXFP8 = "reuse_grad_buf_for_mxfp8_param_ag"
 def update_options_of(**changes: object) -> RolloutOptions:
     """The options that these arguments give, with some of them changed."""
     known = {*ARGUMENTS, "rampup_batch_size", "decrease_batch_size_if_needed", MXFP8}
-    known |= {f"moe_router_replay_guest_{name}" for name in ("slots", "domain", "tokens")}
+    ours = ("guest_slots", "guest_domain", "guest_tokens", "aux_loss", "expert_bias", "fused_gate")
+    known |= {f"moe_router_replay_{name}" for name in ours}
     assert changes.keys() <= known
     return RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **changes}))

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_r3.training.losses.aggregation import Average, average
 from megatron_r3.training.losses.agreement import agreement_sums
 from megatron_r3.training.losses.correction import Corrected, CorrectionOptions, correct
-from megatron_r3.training.losses.policy import LOSSES, Clip, Gain
+from megatron_r3.training.losses.policy import Clip, Gain, gain_of
 from megatron_r3.training.losses.terms import LossTerms, Sequences
 
 
@@ -55,7 +55,7 @@ class Update:
 
 def update_of(terms: LossTerms, options: LossOptions) -> Update:
     """The policy loss of one micro-batch on this rank, and what it was made of."""
-    gain = LOSSES[options.name](terms, options.clip)
+    gain = gain_of(options.name, terms, options.clip)
     corrected = correct(terms, options.correction)
     # Outside the mask a value may be anything: keep it, and its gradient, out of the sum.
     counted_BS = corrected.mask_BS > 0

@@ -16,6 +16,7 @@ Shape suffixes (docs/glossary.md): B, S.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -74,6 +75,57 @@ def policy_loss_named(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
         return loss
 
     return add
+
+
+class LossError(ValueError):
+    """A loss that cannot be trained with; the message names the loss, its module and what to do."""
+
+
+_looked_at: set[str] = set()  # the losses whose first gain was right
+
+
+def gain_of(name: str, terms: LossTerms, clip: Clip) -> Gain:
+    """The gain of a loss. What a loss gives is looked at once, when it is first used.
+
+    Raises:
+        LossError: the loss raises, or gives what cannot be trained with.
+    """
+    loss = LOSSES[name]
+    where = f"--rollouts-loss {name} of the module {loss.__module__}"
+    try:
+        gain = loss(terms, clip)
+    except Exception as error:  # a user's loss may raise anything
+        # Example: the frames are that of `gain_of`, the loss's own, and those of what it calls.
+        frames = traceback.extract_tb(error.__traceback__)[1:2]
+        line = "".join(f" in {frame.filename}, line {frame.lineno}" for frame in frames)
+        raise LossError(f"{where}: {type(error).__name__}{line}: {error}") from error
+    if name not in _looked_at:
+        if wrong := _wrong_gain(gain, terms):
+            raise LossError(f"{where}: it must return a Gain of megatron_r3: {wrong}")
+        _looked_at.add(name)
+    return gain
+
+
+def _wrong_gain(gain: object, terms: LossTerms) -> str:
+    """What is wrong with the gain of a loss; empty if nothing is. Nothing waits for the device."""
+    if not isinstance(gain, Gain):
+        return f"it returned {type(gain).__name__}"
+    shape = terms.logprobs_BS.shape
+    for field in ("value_BS", "ratio_BS"):
+        value = getattr(gain, field)
+        if not isinstance(value, Tensor):
+            return f"its {field} is {type(value).__name__}, not a tensor"
+        if value.shape != shape:
+            return (
+                f"its {field} has the shape {[*value.shape]}, not {[*shape]}, that of "
+                "terms.logprobs_BS: one value for each token"
+            )
+    if terms.logprobs_BS.requires_grad and not gain.value_BS.requires_grad:
+        return (
+            "its value_BS has no gradient, so nothing would be learned: compute it from "
+            "terms.logprobs_BS, without detach()"
+        )
+    return ""
 
 
 @policy_loss_named("grpo")

@@ -101,6 +101,8 @@ def test_the_command_writes_and_skew_reads(lopsided, tmp_path, capsys):
     # what is there is not written over
     assert main(argv) == 1
     assert "it is there already" in capsys.readouterr().err
+    assert main([*argv[:-1], str(tmp_path / "nowhere" / "p.json")]) == 1
+    assert "nowhere/p.json: there is no such folder; make it first" in capsys.readouterr().err
 
 
 def test_skew_refuses_the_placement_of_another_model(lopsided, tmp_path, capsys):

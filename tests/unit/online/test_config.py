@@ -130,6 +130,17 @@ def test_a_trainer_that_does_not_fit_the_collections_is_refused(file, new, words
         trainer_command(read_config(file))
 
 
+def test_one_sample_of_a_prompt_has_nothing_to_be_compared_with(file):
+    trainer_command(read_config(file))  # 3 samples of each prompt
+    text = file.read_text().replace("samples = 3", "samples = 1")
+    file.write_text(text.replace("--global-batch-size 12", "--global-batch-size 4"))
+    with pytest.raises(ConfigError, match=r"\[prompts\] samples 1: .*every advantage would be 0"):
+        trainer_command(read_config(file))
+    more = "--global-batch-size 4 --rollouts-advantages stored"
+    file.write_text(file.read_text().replace("--global-batch-size 4", more))
+    trainer_command(read_config(file))
+
+
 @pytest.mark.parametrize("given", ["iters 2", "iters 3 --lr-decay-iters 4", "fraction 0.9"])
 def test_a_learning_rate_that_rises_before_the_end_is_taken(file, given):
     words = f"--lr-warmup-{given}".split()

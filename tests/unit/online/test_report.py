@@ -214,6 +214,11 @@ def test_several_runs_need_a_name_for_the_page(
     assert "--out FILE" in capsys.readouterr().err
     assert main(["rl", "report", *map(str, runs[:1] * 2), "--out", str(tmp_path / "p")]) == 1
     assert "given twice" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for place, reason in (("no/p", "No such file or directory"), ("file/p", "Not a directory")):
+        assert main(["rl", "report", str(runs[0]), "--out", str(tmp_path / place)]) == 1
+        told = capsys.readouterr().err  # and not the temporary file beside it
+        assert f"{reason}: '{tmp_path / place}'" in told
 
 
 def test_long_runs_are_drawn_as_means_with_their_extremes() -> None:

@@ -151,7 +151,26 @@ def test_old_advantages_beside_new_rewards_are_refused(store, capsys):
     infinite = pa.array([float("inf")] * 5)
     assert back(table.set_column(column, "advantage", infinite)) == 1
     assert "has advantage inf; a reward is finite, in float32" in error_of(capsys)
+    reward = table.schema.get_field_index("reward")
+    scored = table.set_column(reward, "reward", pa.array([3.0 + i for i in range(5)]))
+    assert back(scored) == 1
+    assert "5 rewards changed and none of their advantages, which are of the old" in error_of(
+        capsys
+    )
     assert not Path("new").exists()
+    # what is taken: another advantage of one of them, none at all, or the old rewards
+    old = table.column("advantage").to_pylist()
+    first = next(i for i, value in enumerate(old) if value is not None)
+    for number, column_of in enumerate(
+        ([*old[:first], 9.0, *old[first + 1 :]], [None] * 5),
+    ):
+        taken = scored.set_column(column, "advantage", pa.array(column_of, pa.float64()))
+        pq.write_table(taken, "n.parquet")
+        out = f"taken-{number}"
+        assert (
+            main(f"rollouts convert from-parquet n.parquet --store store --out {out}".split()) == 0
+        )
+    assert back(table) == 0
 
 
 # -- inspect

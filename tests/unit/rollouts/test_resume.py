@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_server import CHAT, PROMPTS, command, engine, write_inputs
+from stored import INFO, ROLLOUTS
 
 from megatron_r3.cli import main
 from megatron_r3.rollouts.prompts import Prompt, PromptError
-from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.rollouts.resume import stored_samples
+from megatron_r3.store import RolloutStore, StoreError, write_shard
 
 
 @pytest.fixture
@@ -62,6 +64,29 @@ def test_other_prompts_are_refused_and_nothing_is_sampled(folder, capsys, kind):
         assert main(command(server.url, 1, "--policy-version", "2")) == 0
     store = RolloutStore([folder / "store"], mixed_policies=True)
     assert np.bincount(store.column("policy_version")).tolist() == [12, 12, 1]
+
+
+STAMPED = replace(INFO, policy_stamp="a" * 16)
+
+
+@pytest.mark.parametrize(
+    ("info", "version", "pushed"),
+    [
+        (STAMPED, 7, False),
+        (replace(STAMPED, policy_stamp="b" * 16), 8, False),
+        (replace(STAMPED, engine_policy="v8"), 8, False),
+        (STAMPED, 8, True),  # the loop has given the engine version 8, which has the same weights
+        (replace(STAMPED, policy_stamp="", router_fingerprint=()), 8, False),
+    ],
+)
+def test_another_version_has_other_weights(tmp_path, info, version, pushed):
+    prompts = [Prompt("line 1", 10**6, [1, 2], {})]
+    write_shard(tmp_path / "s", STAMPED, ROLLOUTS)
+    stored = stored_samples(tmp_path / "s", info, version, prompts, pushed)
+    assert len(stored.samples) == (5 if version == 7 else 0)
+    message = "shard-00000.*policy version 7 are of the very weights that --policy-version 8 is"
+    with pytest.raises(StoreError, match=message):
+        stored_samples(tmp_path / "s", STAMPED, 8, prompts)
 
 
 def test_a_text_is_not_its_token_ids_nor_a_chat(folder, capsys):

@@ -145,3 +145,25 @@ def test_the_first_shard_of_a_followed_store_is_number_0(store_dir):
     missing = "has 0 rollouts, shard-00000.safetensors is missing and shard-00001.safetensors is"
     with pytest.raises(StoreError, match=f"the first shard did not come within 0 s; it {missing}"):
         open_stores([store_dir], follow_s=0)
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_folder_that_takes_the_place_of_a_followed_store(tmp_path, exchanged):
+    """Shard 0 is of the first store, and shard 1 would be of the other one."""
+    shards = [[replace(r, policy_version=v) for r in ROLLOUTS] for v in (7, 8)]
+    for name in ("s", "other"):
+        write_shard(tmp_path / name, INFO, shards[0])
+    store = open_stores([tmp_path / "s"], follow_s=0)
+    if exchanged:
+        (tmp_path / "s").rename(tmp_path / "moved")
+        (tmp_path / "other").rename(tmp_path / "s")
+        store.refresh()  # nothing new is there yet
+    write_shard(tmp_path / "s", INFO, shards[1])
+    if not exchanged:
+        store.wait_for(9)
+        return
+    for _ in range(2):
+        message = f"{tmp_path / 's'}: another folder took its place .* after shard 0 was taken"
+        with pytest.raises(StoreError, match=message):
+            store.wait_for(9)
+    assert len(store) == 5

@@ -30,7 +30,7 @@ import json, os, sys
 from types import SimpleNamespace
 import torch
 sys.path.insert(0, os.environ["SUPPORT"])
-from training_arguments import ARGUMENTS
+from training_arguments import ARGUMENTS, MODEL
 from megatron_r3.training import announce, refuse
 from megatron_r3.training.one_look import Place
 from megatron_r3.training.open_store import open_store
@@ -89,7 +89,7 @@ def ask_anew():
     store._arrivals._client = None
     store.wait_for(10**6)
 
-arguments = {**ARGUMENTS, "rollouts": [folder], "moe_router_replay": False}
+arguments = {**ARGUMENTS, **MODEL, "rollouts": [folder], "moe_router_replay": False}
 arguments |= {"rollouts_follow": follow_s}
 options = RolloutOptions.from_args(SimpleNamespace(**arguments))
 os.open, os.listdir = count_open, count_listdir

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from stored import INFO, make_rollout, metadata_of
-from training_arguments import ARGUMENTS
+from training_arguments import ARGUMENTS, MODEL
 
 from megatron_r3.store import Rollout, RolloutStore, StoreError, open_stores, write_shard
 from megatron_r3.training.dataset import FollowedRollouts, RolloutDataset
@@ -45,6 +45,7 @@ def followed(folder: Path, follow_s: float = 0, **changes: object) -> FollowedRo
     """The training's samples of a store that grows, every shard checked as a training checks it."""
     arguments = {
         **ARGUMENTS,
+        **MODEL,
         "rollouts": [str(folder)],
         "rollouts_follow": follow_s,
         "moe_router_replay": False,
@@ -79,7 +80,7 @@ def test_a_shard_that_comes_without_advantages_is_refused_by_name(tmp_path: Path
 def test_a_store_without_advantages_is_refused_before_training_begins(tmp_path: Path) -> None:
     write_shard(tmp_path, UNSTAMPED, shard_of(0))
     for follow in ({}, {"rollouts_follow": 0.0}):
-        arguments = {**ARGUMENTS, "rollouts": [str(tmp_path)], "moe_router_replay": False, **follow}
+        arguments = {**ARGUMENTS, **MODEL, "rollouts": [str(tmp_path)], **follow}
         open_store(RolloutOptions.from_args(SimpleNamespace(**arguments)))  # control
         options = RolloutOptions.from_args(SimpleNamespace(**{**arguments, **STORED}))
         with pytest.raises(ValueError, match=r"shard-00000\.safetensors: rollout 0 has no advant"):
@@ -165,7 +166,7 @@ def test_a_shard_whose_parts_have_no_sums_is_read_whole_before_it_is_used(
     tmp_path: Path, has_parts: bool, change: dict[str, object]
 ) -> None:
     """A rank that reads half of a rollout could not compare it."""
-    path = write_shard(tmp_path / "s", UNSTAMPED, [make_rollout(200)])
+    path = write_shard(tmp_path / "s", UNSTAMPED, [make_rollout(200), make_rollout(5, sample=1)])
     tensors = load_file(path)
     if not has_parts:
         del tensors["part_crc32"]
@@ -174,7 +175,7 @@ def test_a_shard_whose_parts_have_no_sums_is_read_whole_before_it_is_used(
     data = bytearray(path.read_bytes())
     data[entry.begin + 4 * 100] ^= 1  # of row 100 in the first layer
     path.write_bytes(data)
-    arguments = {**ARGUMENTS, "rollouts": [str(tmp_path / "s")], "moe_router_replay": False}
+    arguments = {**ARGUMENTS, **MODEL, "rollouts": [str(tmp_path / "s")]}
     options = RolloutOptions.from_args(
         SimpleNamespace(**{**arguments, "seq_length": 256, **change})
     )

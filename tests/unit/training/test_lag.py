@@ -13,14 +13,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from stored import INFO, make_rollout
-from training_arguments import ARGUMENTS
+from training_arguments import ARGUMENTS, MODEL
 
-from megatron_r3.store import Rollout, RolloutStore, write_shard
+from megatron_r3.fingerprint import router_digest
+from megatron_r3.rollouts.verify import verify_store
+from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
 from megatron_r3.training.dataset import PackedRollouts, RolloutDataset
 from megatron_r3.training.losses.loss import LossOptions, update_of
 from megatron_r3.training.losses.terms import LossTerms, Sequences
-from megatron_r3.training.open_store import open_store
+from megatron_r3.training.open_store import open_store, warnings
 from megatron_r3.training.options import RolloutOptions
 from megatron_r3.training.policy import PolicyCheck
 from megatron_r3.training.schedule import SOURCES, Schedule, UseOfRollouts
@@ -28,13 +31,6 @@ from megatron_r3.training.update_metrics import UpdateMetrics
 
 UNSTAMPED = replace(INFO, router_fingerprint=())
 ROLLOUT, LIVE = SOURCES.index("rollout"), SOURCES.index("live")
-# the trainer's model, which is INFO's
-MODEL = {
-    "moe_router_topk": 4,
-    "num_experts": 16,
-    "num_layers": 6,
-    "moe_layer_freq": [0, 1, 1, 0, 0, 1],
-}
 
 
 def sampled_by(*versions: int, sample: int = 0, tokens: int = 6) -> Rollout:
@@ -147,7 +143,7 @@ def opened(folder: Path, **changes: object) -> RolloutStore:
             "rollout 1, from token 4 on: sampled with policy version 5, rollout 0 with version 3, ",
         ),
         (
-            [sampled_by(4, sample=0), sampled_by(3, sample=1)],
+            [sampled_by(4, sample=0), sampled_by(3, sample=1), sampled_by(4, sample=2)],
             "rollout 0: sampled with policy version 4, rollout 1 with version 3, ",
         ),
     ],
@@ -163,14 +159,138 @@ def test_one_policys_router_digests_do_not_stand_for_several_versions(
     opened(tmp_path / "stamped", rollouts_policy="any")
     written(tmp_path / "unstamped", shard)
     opened(tmp_path / "unstamped")
-    one_each = [[sampled_by(3, sample=0)], [sampled_by(4, sample=1)]]
-    written(tmp_path / "one each", *one_each, info=INFO)
-    opened(tmp_path / "one each")
+    written(tmp_path / "one", [sampled_by(3, sample=0)], [sampled_by(3, sample=1)], info=INFO)
+    opened(tmp_path / "one")
 
 
-def test_another_model_that_trains_live_has_no_routers_to_compare(tmp_path: Path) -> None:
-    written(tmp_path, [sampled_by(3, 4)], info=INFO)
-    opened(tmp_path, moe_router_replay=False, num_experts=8)
+STAMPED = replace(INFO, policy_stamp="a" * 16)
+OTHERS: dict[str, tuple[StoreInfo, int]] = {
+    "the same version": (STAMPED, 3),
+    "another stamp, frozen routers": (replace(STAMPED, policy_stamp="b" * 16), 4),
+    "the engine's own version is another one": (replace(STAMPED, engine_policy="v4"), 4),
+}
+
+
+@pytest.mark.parametrize("follow_s", [None, 0.0])
+def test_one_stamp_does_not_stand_for_two_versions(tmp_path: Path, follow_s: float | None) -> None:
+    """The sampler never got the weights of version 4."""
+    shards = [[sampled_by(v, sample=v), sampled_by(v, sample=9 + v)] for v in (3, 4)]
+    for name, info in {"stamped": STAMPED, "routers alone": INFO, "unstamped": UNSTAMPED}.items():
+        written(tmp_path / name, *shards, info=info)
+        arguments = {"rollouts_follow": follow_s}
+        opened(tmp_path / name, rollouts_policy="any", **arguments)
+        if name == "unstamped":
+            opened(tmp_path / name, **arguments)
+            continue
+        message = "shard-00001.*: policy version 4 has the stamp of version 3 in .*shard-00000"
+        with pytest.raises(ValueError, match=message) as refusal:
+            opened(tmp_path / name, **arguments)
+        assert "with --rollouts-policy any" in str(refusal.value)
+        with pytest.raises(ValueError, match=message):
+            verify_store(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_versions_whose_policies_differ_are_taken(tmp_path: Path, name: str) -> None:
+    info, version = OTHERS[name]
+    write_shard(tmp_path, STAMPED, [sampled_by(3, sample=0), sampled_by(3, sample=1)])
+    write_shard(tmp_path, info, [sampled_by(version, sample=2)])
+    opened(tmp_path, rollouts_follow=0.0)
+    verify_store(tmp_path)
+
+
+def publishing(tmp_path: Path, routers: float) -> dict[str, object]:
+    """The arguments of a training that has published version 4 with these router weights."""
+    folder = tmp_path / "policies" / "v000004"
+    folder.mkdir(parents=True)
+    (tmp_path / "config.json").write_text("{}")
+    gates = {
+        f"model.layers.{layer}.mlp.gate.weight": torch.full((16, 8), routers)
+        for layer in INFO.moe_layers
+    }
+    save_file(gates, folder / "model.safetensors")
+    return {
+        "rollouts_publish": str(tmp_path / "policies"),
+        "rollouts_publish_like": str(tmp_path),
+        "rollouts_follow": 0.0,
+    }
+
+
+@pytest.mark.parametrize("routers", [1.0, 2.0])
+def test_an_update_that_changed_nothing_is_another_version(tmp_path: Path, routers: float) -> None:
+    """A learning rate of 0 makes version 4 of the weights of version 3: this training knows it."""
+    arguments = publishing(tmp_path, routers=1.0)
+    stamp = (router_digest(torch.full((16, 8), routers)),) * len(INFO.moe_layers)
+    shards = [[sampled_by(v, sample=v), sampled_by(v, sample=9 + v)] for v in (3, 4)]
+    written(tmp_path / "s", *shards, info=replace(INFO, router_fingerprint=stamp))
+    if routers == 1:
+        opened(tmp_path / "s", **arguments)
+    else:  # what it has published as version 4 are other weights
+        with pytest.raises(ValueError, match="policy version 4 has the stamp of version 3"):
+            opened(tmp_path / "s", **arguments)
+
+
+def test_only_versions_that_a_training_has_come_by_are_its_own(tmp_path: Path) -> None:
+    """Version 4 of the folder is of another training, as long as this one has made 7 steps."""
+    arguments = publishing(tmp_path, routers=1.0)
+    stamp = (router_digest(torch.full((16, 8), 1.0)),) * len(INFO.moe_layers)
+    store = written(tmp_path / "s", [sampled_by(4)], info=replace(INFO, router_fingerprint=stamp))
+    more = {**arguments, "rollouts_publish_interval": 2, "train_iters": 20}
+    options = RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **MODEL, **more}))
+    for iteration, is_own in ((0, False), (7, False), (8, True), (20, True)):
+        ledger = SimpleNamespace(progress=SimpleNamespace(iteration=iteration))
+        check = PolicyCheck(options, store, ledger, {})  # type: ignore[arg-type]
+        assert check._was_published(0, stamp) is is_own
+        assert not check._was_published(0, ("0" * 16,) * len(INFO.moe_layers))
+
+
+@pytest.mark.parametrize(
+    "model", [{"num_experts": 8}, {"moe_router_topk": 2}, {"num_experts": None}]
+)
+def test_another_model_that_trains_live_is_taken_by_request(
+    tmp_path: Path, model: dict[str, object]
+) -> None:
+    """No router could be compared; under `any` none is."""
+    written(tmp_path, [sampled_by(3, sample=0), sampled_by(3, sample=1)], info=INFO)
+    opened(tmp_path, moe_router_replay=False)
+    with pytest.raises(
+        ValueError, match=r"sampled from another model .*give --rollouts-policy any"
+    ):
+        opened(tmp_path, moe_router_replay=False, **model)
+    opened(tmp_path, moe_router_replay=False, rollouts_policy="any", **model)
+
+
+@pytest.mark.parametrize("advantages", ["group-normalised", "group-centred"])
+def test_one_sample_a_prompt_has_no_advantage(tmp_path: Path, advantages: str) -> None:
+    alone = [replace(sampled_by(3), group=g, advantage=1.0) for g in range(4)]
+    written(tmp_path / "alone", alone, info=INFO)
+    more = {"rollouts_advantages": advantages}
+    message = f"only one of its prompt, so every advantage is 0 .*{advantages}"
+    for follow in (None, 0.0):
+        with pytest.raises(ValueError, match=message):
+            opened(tmp_path / "alone", rollouts_follow=follow, **more)
+    opened(tmp_path / "alone", rollouts_advantages="stored")
+    written(tmp_path / "one group", [*alone, replace(alone[0], sample=1)], info=INFO)
+    opened(tmp_path / "one group", **more)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "advantages", "is_said"),
+    [
+        ([1.0, 1.0], "group-normalised", True),
+        ([1.0, 0.0], "group-normalised", False),
+        ([1.0, 0.0], "stored", True),  # rollouts have advantages of 0
+    ],
+)
+def test_rewards_from_which_nothing_is_learned_are_said(
+    tmp_path: Path, rewards: list[float], advantages: str, is_said: bool
+) -> None:
+    pairs = enumerate(rewards)
+    rollouts = [replace(sampled_by(3, sample=i), reward=r, advantage=0.0) for i, r in pairs]
+    store = written(tmp_path, rollouts, info=INFO)
+    arguments = {**ARGUMENTS, **MODEL, "rollouts_advantages": advantages}
+    lines = warnings(RolloutOptions.from_args(SimpleNamespace(**arguments)), store)
+    assert any("every advantage is 0" in line for line in lines) is is_said
 
 
 def lags(*batches: list[dict[str, torch.Tensor]]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from functools import partial
 from types import SimpleNamespace
 import torch
 sys.path.insert(0, os.environ["SUPPORT"])
-from training_arguments import ARGUMENTS
+from training_arguments import ARGUMENTS, MODEL
 from megatron_r3.training import refuse
 from megatron_r3.training.one_look import Place
 from megatron_r3.training.open_store import open_store
@@ -42,7 +42,7 @@ def count(name, real, *given, **named):
     seen[name] += 1
     return real(*given, **named)
 
-arguments = {**ARGUMENTS, "rollouts": [folder], "moe_router_replay": False}
+arguments = {**ARGUMENTS, **MODEL, "rollouts": [folder], "moe_router_replay": False}
 options = RolloutOptions.from_args(SimpleNamespace(**arguments))
 os.open, os.listdir = count_open, partial(count, "listdir", listed)
 os.stat, os.fstat = partial(count, "stat", stat), partial(count, "fstat", fstat)

@@ -147,9 +147,15 @@ def test_a_loss_of_the_users_own(users_module: Path) -> None:
     assert update_options_of(
         rollouts_loss="reinforce", rollouts_loss_module="my_losses"
     ).loss == LossOptions("reinforce", fixed_length=64)
-    assert (
-        update_options_of(rollouts_loss_module="my_losses").loss.name == "grpo"
-    )  # it is not chosen
+    with pytest.raises(ValueError, match=r"with --rollouts-loss grpo, .*own \(reinforce\), or lea"):
+        update_options_of(rollouts_loss_module="my_losses")  # it is not chosen
+
+
+def test_a_module_without_a_loss_does_nothing(users_module: Path) -> None:
+    users_module.write_text("")
+    message = r"--rollouts-loss-module my_losses does nothing with .*\(it registers none\)"
+    with pytest.raises(ValueError, match=message):
+        update_options_of(rollouts_loss_module="my_losses")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def aux_losses(kinds: object, coefficients: object) -> dict[str, object]:
     return {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": coefficients}
 
 
+UNWRITABLE = str(Path(update_options.__file__).resolve())
 NAN, INFINITE = float("nan"), float("inf")
 PACK = {"rollouts_pack": True, "micro_batch_size": 1}
 REFUSED: list[tuple[dict[str, object], str]] = [
@@ -37,6 +39,9 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     ({"rollouts_dual_clip": 3.0, "rollouts_loss": "cispo"}, "--rollouts-dual-clip does nothing"),
     ({"rollouts_log": "no-such-folder/log.jsonl"}, "--rollouts-log .*: there is no such folder"),
+    ({"rollouts_log": f"{__file__}/log"}, "--rollouts-log .*py/log: there is no such folder"),
+    ({"rollouts_log": "."}, r"--rollouts-log \.: it is a folder; name a file in it"),
+    ({"rollouts_log": UNWRITABLE}, "--rollouts-log .*options.py: it cannot be written; name ano"),
     ({"rollouts_loss": "ppo"}, "--rollouts-loss ppo: it must be one of grpo, gspo, cispo"),
     ({"rollouts_old_policy": "both"}, "--rollouts-old-policy both: .* sampler, trainer"),
     ({"rollouts_aggregation": "mean"}, "--rollouts-aggregation mean: it must be one of token-mean"),
@@ -162,24 +167,53 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         "--moe-router-replay-stale-source rollout: it must be one of old-policy, live",
     ),
     *(
-        ({name: value, "moe_router_replay": False}, f"--{name.replace('_', '-')} needs --moe-r")
+        ({name: value, "moe_router_replay": False}, f"--{name.replace('_', '-')} {value} needs --m")
         for name, value in (
             ("moe_router_replay_source", "live"),
             ("moe_router_replay_max_lag", 1),
             ("moe_router_replay_stale_source", "live"),
+            ("moe_router_replay_missing", "error"),
+            ("moe_router_replay_aux_loss", "live"),
+            ("moe_router_replay_expert_bias", "live"),
+            ("moe_router_replay_guest_slots", 2),
+            ("moe_router_replay_guest_domain", 8),
+            ("moe_router_replay_guest_tokens", 512),
+        )
+    ),
+    *(
+        (
+            {name: value, "moe_router_replay_source": "live"},
+            f"{flag} does nothing with --moe-router-replay-source live, which replays no route: ",
+        )
+        for name, value, flag in (
+            ("moe_router_replay_missing", "error", "--moe-router-replay-missing error"),
+            ("moe_router_replay_aux_loss", "live", "--moe-router-replay-aux-loss live"),
+            ("moe_router_replay_verify_plan", True, "--moe-router-replay-verify-plan"),
+            ("moe_router_replay_dispatch_plan", False, "--no-moe-router-replay-dispatch-plan"),
+            ("moe_router_replay_fused_gate", False, "--no-moe-router-replay-fused-gate"),
         )
     ),
     (
-        {"moe_router_replay_guest_slots": 2, "moe_router_replay": False},
-        "--moe-router-replay-guest-slots 2 needs --moe-router-replay",
+        {"moe_router_replay_missing": "error", "moe_router_replay_source": "old-policy"},
+        "--moe-router-replay-missing error does nothing with .*old-policy, which takes no rollo",
     ),
     (
-        {"moe_router_replay_guest_domain": 8, "moe_router_replay": False},
-        "--moe-router-replay-guest-domain 8 needs --moe-router-replay",
+        {"moe_router_replay_verify_plan": True, "moe_router_replay_dispatch_plan": False},
+        "--moe-router-replay-verify-plan does nothing with --no-moe-router-replay-dispatch-plan",
     ),
     (
-        {"moe_router_replay_guest_tokens": 512, "moe_router_replay": False},
-        "--moe-router-replay-guest-tokens 512 needs --moe-router-replay",
+        {
+            "moe_router_replay_verify_dispatch": True,
+            "moe_router_replay_log_mismatch_interval": 0,
+        },
+        "--moe-router-replay-verify-dispatch does nothing with .*-log-mismatch-interval 0, which",
+    ),
+    *(
+        (
+            {f"moe_router_replay_guest_{name}": value, "moe_router_replay_guest_slots": 0},
+            f"--moe-router-replay-guest-{name} {value} needs --moe-router-replay-guest-slots",
+        )
+        for name, value in (("domain", 8), ("tokens", 512))
     ),
     ({"moe_router_replay_max_lag": -1}, "--moe-router-replay-max-lag -1: it must be 0 or more"),
     (
@@ -207,6 +241,28 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 )
 def test_a_shuffle_that_changes_no_loss_is_taken(change: dict[str, object]) -> None:
     assert update_options_of(rollouts_shuffle=3, **change).use.schedule.seed == 3
+
+
+@pytest.fixture(autouse=True)
+def _unwritable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests as root may write everywhere, but for this file."""
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != UNWRITABLE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"moe_router_replay_source": "old-policy", "moe_router_replay_aux_loss": "live"},
+        {"moe_router_replay_missing": "error", "moe_router_replay_verify_plan": True},
+        {"moe_router_replay_verify_dispatch": True, "moe_router_replay_source": "live"},
+        {"moe_router_replay_verify_dispatch": True, "moe_router_replay": False},
+        {"moe_router_replay_guest_domain": 8, "moe_router_replay_guest_slots": 2},
+        {"rollouts_log": __file__},
+        {"rollouts_log": "log-of-a-training"},
+    ],
+)
+def test_options_that_do_something_are_taken(change: dict[str, object]) -> None:
+    update_options_of(**change)
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
@@ -242,7 +298,8 @@ def test_every_refusal_is_tried() -> None:
     """Each `raise` of the module is the end of one case above, or of one with a user's module."""
     file = update_options.__file__
     raised = set()
-    for change, _ in [*REFUSED, ({"rollouts_loss_module": "no_such_module"}, "")]:
+    modules = ("no_such_module", "json")  # the second one registers no loss
+    for change, _ in [*REFUSED, *(({"rollouts_loss_module": name}, "") for name in modules)]:
         with pytest.raises(ValueError) as refusal:
             update_options_of(**change)
         raised |= {e.lineno + 1 for e in refusal.traceback if str(e.path) == file}

@@ -4,6 +4,8 @@ Shape suffixes (docs/glossary.md): B, S.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from megatron_r3.training.losses.policy import (
     LOSSES,
     Clip,
     Gain,
+    LossError,
     clipped_sums,
+    gain_of,
     policy_loss_named,
 )
 from megatron_r3.training.losses.terms import LossTerms, Sequences
@@ -137,3 +141,59 @@ def test_two_losses_of_one_name_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"two policy losses are named '{name}': give yours"):
         policy_loss_named(name)(lambda terms, clip: Gain(terms.mask_BS, terms.mask_BS))
     assert LOSSES[name] is before
+
+
+def of_one_token(terms: LossTerms) -> Gain:
+    return Gain(terms.advantages_BS[:, :1] * terms.logprobs_BS[:, :1], terms.log_ratio_BS)
+
+
+def raising(terms: LossTerms) -> Gain:
+    raise KeyError("x")
+
+
+WRONG: dict[str, tuple[Callable[[LossTerms], object], str]] = {
+    "nothing": (lambda terms: None, "it must return a Gain of megatron_r3: it returned NoneType"),
+    "tensor": (lambda terms: terms.logprobs_BS, "it returned Tensor"),
+    "number": (lambda terms: Gain(0.0, terms.log_ratio_BS), "its value_BS is float, not a tensor"),
+    "column": (of_one_token, r"its value_BS has the shape \[1, 1\], not \[1, 3\], that of terms"),
+    "row": (
+        lambda terms: Gain(terms.logprobs_BS.sum(0), terms.log_ratio_BS),
+        r"its value_BS has the shape \[3\], not \[1, 3\]",
+    ),
+    "ratio": (
+        lambda terms: Gain(terms.logprobs_BS, terms.log_ratio_BS.mean()),
+        r"its ratio_BS has the shape \[\], not \[1, 3\]",
+    ),
+    "detached": (
+        lambda terms: Gain(terms.logprobs_BS.detach(), terms.log_ratio_BS),
+        r"its value_BS has no gradient, .*without detach\(\)",
+    ),
+    "raising": (raising, r"KeyError in .*test_policy.py, line \d+: 'x'"),
+    "broken": (
+        lambda terms: Gain(terms.logprobs_BS[:, ::2] + terms.logprobs_BS, terms.log_ratio_BS),
+        r"RuntimeError in .*test_policy.py, line \d+: The size of tensor a",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_loss_of_the_users_own_that_cannot_be_trained_with(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    loss, message = WRONG[name]
+    terms = terms_of([0.1, 0.2, 0.3], [1.0, 1.0, 1.0])
+    monkeypatch.setitem(LOSSES, name, lambda terms, clip: loss(terms))  # type: ignore[return-value]
+    with pytest.raises(LossError, match=f"--rollouts-loss {name} of the module .*: {message}"):
+        gain_of(name, terms, Clip())
+
+
+def test_the_gain_of_a_loss_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    terms = terms_of([0.1, 0.2, 0.3], [1.0, 1.0, 1.0])
+    gains = [Gain(terms.logprobs_BS, terms.log_ratio_BS), of_one_token(terms)]
+    monkeypatch.setitem(LOSSES, "once", lambda terms, clip: gains[0])
+    assert gain_of("once", terms, Clip()) is gains.pop(0)
+    assert gain_of("once", terms, Clip()) is gains[0]
+    with torch.no_grad():  # what has no gradient to give is no mistake of the loss
+        monkeypatch.setitem(LOSSES, "still", lambda terms, clip: LOSSES["grpo"](terms, clip))
+        given = replace(terms, logprobs_BS=terms.logprobs_BS.detach())
+        assert not gain_of("still", given, Clip()).value_BS.requires_grad
