@@ -137,9 +137,13 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
             "take no part in the trainer's softmax, so log-probs do not agree to the last digits"
         )
     sampling = store.info.sampling
-    if sampling.temperature is None:
-        lines.append("the store does not say at which temperature it was sampled; 1 is assumed")
-    elif biased := sampling.unknown_to_the_loss(_all_have_kept(store)):
+    names = ("temperature", "top_p", "top_k", "min_p")
+    if unsaid := [name for name in names if getattr(sampling, name) is None]:
+        lines.append(
+            f"the store does not say with which {', '.join(unsaid)} it was sampled; values that "
+            "change nothing are assumed"
+        )
+    if biased := sampling.unknown_to_the_loss(_all_have_kept(store)):
         lines.append(
             f"warning: sampled with {', '.join(biased)}, and trained on as --rollouts-sampling any "
             "asks: the policy loss compares log-probs of two distributions"

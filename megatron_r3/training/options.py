@@ -23,6 +23,7 @@ from megatron_r3.training.update_options import read_loss, read_use, refuse_upda
 NOT_WITH_ROLLOUTS = {
     "sft": "it brings its own batches",
     "perform_rl_step": "it samples and trains in a loop of its own",
+    "skip_train": "no rollout would be trained on; leave --rollouts out",
     "hybrid_context_parallel": "it moves whole samples between ranks",
     "logits_load_dir": "it brings its own loss",
     "use_legacy_models": "they have routers of their own",  # the option exists up to 0.17

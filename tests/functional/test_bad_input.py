@@ -68,6 +68,7 @@ ROLLOUTS = {
     "--dataloader-type external": ["--dataloader-type", "external"],
     "--logits-load-dir: it brings its own loss": ["--logits-load-dir", "/nowhere"],
     "--sft: it brings its own batches": ["--sft"],
+    "--skip-train: no rollout would be trained on": ["--skip-train"],
     "--perform-rl-step: it samples": ["--perform-rl-step"],
     "--hybrid-context-parallel: it moves": ["--hybrid-context-parallel"],
     "--use-megatron-fsdp: replay was not proved": ["--use-megatron-fsdp", *SHARDED],

@@ -20,6 +20,7 @@ from training_arguments import ARGUMENTS, MODEL
 from megatron_r3.fingerprint import router_digest
 from megatron_r3.rollouts.verify import verify_store
 from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
+from megatron_r3.store.schema import SamplingSettings
 from megatron_r3.training.dataset import PackedRollouts, RolloutDataset
 from megatron_r3.training.losses.loss import LossOptions, update_of
 from megatron_r3.training.losses.terms import LossTerms, Sequences
@@ -291,6 +292,18 @@ def test_rewards_from_which_nothing_is_learned_are_said(
     arguments = {**ARGUMENTS, **MODEL, "rollouts_advantages": advantages}
     lines = warnings(RolloutOptions.from_args(SimpleNamespace(**arguments)), store)
     assert any("every advantage is 0" in line for line in lines) is is_said
+
+
+def test_settings_that_the_store_does_not_know_are_said(tmp_path: Path) -> None:
+    options = RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **MODEL}))
+    rollouts = [sampled_by(3, sample=i) for i in range(2)]
+    unsaid = replace(INFO, sampling=SamplingSettings(temperature=1.0, top_p=1.0))
+    said = replace(INFO, sampling=SamplingSettings(1.0, 1.0, 0, 0.0))
+    for name, info in (("unsaid", unsaid), ("said", said)):
+        lines = warnings(options, written(tmp_path / name, rollouts, info=info))
+        assert any("with which top_k, min_p it was sampled" in line for line in lines) is (
+            name == "unsaid"
+        )
 
 
 def lags(*batches: list[dict[str, torch.Tensor]]) -> dict[str, float]:
