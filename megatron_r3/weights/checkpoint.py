@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_r3.integrations.layers import unwrapped
+from megatron_r3.launch import built_from
 from megatron_r3.placement import ATTRIBUTE
 from megatron_r3.untrusted import one_line
 from megatron_r3.weights.family import VOCABULARY
+from megatron_r3.weights.known import differing
 from megatron_r3.weights.ranks import everyones, my_rank, together
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -32,11 +34,6 @@ _FAILURES = (Exception, CheckpointException)
 # the beginnings of the names of weights; others, e.g. `optimizer` and `rng_state`, are not weights
 _WEIGHTS = ("embedding", "encoder", "decoder", "mtp", "output_layer")
 _VOCABULARY = {place.key for place in VOCABULARY}
-# Arguments that the shapes of a model do not show. The epsilon's name differs by release.
-_NO_SHAPES = (
-    *("kv_channels", "num_query_groups", "moe_router_topk", "moe_router_pre_softmax"),
-    *("layernorm_epsilon", "norm_epsilon", "rotary_base", "vocab_size"),
-)
 
 
 def check_load(args: Any) -> None:
@@ -122,6 +119,7 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
     Megatron offers no hook for that. So three functions are replaced that its `load_checkpoint`
     (megatron/training/checkpointing.py) calls: the loader of distributed checkpoints, the
     comparison of arguments, and the models' own `load_state_dict` for checkpoints in one file.
+    What no shape shows (how many experts a token takes, the base of RoPE) only the arguments do.
     """
     from megatron.training import checkpointing
 
@@ -145,10 +143,9 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
         check_args(saved, **more)
         # as a patched Megatron does; an export works on a tree without patches too
         setattr(args, ATTRIBUTE, getattr(saved, ATTRIBUTE, None))
-        for name in _NO_SHAPES:
-            then, now = getattr(saved, name, None), getattr(args, name, None)
-            if then is not None and now is not None and then != now:
-                raise ValueError(f"it has {name} {then}, the arguments say {now}")
+        others = differing(saved, args, built_from(args))
+        if said := [f"{name} {then}, the arguments say {now}" for name, then, now in others]:
+            raise ValueError(f"it has {'; '.join(said)}: give each as the checkpoint has it")
 
     def compared_into(model: Any) -> Any:
         into_model = model.load_state_dict

@@ -161,7 +161,7 @@ HF |= {"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e4}
 MEGATRON = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 1}
 MEGATRON |= {"kv_channels": 4, "layernorm_epsilon": 1e-6, "ffn_hidden_size": 16}
 MEGATRON |= {"num_moe_experts": None, "multi_latent_attention": False, "qk_layernorm": True}
-SETTINGS = ModelSettings(9, False, "rope", 1e4, 1.0, False, 64)
+SETTINGS = ModelSettings(9, False, "rope", 1e4, 1.0, False, None, 64)
 
 
 def compared(hf: dict[str, Any], built: dict[str, Any]) -> None:
