@@ -131,11 +131,18 @@ _PLAIN_SETTINGS: Fields = {
     "interpolation": None,
 }
 # ... of config.json that `described` looks at, whatever the family
-_READ = ("model_type", "quantization_config", "rope_parameters", "rope_scaling", "rope_theta")
+_READ: Flags = (
+    "model_type",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+)
 _READ += ("partial_rotary_factor",)
 # Fields of TransformerConfig that the shapes of the tensors or MOE_LAYERS show, whatever the family
 SHOWN = ("num_query_groups", "kv_channels", "ffn_hidden_size", "moe_layer_freq")
-_OFF = {"tied": "untied embeddings"}  # how messages say that an option is off
+# how messages say that an option is off, where its name is not enough
+_OFF = {"tied": "untied embeddings", "interpolation": "no rotary_seq_len_interpolation_factor"}
 # what `described` calls the layers that have experts: messages name all fields that may say it
 MOE_LAYERS = "mlp_only_layers, decoder_sparse_step, first_k_dense_replace or moe_layer_freq"
 ANY = object()  # in a family's table: the family's own code looks at the field
