@@ -9,6 +9,7 @@ status 0. Here each of these is an error.
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -74,12 +75,18 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
             tensor.detach().fill_(float("nan"))
     where = f"--load {args.load}"
     try:
-        with _comparing(models, args):
+        with _comparing(models, args) as is_compared:
             load_checkpoint(list(models), None, None)
     except SystemExit:  # its status may be 0
         raise ValueError(f"{where}: Megatron cannot load it; its reason is above") from None
     except _FAILURES as error:  # a damaged file can make a loader raise anything
         raise ValueError(f"{where}: not a checkpoint of this model: {_reason(error)}") from error
+    if not is_compared and my_rank() == 0:
+        print(
+            f"warning: {where}: it has no arguments of its own, so that nobody can tell whether "
+            "those of now make the same model",
+            file=sys.stderr,
+        )
     together(lambda: _refuse_nan(models, where))
 
 
@@ -113,7 +120,7 @@ def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
+def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
     """While this is open, compare a checkpoint with the model before it is loaded.
 
     Megatron offers no hook for that. So three functions are replaced that its `load_checkpoint`
@@ -126,6 +133,7 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
     dist = checkpointing.dist_checkpointing
     dist_load, check_args = dist.load, checkpointing.check_checkpoint_args
     is_distributed = False
+    is_compared: list[bool] = []  # with the checkpoint's own arguments
 
     def compared_dist_load(state: Any, directory: Any, *rest: Any, **more: Any) -> Any:
         nonlocal is_distributed
@@ -146,6 +154,7 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
         others = differing(saved, args, built_from(args))
         if said := [f"{name} {then}, the arguments say {now}" for name, then, now in others]:
             raise ValueError(f"it has {'; '.join(said)}: give each as the checkpoint has it")
+        is_compared.append(True)
 
     def compared_into(model: Any) -> Any:
         into_model = model.load_state_dict
@@ -166,7 +175,7 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
     for model in models:
         model.load_state_dict = compared_into(model)
     try:
-        yield
+        yield is_compared
     finally:
         dist.load, checkpointing.check_checkpoint_args = dist_load, check_args
         for model in models:
