@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from fidelity.cases import CASES
+from fidelity.model_options import options, unread
 from fidelity.off import Weights, train_off
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
@@ -146,6 +147,13 @@ def _exports(checked: Checked) -> Result:
     return bool(again) and not differ, f"differ: {', '.join(differ)}" if differ else detail
 
 
+def _options(checked: Checked) -> Result:
+    """Of every option that says what a model is, it is known whether it changes the model."""
+    if names := unread(checked.unpatched):
+        return False, f"nobody has read what these do to a model: {', '.join(names)}"
+    return True, f"{len({*options(checked.unpatched)})} options"
+
+
 def off(checked: Copies) -> Result:
     """Without our options and megatron_r3, weights are bitwise those of the unpatched tree."""
     unpatched, patched = checked.worker(checked.unpatched), checked.worker(checked.patched)
@@ -191,6 +199,7 @@ def replay(checked: Copies) -> Result:
 CHECKS: dict[str, Callable[[Checked], Result]] = {
     "apply, revert": _applies,
     "export": _exports,
+    "options": _options,
     "off": off,
     "RouterReplay": router_replay,
     "replay": replay,

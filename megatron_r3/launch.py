@@ -11,6 +11,7 @@ The releases expect three kinds of scripts, all of which read `sys.argv`:
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,31 @@ def build_models(args: Any) -> list[torch.nn.Module]:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     builder = config.get_builder_cls()(config)
     return builder.build_distributed_models(groups, wrap_with_ddp=False)
+
+
+def built_from(args: Any) -> set[str]:
+    """The arguments of which Megatron makes a model: those that it reads while it does.
+
+    With the same values of these, Megatron would take the same way to the same model. The argument
+    of a newer release is among them without a list.
+
+    Args:
+        args: what `initialize` returned.
+    """
+    read: set[str] = set()
+
+    class Watched(Namespace):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    watched = Watched(**vars(args))
+    if _builder_config(watched) is None:
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        core_transformer_config_from_args(watched)
+        _gpt_settings(watched)
+    return read & vars(args).keys()
 
 
 def train(
@@ -173,20 +199,36 @@ def _model_provider(
     return GPTModel(
         config=config,
         transformer_layer_spec=decoder,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
+        **_gpt_settings(args),
         **groups,
     )
+
+
+def _gpt_settings(args: Any) -> dict[str, Any]:
+    """What a GPTModel is made of beside its config and its layers.
+
+    Raises:
+        ValueError: the arguments bring layers or a config of their own, as only upstream's script
+            takes them.
+    """
+    for name in ("spec", "yaml_cfg"):
+        if (given := getattr(args, name, None)) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {given}: not taken here; leave it out")
+    return {
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "fp16_lm_cross_entropy": args.fp16_lm_cross_entropy,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "rope_scaling": args.use_rope_scaling,
+    }
 
 
 def gpt_specs(config: Any, args: Any, vp_stage: int | None = None) -> tuple[Any, Any]:

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_NOT_WITH_IT = {
+    "moe_input_jitter_eps": "its noise is in every forward pass, that of the probe too, so that a "
+    "sampler could not be compared with it",
+    "spec": "nobody can tell what layers of your own compute; leave it out",
+}
+
 
 @dataclass(frozen=True)
 class PublishOptions:
@@ -62,6 +68,10 @@ class PublishOptions:
                 "before its checkpoint is there, and a training that is resumed from an older one "
                 "need not make the same policy again"
             )
+        for name, reason in _NOT_WITH_IT.items():
+            if (given := getattr(args, name, None)) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"--rollouts-publish not together with {option} {given}: {reason}")
         like = Path(args.rollouts_publish_like)
         if not (like / "config.json").is_file():
             raise ValueError(f"--rollouts-publish-like {like}: no config.json")

@@ -11,8 +11,10 @@ from typing import Any
 from megatron_r3.integrations.layers import moe_layer_indices
 from megatron_r3.untrusted import quoted
 from megatron_r3.weights.family import ModelSettings
+from megatron_r3.weights.known import BALANCING, defaults, routes_itself
 
-# Fields of TransformerConfig that change what a model computes, and that a bridge gives.
+# Fields of TransformerConfig that change what a model computes, and that a bridge gives. Those that
+# neither these lists nor _COMPARED name must be off.
 _BUILT = """
 normalization layernorm_zero_centered_gamma gated_linear_unit activation_func add_bias_linear
 add_qkv_bias qk_layernorm multi_latent_attention attention_output_gate window_size softmax_type
@@ -24,6 +26,11 @@ moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router
 moe_router_topk_scaling_factor
 """.split()
 _BUILT_MLA = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim".split()
+_COMPARED = """
+num_layers hidden_size num_attention_heads num_query_groups kv_channels layernorm_epsilon
+ffn_hidden_size moe_layer_freq moe_router_pre_softmax rotary_base rotary_percent rope_type
+rotary_scaling_factor mscale
+""".split()
 _ABSENT = object()
 
 
@@ -42,6 +49,7 @@ def compare_models(
         ValueError: naming the first field that differs, or that cannot be compared.
     """
     _refuse_unknown(hf_config, title)
+    _refuse_odd(config, title)
     for name, ours in _expected(hf_config, config, settings).items():
         theirs = getattr(hf_config, name, _ABSENT)
         if name == "head_dim" and theirs in (None, _ABSENT):
@@ -84,7 +92,8 @@ def _expected(hf_config: Any, config: Any, settings: ModelSettings) -> dict[str,
     turned = getattr(hf_config, "partial_rotary_factor", 1.0) if turned is _ABSENT else turned
     if settings.rotary_percent != (1.0 if turned is None else turned):
         raise _other(f"partial_rotary_factor is {quoted(turned)}", str(settings.rotary_percent))
-    if settings.position_embedding_type != "rope" or settings.rotary_scaling:
+    kinds = {settings.position_embedding_type, getattr(config, "rope_type", "rope")}
+    if kinds != {"rope"} or settings.rotary_scaling or settings.interpolation:
         raise ValueError("through a bridge only models with plain RoPE are moved")
     return expected
 
@@ -111,6 +120,18 @@ def _refuse_unknown(hf_config: Any, title: str) -> None:
             raise ValueError(
                 f"{name} is {quoted(value)}; through {title} only {quoted(can)} can be moved, "
                 "because nothing here compares it with Megatron's arguments"
+            )
+
+
+def _refuse_odd(config: Any, title: str) -> None:
+    """Refuse a field of TransformerConfig that is set and that nothing here compares."""
+    expected = defaults(type(config))
+    for name in expected.keys() - {*_BUILT, *_BUILT_MOE, *_BUILT_MLA, *_COMPARED}:
+        value = getattr(config, name)
+        if routes_itself(value) if name == BALANCING else value != expected[name]:
+            raise ValueError(
+                f"{name} is {_shown(value)}; through {title} only {_shown(expected[name])} can be "
+                "moved, because nothing compares it with config.json"
             )
 
 

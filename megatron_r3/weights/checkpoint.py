@@ -9,6 +9,7 @@ status 0. Here each of these is an error.
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,9 +21,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_r3.integrations.layers import unwrapped
+from megatron_r3.launch import built_from
 from megatron_r3.placement import ATTRIBUTE
 from megatron_r3.untrusted import one_line
 from megatron_r3.weights.family import VOCABULARY
+from megatron_r3.weights.known import differing
 from megatron_r3.weights.ranks import everyones, my_rank, together
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -32,11 +35,6 @@ _FAILURES = (Exception, CheckpointException)
 # the beginnings of the names of weights; others, e.g. `optimizer` and `rng_state`, are not weights
 _WEIGHTS = ("embedding", "encoder", "decoder", "mtp", "output_layer")
 _VOCABULARY = {place.key for place in VOCABULARY}
-# Arguments that the shapes of a model do not show. The epsilon's name differs by release.
-_NO_SHAPES = (
-    *("kv_channels", "num_query_groups", "moe_router_topk", "moe_router_pre_softmax"),
-    *("layernorm_epsilon", "norm_epsilon", "rotary_base", "vocab_size"),
-)
 
 
 def check_load(args: Any) -> None:
@@ -77,12 +75,18 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
             tensor.detach().fill_(float("nan"))
     where = f"--load {args.load}"
     try:
-        with _comparing(models, args):
+        with _comparing(models, args) as is_compared:
             load_checkpoint(list(models), None, None)
     except SystemExit:  # its status may be 0
         raise ValueError(f"{where}: Megatron cannot load it; its reason is above") from None
     except _FAILURES as error:  # a damaged file can make a loader raise anything
         raise ValueError(f"{where}: not a checkpoint of this model: {_reason(error)}") from error
+    if not is_compared and my_rank() == 0:
+        print(
+            f"warning: {where}: it has no arguments of its own, so that nobody can tell whether "
+            "those of now make the same model",
+            file=sys.stderr,
+        )
     together(lambda: _refuse_nan(models, where))
 
 
@@ -116,18 +120,20 @@ def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
+def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
     """While this is open, compare a checkpoint with the model before it is loaded.
 
     Megatron offers no hook for that. So three functions are replaced that its `load_checkpoint`
     (megatron/training/checkpointing.py) calls: the loader of distributed checkpoints, the
     comparison of arguments, and the models' own `load_state_dict` for checkpoints in one file.
+    What no shape shows (how many experts a token takes, the base of RoPE) only the arguments do.
     """
     from megatron.training import checkpointing
 
     dist = checkpointing.dist_checkpointing
     dist_load, check_args = dist.load, checkpointing.check_checkpoint_args
     is_distributed = False
+    is_compared: list[bool] = []  # with the checkpoint's own arguments
 
     def compared_dist_load(state: Any, directory: Any, *rest: Any, **more: Any) -> Any:
         nonlocal is_distributed
@@ -145,10 +151,10 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
         check_args(saved, **more)
         # as a patched Megatron does; an export works on a tree without patches too
         setattr(args, ATTRIBUTE, getattr(saved, ATTRIBUTE, None))
-        for name in _NO_SHAPES:
-            then, now = getattr(saved, name, None), getattr(args, name, None)
-            if then is not None and now is not None and then != now:
-                raise ValueError(f"it has {name} {then}, the arguments say {now}")
+        others = differing(saved, args, built_from(args))
+        if said := [f"{name} {then}, the arguments say {now}" for name, then, now in others]:
+            raise ValueError(f"it has {'; '.join(said)}: give each as the checkpoint has it")
+        is_compared.append(True)
 
     def compared_into(model: Any) -> Any:
         into_model = model.load_state_dict
@@ -169,7 +175,7 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[None]:
     for model in models:
         model.load_state_dict = compared_into(model)
     try:
-        yield
+        yield is_compared
     finally:
         dist.load, checkpointing.check_checkpoint_args = dist_load, check_args
         for model in models:

@@ -37,6 +37,7 @@ class ModelSettings:
         rotary_base: theta of RoPE.
         rotary_percent: the part of a head that RoPE turns.
         rotary_scaling: whether RoPE's frequencies are scaled as Llama 3.1 scales them.
+        interpolation: by how much RoPE's positions are divided; None means by nothing.
         max_positions: the longest sequence of which Megatron was told.
     """
 
@@ -46,6 +47,7 @@ class ModelSettings:
     rotary_base: float
     rotary_percent: float
     rotary_scaling: bool
+    interpolation: float | None
     max_positions: int
 
 
@@ -63,8 +65,16 @@ def settings_of(model: torch.nn.Module, vocab_size: int | None) -> ModelSettings
         float(chunk.rotary_base),
         float(chunk.rotary_percent),
         bool(chunk.rotary_scaling),
+        _interpolation(chunk),
         chunk.max_position_embeddings,
     )
+
+
+def _interpolation(chunk: Any) -> float | None:
+    """By how much RoPE's positions are divided. Only the embedding of positions keeps it."""
+    rotary = getattr(chunk, "rotary_pos_emb", None)  # MLA and models without RoPE have none here
+    factor = getattr(rotary, "seq_len_interpolation_factor", None)
+    return None if factor == 1 else factor
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from stored import block_sums, metadata_of, part_sums
 from training import STEP, Policy, changed_store, parse, train, unread_options
 
 from demo.model import arguments
+from fidelity import model_options
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.routes import Routes
@@ -59,6 +60,7 @@ def test_options_that_would_not_replay_exactly(
 
 def test_every_routing_option_of_this_tree_was_looked_at(patched: TreeWorker) -> None:
     assert patched.run(unread_options, 1) == [[]]
+    assert model_options.unread(patched.tree) == []
 
 
 SHARDED = ["--use-distributed-optimizer", "--ckpt-format", "fsdp_dtensor"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -166,6 +168,30 @@ def same_files(one: Path, other: Path) -> bool:
     """Whether two folders have files of the same names and bytes."""
     ours, theirs = ({f.name: f.read_bytes() for f in folder.iterdir()} for folder in (one, other))
     return ours == theirs
+
+
+def without_arguments(rank: int, checkpoint: Path, argv: list[str]) -> str:
+    """Take a checkpoint's own arguments out of it, and export it; what is said to stderr."""
+    (file,) = checkpoint.glob("iter_*/*/*.pt")
+    saved = torch.load(file, weights_only=False)
+    del saved["args"]
+    torch.save(saved, file)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        export(rank, argv)
+    return said.getvalue()
+
+
+def test_a_checkpoint_without_arguments_is_exported_with_a_warning(
+    patched: TreeWorker, policy: Policy, torch_checkpoint: Path, tmp_path: Path
+) -> None:
+    """There is nothing to compare the arguments of the export with."""
+    shutil.copytree(torch_checkpoint, tmp_path / "changed")
+    argv = [*ONE, "--load", str(tmp_path / "changed"), "--ckpt-format", "torch"]
+    argv = arguments(argv, ["--hf-export", str(tmp_path / "hf")])
+    (said,) = patched.run(without_arguments, 1, tmp_path / "changed", argv, timeout_s=120)
+    assert "changed: it has no arguments of its own, so that nobody can tell" in said
+    assert same_files(tmp_path / "hf", policy.hf)
 
 
 def test_a_checkpoint_in_one_file_is_exported(

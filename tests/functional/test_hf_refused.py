@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training import Policy, export
+from training import Policy, export, trained_with
 
 from demo.model import arguments
 from fidelity.rig.worker import TreeWorker
@@ -124,6 +125,82 @@ def test_an_export_with_arguments_of_another_model(
 ) -> None:
     load = ["--load", str(policy.checkpoint), *other]
     refuses_export(patched, tmp_path, load, str(policy.checkpoint), *words)
+
+
+# What a checkpoint was trained with and an export forgets: nothing but its arguments shows these.
+FORGOTTEN: dict[str, Any] = {
+    "rotary_percent": 0.5,
+    "rotary_seq_len_interpolation_factor": 2,
+    "use_rope_scaling": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "window_size": (4, 0),
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 4,
+    "rotary_interleaved": True,
+    "no_rope_freq": 2,
+    "softmax_type": "off-by-one",
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "use_mup": True,
+    "position_embedding_type": "none",
+    "moe_expert_capacity_factor": 1.0,
+    "moe_router_load_balancing_type": "sinkhorn",
+    "spec": ["a", "b"],
+    "made_up": 2,  # of a newer Megatron, which reads it; the export has 1
+    "num_query_groups": None,
+}
+SAME = {"made_up": 1, "moe_router_load_balancing_type": ["none"], "attention_dropout": 0.1}
+SAME |= {"tensor_model_parallel_size": 2, "moe_input_jitter_eps": 0.1, "bf16": True, "seed": 7}
+
+
+def test_arguments_that_a_checkpoint_was_trained_with(patched: TreeWorker, policy: Policy) -> None:
+    changes = [{}, *({name: value} for name, value in {**SAME}.items())]
+    changes += [{"softmax_type": "missing"}]  # an older release that had only the default
+    changes += [{"layernorm_epsilon": "missing", "norm_epsilon": 1e-6}]  # as 0.15 calls it
+    others = [{name: value} for name, value in FORGOTTEN.items()]
+    others += [{"layernorm_epsilon": "missing", "norm_epsilon": 1e-5}]
+    others += [{"qk_layernorm": "missing"}]
+    argv = (arguments(ONE), policy.checkpoint, [*changes, *others])
+    (said,) = patched.run(differences, 1, *argv, timeout_s=120)
+    assert said[: len(changes)] == [[]] * len(changes)
+    assert said[len(changes) :] == [[next(iter(change))] for change in others]
+
+
+def differences(
+    rank: int, argv: list[str], checkpoint: Path, changes: list[dict[str, Any]]
+) -> list[list[str]]:
+    """Which arguments differ from a checkpoint's own, after each change of its own."""
+    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+
+    from megatron_r3 import launch
+    from megatron_r3.weights.known import differing
+
+    sys.argv = ["hf.py", *argv]
+    args = launch.initialize()
+    args.made_up, config_of = 1, launch._builder_config
+    launch._builder_config = lambda args: (args.made_up, config_of(args))[1]
+    names = launch.built_from(args)
+    (folder,) = checkpoint.glob("iter_*")
+    found = []
+    for change in changes:
+        saved = load_common_state_dict(folder)["args"]
+        vars(saved).update({"made_up": 1, **change})
+        for name in [name for name, value in change.items() if value == "missing"]:
+            delattr(saved, name)
+        found.append([name for name, _, _ in differing(saved, args, names)])
+    return found
+
+
+def test_an_export_that_forgets_an_argument(
+    patched: TreeWorker, torch_checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(torch_checkpoint, tmp_path / "changed")
+    patched.run(trained_with, 1, tmp_path / "changed", "rotary_percent", 0.5)
+    said = "it has rotary_percent 0.5, the arguments say 1.0: give each as the checkpoint has it"
+    load = ["--load", str(tmp_path / "changed"), "--ckpt-format", "torch"]
+    refuses_export(patched, tmp_path, load, said)
+    load += ["--rotary-percent", "0.5"]
+    refuses_export(patched, tmp_path, load, "not a qwen3_moe model, which needs rotary_percent=1.0")
 
 
 def changed_metadata(source: Path, target: Path, old: str, new: str = "") -> list[str]:

@@ -194,6 +194,7 @@ def test_old_policies_go(patched: TreeWorker, policy: Policy, tmp_path: Path) ->
         (["--rollouts-publish-interval", "2"],
          "--rollouts-publish-interval 2: the training ends after 1 optimizer steps"),
         (["--rollouts-publish", __file__], "test_publish.py is a file: name another folder"),
+        (["--moe-input-jitter-eps", "0.1"], "not together with --moe-input-jitter-eps 0.1"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together(
@@ -201,3 +202,21 @@ def test_options_that_do_not_go_together(
 ) -> None:
     store = stores(policy, tmp_path)
     assert words in fails(patched, steps_on(policy, store, 1, *publishes(policy, tmp_path), *more))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--moe-expert-capacity-factor", "1.0"], "no moe_expert_capacity_factor"),
+        (["--rotary-seq-len-interpolation-factor", "2"], "no rotary_seq_len_interpolation_factor"),
+    ],
+)
+def test_a_live_training_whose_model_no_sampler_has(
+    patched: TreeWorker, policy: Policy, tmp_path: Path, more: list[str], words: str
+) -> None:
+    """Nothing is published. Without these options the tests above publish the model."""
+    argv = steps_on(policy, stores(policy, tmp_path), 1, *publishes(policy, tmp_path), *more)
+    argv = [option for option in argv if not option.startswith("--moe-router-replay-verify")]
+    argv.remove("--moe-router-replay")
+    assert f"not a qwen3_moe model, which needs {words}" in fails(patched, argv)
+    assert not list((tmp_path / "policies").glob("v*"))

@@ -6,6 +6,7 @@ Shape suffixes (docs/glossary.md): K, L, T.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from training import Policy, import_weights
+from training import Policy, import_weights, trained_with
 
 from demo import megatron_server, task
 from demo.model import arguments
@@ -132,6 +133,20 @@ def test_a_checkpoint_with_placed_experts_is_refused(
     ended = start(patched_tree, policy, {"{checkpoint}": str(placed)})
     assert ended.returncode == 1
     assert f"error: --load {placed}: its experts are in other places" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_checkpoint_that_was_trained_with_another_argument_is_refused(
+    patched: TreeWorker, patched_tree: Path, torch_checkpoint: Path, tmp_path: Path
+) -> None:
+    """It would answer as another model; the same checkpoint is served as it is above."""
+    shutil.copytree(torch_checkpoint, tmp_path / "changed")
+    name, value = "moe_router_topk_scaling_factor", 2.5
+    patched.run(trained_with, 1, tmp_path / "changed", name, value)
+    values = {"{checkpoint}": str(tmp_path / "changed"), "torch_dist": "torch"}
+    ended = start(patched_tree, Policy.within(tmp_path), values)
+    assert ended.returncode == 1
+    assert f"it has {name} 2.5, the arguments say None: give each as the" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -127,6 +127,15 @@ def import_weights(rank: int, argv: list[str]) -> None:
     hf.main()
 
 
+def trained_with(rank: int, checkpoint: Path, name: str, value: Any) -> None:
+    """Make a checkpoint in one file say that it was trained with another argument."""
+    (file,) = checkpoint.glob("iter_*/*/*.pt")
+    saved = torch.load(file, weights_only=False)
+    assert getattr(saved["args"], name) != value
+    setattr(saved["args"], name, value)
+    torch.save(saved, file)
+
+
 def import_and_forget(rank: int, argv: list[str]) -> None:
     """The same, and the checkpoint does not remember where its experts are."""
     from megatron_r3.weights import hf

@@ -44,10 +44,15 @@ class DeepseekV3(SigmoidRouted):
         "scoring_func": ("sigmoid", None),
         "topk_method": ("noaux_tc", None),
     }
+    reads: ClassVar[Flags] = (*SigmoidRouted.reads, "q_lora_rank", "num_key_value_heads")
+    # sums and parts of qk_nope_head_dim and qk_rope_head_dim
+    ignores: ClassVar[Flags] = (*SigmoidRouted.ignores, "head_dim", "qk_head_dim")
     plain: ClassVar[Fields] = {
         **SigmoidRouted.plain,
         "multi_latent_attention": True,
         "qk_layernorm": True,
+        **dict.fromkeys(("q_lora_rank", "rope_type", "rotary_scaling_factor"), ANY),
+        **dict.fromkeys(("mscale", "mscale_all_dim"), ANY),
     }
 
     def own_check(self, config: Any, settings: ModelSettings) -> list[tuple[bool, str]]:

@@ -66,7 +66,11 @@ class GptOss(Described):
         "attention_factor": (None,),
         "mscale": (None,),
         "mscale_all_dim": (None,),
+        "layer_types": ANY,
     }
+    reads: ClassVar[Flags] = ("sliding_window",)
+    # the first names that OpenAI gave to num_experts_per_tok, original_max_position_embeddings
+    ignores: ClassVar[Flags] = ("experts_per_token", "initial_context_length")
     plain: ClassVar[Fields] = {
         "activation_func": ANY,
         "glu_linear_offset": 1.0,
@@ -75,6 +79,7 @@ class GptOss(Described):
         "add_qkv_bias": True,
         "softmax_type": "learnable",
         "window_size": ANY,
+        "window_attn_skip_freq": ANY,
         "moe_router_pre_softmax": False,
         "yarn_mscale": 1.0,
         "yarn_mscale_all_dim": 0.0,

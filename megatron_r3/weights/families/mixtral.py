@@ -11,6 +11,7 @@ from megatron_r3.weights.families.tables import (
     GROUPED_QUERIES,
     Described,
     Fields,
+    Flags,
     Number,
     Rows,
     experts_named,
@@ -30,6 +31,7 @@ class Mixtral(Described):
         Number("intermediate_size", "moe-ffn-hidden-size", "moe_ffn_hidden_size"),
     )
     fixed: ClassVar[Fields] = {"sliding_window": (None,)}
+    ignores: ClassVar[Flags] = ("router_jitter_noise",)  # in training alone
     # the weights of a token's experts add up to 1: a softmax over those that were chosen
     plain: ClassVar[Fields] = {"moe_router_pre_softmax": False}
 

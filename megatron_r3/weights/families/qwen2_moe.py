@@ -52,6 +52,8 @@ class Qwen2Moe(Described):
     )
     flags: ClassVar[Flags] = (*PLAIN_FLAGS, "--moe-shared-expert-gate")
     fixed: ClassVar[Fields] = {"use_sliding_window": (False,)}
+    reads: ClassVar[Flags] = ("mlp_only_layers", "decoder_sparse_step", "head_dim")
+    ignores: ClassVar[Flags] = ("sliding_window", "max_window_layers")  # without use_sliding_window
     plain: ClassVar[Fields] = {
         "moe_shared_expert_gate": True,
         "moe_shared_expert_intermediate_size": ANY,
@@ -75,9 +77,6 @@ class Qwen2Moe(Described):
         head = fields["hidden_size"] // fields["num_attention_heads"]
         if theirs["head_dim"] != head:
             raise cannot(self.model_type, "head_dim", theirs["head_dim"], f"only {head}")
-        kinds = theirs.get("layer_types") or []
-        if other := {*kinds} - {"full_attention"}:
-            raise cannot(self.model_type, "layer_types", sorted(other), "only full_attention")
         return {}
 
     def tensors(self, config: Any) -> list[Mapped]:

@@ -39,6 +39,8 @@ class Qwen3Moe(Described):
     )
     flags: ClassVar[Flags] = (*PLAIN_FLAGS, "--qk-layernorm")
     fixed: ClassVar[Fields] = {"use_sliding_window": (False,)}
+    reads: ClassVar[Flags] = ("mlp_only_layers", "decoder_sparse_step")
+    ignores: ClassVar[Flags] = ("sliding_window", "max_window_layers")  # without use_sliding_window
     plain: ClassVar[Fields] = {"qk_layernorm": True, "moe_router_pre_softmax": ANY}
 
     def own_fields(self, config: Any) -> dict[str, Any]:

@@ -52,6 +52,14 @@ class SigmoidRouted(Described):
     )
     flags: ClassVar[Flags] = (*PLAIN_FLAGS, *_FLAGS)
     fixed: ClassVar[Fields] = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
+    reads: ClassVar[Flags] = (
+        *("first_k_dense_replace", "moe_layer_freq", "n_shared_experts", "n_group", "topk_group"),
+        "norm_topk_prob",
+    )
+    ignores: ClassVar[Flags] = (
+        *("num_nextn_predict_layers", "num_mtp_layers"),  # see is_left_out
+        *("ep_size", "pretraining_tp", "seq_aux", "aux_loss_alpha"),
+    )
     plain: ClassVar[Fields] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,

@@ -17,6 +17,14 @@ from megatron_r3.engines.shape import ModelShape
 from megatron_r3.integrations.layers import moe_layer_indices
 from megatron_r3.untrusted import quoted
 from megatron_r3.weights.family import Mapped, ModelSettings, refuse
+from megatron_r3.weights.known import (
+    BALANCING,
+    CONFIG_CHANGES_NOTHING,
+    ROPE,
+    defaults,
+    rope_of,
+    routes_itself,
+)
 
 Fields = Mapping[str, Any]
 
@@ -104,54 +112,40 @@ _FIXED: Fields = {
     "tie_word_embeddings": (False,),
     "rope_type": ("default",),
     "partial_rotary_factor": (None, 1.0),
+    "layer_types": (None, ["full_attention"]),
 }
-# ... as fields of TransformerConfig that change what a model computes. A family that says nothing
-# else of a field needs this value. A release that lacks the field has the value.
-_PLAIN: Fields = {
+# ... as fields of TransformerConfig, where it is not the default of Megatron's class
+PLAIN: Fields = {
     "normalization": "RMSNorm",
-    "layernorm_zero_centered_gamma": False,
     "gated_linear_unit": True,
     "activation_func": torch.nn.functional.silu,
-    "glu_linear_offset": 0.0,
-    "activation_func_clamp_value": None,
     "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
-    "qk_l2_norm": False,
-    "attention_output_gate": False,
     "multi_latent_attention": False,
-    "softmax_type": "vanilla",
-    "softmax_scale": None,
-    "window_size": None,
-    "rotary_interleaved": False,
-    "no_rope_freq": None,
-    "experimental_attention_variant": None,
-    "use_mup": False,
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_router_topk_scaling_factor": None,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_shared_expert_gate": False,
-    "moe_apply_probs_on_input": False,
-    "moe_latent_size": None,
-    "mtp_num_layers": None,
 }
-# ... and as ModelSettings
+# ... and as ModelSettings, of which the rows of a family describe others
 _PLAIN_SETTINGS: Fields = {
     "tied": False,
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
     "rotary_scaling": False,
+    "interpolation": None,
 }
-_OFF = {"tied": "untied embeddings"}  # how messages say that an option is off
+# ... of config.json that `described` looks at, whatever the family
+_READ: Flags = (
+    "model_type",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+)
+_READ += ("partial_rotary_factor",)
+# Fields of TransformerConfig that the shapes of the tensors or MOE_LAYERS show, whatever the family
+SHOWN = ("num_query_groups", "kv_channels", "ffn_hidden_size", "moe_layer_freq")
+# how messages say that an option is off, where its name is not enough
+_OFF = {"tied": "untied embeddings", "interpolation": "no rotary_seq_len_interpolation_factor"}
 # what `described` calls the layers that have experts: messages name all fields that may say it
 MOE_LAYERS = "mlp_only_layers, decoder_sparse_step, first_k_dense_replace or moe_layer_freq"
 ANY = object()  # in a family's table: the family's own code looks at the field
-# fields of config.json that stand inside its rope_parameters
-_ROPE: Flags = ("rope_theta", "rope_type", "partial_rotary_factor", "factor", "truncate")
-_ROPE += ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 class Described:
@@ -162,7 +156,9 @@ class Described:
     rows: ClassVar[Rows]
     flags: ClassVar[Flags] = PLAIN_FLAGS  # Megatron's arguments of every such model
     fixed: ClassVar[Fields] = {}  # of config.json, as in _FIXED
-    plain: ClassVar[Fields] = {}  # of TransformerConfig, as in _PLAIN, or ANY
+    reads: ClassVar[Flags] = ()  # other fields of config.json at which the family's code looks
+    ignores: ClassVar[Flags] = ()  # ... and those that change nothing of such a model
+    plain: ClassVar[Fields] = {}  # of TransformerConfig, as in PLAIN, or ANY
     settings: ClassVar[Fields] = {}  # of ModelSettings, as in _PLAIN_SETTINGS, or ANY
 
     def own_check(self, config: Any, settings: ModelSettings) -> list[tuple[bool, str]]:
@@ -210,13 +206,17 @@ class Described:
         Raises:
             ValueError: it says what the model lacks.
         """
-        wanted = {**_PLAIN, **self.plain}, {**_PLAIN_SETTINGS, **self.settings}
-        needed = [(config.num_moe_experts is not None, "num_moe_experts")]
-        for table, place in zip(wanted, (config, settings), strict=True):
+        wanted = {**defaults(type(config)), **PLAIN, **self.plain}
+        wanted |= dict.fromkeys((*SHOWN, *(row.attribute for row in self.rows)), ANY)
+        del wanted[BALANCING]
+        needed = [
+            (config.num_moe_experts is not None, "num_moe_experts"),
+            (not routes_itself(getattr(config, BALANCING, "none")), f"{BALANCING}=none"),
+        ]
+        for table, place in ((wanted, config), ({**_PLAIN_SETTINGS, **self.settings}, settings)):
             for name, want in table.items():
-                have = getattr(place, name, None)
-                # None, False and 0 all say that an option is off
-                holds = want is ANY or (have == want if want else not have)
+                have = getattr(place, name, None)  # a release that lacks the field has it off
+                holds = want is ANY or have == want or (have is None and not want)
                 shown = getattr(want, "__name__", want)
                 needed.append((holds, f"{name}={shown}" if want else _OFF.get(name, f"no {name}")))
         refuse(self.model_type, [*needed, *self.own_check(config, settings)])
@@ -239,7 +239,7 @@ class Described:
             value = getattr(place, row.attribute)
             fields[row.name] = bool(value) != row.reverse if isinstance(row, Switch) else value
         fields |= self.own_fields(config)
-        rope = {name: fields.pop(name) for name in _ROPE if name in fields}
+        rope = {name: fields.pop(name) for name in ROPE if name in fields}
         return {**fields, "rope_parameters": rope}
 
     def arguments(self, hf_config: Fields) -> list[str]:
@@ -278,12 +278,16 @@ class Described:
                 "it has quantization_config; only weights in 16 or 32 bits can be moved: take a "
                 "directory of the model without it"
             )
-        rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+        rope = rope_of(hf_config)
         theirs = {**hf_config, **rope}
-        theirs["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+        theirs.setdefault("rope_type", "default")
+        self._refuse_unknown(hf_config, rope)
         for name, values in self._fixed().items():
-            if (value := theirs.get(name, values[0])) not in values:
-                raise cannot(self.model_type, name, value, f"only {values[0]!r}")
+            value = theirs.get(name, values[0])
+            if name == "layer_types" and isinstance(value, list):
+                value = sorted({*map(str, value)})
+            if value not in values:
+                raise cannot(self.model_type, name, value, f"only {values[-1]!r}")
         if theirs.get("head_dim") is None and isinstance(theirs.get("hidden_size"), int):
             theirs["head_dim"] = theirs["hidden_size"] // (theirs.get("num_attention_heads") or 1)
         fields = {row.name: _value(row, theirs) for row in self.rows}
@@ -310,6 +314,26 @@ class Described:
                     f"{name} is {quoted(theirs[name])}; Megatron's arguments make it "
                     f"{quoted(ours[name])}: other model arguments"
                 )
+
+    def known_fields(self) -> set[str]:
+        """The fields that a config.json may have beside those of RoPE."""
+        rows = {name for row in self.rows for name in (row.name, *getattr(row, "also", ()))}
+        known = {*rows, *_FIXED, *self.fixed, *self.reads, *self.ignores, *CONFIG_CHANGES_NOTHING}
+        return known - {*ROPE} | {*_READ}
+
+    def _refuse_unknown(self, hf_config: Fields, rope: Fields) -> None:
+        """Refuse a field of which nobody has looked at what it changes.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        for fields, known in ((hf_config, self.known_fields()), (rope, {*ROPE})):
+            for name, value in fields.items():
+                if value is not None and name not in known:
+                    raise ValueError(
+                        f"{name} is {quoted(value)}, and nobody here has looked at what it does to "
+                        f"a {self.model_type} model: take it out if it does nothing"
+                    )
 
     def _fixed(self) -> dict[str, tuple[Any, ...]]:
         return {n: values for n, values in {**_FIXED, **self.fixed}.items() if values is not ANY}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,7 +162,7 @@ HF |= {"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e4}
 MEGATRON = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 1}
 MEGATRON |= {"kv_channels": 4, "layernorm_epsilon": 1e-6, "ffn_hidden_size": 16}
 MEGATRON |= {"num_moe_experts": None, "multi_latent_attention": False, "qk_layernorm": True}
-SETTINGS = ModelSettings(9, False, "rope", 1e4, 1.0, False, 64)
+SETTINGS = ModelSettings(9, False, "rope", 1e4, 1.0, False, None, 64)
 
 
 def compared(hf: dict[str, Any], built: dict[str, Any]) -> None:
@@ -192,3 +193,20 @@ def test_the_same_model() -> None:
 def test_another_model(hf: dict[str, Any], built: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         compared(hf, built)
+
+
+def test_an_option_that_nothing_compares() -> None:
+    """As a newer Megatron's class would have it; its default is taken."""
+    layout = dataclasses.make_dataclass("ModelParallelConfig", [("made_up_width", int, 1)])
+    fields: list[Any] = [(name, Any, value) for name, value in MEGATRON.items()]
+    fields += [("made_up", int, 3), ("hidden_dropout", float, 0.0)]
+    kind: Any = dataclasses.make_dataclass("TransformerConfig", fields, bases=(layout,))
+    kind.__module__ = "megatron.core.newer"
+    hf, built = SimpleNamespace(**HF), SimpleNamespace(**MEGATRON)
+    harmless = kind(hidden_dropout=0.5, made_up_width=2)
+    compare_models(hf, built, "bridge 1", harmless, SETTINGS)
+    with pytest.raises(ValueError, match="made_up is 4; through bridge 1 only 3 can be moved"):
+        compare_models(hf, built, "bridge 1", kind(made_up=4), SETTINGS)
+    scaled = dataclasses.replace(SETTINGS, interpolation=2.0)
+    with pytest.raises(ValueError, match="only models with plain RoPE"):
+        compare_models(hf, built, "bridge 1", kind(), scaled)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_r3.weights.families import FAMILIES, family_named
+from megatron_r3.weights.families.tables import Described
 from megatron_r3.weights.model_arguments import arguments_of, main
 
 COMMON: dict[str, Any] = {
@@ -37,11 +38,12 @@ OSS_YARN |= {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8},
     "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 48},
-    "mixtral": {"num_local_experts": 8},
+    "mixtral": {"num_local_experts": 8, "moe_intermediate_size": "missing"},
     "deepseek_v3": {**SIGMOID, **LATENT},
     "glm4_moe": SIGMOID,
     "gpt_oss": {
         "num_local_experts": 8,
+        "moe_intermediate_size": "missing",
         "attention_bias": True,
         "sliding_window": 128,
         "rope_parameters": OSS_YARN,
@@ -102,6 +104,17 @@ def test_what_is_not_an_argument() -> None:
             "rope_type is 'linear'",
         ),
         ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"made_up": 0}, "made_up is 0, and nobody here has looked at what it does"),
+        ({"factor": 40}, "factor is 40, and nobody"),  # it is of RoPE, and stands outside of it
+        (
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 8]}},
+            "mrope_section is",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 10000}, "rope_scaling": {"type": "linear"}},
+            "rope_scaling is .*'linear'.*, rope_parameters is .*: transformers takes rope_scaling",
+        ),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; expected an object"),
     ],
 )
 def test_a_field_that_megatron_cannot_do(family: str, fields: dict[str, Any], words: str) -> None:
@@ -119,6 +132,13 @@ def test_a_field_that_megatron_cannot_do(family: str, fields: dict[str, Any], wo
         ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("qwen2_moe", {"head_dim": 32}, "head_dim is 32"),
         ("qwen2_moe", {"layer_types": ["sliding_attention"] * 4}, "layer_types is"),
+        (
+            "qwen3_moe",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types is",
+        ),
+        ("mixtral", {"layer_types": 4}, "layer_types is 4"),
+        ("mixtral", {"moe_layer_freq": 2}, "moe_layer_freq is 2, and nobody"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096"),
         ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "topk_group is 2;.* can do 1"),
         ("deepseek_v3", {"n_group": "missing"}, "n_group must be"),
@@ -143,6 +163,48 @@ def test_a_field_of_one_family(family: str, fields: dict[str, Any], words: str) 
     arguments(family)  # the control: without the change nothing is refused
     with pytest.raises(ValueError, match=words):
         arguments(family, **fields)
+
+
+# What config.json of real models has beside the fields that the tests above change.
+EVERYWHERE = """
+architectures attention_bias attention_dropout bos_token_id eos_token_id head_dim hidden_act
+initializer_range max_position_embeddings rope_scaling tie_word_embeddings torch_dtype
+transformers_version use_cache output_router_logits router_aux_loss_coef
+"""
+QWEN = "mlp_only_layers decoder_sparse_step norm_topk_prob max_window_layers sliding_window"
+SIGMOIDS = "norm_topk_prob num_nextn_predict_layers pad_token_id"
+REAL = {
+    "qwen3_moe": f"{QWEN} use_sliding_window",
+    "qwen2_moe": f"{QWEN} use_sliding_window shared_expert_intermediate_size",
+    "mixtral": "sliding_window",
+    "deepseek_v3": f"{SIGMOIDS} auto_map ep_size aux_loss_alpha seq_aux moe_layer_freq "
+    "pretraining_tp scoring_func topk_method quantization_config",
+    "glm4_moe": f"{SIGMOIDS} partial_rotary_factor use_qk_norm",
+    "gpt_oss": "experts_per_token initial_context_length layer_types swiglu_limit pad_token_id "
+    "quantization_config",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fields_of_real_models_are_known(family: str) -> None:
+    described = FAMILIES[family]
+    assert isinstance(described, Described)
+    known = described.known_fields()
+    fields = {*EVERYWHERE.split(), *REAL[family].split(), *config(family)}
+    assert not fields - known
+    assert "made_up" not in known
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    """The controls of the refusals: an unknown null, both names of one RoPE, full attention."""
+    rope = {"rope_theta": 10000, "rope_type": "default"}
+    plain = arguments("qwen3_moe")
+    for fields in (
+        {"made_up": None, "unsloth_fixed": True, "sliding_window": 4096},
+        {"layer_types": ["full_attention"] * 4},
+        {"rope_theta": "missing", "rope_parameters": rope, "rope_scaling": dict(rope)},
+    ):
+        assert arguments("qwen3_moe", **fields) == plain
 
 
 def test_a_family_that_is_refused_by_its_name() -> None:

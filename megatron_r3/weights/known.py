@@ -1,0 +1,202 @@
+"""What is known of Megatron's options and of config.json: closed lists, and what is in no list.
+
+An option that is in no list is taken for one that changes the model: a checkpoint is not loaded
+where it has another value, and a model that has it set is not moved. So a newer Megatron's option
+cannot go past these checks. Whoever adds a release line reads what its new options do, and adds
+those that change nothing to CHANGE_NOTHING. fidelity/model_options.py names what nobody has read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from megatron_r3.untrusted import quoted
+
+# Fields of TransformerConfig and MLATransformerConfig, and arguments that build a model, of
+# core_v0.15.3 to main of 2026-08-22. The same weights compute the same with any value of these, up
+# to rounding. Those of ModelParallelConfig (layout, communication) are not written out.
+CHANGE_NOTHING = frozenset(
+    # the layout, communication, dispatchers
+    """
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split cp_comm_type
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers gtp_remat_opt_in_modules
+    hetereogenous_dist_checkpoint high_priority_a2a_comm_stream mlp_chunks_for_prefill
+    mlp_chunks_for_training moe_deepep_num_sms moe_enable_deepep moe_flex_dispatcher_backend
+    moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+    moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs
+    moe_ncclep_static_shape moe_ncclep_zero_copy moe_shared_expert_overlap moe_token_dispatcher_type
+    nccl_all_reduce_for_prefill num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage pipeline_model_parallel_layout symmetric_ar_type
+    """
+    # memory: recompute, offloading, CUDA graphs
+    """
+    activation_offload_fraction clone_scatter_output_in_embedding
+    cuda_graph_impl cuda_graph_modules cuda_graph_retain_backward_graph cuda_graph_scope
+    cuda_graph_use_single_mempool cuda_graph_warmup_steps delay_offload_until_cuda_graph
+    delta_offload_bytes_across_pp_ranks disable_parameter_transpose_cache
+    distribute_saved_activations enable_cuda_graph external_cuda_graph
+    fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads
+    gdp_num_chunk_states_to_recompute mhc_recompute_layer_num min_offloaded_tensor_size
+    moe_layer_recompute moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
+    moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size offload_modules
+    recompute_granularity recompute_method recompute_modules recompute_num_layers
+    """
+    # kernels and fusions
+    """
+    apply_rope_fusion attention_backend batch_invariant_backend batch_invariant_mode
+    bias_activation_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion
+    cache_mla_latents dsa_kernel_backend flash_attention_version flash_decode
+    fused_residual_rmsnorm fused_single_qkv_rope gdp_cutedsl_kernel masked_softmax_fusion
+    memory_efficient_layer_norm mla_down_proj_fusion moe_grouped_gemm moe_permute_fusion
+    moe_permute_fusion_into_hybridep moe_router_fusion moe_router_padding_for_fp8
+    moe_router_padding_for_quantization moe_single_grouped_bias moe_single_grouped_weight
+    moe_use_grouped_tensor moe_use_legacy_grouped_gemm no_persist_layer_norm persist_layer_norm
+    transformer_impl use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp
+    use_grouped_gemm_for_shared_expert use_mamba_mem_eff_path use_te_activation_func
+    use_transformer_engine_op_fuser
+    """
+    # in which precision the run computes
+    """
+    activation_func_fp8_input_store apply_query_key_layer_scaling attention_softmax_in_fp32
+    disable_bf16_reduced_precision_matmul first_last_layers_bf16 fp16_lm_cross_entropy fp4
+    fp4_param fp4_param_gather fp4_quantizer_factory fp4_recipe fp8 fp8_amax_compute_algo
+    fp8_amax_history_len fp8_dot_product_attention fp8_interval fp8_margin
+    fp8_multi_head_attention fp8_output_proj fp8_param fp8_param_gather fp8_quantizer_factory
+    fp8_recipe fp8_wgrad fp32_residual_connection kitchen_attention_backend kitchen_config_file
+    kitchen_recipe_number logit_dtype mamba_training_ssm_states_dtype moe_combine_bwd_dtype
+    moe_dispatch_fwd_dtype moe_router_dtype num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
+    quant_recipe te_precision_config_file tp_only_amax_red use_kitchen
+    use_kitchen_attention
+    """
+    # training alone, and how weights begin
+    """
+    attention_dropout calculate_per_token_loss dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
+    embedding_init_method embedding_init_method_std experimental_attention_variant_loss_scale_func
+    hidden_dropout init_method init_method_std init_method_xavier_uniform
+    init_model_with_meta_device log_max_attention_logit mhc_init_gating_factor moe_aux_loss_coeff
+    moe_input_jitter_eps moe_router_bias_update_rate moe_router_quantile_balancing_ema
+    moe_z_loss_coeff mtp_detach_heads mtp_hsm mtp_loss_scaling_factor output_layer_init_method
+    qk_clip qk_clip_alpha qk_clip_threshold
+    """
+    # inference, logs, random numbers; the padding of the vocabulary; RoPE has no table that ends;
+    # of apply_residual_connection_post_layernorm no release reads more than its value
+    """
+    apply_residual_connection_post_layernorm config_logger_dir inference_cuda_graph_scope
+    inference_disable_triton_nvls_kernels inference_fuse_tp_communication
+    inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
+    inference_moe_token_dispatcher_type inference_rng_tracker inference_sampling_seed
+    make_vocab_size_divisible_by max_position_embeddings moe_enable_routing_replay
+    moe_pad_experts_for_cuda_graph_inference moe_per_layer_logging padded_vocab_size seed test_mode
+    use_inference_optimized_layers use_te_rng_tracker
+    """.split()
+)
+_OURS = "moe_router_replay"  # how the names of our own fields begin
+# Values between which nothing changes: the other types of balancing choose experts themselves.
+BALANCING = "moe_router_load_balancing_type"
+_ONLY_LOSSES = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
+# Names that an argument has in other releases (0.15 has those on the right).
+_ALSO = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
+_ALSO |= {other: name for name, other in _ALSO.items()}
+
+# Fields of config.json that change nothing of any family's model: tokens, dtypes, training, what a
+# forward pass returns, who wrote it.
+CONFIG_CHANGES_NOTHING = frozenset(
+    """
+    _attn_implementation_autoset _name_or_path architectures attention_dropout auto_map bos_token_id
+    chunk_size_feed_forward dtype eos_token_id id2label initializer_range is_encoder_decoder
+    label2id output_attentions output_hidden_states output_router_logits pad_token_id problem_type
+    return_dict router_aux_loss_coef sep_token_id torch_dtype transformers_version unsloth_fixed
+    unsloth_version use_cache
+    """.split()
+)
+# ... and those that stand inside of its rope_parameters
+ROPE = (
+    *("rope_theta", "rope_type", "partial_rotary_factor", "factor", "truncate", "beta_fast"),
+    *("beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
+    "attention_factor",
+)
+
+
+def changes_nothing(name: str, of_layout: Collection[str] = ()) -> bool:
+    """Whether a field or an argument of this name is known not to change what a model computes."""
+    return name in CHANGE_NOTHING or name.startswith(_OURS) or name in of_layout
+
+
+def routes_itself(value: Any) -> list[str]:
+    """The types of load balancing that do more than add a loss."""
+    return sorted({*(value if isinstance(value, list) else [value])} - _ONLY_LOSSES)
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """The fields that may change a model, with the defaults of Megatron's own class.
+
+    Args:
+        kind: TransformerConfig, or a class that a framework derives from it: the defaults of such
+            a class may be those of another model. Of any other class there are no fields.
+    """
+    above = {one.__name__: one for one in reversed(kind.__mro__)}
+    upstream = [one for one in kind.__mro__ if one.__module__.startswith("megatron.core.")]
+    if not upstream:
+        return {}
+    of_layout = {field.name for field in dataclasses.fields(above["ModelParallelConfig"])}
+    return {
+        field.name: field.default
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
+        for field in dataclasses.fields(upstream[0])
+        if field.init and not changes_nothing(field.name, of_layout)
+    }
+
+
+def differing(saved: Any, args: Any, names: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
+    """The arguments that make another model: the name, what a checkpoint has, and what is given.
+
+    Args:
+        saved: the checkpoint's own arguments. What an older release did not know was off there.
+        args: those of now.
+        names: what Megatron reads of them to build a model.
+    """
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    off = {**defaults(MLATransformerConfig), **defaults(TransformerConfig)}
+    of_layout = {field.name for field in dataclasses.fields(ModelParallelConfig)}
+    for name in sorted({*names, "vocab_size"}):
+        if changes_nothing(name, of_layout):
+            continue
+        other = _ALSO.get(name, name)
+        then = getattr(saved, name, getattr(saved, other, off.get(name)))
+        now = getattr(args, name, None)
+        if name == BALANCING:
+            then, now = routes_itself(then), routes_itself(now)
+        if _listed(then) != _listed(now):
+            yield name, then, now
+
+
+def _listed(value: Any) -> Any:
+    """A value of which a tuple is a list: some releases have the one, some the other."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How RoPE is turned, by either name in a config.json; empty where it is silent.
+
+    Raises:
+        ValueError: both names are there, and say different things. transformers 5 takes
+            rope_scaling then, and forgets all of rope_parameters; other readers need not.
+    """
+    found = []
+    for name in ("rope_scaling", "rope_parameters"):
+        if rope := hf_config.get(name):
+            if not isinstance(rope, Mapping):
+                raise ValueError(f"{name} is {quoted(rope)}; expected an object")
+            named = {"rope_type": rope.get("type", "default"), **rope}
+            found.append({key: value for key, value in named.items() if key != "type"})
+    if len(found) == 2 and found[0] != found[1]:
+        raise ValueError(
+            f"rope_scaling is {quoted(found[0])}, rope_parameters is {quoted(found[1])}: "
+            "transformers takes rope_scaling alone, others need not; leave the right one"
+        )
+    return found[0] if found else {}
