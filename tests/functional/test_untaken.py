@@ -6,6 +6,7 @@ Shape suffixes (docs/glossary.md): T.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,9 @@ BLOCKS: dict[str, Callable[[], Any]] = {
 
 def blocks_around(gpt: Any) -> dict[str, str]:
     """What each kind of block says of a forward pass of this model."""
-    return {way: refusal(lambda: loss_and_gradients(gpt, BLOCKS[way]())) for way in BLOCKS}
+    return {
+        way: refusal(partial(loss_and_gradients, gpt, block())) for way, block in BLOCKS.items()
+    }
 
 
 def nobody_takes_them(rank: int) -> dict[str, dict[str, str]]:
