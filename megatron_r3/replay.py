@@ -83,7 +83,10 @@ def _enter(forward_pass: ForwardPass) -> Callable[[], None]:
         if forward_pass.asked:
             hook.remove()
         elif ACTIVE.get() is forward_pass:
-            forward_pass.ran.setdefault(type(module), module)
+            # inside of torch.compile no hook is called: all modules of the model count as run
+            compiled = getattr(module, "_orig_mod", None)
+            for some in [module] if compiled is None else compiled.modules():
+                forward_pass.ran.setdefault(type(some), some)
 
     # one call for each module that runs before the first router, and none after it
     hook = register_module_forward_pre_hook(note)

@@ -317,6 +317,10 @@ def another_model(microbatch):
     torch.nn.Linear(2, 2)(torch.ones(2))
 
 
+def a_compiled_model(microbatch):
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(2))
+
+
 def inner(microbatch):
     with replaying(None):
         torch.nn.Linear(2, 2)(torch.ones(2))
@@ -345,6 +349,7 @@ def inner(microbatch):
     [
         (nothing_ran, "no forward pass ran inside the block; call the model there"),
         (another_model, "what ran inside the block (Linear) is no Megatron model"),
+        (a_compiled_model, "what ran inside the block (Linear) is no Megatron model"),
         (inner, "the forward pass ran in another replaying or recording block inside of this one"),
     ],
 )
