@@ -17,7 +17,7 @@ from fidelity import core_only
 from fidelity.models import MODELS, VOCAB_SIZE
 
 # what runs an unpatched tree on the CPU too, and knows nothing of replay
-_SEEN = ("megatron_r3.cpu", "megatron_r3.launch", "megatron_r3.pretrain")
+_SEEN = tuple(f"megatron_r3.{name}" for name in ("cpu", "ending", "launch", "pretrain"))
 
 
 class _Hidden(importlib.abc.MetaPathFinder):

@@ -11,11 +11,14 @@ The releases expect three kinds of scripts, all of which read `sys.argv`:
 from __future__ import annotations
 
 import inspect
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from megatron_r3.ending import refuse_unpatched
 
 AddArguments = Callable[[Any], Any]  # adds a script's own arguments to an ArgumentParser
 OnModels = Callable[[list[torch.nn.Module]], None]
@@ -26,6 +29,7 @@ def initialize(extra_args: AddArguments | None = None) -> Any:
     from megatron.training import arguments, get_args
     from megatron.training.initialize import initialize_megatron
 
+    refuse_unpatched(sys.argv)
     if hasattr(arguments, "parse_and_validate_args"):
         arguments.parse_and_validate_args(extra_args_provider=extra_args)
         initialize_megatron()
@@ -100,6 +104,7 @@ def train(
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training
 
+    refuse_unpatched(sys.argv)
     script = {
         "train_valid_test_dataset_provider": datasets,
         "model_type": ModelType.encoder_or_decoder,

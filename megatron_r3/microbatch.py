@@ -55,23 +55,47 @@ class ForwardPass:
     Attributes:
         microbatch: the routes of the block; None inside `replaying(None)`, which routes live.
         number: of this pass among all passes of the process.
-        asked: whether a router took routes.
+        asked: whether a router took or recorded routes.
         bound: whether a function was bound in the block, to run later.
         bound_ran: whether a bound function ran.
+        has_inner: whether another block was opened inside of this one.
         is_open: whether the block has not ended yet.
+        ran: until a router has asked, a module of each class that ran; empty after the block.
+        nothing: after the block, why no router asked. None if one did, or if none is there.
     """
 
-    __slots__ = ("asked", "bound", "bound_ran", "is_open", "microbatch", "number")
+    __slots__ = (
+        *("asked", "bound", "bound_ran", "has_inner", "is_open"),
+        *("microbatch", "nothing", "number", "ran"),
+    )
 
     def __init__(self, microbatch: MicrobatchRoutes | None) -> None:
         self.microbatch, self.number = microbatch, next(_numbers)
-        self.asked = self.bound = self.bound_ran = False
+        self.asked = self.bound = self.bound_ran = self.has_inner = False
         self.is_open = True
+        self.ran: dict[type, torch.nn.Module] = {}
+        self.nothing: str | None = None
+
+    @property
+    def runs_later(self) -> bool:
+        """Whether all that the block did is to bind functions, which have not run yet."""
+        return self.bound and not self.bound_ran
 
 
 # Which block the running code belongs to. A context variable is per thread and per asyncio task, so
 # a lookahead thread, an evaluation in another thread or a second model never sees these routes.
 ACTIVE: ContextVar[ForwardPass | None] = ContextVar("megatron_r3_forward_pass", default=None)
+
+
+def _described(value: object) -> str:
+    """What a caller gave, in a few words: "numpy.ndarray int64 [16, 2]"."""
+    kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    return " ".join(str(x) for x in (kind, dtype, shape and list(shape)) if x is not None)
+
+
+def _is_mask(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 1
 
 
 def _number(forward_pass: ForwardPass | None) -> int:
@@ -152,7 +176,26 @@ class MicrobatchRoutes:
 
     def __post_init__(self) -> None:
         """Keep the caller's ids apart from `ids`, into which live choices are written."""
+        if not isinstance(self.ids, Mapping):
+            raise ReplayError(
+                f"MicrobatchRoutes: ids is {_described(self.ids)}; expected a dict with the ids "
+                "[T, K] of each layer by its number: {1: ids_TK, 2: ...}"
+            )
+        for layer, ids_TK in self.ids.items():
+            if not isinstance(ids_TK, Tensor):
+                raise ReplayError(
+                    f"MicrobatchRoutes: the ids of layer {layer!r} are {_described(ids_TK)}; "
+                    "expected a tensor [T, K] on the model's device (torch.as_tensor(ids).cuda())"
+                )
         self.ids, self._given = dict(self.ids), dict(self.ids)
+        for name in ("live_T", "counted_T", "watched_T", "padding_T"):
+            given = getattr(self, name)
+            for mask_T in given.values() if isinstance(given, Mapping) else [given]:
+                if mask_T is not None and not _is_mask(mask_T):
+                    raise ReplayError(
+                        f"MicrobatchRoutes: {name} is {_described(mask_T)}; expected a bool tensor "
+                        "[T], True or False for each token of this rank"
+                    )
         assert self.watched_T is None or self.counted_T is not None
 
     def fresh(self) -> MicrobatchRoutes:
@@ -192,7 +235,7 @@ class MicrobatchRoutes:
             values_TK, chosen_TK = live_topk()
             self.ids[layer_number] = chosen_TK.detach().to(torch.int16)
             self._first_pass[layer_number] = _number(ACTIVE.get())
-            self.used[layer_number] += 1
+            self._count_use(layer_number)
             return values_TK, chosen_TK
         ids_TK = self._take(layer_number, scores_TE.shape, topk)
         if self.mode is Mode.OBSERVE:
@@ -270,12 +313,8 @@ class MicrobatchRoutes:
                 f"layer {layer_number} has no routes in the active microbatch; it has layers "
                 f"{sorted(self.ids)}"
             )
-        shape = tuple(self.ids[layer_number].shape)
-        if shape != (num_tokens, topk):
-            raise ReplayError(
-                f"layer {layer_number} routes {num_tokens} tokens to top-{topk}; its microbatch "
-                f"has routes {shape}: the batch holds other tokens than its row ids say"
-            )
+        if tuple(self.ids[layer_number].shape) != (num_tokens, topk):
+            raise ReplayError(self._other_shape(layer_number, num_tokens, topk))
         active = ACTIVE.get()
         # Example: an old-policy pass and the training pass share one object. The first choice of a
         # token without a route would be replayed in the second pass, and its mismatch reported.
@@ -289,10 +328,28 @@ class MicrobatchRoutes:
             )
         if not self.checked and self._wrong_LT is None:
             self._check_ids(num_experts)
-        self.used[layer_number] += 1
-        if active is not None:
-            active.asked = True
+        self._count_use(layer_number)
         return self.ids[layer_number]
+
+    def _count_use(self, layer_number: int) -> None:
+        self.used[layer_number] += 1
+        if (active := ACTIVE.get()) is not None:
+            active.asked = True
+
+    def _other_shape(self, layer_number: int, num_tokens: int, topk: int) -> str:
+        """What is wrong with ids of another shape than `[num_tokens, topk]`."""
+        shape = list(self.ids[layer_number].shape)
+        text = f"layer {layer_number}: ids of shape {shape}; expected [T, K] {[num_tokens, topk]}: "
+        if len(shape) != 2:
+            text += (
+                "one row for each token of this rank, in the router's order, sequence first "
+                "(of ids [B, S, K] that is ids.transpose(0, 1).reshape(-1, K))"
+            )
+        elif shape[1] != topk:
+            text += f"moe_router_topk is {topk}"
+        else:
+            text += f"the router has {num_tokens} tokens: these are the routes of another batch"
+        return text
 
     def _check_ids(self, num_experts: int) -> None:
         """Look for ids that a router cannot take, in all layers at once.

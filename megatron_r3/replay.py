@@ -8,7 +8,9 @@ never, in any order, and from any thread.
 Without an active microbatch every router is live. So an evaluation, a reference model or a critic
 never replays by accident, and an exception leaves nothing behind.
 
-A block in which routes were given and no router took any of them is an error when the block ends.
+A block in which no router took or recorded anything is an error when the block ends, unless the
+model chunk that ran in it has no MoE layer (a dense stage of a pipeline). `replaying(None)` is live
+on purpose.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import Token
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from megatron_r3.ending import why_unpatched
 from megatron_r3.microbatch import ACTIVE, ForwardPass, MicrobatchRoutes, Mode, ReplayError
 
 __all__ = [
@@ -39,10 +42,13 @@ __all__ = [
     "replaying",
 ]
 
+OPTION_OFF = (
+    "the model was built with moe_router_replay off: set it in the TransformerConfig before the "
+    "model is built"
+)
 WHY_UNTAKEN = (
-    "Likely causes: the model was built with moe_router_replay off, or the option was set after it "
-    "was built; a framework replaced TopKRouter.routing (verl's apply_router_replay_patch does); "
-    "the layers run in another model than this one; the Megatron-LM tree is not patched"
+    f"Likely causes: {OPTION_OFF}; a framework replaced TopKRouter.routing (verl's "
+    "apply_router_replay_patch does); the layers run in another model than this one"
 )
 
 
@@ -63,10 +69,50 @@ def num_entered() -> int:
     return _entered
 
 
-def _enter(forward_pass: ForwardPass) -> Token[ForwardPass | None]:
+def _enter(forward_pass: ForwardPass) -> Callable[[], None]:
+    """Make a forward pass the active one; return what makes the one before active again."""
     global _entered
     _entered += 1
-    return ACTIVE.set(forward_pass)
+    outer = ACTIVE.get()
+    if outer is not None:
+        outer.has_inner = True
+    token = ACTIVE.set(forward_pass)
+
+    def note(module: torch.nn.Module, _: Any) -> None:
+        """Keep which kinds of modules run, until a router asks: they tell why none did."""
+        if forward_pass.asked:
+            hook.remove()
+        elif ACTIVE.get() is forward_pass:
+            # inside of torch.compile no hook is called: all modules of the model count as run
+            compiled = getattr(module, "_orig_mod", None)
+            for some in [module] if compiled is None else compiled.modules():
+                forward_pass.ran.setdefault(type(some), some)
+
+    # one call for each module that runs before the first router, and none after it
+    hook = register_module_forward_pre_hook(note)
+
+    def leave() -> None:
+        hook.remove()
+        ACTIVE.reset(token)
+        forward_pass.is_open = False
+        # Example: `with recording() as r:` around a function that enters `replaying(r)` by itself.
+        if outer is not None and outer.microbatch is forward_pass.microbatch:
+            outer.asked |= forward_pass.asked
+            outer.ran |= forward_pass.ran
+        forward_pass.nothing = _why_nothing(forward_pass)
+        forward_pass.ran = {}  # a pass that is kept does not keep a model
+
+    return leave
+
+
+@contextmanager
+def _block(forward_pass: ForwardPass) -> Iterator[None]:
+    leave = _enter(forward_pass)
+    try:
+        yield
+    finally:
+        leave()
+    _raise_if_untaken(forward_pass)
 
 
 @contextmanager
@@ -79,14 +125,8 @@ def replaying(microbatch: MicrobatchRoutes | None) -> Iterator[MicrobatchRoutes 
         ReplayError: at the end of the block, where no router took the routes, or where ids on a
             device are wrong. An exception of the block itself goes first.
     """
-    forward_pass = ForwardPass(microbatch)
-    token = _enter(forward_pass)
-    try:
+    with _block(ForwardPass(microbatch)):
         yield microbatch
-    finally:
-        ACTIVE.reset(token)
-        forward_pass.is_open = False
-    _raise_if_untaken(forward_pass)
 
 
 @contextmanager
@@ -95,13 +135,23 @@ def recording() -> Iterator[MicrobatchRoutes]:
 
     A recompute repeats the choice of the first pass. What was recorded can be replayed as it is,
     any number of times.
+
+    Raises:
+        ReplayError: at the end of the block, where a MoE layer ran and nothing was recorded.
     """
     microbatch = MicrobatchRoutes({}, mode=Mode.RECORD, checked=True)
+    forward_pass = ForwardPass(microbatch)
     try:
-        with replaying(microbatch):
+        with _block(forward_pass):
             yield microbatch
     finally:
         microbatch.stop_recording()
+    if forward_pass.runs_later and not microbatch.ids:
+        raise ReplayError(
+            "recording() ended before a layer ran: the schedule runs its layers after the block. "
+            "Use replaying(MicrobatchRoutes({}, mode=Mode.RECORD)), and call stop_recording() of "
+            "that object when the step is over"
+        )
 
 
 @dataclass(eq=False)
@@ -113,7 +163,7 @@ class _Begun:
     """
 
     forward_pass: ForwardPass
-    token: Token[ForwardPass | None] | None = None
+    leave: Callable[[], None] | None = None
     has_run: bool = False
 
     def attach(self, model: torch.nn.Module) -> None:
@@ -124,11 +174,11 @@ class _Begun:
         """
 
         def before(*_: Any) -> None:
-            self.token = _enter(self.forward_pass)
+            self.leave = _enter(self.forward_pass)
 
         def after(*_: Any) -> None:
-            if self.token is not None:
-                ACTIVE.reset(self.token)
+            if self.leave is not None:
+                self.leave()
             self.forward_pass.is_open = False
             self.detach()
 
@@ -217,13 +267,55 @@ def _raise_if_untaken(forward_pass: ForwardPass) -> None:
     if microbatch is None:
         return
     microbatch.raise_wrong_ids()
-    runs_later = forward_pass.bound and not forward_pass.bound_ran
-    gave_routes = microbatch.mode is Mode.REPLAY and microbatch.ids
-    if gave_routes and not forward_pass.asked and not runs_later:
-        raise ReplayError(
-            f"the routes of layers {sorted(microbatch.ids)} were given, and no router took "
-            "them: the forward pass was live. " + WHY_UNTAKEN
+    if forward_pass.nothing is None or forward_pass.runs_later:
+        return
+    if microbatch.mode is Mode.RECORD:
+        what = "nothing was recorded"
+    elif microbatch.ids:
+        what = f"the routes of layers {sorted(microbatch.ids)} were given, and no router took them"
+    else:
+        what = "there were no routes, and nothing was replayed"
+    raise ReplayError(f"{what}: {forward_pass.nothing}")
+
+
+def _why_nothing(forward_pass: ForwardPass) -> str | None:
+    """Why no router asked in a block; None if one did, or if what ran has no MoE layer."""
+    ran, microbatch = forward_pass.ran, forward_pass.microbatch
+    if forward_pass.asked or microbatch is None:
+        return None
+    if not ran and forward_pass.has_inner:
+        return (
+            "the forward pass ran in another replaying or recording block inside of this one; "
+            "open one block around a forward pass"
         )
+    if not ran:
+        return "no forward pass ran inside the block; call the model there"
+    if not any(_is_from(kind, "megatron.") for kind in ran):
+        return f"what ran inside the block ({next(iter(ran)).__name__}) is no Megatron model"
+    moe = [module for kind, module in ran.items() if _is_from(kind, _MOE)]
+    routers = [module for module in moe if hasattr(module, "routing")]
+    live = [r for r in routers if getattr(getattr(r, "router_replay", None), "has_routes", True)]
+    # Live training puts no hook into the routers of MTP: their choice is never compared.
+    compares_nothing = microbatch.mode is Mode.OBSERVE and not microbatch.ids
+    if not moe or (routers and not live) or compares_nothing:
+        return "the model chunk that ran has none of these layers" if microbatch.ids else None
+    config: Any = (live or moe)[0].config
+    if why := why_unpatched():
+        return why
+    routing = getattr(type((live or moe)[0]), "routing", None)
+    if routing is not None and not routing.__module__.startswith(_MOE):
+        return f"{routing.__module__} has replaced TopKRouter.routing, and asks for no routes"
+    if not config.moe_router_replay:
+        return OPTION_OFF
+    return f"the forward pass was live. {WHY_UNTAKEN}"
+
+
+_MOE = "megatron.core.transformer.moe."
+
+
+def _is_from(kind: type, package: str) -> bool:
+    """Whether a class, or one that it inherits from, is of a package."""
+    return any(base.__module__.startswith(package) for base in kind.__mro__)
 
 
 class _Bound:

@@ -6,8 +6,8 @@
 Engine and server are Megatron's, of 0.19 and later; the tree must be patched, or requests lose
 their routes. A checkout's tools/run_dynamic_text_generation_server.py starts the same server. This
 script adds one page, /server_info, on which `megatron-r3 rollouts collect` sees whether it is still
-the same server with the same weights. The weights of the checkpoint are loaded whole, or not at
-all.
+the same server with the same weights. A request that would end the engine is answered with 400. The
+weights of the checkpoint are loaded whole, or not at all.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron_r3.ending import why_unpatched
 from megatron_r3.launch import build_model, initialize
 from megatron_r3.placement import placement_of
 from megatron_r3.untrusted import one_line
@@ -75,6 +76,8 @@ def _initialized() -> Any:
     except AssertionError as error:  # how Megatron refuses most arguments
         reason = one_line(str(error)) or "no reason is given"
         raise ValueError(f"Megatron refuses these arguments: {reason}") from error
+    if why := why_unpatched():
+        raise ValueError(f"responses would lose their routes: {why}")
     if not args.moe_enable_routing_replay:
         raise ValueError("give --moe-enable-routing-replay: without it no response has routes")
     check_load(args)
@@ -160,7 +163,7 @@ async def _serve(engine: Any, args: Any, step: str, listening: socket.socket | N
     address = await engine.start_listening_to_data_parallel_coordinator(hostname=args.host)
     try:
         if listening is not None:
-            _add_page(_identity(args.load, step))
+            _add_page(_identity(args.load, step), args.padded_vocab_size)
             # the four processes that answer HTTP are forks of this one
             os.register_at_fork(after_in_child=_end_with_parent)
             server.start_text_gen_server(
@@ -191,15 +194,86 @@ def _identity(checkpoint: str, step: str) -> dict[str, str]:
     }
 
 
-def _add_page(page: dict[str, str]) -> None:
-    """Have the server answer GET /server_info with this page.
+def why_refused(body: Any, vocabulary: int) -> str | None:
+    """Why a request would end Megatron's engine, and all other requests with it; None if not.
+
+    What upstream itself answers with an error is left to upstream.
+
+    Args:
+        body: the JSON of a completion, or of a chat.
+        vocabulary: how many token ids the model has.
+    """
+    if not isinstance(body, dict):
+        return "a request is a JSON object"
+    if body.get("stop"):
+        return "stop: a stop word ends the engine; leave it out, and give max_tokens"
+    logprobs = body.get("logprobs")
+    if logprobs is None or logprobs is False:
+        return (
+            "logprobs: requests with and without log-probs in one engine end it when it is short "
+            "of memory; give 0 (in a chat true)"
+        )
+    most = _number(body, "top_logprobs" if logprobs is True else "logprobs", 0)
+    if not most <= vocabulary:
+        return f"{most:g} log-probs for each token: there are {vocabulary} token ids"
+    length = _number(body, "max_completion_tokens", 0) or _number(body, "max_tokens", 1)
+    if not length >= 1:
+        return f"max_tokens {length:g}: ask for at least 1"
+    return _why_no_sampling(body, vocabulary) or _why_no_prompt(body.get("prompt"), vocabulary)
+
+
+def _why_no_sampling(body: dict[str, Any], vocabulary: int) -> str | None:
+    """Why sampling would end the engine; None if not."""
+    temperature = _number(body, "temperature", 1)
+    if temperature == 0:  # upstream takes the best token, and reads neither top_k nor top_p
+        return None
+    if not 1e-6 <= temperature < float("inf"):
+        return f"temperature {temperature:g}: expected 0, or a number from 1e-6 on"
+    topk, topp = _number(body, "top_k", 0), _number(body, "top_p", 1)
+    if not topk < vocabulary or not 0 <= topp <= 1:
+        return f"top_k {topk:g}, top_p {topp:g}: expected less than {vocabulary}, and 0 to 1"
+    if topk > 0 and topp > 0:
+        return f"top_k {topk:g} and top_p {topp:g}: one of both must be 0; top_p is 1 by default"
+    return None
+
+
+def _number(body: dict[str, Any], name: str, default: float) -> float:
+    """A number of a request, read as upstream reads it; what is no number gets its answer there."""
+    try:
+        return float(default if body.get(name) is None else body[name])
+    except (TypeError, ValueError):
+        return default
+
+
+def _why_no_prompt(prompt: Any, vocabulary: int) -> str | None:
+    """Why a prompt would end the engine; None if not. A chat has none."""
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    for one in [prompts] if all(isinstance(part, int) for part in prompts) else prompts:
+        if one == [] or (isinstance(one, str) and not one.strip()):
+            return "prompt: it is empty"
+        if isinstance(one, list):
+            for token in one:
+                if isinstance(token, int) and not 0 <= token < vocabulary:
+                    return f"prompt: token id {token}; expected 0 to {vocabulary - 1}"
+    return None
+
+
+def _add_page(page: dict[str, str], vocabulary: int) -> None:
+    """Have the server answer GET /server_info with this page, and refuse what would end it.
 
     Upstream registers every blueprint of a list in each process that answers HTTP.
     """
     from megatron.core.inference.text_generation_server.dynamic_text_gen_server import endpoints
-    from quart import Blueprint
+    from quart import Blueprint, request
 
     blueprint = Blueprint("server_info", __name__)
+
+    @blueprint.before_app_request
+    async def refuse() -> tuple[str, int] | None:
+        if not request.path.endswith("/completions"):
+            return None
+        why = why_refused(await request.get_json(force=True, silent=True), vocabulary)
+        return None if why is None else (why, 400)
 
     @blueprint.route("/server_info", methods=["GET"])
     async def server_info() -> dict[str, str]:

@@ -12,9 +12,10 @@ from typing import NoReturn
 
 import torch
 
-from megatron_r3.cpu.errors import InstallError, is_users_mistake, lost_its_peer
+from megatron_r3.cpu.errors import InstallError, is_users_mistake, lacking, lost_its_peer
 from megatron_r3.cpu.install import CPU_ARGS, install
 from megatron_r3.cpu.ranks import describe_rank, free_port, usable_cores
+from megatron_r3.ending import refuse_unpatched, say_last
 
 PATIENCE_S = 2.0  # how long a rank holds back an error that may not be the cause
 USAGE = f"""\
@@ -35,8 +36,7 @@ def main(argv: list[str]) -> None:
         print(USAGE, end="")
         return
     if not argv:
-        print(USAGE, end="", file=sys.stderr)
-        _leave(2)
+        _leave(2, USAGE)
     script = Path(argv[0])
     if not script.is_file():
         _leave(2, f"error: no such script: {script}\n\n{USAGE}")
@@ -47,7 +47,8 @@ def main(argv: list[str]) -> None:
     try:
         install()
     except InstallError as error:
-        _leave(2, f"error: {error}\n")
+        _leave(2, f"error: {error}")
+    refuse_unpatched(argv)
     try:
         runpy.run_path(str(script), run_name="__main__")
     except Exception as error:
@@ -72,7 +73,7 @@ def threads_of_a_rank() -> int:
     if ranks > 1 or not given:
         return max(1, usable_cores() // ranks)
     if not given.isdecimal() or int(given) < 1:
-        _leave(2, f"error: OMP_NUM_THREADS={given!r}: expected a whole number above 0\n")
+        _leave(2, f"error: OMP_NUM_THREADS={given!r}: expected a whole number above 0")
     return int(given)
 
 
@@ -85,20 +86,18 @@ def _report(error: Exception) -> NoReturn:
         # All ranks tend to refuse the same value. Rank 0 leaves first, and torchrun then ends the
         # others before they print the same message again.
         time.sleep(min(0.5 * int(os.environ["LOCAL_RANK"]), PATIENCE_S))
-        _leave(1, f"error: {error}\n")
-    traceback.print_exception(error)
-    given = {argument.split("=")[0] for argument in sys.argv[1:]}
-    missing = [argument for argument in CPU_ARGS if argument.split("=")[0] not in given]
-    if missing and not isinstance(error, ImportError):
-        _leave(1, f"hint: a Megatron pretrain script on the CPU needs also: {' '.join(missing)}\n")
-    _leave(1)
+        _leave(1, f"error: {error}")
+    text = "".join(traceback.format_exception(error))
+    if missing := lacking(error, sys.argv[1:]):
+        text += f"hint: a Megatron pretrain script on the CPU needs also: {' '.join(missing)}"
+    _leave(1, text)
 
 
 def _leave(status: int, message: str = "") -> NoReturn:
     """End the process without waiting for its threads or for other ranks."""
     sys.stdout.flush()
-    sys.stderr.write(message)
-    sys.stderr.flush()
+    if message:
+        say_last(message.rstrip())
     os._exit(status)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -30,6 +31,29 @@ def is_users_mistake(error: BaseException) -> bool:
     *_, (frame, _) = traceback.walk_tb(trace)
     package = Path(__file__).parents[1]
     return package in Path(frame.f_code.co_filename).parents
+
+
+# For arguments of CPU_ARGS: what stands in the last frame, or in the message, of the error that
+# Megatron makes without it. The others of CPU_ARGS were left out one by one, and nothing failed.
+_SIGNS = {
+    "--distributed-backend=gloo": "NCCL",
+    "--transformer-impl=local": "TESpecProvider",
+    "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
+    "--no-masked-softmax-fusion": "softmax_cuda",
+    "--no-rope-fusion": "apply_rope_fusion",
+    "--no-persist-layer-norm": "persist_layer_norm",
+}
+
+
+def lacking(error: BaseException, argv: Sequence[str]) -> list[str]:
+    """The arguments of CPU_ARGS whose lack made this error; empty for any other error."""
+    given = {argument.split("=")[0] for argument in argv}
+    last = "".join(traceback.format_exception(error, limit=-1))
+    return [
+        argument
+        for argument, sign in _SIGNS.items()
+        if argument.split("=")[0] not in given and sign in last
+    ]
 
 
 def lost_its_peer(message: str) -> bool:

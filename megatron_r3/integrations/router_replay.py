@@ -40,6 +40,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from megatron_r3.ending import why_unpatched
 from megatron_r3.integrations.planner import PLANNED_DISPATCHERS, Planner
 from megatron_r3.integrations.target_routes import TargetRoutes
 from megatron_r3.microbatch import ACTIVE, MicrobatchRoutes, ReplayError
@@ -337,13 +338,9 @@ def install() -> None:
         ReplayError: the Megatron-LM that is imported is not patched.
     """
     from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if not hasattr(TransformerConfig, "moe_router_replay"):
-        where = importlib.import_module("megatron.core").__path__[0]
-        raise ReplayError(
-            f"{__name__}: the Megatron-LM in {where} is not patched; run `megatron-r3 apply` on it"
-        )
+    if why := why_unpatched():
+        raise ReplayError(f"{__name__}: {why}")
     if "_megatron_r3_bound" in vars(TopKRouter):
         return
     TopKRouter.__init__ = _binding(TopKRouter.__init__)

@@ -135,6 +135,10 @@ class HostTargets:
 def _stacked(targets: Sequence[Tensor], layers: list[int]) -> Tensor:
     """Targets as `[L, T, K]`; an error names the layers that do not fit together."""
     for layer, target in zip(layers, targets, strict=True):
+        if not isinstance(target, Tensor):
+            raise ReplayError(
+                f"layer {layer}: the target is a {type(target).__name__}, not a tensor [T, K]"
+            )
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
             raise ReplayError(f"layer {layer}: the target holds {target.dtype}, not expert ids")
         if target.ndim != 2:

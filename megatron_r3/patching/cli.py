@@ -133,6 +133,8 @@ def run_status(args: argparse.Namespace) -> int:
     )
     if tree:
         print(_differ(tree))
+    if status.state is TreeState.PRISTINE:
+        print(f"not patched: make apply MEGATRON={_quoted(status)}")
     if status.state is TreeState.HALF_APPLIED:
         rest = [p for p in status.files if p not in status.patched and p not in status.tree.absent]
         print(f"patched: {names(status.patched)}; not patched: {names(rest)}")

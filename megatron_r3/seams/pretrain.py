@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_r3.launch import refuse_older_patches, watch_models
+from megatron_r3.seams import deferred
 from megatron_r3.seams.rl import use_loop
 from megatron_r3.seams.router import RouterHook
 from megatron_r3.store.reader import RolloutStore
@@ -104,6 +105,8 @@ def log_step(iteration: int, writer: Any, wandb_writer: Any) -> str:
 def observe(router: Any, layer_number: int) -> None:
     """Let a live router compare its choice with the routes of the active microbatch."""
     router.router_replay = RouterHook(router.config, layer_number=layer_number)
+    # a schedule that runs the layers after the forward step (combined 1F1B) is compared too
+    deferred.install()
 
 
 def _announce(options: RolloutOptions, store: RolloutStore) -> None:

@@ -60,14 +60,20 @@ class Kinship:
         if others:
             first = others[0]
             expected = first.info
-            if self.mixed_policies and expected != shard.info:
+            cure = "keep them in stores of their own"
+            if expected != shard.info:
                 names = ("router_fingerprint", "policy_stamp", "engine_policy")
-                expected = replace(expected, **{n: getattr(shard.info, n) for n in names})
+                same_policy = replace(expected, **{n: getattr(shard.info, n) for n in names})
+                expected = same_policy if self.mixed_policies else expected
+                if same_policy == shard.info:
+                    cure += (
+                        "; to train on rollouts of several policies, give --rollouts-policy any, "
+                        "or --rollouts-follow for the store of a loop whose policies come in order"
+                    )
             different = [] if expected == shard.info else differences(expected, shard.info)
             if different:
                 raise StoreError(
-                    f"{shard.path}: does not belong to {first.path}: {'; '.join(different)}: keep "
-                    "them in stores of their own"
+                    f"{shard.path}: does not belong to {first.path}: {'; '.join(different)}: {cure}"
                 )
         if shard.identity in self._path_of:
             raise StoreError(

@@ -1,4 +1,4 @@
-"""How a training ends for a user's mistake: one line on stderr, status 1, no traceback."""
+"""How a training ends for a user's mistake: one line, status 1, no traceback."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
+from megatron_r3.ending import say_last
 from megatron_r3.untrusted import one_line
 
 SILENCE_S = 30.0  # how long the other ranks wait
@@ -30,7 +31,7 @@ def refuse(message: str, speaks: bool | None = None, repeats: bool = True) -> No
     if not speaks:
         time.sleep(SILENCE_S)
     if speaks or repeats:
-        print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
+        say_last(f"error: {one_line(message)}")
     raise SystemExit(1)
 
 

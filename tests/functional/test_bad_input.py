@@ -292,6 +292,18 @@ def test_all_ranks_find_it_and_one_speaks(patched_tree: Path, policy: Policy) ->
     assert "Traceback" not in ours, ours
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
     assert "topk 4 there, 2 here" in line
+    assert done.stderr.splitlines()[-2] == line  # below it stands the end of torchrun's frame
+
+
+def test_an_unpatched_tree_is_named_before_megatron_reads_options(
+    megatron_tree: Path, policy: Policy
+) -> None:
+    done = run_script(megatron_tree, policy.arguments("--moe-router-topk", "2"), processes=1)
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-2]
+    assert line.startswith("error: --moe-router-replay")
+    assert f": the Megatron-LM in {megatron_tree} is not patched; run " in line
+    assert "usage:" not in done.stdout + done.stderr
 
 
 def test_a_store_that_recorded_nothing(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:

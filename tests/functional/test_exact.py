@@ -150,19 +150,28 @@ def mtp_stays_live(rank: int) -> list[tuple[int, bool]]:
 
     mtp = config(mtp_num_layers=1)
     spec = get_gpt_decoder_block_spec(mtp, use_transformer_engine=False)
-    gpt = GPTModel(
-        mtp,
-        spec,
-        vocab_size=64,
-        max_sequence_length=SEQUENCE,
-        position_embedding_type="rope",
-        mtp_block_spec=get_gpt_mtp_block_spec(mtp, spec, use_transformer_engine=False),
+    dense = config(mtp_num_layers=1, moe_layer_freq=[0] * 4)
+    gpt, without = (
+        GPTModel(
+            mtp,
+            decoder,
+            vocab_size=64,
+            max_sequence_length=SEQUENCE,
+            position_embedding_type="rope",
+            mtp_block_spec=get_gpt_mtp_block_spec(mtp, spec, use_transformer_engine=False),
+        )
+        for decoder in (spec, get_gpt_decoder_block_spec(dense, use_transformer_engine=False))
     )
     routers = [m for m in gpt.modules() if isinstance(m, TopKRouter)]
     assert [r.is_mtp_layer for r in routers] == [False] * 4 + [True]
     tokens, positions, labels = batch()
     with replaying(other_routes()):  # an MTP router that replayed would take those of layer 1
         gpt(tokens, positions, None, labels=labels)
+    with recording() as nothing:  # the only routers of this chunk are those of MTP: no error
+        without(tokens, positions, None, labels=labels)
+    with replaying(nothing):
+        without(tokens, positions, None, labels=labels)
+    assert not nothing.ids
     return [(r.router_replay.layer_number, r.router_replay.has_routes) for r in routers]
 
 

@@ -210,6 +210,11 @@ def begun_and_ended(rank: int) -> dict[str, Any]:
     begin(gpt, routes())
     seen["begin twice"] = error(lambda: begin(gpt, routes()))
     seen["live after begin twice"] = torch.equal(forward(), live)
+    gpt = model(config(moe_router_replay=False))
+    for name, nothing in (("off", routes()), ("off, empty", MicrobatchRoutes({}))):
+        begin(gpt, nothing)
+        forward()
+        seen[name] = error(lambda: end(gpt))
     return seen
 
 
@@ -220,6 +225,7 @@ def test_begin_and_end(patched: TreeWorker) -> None:
     assert "did not run, or raised" in texts["end after an error"]
     assert "without a begin" in texts["end alone"]
     assert "first routes were not taken" in texts["begin twice"]
+    assert all("built with moe_router_replay off" in texts[name] for name in ("off", "off, empty"))
 
 
 def refused(rank: int, name: str) -> str:

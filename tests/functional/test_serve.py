@@ -57,6 +57,24 @@ def test_the_server_sends_routes_once_as_bytes(url: str, policy: Policy) -> None
     assert another["choices"][0]["moe_topk_indices"] != choice["moe_topk_indices"]
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"stop": ["7"]}, "stop: a stop word ends the engine; leave it out"),
+        ({"top_p": 1.0, "top_k": 3}, "top_k 3 and top_p 1: one of both must be 0"),
+        ({"max_tokens": 0}, "max_tokens 0: ask for at least 1"),
+        ({"prompt": [5, 100_000]}, "prompt: token id 100000"),
+    ],
+)
+def test_a_request_that_would_end_the_engine_is_refused(
+    url: str, change: dict[str, object], what: str
+) -> None:
+    request = {"prompt": [5, 6, 7], "max_tokens": 4, "logprobs": 0, "top_k": 1, "top_p": 0.0}
+    refused = httpx.post(f"{url}/v1/completions", json={**request, **change}, timeout=60)
+    assert (refused.status_code, refused.text[: len(what)]) == (400, what)
+    assert httpx.post(f"{url}/v1/completions", json=request, timeout=60).status_code == 200
+
+
 def test_who_the_server_is(url: str, policy: Policy) -> None:
     page = httpx.get(f"{url}/server_info", timeout=10).json()
     assert page["model"] == str(policy.checkpoint)

@@ -6,6 +6,8 @@ Shape suffixes (docs/glossary.md): T.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,31 +129,73 @@ def test_slimes_own_replay_beside_ours_is_refused(patched: TreeWorker) -> None:
     assert "unset ENABLE_ROUTING_REPLAY" in told
 
 
-def nobody_takes_them(rank: int) -> dict[str, str]:
-    start()
-    given = MicrobatchRoutes(routes())
-    off, late = model(config(moe_router_replay=False)), model(config(moe_router_replay=False))
-    observed = MicrobatchRoutes(routes(), mode=Mode.OBSERVE)
-    late.config.moe_router_replay = True
-    upstreams = model(config(moe_router_replay=False, **FULL))
+BLOCKS: dict[str, Callable[[], Any]] = {
+    "given": lambda: replaying(MicrobatchRoutes(routes())),
+    "observed": lambda: replaying(MicrobatchRoutes(routes(), mode=Mode.OBSERVE)),
+    "no routes": lambda: replaying(MicrobatchRoutes({})),
+    "recording": recording,
+    "live": lambda: replaying(None),
+}
+
+
+def blocks_around(gpt: Any) -> dict[str, str]:
+    """What each kind of block says of a forward pass of this model."""
     return {
-        "off": refusal(lambda: loss_and_gradients(off, replaying(given))),
-        "off, with recompute": refusal(lambda: loss_and_gradients(upstreams, replaying(given))),
-        "set after the model": refusal(lambda: loss_and_gradients(late, replaying(given))),
-        # controls: without routes, and live, the same models run
-        "no routes": refusal(lambda: loss_and_gradients(off, replaying(MicrobatchRoutes({})))),
-        "live": refusal(lambda: loss_and_gradients(off, replaying(None))),
-        "observed": refusal(lambda: loss_and_gradients(off, replaying(observed))),
+        way: refusal(partial(loss_and_gradients, gpt, block())) for way, block in BLOCKS.items()
     }
+
+
+def nobody_takes_them(rank: int) -> dict[str, dict[str, str]]:
+    start()
+    off = {"moe_router_replay": False}
+    return {
+        "off": blocks_around(model(config(**off))),
+        "off, with recompute": blocks_around(model(config(**off, **FULL))),
+        "a dense chunk": blocks_around(model(config(moe_layer_freq=[0] * 4))),
+    }
+
+
+def the_option_that_comes_late(rank: int) -> str:
+    start()
+    late = model(config(moe_router_replay=False))
+    late.config.moe_router_replay = True
+    return refusal(lambda: loss_and_gradients(late, BLOCKS["given"]()))
+
+
+NOTHING = {
+    "given": "routes of layers [1, 2, 3, 4] were given, and no router took them: ",
+    "observed": "routes of layers [1, 2, 3, 4] were given, and no router took them: ",
+    "no routes": "there were no routes, and nothing was replayed: ",
+    "recording": "nothing was recorded: ",
+}
 
 
 def test_a_forward_pass_that_took_no_routes_is_an_error(patched: TreeWorker) -> None:
     (told,) = patched.run(nobody_takes_them, 1)
-    for way in ("off", "off, with recompute"):
-        assert "routes of layers [1, 2, 3, 4] were given, and no router took them" in told[way]
-        assert "built with moe_router_replay off" in told[way]
-    assert "moe_router_replay was set after this model was made" in told["set after the model"]
-    assert {told[way] for way in ("no routes", "live", "observed")} == {"not refused"}
+    dense = told.pop("a dense chunk")
+    for ways in told.values():
+        assert ways.pop("live") == "not refused"
+        for way, text in ways.items():
+            assert NOTHING[way] + "the model was built with moe_router_replay off" in text
+    # a stage of a pipeline without MoE layers has no routes: only routes that were given are wrong
+    for way in ("given", "observed"):
+        assert "the model chunk that ran has none of these layers" in dense.pop(way)
+    assert dense == dict.fromkeys(("no routes", "recording", "live"), "not refused")
+    (late,) = patched.run(the_option_that_comes_late, 1)
+    assert "moe_router_replay was set after this model was made" in late
+
+
+def on_an_unpatched_tree(rank: int) -> dict[str, str]:
+    start()
+    return blocks_around(model(config(moe_router_replay=False)))
+
+
+def test_an_unpatched_tree_is_named(unpatched: TreeWorker, megatron_tree: Path) -> None:
+    (told,) = unpatched.run(on_an_unpatched_tree, 1)
+    assert told.pop("live") == "not refused"
+    for way, text in told.items():
+        why = f"the Megatron-LM in {megatron_tree} is not patched; run `megatron-r3 apply"
+        assert NOTHING[way] + why in text
 
 
 def replaced_routing(rank: int, recompute: bool) -> dict[str, str]:
@@ -184,7 +228,7 @@ def test_a_replaced_routing_function_is_named(patched: TreeWorker, recompute: bo
     (told,) = patched.run(replaced_routing, 1, recompute)
     assert "test_untaken has replaced TopKRouter.routing" in told["config after it"]
     assert "no router took them" in told["model before it"]
-    assert "replaced TopKRouter.routing" in told["model before it"]
+    assert "test_untaken has replaced TopKRouter.routing" in told["model before it"]
 
 
 def wrong_ids(rank: int, dispatcher: str, expert_size: int) -> dict[str, str]:

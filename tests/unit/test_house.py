@@ -48,7 +48,7 @@ FLOORS = [
     placement plan gate store rows truth policies
     rollout fingerprint guests
     routes kept
-    untrusted values lazy
+    untrusted values lazy ending
     """.strip().splitlines()
 ]
 HEIGHT = {room: len(FLOORS) - number for number, line in enumerate(FLOORS) for room in line}

@@ -3,7 +3,9 @@
 Shape suffixes (docs/glossary.md): E, T.
 """
 
+import contextlib
 import gc
+import re
 import threading
 import weakref
 
@@ -48,10 +50,13 @@ def test_nothing_is_active_by_default_or_after_an_exception():
 
 
 def test_nested_scopes_restore():
-    first, second = MicrobatchRoutes({}), MicrobatchRoutes({})
+    first, second = (MicrobatchRoutes({1: some_routes()}) for _ in range(2))
     with replaying(first):
-        with replaying(second), replaying(None):
-            assert active_microbatch() is None
+        chosen(first, scores())
+        with replaying(second):
+            chosen(second, scores())
+            with replaying(None):
+                assert active_microbatch() is None
         assert active_microbatch() is first
 
 
@@ -96,9 +101,39 @@ def test_a_layer_without_routes_is_an_error():
         chosen(MicrobatchRoutes({1: some_routes()}), scores(), layer=2)
 
 
-def test_other_tokens_than_the_rows_say_is_an_error():
-    with pytest.raises(ReplayError, match=r"6 tokens to top-3"):
-        chosen(MicrobatchRoutes({1: some_routes()[:-1]}), scores())
+@pytest.mark.parametrize(
+    ("ids", "what"),
+    [
+        (
+            some_routes()[:-1],
+            r"shape \[5, 3\]; expected \[T, K\] \[6, 3\]: the router has 6 tokens",
+        ),
+        (some_routes()[:, :1], r"shape \[6, 1\]; expected \[T, K\] \[6, 3\]: moe_router_topk is 3"),
+        (some_routes().view(2, 3, 3), r"shape \[2, 3, 3\].*ids.transpose\(0, 1\).reshape\(-1, K\)"),
+        (some_routes().reshape(-1), r"shape \[18\]; expected \[T, K\] \[6, 3\]: one row for each"),
+        (some_routes().numpy(), r"are numpy.ndarray uint8 \[6, 3\]; expected a tensor"),
+        (some_routes().tolist(), r"are list; expected a tensor \[T, K\]"),
+    ],
+)
+def test_ids_of_another_shape_or_type_are_an_error(ids, what):
+    with pytest.raises(ReplayError, match=f"layer 1.*{what}"):
+        chosen(MicrobatchRoutes({1: ids}), scores())
+
+
+@pytest.mark.parametrize("ids", [some_routes(), some_routes().numpy(), [some_routes()], None])
+def test_ids_that_are_no_dict_are_an_error(ids):
+    with pytest.raises(ReplayError, match=r"expected a dict with the ids \[T, K\] of each layer"):
+        MicrobatchRoutes(ids)
+
+
+@pytest.mark.parametrize("name", ["live_T", "counted_T", "watched_T", "padding_T"])
+def test_masks_that_are_no_bool_tensor_of_tokens_are_an_error(name):
+    right = torch.ones(T, dtype=torch.bool)
+    others = {"counted_T": right} if name == "watched_T" else {}
+    for mask in (right.int(), right.numpy(), right[:, None]):
+        with pytest.raises(ReplayError, match=f"{name} is .*; expected a bool tensor"):
+            MicrobatchRoutes({1: some_routes()}, **others | {name: mask})
+    chosen(MicrobatchRoutes({1: some_routes()}, **others | {name: right}), scores())
 
 
 def test_missing_rows_are_live_once_and_then_kept():
@@ -205,14 +240,15 @@ def test_observing_stays_live():
 
 
 def test_bound_functions_see_their_own_microbatch_in_any_order_and_thread():
-    microbatches = [MicrobatchRoutes({}) for _ in range(3)]
+    microbatches = [MicrobatchRoutes({1: some_routes()}) for _ in range(3)]
     bound = []
     for microbatch in microbatches:
         with replaying(microbatch):
             bound.append(bind_to_microbatch(active_microbatch))
     bound_live = bind_to_microbatch(active_microbatch)
     seen = {}
-    with replaying(MicrobatchRoutes({})) as other:
+    with replaying(MicrobatchRoutes({1: some_routes()})) as other:
+        chosen(other, scores())
         for index in (2, 0, 1, 0):
             thread = threading.Thread(target=lambda i=index: seen.__setitem__(i, bound[i]()))
             thread.start()
@@ -230,7 +266,7 @@ def test_a_bound_function_keeps_what_callers_look_for_in_it():
         return (mtp_layer, x)
 
     run.mark = "a framework's own"
-    with replaying(MicrobatchRoutes({})):
+    with replaying(MicrobatchRoutes({})):  # it runs after the block
         bound = bind_to_microbatch(run)
     assert bound(1) == (mtp_layer, 1)
     assert bound.__closure__[0].cell_contents is mtp_layer
@@ -271,6 +307,84 @@ def test_routes_that_nobody_took_are_an_error_and_an_exception_comes_first():
     with replaying(given):
         chosen(given, scores())
     assert given.untaken == [2]
+
+
+def nothing_ran(microbatch):
+    """A block without a forward pass."""
+
+
+def another_model(microbatch):
+    torch.nn.Linear(2, 2)(torch.ones(2))
+
+
+def a_compiled_model(microbatch):
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(2))
+
+
+def inner(microbatch):
+    with replaying(None):
+        torch.nn.Linear(2, 2)(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("block", "what"),
+    [
+        (recording, "nothing was recorded: "),
+        (
+            lambda: replaying(MicrobatchRoutes({})),
+            "there were no routes, and nothing was replayed: ",
+        ),
+        (
+            lambda: replaying(MicrobatchRoutes({1: some_routes()})),
+            "the routes of layers [1] were given, and no router took them: ",
+        ),
+        (
+            lambda: replaying(MicrobatchRoutes({1: some_routes()}, mode=Mode.OBSERVE)),
+            "the routes of layers [1] were given, and no router took them: ",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (nothing_ran, "no forward pass ran inside the block; call the model there"),
+        (another_model, "what ran inside the block (Linear) is no Megatron model"),
+        (a_compiled_model, "what ran inside the block (Linear) is no Megatron model"),
+        (inner, "the forward pass ran in another replaying or recording block inside of this one"),
+    ],
+)
+def test_a_block_in_which_nothing_happens_says_why(block, what, run, why):
+    with pytest.raises(ReplayError, match=re.escape(what + why)), block() as microbatch:
+        run(microbatch)
+    with pytest.raises(KeyError), block():  # an exception of the block comes first
+        raise KeyError
+    with recording() as old:  # controls: something is recorded, and replayed
+        chosen(old, scores())
+    with recording() as again, replaying(again):  # one object in both blocks
+        chosen(again, scores())
+    with replaying(old):
+        chosen(old, scores(3))
+    assert torch.equal(old.ids[1], again.ids[1])
+
+
+def test_a_recording_that_only_builds_what_runs_later_is_an_error():
+    with pytest.raises(ReplayError, match=r"recording\(\) ended before a layer ran"), recording():
+        bind_to_microbatch(lambda: None)
+    with replaying(MicrobatchRoutes({}, mode=Mode.RECORD)) as kept:
+        node = bind_to_microbatch(lambda: chosen(active_microbatch(), scores()))
+    first = node()
+    kept.stop_recording()
+    assert torch.equal(chosen(kept, scores(5)), first)
+
+
+def test_a_block_keeps_no_model_and_leaves_no_hook():
+    model = torch.nn.Linear(2, 2)
+    gone = weakref.ref(model)
+    with contextlib.suppress(ReplayError), recording():
+        model(torch.ones(2))
+    del model
+    assert gone() is None
+    assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_a_block_that_only_builds_what_runs_later_is_looked_at_by_its_caller():

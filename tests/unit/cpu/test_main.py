@@ -15,7 +15,7 @@ from fidelity.rig.worker import TreeWorker
 from megatron_r3.cpu import CPU_ARGS, InstallError
 from megatron_r3.cpu import __main__ as cli
 from megatron_r3.cpu.attention import zigzag
-from megatron_r3.cpu.errors import is_users_mistake
+from megatron_r3.cpu.errors import _SIGNS, is_users_mistake, lacking
 
 REPO = Path(cli.__file__).parents[2]
 
@@ -119,13 +119,25 @@ def test_a_users_mistake_is_one_line() -> None:
     assert ends_with(caught(zigzag, 3, 2, 0)) == f"error: {message}"
 
 
-def test_another_error_has_its_traceback_and_names_the_arguments_it_may_lack() -> None:
-    text = ends_with(caught(int, "x"), "--transformer-impl", "local", *CPU_ARGS[3:])
+def no_nccl() -> None:
+    raise RuntimeError("Distributed package doesn't have NCCL built in")
+
+
+def test_another_error_has_its_traceback_and_names_the_argument_that_it_lacks() -> None:
+    text = ends_with(caught(no_nccl), "--transformer-impl", "local", *CPU_ARGS[3:])
     assert text.startswith("Traceback")
-    hint = text.splitlines()[-1]
-    assert hint.startswith("hint: ")
-    assert hint.endswith("--distributed-backend=gloo --use-cpu-initialization")
-    assert "hint" not in ends_with(ModuleNotFoundError("no six"))
-    full = ends_with(caught(int, "x"), *CPU_ARGS)
+    assert text.splitlines()[-1] == (
+        "hint: a Megatron pretrain script on the CPU needs also: --distributed-backend=gloo"
+    )
+    full = ends_with(caught(no_nccl), *CPU_ARGS)
     assert "hint" not in full
-    assert "ValueError: invalid literal" in full
+    assert "RuntimeError: Distributed package" in full
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("tokens"), ModuleNotFoundError("no six"), ValueError("a user's own")]
+)
+def test_an_error_that_no_lack_makes_has_no_hint(error: Exception) -> None:
+    assert lacking(error, []) == []
+    assert lacking(caught(no_nccl), []) == ["--distributed-backend=gloo"]
+    assert set(_SIGNS) < set(CPU_ARGS)

@@ -91,8 +91,8 @@ def test_the_dockerfile_begins_with_the_default_line():
     assert f"ARG MEGATRON_VERSION={line.name}\n" in text
 
 
-def entrypoint(*words):
-    env = {**os.environ, "MEGATRON": "/nowhere"}
+def entrypoint(*words, **variables):
+    env = {**os.environ, "MEGATRON": "/nowhere", **variables}
     command = [str(DOCKER / "entrypoint"), *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
@@ -103,6 +103,22 @@ def test_the_entrypoint_says_what_it_can_do():
     refused = entrypoint("pretrain_gpt.py", "--moe-router-replay")
     assert refused.returncode == 1
     assert "build with MEGATRON_SOURCE=git" in refused.stderr
+
+
+@pytest.mark.parametrize("option", ["--moe-router-replay", "--rollouts=store", "--save=there"])
+@pytest.mark.parametrize("state", ["pristine", "applied", "unknown"])
+def test_an_unpatched_tree_is_named_where_an_option_needs_the_patches(tmp_path, option, state):
+    for name, says in (("megatron-r3", f"{state}: TREE"), ("torchrun", "it trains")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "pretrain_gpt.py").touch()
+    tree = {"MEGATRON": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = entrypoint("pretrain_gpt.py", "--lr", "1", option, **tree)
+    if state == "pristine" and option != "--save=there":
+        why = f"the Megatron-LM in {tmp_path} is not patched; run `megatron-r3 apply {tmp_path}`"
+        assert (done.returncode, done.stderr) == (1, f"error: {why}\n")
+    else:
+        assert (done.returncode, done.stdout) == (0, "it trains\n")
 
 
 def test_the_script_runs_from_any_folder(tmp_path):

@@ -21,7 +21,8 @@ def test_a_whole_round(upstream, cli):
     tree = upstream.checkout
     where = f"{tree} ({LINE}, {TAG}); files changed: 6\n"
     about = f"release: {LINE}, {TAG}, 4 patches of 6 files\n"
-    assert cli("status", tree) == (0, f"pristine: {tree}\n{about}", "")
+    todo = f"not patched: make apply MEGATRON={tree}\n"
+    assert cli("status", tree) == (0, f"pristine: {tree}\n{about}{todo}", "")
     assert cli("apply", tree) == (0, f"applied 4 patches of 6 files to {where}", "")
     again = f"{tree} is already applied: {LINE}, {TAG}, nothing to do\n"
     assert cli("apply", tree, "--line", LINE) == (0, again, "")

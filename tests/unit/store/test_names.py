@@ -158,10 +158,13 @@ def test_a_shard_that_does_not_belong_to_the_others(store_dir, message):
     info = {**body["info"], **{**DIFFERENT, **OTHER_POLICY}[message]}
     info["sampling"] = vars(other.sampling)
     rewrite_header(path, {**body, "info": info})
-    assert refusal(store_dir) == (
+    told = refusal(store_dir)
+    assert told.startswith(
         f"{path}: does not belong to {store_dir / FIRST}: {message}: keep them in stores of their "
         "own"
     )
+    assert told.endswith("own") is (message not in OTHER_POLICY)
+    assert ("give --rollouts-policy any, or --rollouts-follow" in told) is (message in OTHER_POLICY)
     if message in OTHER_POLICY:
         store = RolloutStore([store_dir], mixed_policies=True)
         assert [shard.info.policy for shard in store.shards] == [INFO.policy, other.policy]

@@ -43,6 +43,14 @@ def test_a_refusal_beside_a_child_ends_the_process(tmp_path) -> None:
     assert process.stderr.count("\n") == 1
 
 
+def test_a_file_that_no_torchrun_reads_is_left_alone(tmp_path, monkeypatch) -> None:
+    """Under torchrun the line goes there: tests/functional/test_bad_input.py."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert ended("refuse_beside_children", tmp_path).stderr == "error: the store is full and more\n"
+    assert not file.exists()
+
+
 def test_python_itself_would_wait_for_the_child(tmp_path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         ended("refuse", tmp_path)

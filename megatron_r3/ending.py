@@ -1,0 +1,74 @@
+"""How a process ends for a user's mistake: its last words, and the mistake to look for first.
+
+Nothing here knows of replay: it also runs where all else of this package is hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# how the options begin that only a patched Megatron-LM knows
+_OURS = ("--moe-router-replay", "--rollouts", "--rl-write-rollouts")
+_SILENCE_S = 30.0  # how long the other ranks wait, until the launcher ends them
+
+
+def say_last(text: str) -> None:
+    """Say why this process ends, below all else that is printed.
+
+    torchrun prints a report of its own when all ranks have ended. Its last lines are what the rank
+    that failed first has left in a file, so that is where the text goes. Example:
+
+          traceback :
+        error: --rollouts-clip-eps 7: it must be above 0 and at most 1; 1 is no lower bound
+        ============================================================
+
+    Any other parent never looks at that file, and the text goes to stderr.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and _child_of_torchrun():
+        # The failure with the earliest time stands last. A rank that torchrun ends has no file, and
+        # gets the time at which torchrun looks, maybe within this second.
+        said = {"message": f"\n{text}", "timestamp": int(time.time()) - 1}
+        try:
+            Path(file).write_text(json.dumps(said))
+            return
+        except OSError:
+            pass
+    print(text, file=sys.stderr, flush=True)
+
+
+def _child_of_torchrun() -> bool:
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:4]
+    except OSError:
+        return False
+    # `/usr/bin/python3 /usr/bin/torchrun`, or `python -m torch.distributed.run`, or `.launch`
+    return any(word.endswith(b"/torchrun") or b"torch.distributed." in word for word in words)
+
+
+def why_unpatched() -> str | None:
+    """What to do with the Megatron-LM that this process has imported; None if it is patched."""
+    module: Any = sys.modules["megatron.core.transformer.transformer_config"]
+    if hasattr(module.TransformerConfig, "moe_router_replay"):
+        return None
+    tree = Path(module.__file__).parents[3]
+    return f"the Megatron-LM in {tree} is not patched; run `megatron-r3 apply {tree}`"
+
+
+def refuse_unpatched(argv: Sequence[str]) -> None:
+    """End the process where an option of ours meets a Megatron-LM that does not know it.
+
+    Megatron itself would say "unrecognized arguments", below 1,300 lines of usage.
+    """
+    given = [word.partition("=")[0] for word in argv if word.startswith(_OURS)]
+    if given and (why := why_unpatched()):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_SILENCE_S)
+        say_last(f"error: {given[0]}: {why}")
+        raise SystemExit(1)
