@@ -161,13 +161,9 @@ def prompt_contents(request: Mapping[str, Any], names: tuple[str, ...]) -> list[
 
 
 def refuse_other_parts(messages: list[Mapping[str, Any]]) -> None:
-    """Refuse a chat with a part that is no text.
+    """Refuse a chat with a part that is no text: a trainer would take its tokens as text.
 
-    Example: `{"content": [{"type": "image_url", ...}, {"type": "text", "text": "what?"}]}`. The
-    server makes tokens of the image that stand for pixels, and a trainer would take them as text.
-
-    Raises:
-        EngineError: naming the message and the part.
+    Example: `{"content": [{"type": "image_url", ...}, {"type": "text", "text": "what?"}]}`.
     """
     for number, message in enumerate(messages):
         content = message.get("content")
@@ -225,9 +221,9 @@ def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
             response has none.
         hint: how to ask for them.
     """
-    if asked is None and returned is None:
-        raise EngineError(f"no prompt_token_ids; {hint}")
     if asked is None:
+        if returned is None:
+            raise EngineError(f"no prompt_token_ids; {hint}")
         return token_array(returned, "prompt_token_ids")
     prompt = token_array(asked, "prompt")
     if returned is not None and not np.array_equal(
