@@ -94,10 +94,6 @@ def _described(value: object) -> str:
     return " ".join(str(x) for x in (kind, dtype, shape and list(shape)) if x is not None)
 
 
-def _is_mask(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 1
-
-
 def _number(forward_pass: ForwardPass | None) -> int:
     return 0 if forward_pass is None else forward_pass.number
 
@@ -191,7 +187,8 @@ class MicrobatchRoutes:
         for name in ("live_T", "counted_T", "watched_T", "padding_T"):
             given = getattr(self, name)
             for mask_T in given.values() if isinstance(given, Mapping) else [given]:
-                if mask_T is not None and not _is_mask(mask_T):
+                is_tensor = isinstance(mask_T, Tensor) and mask_T.dtype == torch.bool
+                if mask_T is not None and not (is_tensor and mask_T.dim() == 1):
                     raise ReplayError(
                         f"MicrobatchRoutes: {name} is {_described(mask_T)}; expected a bool tensor "
                         "[T], True or False for each token of this rank"
@@ -339,17 +336,16 @@ class MicrobatchRoutes:
     def _other_shape(self, layer_number: int, num_tokens: int, topk: int) -> str:
         """What is wrong with ids of another shape than `[num_tokens, topk]`."""
         shape = list(self.ids[layer_number].shape)
-        text = f"layer {layer_number}: ids of shape {shape}; expected [T, K] {[num_tokens, topk]}: "
+        why = f"the router has {num_tokens} tokens: these are the routes of another batch"
         if len(shape) != 2:
-            text += (
+            why = (
                 "one row for each token of this rank, in the router's order, sequence first "
                 "(of ids [B, S, K] that is ids.transpose(0, 1).reshape(-1, K))"
             )
         elif shape[1] != topk:
-            text += f"moe_router_topk is {topk}"
-        else:
-            text += f"the router has {num_tokens} tokens: these are the routes of another batch"
-        return text
+            why = f"moe_router_topk is {topk}"
+        expected = [num_tokens, topk]
+        return f"layer {layer_number}: ids of shape {shape}; expected [T, K] {expected}: {why}"
 
     def _check_ids(self, num_experts: int) -> None:
         """Look for ids that a router cannot take, in all layers at once.
