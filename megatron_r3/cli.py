@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_commands(subparsers)
     add_rollouts(subparsers)
     add_rl(subparsers)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)  # argparse itself would print one line, without a command
+        parser.exit(2)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

@@ -106,8 +106,9 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
             "quantile_balancing does not go through the replayed top-k; use another balancing "
             "type or none",
         ),
-        (  # 0.0 is a capacity too
-            given("moe_expert_capacity_factor") is not None,
+        (  # 0.0 is a capacity too; below 0 is Megatron's word for none (TransformerConfig)
+            (given("moe_expert_capacity_factor") or 0) >= 0
+            and given("moe_expert_capacity_factor") is not None,
             "moe_expert_capacity_factor drops tokens after the recorded experts were set; unset it",
         ),
         (

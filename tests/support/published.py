@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_models import qwen
 
 from megatron_r3.engines.transformers import capture_routes
 from megatron_r3.online.config_tables import Degrading
@@ -21,7 +22,6 @@ from megatron_r3.online.embedded import EmbeddedSampler, server
 from megatron_r3.policies.probe import Probe, probe_tokens
 from megatron_r3.policies.published import MANIFEST, PublishedPolicy, digests_of, version_name
 from megatron_r3.rollouts.generate import load_model
-from tests.unit.engines.test_transformers import qwen
 
 VOCABULARY = 64
 

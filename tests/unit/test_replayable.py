@@ -31,6 +31,8 @@ def test_an_ordinary_config_is_accepted() -> None:
     assert refusals(SimpleNamespace(**GOOD)) == []
     live = {"moe_router_replay_aux_loss": "live", "moe_router_replay_missing": "error"}
     assert refusals(SimpleNamespace(**GOOD, **live)) == []
+    # Megatron's word for none: TransformerConfig makes None of it
+    assert refusals(SimpleNamespace(**GOOD, moe_expert_capacity_factor=-1.0)) == []
 
 
 @pytest.mark.parametrize("name", ["aux_loss", "expert_bias", "missing"])

@@ -98,7 +98,8 @@ def entrypoint(*words, **variables):
 
 
 def test_the_entrypoint_says_what_it_can_do():
-    assert "docker run IMAGE pretrain_gpt.py ARGS" in entrypoint().stdout
+    for words in ((), ("help",), ("--help",), ("-h",)):
+        assert "docker run IMAGE pretrain_gpt.py ARGS" in entrypoint(*words).stdout
     assert entrypoint("echo", "any command").stdout == "any command\n"
     refused = entrypoint("pretrain_gpt.py", "--moe-router-replay")
     assert refused.returncode == 1

@@ -9,34 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_models import qwen
 
 from megatron_r3.engines.shape import EngineError, ModelShape
 from megatron_r3.engines.transformers import capture_routes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def qwen(**change):
-    torch.manual_seed(3)
-    config = transformers.Qwen3MoeConfig(
-        **{
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "moe_intermediate_size": 16,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "decoder_sparse_step": 1,
-            "eos_token_id": 2,
-            **change,
-        }
-    )
-    config._experts_implementation = "eager"
-    return transformers.Qwen3MoeForCausalLM(config).eval()
 
 
 def deepseek():

@@ -88,3 +88,5 @@ def test_usage(arguments, capsys):
     assert stopped.value.code == (0 if "--help" in arguments else 2)
     printed = capsys.readouterr()
     assert "usage: megatron-r3" in printed.out + printed.err
+    commands_are_listed = "collect rollouts from an engine" in printed.out + printed.err
+    assert commands_are_listed == (arguments in ([], ["--help"]))

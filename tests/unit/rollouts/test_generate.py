@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from engine_server import write_inputs
+from tiny_models import qwen
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_r3.cli import main
@@ -22,7 +23,6 @@ from megatron_r3.engines.transformers import capture_routes
 from megatron_r3.rollouts.generate import _choose, _processed, load_model, stop_ids
 from megatron_r3.rollouts.plan import Sampling
 from megatron_r3.store import RolloutStore
-from tests.unit.engines.test_transformers import qwen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = {3: [1, 5, 6, 7], 4: [1, 9], 9: [1, 30, 31, 32]}  # by group
