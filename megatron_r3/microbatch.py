@@ -60,7 +60,7 @@ class ForwardPass:
         bound_ran: whether a bound function ran.
         has_inner: whether another block was opened inside of this one.
         is_open: whether the block has not ended yet.
-        ran: until a router has asked, a module of each class that ran; empty after the block.
+        ran: a module of each class in what ran, up to its router; empty after the block.
         nothing: after the block, why no router asked. None if one did, or if none is there.
     """
 

@@ -69,8 +69,12 @@ def num_entered() -> int:
     return _entered
 
 
-def _enter(forward_pass: ForwardPass) -> Callable[[], None]:
-    """Make a forward pass the active one; return what makes the one before active again."""
+def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> Callable[[], None]:
+    """Make a forward pass the active one; return what makes the one before active again.
+
+    Args:
+        model: what runs in the forward pass; None where that is seen when it runs.
+    """
     global _entered
     _entered += 1
     outer = ACTIVE.get()
@@ -79,20 +83,23 @@ def _enter(forward_pass: ForwardPass) -> Callable[[], None]:
     token = ACTIVE.set(forward_pass)
 
     def note(module: torch.nn.Module, _: Any) -> None:
-        """Keep which kinds of modules run, until a router asks: they tell why none did."""
-        if forward_pass.asked:
+        """Look into what runs, up to the module that has the layers, which is the whole model as a
+        rule. Its submodules are called without a hook, which would keep them from being compiled.
+        """
+        if torch.compiler.is_compiling():  # else the hook would break the graph
+            return
+        if ACTIVE.get() is forward_pass and _look_into(module, forward_pass) and hook is not None:
             hook.remove()
-        elif ACTIVE.get() is forward_pass:
-            # inside of torch.compile no hook is called: all modules of the model count as run
-            compiled = getattr(module, "_orig_mod", None)
-            for some in [module] if compiled is None else compiled.modules():
-                forward_pass.ran.setdefault(type(some), some)
 
-    # one call for each module that runs before the first router, and none after it
-    hook = register_module_forward_pre_hook(note)
+    hook = None
+    if model is not None:
+        _look_into(model, forward_pass)
+    elif forward_pass.microbatch is not None:  # replaying(None) is live, and nobody asks why
+        hook = register_module_forward_pre_hook(note)
 
     def leave() -> None:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
         ACTIVE.reset(token)
         forward_pass.is_open = False
         # Example: `with recording() as r:` around a function that enters `replaying(r)` by itself.
@@ -103,6 +110,21 @@ def _enter(forward_pass: ForwardPass) -> Callable[[], None]:
         forward_pass.ran = {}  # a pass that is kept does not keep a model
 
     return leave
+
+
+def _look_into(module: torch.nn.Module, forward_pass: ForwardPass) -> bool:
+    """Keep the kinds of modules up to the first router, which tell why no router asked.
+
+    Returns:
+        Whether it is a model with its layers, or a part with a router.
+    """
+    has_layers = False
+    for some in module.modules():
+        forward_pass.ran.setdefault(type(some), some)
+        has_layers |= hasattr(some, "layers")
+        if hasattr(some, "routing"):
+            return True
+    return has_layers
 
 
 @contextmanager
@@ -174,7 +196,7 @@ class _Begun:
         """
 
         def before(*_: Any) -> None:
-            self.leave = _enter(self.forward_pass)
+            self.leave = _enter(self.forward_pass, model)
 
         def after(*_: Any) -> None:
             if self.leave is not None:
@@ -283,7 +305,8 @@ def _why_nothing(forward_pass: ForwardPass) -> str | None:
     ran, microbatch = forward_pass.ran, forward_pass.microbatch
     if forward_pass.asked or microbatch is None:
         return None
-    if not ran and forward_pass.has_inner:
+    moe = [module for kind, module in ran.items() if _is_from(kind, _MOE)]
+    if forward_pass.has_inner and (moe or not ran):
         return (
             "the forward pass ran in another replaying or recording block inside of this one; "
             "open one block around a forward pass"
@@ -292,7 +315,6 @@ def _why_nothing(forward_pass: ForwardPass) -> str | None:
         return "no forward pass ran inside the block; call the model there"
     if not any(_is_from(kind, "megatron.") for kind in ran):
         return f"what ran inside the block ({next(iter(ran)).__name__}) is no Megatron model"
-    moe = [module for kind, module in ran.items() if _is_from(kind, _MOE)]
     routers = [module for module in moe if hasattr(module, "routing")]
     live = [r for r in routers if getattr(getattr(r, "router_replay", None), "has_routes", True)]
     # Live training puts no hook into the routers of MTP: their choice is never compared.

@@ -22,6 +22,7 @@ from megatron_r3.engines.shape import EngineError
 from megatron_r3.untrusted import quoted, said
 from megatron_r3.values import MOST_TOKEN_ID
 
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 _MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 _TOKEN_ID = re.compile(r"token_id:(\d{1,10})")
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -161,18 +162,16 @@ def prompt_contents(request: Mapping[str, Any], names: tuple[str, ...]) -> list[
 
 
 def refuse_other_parts(messages: list[Mapping[str, Any]]) -> None:
-    """Refuse a chat with a part that is no text: a trainer would take its tokens as text.
-
-    Example: `{"content": [{"type": "image_url", ...}, {"type": "text", "text": "what?"}]}`.
-    """
+    """Refuse a chat with a part that is no text: a trainer would take its tokens as text."""
     for number, message in enumerate(messages):
         content = message.get("content")
         for index, part in enumerate(content if isinstance(content, list) else []):
-            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-            if kind != "text":
+            # vLLM takes a part without a type: {"image_url": "..."} is one, as is {"text": "..."}
+            kind = part.get("type") or next(iter(part), "") if isinstance(part, Mapping) else "text"
+            if kind not in _TEXT_PARTS:
                 raise EngineError(
                     f"message {number}, part {index} is of the type {quoted(kind)}: only parts of "
-                    "the type text can be trained on, no images, audio or files"
+                    "text can be trained on, no images, audio or files"
                 )
 
 
@@ -221,9 +220,9 @@ def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
             response has none.
         hint: how to ask for them.
     """
+    if asked is None and returned is None:
+        raise EngineError(f"no prompt_token_ids; {hint}")
     if asked is None:
-        if returned is None:
-            raise EngineError(f"no prompt_token_ids; {hint}")
         return token_array(returned, "prompt_token_ids")
     prompt = token_array(asked, "prompt")
     if returned is not None and not np.array_equal(

@@ -123,6 +123,7 @@ class _Reader:
         self.sampling = SamplingSettings()
         self.defaults = recording.model.sampling_defaults
         self.left_out: set[str] = set()
+        self._model: Any = None  # the name that the first line has
         self._first_line = ""  # the line that `sampling` is of; empty before it came
         self._samples: Counter[int] = Counter()  # of each group, so far
         # for each group the digest of its prompt, and the line that had it first
@@ -136,8 +137,8 @@ class _Reader:
             return []
         return [
             f"requests leave out {', '.join(sorted(self.left_out))}: {self.recording.engine} took "
-            "its own values, or those of the model's generation_config.json; the store says that "
-            "they are not known"
+            "its own values, or those of the model's generation_config.json; the store does not "
+            "know them"
         ]
 
     def lines(self) -> Iterator[tuple[list[Rollout], str]]:
@@ -157,7 +158,7 @@ class _Reader:
             digests = digests_of(self.recording.engine, request, where)
             if any(choice.kept is not None for choice in decoded):
                 settings = replace(settings, logprobs_of="processed")
-            self._refuse_other_settings(settings, where)
+            self._refuse_other_settings(settings, request.get("model"), where)
             self.left_out.update(left_out(self.recording.engine, request))
             versions = [self._version(response, i, c, where) for i, c in enumerate(decoded)]
         except EngineError as error:
@@ -167,10 +168,18 @@ class _Reader:
             return [], f"{where}: the response cannot be read ({said(repr(error))})"
         return list(self._rollouts(line, decoded, answers, digests, versions, where)), ""
 
-    def _refuse_other_settings(self, settings: SamplingSettings, where: str) -> None:
-        """A store has one way of sampling: that of its first response."""
+    def _refuse_other_settings(self, settings: SamplingSettings, model: Any, where: str) -> None:
+        """A store has one way of sampling and one model, those of its first response.
+
+        A server knows an adapter, too, by the name of a model.
+        """
         if not self._first_line:
-            self.sampling, self._first_line = settings, where
+            self.sampling, self._first_line, self._model = settings, where, model
+        if model != self._model:
+            raise EngineError(
+                f"{where}: the request names the model {quoted(model)}, and {quoted(self._model)} "
+                f"in {self._first_line}: convert such lines into a store of their own"
+            )
         for name, first in vars(self.sampling).items():
             given = getattr(settings, name)
             if given != first:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +154,7 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
     """
     store = RolloutStore([directory], mixed_policies=True)
     rows = _rows(path, store, directory)
-    first, changed = 0, list[tuple[float | None, float | None]]()
+    first, changed = 0, defaultdict[int, list[tuple[float | None, float | None]]](list)
     with new_store(out) as folder:
         for shard in store.shards:
             numbers = range(first, first + shard.num_rollouts)
@@ -163,17 +164,19 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
                 _rewarded(rollout, rows, store.name(i), path)
                 for rollout, i in zip(old, numbers, strict=True)
             ]
-            pairs = zip(old, new, strict=True)
-            changed += [(a.advantage, b.advantage) for a, b in pairs if a.reward != b.reward]
+            for a, b in zip(old, new, strict=True):
+                if a.reward != b.reward:
+                    changed[a.group].append((a.advantage, b.advantage))
             with writing(out):
                 write_shard(folder, shard.info, new)
-        if any(old for old, _ in changed) and all(old == new for old, new in changed):
-            raise StoreError(
-                f"{path}: {len(changed)} rewards changed and none of their advantages, which are "
-                "of the old rewards: put the new ones into the column advantage, or nulls, and "
-                "training makes them from the rewards"
-            )
-    return len(changed)
+        for group, pairs in changed.items():
+            if any(before for before, _ in pairs) and all(a == b for a, b in pairs):
+                raise StoreError(
+                    f"{path}: {len(pairs)} rewards of group {group} changed and none of their "
+                    "advantages, which are of the old rewards: put the new ones into the column "
+                    "advantage, or nulls, and training makes them from the rewards"
+                )
+    return sum(map(len, changed.values()))
 
 
 def _rows(

@@ -172,10 +172,8 @@ def read_model(path: Path) -> Model:
     """
     folder = (path if path.is_dir() else path.parent).resolve()
     shape = ModelShape.from_hf_config(path)
-    model = Model(folder.name, shape, (), shape.vocab_size)
-    if path.is_dir():
-        defaults = _sampling_defaults(path / "generation_config.json")
-        model = replace(model, sampling_defaults=defaults)
+    defaults = _sampling_defaults(folder / "generation_config.json")
+    model = Model(folder.name, shape, (), shape.vocab_size, sampling_defaults=defaults)
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         return model
     try:

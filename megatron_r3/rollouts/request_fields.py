@@ -46,6 +46,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "use_audio_in_video": (False,),
     "include_reasoning": (True,),  # else a reward sees less than the model wrote
+    "parallel_tool_calls": (True,),  # the same: False cuts the calls behind the first one
 }
 
 # What engines take from the model's generation_config.json where a request leaves it out, and
@@ -63,7 +64,7 @@ _FREE = {
     *("model", "prompt", "messages", "token_ids", "input_ids", "text", "sampling_params", "n"),
     *("seed", "sampling_seed", "documents", "chat_template", "chat_template_kwargs", "thinking"),
     *("task", "reasoning_effort", "add_generation_prompt", "continue_final_message"),
-    *("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "parallel_tool_calls"),
+    *("add_special_tokens", "truncate_prompt_tokens", "truncation_side"),
     *("assistant_tokens_mask", "token_offsets"),
     # where a response and its text end,
     *("stop", "stop_token_ids", "stop_regex", "stop_strs", "stop_regex_strs", "stop_str_max_len"),
@@ -91,7 +92,7 @@ _FREE = {
     *("log_metrics", "custom_labels", "external_trace_header", "conversation_id", "routing_key"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
     *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "decode_tp_size"),
-    *("http_worker_ipc", "received_time"),
+    *("http_worker_ipc", "received_time", "prompt_cache_key", "safety_identifier"),
 }
 
 

@@ -158,6 +158,10 @@ def _check_info(
                 "collect them: "
                 f"{'; '.join(differences(same_policy, info))}: take another --out"
             )
+        engine_policy_of_shard = stored_info.engine_policy
+        if not info.engine_policy:
+            # The engine's page names no version. Responses may; `EnginePolicy` compares those.
+            stored_info = replace(stored_info, engine_policy="")
         version_M = shard.tensors["policy_version"]
         if policy_version not in version_M:
             if info.policy_stamp and stored_info.policy == info.policy and not pushed:
@@ -167,10 +171,7 @@ def _check_info(
                     f"the new weights, --policy-version {version_M[0]}, or another --out"
                 )
             continue
-        engine_policy = stored_info.engine_policy
-        if not info.engine_policy:
-            # The engine's page names no version. Responses may; `EnginePolicy` compares those.
-            stored_info = replace(stored_info, engine_policy="")
+        engine_policy = engine_policy_of_shard
         if stored_info != info:
             raise StoreError(
                 f"{shard.path}: its rollouts of policy version {policy_version} are of another "

@@ -82,6 +82,9 @@ class Kinship:
             )
 
 
+Policy = tuple[tuple[str, ...], str, str]  # `StoreInfo.policy`
+
+
 class Versions:
     """The policy versions of stamped shards: two versions of one policy are a mistake.
 
@@ -95,7 +98,8 @@ class Versions:
 
     def __init__(self, is_right: Callable[[Shard], bool] = lambda shard: False) -> None:
         self._is_right = is_right
-        self._first: dict[tuple[tuple[str, ...], str, str], tuple[int, Path]] = {}  # by policy
+        self._first: dict[Policy, tuple[int, Path]] = {}
+        self._right: set[tuple[Policy, int]] = set()
 
     def check(self, shard: Shard) -> None:
         """Refuse a shard of a policy that another shard names with another version.
@@ -108,10 +112,14 @@ class Versions:
         """
         info, version_M = shard.info, shard.tensors["policy_version"]
         version, newest = int(version_M.min()), int(shard.extras.newest_version_M.max())
-        if version != newest or not (info.router_fingerprint or info.policy_stamp):
+        # Digests of the routers alone prove nothing: where routers are frozen, they stay the same.
+        if version != newest or not info.policy_stamp:
             return
         before, path = self._first.setdefault(info.policy, (version, shard.path))
-        if before != version and not self._is_right(shard):
+        if before != version and (info.policy, version) not in self._right:
+            if self._is_right(shard):  # it reads all weights of a policy, so it is asked once
+                self._right.add((info.policy, version))
+                return
             raise StoreError(
                 f"{shard.path}: policy version {version} has the stamp of version {before} in "
                 f"{path}, so the same weights sampled both: sample again, with the new weights in "

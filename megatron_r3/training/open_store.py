@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.fingerprint import policy_stamp, router_fingerprint
+from megatron_r3.fingerprint import policy_stamp
 from megatron_r3.placement import Placement
+from megatron_r3.policies.published import published
 from megatron_r3.store.follow import Lookout, open_stores
 from megatron_r3.store.index import numbered
 from megatron_r3.store.kinship import Versions
@@ -27,7 +28,7 @@ from megatron_r3.store.verify import ReadChecks, check_tokens, refuse_missing, v
 from megatron_r3.training.announce import follow_together
 from megatron_r3.training.one_look import Place, refuse_together, shared_out, told_by_first
 from megatron_r3.training.options import RolloutOptions
-from megatron_r3.training.policy import published_folder
+from megatron_r3.training.policy import published_folder, version_of
 from megatron_r3.training.schedule import STORED
 
 # The shards of which this process has read every byte: their identity, size and time of change. A
@@ -200,9 +201,12 @@ def _refuse_mixed_versions(shard: Shard) -> None:
 def _is_published(options: RolloutOptions, shard: Shard) -> bool:
     """Whether this training's own folder of a shard's version has the weights that sampled it."""
     info, folder = shard.info, published_folder(options, shard)
-    if folder is None or router_fingerprint(folder, info.moe_layers) != info.router_fingerprint:
-        return False
-    return not info.policy_stamp or policy_stamp(folder) == info.policy_stamp
+    if folder is not None:
+        return policy_stamp(folder) == info.policy_stamp
+    # One that --rollouts-publish-keep has removed cannot be asked any more. Example: a resumed
+    # training opens the shards of versions 0 to 9, and has the folders of 8 and 9.
+    there = [] if options.publish is None else published(options.publish.directory)
+    return bool(there) and version_of(shard) < min(there)
 
 
 def _check_head(

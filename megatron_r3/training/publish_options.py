@@ -69,7 +69,7 @@ class PublishOptions:
                 "need not make the same policy again"
             )
         for name, reason in _NOT_WITH_IT.items():
-            if (given := getattr(args, name, None)) is not None:
+            if given := getattr(args, name, None):
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"--rollouts-publish not together with {option} {given}: {reason}")
         like = Path(args.rollouts_publish_like)

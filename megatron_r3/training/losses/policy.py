@@ -95,6 +95,8 @@ def gain_of(name: str, terms: LossTerms, clip: Clip) -> Gain:
     try:
         gain = loss(terms, clip)
     except Exception as error:  # a user's loss may raise anything
+        if loss.__module__ == __name__:
+            raise  # one of ours: the traceback is needed
         # Example: the frames are that of `gain_of`, the loss's own, and those of what it calls.
         frames = traceback.extract_tb(error.__traceback__)[1:2]
         line = "".join(f" in {frame.filename}, line {frame.lineno}" for frame in frames)

@@ -153,11 +153,13 @@ def test_how_log_probs_that_lack_are_asked_for(request_, hint):
 def test_parts_of_a_chat_that_are_no_text(kind):
     payload = load(QWEN, "19_chat_turn1")
     text = {"type": "text", "text": "what?"}
-    payload["request"]["messages"] = [*MESSAGES, {"role": "user", "content": [text]}]
+    texts = [text, {"text": "?"}, "?", {"type": "input_text", "text": "?"}]
+    payload["request"]["messages"] = [*MESSAGES, {"role": "user", "content": texts}]
     assert decode(payload)
-    payload["request"]["messages"][1]["content"] = [text, {"type": kind}]
-    with pytest.raises(EngineError, match=f"message 1, part 1 is of the type '{kind}': only parts"):
-        decode(payload)
+    for part in ({"type": kind}, {kind: "http://a"}):  # vLLM takes both forms
+        payload["request"]["messages"][1]["content"] = [text, part]
+        with pytest.raises(EngineError, match=f"message 1, part 1 is of the type '{kind}': only"):
+            decode(payload)
 
 
 def test_swapped_prompts_are_refused():

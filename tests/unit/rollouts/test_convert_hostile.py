@@ -116,6 +116,7 @@ def test_settings_that_cannot_be(request_, message):
         ("temperature", None, "temperature not said, and 1 in raw.jsonl, line 1"),
         ("top_p", 0.9, "top_p 0.9, and not said in raw.jsonl, line 1"),
         ("top_k", 20, "top_k 20, and not said in"),
+        ("model", None, "the request names the model None, and 'qwen3moe-tiny' in raw.jsonl"),
     ],
 )
 def test_lines_that_were_sampled_in_another_way(folder, capsys, field, value, message):

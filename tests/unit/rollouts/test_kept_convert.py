@@ -154,16 +154,15 @@ def test_old_advantages_beside_new_rewards_are_refused(store, capsys):
     reward = table.schema.get_field_index("reward")
     scored = table.set_column(reward, "reward", pa.array([3.0 + i for i in range(5)]))
     assert back(scored) == 1
-    assert "5 rewards changed and none of their advantages, which are of the old" in error_of(
-        capsys
-    )
+    assert "changed and none of their advantages, which are of the old" in error_of(capsys)
     assert not Path("new").exists()
-    # what is taken: another advantage of one of them, none at all, or the old rewards
-    old = table.column("advantage").to_pylist()
-    first = next(i for i, value in enumerate(old) if value is not None)
-    for number, column_of in enumerate(
-        ([*old[:first], 9.0, *old[first + 1 :]], [None] * 5),
-    ):
+    # a new advantage in one group says nothing of the others
+    old, groups = (table.column(name).to_pylist() for name in ("advantage", "group"))
+    stale = [9.0 if group == groups[-1] else a for a, group in zip(old, groups, strict=True)]
+    assert back(scored.set_column(column, "advantage", pa.array(stale, pa.float64()))) == 1
+    assert f"of group {groups[0]} changed and none of their" in error_of(capsys)
+    # what is taken: another advantage in each group, none at all, or the old rewards
+    for number, column_of in enumerate(([9.0] * 5, [None] * 5)):
         taken = scored.set_column(column, "advantage", pa.array(column_of, pa.float64()))
         pq.write_table(taken, "n.parquet")
         out = f"taken-{number}"

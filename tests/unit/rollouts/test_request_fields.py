@@ -133,6 +133,7 @@ STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
         ({"guided_regex": "a+"}, {}, "'guided_regex'"),  # a name of older releases
         ({"temprature": 0.5}, {}, "'temprature'"),
         ({"include_reasoning": False}, {"include_reasoning": True}, "'include_reasoning'"),
+        ({"parallel_tool_calls": False}, {"parallel_tool_calls": True}, "'parallel_tool_calls'"),
     ],
 )
 def test_what_changes_the_sampled_tokens_is_refused(folder, capsys, wrong, right, message):
@@ -154,10 +155,10 @@ def test_what_the_models_own_file_sets_must_be_in_the_request(folder, capsys):
     defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05, "do_sample": True}
     Path("generation_config.json").write_text(json.dumps(defaults))
 
-    def converted(out: str, **more: Any) -> str:
+    def converted(out: str, model: str = ".", **more: Any) -> str:
         line = copy.deepcopy(one)
         line["request"] |= more
-        convert([line], "--model", ".", "--out", out)
+        convert([line], "--model", model, "--out", out)
         return capsys.readouterr().err
 
     assert "line 1: the request leaves out top_k, and vllm then takes the 20 of" in converted("a")
@@ -168,6 +169,7 @@ def test_what_the_models_own_file_sets_must_be_in_the_request(folder, capsys):
     every = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1.0}
     assert converted("b", **every) == ""
     Path("generation_config.json").write_text("{")
+    assert "generation_config.json" in converted("c", "config.json", **every)
     assert "generation_config.json" in converted("c", **every)
     Path("generation_config.json").unlink()
     assert "min_p, repetition_penalty, top_k, top_p: vllm took its own" in converted("d")

@@ -87,6 +87,11 @@ def test_another_version_has_other_weights(tmp_path, info, version, pushed):
     message = "shard-00000.*policy version 7 are of the very weights that --policy-version 8 is"
     with pytest.raises(StoreError, match=message):
         stored_samples(tmp_path / "s", STAMPED, 8, prompts)
+    # an engine that names its version in responses alone
+    write_shard(tmp_path / "v7", replace(STAMPED, engine_policy="v7"), ROLLOUTS)
+    with pytest.raises(StoreError, match=message):
+        stored_samples(tmp_path / "v7", STAMPED, 8, prompts)
+    assert stored_samples(tmp_path / "v7", STAMPED, 7, prompts).engine_policy == "v7"
 
 
 def test_a_text_is_not_its_token_ids_nor_a_chat(folder, capsys):
