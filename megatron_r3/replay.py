@@ -317,8 +317,11 @@ def _why_nothing(forward_pass: ForwardPass) -> str | None:
         return f"what ran inside the block ({next(iter(ran)).__name__}) is no Megatron model"
     routers = [module for module in moe if hasattr(module, "routing")]
     live = [r for r in routers if getattr(getattr(r, "router_replay", None), "has_routes", True)]
+    observes = microbatch.mode is Mode.OBSERVE
     # Live training puts no hook into the routers of MTP: their choice is never compared.
-    compares_nothing = microbatch.mode is Mode.OBSERVE and not microbatch.ids
+    compares_nothing = observes and not microbatch.ids
+    if observes and any(getattr(router, "router_replay", None) for router in routers):
+        return None  # a live router that has a hook and does not ask: sinkhorn has no top-k
     if not moe or (routers and not live) or compares_nothing:
         return "the model chunk that ran has none of these layers" if microbatch.ids else None
     config: Any = (live or moe)[0].config
