@@ -166,8 +166,9 @@ def refuse_other_parts(messages: list[Mapping[str, Any]]) -> None:
     for number, message in enumerate(messages):
         content = message.get("content")
         for index, part in enumerate(content if isinstance(content, list) else []):
-            # vLLM takes a part without a type: {"image_url": "..."} is one, as is {"text": "..."}
-            kind = part.get("type") or next(iter(part), "") if isinstance(part, Mapping) else "text"
+            # vLLM takes parts without a type: {"text": "a"}, and {"text": "a", "image_url": "b"}
+            fields = part if isinstance(part, Mapping) else {}
+            kind = fields.get("type") or next((name for name in fields if name != "text"), "text")
             if kind not in _TEXT_PARTS:
                 raise EngineError(
                     f"message {number}, part {index} is of the type {quoted(kind)}: only parts of "

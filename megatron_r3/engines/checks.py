@@ -20,7 +20,7 @@ _NOT_CAPTURED = (
     "kernels, prefix-cached rows in 0.21"
 )
 
-_ANOTHER_MODEL = "is --model the model that the server runs?"
+ANOTHER_MODEL = "is --model the model that the server runs?"
 
 
 def checked_tokens(
@@ -87,7 +87,7 @@ def _check_rows(rows_TYK: np.ndarray, num_tokens: int, shape: ModelShape, start:
             )
         )
     if topk != shape.topk:
-        raise EngineError(f"top-{topk} routes; the model is top-{shape.topk}: {_ANOTHER_MODEL}")
+        raise EngineError(f"top-{topk} routes; the model is top-{shape.topk}: {ANOTHER_MODEL}")
 
 
 def row_cause(rows: int, expected: int) -> str:
@@ -108,7 +108,7 @@ def _moe_layers(rows_TYK: np.ndarray, shape: ModelShape) -> np.ndarray:
     if layers != shape.num_hidden_layers:
         raise EngineError(
             f"routes of {layers} layers; the model has {shape.num_hidden_layers}, {num_moe} of "
-            f"them MoE layers: {_ANOTHER_MODEL}"
+            f"them MoE layers: {ANOTHER_MODEL}"
         )
     # engines leave the rows of dense layers at zero, so another number there means that the server
     # runs a model with other MoE layers than the config that is read here

@@ -37,7 +37,12 @@ from megatron_r3.engines.body import (
     token_array,
     whole_number,
 )
-from megatron_r3.engines.checks import checked_routes, checked_tokens, row_cause
+from megatron_r3.engines.checks import (
+    ANOTHER_MODEL,
+    checked_routes,
+    checked_tokens,
+    row_cause,
+)
 from megatron_r3.engines.conversation import Increment, read_choices
 from megatron_r3.engines.drawn import kept_sets, version_spans
 from megatron_r3.engines.shape import EngineError, ModelShape, naming
@@ -287,7 +292,7 @@ def _rows(text: Any, num_tokens: int, start: int, shape: ModelShape) -> np.ndarr
     if rest:
         raise EngineError(
             f"routed_experts: {flat.size} ids are no whole number of rows of {layers} layers and "
-            f"top-{topk}: is --model the model that the server runs?"
+            f"top-{topk}: {ANOTHER_MODEL}"
         )
     if rows not in (whole, asked):
         expected = f"{asked} from token {start} on" + (

@@ -156,7 +156,8 @@ def test_parts_of_a_chat_that_are_no_text(kind):
     texts = [text, {"text": "?"}, "?", {"type": "input_text", "text": "?"}]
     payload["request"]["messages"] = [*MESSAGES, {"role": "user", "content": texts}]
     assert decode(payload)
-    for part in ({"type": kind}, {kind: "http://a"}):  # vLLM takes both forms
+    # vLLM takes each of these forms
+    for part in ({"type": kind}, {kind: "http://a"}, {"text": "a", kind: "http://a"}):
         payload["request"]["messages"][1]["content"] = [text, part]
         with pytest.raises(EngineError, match=f"message 1, part 1 is of the type '{kind}': only"):
             decode(payload)
