@@ -47,3 +47,13 @@ def test_validation_is_refused_in_one_line(patched_tree: Path, policy: Policy) -
     done = run(patched_tree, policy.arguments("--eval-iters", "1"))
     expected = "this script has no data for validation: give --eval-iters 0"
     assert errors_of(done) == [f"error: {expected}"]
+
+
+def test_help_is_printed(patched_tree: Path, megatron_tree: Path) -> None:
+    """Upstream's own help ends with a ValueError, for a bare % ("10%") in a docstring."""
+    done = run(patched_tree, ["--help"])
+    assert done.returncode == 0, done.stderr
+    assert "--moe-router-replay" in done.stdout
+    assert "(e.g. 1.10 = 10%)" in done.stdout
+    unpatched = run(megatron_tree, ["--help"])
+    assert "ValueError: unsupported format character" in unpatched.stderr
