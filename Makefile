@@ -65,14 +65,18 @@ TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' p
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.done  ## install the development environment in build/venv
+# Two makes at once: the second one waits, and finds what the first one installed.
+setup:  ## install the development environment in build/venv
+	@mkdir -p $(BUILD); flock -n $(BUILD) true || echo "waits for another make in this folder"
+	@flock -o $(BUILD) $(MAKE) --silent $(VENV)/.done
 
 # pip compiles one module at a time; this takes all cores
 COMPILE  := -c 'import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)'
 
 # The file holds how many seconds the installation took; the demo prints it.
 $(VENV)/.done: pyproject.toml requirements.lock
-	@mkdir -p $(BUILD); date +%s > $(BUILD)/setup-start
+	@echo "installs the packages of requirements.lock into $(VENV), once, in one to two minutes"
+	date +%s > $(BUILD)/setup-start
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .

@@ -39,6 +39,7 @@ places = {name: [spec.origin or "", *(spec.submodule_search_locations or [])]
           for name, spec in specs.items() if spec}
 print(*(name for name in places if any(p.startswith(sys.argv[1] + "/") for p in places[name])))
 """
+_ENVIRONMENT = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
 UNWANTED = ("benchmarks", "demo", "docker", "fidelity", "fuzz", "tests")
 
 
@@ -92,6 +93,11 @@ def _run_action(args: argparse.Namespace) -> int:
 
 def build(args: argparse.Namespace, line: Line, tree: KnownTree, tag: str) -> int:
     """Build one image; print how long it took and how large the image is."""
+    if "--secret" not in _printed([args.docker, "build", "--help"]):
+        raise ValueError(
+            f"{args.docker}: it cannot build with BuildKit, which the Dockerfile needs: is it "
+            "installed, and its plugin buildx (Debian: apt-get install docker-buildx)?"
+        )
     command = [args.docker, "build", "--network", args.network, "--file", "docker/Dockerfile"]
     arguments = {
         "BASE_IMAGE": args.base or line.image,
@@ -165,14 +171,13 @@ def _series_tree(line: Line) -> str:
 
 def _printed(command: list[str]) -> str:
     """What a command prints; "" if it fails without a word."""
-    done = subprocess.run(command, capture_output=True, check=False, text=True)
+    done = subprocess.run(command, capture_output=True, check=False, text=True, env=_ENVIRONMENT)
     return done.stdout.strip()
 
 
 def _run(command: list[str]) -> int:
     print(shlex.join(command), flush=True)
-    environment = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    return subprocess.run(command, cwd=ROOT, env=_ENVIRONMENT, check=False).returncode
 
 
 if __name__ == "__main__":

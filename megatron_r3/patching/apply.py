@@ -84,7 +84,7 @@ def _move(
     try:
         status = identify(root, versions, line)  # refuses what is no tree and cannot be locked
         with locked(status.root):
-            # Read again: another apply may have ended between the first look and the lock.
+            # Read again: another apply may have ended since the first look.
             status = identify(root, versions, line)
             if status.state is not goal and not reverse:
                 _refuse_uncommitted(status)

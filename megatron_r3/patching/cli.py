@@ -250,7 +250,7 @@ def _size(status: TreeStatus) -> str:
 
 
 def _skipped(name: str, absent: tuple[str, ...]) -> str:
-    return f"; skipped, {name} has no such file: {', '.join(absent)}" if absent else ""
+    return f"; not in {name}, so left out: {', '.join(absent)}" if absent else ""
 
 
 def _result(check: TreeCheck) -> str:

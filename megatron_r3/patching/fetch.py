@@ -16,6 +16,7 @@ from megatron_r3.patching.cleanroom import clean_room
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.repository import OwnRepository, new_folder
 from megatron_r3.patching.versions import KnownTree
+from megatron_r3.patching.write import locked
 
 UPSTREAM = "https://github.com/NVIDIA/Megatron-LM.git"
 
@@ -77,14 +78,19 @@ def fetch_tree(tree: KnownTree, out: Path) -> Path:
         PatchingError: the download fails, or gives another file than versions.toml names.
     """
     target = tree_folder(tree, out)
-    if target.exists():
-        return target
-    with new_folder(target) as folder:
-        _unpack(_download(tree, folder.parent), folder.parent / "unpacked").rename(folder)
-        repo = OwnRepository.new(folder)
-        repo.git("add", "--all", "--force")  # files that .gitignore names too
-        message = f"{tree.pypi}\n\nsdist sha256: {tree.sdist_sha256}\n"
-        repo.run("commit", "--quiet", "-m", message, env=_COMMITTER)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PatchingError(f"{target}: {error}") from error
+    with locked(out):  # of two commands at once, the second one finds what the first one fetched
+        if target.exists():
+            return target
+        with new_folder(target) as folder:
+            _unpack(_download(tree, folder.parent), folder.parent / "unpacked").rename(folder)
+            repo = OwnRepository.new(folder)
+            repo.git("add", "--all", "--force")  # files that .gitignore names too
+            message = f"{tree.pypi}\n\nsdist sha256: {tree.sdist_sha256}\n"
+            repo.run("commit", "--quiet", "-m", message, env=_COMMITTER)
     return target
 
 

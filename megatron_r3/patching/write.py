@@ -21,21 +21,14 @@ from megatron_r3.patching.tree import FileOnDisk
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Keep a second apply or revert out of `root`.
+    """Wait until no other command changes `root`, and let none begin in the body.
 
     The lock is on the open folder, not a file, so it ends with the process, even a killed one.
-
-    Raises:
-        PatchingError: another apply or revert is at work there.
     """
     folder = os.open(root, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PatchingError(f"another apply or revert is at work in {root}") from None
-        except OSError:
-            pass  # a file system without locks
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
         os.close(folder)

@@ -146,6 +146,13 @@ def test_imports_point_one_way() -> None:
     assert rooms == HEIGHT.keys()  # FLOORS names no room that is gone
 
 
+def test_what_an_image_runs_imports_no_package_called_tests() -> None:
+    """Megatron-LM has a package `tests`, which hides ours in an image of a checkout."""
+    trees = parsed("tests/functional", "tests/support", "tests/gpu", "fidelity", "demo")
+    assert [f for f, tree in trees.items() for i in imports(tree) if i.startswith("tests.")] == []
+    assert any(i.startswith("tests.") for t in parsed("tests/unit").values() for i in imports(t))
+
+
 def test_wrong_imports_are_found() -> None:
     upward = made_up(megatron_r3__routes="def f():\n    from megatron_r3.store import writer")
     assert wrong_imports(upward) == ["megatron_r3/routes.py imports megatron_r3.store.writer"]

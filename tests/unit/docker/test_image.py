@@ -122,6 +122,29 @@ def test_an_unpatched_tree_is_named_where_an_option_needs_the_patches(tmp_path, 
         assert (done.returncode, done.stdout) == (0, "it trains\n")
 
 
+# Root may write everywhere; without this capability the modes of a folder are for root too.
+AS_A_USER = ["setpriv", "--bounding-set", "-dac_override"] if os.getuid() == 0 else []
+
+
+@pytest.mark.parametrize("words", [["--save", "{}/a/b"], ["--tensorboard-dir={}"]])
+@pytest.mark.parametrize("mode", [0o555, 0o755])
+def test_a_volume_that_cannot_be_written_is_named(tmp_path, words, mode):
+    (tmp_path / "pretrain_gpt.py").touch()
+    (tmp_path / "torchrun").write_text("#!/bin/sh\necho 'it trains'\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    (tmp_path / "volume").mkdir(mode=mode)
+    given = [word.format(tmp_path / "volume") for word in ["pretrain_gpt.py", *words]]
+    env = {**os.environ, "MEGATRON": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [*AS_A_USER, str(DOCKER / "entrypoint"), *given]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if mode == 0o755:
+        assert (done.returncode, done.stdout) == (0, "it trains\n")
+    else:
+        assert done.returncode == 1
+        assert f"may not write in {tmp_path / 'volume'}; run it as a user who may" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
 def test_the_script_runs_from_any_folder(tmp_path):
     command = [sys.executable, str(DOCKER / "image.py"), "--help"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -188,10 +211,20 @@ def test_there_is_nothing_to_test_before_a_build(image, tmp_path, monkeypatch, c
     )
 
 
+def test_a_docker_without_buildkit_is_named(image, tmp_path, capsys):
+    client = tmp_path / "docker"
+    client.write_text("#!/bin/sh\necho 'ERROR: the buildx component is missing' >&2; exit 1\n")
+    client.chmod(0o755)
+    assert image.main(["build", "--docker", str(client)]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {client}: it cannot build with BuildKit")
+    assert line.count("\n") == 1
+
+
 def test_an_image_of_a_sampler_begins_with_an_engine(image, tmp_path, capsys):
     asked = tmp_path / "asked"
     client = tmp_path / "docker"
-    client.write_text(f"#!/bin/sh\necho $* >>{asked}\n")
+    client.write_text(f"#!/bin/sh\necho $* >>{asked}\ncase $* in *--help) echo --secret; esac\n")
     client.chmod(0o755)
     words = ["build", "--target", "sampler", "--docker", str(client)]
     assert image.main(words) == 1

@@ -37,7 +37,7 @@ def test_a_skipped_file_is_named(upstream, cli):
         status, out, _ = cli(command, upstream.package)
         assert status == 0
         assert "4 patches of 5 files" in out
-        assert f"skipped, {PACKAGE} has no such file: {README}" in out
+        assert f"not in {PACKAGE}, so left out: {README}" in out
 
 
 def test_an_unknown_tree(upstream, cli):

@@ -1,6 +1,7 @@
 """What apply and revert refuse: the message names the file, and the tree is as it was."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from patching_upstream import (
@@ -193,10 +194,13 @@ def test_an_unknown_line(upstream):
         apply_series(upstream.package, upstream.patches, line="core_r1")
 
 
-def test_another_apply_is_at_work(upstream):
-    with locked(upstream.package), refused(upstream.package, str(upstream.package), "at work"):
-        apply_series(upstream.package, upstream.patches)
-    apply_series(upstream.package, upstream.patches)
+def test_two_at_once_wait_for_each_other(upstream):
+    with ThreadPoolExecutor() as pool:
+        with locked(upstream.package):
+            second = pool.submit(apply_series, upstream.package, upstream.patches)
+            with pytest.raises(TimeoutError):
+                second.result(timeout=0.5)
+        assert second.result(timeout=60).before is TreeState.PRISTINE
 
 
 def test_a_patch_that_does_not_fit_its_own_base(upstream):

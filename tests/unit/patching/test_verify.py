@@ -221,7 +221,7 @@ def test_the_command(upstream, capsys):
     assert main(["verify", str(package_as_git(upstream)), *patches, "--line", LINE]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"{LINE}, {TAG}: not checked, its base is not there"
-    assert second.endswith(f"and back; skipped, {PACKAGE} has no such file: {README}")
+    assert second.endswith(f"and back; not in {PACKAGE}, so left out: {README}")
 
     edit(upstream.series[0], b"+hook = None", b"+hook = True")
     edit(upstream.series[1], b"Forwarded", b"Sent")
