@@ -184,3 +184,15 @@ def start(
         timeout=120,
         check=False,
     )
+
+
+def test_the_command_of_the_page_is_the_one_that_runs_here() -> None:
+    page = (megatron_server.ROOT / "docs" / "megatron-engine.md").read_text()
+    written = page.partition("megatron_r3/serve.py $(cat build/demo/train.args)")[2]
+    words = written.partition("```")[0].replace("\\\n", " ").split()
+    options = [word.format(port=5000) for word in megatron_server.SERVER]
+    # in train.args already
+    for known in (["--bf16"], ["--moe-router-load-balancing-type", "none"]):
+        at = options.index(known[0])
+        del options[at : at + len(known)]
+    assert sorted(words) == sorted([*options, "--expert-model-parallel-size", "1"])

@@ -116,6 +116,10 @@ RUN_BY = [
         "tests/clients/test_bridge_weights.py::test_a_model_that_is_no_family_of_ours",
     ),
     (r"torchrun .*-m megatron_r3\.serve\b", "tests/functional/test_serve.py::test_collect_stores"),
+    (
+        r"torchrun .*-m megatron_r3\.cpu megatron_r3/serve\.py\b",
+        "tests/functional/test_serve.py::test_the_command_of_the_page_is_the_one_that_runs_here",
+    ),
     (r"torchrun .*hf\.py --hf-export\b", "tests/functional/test_hf.py::test_import_and_export"),
     (
         r"torchrun .*hf\.py --hf-import DIR --hf-placement\b",
