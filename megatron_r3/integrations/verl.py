@@ -117,7 +117,8 @@ def _replace(patch: Any) -> None:
     @functools.wraps(theirs)
     def apply_router_replay_patch() -> None:
         utils = importlib.import_module(_UTILS)
-        check_version(sys.modules["verl"].__version__, patch, utils)
+        version = sys.modules["verl"].__version__
+        check_version(version, patch, utils)
         drop_in: Any = importlib.import_module("megatron_r3.integrations.router_replay")
         from megatron.core.transformer.moe.router import TopKRouter
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -131,6 +132,8 @@ def _replace(patch: Any) -> None:
             _look_up_by_engine(patch.RouterReplay, utils.RouterReplayHelper)
             if os.environ.get("MEGATRON_R3_MISMATCH", "1") != "0":
                 _report_mismatch(importlib.import_module(_ENGINE), drop_in)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"router replay by megatron-r3, not by verl {version} itself", flush=True)
         theirs()  # the rest of it: a TransformerConfig that takes `enable_routing_replay`
 
     patch.apply_router_replay_patch = apply_router_replay_patch

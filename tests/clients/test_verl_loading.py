@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,13 @@ def loaded_by_verl(rank: int, path: str, setting: dict[str, str]) -> dict[str, A
     from verl.workers.engine.megatron import transformer_impl
 
     function = transformer_impl.apply_router_replay_patch
-    return {"ours": hasattr(function, "__wrapped__"), "told": refusal(function)}
+    with redirect_stdout(StringIO()) as said:
+        told = refusal(function)
+    ours = hasattr(function, "__wrapped__")
+    assert ("router replay by megatron-r3, not by verl" in said.getvalue()) == (
+        ours and told == "not refused"
+    )
+    return {"ours": ours, "told": told}
 
 
 @pytest.mark.parametrize("version", ["0.8.0", "0.9.0", "0.9.1"])

@@ -1,10 +1,14 @@
-"""The example of docs/integrate.md runs as it stands there, on four processes.
+"""The block and the program of docs/integrate.md run as they stand there.
 
 Shape suffixes (docs/glossary.md): E, H, K, L, T.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +105,26 @@ def test_every_token_of_every_rank_takes_its_recorded_experts(patched: TreeWorke
 def test_routes_that_are_shifted_by_a_token_show(patched: TreeWorker) -> None:
     results = patched.run(run_example, 4, 1)
     assert total(results, "right") < total(results, "of") / 2
+
+
+def run_program(tree: Path, *argv: str) -> list[tuple[float, int]]:
+    """What `demo/own_loop.py` prints of its steps: loss, and the pairs that differ live."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", "-m", "megatron_r3.cpu"]
+    done = subprocess.run(
+        [*command, str(ROOT / "demo" / "own_loop.py"), *argv],
+        env={**os.environ, "PYTHONPATH": f"{tree}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    steps = re.findall(r"^step \d: loss ([\d.]+), (\d+) of 256 pairs", done.stdout, re.MULTILINE)
+    return [(float(loss), int(differ)) for loss, differ in steps]
+
+
+def test_the_whole_program_trains(patched_tree: Path) -> None:
+    steps = run_program(patched_tree)
+    assert [loss for loss, _ in steps] == sorted((loss for loss, _ in steps), reverse=True)
+    assert len(steps) == 3
+    assert 0 < steps[0][1] < 32  # the engine's last bits: few pairs differ
+    shifted = run_program(patched_tree, "--shift", "1")
+    assert shifted[0][0] != steps[0][0]
+    assert shifted[0][1] > 192

@@ -57,6 +57,7 @@ RUN_BY = [
         "tests/functional/test_comparison.py::test_replay_lowers_k3_under_noise",
     ),
     (r"make ([\w-]+)", r"ci make \1"),
+    (r"megatron-r3 megatron\b", f"{PATCHING}test_fetch.py::test_a_commit_is_fetched_alone"),
     (r"megatron-r3 rollouts place\b", "tests/unit/balance/test_place.py::test_the_command_writes"),
     (r"megatron-r3 rollouts skew\b", "tests/unit/balance/test_skew.py::test_the_command_prints"),
     (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
@@ -116,6 +117,10 @@ RUN_BY = [
         "tests/clients/test_bridge_weights.py::test_a_model_that_is_no_family_of_ours",
     ),
     (r"torchrun .*-m megatron_r3\.serve\b", "tests/functional/test_serve.py::test_collect_stores"),
+    (
+        r"torchrun .*demo/own_loop\.py\b",
+        "tests/functional/test_docs_example.py::test_the_whole_program_trains",
+    ),
     (
         r"torchrun .*-m megatron_r3\.cpu megatron_r3/serve\.py\b",
         "tests/functional/test_serve.py::test_the_command_of_the_page_is_the_one_that_runs_here",
