@@ -97,3 +97,13 @@ nemo_rl, nemo_rl_unpatched = (_framework("nemo_rl", t) for t in ("patched_tree",
 ms_swift, ms_swift_unpatched = (
     _framework("ms_swift", t) for t in ("patched_tree", "megatron_tree")
 )
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Where every test was skipped, nothing was shown: `make clients` does not end with 0 then."""
+    reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    stats = reporter.stats if reporter else {}
+    if exitstatus == 0 and "skipped" in stats and "passed" not in stats:
+        why = sorted({str(report.longrepr[2]) for report in stats["skipped"]})
+        reporter.write_line(f"\nerror: nothing was run: {'; '.join(why)}", red=True)
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
