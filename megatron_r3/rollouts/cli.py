@@ -356,6 +356,7 @@ def _compare_with_model(
             said = "no floor"
         numbers["agreement"] = agreement.numbers(report)
         numbers["truth"] = report.to_json() | {"floor": floor.to_json() if floor else None}
+        warnings += [f"{directory}: {agreement.note}"] if agreement.note else []
         alarms += [f"{directory}: {alarm}" for alarm in report.alarms]
         title = one_line(f"routes that differ from those of {args.model}, {directory}:")
         texts.append("\n".join([title, mismatch_text(report, floor), one_line(said)]))

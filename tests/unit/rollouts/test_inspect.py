@@ -112,6 +112,34 @@ def test_a_stuck_capture_and_missing_rows_show(tmp_path, capsys):
     assert "rows like the one before  50.00%" in capsys.readouterr().out
 
 
+def test_many_policy_versions_have_a_line_each(tmp_path, capsys):
+    for version in range(16):
+        info = replace(
+            INFO, router_fingerprint=(f"{version:016x}",) * 3, policy_stamp=f"s{version}"
+        )
+        one = replace(ROLLOUTS[version % 6], policy_version=version, reward=version / 10, group=0)
+        write_shard(tmp_path / "s", info, [one])
+    assert main(["rollouts", "inspect", str(tmp_path / "s")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) < 130
+    facts = dict(line.split("  ", 1) for line in lines if "  " in line)
+    assert facts["policy version"].strip() == "16, see below"
+    assert facts["router fingerprint"].strip() == "16 different"
+    assert facts["policy stamp"].strip() == "16 different"
+    first = lines.index("version  rollouts   reward   length  of all tokens  policy") + 1
+    for version, line in enumerate(lines[first : first + 16]):
+        number, rollouts, reward, length, _, stamp = line.split()
+        sampled = len(ROLLOUTS[version % 6].tokens_N) - 2
+        assert (number, rollouts, stamp) == (str(version), "1", f"s{version}")
+        assert (float(reward), float(length)) == (version / 10, sampled)
+    # one version needs no table, and its digests are shown
+    write_shard(tmp_path / "one", replace(INFO, policy_stamp="s0"), ROLLOUTS)
+    assert main(["rollouts", "inspect", str(tmp_path / "one")]) == 0
+    out = capsys.readouterr().out
+    assert "version  rollouts" not in out
+    assert f"router fingerprint        {'aa' * 8}\npolicy stamp              s0\n" in out
+
+
 def test_stores_side_by_side_layer_by_layer_and_for_programs(store, tmp_path, capsys):
     write_shard(tmp_path / "other", INFO, ROLLOUTS[:1])
     arguments = ["rollouts", "inspect", str(store), str(tmp_path / "other")]
@@ -168,6 +196,9 @@ def test_texts_of_a_store_do_not_reach_the_terminal_as_they_are(store, tmp_path,
         assert len(text) < 20_000
     wrong = {**stats, "policy_stamps": ["\x1b[2J"], "router_fingerprints": [["\x1b[2J"]]}
     assert table([wrong]).count("\\x1b[2J") == 2
+    row = {"rollouts": 1, "reward": 0.0, "response_length": 1.0, "policies": ["\x1b[2J"]}
+    text = table([{**stats, "by_version": {"0": row, "1": row}}])
+    assert all(line.isprintable() for line in text.splitlines())
     assert main(["rollouts", "inspect", str(folder), "--json"]) == 0
     assert capsys.readouterr().out[:-1].isprintable()
 
