@@ -94,6 +94,10 @@ RUN_BY = [
     (r"python -m benchmarks\.\w+", "ci make gpu-kit"),
     (r"python -m demo\.collect\b", "by hand: it takes a server for minutes"),
     (r"python -m megatron_r3\.cpu\b", "ci make demo"),
+    (
+        r"(python -m fidelity\.traced|torchrun .*--moe-routing-trace-path)\b",
+        "tests/functional/test_traced.py::test_the_tracer_sees_the_routes",
+    ),
     (r"python -m fidelity\.upstream\b", "tests/unit/fidelity/test_upstream.py::test_rows_say_what"),
     (
         r"(python -m sglang|vllm serve)\b",
