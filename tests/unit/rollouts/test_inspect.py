@@ -319,3 +319,61 @@ def test_other_weights_are_refused_where_the_routers_are_the_same(tmp_path, mode
     write_shard(tmp_path / "other", replace(info, policy_stamp="0" * 16), ROLLOUTS)
     error = refused(capsys, tmp_path / "other", "--model", model)
     assert "sampled by other weights than model's, whose routers are the same: stamp 000" in error
+
+
+def policies(folder, seeds):
+    """A folder of published policies, with router weights of these seeds, and their headers."""
+    infos = []
+    for version, seed in enumerate(seeds):
+        path = folder / f"v{version:06d}"
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(CONFIG))
+        weights = {
+            f"model.layers.{i}.mlp.gate.weight": torch.randn(
+                16, 8, generator=torch.Generator().manual_seed(10 * seed + i)
+            )
+            for i in INFO.moe_layers
+        }
+        save_torch(weights, path / "model.safetensors")
+        made = read_model(path)
+        fields = {"router_fingerprint": made.router_fingerprint, "policy_stamp": made.policy_stamp}
+        infos.append(replace(INFO, **fields))
+    return infos
+
+
+def of_version(version):
+    return [replace(one, policy_version=version) for one in ROLLOUTS]
+
+
+def test_each_rollout_is_checked_with_its_own_policy(tmp_path, capsys):
+    folder = tmp_path / "policies"
+    infos = policies(folder, (0, 1, 2))
+    for version, info in enumerate(infos):
+        write_shard(tmp_path / "s", info, of_version(version))
+    argv = ["rollouts", "verify", str(tmp_path / "s"), "--model", str(folder)]
+    assert main(argv) == 0
+    said = f"{tmp_path}/s: 18 rollouts in 3 shards, every byte and id, "
+    of_all = "the shape and weights of 3 policy version(s), each with its own rollouts\n"
+    assert capsys.readouterr() == (said + of_all, "")
+    # a version whose folder is gone is named
+    (folder / "v000001").rename(tmp_path / "gone")
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert out == said + of_all.replace("3", "2")
+    reason = "1 of 3 shards not compared with a policy: no folder of 1 policy version(s): 1"
+    assert err == f"{tmp_path}/s: {reason}\n"
+    # controls: one policy alone is not that of all shards; a shard of another version's policy
+    assert "sampled by other router weights than v000002's" in refused(
+        capsys, tmp_path / "s", "--model", folder / "v000002"
+    )
+    write_shard(tmp_path / "swapped", infos[2], of_version(0))
+    error = refused(capsys, tmp_path / "swapped", "--model", folder)
+    assert "sampled by other router weights than v000000's in 3 of 3 MoE layers" in error
+
+
+def test_a_shard_of_several_versions_is_named(tmp_path, capsys):
+    info, _ = policies(tmp_path / "policies", (0, 1))
+    write_shard(tmp_path / "s", info, [*of_version(0)[:3], *of_version(1)[3:]])
+    argv = ["rollouts", "verify", str(tmp_path / "s"), "--model", str(tmp_path / "policies")]
+    assert main(argv) == 0
+    assert "1 of 1 shards not compared with a policy: 1 of several" in capsys.readouterr().err
