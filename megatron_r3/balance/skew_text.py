@@ -32,6 +32,15 @@ def skew_table(numbers: dict[str, Any], by_layer: bool = False) -> str:
         for index, layer in enumerate(numbers["moe_layers"] if by_layer else ()):
             cells = [[size[order][s]["layers"][index] for s in slots] for order in ORDERS]
             rows.append(f"{f'layer {layer}':>22}" + _cells(cells, width))
+    columns = [
+        size[order][s] for size in numbers["sizes"] for order in ORDERS for s in slots if s != "0"
+    ]
+    if columns and not any(column["guests"] for column in columns):
+        rows.append(
+            f"No guest was possible, so all columns are those of 0 slots: none would have "
+            f"{numbers['least_tokens']} tokens in a micro-batch. For short rollouts, give a lower "
+            "--least-tokens."
+        )
     return "\n".join(rows)
 
 

@@ -6,13 +6,14 @@ Shape suffixes (docs/glossary.md): M, N, T, V.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_r3.engines.shape import EngineError
+from megatron_r3.fingerprint import policy_stamp
 from megatron_r3.kept import KeptSets
 from megatron_r3.store import Rollout, RolloutStore, SamplingSettings, StoreInfo
 from megatron_r3.truth import (
@@ -31,25 +32,32 @@ class Agreement:
 
     Attributes:
         compared: the rollouts, with its routes and log-probs.
-        k3_kl, extreme: means over their sampled tokens (megatron_r3.training.losses.agreement).
+        version: the newest policy version of them. The numbers are about its rollouts alone: those
+            of older versions, sampled by other weights, only help to name the cause of an alarm.
+        k3_kl, extreme: means over sampled tokens (megatron_r3.training.losses.agreement).
         model: the kind of the model, which a floor is about.
         dtype: in which it was computed.
+        note: which rollouts the model is taken to have sampled, where a store has several policies.
     """
 
     compared: list[Compared]
+    version: int
     k3_kl: float
     extreme: float
     model: str
     dtype: str
+    note: str = ""
 
     def numbers(self, report: Report) -> dict[str, Any]:
         """What `rollouts inspect` prints of it, ready for JSON. `routes`: for each MoE layer the
         share of recorded rows with the same set of experts.
         """
-        tables = report.tables
+        own = [c.rollout for c in self.compared if c.rollout.policy_version == self.version]
+        tables = report.tables if len(own) == len(self.compared) else report.newest
         return {
-            "rollouts": len(self.compared),
-            "tokens": sum(int(one.rollout.response_N.sum()) for one in self.compared),
+            "policy_version": self.version,
+            "rollouts": len(own),
+            "tokens": sum(int(rollout.response_N.sum()) for rollout in own),
             "rows": int(tables.all_rows.rows),
             "routes": [1 - share.share for share in tables.layers.values()],
             "k3_kl": self.k3_kl,
@@ -73,8 +81,10 @@ def compare_store(
         EngineError: transformers cannot read the model, or the model has other MoE layers than the
             store, or a smaller vocabulary.
     """
-    rollouts = {store.name(i): store.rollout(i) for i in _chosen(store, num_rollouts)}
-    return compare_rollouts(rollouts, store.info, model, before, str(store.directories[0]))
+    version, note = _version_of(store, model)
+    rollouts = {store.name(i): store.rollout(i) for i in _chosen(store, num_rollouts, version)}
+    where = str(store.directories[0])
+    return replace(compare_rollouts(rollouts, store.info, model, before, where), note=note)
 
 
 def compare_rollouts(
@@ -98,7 +108,10 @@ def compare_rollouts(
     runs = _runs(network, model, rollouts, info, where)
     older = {} if before is None else _runs(_load(before), before, rollouts, info, where)
     sums, tokens = {"k3_kl": 0.0, "extreme": 0.0}, 0
+    version = max(rollout.policy_version for rollout in rollouts.values())
     for name, rollout in rollouts.items():
+        if rollout.policy_version != version:
+            continue
         added = _agreement_sums(rollout, runs[name][1])
         sums = {key: value + added[key] for key, value in sums.items()}
         tokens += int(rollout.response_N.sum())
@@ -113,7 +126,9 @@ def compare_rollouts(
             )
             for name, rollout in rollouts.items()
         ],
-        **{name: value / max(tokens, 1) for name, value in sums.items()},
+        version,
+        k3_kl=sums["k3_kl"] / max(tokens, 1),
+        extreme=sums["extreme"] / max(tokens, 1),
         model=f"{network.config.model_type} {len(info.moe_layers)}x{info.num_experts} "
         f"top-{info.topk}",
         dtype=str(network.dtype).removeprefix("torch."),
@@ -147,14 +162,32 @@ def _runs(
     return runs
 
 
-def _chosen(store: RolloutStore, num_rollouts: int) -> list[int]:
-    """Rollouts spread over the store; at least half of them are of the newest policy version.
+def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
+    """The policy version that the model is, and what to say of it: the newest one with its stamp.
 
-    The alarms are about the newest version, whose weights the model should have.
+    Where no stamps tell, it is taken to be the newest version of the store.
+    """
+    newest = int(store.column("policy_version").max())
+    of_stamp: dict[str, int] = {}
+    for shard in store.shards:
+        version = int(shard.tensors["policy_version"].max())
+        of_stamp[shard.info.policy_stamp] = max(version, of_stamp.get(shard.info.policy_stamp, 0))
+    if len(of_stamp) == 1:
+        return newest, ""
+    version = of_stamp.get(policy_stamp(model), -1)
+    if version < 0:
+        return newest, f"no shard has the stamp of {model}: it is compared with version {newest}"
+    after = f"{model} sampled policy version {version}: later versions are not compared"
+    return version, after if version < newest else ""
+
+
+def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
+    """Rollouts spread over the store; at least half of them are of this version, no one is newer.
+
+    The alarms are about this version, whose weights the model should have.
     """
     version_M = store.column("policy_version")
-    newest = np.flatnonzero(version_M == version_M.max())
-    others = np.flatnonzero(version_M != version_M.max())
+    newest, others = np.flatnonzero(version_M == version), np.flatnonzero(version_M < version)
     of_others = min(num_rollouts // 2, len(others))
     spread = [
         members[np.linspace(0, len(members) - 1, number).astype(int)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_r3.balance.cli import add_balance
+from megatron_r3.rollouts.show import add_show
 
 if TYPE_CHECKING:
     from megatron_r3.rollouts.engine import Engine
@@ -24,12 +25,13 @@ CONCURRENCY = {"vllm": 32, "sglang": 32, "megatron": 32, "transformers": 256}
 
 def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
     """Register `rollouts` and its commands; each sets `run`, which takes the parsed arguments."""
-    summary = "collect rollouts from an engine, inspect, verify and convert them"
+    summary = "collect rollouts from an engine, inspect, verify, show and convert them"
     parser = subparsers.add_parser("rollouts", help=summary, description=summary)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_collect(commands)
     _add_inspect(commands)
     _add_verify(commands)
+    add_show(commands)
     add_balance(commands, _number)
     _add_convert(commands)
 
@@ -123,7 +125,11 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
     summary = "check every byte and id of stores; with --model, that its weights sampled them"
     parser = commands.add_parser("verify", help=summary, description=summary)
     parser.add_argument("stores", nargs="+", type=Path, metavar="DIR", help="rollout stores")
-    _add_model(parser, required=False)
+    parser.add_argument(
+        "--model", type=Path, metavar="HF_DIR",
+        help="transformers directory of the model that sampled, or a folder of published policies "
+        "(v000000, v000001, ...): each rollout is checked with its own version",
+    )  # fmt: skip
     parser.set_defaults(run=run_verify)
 
 
@@ -186,9 +192,9 @@ def _number(kind: type, least: float, most: float = float("inf")) -> Callable[[s
     return parse
 
 
-def _add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", required=required, type=Path, metavar="HF_DIR",
+        "--model", required=True, type=Path, metavar="HF_DIR",
         help="transformers directory of the model that sampled. For a server a config.json alone "
         "will do; then no digests of the weights are stored or compared",
     )  # fmt: skip
@@ -356,6 +362,7 @@ def _compare_with_model(
             said = "no floor"
         numbers["agreement"] = agreement.numbers(report)
         numbers["truth"] = report.to_json() | {"floor": floor.to_json() if floor else None}
+        warnings += [f"{directory}: {agreement.note}"] if agreement.note else []
         alarms += [f"{directory}: {alarm}" for alarm in report.alarms]
         title = one_line(f"routes that differ from those of {args.model}, {directory}:")
         texts.append("\n".join([title, mismatch_text(report, floor), one_line(said)]))
@@ -364,23 +371,15 @@ def _compare_with_model(
 
 def run_verify(args: argparse.Namespace) -> int:
     """Print a line for each store that is whole."""
-    from megatron_r3.rollouts.plan import read_model
-    from megatron_r3.rollouts.verify import verify_store
+    from megatron_r3.rollouts.verify import read_policies, verify_store
     from megatron_r3.untrusted import one_line
 
-    model = read_model(args.model) if args.model else None
+    policies = read_policies(args.model) if args.model else None
     for directory in args.stores:
-        store = verify_store(directory, model)
-        name = one_line(str(directory))
-        checked = "every byte and id"
-        if model is not None:
-            stamped = model.router_fingerprint and store.info.router_fingerprint
-            checked += f", {one_line(model.name)}'s shape"
-            whole = model.policy_stamp and store.info.policy_stamp
-            checked += (" and weights" if whole else " and router weights") if stamped else ""
-        print(f"{name}: {len(store)} rollouts in {len(store.shards)} shards, {checked}")
-        if model is not None and not stamped:
-            print(f"{name}: router weights not compared: no fingerprint", file=sys.stderr)
+        checked = verify_store(directory, policies)
+        print(f"{one_line(str(directory))}: {checked.text}")
+        for warning in checked.warnings:
+            print(f"{one_line(str(directory))}: {warning}", file=sys.stderr)
     return 0
 
 

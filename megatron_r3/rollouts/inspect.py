@@ -124,6 +124,7 @@ def _responses(store: RolloutStore) -> dict[str, Any]:
             impossible.append(f"{store.name(rollout)}: the log-prob of token {token} {wrong[1]}")
     return {
         "impossible_logprobs": impossible,
+        "by_version": _by_version(store, np.array(lengths)),
         "response_tokens": sum(lengths),
         "token_versions": {
             str(version): count / max(sum(lengths), 1)
@@ -133,6 +134,28 @@ def _responses(store: RolloutStore) -> dict[str, Any]:
         "kept_size": kept_ids / max(kept_tokens, 1),
         "response_length": _spread(np.array(lengths, float)),
         "logprob_mean": total / max(sum(lengths), 1),
+    }
+
+
+def _by_version(store: RolloutStore, length_M: np.ndarray) -> dict[str, dict[str, Any]]:
+    """By policy version: how many rollouts, means of their rewards and lengths, and the policies.
+
+    A rollout of several versions counts as one of its first version, which is its `policy_version`.
+    """
+    version_M, reward_M = store.column("policy_version"), store.column("reward")
+    policies: dict[int, set[str]] = {}
+    for shard in store.shards:
+        policy = shard.info.policy_stamp or "".join(shard.info.router_fingerprint[:1])
+        for version in np.unique(shard.tensors["policy_version"]).tolist():
+            policies.setdefault(version, set()).update({str(policy)} - {""})
+    return {
+        str(version): {
+            "rollouts": int(here_M.sum()),
+            "reward": float(reward_M[here_M].mean(dtype=np.float64)),
+            "response_length": float(length_M[here_M].mean()),
+            "policies": sorted(policies[version]),
+        }
+        for version, here_M in ((v, version_M == v) for v in sorted(policies))
     }
 
 
@@ -244,27 +267,46 @@ def table(stores: Sequence[dict[str, Any]]) -> str:
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in zip(*cells, strict=True)
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(text for store in stores for text in _versions(store))])
+
+
+def _versions(store: dict[str, Any]) -> list[str]:
+    """A line for each policy version that sampled, if there are several."""
+    rollouts, tokens = store["by_version"], store["token_versions"]
+    versions = sorted({*rollouts, *tokens}, key=int)
+    if len(versions) < 2:
+        return []
+    lines = [f"\npolicy versions, {one_line(store['directory'])}:"]
+    lines.append("version  rollouts   reward   length  of all tokens  policy")
+    for version in versions:
+        row = rollouts.get(version)
+        said = (
+            f"{row['rollouts']:8} {row['reward']:8.4g} {row['response_length']:8.1f}" if row else ""
+        )
+        policy = one_line(_few(row["policies"]), 40) if row else "in rollouts of earlier ones"
+        lines.append(f"{version:>7}  {said:26}  {tokens.get(version, 0):13.1%}  {policy}")
+    return lines
+
+
+def _few(values: Sequence[str]) -> str:
+    """The value that all have, or how many different ones there are."""
+    return f"{len(values)} different" if len(values) > 1 else "".join(values) or "none"
 
 
 def _column(store: dict[str, Any]) -> dict[str, str]:
     reward, length = store["reward"], store["response_length"]
     least, most = store["rollouts_per_prompt"]
-    versions = (f"{v} ({count})" for v, count in store["policy_versions"].items())
-    prints = store["router_fingerprints"]
-    stamps, policies = store["policy_stamps"], store["engine_policies"]
+    versions = [*store["policy_versions"]]
+    policies = store["engine_policies"]
     experts = f"{store['num_experts']} in {len(store['moe_layers'])} layers, top-{store['topk']}"
     all_layers = store["all_layers"]
     return {
         "store": store["directory"],
         "rollouts": f"{store['rollouts']} in {store['shards']} shards",
         "prompts": f"{store['prompts']}, {_range(least, most)} rollouts each",
-        "policy version": ", ".join(versions),
+        "policy version": versions[0] if len(versions) == 1 else f"{len(versions)}, see below",
         "engine": f"{store['engine']} {store['engine_version']}",
         "model": store["model"] or "-",
-        "tokens by version": ", ".join(
-            f"{version} ({share:.1%})" for version, share in store["token_versions"].items()
-        ),
         "sampling": _sampling(store["sampling"]),
         "kept sets": f"of {store['kept_share']:.1%} of the sampled tokens, mean size "
         f"{store['kept_size']:.1f}"
@@ -276,9 +318,9 @@ def _column(store: dict[str, Any]) -> dict[str, str]:
         if store["advantages"]
         else "none",
         "vocabulary": f"{store['vocab_size'] or 'not said'}",
-        "router fingerprint": " ".join(digests[0] for digests in prints) if prints else "none",
-        "policy stamp": " ".join(stamps) if stamps else "none",
-        "engine's policy": ", ".join(policies) if policies else "not said",
+        "router fingerprint": _few([digests[0] for digests in store["router_fingerprints"]]),
+        "policy stamp": _few(store["policy_stamps"]),
+        "engine's policy": _few(policies) if policies else "not said",
         "experts": experts,
         "reward": f"{reward['mean']:.4g} ± {reward['std']:.4g} "
         f"({_range(reward['min'], reward['max'])})",
@@ -293,7 +335,7 @@ def _column(store: dict[str, Any]) -> dict[str, str]:
         "rows like the one before": f"{store['repeated_rows']:.2%}",
         "busiest expert": f"{_worst(store)}; {all_layers['uneven']:.2f} over all layers",
         "unused experts": str(sum(layer["unused"] for layer in store["layers"])),
-        **(_agreement(store["agreement"]) if "agreement" in store else {}),
+        **(_agreement(store) if "agreement" in store else {}),
     }
 
 
@@ -312,10 +354,12 @@ def _sampling(settings: dict[str, Any]) -> str:
     return ", ".join(words) or "not said"
 
 
-def _agreement(measured: dict[str, Any]) -> dict[str, str]:
+def _agreement(store: dict[str, Any]) -> dict[str, str]:
+    measured, several = store["agreement"], len(store["policy_versions"]) > 1
     return {
         "compared with transformers": f"{measured['rollouts']} rollouts, "
-        f"{measured['tokens']} sampled tokens",
+        f"{measured['tokens']} sampled tokens"
+        + (f", of policy version {measured['policy_version']}" if several else ""),
         "same routes, by layer": " ".join(f"{share:.3f}" for share in measured["routes"]),
         "k3 KL, mean |dlogp|": f"{measured['k3_kl']:.5f}, {measured['abs_dlogp']:.5f}",
         "ratio outside 1/2..2": f"{measured['extreme']:.3%}",

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,10 @@ RUN_BY = [
     (r"python -m benchmarks\.\w+", "ci make gpu-kit"),
     (r"python -m demo\.collect\b", "by hand: it takes a server for minutes"),
     (r"python -m megatron_r3\.cpu\b", "ci make demo"),
+    (
+        r"(python -m fidelity\.traced|torchrun .*--moe-routing-trace-path)\b",
+        "tests/functional/test_traced.py::test_the_tracer_sees_the_routes",
+    ),
     (r"python -m fidelity\.upstream\b", "tests/unit/fidelity/test_upstream.py::test_rows_say_what"),
     (
         r"(python -m sglang|vllm serve)\b",
@@ -307,7 +312,9 @@ def test_the_commands_on_rollouts_run(
     text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "collect.md").read_text()
     found = [c.words[1:] for c in commands(text) if c.whole and c.words[0] == "megatron-r3"]
     found = [words for words in found if "transformers" not in words]  # make demo runs that
-    assert {words[1] for words in found} == {"collect", "inspect", "verify", "convert"}
+    assert {words[1] for words in found} == {"collect", "inspect", "show", "verify", "convert"}
+    shutil.copytree("HF_DIR", "run/policies/v000000")
+    Path("run/rollouts").symlink_to("../rollouts")
     with engine() as server:
         for words in found:
             words = [server.url if word.startswith("http://") else word for word in words]

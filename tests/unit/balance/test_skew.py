@@ -100,6 +100,13 @@ def test_the_command_prints_a_table(lopsided, capsys):
     assert lines[5].split()[:4] == ["2", "4", "2.000", "1.500"]
     assert [line.split()[:2] for line in lines[6:9]] == [["layer", n] for n in "125"]
     assert lines[9].split()[:3] == ["4", "2", "4.000"]
+    assert "No guest" not in lines[-1]
+    assert main(["rollouts", "skew", str(lopsided), "--ep", "2"]) == 0
+    (note,) = capsys.readouterr().out.splitlines()[6:]
+    assert note.startswith("No guest was possible, so all columns are those of 0 slots: none would")
+    assert "1024 tokens" in note
+    assert main(["rollouts", "skew", str(lopsided), "--ep", "2", "--slots", "0"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 6
 
 
 def test_the_command_prints_json_and_draws(lopsided, tmp_path, capsys):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ import transformers
 
 from megatron_r3.cli import main
 from megatron_r3.engines.transformers import capture_routes
+from megatron_r3.fingerprint import policy_stamp
 from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, StoreInfo, write_shard
+from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +167,27 @@ def test_the_weights_before_the_last_update(
     assert f"warning: {directory}: weights of another version: all rows are those of the" in err
     assert main(["rollouts", "inspect", str(directory), "--model-before", str(model)]) == 1
     assert "--model-before needs --model HF_DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of_model", [0, 1])
+def test_a_store_of_several_policies_is_compared_with_the_models_own(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], of_model: int
+) -> None:
+    """Version 0 has the model's routes, version 1 has others; the stamp says whose they are."""
+    for version, shift in enumerate((0, 3)):
+        made = RolloutStore([store(model, tmp_path / f"{version}", shift)])
+        rollouts = [replace(made.rollout(i), policy_version=version) for i in range(4)]
+        stamp = policy_stamp(model) if version == of_model else "of another"
+        write_shard(tmp_path / "both", replace(made.info, policy_stamp=stamp), rollouts)
+    capsys.readouterr()
+    argv = ["rollouts", "inspect", str(tmp_path / "both"), "--model", str(model)]
+    assert main([*argv, "--fail-on-alarm"]) == of_model
+    out, err = capsys.readouterr()
+    assert f"4 rollouts, 60 sampled tokens, of policy version {of_model}\n" in out
+    later = f"{model} sampled policy version 0: later versions are not compared\n"
+    assert (later in err) == (of_model == 0)
+    (agree,) = [line.split()[-2:] for line in out.splitlines() if "same routes, by layer" in line]
+    assert (agree == ["1.000", "1.000"]) == (of_model == 0)
 
 
 def test_another_model_is_refused(

@@ -112,6 +112,34 @@ def test_a_stuck_capture_and_missing_rows_show(tmp_path, capsys):
     assert "rows like the one before  50.00%" in capsys.readouterr().out
 
 
+def test_many_policy_versions_have_a_line_each(tmp_path, capsys):
+    for version in range(16):
+        info = replace(
+            INFO, router_fingerprint=(f"{version:016x}",) * 3, policy_stamp=f"s{version}"
+        )
+        one = replace(ROLLOUTS[version % 6], policy_version=version, reward=version / 10, group=0)
+        write_shard(tmp_path / "s", info, [one])
+    assert main(["rollouts", "inspect", str(tmp_path / "s")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) < 130
+    facts = dict(line.split("  ", 1) for line in lines if "  " in line)
+    assert facts["policy version"].strip() == "16, see below"
+    assert facts["router fingerprint"].strip() == "16 different"
+    assert facts["policy stamp"].strip() == "16 different"
+    first = lines.index("version  rollouts   reward   length  of all tokens  policy") + 1
+    for version, line in enumerate(lines[first : first + 16]):
+        number, rollouts, reward, length, _, stamp = line.split()
+        sampled = len(ROLLOUTS[version % 6].tokens_N) - 2
+        assert (number, rollouts, stamp) == (str(version), "1", f"s{version}")
+        assert (float(reward), float(length)) == (version / 10, sampled)
+    # one version needs no table, and its digests are shown
+    write_shard(tmp_path / "one", replace(INFO, policy_stamp="s0"), ROLLOUTS)
+    assert main(["rollouts", "inspect", str(tmp_path / "one")]) == 0
+    out = capsys.readouterr().out
+    assert "version  rollouts" not in out
+    assert f"router fingerprint        {'aa' * 8}\npolicy stamp              s0\n" in out
+
+
 def test_stores_side_by_side_layer_by_layer_and_for_programs(store, tmp_path, capsys):
     write_shard(tmp_path / "other", INFO, ROLLOUTS[:1])
     arguments = ["rollouts", "inspect", str(store), str(tmp_path / "other")]
@@ -168,6 +196,9 @@ def test_texts_of_a_store_do_not_reach_the_terminal_as_they_are(store, tmp_path,
         assert len(text) < 20_000
     wrong = {**stats, "policy_stamps": ["\x1b[2J"], "router_fingerprints": [["\x1b[2J"]]}
     assert table([wrong]).count("\\x1b[2J") == 2
+    row = {"rollouts": 1, "reward": 0.0, "response_length": 1.0, "policies": ["\x1b[2J"]}
+    text = table([{**stats, "by_version": {"0": row, "1": row}}])
+    assert all(line.isprintable() for line in text.splitlines())
     assert main(["rollouts", "inspect", str(folder), "--json"]) == 0
     assert capsys.readouterr().out[:-1].isprintable()
 
@@ -288,3 +319,61 @@ def test_other_weights_are_refused_where_the_routers_are_the_same(tmp_path, mode
     write_shard(tmp_path / "other", replace(info, policy_stamp="0" * 16), ROLLOUTS)
     error = refused(capsys, tmp_path / "other", "--model", model)
     assert "sampled by other weights than model's, whose routers are the same: stamp 000" in error
+
+
+def policies(folder, seeds):
+    """A folder of published policies, with router weights of these seeds, and their headers."""
+    infos = []
+    for version, seed in enumerate(seeds):
+        path = folder / f"v{version:06d}"
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(CONFIG))
+        weights = {
+            f"model.layers.{i}.mlp.gate.weight": torch.randn(
+                16, 8, generator=torch.Generator().manual_seed(10 * seed + i)
+            )
+            for i in INFO.moe_layers
+        }
+        save_torch(weights, path / "model.safetensors")
+        made = read_model(path)
+        fields = {"router_fingerprint": made.router_fingerprint, "policy_stamp": made.policy_stamp}
+        infos.append(replace(INFO, **fields))
+    return infos
+
+
+def of_version(version):
+    return [replace(one, policy_version=version) for one in ROLLOUTS]
+
+
+def test_each_rollout_is_checked_with_its_own_policy(tmp_path, capsys):
+    folder = tmp_path / "policies"
+    infos = policies(folder, (0, 1, 2))
+    for version, info in enumerate(infos):
+        write_shard(tmp_path / "s", info, of_version(version))
+    argv = ["rollouts", "verify", str(tmp_path / "s"), "--model", str(folder)]
+    assert main(argv) == 0
+    said = f"{tmp_path}/s: 18 rollouts in 3 shards, every byte and id, "
+    of_all = "the shape and weights of 3 policy version(s), each with its own rollouts\n"
+    assert capsys.readouterr() == (said + of_all, "")
+    # a version whose folder is gone is named
+    (folder / "v000001").rename(tmp_path / "gone")
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert out == said + of_all.replace("3", "2")
+    reason = "1 of 3 shards not compared with a policy: no folder of 1 policy version(s): 1"
+    assert err == f"{tmp_path}/s: {reason}\n"
+    # controls: one policy alone is not that of all shards; a shard of another version's policy
+    assert "sampled by other router weights than v000002's" in refused(
+        capsys, tmp_path / "s", "--model", folder / "v000002"
+    )
+    write_shard(tmp_path / "swapped", infos[2], of_version(0))
+    error = refused(capsys, tmp_path / "swapped", "--model", folder)
+    assert "sampled by other router weights than v000000's in 3 of 3 MoE layers" in error
+
+
+def test_a_shard_of_several_versions_is_named(tmp_path, capsys):
+    info, _ = policies(tmp_path / "policies", (0, 1))
+    write_shard(tmp_path / "s", info, [*of_version(0)[:3], *of_version(1)[3:]])
+    argv = ["rollouts", "verify", str(tmp_path / "s"), "--model", str(tmp_path / "policies")]
+    assert main(argv) == 0
+    assert "1 of 1 shards not compared with a policy: 1 of several" in capsys.readouterr().err
