@@ -27,6 +27,7 @@ from demo.installation import ServerError
 from demo.model import arguments
 from demo.process import Failed
 from demo.stages import WORLD_SIZE, Stages
+from megatron_r3.policies.run_directory import RunDirectory
 
 COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 28, 64, 8
 MINI_STEPS = 4
@@ -201,17 +202,23 @@ def run(args: argparse.Namespace) -> int:
     except (Failed, ServerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    shutil.rmtree(out / "run", ignore_errors=True)
-    config = out / "online.toml"
+    config, page = out / "online.toml", out / "report.html"
     places = Places(str(start.out), str(start.megatron), str(ROOT))
     write_config(config, places, fields, args.seed, args.collections)
+    try:
+        RunDirectory(out / "run").keep_config(config)  # then the run goes on, if it is not over
+    except ValueError:
+        print(
+            f"removing the run in {out / 'run'}, and its page: it is of another config", flush=True
+        )
+        shutil.rmtree(out / "run")
+    page.unlink(missing_ok=True)
     began = time.monotonic()
     rl = [sys.executable, "-m", "megatron_r3.cli", "rl"]
     if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:
         return status
     numbers = {**measured(out / "run"), "seconds": round(time.monotonic() - began)}
     (out / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
-    page = out / "report.html"
     report = [*rl, "report", str(out / "run"), "--out", str(page)]
     if status := subprocess.run(report, check=False, cwd=ROOT).returncode:
         return status
