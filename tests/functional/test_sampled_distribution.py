@@ -87,7 +87,7 @@ def test_the_values_of_the_update_are_logged(
     assert line["update/gradient norm"] > 0 < line["update/seconds"]
     store = RolloutStore([cut.store])
     reward = store.column("reward")
-    trained = [len(store.rollout(i).tokens_N) - 1 for i in range(len(store))]
+    trained = [len(store.fields(i)["tokens"]) - 1 for i in range(len(store))]
     assert line["update/tokens"] == sum(trained) != sum(trained[1:])  # once, in each layout
     lengths = [int(store.fields(i)["response"].sum()) for i in range(len(store))]
     advantages = group_normalised(reward, store.column("group"))

@@ -1,4 +1,7 @@
-"""The report of runs: its numbers are those of the files, several runs side by side, one page."""
+"""The report of runs: its numbers are those of the files, several runs side by side, one page.
+
+Shape suffixes (docs/glossary.md): N.
+"""
 
 from __future__ import annotations
 
