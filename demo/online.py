@@ -134,6 +134,21 @@ def sampler_fields(sampler: str, model: Path) -> str:
     )
 
 
+def make_way(config: Path, page: Path) -> None:
+    """Remove an older page, and the run beside the config if it is not a run of this config.
+
+    A run of this config goes on, also if the config has more collections than the run had.
+    """
+    page.unlink(missing_ok=True)
+    run = RunDirectory(config.parent / "run")
+    try:
+        run.keep_config(config)
+    except ValueError:
+        what = "which is a run of another config (seed, sampler, ...)"
+        print(f"removing {run.path}, {what}", flush=True)
+        shutil.rmtree(run.path)
+
+
 def measured(run: Path) -> dict[str, Any]:
     """What a run has shown, collection by collection and step by step."""
     events = [
@@ -205,14 +220,7 @@ def run(args: argparse.Namespace) -> int:
     config, page = out / "online.toml", out / "report.html"
     places = Places(str(start.out), str(start.megatron), str(ROOT))
     write_config(config, places, fields, args.seed, args.collections)
-    try:
-        RunDirectory(out / "run").keep_config(config)  # then the run goes on, if it is not over
-    except ValueError:
-        print(
-            f"removing the run in {out / 'run'}, and its page: it is of another config", flush=True
-        )
-        shutil.rmtree(out / "run")
-    page.unlink(missing_ok=True)
+    make_way(config, page)
     began = time.monotonic()
     rl = [sys.executable, "-m", "megatron_r3.cli", "rl"]
     if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:

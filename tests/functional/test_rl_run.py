@@ -205,9 +205,8 @@ def test_a_run_whose_parts_are_killed_ends_with_the_same_policy(
     longer = text.replace(f"collections = {COLLECTIONS - 1}", f"collections = {COLLECTIONS}")
     (tmp_path / "run.toml").write_text(longer)
     printed = ends(rl_run(tmp_path), 300).splitlines()
-    assert [line for line in printed if line.startswith("collection ")] == [
-        line for line in printed if line.startswith(f"collection {COLLECTIONS - 1}: ")
-    ]
+    told = [line.partition(":")[0] for line in printed if line.startswith("collection ")]
+    assert told == [f"collection {COLLECTIONS - 1}"]
     assert sum(hit.values()) >= KILLS, hit
     assert not ranks_in(tmp_path), "a rank of a trainer that was killed lives on"
     run = tmp_path / "run"
