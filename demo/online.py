@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,8 @@ from demo.installation import ServerError
 from demo.model import arguments
 from demo.process import Failed
 from demo.stages import WORLD_SIZE, Stages
+from megatron_r3.online.report import read_run
+from megatron_r3.online.report_numbers import wall_seconds
 from megatron_r3.policies.run_directory import RunDirectory
 
 COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 28, 64, 8
@@ -221,11 +222,12 @@ def run(args: argparse.Namespace) -> int:
     places = Places(str(start.out), str(start.megatron), str(ROOT))
     write_config(config, places, fields, args.seed, args.collections)
     make_way(config, page)
-    began = time.monotonic()
     rl = [sys.executable, "-m", "megatron_r3.cli", "rl"]
     if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:
         return status
-    numbers = {**measured(out / "run"), "seconds": round(time.monotonic() - began)}
+    # of a run that went on: also what it took before
+    seconds = wall_seconds(read_run(out / "run", "run")) or 0.0
+    numbers = {**measured(out / "run"), "seconds": round(seconds)}
     (out / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
     report = [*rl, "report", str(out / "run"), "--out", str(page)]
     if status := subprocess.run(report, check=False, cwd=ROOT).returncode:

@@ -161,15 +161,17 @@ def _lines(chart: Chart, groups: Sequence[Group]) -> tuple[str, Drawn] | None:
             traces.append(Trace(number, name, line, limit=True))
     if not traces:
         return None
-    several = sum(len(group.runs) for group in groups) > 1
-    said = dict.fromkeys(
-        f"{escaped(run.name)}: {words}" if several and of is not numbers.mini_steps else words
-        for of in chart.more
-        for group in groups
-        for run in group.runs
-        if (words := escaped(of(run), 1000))
-    )
-    text, each = " ".join([chart.text, *said]), max(t.line.each for t in traces)
+    runs = [run for group in groups for run in group.runs]
+    said: dict[str, list[str]] = {}  # by what is said the runs of which it is said
+    for of in chart.more:
+        for run in runs:
+            if words := of(run):
+                said.setdefault(words, []).append(run.name)
+    more = [
+        escaped(words if len(names) == len(runs) else f"{', '.join(names)}: {words}", 1000)
+        for words, names in said.items()
+    ]
+    text, each = " ".join([chart.text, *more]), max(t.line.each for t in traces)
     if each > 1:
         text += f" Each point is a mean over up to {each} neighbouring {chart.x}s."
     return text, charts.lines(traces, chart.x, chart.percent, chart.from_zero, chart.log)
