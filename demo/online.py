@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,9 @@ from demo.installation import ServerError
 from demo.model import arguments
 from demo.process import Failed
 from demo.stages import WORLD_SIZE, Stages
+from megatron_r3.online.report import read_run
+from megatron_r3.online.report_numbers import wall_seconds
+from megatron_r3.policies.run_directory import RunDirectory
 
 COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 28, 64, 8
 MINI_STEPS = 4
@@ -133,6 +135,21 @@ def sampler_fields(sampler: str, model: Path) -> str:
     )
 
 
+def make_way(config: Path, page: Path) -> None:
+    """Remove an older page, and the run beside the config if it is not a run of this config.
+
+    A run of this config goes on, also if the config has more collections than the run had.
+    """
+    page.unlink(missing_ok=True)
+    run = RunDirectory(config.parent / "run")
+    try:
+        run.keep_config(config)
+    except ValueError:
+        what = "which is a run of another config (seed, sampler, ...)"
+        print(f"removing {run.path}, {what}", flush=True)
+        shutil.rmtree(run.path)
+
+
 def measured(run: Path) -> dict[str, Any]:
     """What a run has shown, collection by collection and step by step."""
     events = [
@@ -201,17 +218,17 @@ def run(args: argparse.Namespace) -> int:
     except (Failed, ServerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    shutil.rmtree(out / "run", ignore_errors=True)
-    config = out / "online.toml"
+    config, page = out / "online.toml", out / "report.html"
     places = Places(str(start.out), str(start.megatron), str(ROOT))
     write_config(config, places, fields, args.seed, args.collections)
-    began = time.monotonic()
+    make_way(config, page)
     rl = [sys.executable, "-m", "megatron_r3.cli", "rl"]
     if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:
         return status
-    numbers = {**measured(out / "run"), "seconds": round(time.monotonic() - began)}
+    # of a run that went on: also what it took before
+    seconds = wall_seconds(read_run(out / "run", "run")) or 0.0
+    numbers = {**measured(out / "run"), "seconds": round(seconds)}
     (out / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
-    page = out / "report.html"
     report = [*rl, "report", str(out / "run"), "--out", str(page)]
     if status := subprocess.run(report, check=False, cwd=ROOT).returncode:
         return status

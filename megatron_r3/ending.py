@@ -57,7 +57,11 @@ def why_unpatched() -> str | None:
     module: Any = sys.modules["megatron.core.transformer.transformer_config"]
     if hasattr(module.TransformerConfig, "moe_router_replay"):
         return None
-    tree = Path(module.__file__).parents[3]
+    return not_patched(Path(module.__file__).parents[3])
+
+
+def not_patched(tree: Path) -> str:
+    """What to do with a Megatron-LM that lacks the patches."""
     return f"the Megatron-LM in {tree} is not patched; run `megatron-r3 apply {tree}`"
 
 

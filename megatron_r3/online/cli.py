@@ -100,9 +100,15 @@ def _run(args: argparse.Namespace) -> int:
     from megatron_r3.online.supervisor import run
 
     config = _begin(args)
+    path, collections = config.directory.path, config.run.collections
     with config.directory.only("supervisor"):
+        print(
+            f"{path}: {collections} collections, {_routing(config)}; logs: {path}/logs; a page, at "
+            f"any time: megatron-r3 rl report {path}",
+            flush=True,
+        )
         run(config)
-    print(f"{config.directory.path}: {config.run.collections} collections are sampled and trained")
+    print(f"{path}: {collections} collections are sampled and trained")
     return 0
 
 
@@ -146,20 +152,28 @@ def _check(args: argparse.Namespace) -> int:
     """
     from megatron_r3.online.collector import Collector
     from megatron_r3.online.config import read_config
-    from megatron_r3.online.trainer import printed_command, trainer_command
+    from megatron_r3.online.trainer import printed_command
 
     config = read_config(args.config)
-    collector = Collector(config)
-    trainer_command(config)
+    collector, routing = Collector(config), _routing(config)
     if config.trainer.launch:
         printed_command(config)
     run = config.run
     print(
         f"{config.file}: {run.collections} collections of {config.rollouts_per_collection} "
         f"rollouts, {len(collector.prompts)} prompts, {config.trainer.steps} optimizer steps on a "
-        f"collection; sampler: {config.sampler.engine} at {config.sampler.url}"
+        f"collection, {routing}; sampler: {config.sampler.engine} at {config.sampler.url}"
     )
     return 0
+
+
+def _routing(config: Config) -> str:
+    """Whose experts the trainer uses, in words."""
+    from megatron_r3.online.trainer import trainer_command
+
+    if "--moe-router-replay" in trainer_command(config):
+        return "replaying the sampler's experts"
+    return "training live (no --moe-router-replay among [trainer] arguments)"
 
 
 def _report(args: argparse.Namespace) -> int:

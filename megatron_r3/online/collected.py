@@ -62,6 +62,21 @@ def measured(config: Config, collection: int, ends: set[int]) -> dict[str, Any]:
     }
 
 
+def told(config: Config) -> list[str]:
+    """A line for each collection whose end the collector noted, in their order."""
+    last: dict[int, str] = {}
+    for event in config.directory.read_events("collector"):
+        if event.get("event") == "collected":
+            number = int(event["collection"])
+            # an event that was written again after a kill has no time
+            took = f" in {event['seconds']:.1f} s" if "seconds" in event else ""
+            last[number] = (
+                f"collection {number}: policy {event['version']}, reward {event['reward']:.4f}, "
+                f"{event['rollouts']} rollouts{took}"
+            )
+    return [last[number] for number in sorted(last)]
+
+
 def end_tokens(model: Path) -> set[int]:
     """The tokens that end a response; empty where neither of the model's configs names one."""
     for name in ("generation_config.json", "config.json"):

@@ -52,7 +52,7 @@ class Collector:
     def __init__(self, config: Config) -> None:
         self.config, self.directory = config, config.directory
         self.prompts = read_prompts(config.path(config.prompts.file))
-        self.reward = load_reward(config.prompts.reward)
+        self.reward = load_reward(config.prompts.reward, config.file.parent)
         self.shape = ModelShape.from_hf_config(config.path(config.policy.model))
         self.name = config.path(config.policy.model).name
         sampler = config.sampler

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from megatron_r3.ending import not_patched
 from megatron_r3.online.config_tables import (
     ENGINES,
     Degrading,
@@ -33,6 +34,8 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+# the file by whose patch Megatron trains on rollouts
+_PATCHED = "megatron/training/training.py"
 
 
 class ConfigError(ValueError):
@@ -206,6 +209,7 @@ def _check(config: Config) -> None:
         )
     places = [
         ("[trainer] megatron", trainer.megatron, "megatron/core"),
+        ("[trainer] megatron", trainer.megatron, _PATCHED),
         ("[policy] model", config.policy.model, "config.json"),
         ("[policy] checkpoint", config.policy.checkpoint, ""),
     ]
@@ -216,6 +220,9 @@ def _check(config: Config) -> None:
                 if inside
                 else f"{config.file}: {name}: there is no {config.path(folder)}"
             )
+    tree = config.path(trainer.megatron)
+    if b"megatron_r3" not in (tree / _PATCHED).read_bytes():
+        raise ConfigError(f"{config.file}: [trainer] megatron: {not_patched(tree)}")
     if not 1 <= sampler.port <= 65535:
         raise ConfigError(f"{config.file}: [sampler] port {sampler.port}: it must be 1 to 65535")
     if sampler.engine not in ENGINES:

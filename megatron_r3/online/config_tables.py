@@ -99,7 +99,7 @@ class PromptsTable:
             `per_collection` of them; after the last one the first one comes again.
         per_collection: prompts of a collection.
         samples: of each prompt.
-        reward: module:function.
+        reward: module:function; the module is looked for in the folder of the config first.
     """
 
     file: str

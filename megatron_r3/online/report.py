@@ -23,6 +23,7 @@ Curve = dict[float, float]
 Event = dict[str, Any]
 
 PARTS = ("trainer", "collector", "supervisor")  # events/PART.jsonl
+SECONDS = "update/seconds"  # another at each start, unlike all else of a step
 LAYER = "router mismatch/layer "  # before Megatron's number of the layer, in metrics.jsonl
 
 
@@ -36,6 +37,7 @@ class Run:
         events: those of trainer, collector and supervisor, each in the order of its file.
         facts: model, layout, sampler and options in words, as far as they are known.
         config: the text of config.toml; empty if the run has none.
+        saved: the steps after which a checkpoint was written, of those that are still there.
         notes: what was left out or came twice, for the reader of the report.
     """
 
@@ -46,6 +48,7 @@ class Run:
     facts: dict[str, str] = field(default_factory=dict)
     config: str = ""
     notes: list[str] = field(default_factory=list)
+    saved: tuple[int, ...] = ()
 
     def of(self, *kinds: str) -> list[Event]:
         """The events of these kinds, in order."""
@@ -55,6 +58,12 @@ class Run:
     def steps(self) -> int:
         """How many steps of training metrics.jsonl has."""
         return len({step for curve in self.metrics.values() for step in curve})
+
+    @property
+    def steps_each(self) -> int:
+        """Optimizer steps on a collection: mini-steps times epochs; 1 where nothing says it."""
+        pairs = [(e.get("iteration", 0), e["version"]) for e in self.of("published")]
+        return next((steps // version for steps, version in reversed(pairs) if version), 1) or 1
 
     @property
     def layers(self) -> list[int]:
@@ -99,7 +108,9 @@ def read_run(directory: Path, name: str) -> Run:
     facts = facts_of(directory)
     config = directory / "config.toml"
     text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    return Run(name, directory, metrics, events, facts, text, notes)
+    names = [one.name.removeprefix("iter_") for one in directory.glob("checkpoints/iter_*")]
+    saved = tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
+    return Run(name, directory, metrics, events, facts, text, notes, saved)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -163,7 +174,7 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
         if step in steps:
             again.append(step)
             # A value may be missing from one of the lines: it is measured every few steps only.
-            both = steps[step].keys() & line.keys()
+            both = (steps[step].keys() & line.keys()) - {SECONDS}
             differ += [step] if any(steps[step][name] != line[name] for name in both) else []
         steps[step] = line
     if again:

@@ -22,6 +22,22 @@ class Chart:
     from_zero: bool = True
     log: bool = False
     limit: Callable[[Run], Curve] | None = None
+    limit_name: str = "limit"
+    more: tuple[Callable[[Run], str], ...] = ()  # what else a reader must know, of each run
+
+
+def drifting(
+    title: str,
+    text: str,
+    curve: Callable[[Run], Curve],
+    percent: bool = False,
+    log: bool = False,
+    more: tuple[Callable[[Run], str], ...] = (),
+) -> Chart:
+    """A chart of what grows within a collection, with the first step of each as a second line."""
+    firsts = numbers.first_steps(curve)
+    more = (numbers.mini_steps, *more)
+    return Chart(title, text, curve, "step", percent, True, log, firsts, "first steps", more)
 
 
 LEARNING = [
@@ -66,7 +82,7 @@ LEARNING = [
         "collection",
         percent=True,
     ),
-    Chart(
+    drifting(
         "Clipped tokens",
         "Share of tokens whose probability moved out of the clip range. Healthy: some percent; "
         "with GSPO, whose range is narrow, far more.",
@@ -75,49 +91,84 @@ LEARNING = [
     ),
 ]
 AGREEMENT = [
-    Chart(
+    drifting(
         "KL from sampler to trainer (k3)",
         "How far the probabilities of sampler and trainer are apart. Healthy: near 0, lower with "
         "replay than live, and without a lasting rise.",
         metric("update/sampler k3 kl"),
         log=True,
+        more=(numbers.learning_rate,),
     ),
-    Chart(
+    drifting(
         "Extreme tokens, F(2)",
         "Share of tokens that one of the two finds more than twice as probable as the other. "
         "Healthy: near 0 %, and far lower with replay than live.",
         metric("update/sampler extreme"),
         percent=True,
         log=True,
+        more=(numbers.learning_rate,),
     ),
-    Chart(
+    drifting(
         "Mean |difference of log-probs|",
         "The same distance without squares: a mean over tokens. Healthy: small at the first step; "
         "it grows while one collection is used several times.",
         metric("update/sampler abs dlogp"),
         log=True,
+        more=(numbers.learning_rate,),
     ),
-    Chart(
+    drifting(
         "Effective sample size",
         "How much of a step still counts after the correction's weights. Healthy: near 1; it is 1 "
         "where no correction is used.",
         metric("update/effective sample size"),
     ),
 ]
-ROUTING = [
+# what a step did, beside the agreement: much of that comes and goes with the size of the steps
+STEPS = [
     Chart(
+        "Learning rate",
+        "As Megatron logs it. Where it falls, what grows within a collection falls too.",
+        metric("update/learning rate"),
+    ),
+    Chart(
+        "Gradient norm",
+        "Before it is clipped. Healthy: level, without single steps that are many times higher.",
+        metric("update/gradient norm"),
+    ),
+    drifting(
+        "Loss",
+        "The policy loss. It says little: advantages have a mean of 0, and so has nearly the loss, "
+        "in the first step of a collection.",
+        metric("update/loss"),
+    ),
+    Chart(
+        "Seconds of a step",
+        "From the first micro-batch that is there to the end of the update: without the wait for "
+        "rollouts, checkpoints and publishing. Healthy: level.",
+        metric("update/seconds"),
+    ),
+    Chart(
+        "Tokens a second",
+        "Tokens of a step, prompts included, by its seconds. Healthy: level.",
+        numbers.tokens_a_second,
+    ),
+]
+ROUTING = [
+    drifting(
         "Router mismatch",
         "Share of (token, layer) pairs for which the trainer's router would choose other experts "
         "than the sampler took. Healthy: some percent. With replay the sampler's are used anyway.",
         metric("router mismatch"),
         percent=True,
+        more=(numbers.learning_rate,),
     ),
-    Chart(
+    drifting(
         "Token mismatch",
         "Share of tokens that differ in at least one layer. It may be large: one layer of many is "
         "enough.",
         metric("token mismatch"),
         percent=True,
+        more=(numbers.learning_rate,),
     ),
     Chart(
         "Routes dispatched as recorded",
@@ -176,15 +227,16 @@ LOOP = [
     ),
     Chart(
         "Seconds of a collection",
-        "From the end of one collection to the end of the next, on the clock. Healthy: level; a "
-        "single peak is a restart.",
+        "From the end of one collection to the end of the next, on the clock. Healthy: level.",
         numbers.seconds_of_collections,
         "collection",
+        more=(numbers.long_collections,),
     ),
 ]
 PARTS = (
     ("Does the policy learn?", LEARNING),
     ("Do sampler and trainer agree?", AGREEMENT),
+    ("What did the steps do?", STEPS),
     ("Do their routers agree?", ROUTING),
     ("Does the loop run well?", LOOP),
 )

@@ -28,6 +28,7 @@ _LAYOUT = {
     "--expert-model-parallel-size": "EP",
     "--expert-tensor-parallel-size": "ETP",
 }
+OPTIONS = "training options"  # the name of that fact
 _SHOWN = re.compile(r"--(no-)?(moe-router-replay|rollouts)[a-z-]*|--(lr|bf16|fp16)")
 
 
@@ -54,7 +55,7 @@ def facts_of(directory: Path) -> dict[str, str]:
         "layout": _layout(trainer, options) if trainer else "",
         "sampler": _sampler(_table(tables, "sampler"), _table(tables, "degrade")),
         "loop": _loop(_table(tables, "run"), trainer),
-        "training options": " ".join(
+        OPTIONS: " ".join(
             f"{name} {value}".strip() for name, value in options.items() if _SHOWN.fullmatch(name)
         ),
     }

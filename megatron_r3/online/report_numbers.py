@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from megatron_r3.online.report import LAYER, Curve, Run
+from megatron_r3.online.report_facts import OPTIONS
+from megatron_r3.untrusted import one_line
 
 MOST_POINTS = 100  # of a line; a longer one is drawn as means over neighbouring points
 STAGES = ("sampling", "pushing weights", "waiting for a policy", "the rest")
@@ -108,6 +110,26 @@ def metrics_sum(*names: str) -> Callable[[Run], Curve]:
     return summed
 
 
+def first_steps(curve: Callable[[Run], Curve]) -> Callable[[Run], Curve]:
+    """A function that gives of a curve the first step of each collection.
+
+    Empty where a collection has one step. In the later ones of a collection the trainer has moved
+    away from the policy that sampled it, whatever their numerics.
+    """
+
+    def firsts(run: Run) -> Curve:
+        each = run.steps_each
+        return {x: y for x, y in curve(run).items() if each > 1 and (x - 1) % each == 0}
+
+    return firsts
+
+
+def tokens_a_second(run: Run) -> Curve:
+    """Tokens that a step trains on, prompts included, by the seconds that it takes."""
+    tokens, seconds = (run.metrics.get(f"update/{name}", {}) for name in ("tokens", "seconds"))
+    return {step: tokens[step] / s for step, s in seconds.items() if step in tokens and s}
+
+
 def of_events(
     kind: str, x: str, value: str, fold: Callable[[Any], float] = float
 ) -> Callable[[Run], Curve]:
@@ -182,9 +204,75 @@ def _sum_of(curves: Any) -> Curve:
 
 
 def wall_seconds(run: Run) -> float | None:
-    """Seconds from the first to the last event; None if there are no events."""
+    """Seconds in which the run was at work, without its pauses; None if there are no events."""
     times = [event["time"] for event in run.events]
-    return max(times) - min(times) if times else None
+    return max(times) - min(times) - sum(b - a for a, b in pauses(run)) if times else None
+
+
+def pauses(run: Run) -> list[tuple[float, float]]:
+    """When the run was stopped, and when it was started again.
+
+    It was if a part is started that had not ended, or while no part is at work.
+    """
+    found, before, alive = [], None, set[str]()
+    for event in sorted(run.events, key=lambda event: event["time"]):
+        part, kind = event.get("part", ""), event["event"]
+        if kind == "started":
+            if before is not None and (part in alive or not alive):
+                found.append((before, event["time"]))
+                alive = set()
+            alive.add(part)
+        elif kind in ("died", "ended"):
+            alive.discard(part)
+        before = event["time"]
+    return found
+
+
+# -- what a reader of a chart must know
+
+
+def mini_steps(run: Run) -> str:
+    """What the teeth of a curve are; empty where a collection has one step."""
+    if run.steps_each == 1:
+        return ""
+    return (
+        f"The teeth are the {run.steps_each} steps on each collection, in which the trainer moves "
+        "away from the sampler; dashed: the first of them."
+    )
+
+
+def learning_rate(run: Run) -> str:
+    """That a learning rate which falls makes sampler and trainer agree; empty if it does not."""
+    ends = thirds(run.metrics.get("update/learning rate", {}))
+    if ends is None or ends[1] > 0.8 * ends[0]:
+        return ""
+    return (
+        f"The learning rate fell from {ends[0]:.3g} to {ends[1]:.3g}: smaller steps alone bring "
+        "this down, so a fall is no gain in agreement."
+    )
+
+
+def long_collections(run: Run) -> str:
+    """Which collections took longer for a known reason: a restart, or a checkpoint before them."""
+    ends = {event["collection"]: event["time"] for event in run.of("collected")}
+
+    def during(times: Iterable[float]) -> set[int]:
+        found = (min((n for n, end in ends.items() if end >= time), default=-1) for time in times)
+        return {number for number in found if number > 0}
+
+    reasons = {"the run was stopped and started again in": during(b for _, b in pauses(run))}
+    for part in dict.fromkeys(event["part"] for event in run.of("died")):
+        times = (event["time"] for event in run.of("died") if event["part"] == part)
+        reasons[f"the {one_line(part, 60)} died in"] = during(times)
+    saved = {step // run.steps_each for step in run.saved}
+    reasons["a checkpoint was written before"] = saved & ends.keys()
+    words = [f"{what} {_listed(numbers)}" for what, numbers in reasons.items() if numbers]
+    return f"Known reasons for a peak: {'; '.join(words)}." if words else ""
+
+
+def _listed(numbers: set[int]) -> str:
+    first = ", ".join(map(str, sorted(numbers)[:8]))
+    return f"collection{'s' * (len(numbers) > 1)} {first}{', ...' * (len(numbers) > 8)}"
 
 
 # -- what a reader must not miss
@@ -257,9 +345,32 @@ def _or_unknown(event: dict[str, Any], name: str) -> str:
     return f"{event[name]:.4g}" if name in event else "unknown"
 
 
+def replay_of(run: Run) -> str:
+    """Whose experts the trainer used, from what its steps measured; else from its options."""
+    shares = {
+        name: max(run.metrics.get(f"update/routes {name}", {}).values(), default=None)
+        for name in ("from rollout", "from old policy")
+    }
+    if any(shares.values()):
+        return "on: " + ", ".join(
+            f"routes {name} ({'R3' if name == 'from rollout' else 'R2'})"
+            for name, share in shares.items()
+            if share
+        )
+    known = bool(run.config) or shares["from rollout"] is not None
+    if (
+        shares["from rollout"] is None
+        and "--moe-router-replay" in run.facts.get(OPTIONS, "").split()
+    ):
+        return "on (--moe-router-replay)"
+    return "off: the trainer chose its experts live" if known else ""
+
+
 def notes_of(run: Run) -> list[str]:
     """What a reader of the numbers must know of a run."""
     found = [*run.notes]
+    if (replay := replay_of(run)).startswith("off"):
+        found.append(f"replay is {replay}; with --moe-router-replay it takes the sampler's")
     collected = {event["collection"] for event in run.of("collected")}
     if gaps := sorted(set(range(max(collected, default=-1) + 1)) - collected):
         found.append(

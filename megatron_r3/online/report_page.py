@@ -23,6 +23,7 @@ from megatron_r3.online.report import Run
 from megatron_r3.online.report_charts import Drawn, Trace
 from megatron_r3.online.report_contents import LOOP, PARTS, ROUTING, Chart
 from megatron_r3.online.report_numbers import Group, Line
+from megatron_r3.online.report_samples import samples
 from megatron_r3.online.report_tables import (
     config_text,
     escaped,
@@ -118,6 +119,7 @@ def _document(groups: Sequence[Group], parts: str, data: list[dict[str, object]]
 <div class="beside"><section><h2>What ran</h2>{facts(groups)}</section>
 <section><h2>At a glance</h2>{glance(groups)}</section></div>
 {parts}
+{samples(groups)}
 <section><h2>Versions and pushes</h2>{pushes(groups)}</section>
 {config_text(groups)}</main>
 <script type="application/json" id="data">{safe}</script><script>{script}</script>
@@ -155,10 +157,21 @@ def _lines(chart: Chart, groups: Sequence[Group]) -> tuple[str, Drawn] | None:
         if line := numbers.line_of([chart.curve(run) for run in group.runs]):
             traces.append(Trace(number, group.name, line))
         if chart.limit and (line := numbers.line_of([chart.limit(run) for run in group.runs])):
-            traces.append(Trace(number, f"{group.name}, limit", line, limit=True))
+            name = f"{group.name}, {chart.limit_name}"
+            traces.append(Trace(number, name, line, limit=True))
     if not traces:
         return None
-    text, each = chart.text, max(trace.line.each for trace in traces)
+    runs = [run for group in groups for run in group.runs]
+    said: dict[str, list[str]] = {}  # by what is said the runs of which it is said
+    for of in chart.more:
+        for run in runs:
+            if words := of(run):
+                said.setdefault(words, []).append(run.name)
+    more = [
+        escaped(words if len(names) == len(runs) else f"{', '.join(names)}: {words}", 1000)
+        for words, names in said.items()
+    ]
+    text, each = " ".join([chart.text, *more]), max(t.line.each for t in traces)
     if each > 1:
         text += f" Each point is a mean over up to {each} neighbouring {chart.x}s."
     return text, charts.lines(traces, chart.x, chart.percent, chart.from_zero, chart.log)
@@ -198,6 +211,8 @@ def _maps(groups: Sequence[Group]) -> list[tuple[str, str, Drawn, str]]:
         edges = [edge for line in rows for edge in charts.edges_of(line.x)]
         ends = (min(edges, default=0.0), max(edges, default=0.0))
         highest = max((value for line in rows for value in line.mean), default=0.0)
+        if x == "step" and (each := max(r.steps_each for g in groups for r in g.runs)) > 1:
+            text += f" The trainer moves away within the {each} steps on a collection: stripes."
         for number, lines in maps:
             drawn = charts.heat(lines, x, ends, (lowest, highest), percent)
             shown.append((_titled(title, number, groups), text, drawn, f"g{number}"))

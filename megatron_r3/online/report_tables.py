@@ -7,14 +7,20 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from megatron_r3.online import report_numbers as numbers
-from megatron_r3.online.report import Curve, Event, Run
+from megatron_r3.online.report import SECONDS, Curve, Event, Run
+from megatron_r3.online.report_facts import OPTIONS
 from megatron_r3.online.report_numbers import Group, metric, of_events
 from megatron_r3.untrusted import one_line
 
 NOT_RECORDED = '<span class="soft">not recorded</span>'
+K3 = metric("update/sampler k3 kl")
 GLANCE: tuple[tuple[str, Callable[[Run], Curve], bool], ...] = (
     ("Reward", metric("update/reward mean"), False),
-    ("KL from sampler to trainer (k3)", metric("update/sampler k3 kl"), False),
+    ("KL from sampler to trainer (k3)", K3, False),
+    ("k3, first step of each collection", numbers.first_steps(K3), False),
+    ("Learning rate", metric("update/learning rate"), False),
+    ("Gradient norm", metric("update/gradient norm"), False),
+    ("Loss", metric("update/loss"), False),
     ("Extreme tokens, F(2)", metric("update/sampler extreme"), True),
     ("Router mismatch", metric("router mismatch"), True),
     ("Token mismatch", metric("token mismatch"), True),
@@ -23,6 +29,8 @@ GLANCE: tuple[tuple[str, Callable[[Run], Curve], bool], ...] = (
     ("Response length", metric("update/response length"), False),
     ("Load of the busiest expert", of_events("collected", "collection", "expert_load", max), False),
     ("Seconds of a collection", numbers.seconds_of_collections, False),
+    ("Seconds of a step", metric(SECONDS), False),
+    ("Tokens a second", numbers.tokens_a_second, False),
 )
 
 
@@ -64,7 +72,10 @@ def facts(groups: Sequence[Group]) -> str:
     )
     rows = [
         [name, *(_texts([r.facts[name] for r in g.runs if name in r.facts]) for g in groups)]
-        for name in ("model", "layout", "sampler", "loop", "training options")
+        for name in ("model", "layout", "sampler", "loop", OPTIONS)
+    ]
+    rows += [
+        ["replay", *(_texts([w for r in g.runs if (w := numbers.replay_of(r))]) for g in groups)]
     ]
     rows += [["device", *(_texts([d for r in g.runs for d in _devices(r)]) for g in groups)]]
     rows += [
@@ -118,7 +129,9 @@ def _whole(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words: 12.3 s, 4 min 5 s, 3 h 12 min."""
+    """Seconds in words: 9 ms, 12.3 s, 4 min 5 s, 3 h 12 min."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -139,11 +152,18 @@ def glance(groups: Sequence[Group]) -> str:
     if not rows:
         return "<p>No numbers were recorded.</p>"
     several = any(len(group.runs) > 1 for group in groups)
+    falls = dict.fromkeys(
+        text.replace("this", "k3 and the mismatch")
+        for group in groups
+        for run in group.runs
+        if (text := numbers.learning_rate(run))
+    )
     seeds = (
         "; in brackets the smallest and the largest of the seeds' last thirds" if several else ""
     )
     return (
-        f'<p class="soft">Mean of the first third of the run → mean of the last third{seeds}.</p>'
+        f'<p class="soft">Mean of the first third of the run → mean of the last third{seeds}.'
+        f"{' '.join(['', *falls])}</p>"
         + table(["", *(heading(n, groups) for n in range(len(groups)))], rows, "numbers")
     )
 

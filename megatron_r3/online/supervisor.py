@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_r3.online.collected import told
 from megatron_r3.online.config import Config
 from megatron_r3.online.processes import start, stop
 from megatron_r3.online.trainer import is_trained
@@ -24,19 +25,29 @@ class RunFailed(ValueError):
 
 
 def run(config: Config) -> None:
-    """Run a run to its end. Whoever calls this sees to it that signals raise (cli.py).
+    """Run a run to its end, and print a line for each collection.
+
+    Whoever calls this sees to it that signals raise (cli.py). A run that is over starts no part.
 
     Raises:
         RunFailed: a part refused something, or died too often.
     """
+    if is_trained(config):
+        return
     parts = ["sampler", "collector", "trainer"]
     if config.sampler.engine != "embedded" and not config.sampler.command:
         parts.remove("sampler")  # somebody else runs the server
     running = {part: _start(config, part) for part in parts}
     deaths = dict.fromkeys(parts, 0)
+    events, size, lines = config.directory.events("collector"), 0, len(told(config))
     try:
         while {"collector", "trainer"} & running.keys():
             time.sleep(_POLL_S)
+            if events.exists() and events.stat().st_size != size:
+                size = events.stat().st_size
+                for line in (new := told(config))[lines:]:
+                    print(line, flush=True)
+                lines = len(new)
             for part, process in list(running.items()):
                 if (status := process.poll()) is None:
                     continue
@@ -78,6 +89,7 @@ def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bo
         raise RunFailed(f"{part} (status {status}, {log}): {error}")
     if deaths[part] > config.run.restarts:
         raise RunFailed(f"{part} died {deaths[part]} times (status {status}); see {log}")
+    print(f"the {part} died (status {status}) and is started again; see {log}", flush=True)
     return False
 
 

@@ -37,6 +37,7 @@ def trainer_command(config: Config) -> list[str]:
                 f"{config.file}: [trainer] arguments: {word} is given by the loop: leave it out"
             )
     _check_sizes(config, arguments)
+    _check_processes(config, arguments)
     steps = trainer.steps
     loop = ["--rollouts", str(directory.rollouts), "--rollouts-follow", f"{config.run.wait:g}"]
     loop += ["--rollouts-publish", str(directory.policies)]
@@ -51,6 +52,9 @@ def trainer_command(config: Config) -> list[str]:
     # Megatron begins with the second where the first has no checkpoint yet. So the command is the
     # same at every start, and whoever starts jobs need not know what was there before.
     loop += ["--load", str(directory.checkpoints)]
+    # A run that is made longer has another schedule of the learning rate than its checkpoint.
+    if not any(word.startswith("--use-checkpoint-opt") for word in arguments):
+        loop += ["--override-opt_param-scheduler"]
     loop += ["--pretrained-checkpoint", str(config.path(config.policy.checkpoint))]
     return [*_launch(config), *_script(config), *arguments, *loop]
 
@@ -111,6 +115,37 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
         raise ConfigError(
             f"{where} arguments: --lr-warmup-fraction {given.lr_warmup_fraction:g}: it must be 0 "
             "or more, and less than 1"
+        )
+
+
+def _check_processes(config: Config, arguments: list[str]) -> None:
+    """Refuse a number of processes that cannot hold the layout.
+
+    Raises:
+        ConfigError: naming the sizes.
+    """
+    if config.trainer.launch:
+        return  # whoever starts the processes knows how many they are
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor"):
+        parser.add_argument(f"--{name}-parallel-size", type=int, dest=name.partition("-model")[0])
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--global-batch-size", type=int)
+    given = vars(parser.parse_known_args(arguments)[0])
+    tensor, pipeline = given["tensor"] or 1, given["pipeline"] or 1
+    dense = tensor * pipeline * (given["context"] or 1)
+    experts = (given["expert-tensor"] or tensor) * (given["expert"] or 1) * pipeline
+    processes = config.trainer.processes
+    where = f"{config.file}: [trainer] processes {processes}"
+    for size, words in ((dense, "TP x PP x CP"), (experts, "ETP x EP x PP")):
+        if processes % size:
+            raise ConfigError(f"{where}: {words} of the arguments is {size}: give a multiple of it")
+    batch = given["micro_batch_size"] * processes // dense
+    if given["global_batch_size"] % batch:
+        raise ConfigError(
+            f"{where}: --global-batch-size {given['global_batch_size']} is no multiple of {batch}, "
+            f"which is --micro-batch-size {given['micro_batch_size']} times the "
+            f"{processes // dense} copies of the model"
         )
 
 

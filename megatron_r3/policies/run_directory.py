@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.untrusted import read_json
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class RunDirectory:
 
     @property
     def config(self) -> Path:
-        """The config with which the run began."""
+        """The config of the run."""
         return self.path / "config.toml"
 
     def events(self, part: str) -> Path:
@@ -56,13 +62,13 @@ class RunDirectory:
         return self.path / "logs" / f"{part}.log"
 
     def keep_config(self, file: Path) -> None:
-        """Keep a copy of the config with which the run began.
+        """Keep a copy of the config of the run, which may be given more collections later.
 
         Raises:
-            ValueError: there is a copy of another one.
+            ValueError: there is a copy of another one, or of one with more collections.
         """
         content = file.read_bytes()
-        if not self.config.exists():
+        if not self.config.exists() or self._is_longer(content):
             self.path.mkdir(parents=True, exist_ok=True)
             # A name of its own: in containers, parts that begin at once have one process id.
             handle, copy = tempfile.mkstemp(dir=self.path, prefix=".config-")
@@ -73,8 +79,14 @@ class RunDirectory:
         if self.config.read_bytes() != content:
             raise ValueError(
                 f"{file}: {self.path} has a run of another config ({self.config}): give another "
-                "[run] directory, or the config as it was"
+                "[run] directory, or the config as it was; only [run] collections may be raised"
             )
+
+    def _is_longer(self, content: bytes) -> bool:
+        """Whether a config is that of this run with more collections."""
+        now, before = (tomllib.loads(text.decode()) for text in (content, self.config.read_bytes()))
+        lengths = now["run"].pop("collections"), before["run"].pop("collections")
+        return now == before and lengths[0] > lengths[1]
 
     def note(self, writer: str, event: str, **fields: Any) -> None:
         """Append an event of the part `writer`; `time` is in seconds since 1970."""

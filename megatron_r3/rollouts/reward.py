@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_r3.rollout import Rollout
@@ -81,8 +82,11 @@ class RewardSample:
 RewardFunction = Callable[[RewardSample], float]
 
 
-def load_reward(spec: str) -> RewardFunction:
-    """The function that `module:function` names. Modules of the working directory are found too.
+def load_reward(spec: str, folder: Path | None = None) -> RewardFunction:
+    """The function that `module:function` names.
+
+    Args:
+        folder: where the module is looked for first; None is the working directory.
 
     Raises:
         RewardError: there is no such function.
@@ -90,9 +94,10 @@ def load_reward(spec: str) -> RewardFunction:
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise RewardError(f"--reward {spec}: give it as module:function")
-    if os.getcwd() not in sys.path:
-        # `python -m` puts the working directory there, an installed `megatron-r3` does not.
-        sys.path.insert(0, os.getcwd())
+    first = os.getcwd() if folder is None else str(folder)
+    # `python -m` puts the working directory there, an installed `megatron-r3` does not.
+    if first not in (sys.path if folder is None else sys.path[:1]):
+        sys.path.insert(0, first)
     try:
         function = getattr(importlib.import_module(module_name), name)
     except KeyboardInterrupt:

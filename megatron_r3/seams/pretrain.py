@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -99,7 +100,13 @@ def log_step(iteration: int, writer: Any, wandb_writer: Any) -> str:
     Args:
         writer, wandb_writer: Megatron's; None on a rank that has none.
     """
-    return "" if _step is None else _step.log(iteration, writer, wandb_writer)
+    if _step is None:
+        return ""
+    # `training_log` has these two for its own writers, and hands them to nobody.
+    known = sys._getframe(1).f_locals
+    names = {"learning_rate": "update/learning rate", "grad_norm": "update/gradient norm"}
+    beside = {name: float(known[of]) for of, name in names.items() if known.get(of) is not None}
+    return _step.log(iteration, writer, wandb_writer, beside)
 
 
 def observe(router: Any, layer_number: int) -> None:

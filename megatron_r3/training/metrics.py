@@ -8,6 +8,8 @@ Shape suffixes (docs/glossary.md): J, T, Y.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,16 +55,24 @@ class StepMetrics:
         self.dispatched = [0, 0]
         self.alarms = StepAlarms()
         self._new_alarms: list[Alarm] = []
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Note that a micro-batch is there: at the first one a step starts."""
+        self._started = self._started or time.monotonic()
 
     def add(self, chunk: int, microbatch: MicrobatchRoutes, places: Places) -> None:
         """Keep a micro-batch until the report. Called in the order of the micro-batches."""
         self.microbatches.setdefault(chunk, []).append((microbatch, places))
 
-    def log(self, iteration: int, writer: Any, wandb_writer: Any) -> str:
+    def log(
+        self, iteration: int, writer: Any, wandb_writer: Any, beside: Mapping[str, float] = {}
+    ) -> str:
         """Write the shares of this step, and return them for Megatron's log line.
 
         Args:
             writer, wandb_writer: Megatron's; None on a rank that has none.
+            beside: what goes into the log file alone.
         """
         scalars = {f"{self.prefix}{name}": value for name, value in self.scalars().items()}
         if writer is not None:
@@ -75,7 +85,11 @@ class StepMetrics:
                 print(f"> rollouts: warning: iteration {iteration}: {alarm}", flush=True)
         self._new_alarms = []
         if self.log_file is not None and torch.distributed.get_rank() == 0:
-            append_line(Path(self.log_file), {"iteration": iteration, **scalars})
+            line = {"iteration": iteration, **scalars, **beside}
+            if self._started:
+                line["update/seconds"] = time.monotonic() - self._started
+            append_line(Path(self.log_file), line)
+        self._started = 0.0
         # The values of single layers, and all of the update, would make the line endless. Their
         # names have a slash: `router mismatch/layer 1`. `expert load max/mean` has one too, and is
         # of all layers.
@@ -96,10 +110,14 @@ class StepMetrics:
         Empty where nothing was measured. All ranks call this function together, since it sums over
         the ranks: every rank measures in the same iterations, also a rank without MoE layers.
         """
+        from megatron.core import mpu
+
         scalars = {}
         if self.measures_update:
             device = torch.device("cuda", torch.cuda.current_device())
             values = self.update.values(device)
+            if "tokens" in values:  # the ranks of a tensor-parallel group all have the same ones
+                values["tokens"] /= mpu.get_tensor_model_parallel_world_size()
             scalars = {f"update/{name}": value for name, value in values.items()}
         self.measures_update = False
         if not self.microbatches:

@@ -143,6 +143,7 @@ class RolloutStep:
             chunk.policies.check(prepared.rollouts)
         except StoreError as error:
             refuse(_message_of(error))
+        self.metrics.start()
         host = prepared.batch
         self._guard.add_rows(host["rows"])
         measures = self._measures() or self.options.log_file is not None
@@ -209,11 +210,12 @@ class RolloutStep:
             refuse(str(error))
         self._guard.check(models, self.progress.iteration + 1, self._digest_of_used_shards())
 
-    def log(self, iteration: int, writer: Any, wandb_writer: Any) -> str:
+    def log(self, iteration: int, writer: Any, wandb_writer: Any, beside: dict[str, float]) -> str:
         """After a step: log it, and publish the last policy. See `StepMetrics.log`."""
+        text = self.metrics.log(iteration, writer, wandb_writer, beside)
         if self.publisher is not None and iteration == self.progress.last_iteration:
             self.publisher.end(iteration)
-        return self.metrics.log(iteration, writer, wandb_writer)
+        return text
 
     @cached_property
     def _has_routes(self) -> bool:

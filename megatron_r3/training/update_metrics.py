@@ -22,6 +22,7 @@ Sums = dict[str, Tensor]
 
 # Each value is the quotient of two sums. `tokens` are response tokens.
 _MEANS = {
+    "loss": ("loss sum", "loss count"),
     "reward mean": ("reward", "rollouts"),
     "groups with one reward": ("uniform", "rollouts"),
     "response length": ("length", "rollouts"),
@@ -109,6 +110,7 @@ class UpdateMetrics:
             values["effective sample size"] = of["weight"] ** 2 / (of["tokens"] * of["weight2"])
         for name in ("trainer", "sampler"):
             values[f"{name} perplexity"] = math.exp(min(of[f"{name} nll"] / of["tokens"], 700.0))
+        values["tokens"] = of["routed"]  # prompts included, on each rank that has them
         ends = dict(zip(_LARGEST, largest.tolist(), strict=True))
         newest, oldest = ends.pop("newest version"), -ends.pop("minus oldest version")
         lag = {
@@ -125,6 +127,8 @@ def _of_tokens(update: Update, clip: Clip) -> Sums:
     weight_BS = update.corrected.weight_BS * mask_BS
     log_rho_BS = bounded_log_ratio(terms.logprobs_BS, terms.sampled_logprobs_BS, mask_BS)
     return {
+        "loss sum": update.average.sum.detach(),
+        "loss count": update.average.count,
         "tokens": mask_BS.sum(),
         "ratio": torch.where(on_BS, update.gain.ratio_BS, 0.0).sum(),
         "weight": weight_BS.sum(),

@@ -66,11 +66,16 @@ TRAINING = """
 --micro-batch-size 4 --global-batch-size 16 --lr 1e-3 --calculate-per-token-loss
 --moe-router-load-balancing-type none --expert-model-parallel-size 2 --moe-router-replay
 --moe-router-replay-verify-dispatch --moe-router-replay-log-mismatch-interval 1
+--lr-decay-style constant
 """.split()
 
 
 def started(
-    folder: Path, policy: Policy, tree: Path, checkpoint_every: int = 1
+    folder: Path,
+    policy: Policy,
+    tree: Path,
+    checkpoint_every: int = 1,
+    collections: int = COLLECTIONS,
 ) -> subprocess.Popen:
     """`megatron-r3 rl run` in a folder of its own."""
     folder.mkdir(exist_ok=True)
@@ -80,7 +85,7 @@ def started(
     task.write_prompts(folder / "prompts.jsonl", 16, 30_000_000)
     (folder / "run.toml").write_text(
         CONFIG.format(
-            collections=COLLECTIONS,
+            collections=collections,
             policy=policy,
             port=port,
             tree=tree,
@@ -89,6 +94,11 @@ def started(
             arguments=json.dumps(arguments(TRAINING)),
         )
     )
+    return rl_run(folder)
+
+
+def rl_run(folder: Path) -> subprocess.Popen:
+    """The command, for the config that is there."""
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_r3.cli", "rl", "run", "run.toml"],
         cwd=folder,
@@ -99,12 +109,14 @@ def started(
     )
 
 
-def ends(process: subprocess.Popen, seconds: float) -> None:
+def ends(process: subprocess.Popen, seconds: float) -> str:
+    """What it printed."""
     try:
         output, _ = process.communicate(timeout=seconds)
     finally:
         process.kill()
     assert process.returncode == 0, output
+    return output
 
 
 def find(process: subprocess.Popen, part: str) -> psutil.Process | None:
@@ -149,7 +161,8 @@ def kill_at_random(process: subprocess.Popen, times: int) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def undisturbed(policy: Policy, patched_tree: Path, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    ends(started(folder, policy, patched_tree), 300 + 60 * COLLECTIONS)
+    printed = ends(started(folder, policy, patched_tree), 300 + 60 * COLLECTIONS).splitlines()
+    (folder / "printed").write_text("\n".join(printed))
     return folder / "run"
 
 
@@ -168,13 +181,32 @@ def test_every_policy_is_verified_and_samples_its_collection(undisturbed: Path) 
     assert all(step["update/policy lag max"] == 0 for step in steps)
 
 
+def test_a_line_for_each_collection_and_where_to_look(undisturbed: Path) -> None:
+    first, *lines, last = (undisturbed.parent / "printed").read_text().splitlines()
+    words = f"{undisturbed}: {COLLECTIONS} collections, replaying the sampler's experts; logs: "
+    assert first.startswith(words)
+    assert f"megatron-r3 rl report {undisturbed}" in first
+    for number, line in enumerate(lines):
+        assert line.startswith(f"collection {number}: policy {number}, reward 0.")
+        assert " 16 rollouts in " in line
+    assert len(lines) == COLLECTIONS
+    assert last == f"{undisturbed}: {COLLECTIONS} collections are sampled and trained"
+
+
 def test_a_run_whose_parts_are_killed_ends_with_the_same_policy(
     undisturbed: Path, policy: Policy, patched_tree: Path, tmp_path: Path
 ) -> None:
     # a trainer that is killed repeats up to two collections, and publishes their policies again
-    process = started(tmp_path, policy, patched_tree, checkpoint_every=2)
+    process = started(tmp_path, policy, patched_tree, 2, COLLECTIONS - 1)
     hit = kill_at_random(process, KILLS)
     ends(process, 300 + 60 * COLLECTIONS + 60 * KILLS)
+    # over, and made longer
+    text = (tmp_path / "run.toml").read_text()
+    longer = text.replace(f"collections = {COLLECTIONS - 1}", f"collections = {COLLECTIONS}")
+    (tmp_path / "run.toml").write_text(longer)
+    printed = ends(rl_run(tmp_path), 300).splitlines()
+    told = [line.partition(":")[0] for line in printed if line.startswith("collection ")]
+    assert told == [f"collection {COLLECTIONS - 1}"]
     assert sum(hit.values()) >= KILLS, hit
     assert not ranks_in(tmp_path), "a rank of a trainer that was killed lives on"
     run = tmp_path / "run"

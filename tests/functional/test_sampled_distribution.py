@@ -16,6 +16,7 @@ from demo.model import arguments
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.cli import main
 from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.training.losses.advantages import group_normalised
 
 LAYOUTS = {
     "1": (1, []),
@@ -75,18 +76,27 @@ def test_without_what_was_kept_they_do_not(
     assert torch.cat(parts).max() > 0.1
 
 
+@pytest.mark.parametrize("layout", ["1", "TP2 SP", "CP2"])
 def test_the_values_of_the_update_are_logged(
-    patched: TreeWorker, cut: Policy, tmp_path: Path
+    patched: TreeWorker, cut: Policy, tmp_path: Path, layout: str
 ) -> None:
-    file = tmp_path / "log.jsonl"
-    patched.run(train, 1, cut.arguments("--rollouts-log", str(file)), timeout_s=120)
+    file, (ranks, more) = tmp_path / "log.jsonl", LAYOUTS[layout]
+    patched.run(train, ranks, cut.arguments("--rollouts-log", str(file), *more), timeout_s=180)
     (line,) = map(json.loads, file.read_text().splitlines())
+    assert line["update/learning rate"] == pytest.approx(1e-3)
+    assert line["update/gradient norm"] > 0 < line["update/seconds"]
     store = RolloutStore([cut.store])
     reward = store.column("reward")
+    trained = [len(store.fields(i)["tokens"]) - 1 for i in range(len(store))]
+    assert line["update/tokens"] == sum(trained) != sum(trained[1:])  # once, in each layout
+    lengths = [int(store.fields(i)["response"].sum()) for i in range(len(store))]
+    advantages = group_normalised(reward, store.column("group"))
+    by_hand = -float(advantages @ lengths) / sum(lengths)  # the ratio is 1
+    assert line["update/loss"] == pytest.approx(by_hand, abs=1e-4)
+    assert line["update/loss"] != pytest.approx(-by_hand, abs=1e-4)
     assert line["update/reward mean"] == pytest.approx(reward.mean())
     assert line["update/reward std"] == pytest.approx(reward.std(), abs=1e-6)
-    sampled = sum(int(store.fields(i)["response"].sum()) for i in range(len(store)))
-    assert line["update/response length"] == pytest.approx(sampled / len(store))
+    assert line["update/response length"] == pytest.approx(sum(lengths) / len(store))
     assert line["update/ratio"] == pytest.approx(1.0, abs=1e-4)
     assert line["update/effective sample size"] == pytest.approx(1.0)
     assert line["update/routes from rollout"] == 1

@@ -119,11 +119,19 @@ arguments = ["--bf16 --global-batch-size 12"]
 """
 
 
+def make_tree(tree: Path) -> None:
+    """What a config asks of a patched tree before anything is started."""
+    for package in ("core", "training"):
+        (tree / "megatron" / package).mkdir(parents=True, exist_ok=True)
+    patched = tree / "megatron" / "training" / "training.py"
+    patched.write_text("from megatron_r3.seams.pretrain import use_rollouts\n")
+
+
 def write_run(folder: Path, port: int, collections: int = 3, more: str = "") -> Path:
     """A run's config, its prompts and its reward; the path of the config."""
     (folder / "rewards.py").write_text("def length(s):\n    return sum(s.response_tokens) % 7\n")
     (folder / "checkpoint").mkdir(exist_ok=True)
-    (folder / "megatron" / "megatron" / "core").mkdir(parents=True, exist_ok=True)
+    make_tree(folder / "megatron")
     rng = np.random.default_rng(0)
     lines = [
         {"prompt": rng.integers(3, VOCABULARY, rng.integers(3, 6)).tolist(), "group": i}

@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from published import make_tree
 from training_arguments import ARGUMENTS
 
 from comparison.arms import ARMS, COLLECTIONS, REGIMES, SEEDS, Run, dtype_of, runs_of
@@ -21,7 +22,7 @@ from megatron_r3.training.update_options import read_loss, read_use, refuse_upda
 @pytest.fixture
 def start(tmp_path: Path) -> StartingPolicy:
     """Folders as the starting policy has them; nothing in them was trained."""
-    (tmp_path / "tree" / "megatron" / "core").mkdir(parents=True)
+    make_tree(tmp_path / "tree")
     made = StartingPolicy(tmp_path / "start", tmp_path / "tree")
     made.checkpoint.mkdir(parents=True)
     made.hf("bfloat16").mkdir()

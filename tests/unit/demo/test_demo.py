@@ -92,6 +92,29 @@ with server_process._guard(types.SimpleNamespace(pid=int(sys.argv[1]))):
     assert ends(process)
 
 
+def test_a_second_loop_goes_on_or_says_what_it_removes(tmp_path, capsys):
+    def begin(seed: int, collections: int) -> tuple[bool, str]:
+        """Whether what a run had done is still there, and what was said."""
+        places = online.Places("start", "tree", "root")
+        online.write_config(config, places, "port = 1", seed, collections)
+        done, page = tmp_path / "run" / "metrics.jsonl", tmp_path / "report.html"
+        done.parent.mkdir(exist_ok=True)
+        done.touch()
+        page.touch()
+        online.make_way(config, page)
+        assert not page.exists()  # it would be of an older run
+        return done.exists(), capsys.readouterr().out
+
+    config = tmp_path / "online.toml"
+    assert begin(0, 4) == begin(0, 4) == begin(0, 6) == (True, "")
+    removed = (
+        f"removing {tmp_path / 'run'}, which is a run of another config (seed, sampler, ...)\n"
+    )
+    assert begin(0, 5) == (False, removed)
+    assert begin(0, 5) == (True, "")
+    assert begin(1, 5) == (False, removed)
+
+
 def test_the_loop_is_shown_by_thirds_and_what_must_not_be_is_said():
     numbers = {name: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.9] for name in online.ROWS}
     numbers["dispatched"] = [1.0] * 28

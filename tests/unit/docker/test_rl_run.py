@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from published import make_tree
 
 from demo.online import Places, write_config
 from megatron_r3.online.config import read_config
@@ -192,7 +193,7 @@ def made(folder, monkeypatch):
     (folder / "start" / "hf").mkdir(parents=True)
     (folder / "start" / "hf" / "config.json").write_text("{}")
     (folder / "start" / "checkpoint").mkdir()
-    (folder / "tree" / "megatron" / "core").mkdir(parents=True)
+    make_tree(folder / "tree")
     monkeypatch.setenv("MEGATRON", str(folder / "tree"))
     file = folder / "run.toml"
     write_config(file, Places("start", "$MEGATRON", "."), "port = 30000", 0, 2)

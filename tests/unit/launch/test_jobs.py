@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from launch_files import JOBSET, KUBERNETES, PARTS, SLURM, parsed, resources, rl_commands
+from published import make_tree
 from torch.distributed.run import get_args_parser
 
 from demo.online import Places, write_config
@@ -121,7 +122,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "start" / "hf").mkdir(parents=True)
     (tmp_path / "start" / "hf" / "config.json").write_text("{}")
     (tmp_path / "start" / "checkpoint").mkdir()
-    (tmp_path / "a tree" / "megatron" / "core").mkdir(parents=True)
+    make_tree(tmp_path / "a tree")
     monkeypatch.setenv("MEGATRON", str(tmp_path / "a tree"))
     file = tmp_path / "run.toml"
     write_config(file, Places("start", "$MEGATRON", "."), "port = 30000", 0, 2)

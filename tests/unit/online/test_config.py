@@ -14,6 +14,7 @@ import pytest
 from published import save_model, write_run
 
 from megatron_r3.cli import main
+from megatron_r3.online import supervisor
 from megatron_r3.online.config import ConfigError, read_config
 from megatron_r3.online.trainer import (
     printed_command,
@@ -122,9 +123,23 @@ def test_paths_are_relative_to_the_file_and_variables_are_filled_in(file, monkey
             "--lr-warmup-iters 3 must be less than --lr-decay-iters 2",
         ),
         ("--global-batch-size 12 --lr-warmup-fraction 1", "--lr-warmup-fraction 1: it must be 0"),
+        (
+            "--global-batch-size 12 --expert-model-parallel-size=2",
+            "processes 3: ETP x EP x PP of the arguments is 2: give a multiple of it",
+        ),
+        (
+            "--global-batch-size 12 --tensor-model-parallel-size 2",
+            "processes 3: TP x PP x CP of the arguments is 2: give a multiple of it",
+        ),
+        (
+            "--global-batch-size 12 --micro-batch-size 3",
+            "processes 3: --global-batch-size 12 is no multiple of 9, which is .* the 3 copies",
+        ),
     ],
 )
 def test_a_trainer_that_does_not_fit_the_collections_is_refused(file, new, words):
+    file.write_text(file.read_text().replace("arguments =", "processes = 3\narguments ="))
+    trainer_command(read_config(file))  # the control: 12 rollouts on three processes
     file.write_text(file.read_text().replace("--bf16 --global-batch-size 12", new))
     with pytest.raises(ConfigError, match=words):
         trainer_command(read_config(file))
@@ -179,12 +194,24 @@ def test_the_command_is_the_same_at_every_start(file):
     assert run_trainer(config) == 0
 
 
-def test_check_reads_what_the_parts_read_and_starts_nothing(file, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(str(file.parent))
+def test_check_reads_what_the_parts_read_and_starts_nothing(
+    file, capsys, monkeypatch, tmp_path_factory
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "rewards", raising=False)  # another test's
-    monkeypatch.chdir(file.parent)
+    # the reward lies beside the config, as all that the config names, wherever the command runs
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "rewards.py").write_text("raise ValueError('another reward')\n")
+    monkeypatch.chdir(elsewhere)
+    sys.path.insert(0, str(elsewhere))  # as `python -m` does
     assert main(["rl", "check", str(file)]) == 0
-    assert "3 collections of 12 rollouts, 6 prompts" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3 collections of 12 rollouts, 6 prompts" in said
+    assert "training live (no --moe-router-replay among [trainer] arguments)" in said
+    assert sys.modules["rewards"].__file__ == str(file.parent / "rewards.py")
+    file.write_text(file.read_text().replace("--bf16", "--bf16 --moe-router-replay"))
+    assert main(["rl", "check", str(file)]) == 0
+    assert "replaying the sampler's experts" in capsys.readouterr().out
     assert not (file.parent / "run" / "config.toml").exists()
     file.write_text(file.read_text().replace("--global-batch-size 12", "--global-batch-size 6"))
     assert main(["rl", "check", str(file)]) == 1
@@ -206,9 +233,49 @@ def test_a_directory_has_one_config_and_one_process_of_a_part(file, capsys):
         directory.only("collector"),
     ):
         pass
-    file.write_text(file.read_text().replace("seed = 5", "seed = 6"))
-    assert main(["rl", "collector", str(file)]) == 1
-    assert "has a run of another config" in capsys.readouterr().err
+    longer = file.read_text().replace("collections = 3", "collections = 5")
+    for wrong in (
+        longer.replace("seed = 5", "seed = 6"),
+        file.read_text().replace("collections = 3", "collections = 2"),
+    ):
+        file.write_text(wrong)
+        assert main(["rl", "collector", str(file)]) == 1
+        assert "has a run of another config" in capsys.readouterr().err
+    file.write_text(longer)
+    directory.keep_config(file)
+    assert directory.config.read_text() == longer
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_an_unpatched_tree_is_named_at_once(file, capsys, command):
+    read_config(file)  # the control: the tree is patched
+    tree = file.parent / "megatron"
+    (tree / "megatron" / "training" / "training.py").write_text("def pretrain(): ...\n")
+    assert main(["rl", command, str(file)]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {file}: [trainer] megatron: the Megatron-LM in {tree} is not patched; run "
+        f"`megatron-r3 apply {tree}`\n"
+    )
+
+
+def test_a_run_that_is_over_starts_nothing(file, capsys, monkeypatch):
+    """Its page says how long it took, from its events: another start would make that longer."""
+    config = read_config(file)
+    (config.directory.policies / "v000003").mkdir()
+    config.directory.checkpoints.mkdir(parents=True)
+    tracker = config.directory.checkpoints / "latest_checkpointed_iteration.txt"
+    tracker.write_text("3")
+    assert main(["rl", "run", str(file)]) == 0
+    assert "3 collections are sampled and trained" in capsys.readouterr().out
+    assert not config.directory.events("supervisor").exists()
+    tracker.write_text("2")  # the control: a step is left
+
+    def start(config, part):
+        raise ValueError(f"{part} is started")
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    assert main(["rl", "run", str(file)]) == 1
+    assert capsys.readouterr().err == "error: sampler is started\n"
 
 
 def test_a_line_that_a_kill_cut_off_is_left_alone(tmp_path):

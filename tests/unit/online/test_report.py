@@ -1,4 +1,7 @@
-"""The report of runs: its numbers are those of the files, several runs side by side, one page."""
+"""The report of runs: its numbers are those of the files, several runs side by side, one page.
+
+Shape suffixes (docs/glossary.md): N.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import tokenizers
 from html_page import Page, chart, outside, report
 from online_run import change, event_with, lines_of, make_run
+from stored import INFO, make_rollout
 
 from megatron_r3.cli import main
 from megatron_r3.online.report import read_runs
@@ -21,9 +26,13 @@ from megatron_r3.online.report_numbers import (
     Line,
     groups_of,
     line_of,
+    pauses,
     stage_times,
     thirds,
+    wall_seconds,
 )
+from megatron_r3.online.report_tables import duration
+from megatron_r3.store import write_shard
 
 pytest.importorskip("matplotlib")
 
@@ -54,6 +63,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 # -- the page and the files
 
 
+DRIFTING = {"KL from sampler to trainer (k3)", "Extreme tokens, F(2)", "Router mismatch", "Loss"}
+
+
 @pytest.mark.parametrize(
     ("title", "name"),
     [
@@ -64,11 +76,21 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         ("Extreme tokens, F(2)", "update/sampler extreme"),
         ("Router mismatch", "router mismatch"),
         ("Policy lag", "update/policy lag"),
+        ("Learning rate", "update/learning rate"),
+        ("Gradient norm", "update/gradient norm"),
+        ("Loss", "update/loss"),
+        ("Seconds of a step", "update/seconds"),
     ],
 )
 def test_curves_of_steps_are_those_of_the_file(run: Path, text: str, title: str, name: str) -> None:
     lines = lines_of(run / "metrics.jsonl")
-    (line,) = chart(text, title)["lines"]
+    line, *firsts = chart(text, title)["lines"]
+    for first in firsts:  # mini-steps are told apart: of two on a collection the first
+        assert first["name"] == "online, first steps"
+        assert (first["x"], first["mean"]) == (line["x"][::2], line["mean"][::2])
+    teeth = "The teeth are the 2 steps on each collection"
+    figure = text.partition(f"<h3>{title}</h3>")[2].partition("</figure>")[0]
+    assert (teeth in figure) == bool(firsts) == (title in DRIFTING)
     assert line["x"] == [one["iteration"] for one in lines]
     assert line["mean"] == pytest.approx([one[name] for one in lines], rel=1e-5)  # six digits
     other = [one["token mismatch"] for one in lines]  # the control: another curve differs
@@ -136,6 +158,7 @@ def test_tables_say_what_the_files_say(run: Path, text: str) -> None:
         "embedded (transformers), new weights in place, made worse on purpose: router_noise 0.7"
     ]
     assert page.row("training options") == ["--moe-router-replay --rollouts-loss grpo --lr 4e-4"]
+    assert page.row("replay") == ["on: routes from rollout (R3)"]
     assert page.row("device") == ["cpu"]
     assert page.row("steps") == ["12"]
     assert page.row("policy versions") == ["6"]
@@ -143,6 +166,10 @@ def test_tables_say_what_the_files_say(run: Path, text: str) -> None:
     assert page.row("tokens") == [f"{sum(event['tokens'] for event in collected):,}"]
     reward = [line["update/reward mean"] for line in lines_of(run / "metrics.jsonl")]
     assert page.row("Reward") == [f"{fmean(reward[:4]):.3g} → {fmean(reward[-4:]):.3g}"]
+    k3 = [line["update/sampler k3 kl"] for line in lines_of(run / "metrics.jsonl")][::2]
+    shown = f"{fmean(k3[:2]):.3g} → {fmean(k3[-2:]):.3g}"
+    assert page.row("k3, first step of each collection") == [shown]
+    assert page.row("KL from sampler to trainer (k3)") != [shown]
     (pushes,) = [table for table in page.tables if table[0][0] == "version"]
     assert [row[0] for row in pushes[1:]] == [*"012345"]
     assert {row[-1] for row in pushes[1:]} == {"✓ yes"}
@@ -161,6 +188,9 @@ def test_runs_stand_side_by_side(compared: tuple[Path, str]) -> None:
         ["runs", "live-0, live-1", "r3-0"]
     ]
     assert page.row("device") == ["cpu"]  # the same for both
+    off = "off: the trainer chose its experts live"
+    assert page.row("replay") == [off, "on: routes from rollout (R3)"]
+    assert page.text.count(f"replay is {off}; with --moe-router-replay") == 2  # of two seeds
     assert page.row("training options") == [
         "--rollouts-loss grpo --lr 4e-4",
         "--moe-router-replay --rollouts-loss grpo --lr 4e-4",
@@ -253,6 +283,76 @@ def test_times_by_stage_are_the_time_on_the_clock(run: Path) -> None:
         whole = sum(curve[collection] for curve in times.values())
         assert whole == pytest.approx(clock[collection] - clock[collection - 1], abs=1e-3)
     assert times["the rest"][3] > 8  # the restart
+
+
+def test_a_fall_that_comes_from_the_learning_rate_is_no_agreement_gained(
+    run: Path, tmp_path: Path
+) -> None:
+    level = make_run(tmp_path / "level", 12)
+    change(
+        level / "metrics.jsonl",
+        lambda lines: [line.update({"update/learning rate": 1e-4}) for line in lines],
+    )
+    said = "smaller steps alone bring k3 and the mismatch down, so a fall is no gain in agreement"
+    assert said in Page(report(run, out=tmp_path / "a.html")).text
+    assert said not in Page(report(level, out=tmp_path / "b.html")).text
+
+
+def test_peaks_have_the_reasons_that_are_known(run: Path, tmp_path: Path) -> None:
+    said = "Known reasons for a peak: the trainer died in collection 3."
+    assert said in Page(report(run, out=tmp_path / "a.html")).text
+    quiet = make_run(tmp_path / "quiet", 12)
+    text = Page(report(quiet, out=tmp_path / "b.html")).text
+    assert "Known reasons" not in text
+    assert "a single peak" not in text
+    for step in (4, 8, 12):  # two steps on a collection; the last one is before no collection
+        (quiet / "checkpoints" / f"iter_{step:07d}").mkdir(parents=True)
+    text = Page(report(quiet, out=tmp_path / "b.html")).text
+    assert "a checkpoint was written before collections 2, 4." in text
+
+
+def test_the_time_between_a_stop_and_the_next_start_is_no_wall_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 12)
+    before = wall_seconds(read_runs([run])[0])
+    supervisor = run / "events" / "supervisor.jsonl"
+    later = lines_of(supervisor)[-1]["time"] + 86400
+    parts = ("sampler", "collector", "trainer")
+    again = [{"time": later, "event": "started", "part": part} for part in parts]
+    ended = [{"time": later + 5, "event": "ended", "part": p, "status": 0} for p in parts[1:]]
+    change(supervisor, lambda lines: lines.extend([*again, *ended]))
+    again_read = read_runs([run])[0]
+    assert wall_seconds(again_read) == pytest.approx(before + 5)
+    assert len(pauses(again_read)) == 1
+    # the control: a part that died, and was started again three seconds later, is no stop
+    assert pauses(read_runs([make_run(tmp_path / "died", 12, restarts=True)])[0]) == []
+
+
+def test_short_times_are_milliseconds() -> None:
+    assert [duration(s) for s in (0.00914, 0.31, 1.0, 12.34)] == ["9 ms", "310 ms", "1 s", "12.3 s"]
+
+
+def test_prompts_and_answers_are_those_of_the_store(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    assert "Prompts and answers" not in Page(report(run, out=tmp_path / "page.html")).text
+    made = [make_rollout(9, i, group=i // 8, reward=i / 128, sample=i % 8) for i in range(128)]
+    write_shard(run / "rollouts", INFO, made)  # two collections of 64
+    page = Page(report(run, out=tmp_path / "page.html"))
+    (table,) = [table for table in page.tables if table[0][:2] == ["collection", "prompt"]]
+    shown = [made[i] for i in (0, 16, 32, 48, 64, 80, 96, 112)]
+    cut = made[0].prompt_length
+    words = [" ".join(map(str, one.tokens_N.tolist())) for one in shown]
+    assert [f"{row[1]} {row[2]}" for row in table[1:]] == words
+    assert [len(row[1].split()) for row in table[1:]] == [one.prompt_length for one in shown]
+    assert 0 < cut < 9
+    assert [row[0] for row in table[1:]] == [*"00001111"]
+    assert [row[3] for row in table[1:]] == [f"{one.reward:.3g}" for one in shown]
+    # the control: the policy's tokenizer makes texts of them
+    vocabulary = {f"t{n}": n for n in range(256)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.save(str(run / "policies" / "v000000" / "tokenizer.json"))
+    page = Page(report(run, out=tmp_path / "page.html"))
+    (table,) = [table for table in page.tables if table[0][:2] == ["collection", "prompt"]]
+    assert table[1][1].split() == [f"t{n}" for n in made[0].tokens_N[:cut].tolist()]
 
 
 def test_live_training_need_not_dispatch_as_recorded(compared: tuple[Path, str]) -> None:
