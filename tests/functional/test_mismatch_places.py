@@ -72,7 +72,7 @@ def conversations(policy: Policy, folder: Path) -> tuple[StoreInfo, list[Rollout
         first = rollout.prompt_length
         response_N = rollout.response_N.copy()
         response_N[first + 3 : first + 5] = False
-        version, spans = index % 7, None
+        version, spans = rollout.group % 7, None
         if index % 3 == 0:
             spans = np.array([[first, version], [first + 5, version + 1]])
         made.append(
