@@ -139,7 +139,8 @@ def status(runs: list[GpuRun]) -> dict[str, str]:
     for run in runs:
         newest.setdefault(run.gpu, run)
     run_on = (
-        "CPU tensors, gloo, Python 3.11, local layer spec, [every layout](docs/fidelity.md); "
+        "CPU tensors, gloo, Python 3.11 and [3.13](docs/limits.md#systems), local layer spec, "
+        "[every layout](docs/fidelity.md); "
         "vLLM 0.30.0, SGLang 0.5.23 and Megatron's own engine (CPU), transformers"
     )
     shown_there: set[str] = set()

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import os
 import pickle
+import resource
 import signal
 import sys
 import traceback
@@ -74,6 +75,8 @@ class RankProcess:
             with suppress(BaseException):
                 os.setpgid(0, group)
                 die_with_parent(parent)
+                # the parent would wait while gigabytes are written
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 self.pipe.close()
                 _redirect_output(log, stacks_after_s)
                 os.environ.update(env)

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,9 @@ class OwnRepository:
                 mode = "100755" if file.stat.st_mode & 0o100 else "100644"
                 blob = self.git("hash-object", "-w", "--stdin", stdin=file.data)
                 entries.append(f"{mode} {blob}\t{path}\0")
+        self._put(entries)
+
+    def _put(self, entries: Iterable[str]) -> None:
         self.git("update-index", "-z", "--index-info", stdin=os.fsencode("".join(entries)))
 
     def blobs(self, paths: Iterable[str]) -> dict[str, str]:
@@ -99,7 +102,7 @@ class OwnRepository:
         return {path: read.get(path) for path in paths}
 
     def apply(
-        self, number: int, patch: Patch, changes: Iterable[FileChange], *, reverse: bool = False
+        self, number: int, patch: Patch, changes: Collection[FileChange], *, reverse: bool = False
     ) -> None:
         """Apply these parts of a patch to the index: all of them, or none.
 
@@ -114,6 +117,10 @@ class OwnRepository:
             first = next(iter(diffs))
             failures = _failures(message) or {first: f"{first}: {message.splitlines()[0]}"}
             raise PatchFailed(number, patch, failures)
+        # git 2.47 loses the mode of a file that the patch deletes: it comes back as 100644
+        back = [change.path for change in changes if change.executable and change.post is None]
+        if reverse and back:
+            self._put(f"100755 {blob}\t{path}\0" for path, blob in self.blobs(back).items())
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -27,11 +29,11 @@ def ended(how: str, path) -> subprocess.CompletedProcess:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        child = process.stdout.readline().strip()
+        child = int(process.stdout.readline())
         try:
             status = process.wait(10)
         finally:
-            subprocess.run(["kill", "-9", child], check=True)
+            os.kill(child, signal.SIGKILL)
         error = process.stderr.read()
     return subprocess.CompletedProcess(command, status, "", error)
 
