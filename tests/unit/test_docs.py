@@ -58,6 +58,7 @@ RUN_BY = [
         "tests/functional/test_comparison.py::test_replay_lowers_k3_under_noise",
     ),
     (r"make ([\w-]+)", r"ci make \1"),
+    (r"python -m fidelity\.run --quick\b", "by hand: .ci/newer"),
     (r"megatron-r3 apply\b", "tests/unit/patching/test_cli.py::test_a_whole_round"),
     (r"megatron-r3 megatron\b", f"{PATCHING}test_fetch.py::test_a_commit_is_fetched_alone"),
     (r"megatron-r3 rollouts place\b", "tests/unit/balance/test_place.py::test_the_command_writes"),
