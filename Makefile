@@ -4,6 +4,8 @@ BUILD    := build
 VENV     := $(BUILD)/venv
 R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
+# demo: the steps of each training; its table is of the first
+STEPS    ?= 6
 # the Megatron-LM tree of apply, revert, status, check, fidelity, export
 MEGATRON ?=
 # apply: with 1 a tree that is no release is taken too, if all patches of a line apply to it exactly
@@ -111,9 +113,9 @@ bump: setup  ## start a release line: carry the patches of OLD=LINE to NEW=TAG o
 		{ echo "error: from which line to what? make $@ OLD=LINE NEW=TAG REPO=DIR" >&2; exit 2; }
 	@$(R3) $@ "$(OLD)" "$(NEW)" --repo "$(REPO)" $(if $(LINE),--name "$(LINE)")
 
-demo: megatron  ## sample a tiny model, then train on its rollouts, live and replayed (SAMPLER=transformers, vllm, sglang, megatron)
+demo: megatron  ## sample a tiny model, then train on its rollouts, live and replayed (SAMPLER=transformers, vllm, sglang, megatron; STEPS=)
 	$(R3) apply $(TREE)
-	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER)
+	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER) --steps $(STEPS)
 
 online: megatron  ## reinforcement learning in a loop: sample, train, publish, verify, again (SAMPLER=, SEED=, COLLECTIONS=)
 	$(R3) apply $(TREE)

@@ -71,10 +71,12 @@ def main() -> int:
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     parser.add_argument("--sampler", choices=ENGINES, default="transformers")
+    parser.add_argument("--steps", type=int, choices=range(1, 101), default=6, metavar="N")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on ctrl-C
     try:
-        summary = run(Stages(args.out.resolve(), args.megatron.resolve(), args.sampler))
+        stages = Stages(args.out.resolve(), args.megatron.resolve(), args.sampler, args.steps)
+        summary = run(stages)
     except Failed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -24,10 +24,11 @@ class Stages:
         out: `build/demo`.
         megatron: a patched tree.
         sampler: the engine, one of `demo.collect.ENGINES`.
+        steps: of the live and of the replayed training, each on all rollouts.
     """
 
-    def __init__(self, out: Path, megatron: Path, sampler: str) -> None:
-        self.out, self.megatron, self.sampler = out, megatron, sampler
+    def __init__(self, out: Path, megatron: Path, sampler: str, steps: int = 6) -> None:
+        self.out, self.megatron, self.sampler, self.steps = out, megatron, sampler, steps
         self.checkpoint, self.hf, self.rollouts = out / "checkpoint", out / "hf", out / "rollouts"
 
     def pretrain(self) -> None:
@@ -67,13 +68,13 @@ class Stages:
         shutil.rmtree(events, ignore_errors=True)
         more = ["--rollouts", str(self.rollouts), "--tensorboard-dir", str(events)]
         more += ["--moe-router-replay"] if mode == "replay" else []
-        iterations = int(GRPO[GRPO.index("--train-iters") + 1])
-        self._megatron(mode, WORLD_SIZE, self.grpo_arguments() + more, iterations)
+        self._megatron(mode, WORLD_SIZE, self.grpo_arguments() + more, self.steps)
         return events
 
     def grpo_arguments(self) -> list[str]:
         """The arguments that live and replayed training share; they begin a user's own command."""
-        return arguments(GRPO, ["--load", str(self.checkpoint)])
+        more = ["--train-iters", str(self.steps), "--load", str(self.checkpoint)]
+        return arguments(GRPO, more)
 
     def _log(self, name: str) -> Path:
         return self.out / "logs" / f"{name}.log"

@@ -11,12 +11,16 @@ from pathlib import Path
 
 import engine_bodies as made
 import pytest
+import torch
+from tiny_models import qwen
 
 from megatron_r3.rollout import Rollout
 from megatron_r3.store import RolloutStore
 
 PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+HOOKS = next(block for block in BLOCKS if "capture_routes" in block)
+BLOCKS.remove(HOOKS)
 CONFIG = {
     "model_type": "qwen3_moe",
     "mlp_only_layers": [0, 3],
@@ -47,3 +51,10 @@ def test_the_examples(tmp_path, monkeypatch, block):
         stored = RolloutStore([tmp_path / "rollouts"]).rollout(0)
         assert (stored.reward, stored.group, stored.policy_version) == (1.0, 7, 3)
         assert (stored.routes.ids_LTK == rollout.routes.ids_LTK).all()
+
+
+def test_the_example_of_hooks():
+    names = {"model": qwen(), "input_ids": torch.tensor([[5, 9, 7], [3, 8, 4]])}
+    exec(HOOKS, names)
+    assert names["ids_LTK"].shape == (3, 6, 3)
+    assert names["captured"].moe_layers == (0, 1, 2)

@@ -6,6 +6,7 @@ Shape suffixes (docs/glossary.md): C, N, V.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,7 +183,8 @@ def test_inspect_shows_them(store, capsys):
     kept = sum(int(rollout.response_N.sum()) for rollout in ALL if rollout.kept)
     ids = sum(len(rollout.kept.ids_V) for rollout in ALL if rollout.kept)
     newer = sum(int((RolloutStore(["store"]).versions(i) == 9).sum()) for i in range(5))
-    assert f"7 ({1 - newer / sampled:.1%}), 9 ({newer / sampled:.1%})" in shown
+    for version, share in ((7, 1 - newer / sampled), (9, newer / sampled)):
+        assert re.search(rf"^ +{version} .* {share:.1%} ", shown, re.MULTILINE)
     assert f"of {kept / sampled:.1%} of the sampled tokens, mean size {ids / kept:.1f}" in shown
     assert "of 80.0%" in shown
     assert "log-probs processed" in shown
