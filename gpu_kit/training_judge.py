@@ -64,7 +64,7 @@ def replayed(seen: Seen, experts: str = "", sampled: bool = True) -> dict[str, A
 
 
 def live(seen: Seen, experts: str = "") -> dict[str, Any]:
-    """A live training, the control: some tokens must not have reached the recorded experts."""
+    """A live training, the control: some tokens must have missed the experts of the store."""
     row = trained(seen, experts) | {"dispatched": dispatched(seen), "pairs": pairs(seen)}
     return row | {"ok": row["ok"] and 0.0 < row["dispatched"] < 1.0}
 
