@@ -33,6 +33,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 HERE = "this file"
 NO_GPU = "by hand: it needs a GPU"
 NO_CLONE = "by hand: it needs a clone of Megatron-LM, a network away"
+REHEARSAL = "by hand: make gpu-kit REHEARSE=1 takes six minutes; tests run its parts"
 NO_DOCKER = "by hand: it needs several images of gigabytes"
 JOBS = "tests/unit/launch/test_jobs.py"
 CONTAINERS = "ci loop_in_containers"
@@ -49,6 +50,7 @@ RUN_BY = [
     (r"make bump\b", f"{PATCHING}test_bump.py::test_the_command"),
     (r"make (fidelity|matrix) .*(MEGATRON|REPO)=", NO_CLONE),
     (r"make gpu-kit REPO=", NO_CLONE),
+    (r"make gpu-kit\b", REHEARSAL),
     (r"make fidelity\b", "tests/functional/test_make.py::test_fidelity_of_one_case"),
     (r"make image-matrix\b", NO_DOCKER),
     (r"make image-(vllm-cpu|sampler)\b", NO_DOCKER),
@@ -95,7 +97,7 @@ RUN_BY = [
         "tests/unit/comparison/test_report.py::test_the_command",
     ),
     (r"python -m benchmarks\.report\b", "tests/unit/benchmarks/test_report.py::test_the_command"),
-    (r"python -m benchmarks\.\w+", "ci make gpu-kit"),
+    (r"python -m benchmarks\.\w+", REHEARSAL),
     (r"python -m demo\.collect\b", "by hand: it takes a server for minutes"),
     (r"python -m megatron_r3\.cpu\b", "ci make demo"),
     (
