@@ -24,14 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 if it did what was asked, 1 if it refused and said why."""
     parser = argparse.ArgumentParser(prog="megatron-r3", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=megatron_r3.__version__)
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(group=parser)  # every command sets `run`, every group of commands `group`
+    subparsers = parser.add_subparsers(metavar="COMMAND")
     add_commands(subparsers)
     add_rollouts(subparsers)
     add_rl(subparsers)
-    if not (sys.argv[1:] if argv is None else argv):
-        parser.print_help(sys.stderr)  # argparse itself would print one line, without a command
-        parser.exit(2)
     args = parser.parse_args(argv)
+    if "run" not in args:
+        args.group.print_help(sys.stderr)  # argparse itself would not name the group's commands
+        return 2
     try:
         return int(args.run(args))
     except (ValueError, OSError) as error:

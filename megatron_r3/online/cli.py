@@ -22,7 +22,8 @@ def add_rl(subparsers: Commands[argparse.ArgumentParser]) -> None:
     """Register `rl` and its commands; each sets `run`, which takes the parsed arguments."""
     summary = "reinforcement learning without a framework: sample, train, push weights, again"
     parser = subparsers.add_parser("rl", help=summary, description=summary)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(group=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for name, summary, run in (
         ("run", "start and supervise sampler, collector and trainer on this host", _run),
         ("sampler", "the sampler alone", _sampler),

@@ -27,7 +27,8 @@ def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
     """Register `rollouts` and its commands; each sets `run`, which takes the parsed arguments."""
     summary = "collect rollouts from an engine, inspect, verify, show and convert them"
     parser = subparsers.add_parser("rollouts", help=summary, description=summary)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(group=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
     _add_collect(commands)
     _add_inspect(commands)
     _add_verify(commands)
@@ -136,7 +137,8 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
 def _add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
     summary = "make a store of recorded responses, or a parquet table of a store and back"
     convert = commands.add_parser("convert", help=summary, description=summary)
-    kinds = convert.add_subparsers(required=True, metavar="KIND")
+    convert.set_defaults(group=convert)
+    kinds = convert.add_subparsers(metavar="KIND")
 
     summary = "make a store of recorded responses: JSON lines {request, response, reward?, group?}"
     parser = kinds.add_parser("responses", help=summary, description=summary)

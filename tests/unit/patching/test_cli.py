@@ -81,7 +81,7 @@ def test_an_interrupt_is_told_in_one_line(upstream, monkeypatch, cli):
     assert cli("status", upstream.checkout) == (1, "", told)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["apply"], ["nothing"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["apply"], ["nothing"]])
 def test_usage(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
@@ -89,4 +89,20 @@ def test_usage(arguments, capsys):
     printed = capsys.readouterr()
     assert "usage: megatron-r3" in printed.out + printed.err
     commands_are_listed = "collect rollouts from an engine" in printed.out + printed.err
-    assert commands_are_listed == (arguments in ([], ["--help"]))
+    assert commands_are_listed == ("--help" in arguments)
+
+
+@pytest.mark.parametrize(
+    ("group", "command"),
+    [
+        ([], "rollouts  collect rollouts from an engine"),
+        (["rollouts"], "verify    check every byte"),
+        (["rollouts", "convert"], "responses   make a store"),
+        (["rl"], "check     read the config"),
+    ],
+)
+def test_a_group_alone_lists_its_commands(group, command, capsys):
+    assert main(group) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert " ".join(command.split()) in " ".join(err.split())
