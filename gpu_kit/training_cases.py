@@ -50,7 +50,7 @@ def exactness(place: Place) -> Rows:
     experts = GROUPED if place.te else ""
     plain = place.order(steps=3)
     orders = {
-        # The control: a live router may choose every sampled route, but never all shifted ones.
+        # The control. Of a few sampled routes a live router may miss none; it misses shifted ones.
         "live": replace(plain, arguments=place.arguments("shifted", steps=3)),
         "replay without plan": place.order("right", NO_PLAN, steps=3),
         "replay with plan": place.order("right", "--moe-router-replay-verify-plan", steps=3),

@@ -95,14 +95,14 @@ def test_usage(arguments, capsys):
 @pytest.mark.parametrize(
     ("group", "command"),
     [
-        ([], "rollouts  collect rollouts from an engine"),
-        (["rollouts"], "verify    check every byte"),
-        (["rollouts", "convert"], "responses   make a store"),
-        (["rl"], "check     read the config"),
+        ([], "rollouts collect rollouts from an engine"),
+        (["rollouts"], "verify check every byte"),
+        (["rollouts", "convert"], "responses make a store"),
+        (["rl"], "check read the config"),
     ],
 )
 def test_a_group_alone_lists_its_commands(group, command, capsys):
     assert main(group) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert " ".join(command.split()) in " ".join(err.split())
+    assert command in " ".join(err.split())
