@@ -28,7 +28,7 @@ def engine(checked: Copies) -> Result | None:
     """The engine records every row, in every layout, and off it samples as the unpatched one.
 
     Returns:
-        None on a line whose engine records no routes: 0.15 and 0.16.
+        None on a line whose engine records no routes: 0.16.
     """
     metadata = "megatron/core/inference/contexts/routing_metadata.py"
     if not (checked.patched / metadata).is_file():

@@ -101,7 +101,7 @@ def _fields(file: Path) -> Iterator[str]:
 
 
 def _parsed(file: Path) -> ast.Module:
-    # PyPI's wheels of 0.15 and 0.16 have no megatron/training, and none has gpt_builders.py
+    # PyPI's wheel of 0.16 has no megatron/training, and none has gpt_builders.py
     return ast.parse(file.read_text() if file.exists() else "")
 
 

@@ -169,10 +169,8 @@ def refuse_older_patches(option: str) -> None:
 
 def _builder_config(args: Any) -> Any:
     """The config that builds the model from 0.19 on; None for earlier releases."""
-    try:
-        from megatron.training import argument_utils
-    except ImportError:  # 0.15 has no such module
-        return None
+    from megatron.training import argument_utils
+
     if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19
         return None
     if getattr(args, "hybrid_layer_pattern", None):

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_r3.guests.refusals import guest_refusals
 
-# The fields of TransformerConfig and ModelParallelConfig, in core_v0.15.3 to main of 2026-08-22,
+# The fields of TransformerConfig and ModelParallelConfig, in core_v0.16.1 to main of 2026-08-22,
 # whose names match `_ABOUT_ROUTING`. Some of them cannot be replayed: those are in `refusals`.
 KNOWN_NAMES = frozenset(
     """
@@ -152,21 +152,15 @@ def _captures_router(config: Any) -> bool:
     """Whether a CUDA graph captures the router: the routes of its first pass would be baked in.
 
     The modules that a graph captures are in cuda_graph_modules from 0.18 on, and before that in
-    cuda_graph_scope, where 0.15 has one word instead of a list. An empty list means whole layers.
+    cuda_graph_scope. An empty list means whole layers.
     """
     implementation = getattr(config, "cuda_graph_impl", "none")
-    # 0.15 has these two switches beside cuda_graph_impl.
-    if getattr(config, "enable_cuda_graph", False):
-        implementation = "local"
-    elif getattr(config, "external_cuda_graph", False):
-        implementation = "transformer_engine"
     if implementation == "none":
         return False
     modules = getattr(config, "cuda_graph_modules", None) or getattr(
         config, "cuda_graph_scope", None
     )
-    modules = [modules] if isinstance(modules, str) else modules or []
-    names = {getattr(module, "name", module) for module in modules}
+    names = {getattr(module, "name", module) for module in modules or []}
     # A local graph of "attn" captures the whole layer, router included, in all but hybrid models
     # (megatron/core/transformer/transformer_layer.py, create_mcore_cudagraph_manager).
     attention = {"attn"} if implementation == "transformer_engine" else set()

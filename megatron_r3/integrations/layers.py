@@ -78,7 +78,7 @@ def _by_number(model: torch.nn.Module, kind: Any) -> dict[int, Any]:
     """The modules of a kind by layer number, without the modules inside MTP layers.
 
     An MTP layer is recognised by its class, because before 0.17 its router does not know where it
-    is: in 0.15 it has the number of a decoder layer, in 0.16 no number.
+    is: it has no number.
     """
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 

@@ -48,7 +48,7 @@ from megatron_r3.placement import loaded_placement
 from megatron_r3.plan import LayerSizes
 from megatron_r3.replay import recording, replaying
 
-# The classes whose forward pass is that of a block of layers, in 0.15 to main. The second and third
+# The classes whose forward pass is that of a block of layers, in 0.16 to main. The second and third
 # are one class from 0.18 on, under its new and its old name.
 _BLOCKS = (
     ("megatron.core.transformer.transformer_block", "TransformerBlock"),
@@ -140,7 +140,7 @@ class BoundTargets:
 
     @has_routes.setter
     def has_routes(self, value: bool) -> None:
-        # 0.15 and 0.16 tell an MTP router so after it was made (seams/for_0_15.py, `keep_live`)
+        # 0.16 tells an MTP router so after it was made (seams/router.py, `keep_live`)
         self.__dict__["has_routes"] = value
         if not value:
             for instances in (_upstream().global_router_replay_instances, *_more_lists):

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_r3.untrusted import quoted
 
 # Fields of TransformerConfig and MLATransformerConfig, and arguments that build a model, of
-# core_v0.15.3 to main of 2026-08-22. The same weights compute the same with any value of these, up
+# core_v0.16.1 to main of 2026-08-22. The same weights compute the same with any value of these, up
 # to rounding. Those of ModelParallelConfig (layout, communication) are not written out.
 CHANGE_NOTHING = frozenset(
     # the layout, communication, dispatchers
@@ -96,7 +96,7 @@ _OURS = "moe_router_replay"  # how the names of our own fields begin
 # Values between which nothing changes: the other types of balancing choose experts themselves.
 BALANCING = "moe_router_load_balancing_type"
 _ONLY_LOSSES = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
-# Names that an argument has in other releases (0.15 has those on the right).
+# Names that an argument has in other releases (a checkpoint of 0.15 has those on the right).
 _ALSO = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 _ALSO |= {other: name for name, other in _ALSO.items()}
 

@@ -26,13 +26,9 @@ EP2: dict[str, Any] = {
 def experts_that_got_tokens(rank: int, asks_the_map: bool) -> list[int]:
     """How many tokens each of this rank's experts of layer 1 got; most have weight 0 there."""
     from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     start(expert_model_parallel_size=2)
-    if hasattr(TransformerConfig, "moe_flex_dispatcher_backend"):
-        gpt = model(config(**EP2, moe_flex_dispatcher_backend="deepep"))
-    else:  # 0.15
-        gpt = model(config(**EP2, moe_enable_deepep=True))
+    gpt = model(config(**EP2, moe_flex_dispatcher_backend="deepep"))
     for router in (m for m in gpt.modules() if isinstance(m, TopKRouter)):
         router.weight.data *= 1e5  # the softmax leaves one expert, and exactly 0 for the others
     for layer in gpt.decoder.layers:

@@ -179,14 +179,10 @@ def test_padding_is_not_part_of_the_load(patched: TreeWorker) -> None:
     assert not any(control.values()), control
 
 
-def mask_of_the_model(rank: int, option: bool, masked: bool) -> dict[str, bool] | None:
+def mask_of_the_model(rank: int, option: bool, masked: bool) -> dict[str, bool]:
     """The mask that a model gives its routers, of tokens that a live router and replay count."""
-    import inspect
-
     start()
     router, hidden = router_of(moe_router_replay=option)
-    if "padding_mask" not in inspect.signature(router.forward).parameters:
-        return None  # 0.15
     padding = 17
     longer = torch.cat([hidden, torch.randn(padding, 1, H)])
     mask = (torch.arange(T + padding) >= T)[:, None] if masked else None
@@ -210,8 +206,6 @@ def test_a_mask_of_the_model_keeps_padding_out_of_the_expert_bias(
 ) -> None:
     names = ["live", "replayed"] if option else ["live"]
     (same,) = patched.run(mask_of_the_model, 1, option, True)
-    if same is None:
-        pytest.skip("routers of this release know no padding mask")
     assert same == dict.fromkeys(names, True)
     (control,) = patched.run(mask_of_the_model, 1, option, False)
     assert control == dict.fromkeys(names, False)

@@ -56,7 +56,7 @@ def mtp(rank: int) -> dict[str, Any]:
     extra.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     after = loss_and_gradients(gpt, nullcontext())
     late = decoder[4].router_replay
-    late.has_routes = False  # what 0.15 and 0.16 do to an MTP router, after it was made
+    late.has_routes = False  # what 0.16 does to an MTP router, after it was made
     return {
         "routers": len(all_routers),
         "wrong": sum(not torch.equal(want[layer - 1], map_TE) for layer, map_TE in replayed),
@@ -104,31 +104,6 @@ def dense_first_layer(rank: int) -> dict[str, Any]:
 def test_a_dense_first_layer_shifts_nothing(patched: TreeWorker) -> None:
     (result,) = patched.run(dense_first_layer, 1)
     assert result == {"layers": [2, 3, 4], "wrong": 0, "shifted by a layer": 0}
-
-
-def class_of_0_15(rank: int) -> dict[str, Any]:
-    """With the class that the patches bring to 0.15, whose __init__ calls its other methods."""
-    import megatron_r3.integrations.router_replay as drop_in
-    from megatron_r3.router_replay import RouterReplay, RouterReplayAction
-
-    start()
-    drop_in._upstream = lambda: RouterReplay
-    gpt = model(config(**ASKED, **FULL))
-    seen = maps_of(gpt)
-    RouterReplay.set_replay_data(targets())
-    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    loss_and_gradients(gpt, nullcontext())
-    want = wanted_maps(targets())
-    hooks = RouterReplay.global_router_replay_instances
-    return {
-        "queues": [hook.replay_backward_list for hook in hooks],
-        "wrong": sum(not torch.equal(want[layer - 1], map_TE) for layer, map_TE in seen),
-        "passes": len(seen),
-    }
-
-
-def test_the_class_of_0_15_is_bound_alike(patched: TreeWorker) -> None:
-    assert patched.run(class_of_0_15, 1) == [{"queues": [[]] * 4, "wrong": 0, "passes": 8}]
 
 
 def hybrid(rank: int) -> dict[str, Any]:

@@ -38,7 +38,6 @@ FLOORS = [
     online
     rollouts patching seams pretrain serve
     balance
-    router_replay
     training
     weights
     launch cpu engines

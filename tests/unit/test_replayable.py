@@ -132,8 +132,6 @@ def test_whole_layer_graphs_are_refused(graph: dict[str, Any]) -> None:
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},  # 0.16, 0.17
         {"cuda_graph_impl": "local", "cuda_graph_modules": ["mlp", "mamba"]},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"},  # 0.15
-        {"external_cuda_graph": True, "cuda_graph_scope": "attn"},
     ],
 )
 def test_a_graph_without_a_router_is_accepted(graph: dict[str, Any]) -> None:
@@ -144,10 +142,8 @@ def test_a_graph_without_a_router_is_accepted(graph: dict[str, Any]) -> None:
     "graph",
     [
         {"cuda_graph_impl": "local", "cuda_graph_scope": ["moe_router"]},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": "attn"},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "full"},
-        {"enable_cuda_graph": True, "cuda_graph_scope": "attn"},
-        {"external_cuda_graph": True, "cuda_graph_scope": "full"},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["full"]},
     ],
 )
 def test_graphs_of_older_lines_that_hold_the_router_are_refused(graph: dict[str, Any]) -> None:
