@@ -38,9 +38,6 @@ class Progress:
         """No checkpoint was loaded."""
         return []
 
-    def placement(self) -> None:
-        """The experts are in their order, as no checkpoint was loaded."""
-
 
 def run_core_layout(
     rank: int,

@@ -146,27 +146,6 @@ def watch_models(on_models: OnModels) -> None:
     training.setup_model_and_optimizer = watched
 
 
-def refuse_older_patches(option: str) -> None:
-    """Refuse a tree whose `load_checkpoint` does not take over where the experts are (patch 15).
-
-    Args:
-        option: what cannot be done there.
-
-    Raises:
-        ValueError: the tree has no patches, or those of an earlier megatron-r3.
-    """
-    from megatron.training.checkpointing import load_checkpoint
-
-    # imported here, because a proof starts Megatron through this file with the rest hidden
-    from megatron_r3.placement import ATTRIBUTE
-
-    if ATTRIBUTE not in load_checkpoint.__code__.co_names:
-        raise ValueError(
-            f"{option}: this Megatron would lose where the experts are when it loads a checkpoint: "
-            "take back its patches and apply those of this megatron-r3 (make revert, make apply)"
-        )
-
-
 def _builder_config(args: Any) -> Any:
     """The config that builds the model from 0.19 on; None for earlier releases."""
     from megatron.training import argument_utils

@@ -25,7 +25,6 @@ import torch
 
 from megatron_r3.ending import why_unpatched
 from megatron_r3.launch import build_model, initialize
-from megatron_r3.placement import placement_of
 from megatron_r3.untrusted import one_line
 from megatron_r3.weights.checkpoint import check_load, load_whole
 
@@ -52,11 +51,6 @@ def main() -> None:
         load_whole([model], args)
         if _step_of(args) != step:  # nobody knows which of both was loaded
             raise ValueError(f"--load {args.load}: another checkpoint was saved there meanwhile")
-        if placement_of(args) is not None:
-            raise ValueError(
-                f"--load {args.load}: its experts are in other places (--hf-placement), so that "
-                "recorded routes would name places; serve a checkpoint that was imported without"
-            )
         with torch.inference_mode():
             asyncio.run(_serve(_engine(model.eval(), args), args, step, listening))
     except ValueError as error:

@@ -1,43 +1,26 @@
-"""The commands `megatron-r3 rollouts skew` and `place`. The parsers are built without numpy.
-
-Shape suffixes (docs/glossary.md): E, L.
-"""
+"""The command `megatron-r3 rollouts skew`. The parser is built without numpy."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 def add_balance(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     number: Callable[..., Callable[[str], float]],
 ) -> None:
-    """Register `skew` and `place`.
+    """Register `skew`.
 
     Args:
         number: makes the type of an argument that is a number of a kind, from one value on.
     """
     summary = "show how unevenly rollouts load the ranks: as they lie, shuffled, and with guests"
-    _skew_arguments(_command(commands, "skew", summary, run_skew), number)
-    summary = "write a placement: which experts share a node and a rank, so that loads are even"
-    _place_arguments(_command(commands, "place", summary, run_place), number)
-
-
-def _command(commands: Any, name: str, summary: str, run: Callable[..., int]) -> Callable[..., Any]:
-    """A command on stores; what adds its arguments."""
-    parser = commands.add_parser(name, help=summary, description=summary)
-    parser.add_argument(
-        "stores", nargs="+", type=Path, metavar="DIR", help="rollout stores, of one model"
-    )
-    parser.set_defaults(run=run)
-    add: Callable[..., Any] = parser.add_argument
-    return add
-
-
-def _skew_arguments(add: Callable[..., Any], number: Callable[..., Any]) -> None:
+    parser = commands.add_parser("skew", help=summary, description=summary)
+    parser.set_defaults(run=run_skew)
+    add = parser.add_argument
+    add("stores", nargs="+", type=Path, metavar="DIR", help="rollout stores, of one model")
     add("--ep", nargs="+", type=number(int, 1), required=True, metavar="N",
         help="sizes of the expert-parallel group")  # fmt: skip
     add("--slots", nargs="+", type=number(int, 0), default=[0, 1, 2], metavar="R",
@@ -55,8 +38,6 @@ def _skew_arguments(add: Callable[..., Any], number: Callable[..., Any]) -> None
         "(default: the whole group)")  # fmt: skip
     add("--least-tokens", type=number(int, 1), default=1024, metavar="N",
         help="no guest has fewer tokens (default: 1024)")  # fmt: skip
-    add("--placement", type=Path, metavar="FILE",
-        help="the experts are where this file of `rollouts place` says")  # fmt: skip
     add("--layers", action="store_true", help="show every layer")
     add("--plot", type=Path, metavar="FILE", help="draw the table as PNG, SVG or PDF")
     add("--json", action="store_true", help="print all numbers as JSON")
@@ -79,7 +60,6 @@ def run_skew(args: argparse.Namespace) -> int:
         seed=args.seed,
         domain=args.domain,
         least_tokens=args.least_tokens,
-        placement=args.placement,
     )
     numbers = measure_skew(RolloutStore(args.stores, mixed_policies=True), plan)
     if args.plot is not None:
@@ -88,40 +68,4 @@ def run_skew(args: argparse.Namespace) -> int:
         print(json.dumps(numbers))
     else:
         print(f"{skew_heading(numbers)}\n\n{skew_table(numbers, args.layers)}")
-    return 0
-
-
-def _place_arguments(add: Callable[..., Any], number: Callable[..., Any]) -> None:
-    add("--ep", type=number(int, 1), required=True, metavar="N",
-        help="size of the expert-parallel group")  # fmt: skip
-    add("--domain", type=number(int, 1), metavar="N",
-        help="neighbouring ranks that share a node, whose loads are made even first "
-        "(default: the whole group)")  # fmt: skip
-    add("--groups", type=number(int, 1), default=1, metavar="N",
-        help="groups of the router, n_group of config.json: they stay together "
-        "(default: 1)")  # fmt: skip
-    add("--output", "-o", type=Path, required=True, metavar="FILE",
-        help="where the placement goes; the file must not be there")  # fmt: skip
-
-
-def run_place(args: argparse.Namespace) -> int:
-    """Write the placement, and print how even the loads were and are."""
-    from megatron_r3.balance.place import plan_placement, total_load, unevenness
-    from megatron_r3.store import RolloutStore
-
-    if args.output.exists():
-        raise ValueError(f"--output {args.output}: it is there already: choose another name")
-    if not args.output.absolute().parent.is_dir():
-        raise ValueError(f"--output {args.output}: there is no such folder; make it first")
-    store = RolloutStore(args.stores, mixed_policies=True)
-    load_LE = total_load(store)
-    domain = args.ep if args.domain is None else min(args.domain, args.ep)
-    placement = plan_placement(load_LE, store.info.moe_layers, args.ep, domain, args.groups)
-    placement.write(args.output)
-    for name, parts in (("domains", args.ep // domain), ("ranks", args.ep)):
-        if parts > 1:
-            before = unevenness(load_LE, parts)
-            after = unevenness(placement.loads(load_LE), parts)
-            print(f"{parts} {name}, busiest by mean: {before:.3f} as they are, {after:.3f} placed")
-    print(f"{args.output}: import the weights with --hf-placement {args.output}")
     return 0

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_r3.guests.moves import LEAST_TOKENS, plan_moves, rank_load
-from megatron_r3.placement import Placement
 from megatron_r3.store import RolloutStore
 from megatron_r3.training.schedule import Schedule
 
@@ -37,7 +35,6 @@ class SkewPlan:
         seed: of the shuffle.
         domain: guests are among so many neighbouring ranks; None for the whole group.
         least_tokens: no guest has fewer.
-        placement: the file that says where the experts are; None for their order.
     """
 
     ep: Sequence[int]
@@ -48,7 +45,6 @@ class SkewPlan:
     seed: int = 1
     domain: int | None = None
     least_tokens: int = LEAST_TOKENS
-    placement: Path | None = None
 
 
 def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
@@ -71,10 +67,6 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
     """
     _check(store, plan)
     load_MLE = _loads(store)
-    if plan.placement is not None:
-        placement, info = Placement.read(plan.placement), store.info
-        placement.check_layers(f"--placement {plan.placement}", info.moe_layers, info.num_experts)
-        load_MLE = placement.loads(load_MLE)
     return {
         "directories": [str(directory) for directory in store.directories],
         "rollouts": len(store),
@@ -87,7 +79,6 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
         "seed": plan.seed,
         "domain": plan.domain,
         "least_tokens": plan.least_tokens,
-        "placement": None if plan.placement is None else str(plan.placement),
         "sizes": sizes_of_loads(load_MLE, plan),
     }
 

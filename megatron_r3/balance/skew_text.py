@@ -52,8 +52,6 @@ def skew_heading(numbers: dict[str, Any]) -> str:
     """What the table is about, in two lines."""
     names = " ".join(one_line(directory, 200) for directory in numbers["directories"])
     domain = f", guests among {numbers['domain']} neighbours" if numbers["domain"] else ""
-    file = numbers["placement"]
-    placed = f", experts as {one_line(file, 200)} places them" if file else ""
     sharing = numbers["ranks_per_rollout"]
     holders = "a rank" if sharing == 1 else f"for {sharing} ranks together"
     return (
@@ -61,7 +59,7 @@ def skew_heading(numbers: dict[str, Any]) -> str:
         f"{numbers['num_experts']} experts, top-{numbers['topk']}\n"
         "load of the busiest rank by the mean, over layers and micro-batches of "
         f"{numbers['micro_batch_size']} rollout(s) {holders}; guests of {numbers['least_tokens']} "
-        f"tokens and more{domain}{placed}"
+        f"tokens and more{domain}"
     )
 
 

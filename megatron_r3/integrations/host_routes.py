@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_r3.microbatch import MicrobatchRoutes
-from megatron_r3.placement import Placement
 from megatron_r3.rollout import MoEShape
 from megatron_r3.routes import Routes
 from megatron_r3.rows import PADDING, spread_padding
@@ -83,28 +82,6 @@ class RouteArrays:
         recorded_T = np.zeros(len(rows_T), bool)
         recorded_T[here_T] = self._routes.recorded_T[rows_T[here_T]]
         return ids_LTK, recorded_T
-
-
-class PlacedRoutes:
-    """Routes of a sampler for a model whose experts are in other places.
-
-    Args:
-        source: the routes as they were recorded.
-        placement: of the model, with the layers of `source`.
-    """
-
-    def __init__(self, source: RouteSource, placement: Placement) -> None:
-        self._source, self._placement = source, placement
-
-    @property
-    def info(self) -> MoEShape:
-        """The MoE layers of the model that sampled."""
-        return self._source.info
-
-    def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Places `[len(layers), T, K]` of these rows, and where they were recorded, bool `[T]`."""
-        ids_LTK, recorded_T = self._source.routes(rows_T, layers)
-        return self._placement.placed(ids_LTK, layers), recorded_T
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.integrations.host_routes import PlacedRoutes, RouteSource, read_routes
+from megatron_r3.integrations.host_routes import RouteSource, read_routes
 from megatron_r3.integrations.layers import local_routers, unwrapped
 from megatron_r3.integrations.layout import RankLayout
 from megatron_r3.integrations.planner import PLANNED_DISPATCHERS, Planner
 from megatron_r3.microbatch import MicrobatchRoutes, Mode
-from megatron_r3.placement import loaded_placement
 from megatron_r3.rollout import MoEShape
 
 
@@ -94,8 +93,7 @@ class ModelRoutes:
             with_plan: False leaves the plan out, for a pass that not all of these ranks make.
 
         Raises:
-            ValueError: the source is for another model, or names experts where the loaded weights
-                have places, or `rows_BS` is no int64 on the host.
+            ValueError: the source is for another model, or `rows_BS` is no int64 on the host.
         """
         if rows_BS.device.type != "cpu" or rows_BS.dtype != torch.int64 or rows_BS.dim() != 2:
             raise ValueError(
@@ -103,12 +101,6 @@ class ModelRoutes:
                 f"{rows_BS.dtype} {tuple(rows_BS.shape)} on {rows_BS.device}"
             )
         self._refuse_another_model(source.info)
-        if not isinstance(source, PlacedRoutes) and loaded_placement() is not None:
-            raise ValueError(
-                "the experts of the checkpoint that was loaded are in other places "
-                "(--hf-placement), and these routes name experts: give "
-                "PlacedRoutes(source, loaded_placement()), or import the weights without it"
-            )
         routes = read_routes(
             source, self.layout.router_order(rows_BS), self.layer_numbers, mean_tokens
         )

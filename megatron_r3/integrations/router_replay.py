@@ -44,7 +44,6 @@ from megatron_r3.ending import why_unpatched
 from megatron_r3.integrations.planner import PLANNED_DISPATCHERS, Planner
 from megatron_r3.integrations.target_routes import TargetRoutes
 from megatron_r3.microbatch import ACTIVE, MicrobatchRoutes, ReplayError
-from megatron_r3.placement import loaded_placement
 from megatron_r3.plan import LayerSizes
 from megatron_r3.replay import recording, replaying
 
@@ -251,7 +250,6 @@ def _forward_pass(block: Any, hooks: list[BoundTargets]) -> Iterator[None]:
             yield
         _keep_recorded(hooks, recorded)
     elif action == "replay_forward":
-        _refuse_placed_experts()
         routes = _targets_of(block, hooks)
         microbatch = routes.microbatch(_mismatch.wanted)
         microbatch.plan = _plan(block, routes)
@@ -266,20 +264,6 @@ def _forward_pass(block: Any, hooks: list[BoundTargets]) -> Iterator[None]:
         raise ReplayError(
             f"a forward pass began with the action {action}: recomputes replay by themselves, and "
             "a new forward pass needs its targets and the action replay_forward, record or none"
-        )
-
-
-def _refuse_placed_experts() -> None:
-    """Refuse targets for weights whose experts are in other places.
-
-    Targets that a sampler chose name experts, and those that RECORD kept name places. Both are
-    numbers from 0 to E - 1.
-    """
-    if loaded_placement() is not None:
-        raise ReplayError(
-            "the experts of the checkpoint that was loaded are in other places (--hf-placement), "
-            "and nobody knows whether the targets of RouterReplay name experts or places: import "
-            "the weights without it"
         )
 
 

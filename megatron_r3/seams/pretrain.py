@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_r3.launch import refuse_older_patches, watch_models
+from megatron_r3.launch import watch_models
 from megatron_r3.seams import deferred
 from megatron_r3.seams.rl import use_loop
 from megatron_r3.seams.router import RouterHook
@@ -24,7 +24,6 @@ from megatron_r3.training.dataset import FollowedRollouts, PackedRollouts, Rollo
 from megatron_r3.training.ledger import Ledger
 from megatron_r3.training.one_look import place_of_this_rank
 from megatron_r3.training.open_store import (
-    check_placement,
     check_use,
     open_store,
     warnings,
@@ -53,9 +52,8 @@ def use_rollouts(
     if args.rollouts is None and getattr(args, "perform_rl_step", False):
         return provider, use_loop(args, forward_step)
     if args.rollouts is None:
-        return provider, refuse_silence(forward_step, args)
+        return provider, refuse_silence(forward_step)
     try:
-        refuse_older_patches("--rollouts")
         # once more after check_args: a tokenizer may have set the vocabulary since
         options = RolloutOptions.from_args(args)
         store = open_store(options, place_of_this_rank(options.micro_batch_size))
@@ -164,7 +162,6 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
     def provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         try:
             _wait_for_the_first(options, store)
-            check_placement(options, store, step.progress.placement())
             train = training_data(sizes[0])
             if step.old_pass is not None:
                 # The pass runs beside the thread that prepares micro-batches: data of its own.

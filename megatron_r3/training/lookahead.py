@@ -20,14 +20,11 @@ from torch import Tensor
 
 from megatron_r3.integrations.host_routes import (
     HostRoutes,
-    PlacedRoutes,
-    RouteSource,
     read_routes,
 )
 from megatron_r3.integrations.layout import RankLayout
 from megatron_r3.integrations.planner import Planner
 from megatron_r3.kept import KeptSets
-from megatron_r3.placement import Placement
 from megatron_r3.plan import LayerSizes
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.training.dataset import SEQUENCE_FIELDS
@@ -72,7 +69,6 @@ class Preparer:
             recorded, because one update uses a collection: these tokens choose live, once.
         reads_kept: whether the chunk's loss needs what the sampler kept of the vocabulary.
         replays: whether routers take routes; else they are live, and only compared.
-        placement: where the model's experts are; None where they are in the sampler's order.
     """
 
     def __init__(
@@ -86,9 +82,7 @@ class Preparer:
         old: OldPolicy | None = None,
         reads_kept: bool = False,
         replays: bool = True,
-        placement: Placement | None = None,
     ) -> None:
-        self.source: RouteSource = store if placement is None else PlacedRoutes(store, placement)
         self.store, self.layout, self.layer_numbers = store, layout, layer_numbers
         self.reads_routes, self.planner, self.old = reads_routes, planner, old
         self.reads_kept, self.replays = reads_kept, replays
@@ -119,7 +113,7 @@ class Preparer:
 
     def read_routes(self, rows_T: Tensor, mean_tokens: float) -> HostRoutes:
         """The routes of these rows in this chunk's layers."""
-        return read_routes(self.source, rows_T, self.layer_numbers, mean_tokens)
+        return read_routes(self.store, rows_T, self.layer_numbers, mean_tokens)
 
     def _apply(self, source_T: np.ndarray, routes: HostRoutes, collection: int | None) -> None:
         """Give each token the routes of its source; `routes` has those of the rollouts.

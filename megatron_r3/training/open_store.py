@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.fingerprint import policy_stamp
-from megatron_r3.placement import Placement
 from megatron_r3.policies.published import published
 from megatron_r3.store.follow import Lookout, open_stores
 from megatron_r3.store.index import numbered
@@ -109,23 +108,6 @@ def check_use(options: RolloutOptions, store: RolloutStore) -> None:
             f"(--rollouts-advantages {name}) and nothing would be learned: sample several of each "
             f"prompt, or store advantages and give --rollouts-advantages {STORED}"
         )
-
-
-def check_placement(
-    options: RolloutOptions, store: RolloutStore, placement: Placement | None
-) -> None:
-    """Refuse rollouts whose routes have no place in the model that was loaded.
-
-    Args:
-        placement: where the experts of the loaded model are; None where they are in their order.
-
-    Raises:
-        ValueError: it is a placement of other layers, or of another number of experts.
-    """
-    # routes of another model than the trainer's are not read (`step.py`, `_has_routes`)
-    if placement is not None and not options.shape_differences(store.info):
-        where = f"the checkpoint that was loaded, with {options.where}"
-        placement.check_layers(where, store.info.moe_layers, store.info.num_experts)
 
 
 def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:

@@ -4,8 +4,6 @@ The sampler's routers are stamped into a store (`megatron_r3.fingerprint`). The 
 rollout of a stamped policy is used, the stamp is compared with this rank's own routers. After the
 first update the weights differ from those that sampled, so a stamp that was accepted once stays
 accepted; the age of a rollout is bounded by --rollouts-max-lag.
-
-Shape suffixes (docs/glossary.md): E.
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron_r3.fingerprint import router_digest, router_fingerprint
-from megatron_r3.placement import Placement
 from megatron_r3.policies.published import version_name
 from megatron_r3.store.reader import RolloutStore
 from megatron_r3.store.shard import Shard
@@ -32,7 +28,6 @@ class PolicyCheck:
     Args:
         routers: the chunk's routers by Megatron's layer number; empty where no router can be
             compared, as in a dense model.
-        placement: where the model's experts are; None where they are in the sampler's order.
     """
 
     def __init__(
@@ -41,10 +36,8 @@ class PolicyCheck:
         store: RolloutStore,
         ledger: Ledger,
         routers: dict[int, Any],
-        placement: Placement | None = None,
     ) -> None:
         self.options, self.store, self.ledger, self.routers = options, store, ledger, routers
-        self.placement = placement
         self._accepted: set[tuple[str, ...]] | None = None  # stamps; None before the first check
 
     def check(self, rollouts: list[int]) -> None:
@@ -121,16 +114,10 @@ class PolicyCheck:
         infos = np.unique(index.table["info"][: last + 1]).tolist()
         return {index.infos[place].router_fingerprint for place in infos}
 
-    def _in_order(self, number: int, weight: Any) -> Any:
-        """A router's weight with the rows of its experts as the sampler has them."""
-        if self.placement is None or (place_E := self.placement.of_layer(number - 1)) is None:
-            return weight
-        return weight.detach()[torch.from_numpy(place_E).to(weight.device)]
-
     def _compare(self, stamp: tuple[str, ...]) -> None:
         for number, router in sorted(self.routers.items()):
             trace = self.store.info.moe_layers.index(number - 1)
-            here = router_digest(self._in_order(number, router.weight))
+            here = router_digest(router.weight)
             if here != stamp[trace]:
                 refuse(
                     f"{self.options.where}: sampled from another policy: the router of layer "

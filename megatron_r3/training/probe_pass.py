@@ -3,7 +3,7 @@
 A published policy carries the probe, and a sampler that is given the policy must show the same
 (megatron_r3/policies/probe.py).
 
-Shape suffixes (docs/glossary.md): B, E, K, N, P, S, T.
+Shape suffixes (docs/glossary.md): B, K, N, P, S, T.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_r3.integrations.layers import unwrapped
 from megatron_r3.integrations.layout import RankLayout
 from megatron_r3.microbatch import MicrobatchRoutes
-from megatron_r3.placement import Placement
 from megatron_r3.policies.probe import Probe, probe_tokens
 from megatron_r3.rows import PADDING
 from megatron_r3.training.forward import forward_only, on_device, run_forward
@@ -36,7 +35,6 @@ class ProbePass:
         options: of the training.
         vocab_size: of the sampler, without padding.
         layers_of: the MoE layers of a model chunk whose routers can be asked, Megatron's numbers.
-        placement: where the model's experts are; None where they are in the sampler's order.
     """
 
     def __init__(
@@ -44,10 +42,8 @@ class ProbePass:
         options: RolloutOptions,
         vocab_size: int,
         layers_of: LayersOf,
-        placement: Placement | None = None,
     ) -> None:
         self.options, self.vocab_size, self._layers_of = options, vocab_size, layers_of
-        self._placement = placement
         self._layout = RankLayout(options.sequence_parallel)
         self.tokens_PN = probe_tokens(vocab_size, options.seq_length)
         self._logprobs: list[tuple[Tensor, Tensor]] = []  # rows and values
@@ -116,11 +112,6 @@ class ProbePass:
 
         return output, keep
 
-    def _experts(self, layer: int, places_TK: np.ndarray) -> np.ndarray:
-        """The experts at these places of a layer, as the sampler numbers them."""
-        place_E = None if self._placement is None else self._placement.of_layer(layer - 1)
-        return places_TK if place_E is None else np.argsort(place_E)[places_TK]
-
     def _gather(self) -> Probe | None:
         mine = (
             [
@@ -145,8 +136,7 @@ class ProbePass:
             for rows, some in logprobs:
                 values[rows[rows >= 0]] = some[rows >= 0]
                 is_computed[rows[rows >= 0]] = True
-            for layer, rows, places in routes:
-                chosen = self._experts(layer, places)
+            for layer, rows, chosen in routes:
                 ids[layers.index(layer), rows[rows >= 0]] = chosen[rows >= 0]
         # position t predicts token t + 1, and nobody predicts the first token
         logprobs_PN = np.zeros((num, length), np.float32)

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_r3.placement import Placement, placement_of
-
 Entries = list[dict[str, Any]]  # what `megatron_r3.training.ledger` writes
 
 
@@ -40,9 +38,6 @@ class Progress(Protocol):
 
     def remembered(self) -> Entries:
         """The entries of the checkpoint that was loaded; empty where it has none."""
-
-    def placement(self) -> Placement | None:
-        """Where the experts of the loaded weights are; None where they are in their order."""
 
 
 class MegatronProgress:
@@ -89,14 +84,6 @@ class MegatronProgress:
             entries = [getattr(saved, "rollouts_used", None)]
         torch.distributed.broadcast_object_list(entries, src=0)
         return list(entries[0] or [])
-
-    def placement(self) -> Placement | None:
-        """Where the experts of the loaded weights are; Megatron's load has put it there.
-
-        Raises:
-            ValueError: the checkpoint's placement cannot be read.
-        """
-        return placement_of(self._args)
 
 
 def checkpoint_directories(args: Any, base: str | None) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from megatron_r3.integrations.layers import local_routers
-from megatron_r3.placement import Placement
 from megatron_r3.policies.probe import Probe
 from megatron_r3.policies.published import (
     MANIFEST,
@@ -37,7 +36,6 @@ from megatron_r3.untrusted import read_json
 from megatron_r3.weights.bridge import VARIABLE, choice_of_environment, chosen_family
 from megatron_r3.weights.directory import dtype_of
 from megatron_r3.weights.family import Family
-from megatron_r3.weights.placed import placed
 from megatron_r3.weights.policy import write_policy
 from megatron_r3.weights.ranks import everyones, on_first_rank
 
@@ -50,7 +48,6 @@ class Publisher:
         training: its options.
         observe: lets a router without a hook answer to the active microbatch; called with the
             router and its layer number.
-        placement_of: where the experts of the loaded model are; asked once it is loaded.
     """
 
     def __init__(
@@ -58,10 +55,7 @@ class Publisher:
         options: PublishOptions,
         training: RolloutOptions,
         observe: Callable[[Any, int], None],
-        placement_of: Callable[[], Placement | None],
     ) -> None:
-        self._placement_of = placement_of
-        self._placement: Placement | None = None
         self.options, self._training, self._observe = options, training, observe
         self._events = RunDirectory(options.directory.parent)
         self._models: list[Any] = []
@@ -95,8 +89,7 @@ class Publisher:
         started, self._done = time.monotonic(), iteration
         version = iteration // self.options.interval
         if self._probe is None:
-            self._placement = self._loaded_placement()
-            self._probe = ProbePass(self._training, self.vocab_size, self._layers, self._placement)
+            self._probe = ProbePass(self._training, self.vocab_size, self._layers)
         probe = self._probe.run(self._models)
         try:
             size = self._write(version, iteration, probe)
@@ -138,8 +131,7 @@ class Publisher:
 
         if self._family is None:
             like = self.options.like
-            family = chosen_family(self._bridge, like, self._models, VARIABLE)
-            self._family = placed(family, self._placement, "the checkpoint that was loaded")
+            self._family = chosen_family(self._bridge, like, self._models, VARIABLE)
         size = write_policy(
             self._models,
             target if again is None else again,
@@ -154,12 +146,6 @@ class Publisher:
         if torch.distributed.get_rank() == 0:
             shutil.rmtree(again)
         return 0
-
-    def _loaded_placement(self) -> Placement | None:
-        try:
-            return self._placement_of()
-        except ValueError as error:
-            refuse(str(error))
 
     def _noted(self) -> set[Any]:
         """The versions that have an event."""

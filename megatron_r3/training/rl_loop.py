@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_r3.integrations.layers import layers_with_gradients, unwrapped
 from megatron_r3.integrations.model_routes import ModelRoutes
 from megatron_r3.microbatch import MicrobatchRoutes
-from megatron_r3.placement import loaded_placement
 from megatron_r3.replay import WHY_UNTAKEN, replaying
 from megatron_r3.rows import PADDING
 from megatron_r3.training.metrics import StepMetrics
@@ -75,11 +74,6 @@ class LoopReplay:
             turns = read_turns(rows, rollouts, options.group_size, first_group)
             self.turns = TurnRoutes(options.shape, turns)
             self._refuse_missing()
-            if loaded_placement() is not None:
-                raise ValueError(
-                    "--load: the checkpoint has its experts at other places (--hf-placement), and "
-                    "nobody has shown replay in the RL loop with one; import the weights without it"
-                )
             if torch.distributed.get_rank() == 0:
                 self._announce()
                 if options.store is not None:

@@ -121,7 +121,7 @@ class RolloutStep:
             self.old_pass = self._parts.old_pass(options, store, ledger)
         self.publisher = None
         if options.publish is not None:
-            self.publisher = Publisher(options.publish, options, observe, progress.placement)
+            self.publisher = Publisher(options.publish, options, observe)
         self._witness = None
         if options.verify_dispatch:
             old = None if self.old_pass is None else self.old_pass.policy
@@ -228,14 +228,14 @@ class RolloutStep:
 
     def _equip(self, module: torch.nn.Module) -> _Chunk:
         """Make what belongs to a model chunk, and put hooks into its routers and experts."""
-        options, placement = self.options, self.progress.placement()
+        options = self.options
         routers = local_routers(module) if self._has_routes else {}
         layer_numbers = sorted(routers)
         for number, router in routers.items():
             if router.router_replay is None:  # training routes live: the router only observes
                 self._observe(router, number)
         if self._witness is not None and self._has_routes:
-            self._witness.attach(module, self.metrics, placement)
+            self._witness.attach(module, self.metrics)
         planner = None
         if routers and options.use_plan:
             planner = self._parts.planner(next(iter(routers.values())).config, layer_numbers)
@@ -252,9 +252,8 @@ class RolloutStep:
                 old=None if self.old_pass is None else self.old_pass.policy,
                 reads_kept=(computes_loss and self.store.info.sampling.logprobs_of == "processed"),
                 replays=options.replays_routes,
-                placement=placement,
             ),
-            policies=PolicyCheck(options, self.store, self.ledger, routers, placement),
+            policies=PolicyCheck(options, self.store, self.ledger, routers),
         )
         self._chunks[module] = chunk
         if computes_loss:

@@ -190,7 +190,7 @@ def _refuse_routes(args: Any) -> None:
     source = _one_of(args, "moe_router_replay_source", SOURCES, "rollout")
     _one_of(args, "moe_router_replay_stale_source", SOURCES[1:], "live")
     for name, default in (_OF_SOURCES | _OF_REPLAY).items():
-        value = getattr(args, name)
+        value = getattr(args, name, default)
         if value != default and (why := _does_nothing(args, name, source)):
             given = _flag(name) if value is True else f"{_flag(name)} {value}"
             if value is False:

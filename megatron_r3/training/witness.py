@@ -4,7 +4,7 @@ A dispatcher moves hidden states without arithmetic, so a token's hidden state i
 expert by its bytes. Neither the router nor the replay is asked what it did. Two tokens with the
 same bytes are the same computation, so counting them as a multiset loses nothing.
 
-Shape suffixes (docs/glossary.md): E, H, I, K, L, P, T.
+Shape suffixes (docs/glossary.md): H, I, K, L, P, T.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_r3.integrations.layers import local_moe_layers
 from megatron_r3.microbatch import MicrobatchRoutes
-from megatron_r3.placement import Placement
 from megatron_r3.replay import active_microbatch
 from megatron_r3.rollout import MoEShape, Rollout
 from megatron_r3.rows import PADDING
@@ -100,7 +99,6 @@ class DispatchWitness:
 
     def __init__(self, store: Records, old: OldPolicy | None = None) -> None:
         self.store, self.old = store, old
-        self.placement: Placement | None = None
         self.rows: WeakKeyDictionary[MicrobatchRoutes, Rows] = WeakKeyDictionary()
 
     def watch(self, microbatch: MicrobatchRoutes, rows_T: np.ndarray, source_T: np.ndarray) -> None:
@@ -113,15 +111,8 @@ class DispatchWitness:
         """
         self.rows[microbatch] = rows_T, source_T
 
-    def attach(
-        self, model: torch.nn.Module, result: Counter, placement: Placement | None = None
-    ) -> None:
-        """Put hooks before dispatch and before the experts of every MoE layer of a model chunk.
-
-        Args:
-            placement: where the model's experts are; None where they are in the sampler's order.
-        """
-        self.placement = placement
+    def attach(self, model: torch.nn.Module, result: Counter) -> None:
+        """Put hooks before dispatch and before the experts of every MoE layer of a model chunk."""
         for number, layer in local_moe_layers(model).items():
             self._attach_layer(number, layer, result)
 
@@ -184,7 +175,6 @@ class DispatchWitness:
 
     def _in_store(self, number: int, rows_T: np.ndarray) -> dict[int, np.ndarray]:
         trace = self.store.info.moe_layers.index(number - 1)
-        place_E = None if self.placement is None else self.placement.of_layer(number - 1)
         rollouts: dict[int, Any] = {}
         routes: dict[int, np.ndarray] = {}
         for token, row in enumerate(rows_T.tolist()):
@@ -198,8 +188,7 @@ class DispatchWitness:
                     # a recompute calls this in the backward pass, where nothing catches an error
                     refuse(str(error))
             if rollouts[rollout].recorded_T[at]:
-                ids_K = rollouts[rollout].ids_LTK[trace, at]
-                routes[token] = ids_K if place_E is None else place_E[ids_K]
+                routes[token] = rollouts[rollout].ids_LTK[trace, at]
         return routes
 
 

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_r3.integrations.layers import unwrapped
 from megatron_r3.launch import built_from
-from megatron_r3.placement import ATTRIBUTE
 from megatron_r3.untrusted import one_line
 from megatron_r3.weights.family import VOCABULARY
 from megatron_r3.weights.known import differing
@@ -57,7 +56,7 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
 
     Args:
         models: this rank's model chunks.
-        args: Megatron's. They say afterwards where the checkpoint's experts are (placement.py).
+        args: Megatron's.
 
     Raises:
         ValueError: the checkpoint cannot be read, or has other tensors, shapes or settings than
@@ -149,8 +148,6 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
 
     def compared_args(saved: Any, **more: Any) -> None:
         check_args(saved, **more)
-        # as a patched Megatron does; an export works on a tree without patches too
-        setattr(args, ATTRIBUTE, getattr(saved, ATTRIBUTE, None))
         others = differing(saved, args, built_from(args))
         if said := [f"{name} {then}, the arguments say {now}" for name, then, now in others]:
             raise ValueError(f"it has {'; '.join(said)}: give each as the checkpoint has it")

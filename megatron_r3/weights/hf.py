@@ -18,15 +18,13 @@ from typing import Any
 import torch
 
 from megatron_r3.integrations.layers import unwrapped
-from megatron_r3.launch import build_models, initialize, refuse_older_patches
-from megatron_r3.placement import ATTRIBUTE, Placement, placement_of
+from megatron_r3.launch import build_models, initialize
 from megatron_r3.untrusted import one_line
 from megatron_r3.weights.bridge import BRIDGES, CHOICES, OPTION, choose, chosen_family
 from megatron_r3.weights.checkpoint import check_load, check_save, load_whole, save_whole
 from megatron_r3.weights.directory import CONFIG, check_target, dtype_of, read_config
 from megatron_r3.weights.families import family_of
 from megatron_r3.weights.family import Family, settings_of
-from megatron_r3.weights.placed import placed
 from megatron_r3.weights.policy import read_policy, write_policy
 from megatron_r3.weights.ranks import my_rank, on_first_rank, together
 
@@ -44,13 +42,6 @@ def _arguments(parser: Any) -> Any:
         type=Path,
         metavar="DIR",
         help="with --hf-export: take config.json and the tokenizer of this transformers directory",
-    )
-    group.add_argument(
-        "--hf-placement",
-        type=Path,
-        metavar="FILE",
-        help="with --hf-import: put the experts of each layer where this file of `megatron-r3 "
-        "rollouts place` says; the checkpoint remembers it, and --hf-export puts them back",
     )
     group.add_argument(
         OPTION,
@@ -71,19 +62,13 @@ def _run() -> None:
         raise ValueError("give --hf-export DIR (with --load) or --hf-import DIR (with --save)")
     # refuse what can be refused before the model is built, which takes long
     on_first_rank(lambda: _check(args))
-    file = args.hf_placement
-    placement = None if file is None else together(lambda: Placement.read(file))
     models = build_models(args)
     family = _family(args, models)
     if args.hf_import is not None:
-        family = placed(family, placement, f"--hf-placement {file}")
         read_policy(models, args.hf_import, family, vocab_size=args.vocab_size)
-        if placement is not None:
-            setattr(args, ATTRIBUTE, placement.to_json())
         save_whole(models, args)
         return
     load_whole(models, args)
-    family = placed(family, together(lambda: placement_of(args)), f"--load {args.load}")
     dtype = torch.bfloat16
     if (like := args.hf_like) is not None:
         dtype = together(lambda: dtype_of(read_config(like), like / CONFIG))
@@ -106,17 +91,10 @@ def _check(args: Any) -> None:
     if directory is not None:
         choose(args.hf_bridge, read_config(directory), directory / CONFIG)
     if args.hf_import is not None:
-        if args.hf_placement is not None:
-            refuse_older_patches("--hf-placement")
         if args.hf_like is not None:
             raise ValueError("--hf-like is for --hf-export; --hf-import DIR has a config.json")
         check_save(args)
         return
-    if args.hf_placement is not None:
-        raise ValueError(
-            "--hf-placement is for --hf-import; a checkpoint knows where its experts are, and "
-            "--hf-export puts them back"
-        )
     if args.hf_like is None and args.hf_bridge in BRIDGES:
         raise ValueError(
             f"{OPTION} {args.hf_bridge} needs --hf-like DIR, whose config.json says what model it "

@@ -20,7 +20,6 @@ import torch
 import transformers
 
 from megatron_r3.cpu import CPU_ARGS
-from megatron_r3.placement import Placement
 from megatron_r3.weights.families import FAMILIES
 
 VOCABULARY, SEQUENCE, BATCH = 60, 16, 2
@@ -219,24 +218,6 @@ def move(rank: int, folder: Path, out: Path, more: tuple[str, ...] = ()) -> Comp
     computed = compute_in_megatron(models)
     write_policy(models, out, dtype=torch.float32, vocab_size=args.vocab_size)
     write_policy(models, out.with_name("bfloat16"), vocab_size=args.vocab_size)
-    return computed
-
-
-def move_placed(
-    rank: int, folder: Path, out: Path, placement: Placement, more: tuple[str, ...] = ()
-) -> Computed:
-    """In a rank: read a directory with its experts placed, compute, and write the model again."""
-    from megatron_r3.weights import policy
-    from megatron_r3.weights.families import family_named
-    from megatron_r3.weights.placed import placed
-
-    models, args = build(folder, more)
-    described = json.loads((folder / "config.json").read_text())
-    family = placed(family_named(described["model_type"], folder), placement, "here")
-    policy.read_policy(models, folder, family, vocab_size=args.vocab_size)
-    computed = compute_in_megatron(models)
-    policy.write_policy(models, out, family, dtype=torch.float32, vocab_size=args.vocab_size)
-    policy.write_policy(models, out.with_name("other"), dtype=torch.float32, vocab_size=60)
     return computed
 
 

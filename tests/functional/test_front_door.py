@@ -9,7 +9,6 @@ import contextlib
 import re
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,7 @@ from megatron_r3.integrations import (
     replaying,
     router_mismatch,
 )
-from megatron_r3.integrations.host_routes import PlacedRoutes
 from megatron_r3.microbatch import MicrobatchRoutes, ReplayError
-from megatron_r3.placement import ATTRIBUTE, Placement
 from megatron_r3.replay import active_microbatch
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
@@ -241,12 +238,6 @@ def refused(rank: int, name: str) -> str:
             "layers": lambda: RouteArrays(ids_LTK[:3], EXPERTS, (0, 1, 3)),
         }.get(name, drawn_routes)()
         rows = whole["rows"].int() if name == "dtype" else whole["rows"]
-        if name.startswith("place"):
-            from megatron.training import global_vars
-
-            there = Placement(tuple(range(LAYERS)), np.tile(np.arange(EXPERTS)[::-1], (LAYERS, 1)))
-            global_vars._GLOBAL_ARGS = SimpleNamespace(**{ATTRIBUTE: there.to_json()})
-            source = PlacedRoutes(source, there) if name == "placed" else source
         model_routes.microbatch(source, rows + 5 * (name == "rows"))
     except (ValueError, IndexError) as error:
         return str(error)
@@ -261,8 +252,6 @@ def refused(rank: int, name: str) -> str:
         ("layers", r"no routes for the layers \[3\]"),
         ("dtype", "int64 tensor"),
         ("rows", "row 27 of 27 rows"),
-        ("places", r"give PlacedRoutes\(source, loaded_placement\(\)\)"),
-        ("placed", "^$"),
     ],
 )
 def test_what_does_not_fit_is_refused(patched: TreeWorker, name: str, message: str) -> None:

@@ -1,20 +1,16 @@
 """RouterReplay's interface beside other models, after mistakes, and switched off.
 
-Shape suffixes (docs/glossary.md): E, K, L, T.
+Shape suffixes (docs/glossary.md): K, T.
 """
 
 from __future__ import annotations
 
-import importlib
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from router_targets import (
     ASKED,
-    EXPERTS,
     FULL,
     clear,
     equal,
@@ -27,7 +23,6 @@ from tiny import config, loss_and_gradients, model, start
 
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.integrations import MicrobatchRoutes, local_routers, replaying
-from megatron_r3.placement import ATTRIBUTE, Placement
 from megatron_r3.replay import active_microbatch
 
 # -- several models, several passes
@@ -194,31 +189,6 @@ def test_a_mistake_is_one_error_and_leaves_nothing_behind(patched: TreeWorker) -
     assert "moe_enable_routing_replay: with overlap_moe_expert_parallel_comm" in told["overlap"]
     left = {name: value for name, value in told.items() if value is not True and ":" in name}
     assert not left, left
-
-
-def on_a_placed_checkpoint(rank: int) -> list[str]:
-    """What happens to targets, to RECORD and to a live pass once such a checkpoint was loaded."""
-    import megatron_r3.integrations.router_replay  # noqa: F401
-
-    start()
-    gpt = model(config(**ASKED))
-    told = []
-    for place_LE in (None, np.tile(np.arange(EXPERTS)[::-1], (4, 1))):
-        args = None if place_LE is None else Placement((0, 1, 2, 3), place_LE).to_json()
-        global_vars = importlib.import_module("megatron.training.global_vars")
-        global_vars._GLOBAL_ARGS = SimpleNamespace(**{ATTRIBUTE: args})
-        for action in ("replay_forward", "record"):
-            give(gpt, targets(), action)
-            told.append(refusal(lambda: forward(gpt)))
-            clear()
-        told.append(refusal(lambda: forward(gpt)))
-    return told
-
-
-def test_targets_for_placed_experts_are_refused(patched: TreeWorker) -> None:
-    (told,) = patched.run(on_a_placed_checkpoint, 1)
-    assert "whether the targets of RouterReplay name experts or places" in told[3]
-    assert told[:3] + told[4:] == ["not refused"] * 5
 
 
 def on_an_unpatched_tree(rank: int) -> str:

@@ -25,7 +25,6 @@ from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from megatron_r3 import launch
 from megatron_r3.cli import main
-from megatron_r3.placement import ATTRIBUTE
 from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
 
@@ -134,33 +133,6 @@ def trained_with(rank: int, checkpoint: Path, name: str, value: Any) -> None:
     assert getattr(saved["args"], name) != value
     setattr(saved["args"], name, value)
     torch.save(saved, file)
-
-
-def import_and_forget(rank: int, argv: list[str]) -> None:
-    """The same, and the checkpoint does not remember where its experts are."""
-    from megatron_r3.weights import hf
-
-    hf.ATTRIBUTE = "of_nobody"
-    import_weights(rank, argv)
-
-
-def train_by_experts(rank: int, argv: list[str]) -> None:
-    """Train a placed checkpoint with routes as the sampler has them; a fault for controls."""
-    from megatron_r3.integrations.host_routes import PlacedRoutes
-
-    PlacedRoutes.routes = lambda self, *which: self._source.routes(*which)  # type: ignore
-    train(rank, argv)
-
-
-def older_patches(rank: int, argv: list[str]) -> None:
-    """Train where `load_checkpoint` is that of a tree without patch 15."""
-    from megatron.training import checkpointing
-
-    code = checkpointing.load_checkpoint.__code__
-    names = tuple("of_nobody" if name == ATTRIBUTE else name for name in code.co_names)
-    assert names != code.co_names
-    checkpointing.load_checkpoint.__code__ = code.replace(co_names=names)
-    train(rank, argv)
 
 
 def differences(rank: int, argv: list[str]) -> list[torch.Tensor]:

@@ -63,7 +63,6 @@ RUN_BY = [
     (r"python -m fidelity\.run --quick\b", "by hand: .ci/newer"),
     (r"megatron-r3 apply\b", "tests/unit/patching/test_cli.py::test_a_whole_round"),
     (r"megatron-r3 megatron\b", f"{PATCHING}test_fetch.py::test_a_commit_is_fetched_alone"),
-    (r"megatron-r3 rollouts place\b", "tests/unit/balance/test_place.py::test_the_command_writes"),
     (r"megatron-r3 rollouts skew\b", "tests/unit/balance/test_skew.py::test_the_command_prints"),
     (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
     (r"python -m demo.policy\b", CONTAINERS),  # its first step
@@ -135,10 +134,6 @@ RUN_BY = [
         "tests/functional/test_serve.py::test_the_command_of_the_page_is_the_one_that_runs_here",
     ),
     (r"torchrun .*hf\.py --hf-export\b", "tests/functional/test_hf.py::test_import_and_export"),
-    (
-        r"torchrun .*hf\.py --hf-import DIR --hf-placement\b",
-        "tests/functional/test_placement.py::test_an_export",
-    ),
     (r"torchrun .*hf\.py --hf-import\b", "tests/functional/test_hf.py::test_import_and_export"),
     (
         r"torchrun .*pretrain_gpt\.py .*--rollouts-follow\b",

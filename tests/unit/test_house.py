@@ -44,7 +44,7 @@ FLOORS = [
     integrations
     replay replayable
     microbatch
-    placement plan gate store rows truth policies
+    plan gate store rows truth policies
     rollout fingerprint guests
     routes kept
     untrusted values lazy ending
