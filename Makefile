@@ -151,9 +151,9 @@ clients: megatron $(BUILD)/clients/.done  ## run the code of RL frameworks on me
 	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients SKYRL="$(SKYRL)" NEMO_RL="$(NEMO_RL)" BRIDGE="$(BRIDGE)" \
 		$(VENV)/bin/python -m pytest tests/clients $(if $(ONLY),-k "$(ONLY)")
 
-bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: live, replay, replay with a plan
+bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: live, replay, with a plan (ONLY=CASE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
-		--rounds $(ROUNDS)
+		--rounds $(ROUNDS) --only "$(ONLY)"
 
 bench-update: megatron  ## measure what the pass of the old policy costs a collection of mini-steps (ONLY=CASE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.update --out $(BUILD)/bench/update.json \

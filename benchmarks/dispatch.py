@@ -1,6 +1,6 @@
 """`make bench-dispatch`: what a MoE layer waits for and a step costs, with and without a plan.
 
-    python -m benchmarks.dispatch --out build/bench/dispatch.json [--rounds 32]
+    python -m benchmarks.dispatch --out build/bench/dispatch.json [--rounds 32] [--only CASE]
 
 It trains in three ways on the same rollouts at the same load (the routes are those of the live
 router): live, replayed without a plan, and replayed with one. A round has a step of each way, in an
@@ -33,7 +33,7 @@ from megatron_r3.routes import Routes
 from megatron_r3.store import Rollout, StoreInfo, write_shard
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
-LAYOUTS = [(ep, recompute) for ep in (1, 2, 4) for recompute in (False, True)]
+CASES = {f"EP{ep}{' full' * full}": (ep, full) for ep in (1, 2, 4) for full in (False, True)}
 # a Qwen3-MoE of 4 layers, 16 experts, top-4
 MODEL = """
 --num-layers 4 --hidden-size 128 --num-attention-heads 4
@@ -55,7 +55,8 @@ HEAD = (
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every layout."""
-    args = Command("dispatch", __doc__, "steps of each way at most, in a layout").parse(argv)
+    rounds = "steps of each way at most, in a layout"
+    args = Command("dispatch", __doc__, rounds, cases=CASES).parse(argv)
     machine = {**machine_at_start(), "device": "cpu, gloo"}
     rows = []
     print("by MoE layer and pass: host waits, copies to the host, metadata collectives;")
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"those of live at {CONFIDENCE:.0%}; load at start: {machine['load']}", flush=True)
     print(HEAD, flush=True)
     with rig() as (worker, name, argv_of_rig):
-        for ep, recompute in LAYOUTS:
+        for ep, recompute in args.cases.values():
             more = ["--expert-model-parallel-size", str(ep), *(FULL if recompute else [])]
             timeout_s = 600 + 30 * args.rounds
             results = worker.run(timed, ep, [*argv_of_rig, *more], args.rounds, timeout_s=timeout_s)

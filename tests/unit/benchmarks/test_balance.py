@@ -109,7 +109,7 @@ def test_a_simulation_says_what_it_is(
 
 
 def test_ci_runs_a_case_of_each() -> None:
-    asked = dict(re.findall(r"^step make (bench-balance\S*) .*\bONLY=(\S+)", CI.read_text(), re.M))
+    asked = dict(re.findall(r"^\w.* make (bench-balance\S*) .*\bONLY=(\S+)", CI.read_text(), re.M))
     assert [n for n in CASES if asked["bench-balance"] in n] == ["EP2, 75 %, 2 slots"]
     simulated = asked["bench-balance-simulated"]
     assert [n for n in balance_simulated.CASES if simulated in n] == ["DeepSeek-V3, low"]
