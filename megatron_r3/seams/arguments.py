@@ -1,15 +1,22 @@
-"""Other half of the arguments patch: refuse arguments and stores before training starts."""
+"""Other half of the arguments patch: the options, and what is refused before training starts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_r3.replayable import refusals
-from megatron_r3.seams.option import recording_refusals
-from megatron_r3.training.open_store import open_store
-from megatron_r3.training.options import RolloutOptions, refuse_without_rollouts
-from megatron_r3.training.refuse import refuse
-from megatron_r3.training.rl_options import refuse_in_loop
+from megatron_r3.training.option_table import (
+    BY_NAME,
+    OPTIONS,
+    add_to,
+    look,
+    refuse_without_rollouts,
+)
+
+
+def add_args(parser: Any) -> Any:
+    """Add the options of a training on rollouts to Megatron's parser, and give the parser back."""
+    add_to(parser)
+    return parser
 
 
 def check_args(args: Any) -> None:
@@ -20,8 +27,19 @@ def check_args(args: Any) -> None:
     soon as they can tell each other what one of them found (seams/pretrain.py).
 
     Args:
-        args: Megatron's validated arguments.
+        args: Megatron's validated arguments. Nothing is looked at if they ask for nothing of ours.
     """
+    given = (getattr(args, option.name) for option in OPTIONS if not option.field)
+    if not args.moe_router_replay and all(one is None for one in given):
+        return
+    # imported here, because every training passes through this file, and most need none of it
+    from megatron_r3.replayable import refusals
+    from megatron_r3.seams.option import recording_refusals
+    from megatron_r3.training.open_store import open_store
+    from megatron_r3.training.options import RolloutOptions
+    from megatron_r3.training.refuse import refuse
+    from megatron_r3.training.rl_options import refuse_in_loop
+
     if args.moe_router_replay:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -30,13 +48,7 @@ def check_args(args: Any) -> None:
             refuse("--moe-router-replay: " + "; ".join(reasons))
     in_loop = args.rollouts is None and getattr(args, "perform_rl_step", False)
     try:
-        if getattr(args, "rl_write_rollouts", None) is not None and not (
-            in_loop and args.moe_router_replay
-        ):
-            raise ValueError(
-                "--rl-write-rollouts writes what Megatron's RL loop samples: give it with "
-                "--perform-rl-step and --moe-router-replay, without --rollouts"
-            )
+        BY_NAME["rl_write_rollouts"].refuse(args, look)
         if in_loop and args.moe_router_replay:
             refuse_in_loop(args)
         elif args.rollouts is None:

@@ -7,6 +7,7 @@ takes the options, so a test or another trainer can make them without a Megatron
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,26 +15,11 @@ from megatron_r3.integrations.layers import hybrid_pattern, moe_layer_indices
 from megatron_r3.integrations.planner import PLANNED_DISPATCHERS
 from megatron_r3.rollout import MoEShape
 from megatron_r3.training.losses.loss import LossOptions
+from megatron_r3.training.option_table import OPTIONS, refuse_options, value
 from megatron_r3.training.progress import checkpoint_directories
 from megatron_r3.training.publish_options import PublishOptions
 from megatron_r3.training.schedule import UseOfRollouts
 from megatron_r3.training.update_options import read_loss, read_use, refuse_update
-
-# Megatron's other ways to make batches, losses or a model's parts, and why each is refused
-NOT_WITH_ROLLOUTS = {
-    "sft": "it brings its own batches",
-    "perform_rl_step": "it samples and trains in a loop of its own",
-    "skip_train": "no rollout would be trained on; leave --rollouts out",
-    "hybrid_context_parallel": "it moves whole samples between ranks",
-    "logits_load_dir": "it brings its own loss",
-    "use_legacy_models": "they have routers of their own",  # the option exists up to 0.17
-    "use_megatron_fsdp": "replay was not proved on sharded modules",
-    "use_torch_fsdp2": "replay was not proved on sharded modules",
-    "iterations_to_skip": "the step that skips reads the script's own batches; leave the "
-    "rollouts that you do not want out of the store",
-    "phase_transition_iterations": "each phase would begin at the first rollout again",
-    "override_ckpt_iteration": "the checkpoint's own iteration says which rollouts it has used",
-}
 
 
 def document_multiple(context_parallel: int) -> int:
@@ -87,6 +73,7 @@ class RolloutOptions:
             gradients are infinite.
         sample_order: what decides which rollouts a sample of the training has, as text.
         reads_a_dataset: whether --data-path or --mock-data is given.
+        values: of every option of the table, by its name; the default where it is not given.
     """
 
     directories: tuple[str, ...]
@@ -124,6 +111,7 @@ class RolloutOptions:
     scaled_loss: bool = False
     sample_order: str = "single"
     reads_a_dataset: bool = False
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def where(self) -> str:
@@ -228,6 +216,7 @@ class RolloutOptions:
             reads_a_dataset=bool(
                 getattr(args, "data_path", None) or getattr(args, "mock_data", False)
             ),
+            values={option.name: value(args, option.name) for option in OPTIONS},
         )
         if options.needs_old_pass and getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
             raise ValueError(
@@ -241,54 +230,19 @@ class RolloutOptions:
 
 def _refuse_combinations(args: Any) -> None:
     """Refuse option values, and options beside --rollouts, that could not train as they say."""
-    where = f"--rollouts {' '.join(args.rollouts)}"
+    refuse_options(args)
     refuse_update(args)
-    if args.rollouts_max_lag is not None and args.rollouts_max_lag < 0:
-        raise ValueError(
-            f"--rollouts-max-lag {args.rollouts_max_lag}: it must be 0 or more policy versions"
-        )
-    if args.rollouts_follow is not None and not args.rollouts_follow >= 0:  # NaN is refused too
-        raise ValueError(f"--rollouts-follow {args.rollouts_follow}: it must be 0 or more seconds")
-    interval = args.moe_router_replay_log_mismatch_interval
-    if interval is not None and interval < 0:
-        raise ValueError(
-            f"--moe-router-replay-log-mismatch-interval {interval}: it must be 0 (never) or a "
-            "number of iterations"
-        )
-    if args.rollouts_pack and args.micro_batch_size != 1:
-        raise ValueError(
-            f"--rollouts-pack with --micro-batch-size {args.micro_batch_size}: a pack is a "
-            "micro-batch; set it to 1 and raise --seq-length instead"
-        )
     pattern = hybrid_pattern(args)
     if args.rollouts_pack and {*pattern} & {*"MG"}:  # M is Mamba, G is a gated delta net
         raise ValueError(
             f"--rollouts-pack with the hybrid pattern {pattern}: the state of its recurrent layers "
             "would run on from one rollout into the next; leave one of the two out"
         )
-    for option, reason in NOT_WITH_ROLLOUTS.items():
-        if getattr(args, option, None):
-            raise ValueError(f"{where}: not together with --{option.replace('_', '-')}: {reason}")
-    if getattr(args, "non_persistent_ckpt_type", None) == "local":
-        raise ValueError(
-            f"{where}: not together with --non-persistent-ckpt-type local: which rollouts such a "
-            "checkpoint was trained on could not be read when training is resumed; use global"
-        )
-    if args.dataloader_type == "external":
-        raise ValueError(f"{where}: not together with --dataloader-type external")
-    if args.rollouts_follow is not None and args.rollouts_pack:
-        raise ValueError(
-            f"{where}: --rollouts-follow not together with --rollouts-pack: which rollouts fit "
-            "into a pack is known only when the next rollout is there"
-        )
+    # asked for by name: without --rollouts-check nobody expects a look at all of such a store
     if args.rollouts_follow is not None and args.rollouts_check == "store":
         raise ValueError(
-            f"{where}: --rollouts-follow not together with --rollouts-check store: of a store that "
-            "grows each rank checks what it reads, as it reads it; leave --rollouts-check out"
-        )
-    if args.rollouts_follow is not None and args.dataloader_type != "single":
-        raise ValueError(
-            f"{where}: --rollouts-follow needs --dataloader-type single, the order of the store"
+            "--rollouts-follow: not together with --rollouts-check store: of a store that grows "
+            "each rank checks what it reads, as it reads it; leave --rollouts-check out"
         )
 
 
@@ -309,39 +263,9 @@ def _sample_order(args: Any) -> str:
     if args.rollouts_pack:
         multiple = document_multiple(args.context_parallel_size)
         order += f", packs of {args.seq_length} aligned to {multiple}"
-    mini_steps, epochs = args.rollouts_mini_steps or 1, args.rollouts_epochs or 1
+    mini_steps, epochs = value(args, "rollouts_mini_steps"), value(args, "rollouts_epochs")
     if mini_steps * epochs > 1:
         order += f", {epochs} times {mini_steps} steps of {args.global_batch_size} on a collection"
     if args.rollouts_shuffle is not None:
         order += f", batches of {args.global_batch_size} mixed by seed {args.rollouts_shuffle}"
     return str(order)
-
-
-# Options of the config that only a training on rollouts reads, and their defaults. All options that
-# begin with --rollouts, and those of the routes' source, are None unless they are given.
-_OF_ROLLOUTS = {
-    "moe_router_replay_missing": "live",
-    "moe_router_replay_log_mismatch_interval": None,
-    "moe_router_replay_verify_dispatch": False,
-    "moe_router_replay_source": None,
-    "moe_router_replay_stale_source": None,
-    "moe_router_replay_max_lag": None,
-}
-
-
-def refuse_without_rollouts(args: Any) -> None:
-    """Refuse options that would do nothing, because there is no --rollouts.
-
-    Args:
-        args: Megatron's arguments, with `rollouts` None.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    given = {name: None for name in vars(args) if name.startswith("rollouts_")} | _OF_ROLLOUTS
-    for name, default in given.items():
-        if getattr(args, name, default) != default:
-            flag = name.replace("_", "-")
-            raise ValueError(
-                f"--{flag} does nothing without --rollouts: give --rollouts DIR, or leave it out"
-            )

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_NOT_WITH_IT = {
-    "moe_input_jitter_eps": "its noise is in every forward pass, that of the probe too, so that a "
-    "sampler could not be compared with it",
-    "spec": "nobody can tell what layers of your own compute; leave it out",
-}
+from megatron_r3.training.option_table import value
 
 
 @dataclass(frozen=True)
@@ -37,13 +33,9 @@ class PublishOptions:
         Raises:
             ValueError: naming the option.
         """
-        names = ("interval", "like", "keep")
         if args.rollouts_publish is None:
-            for name in names:
-                if getattr(args, f"rollouts_publish_{name}") is not None:
-                    raise ValueError(f"--rollouts-publish-{name} needs --rollouts-publish DIR")
             return None
-        steps = (args.rollouts_mini_steps or 1) * (args.rollouts_epochs or 1)
+        steps = value(args, "rollouts_mini_steps") * value(args, "rollouts_epochs")
         interval = args.rollouts_publish_interval or steps
         if interval < 1 or interval % steps:
             raise ValueError(
@@ -62,16 +54,6 @@ class PublishOptions:
                 "--rollouts-publish needs --rollouts-publish-like HF_DIR, the transformers "
                 "directory with which training began: a policy gets its config and tokenizer"
             )
-        if getattr(args, "async_save", False):
-            raise ValueError(
-                "--rollouts-publish not together with --async-save: a policy would be sampled "
-                "before its checkpoint is there, and a training that is resumed from an older one "
-                "need not make the same policy again"
-            )
-        for name, reason in _NOT_WITH_IT.items():
-            if given := getattr(args, name, None):
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"--rollouts-publish not together with {option} {given}: {reason}")
         like = Path(args.rollouts_publish_like)
         if not (like / "config.json").is_file():
             raise ValueError(f"--rollouts-publish-like {like}: no config.json")

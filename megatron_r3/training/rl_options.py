@@ -8,12 +8,7 @@ from typing import Any
 
 from megatron_r3.integrations.layers import moe_layer_indices
 from megatron_r3.rollout import MoEShape
-
-# Options that say how rollouts of a store are used; the loop has its own ways.
-_OF_A_STORE = (
-    *("moe_router_replay_source", "moe_router_replay_stale_source"),
-    "moe_router_replay_max_lag",
-)
+from megatron_r3.training.option_table import OPTIONS, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +141,9 @@ def refuse_in_loop(args: Any) -> None:
     ]
     reasons = [reason for refused, reason in checks if refused]
     reasons += [
-        f"--{name.replace('_', '-')} is for the rollouts of a store (--rollouts); leave it out"
-        for name in vars(args)
-        if (name in _OF_A_STORE or name.startswith("rollouts_")) and given(name) is not None
+        f"{flag(option.name)} is for the rollouts of a store (--rollouts); leave it out"
+        for option in OPTIONS
+        if option.is_of_store and given(option.name) is not None
     ]
     if reasons:
         raise ValueError("--perform-rl-step with --moe-router-replay: " + "; ".join(reasons))

@@ -9,14 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.guests.moves import LEAST_TOKENS
 from megatron_r3.training.losses import policy
-from megatron_r3.training.losses.advantages import ADVANTAGES
-from megatron_r3.training.losses.aggregation import AGGREGATIONS
-from megatron_r3.training.losses.correction import CORRECTIONS, LEVELS, CorrectionOptions
+from megatron_r3.training.losses.correction import CorrectionOptions
 from megatron_r3.training.losses.loss import LossOptions
 from megatron_r3.training.losses.policy import LOSSES, Clip
-from megatron_r3.training.schedule import SOURCES, STORED, Schedule, UseOfRollouts
+from megatron_r3.training.option_table import flag, value
+from megatron_r3.training.schedule import Schedule, UseOfRollouts
 
 # The clip ranges and bounds of the papers, where the options do not name others.
 _CLIP = {
@@ -24,23 +22,6 @@ _CLIP = {
     "cispo": Clip(1.0, 0.2),  # no lower bound: arXiv 2506.13585, section 3.1
 }
 _AGGREGATION = {"gspo": "sequence-mean"}  # arXiv 2507.18071, equation 5: all responses weigh alike
-# Options of whose routes are taken, and of how routes are replayed; each with its default.
-_OF_SOURCES: dict[str, object] = dict.fromkeys(
-    ("moe_router_replay_source", "moe_router_replay_max_lag", "moe_router_replay_stale_source")
-)
-_INTERVAL = "moe_router_replay_log_mismatch_interval"
-_OF_REPLAY: dict[str, object] = {
-    "moe_router_replay_fused_gate": None,
-    "moe_router_replay_missing": "live",
-    "moe_router_replay_aux_loss": "replayed",
-    "moe_router_replay_expert_bias": "replayed",
-    "moe_router_replay_dispatch_plan": True,
-    "moe_router_replay_verify_plan": False,
-    "moe_router_replay_verify_dispatch": False,
-    "moe_router_replay_guest_slots": 0,
-    "moe_router_replay_guest_domain": None,
-    "moe_router_replay_guest_tokens": LEAST_TOKENS,
-}
 _BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
 
 
@@ -52,7 +33,9 @@ def read_loss(args: Any) -> LossOptions:
     """
     if args.rollouts_loss_module is not None:
         _import_losses(args.rollouts_loss_module)
-    name = _one_of(args, "rollouts_loss", LOSSES, "grpo")
+    name = value(args, "rollouts_loss")
+    if name not in LOSSES:
+        raise ValueError(f"--rollouts-loss {name}: it must be one of {', '.join(LOSSES)}")
     if args.rollouts_loss_module is not None and LOSSES[name].__module__ == policy.__name__:
         others = [n for n, loss in LOSSES.items() if loss.__module__ != policy.__name__]
         raise ValueError(
@@ -74,11 +57,6 @@ def read_loss(args: Any) -> LossOptions:
     dual = args.rollouts_dual_clip
     if dual is not None and not 1 < dual < math.inf:
         raise ValueError(f"--rollouts-dual-clip {dual:g}: it must be a finite number above 1")
-    if dual is not None and name == "cispo":
-        raise ValueError(
-            "--rollouts-dual-clip does nothing with --rollouts-loss cispo: its weight is bounded "
-            "for both signs of an advantage; leave the option out"
-        )
     aggregation, fixed_length = _read_aggregation(args, name)
     correction = _read_correction(args)
     _refuse_other_divisor(args, aggregation, correction)
@@ -93,14 +71,13 @@ def read_loss(args: Any) -> LossOptions:
 
 def read_use(args: Any) -> UseOfRollouts:
     """What Megatron's validated arguments, which `refuse_update` has seen, ask of the rollouts."""
-    mini_steps, epochs = args.rollouts_mini_steps or 1, args.rollouts_epochs or 1
-    source = args.moe_router_replay_source or "rollout"
+    mini_steps, epochs = value(args, "rollouts_mini_steps"), value(args, "rollouts_epochs")
     return UseOfRollouts(
         args.seq_length,
         Schedule(args.global_batch_size, mini_steps, epochs, args.rollouts_shuffle),
-        advantages=args.rollouts_advantages or "group-normalised",
-        source=source if args.moe_router_replay else "live",
-        stale_source=args.moe_router_replay_stale_source or "live",
+        advantages=value(args, "rollouts_advantages"),
+        source=value(args, "moe_router_replay_source") if args.moe_router_replay else "live",
+        stale_source=value(args, "moe_router_replay_stale_source"),
         replay_max_lag=args.moe_router_replay_max_lag,
     )
 
@@ -111,32 +88,8 @@ def refuse_update(args: Any) -> None:
     Raises:
         ValueError: naming the options.
     """
-    _one_of(args, "rollouts_advantages", (*ADVANTAGES, STORED), "group-normalised")
-    _one_of(args, "rollouts_old_policy", ("sampler", "trainer"), "sampler")
-    for name in ("rollouts_mini_steps", "rollouts_epochs"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"{_flag(name)} {getattr(args, name)}: it must be 1 or more")
-    steps = (args.rollouts_mini_steps or 1) * (args.rollouts_epochs or 1)
-    if steps > 1 and args.dataloader_type not in (None, "single"):
-        raise ValueError(
-            f"--rollouts-mini-steps and --rollouts-epochs need --dataloader-type single, not "
-            f"{args.dataloader_type}: a collection is a run of rollouts in the order of the store"
-        )
-    for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
-        if steps > 1 and getattr(args, name, None):
-            raise ValueError(
-                f"--rollouts-mini-steps and --rollouts-epochs not together with {_flag(name)}: a "
-                "collection has one size"
-            )
     _refuse_shuffle(args)
-    correction = args.rollouts_correction or "none"
-    if correction != "none" and args.rollouts_old_policy != "trainer":
-        raise ValueError(
-            f"--rollouts-correction {correction} needs --rollouts-old-policy trainer: with the "
-            "sampler as the old policy there is no difference between the two to correct"
-        )
     _refuse_log(args.rollouts_log)
-    _refuse_routes(args)
 
 
 def _refuse_log(name: str | None) -> None:
@@ -158,18 +111,6 @@ def _refuse_shuffle(args: Any) -> None:
     if seed is None:
         return
     option = f"--rollouts-shuffle {seed}"
-    if seed < 0:
-        raise ValueError(f"{option}: a seed is 0 or more")
-    if args.dataloader_type not in (None, "single"):
-        raise ValueError(
-            f"{option} needs --dataloader-type single, not {args.dataloader_type}: it mixes the "
-            "rollouts of each global batch, which are a run of rollouts in the order of the store"
-        )
-    for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
-        if getattr(args, name, None):
-            raise ValueError(
-                f"{option}: not together with {_flag(name)}: a global batch has one size"
-            )
     if not args.calculate_per_token_loss and (args.micro_batch_size > 1 or args.rollouts_pack):
         several = "those of a pack" if args.rollouts_pack else f"{args.micro_batch_size} rollouts"
         raise ValueError(
@@ -185,58 +126,10 @@ def _refuse_shuffle(args: Any) -> None:
             )
 
 
-def _refuse_routes(args: Any) -> None:
-    """Refuse options of whose routes are taken that could not do what they say."""
-    source = _one_of(args, "moe_router_replay_source", SOURCES, "rollout")
-    _one_of(args, "moe_router_replay_stale_source", SOURCES[1:], "live")
-    for name, default in (_OF_SOURCES | _OF_REPLAY).items():
-        value = getattr(args, name, default)
-        if value != default and (why := _does_nothing(args, name, source)):
-            given = _flag(name) if value is True else f"{_flag(name)} {value}"
-            if value is False:
-                given = f"--no{_flag(name)[1:]}"
-            raise ValueError(f"{given} {why}")
-    max_lag = args.moe_router_replay_max_lag
-    if max_lag is not None and max_lag < 0:
-        raise ValueError(f"--moe-router-replay-max-lag {max_lag}: it must be 0 or more versions")
-    if max_lag is not None and source != "rollout":
-        raise ValueError(
-            f"--moe-router-replay-max-lag with --moe-router-replay-source {source}: no rollout's "
-            "own routes are taken, so none can be too old for that"
-        )
-    if args.moe_router_replay_stale_source is not None and max_lag is None:
-        raise ValueError("--moe-router-replay-stale-source needs --moe-router-replay-max-lag")
-
-
-def _does_nothing(args: Any, name: str, source: str) -> str:
-    """Why an option of `_OF_SOURCES` or `_OF_REPLAY` would do nothing; empty if it would not."""
-    option = name.removeprefix("moe_router_replay_")
-    if option == "verify_dispatch":  # what routes live is compared too
-        never = args.moe_router_replay_log_mismatch_interval == 0
-        return f"does nothing with {_flag(_INTERVAL)} 0, which compares nothing" if never else ""
-    if not args.moe_router_replay:
-        return "needs --moe-router-replay"
-    of_source = f"does nothing with --moe-router-replay-source {source}"
-    if source == "live" and name in _OF_REPLAY:
-        return f"{of_source}, which replays no route: leave one of the two out"
-    if option == "missing" and source != "rollout":
-        return f"{of_source}, which takes no rollout's own routes: leave one of the two out"
-    if option == "verify_plan" and not args.moe_router_replay_dispatch_plan:
-        return "does nothing with --no-moe-router-replay-dispatch-plan: leave one of the two out"
-    if option in ("guest_domain", "guest_tokens") and not args.moe_router_replay_guest_slots:
-        return "needs --moe-router-replay-guest-slots"
-    return ""
-
-
 def _read_aggregation(args: Any, loss: str) -> tuple[str, int]:
     """How the loss of tokens is averaged, and what fixed-length divides by."""
     usual = _AGGREGATION.get(loss, "token-mean")
-    name = _one_of(args, "rollouts_aggregation", AGGREGATIONS, usual)
-    length = args.rollouts_fixed_length
-    if length is not None and name != "fixed-length":
-        raise ValueError("--rollouts-fixed-length needs --rollouts-aggregation fixed-length")
-    if length is not None and length < 1:
-        raise ValueError(f"--rollouts-fixed-length {length}: it must be 1 or more tokens")
+    name, length = value(args, "rollouts_aggregation") or usual, args.rollouts_fixed_length
     if name == "fixed-length" and length is None and args.rollouts_pack:
         raise ValueError(
             "--rollouts-aggregation fixed-length with --rollouts-pack needs "
@@ -276,7 +169,7 @@ def _other_losses(args: Any) -> list[str]:
         z,
         getattr(args, "mtp_num_layers", None) and mtp,
     )
-    return [_flag(name) for name, on in zip(names, is_on, strict=True) if on]
+    return [flag(name) for name, on in zip(names, is_on, strict=True) if on]
 
 
 def _aux_coefficients(args: Any) -> list[tuple[str, float]]:
@@ -293,13 +186,8 @@ def _aux_coefficients(args: Any) -> list[tuple[str, float]]:
 
 
 def _read_correction(args: Any) -> CorrectionOptions:
-    name = _one_of(args, "rollouts_correction", CORRECTIONS, "none")
-    level = _one_of(args, "rollouts_correction_level", LEVELS, "token")
-    bounds = args.rollouts_correction_bounds
+    name, bounds = value(args, "rollouts_correction"), args.rollouts_correction_bounds
     if name == "none":
-        for given in ("rollouts_correction_level", "rollouts_correction_bounds"):
-            if getattr(args, given) is not None:
-                raise ValueError(f"{_flag(given)} does nothing without --rollouts-correction")
         return CorrectionOptions()
     low, high = _BOUNDS[name] if bounds is None else _two(name, bounds)
     if not 0 <= low < high < math.inf:
@@ -307,7 +195,7 @@ def _read_correction(args: Any) -> CorrectionOptions:
         raise ValueError(
             f"--rollouts-correction-bounds {given}: bounds must be finite, and 0 <= lower < upper"
         )
-    return CorrectionOptions(name, level, low, high)
+    return CorrectionOptions(name, value(args, "rollouts_correction_level"), low, high)
 
 
 def _two(name: str, bounds: list[float]) -> tuple[float, float]:
@@ -317,13 +205,6 @@ def _two(name: str, bounds: list[float]) -> tuple[float, float]:
         what = "one number, the upper bound" if name == "tis" else "a lower and an upper bound"
         raise ValueError(f"--rollouts-correction-bounds: {name} takes {what}")
     return (0.0, bounds[0]) if name == "tis" else (bounds[0], bounds[1])
-
-
-def _one_of(args: Any, name: str, known: Any, default: str) -> str:
-    given = getattr(args, name)
-    if given is not None and given not in known:
-        raise ValueError(f"{_flag(name)} {given}: it must be one of {', '.join(known)}")
-    return default if given is None else str(given)
 
 
 def _import_losses(module: str) -> None:
@@ -343,7 +224,3 @@ def _import_losses(module: str) -> None:
             f"--rollouts-loss-module {module}: cannot be imported: {type(error).__name__}: "
             f"{first_line}"
         ) from error
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

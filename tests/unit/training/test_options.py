@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 from training_arguments import ARGUMENTS
 
+from megatron_r3.training.option_table import NOT_WITH_ROLLOUTS, refuse_without_rollouts
 from megatron_r3.training.options import (
-    NOT_WITH_ROLLOUTS,
     RolloutOptions,
-    refuse_without_rollouts,
 )
 
 
@@ -79,13 +78,16 @@ def test_what_changes_the_order_of_samples_is_part_of_it(change: str) -> None:
     ("change", "message"),
     [
         ({"rollouts_max_lag": -1}, "--rollouts-max-lag -1: it must be 0 or more"),
-        ({"rollouts_follow": -1.0}, "--rollouts-follow -1.0: it must be 0 or more seconds"),
+        ({"rollouts_follow": -1.0}, "--rollouts-follow -1: it must be 0 or more seconds"),
         ({"rollouts_follow": float("nan")}, "--rollouts-follow nan: it must be 0 or more seconds"),
         (
             {"moe_router_replay_log_mismatch_interval": -1},
-            r"--moe-router-replay-log-mismatch-interval -1: it must be 0 \(never\)",
+            r"--moe-router-replay-log-mismatch-interval -1: it must be 0 or more iterations",
         ),
-        ({"rollouts_pack": True}, "--micro-batch-size 4: a pack is a micro-batch"),
+        (
+            {"rollouts_pack": True},
+            "-pack needs --micro-batch-size 1: a pack is a micro",
+        ),
         (
             {"rollouts_pack": True, "micro_batch_size": 1, "hybrid_layer_pattern": "*EM"},
             r"hybrid pattern \*EM: the state of its recurrent layers",
@@ -98,15 +100,15 @@ def test_what_changes_the_order_of_samples_is_part_of_it(change: str) -> None:
         ({"dataloader_type": "external"}, "not together with --dataloader-type external"),
         (
             {"rollouts_follow": 1.0, "rollouts_pack": True, "micro_batch_size": 1},
-            "--rollouts-follow not together with --rollouts-pack",
+            "--rollouts-follow 1: not together with --rollouts-pack",
         ),
         (
             {"rollouts_follow": 1.0, "dataloader_type": "cyclic"},
-            "--rollouts-follow needs --dataloader-type single",
+            "--rollouts-follow 1 needs --dataloader-type single",
         ),
         (
             {"rollouts_follow": 1.0, "rollouts_check": "store"},
-            "--rollouts-follow not together with --rollouts-check store",
+            "--rollouts-follow: not together with --rollouts-check store",
         ),
         *(
             ({name: True}, f"a b: not together with --{name.replace('_', '-')}: ")

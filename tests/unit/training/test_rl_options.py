@@ -88,7 +88,7 @@ def test_a_store_of_the_loop_needs_the_loop_and_replay(
     check_args(arguments(**UNGIVEN, **change))
     with pytest.raises(SystemExit):
         check_args(arguments(**UNGIVEN, **change, rl_write_rollouts="store"))
-    assert capsys.readouterr().err.startswith("error: --rl-write-rollouts writes what Megatron's")
+    assert capsys.readouterr().err.startswith("error: --rl-write-rollouts store needs --")
 
 
 def test_intervals() -> None:

@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         ({"rollouts_dual_clip": bad}, "--rollouts-dual-clip .*: it must be a finite number above 1")
         for bad in (1.0, 0.5, -3.0, NAN, INFINITE)
     ),
-    ({"rollouts_dual_clip": 3.0, "rollouts_loss": "cispo"}, "--rollouts-dual-clip does nothing"),
+    ({"rollouts_dual_clip": 3.0, "rollouts_loss": "cispo"}, "-dual-clip 3: not together with"),
     ({"rollouts_log": "no-such-folder/log.jsonl"}, "--rollouts-log .*: there is no such folder"),
     ({"rollouts_log": f"{__file__}/log"}, "--rollouts-log .*py/log: there is no such folder"),
     ({"rollouts_log": "."}, r"--rollouts-log \.: it is a folder; name a file in it"),
@@ -45,7 +45,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"rollouts_loss": "ppo"}, "--rollouts-loss ppo: it must be one of grpo, gspo, cispo"),
     ({"rollouts_old_policy": "both"}, "--rollouts-old-policy both: .* sampler, trainer"),
     ({"rollouts_aggregation": "mean"}, "--rollouts-aggregation mean: it must be one of token-mean"),
-    ({"rollouts_fixed_length": 9}, "--rollouts-fixed-length needs --rollouts-aggregation fixed-"),
+    ({"rollouts_fixed_length": 9}, "-length 9 needs --rollouts-aggregation fixed-"),
     (
         {"rollouts_fixed_length": 0, "rollouts_aggregation": "fixed-length"},
         "--rollouts-fixed-length 0: it must be 1 or more tokens",
@@ -94,8 +94,11 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         {"rollouts_correction": "tis", "rollouts_old_policy": "sampler"},
         "--rollouts-correction tis needs --rollouts-old-policy trainer",
     ),
-    ({"rollouts_correction_level": "token"}, "--rollouts-correction-level does nothing without"),
-    ({"rollouts_correction_bounds": [2.0]}, "--rollouts-correction-bounds does nothing without"),
+    (
+        {"rollouts_correction_level": "token"},
+        "token needs --rollouts-correction tis or icepop",
+    ),
+    ({"rollouts_correction_bounds": [2.0]}, "-bounds 2 needs --rollouts-correction tis or"),
     (
         {"rollouts_correction": "tis", "rollouts_correction_level": "turn", **TRAINER},
         "--rollouts-correction-level turn: it must be one of token, sequence",
@@ -121,15 +124,18 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"rollouts_log": "/no/such/folder/log"}, "--rollouts-log /no/.*: there is no such folder"),
     ({"rollouts_mini_steps": 0}, "--rollouts-mini-steps 0: it must be 1 or more"),
     ({"rollouts_epochs": -1}, "--rollouts-epochs -1: it must be 1 or more"),
-    ({"rollouts_epochs": 2, "dataloader_type": "cyclic"}, "--rollouts-epochs need --dataloader-t"),
-    ({"rollouts_shuffle": -1, **TOKENS}, "--rollouts-shuffle -1: a seed is 0 or more"),
+    (
+        {"rollouts_epochs": 2, "dataloader_type": "cyclic"},
+        "--rollouts-epochs 2 needs --dataloader",
+    ),
+    ({"rollouts_shuffle": -1, **TOKENS}, "--rollouts-shuffle -1: it must be 0 or more"),
     (
         {"rollouts_shuffle": 1, **TOKENS, "dataloader_type": "cyclic"},
-        "--rollouts-shuffle 1 needs --dataloader-type single, not cyclic",
+        "--rollouts-shuffle 1 needs --dataloader-type single: a global batch",
     ),
     (
         {"rollouts_shuffle": 1, **TOKENS, "rampup_batch_size": [4, 4, 64]},
-        "--rollouts-shuffle 1: not together with --rampup-batch-size: a global batch has one size",
+        "--rollouts-shuffle 1: not together with --rampup-batch-size 4 4 64: a global batch has",
     ),
     (
         {"rollouts_shuffle": 1, "micro_batch_size": 2},
@@ -155,11 +161,11 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"rollouts_mini_steps": 2, "rampup_batch_size": [4, 4, 64]},
-        "--rollouts-mini-steps and --rollouts-epochs not together with --rampup-batch-size",
+        "--rollouts-mini-steps 2: not together with --rampup-batch-size",
     ),
     (
         {"rollouts_epochs": 2, "decrease_batch_size_if_needed": True},
-        "--rollouts-epochs not together with --decrease-batch-size-if-needed: a collection has",
+        "--rollouts-epochs 2: not together with --decrease-batch-size-if-needed: a global batch",
     ),
     ({"moe_router_replay_source": "r2"}, "--moe-router-replay-source r2: it must be one of"),
     (
@@ -183,10 +189,9 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     *(
         (
             {name: value, "moe_router_replay_source": "live"},
-            f"{flag} does nothing with --moe-router-replay-source live, which replays no route: ",
+            f"{flag}: not together with --moe-router-replay-source live: no route is replayed",
         )
         for name, value, flag in (
-            ("moe_router_replay_missing", "error", "--moe-router-replay-missing error"),
             ("moe_router_replay_aux_loss", "live", "--moe-router-replay-aux-loss live"),
             ("moe_router_replay_verify_plan", True, "--moe-router-replay-verify-plan"),
             ("moe_router_replay_dispatch_plan", False, "--no-moe-router-replay-dispatch-plan"),
@@ -195,18 +200,18 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"moe_router_replay_missing": "error", "moe_router_replay_source": "old-policy"},
-        "--moe-router-replay-missing error does nothing with .*old-policy, which takes no rollo",
+        "--moe-router-replay-missing error needs --moe-router-replay-source rollout: no roll",
     ),
     (
         {"moe_router_replay_verify_plan": True, "moe_router_replay_dispatch_plan": False},
-        "--moe-router-replay-verify-plan does nothing with --no-moe-router-replay-dispatch-plan",
+        "--moe-router-replay-verify-plan needs --moe-router-replay-dispatch-plan",
     ),
     (
         {
             "moe_router_replay_verify_dispatch": True,
             "moe_router_replay_log_mismatch_interval": 0,
         },
-        "--moe-router-replay-verify-dispatch does nothing with .*-log-mismatch-interval 0, which",
+        "-verify-dispatch: not together with .*-log-mismatch-interval 0: nothing is compared",
     ),
     *(
         (
@@ -218,11 +223,11 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"moe_router_replay_max_lag": -1}, "--moe-router-replay-max-lag -1: it must be 0 or more"),
     (
         {"moe_router_replay_max_lag": 1, "moe_router_replay_source": "live"},
-        "--moe-router-replay-max-lag with --moe-router-replay-source live: no rollout's own",
+        "--moe-router-replay-max-lag 1 needs --moe-router-replay-source rollout: no rollout's",
     ),
     (
         {"moe_router_replay_stale_source": "live"},
-        "--moe-router-replay-stale-source needs --moe-router-replay-max-lag",
+        "-stale-source live needs --moe-router-replay-max-lag",
     ),
 ]
 

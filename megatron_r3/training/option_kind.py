@@ -1,0 +1,146 @@
+"""What a row of the table of options is: a name, a type, a default, and what it needs and excludes.
+
+The rows are in option_table.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an option needs, or what it does not go with, and why.
+
+    Attributes:
+        name: the other option, as an attribute of Megatron's arguments.
+        values: what it must be, or must not be; empty for anything that is set.
+        why: ends the sentence; may say what to type.
+    """
+
+    name: str
+    values: tuple[object, ...] = ()
+    why: str = ""
+
+    def holds(self, now: object, is_set: bool) -> bool:
+        """Whether the other option, which has the value `now`, has one of the values."""
+        return now in self.values if self.values else is_set
+
+    def said(self, now: object, needed: bool) -> str:
+        """The other option as a person types it, and the reason."""
+        if needed and self.values:
+            values = [one for one in self.values if one is not None]
+            now = values[0] if len(values) == 1 else " or ".join(str(one) for one in values)
+        shown = typed(self.name, True if needed and not self.values else now)
+        return f"{shown}: {self.why}" if self.why else shown
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: the attribute of Megatron's arguments.
+        says: what it does, as Markdown.
+        default: what holds where it is not given.
+        usual: the default as Markdown, where that is more than its value.
+        metavar: what stands for its value; empty for a switch.
+        kind: the type of a value.
+        choices: the values that there are; empty for any.
+        least: the smallest number, and `of` what it counts.
+        more: further words for argparse, such as nargs.
+        needs, not_with: other options, looked at where the option is given.
+        nothing: values that ask for nothing, so that no rule is looked at.
+        field: whether it is a field of TransformerConfig, which always has a value.
+    """
+
+    name: str
+    says: str
+    default: Any = None
+    usual: str = ""
+    metavar: str = ""
+    kind: Callable[[str], Any] = str
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    of: str = ""
+    nargs: str | None = None
+    const: Any = None
+    needs: tuple[Rule, ...] = ()
+    not_with: tuple[Rule, ...] = ()
+    nothing: tuple[object, ...] = ()
+    field: bool = False
+
+    @property
+    def is_of_store(self) -> bool:
+        """Whether it says how the rollouts of --rollouts are used, and is nothing without them."""
+        return not self.field and self.name not in ("rollouts", "rl_write_rollouts")
+
+    @property
+    def shown_default(self) -> str:
+        """The default as Markdown."""
+        if self.usual or self.default is None:
+            return self.usual or "none"
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        return str(self.default)
+
+    @property
+    def help(self) -> str:
+        """What it does, without the marks of Markdown: "[a](b), `c`" is "a, c"."""
+        text = f"{self.says} (default: {self.shown_default})".replace("`", "").replace("%", "%%")
+        return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+
+    @property
+    def row(self) -> str:
+        """The line of the docs' table."""
+        what = self.metavar or "|".join(self.choices)
+        # Megatron gives a field that may be switched off no other flag than --no-...
+        switches_off = self.field and not what and self.default is not False
+        name = typed(self.name, not switches_off)
+        what = {"+": f"{what} ...", "?": f"[{what}]"}.get(self.nargs or "", what)
+        cells = (f"`{f'{name} {what}'.strip()}`", self.shown_default, self.says)
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    def refuse(self, args: Any, look: Callable[[Any, str], tuple[Any, bool]]) -> None:
+        """Refuse a value that cannot be, or that other options make wrong.
+
+        Args:
+            args: Megatron's arguments.
+            look: gives the value of an option in them, and whether it is set.
+
+        Raises:
+            ValueError: naming the option, its value and the other option.
+        """
+        given = getattr(args, self.name, None)
+        if given is None or given in self.nothing or (self.field and given == self.default):
+            return
+        shown = typed(self.name, given)
+        if self.choices and given not in self.choices:
+            raise ValueError(f"{shown}: it must be one of {', '.join(self.choices)}")
+        if self.least is not None and not given >= self.least:  # NaN is refused too
+            raise ValueError(f"{shown}: it must be {f'{self.least:g} or more {self.of}'.rstrip()}")
+        for rule in self.needs:
+            now, is_set = look(args, rule.name)
+            if not rule.holds(now, is_set):
+                raise ValueError(f"{shown} needs {rule.said(now, needed=True)}")
+        for rule in self.not_with:
+            now, is_set = look(args, rule.name)
+            if rule.holds(now, is_set):
+                raise ValueError(f"{shown}: not together with {rule.said(now, needed=False)}")
+
+
+def flag(name: str) -> str:
+    """An attribute of Megatron's arguments as the option that sets it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def typed(name: str, given: object) -> str:
+    """An option with a value, as a person types it."""
+    if isinstance(given, bool):
+        return flag(name) if given else f"--no-{flag(name)[2:]}"
+    words = given if isinstance(given, list | tuple) else [given]
+    words = [f"{word:g}" if isinstance(word, float) else str(word) for word in words]
+    return " ".join([flag(name), *words])
