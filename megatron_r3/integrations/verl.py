@@ -2,8 +2,6 @@
 
     VERL_USE_EXTERNAL_MODULES=megatron_r3.integrations.verl
 
-From verl 0.9 on not even that is needed: verl loads the entry point in the group verl.plugins.
-
 verl imports this module while it is imported itself, in the driver too, where there may be no
 Megatron. So the import does one thing: it has verl's `apply_router_replay_patch` replaced when
 verl's module of that name is imported. verl's Megatron engine calls that function when it is made
@@ -54,10 +52,7 @@ _KNOWN = {
 }
 # With these marks set, `apply_router_replay_patch` leaves Megatron's classes alone.
 _MARKS = ("_router_replay_patched", "_preprocess_patched")
-_TURN_OFF = (
-    "to train with verl's own replay, unset VERL_USE_EXTERNAL_MODULES and set "
-    "VERL_USE_EXTERNAL_PLUGINS=none"
-)
+_TURN_OFF = "to train with verl's own replay, unset VERL_USE_EXTERNAL_MODULES"
 
 
 def check_version(version: str, patch: Any, utils: Any) -> None:

@@ -38,8 +38,7 @@ def verl_path(clients: Path) -> dict[str, str]:
 def _verl(clients: Path, tree: Path, version: str, modules: str) -> Iterator[TreeWorker]:
     """A worker that has imported verl's engine, with verl's own setting for other modules."""
     folders = [clients / f"verl-{version}", clients / "site"]
-    settings = {"VERL_USE_EXTERNAL_MODULES": modules, "VERL_USE_EXTERNAL_PLUGINS": "none"}
-    with worker_with(tree, folders, ENGINE, **settings) as worker:
+    with worker_with(tree, folders, ENGINE, VERL_USE_EXTERNAL_MODULES=modules) as worker:
         yield worker
 
 

@@ -194,6 +194,6 @@ def test_a_verl_that_nobody_has_read_is_refused_by_name(verl: TreeWorker) -> Non
     (told,) = verl.run(other_versions, 1)
     assert "knows verl 0.8.0, 0.9.0, 0.9.1, not 0.7.1" in told["0.7.1"]
     assert "not 0.10.0" in told["0.10.0"]
-    assert "VERL_USE_EXTERNAL_PLUGINS=none" in told["0.10.0"]
+    assert "unset VERL_USE_EXTERNAL_MODULES" in told["0.10.0"]
     assert "takes (layers_topk_idx mask), and in the release it takes" in told["changed"]
     assert told["itself"] == "not refused"
