@@ -10,6 +10,8 @@ STEPS    ?= 6
 MEGATRON ?=
 # apply: with 1 a tree that is no release is taken too, if all patches of a line apply to it exactly
 UNRELEASED ?=
+# apply: the groups of patches to apply, as "r3 guests" (default: all)
+GROUPS   ?=
 # the Megatron-LM clone of verify, bump, matrix and gpu-kit
 REPO     ?=
 # the release line of verify and matrix (default: all lines), of apply and export (default: the line that fits)
@@ -90,9 +92,10 @@ megatron: setup  ## fetch the default megatron-core sources from PyPI, as a git 
 
 apply revert status: setup
 	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
-	@$(R3) $@ "$(MEGATRON)" $(if $(LINE),--line "$(LINE)") $(if $(filter apply,$@),$(if $(UNRELEASED),--unreleased))
+	@$(R3) $@ "$(MEGATRON)" $(if $(LINE),--line "$(LINE)") \
+		$(if $(filter apply,$@),$(if $(UNRELEASED),--unreleased) $(if $(GROUPS),--groups $(GROUPS)))
 
-apply:   ## put the patches into MEGATRON=DIR (UNRELEASED=1: between releases too, where all of them fit; LINE=)
+apply:   ## put the patches into MEGATRON=DIR (UNRELEASED=1: between releases too, where they fit; GROUPS="r3 ..."; LINE=)
 revert:  ## remove the patches from MEGATRON=DIR
 status:  ## show which release MEGATRON=DIR is, or is close to, whether it is patched, and when it was checked
 

@@ -51,7 +51,8 @@ class Planner:
         from megatron.core import mpu
 
         self.num_experts, self.layer_numbers = config.num_moe_experts, layer_numbers
-        self.slots = config.moe_router_replay_guest_slots
+        # a tree without the patches of the group guests has no such field
+        self.slots = getattr(config, "moe_router_replay_guest_slots", 0)
         if self.slots:
             self.domain = config.moe_router_replay_guest_domain
             self.least_tokens = config.moe_router_replay_guest_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megatron_r3.patching.cleanroom import has_commit, is_checkout, read_git
 from megatron_r3.patching.git import PatchingError, names
 from megatron_r3.patching.record import Record, record_path, remove_record, write_record
 from megatron_r3.patching.repository import PatchFailed, patched_contents
+from megatron_r3.patching.series import GROUPS
 from megatron_r3.patching.tree import (
     TreeState,
     TreeStatus,
@@ -48,20 +50,32 @@ class Change:
     others: str = ""
 
 
-def apply_series(root: Path, patches: Path, *, line: str = "", unreleased: bool = False) -> Change:
+def apply_series(
+    root: Path,
+    patches: Path,
+    *,
+    line: str = "",
+    unreleased: bool = False,
+    groups: Collection[str] = (),
+) -> Change:
     """Apply the series in `patches` that is for the tree `root`, or the series of `line`.
 
     Guarantees: all files are patched or none is changed; an applied tree is not touched; a half
     applied tree is finished; what was written is read again and compared.
 
     Args:
-        unreleased: whether a tree that versions.toml does not list is taken too, if all patches of
-            a line apply to it exactly. It gets a record of itself, which `revert_series` removes.
+        unreleased: whether a tree that versions.toml does not list is taken too, if the group r3
+            of a line applies to it exactly; other groups that do not are left out. It gets a record
+            of itself, which `revert_series` removes.
+        groups: the groups to apply; empty for all.
 
     Raises:
         PatchingError: the tree is no known one, has uncommitted changes, or cannot be written.
     """
-    return _move(root, patches, line, TreeState.APPLIED, unreleased)
+    known = [group.name for group in GROUPS]
+    if unknown := [name for name in groups if name not in known]:
+        raise PatchingError(f"--groups {' '.join(unknown)}: the groups are {names(known)}")
+    return _move(root, patches, line, TreeState.APPLIED, unreleased, groups)
 
 
 def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
@@ -75,7 +89,12 @@ def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
 
 
 def _move(
-    root: Path, patches: Path, line: str, goal: TreeState, unreleased: bool = False
+    root: Path,
+    patches: Path,
+    line: str,
+    goal: TreeState,
+    unreleased: bool = False,
+    groups: Collection[str] = (),
 ) -> Change:
     """Bring the tree from the state in which it is to the state `goal`."""
     versions = read_versions(patches)
@@ -88,8 +107,14 @@ def _move(
             status = identify(root, versions, line)
             if status.state is not goal and not reverse:
                 _refuse_uncommitted(status)
-                if status.state is TreeState.UNKNOWN:
-                    status, others = _take(status, versions, line, unreleased)
+                some = groups and status.state is TreeState.PRISTINE
+                if status.state is TreeState.UNKNOWN or some:
+                    status, others = _take(status, versions, line, unreleased, groups)
+            if groups and not reverse and {*groups} != {*status.series.groups}:
+                raise PatchingError(
+                    f"{status.root} is patched with {names(status.series.groups)}, not with "
+                    f"{names([*groups])}: revert it first"
+                )
             if status.state is goal:
                 remove_leftovers(status.root, status.files)
                 if reverse:
@@ -112,19 +137,26 @@ def _move(
 
 
 def _take(
-    status: TreeStatus, versions: Versions, line: str, unreleased: bool
+    status: TreeStatus, versions: Versions, line: str, unreleased: bool, groups: Collection[str]
 ) -> tuple[TreeStatus, str]:
-    """An unknown tree as one that can be patched, and what to say of other lines that fit.
+    """A tree as one that can be patched with some groups, and what to say of the rest.
 
     A tree to which no line fits comes back as it is, so that the patch which fails is told.
 
     Raises:
         PatchingError: a line fits, and the user has not said the word for that.
     """
-    fits = [] if left_out_files(status) else find_fits(status.root, versions, line)
+    known = status.state is TreeState.PRISTINE
+    line = status.line.name if known else line
+    fits = [] if left_out_files(status) else find_fits(status.root, versions, line, groups)
+    if not fits and groups:
+        raise PatchingError(
+            f"{status.root}: the groups {names([*groups])} do not apply to it together: make "
+            "status shows which groups do; a group may need another one"
+        )
     if not fits:
         return status, ""
-    if not unreleased:
+    if not unreleased and not known:
         raise PatchingError(how_to_take(status.root, fits))
     fit, others = choose(fits)
     return fit.status, others

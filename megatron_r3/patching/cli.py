@@ -18,6 +18,7 @@ from megatron_r3.patching.export import export_series
 from megatron_r3.patching.fetch import UPSTREAM, clone_tree, fetch_tree, tree_folder
 from megatron_r3.patching.git import PatchingError, names
 from megatron_r3.patching.record import Unreleased, files_digest, read_record
+from megatron_r3.patching.series import GROUPS, read_series
 from megatron_r3.patching.tree import TreeState, TreeStatus, identify
 from megatron_r3.patching.unreleased import find_fits, how_to_take
 from megatron_r3.patching.verify import TreeCheck, check_rules, verify_repo
@@ -38,8 +39,10 @@ def add_commands(commands: Commands) -> None:
         argument("tree", type=Path, metavar="DIR", help="the Megatron-LM tree")
         argument("--line", default="", help="release line of the tree (default: told by its files)")
         if name == "apply":
-            hint = "take a tree between releases too, if all patches of a line fit it exactly"
+            hint = "take a tree between releases too, if the patches of a line fit it exactly"
             argument("--unreleased", action="store_true", help=hint)
+            hint = f"apply these groups of patches alone ({', '.join(g.name for g in GROUPS)})"
+            argument("--groups", nargs="+", default=(), metavar="NAME", help=hint)
 
     argument = _add(
         commands, "megatron", run_megatron, "fetch a Megatron-LM tree that the patches fit"
@@ -101,7 +104,8 @@ def _patches(args: argparse.Namespace) -> Path:
 
 def run_apply(args: argparse.Namespace) -> int:
     """Apply the patches and say what was done."""
-    change = apply_series(args.tree, _patches(args), line=args.line, unreleased=args.unreleased)
+    how = {"line": args.line, "unreleased": args.unreleased, "groups": args.groups}
+    change = apply_series(args.tree, _patches(args), **how)
     print(_done("applied", "to", change))
     if tree := change.status.unreleased:
         print(_differ(tree))
@@ -133,6 +137,7 @@ def run_status(args: argparse.Namespace) -> int:
     )
     if tree:
         print(_differ(tree))
+    print(_groups(status))
     if status.state is TreeState.PRISTINE:
         print(f"not patched: make apply MEGATRON={_quoted(status)}")
     if status.state is TreeState.HALF_APPLIED:
@@ -162,6 +167,13 @@ def _checked(status: TreeStatus) -> str:
 
 def _differ(tree: Unreleased) -> str:
     return f"differ from {tree.near}: {names(tree.differ, most=99) or 'none'}"
+
+
+def _groups(status: TreeStatus) -> str:
+    """The groups that are in the tree, or would be, and those of its line that are not."""
+    here = status.series.groups
+    rest = [name for name in read_series(status.line.folder).groups if name not in here]
+    return f"groups: {', '.join(here)}" + (f"; not in it: {', '.join(rest)}" if rest else "")
 
 
 def _quoted(status: TreeStatus) -> str:

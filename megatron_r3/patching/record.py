@@ -28,7 +28,7 @@ from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import Blobs, Series
 
 NAME = "megatron-r3.json"
-_FORMAT = 1
+_FORMAT = 2
 _MOST_BYTES = 1 << 20  # a record has some 5 kB
 
 
@@ -45,6 +45,7 @@ class Unreleased:
         version: the version of megatron-r3 that had those patches.
         absent: files of the series that the tree lacks, as `near` does.
         blobs: the chain of each other file of the series.
+        groups: the groups whose patches are in it; `series` is of these patches alone.
     """
 
     line: str
@@ -55,6 +56,7 @@ class Unreleased:
     version: str
     absent: tuple[str, ...]
     blobs: Mapping[str, Blobs]
+    groups: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -143,7 +145,7 @@ def _parse(data: Any) -> Record:
     tree, checked = data["tree"], data["checked"]
     if tree is not None:
         blobs = {path: tuple(chain) for path, chain in tree["blobs"].items()}
-        lists = {key: tuple(tree[key]) for key in ("differ", "absent")}
+        lists = {key: tuple(tree[key]) for key in ("differ", "absent", "groups")}
         tree = Unreleased(**{**tree, **lists, "blobs": blobs})
     if checked is not None:
         checked = CheckedOn(**{**checked, "not_run": tuple(checked["not_run"])})

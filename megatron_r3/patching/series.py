@@ -3,7 +3,8 @@
 A series is what `git format-patch --full-index --no-renames` writes: numbered files that change,
 add or delete text files. The full blob ids in a patch say which file it starts from and which file
 it gives; a tree is recognised by those ids. The number of a patch is the number of its concern,
-which is the same in every line; a line that does not need a concern has a gap there.
+which is the same in every line; a line that does not need a concern has a gap there. Its hundred
+says which group the patch is in: 0007 is of r3, 0203 of engine.
 """
 
 from __future__ import annotations
@@ -25,6 +26,32 @@ Blobs = tuple[str | None, ...]
 
 Two patches that change a file give three ids; a patch that adds a file gives (None, id).
 """
+
+
+@dataclass(frozen=True)
+class Group:
+    """Patches that go into a tree together, or are left out together.
+
+    Attributes:
+        what: what they bring.
+        needs: the groups without which they are left out.
+    """
+
+    name: str
+    what: str
+    needs: tuple[str, ...] = ()
+
+
+# The first has the numbers from 1 to 99, the next those from 100 to 199, and so on.
+GROUPS = (
+    Group("r3", "option, router and load, deferred work, dispatch plan, rollouts"),
+    Group("guests", "copies of hot experts on other ranks", ("r3",)),
+    Group("engine", "Megatron's own inference engine returns the experts of every request"),
+    Group("rl", "replay in Megatron's own RL loop", ("r3", "engine")),
+    Group("fixes", "faults of Megatron's own that are no part of the others"),
+)
+NEEDED = "r3"  # a tree to which this group does not apply is refused
+
 
 # the head of a file's part of a patch:
 #   diff --git a/megatron/a.py b/megatron/a.py
@@ -77,6 +104,11 @@ class Patch:
         return int(self.file.name[:4])
 
     @property
+    def group(self) -> str:
+        """The name of the group that the patch is in."""
+        return GROUPS[self.number // 100].name
+
+    @property
     def name(self) -> str:
         """How a message calls the patch: its release line and its file."""
         return f"{self.file.parent.name}/{self.file.name}"
@@ -97,9 +129,23 @@ class Series:
     patches: tuple[Patch, ...]
     blobs: Mapping[str, Blobs]
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the groups that have patches here."""
+        return tuple(dict.fromkeys(patch.group for patch in self.patches))
+
+    def part(self, groups: Collection[str]) -> Series:
+        """The patches of these groups alone; the blobs are then those of a tree that has them."""
+        patches = tuple(patch for patch in self.patches if patch.group in groups)
+        blobs: dict[str, Blobs] = {}
+        for change in (change for patch in patches for change in patch.changes):
+            blobs[change.path] = (*blobs.get(change.path, (change.pre,)), change.post)
+        return Series(self.line, patches, blobs)
+
     def place(self, change: FileChange) -> int:
         """Where in the file's chain of blobs the change starts; it ends one place later."""
-        return self.blobs[change.path].index(change.pre)
+        changes = [each for patch in self.patches for each in patch.changes]
+        return [each for each in changes if each.path == change.path].index(change)
 
 
 def read_series(folder: Path) -> Series:
@@ -114,6 +160,8 @@ def read_series(folder: Path) -> Series:
     for before, file in zip([None, *files], files, strict=False):
         if not _NUMBERED.match(file.name):
             raise PatchingError(f"{file}: the patches are numbered; expected 0001-*.patch and on")
+        if int(file.name[:4]) >= 100 * len(GROUPS):
+            raise PatchingError(f"{file}: no group has the numbers from {file.name[:2]}00 on")
         if before and before.name[:4] == file.name[:4]:
             raise PatchingError(f"{file}: there are two patches of the number {file.name[:4]}")
     patches = tuple(read_patch(file) for file in files)

@@ -148,7 +148,10 @@ def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
         for tree in candidate.trees:
             matches.append(compare(root, candidate, series, tree, ids, files))
     best = _best(matches)
-    if best.unknown and (recorded := _recorded(root, versions, line)):
+    # A tree that has some of the groups looks like a release that is half patched.
+    if (best.unknown or best.patched) and (recorded := _recorded(root, versions, line)):
+        if recorded.patched and not recorded.unknown:
+            return recorded
         # A release that has as many of the files is the better name for an unpatched tree.
         matches = [recorded, *matches] if recorded.patched else [*matches, recorded]
         best = _best(matches)
@@ -171,7 +174,7 @@ def _recorded(root: Path, versions: Versions, line: str) -> TreeStatus | None:
     if record is None or (tree := record.tree) is None or (line and tree.line != line):
         return None
     own = next((candidate for candidate in versions.lines if candidate.name == tree.line), None)
-    series = read_series(own.folder) if own else None
+    series = read_series(own.folder).part(tree.groups) if own else None
     if own is None or series is None or series_digest(series) != tree.series:
         base = {path: chain[0] for path, chain in tree.blobs.items()}
         if all(read_file(root, path).blob == blob for path, blob in base.items()):

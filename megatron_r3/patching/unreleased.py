@@ -1,8 +1,10 @@
-"""Trees that versions.toml does not list, to which the patches of a line apply all the same.
+"""Trees that versions.toml does not list, to which groups of patches apply all the same.
 
 Such a tree lies between two releases: a commit that a framework pins, or a fork. The patches must
 apply to its files exactly, as `git apply` means it: every line of context is there, in the same
-order; only the line numbers may differ. They must also come off again and leave every byte.
+order; only the line numbers may differ. They must also come off again and leave every byte. A group
+that does not apply is left out, but for r3. A release of which some groups are wanted is such a
+tree too.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,7 +22,14 @@ from megatron_r3.patching.cleanroom import is_checkout, resolve
 from megatron_r3.patching.git import PatchingError, names
 from megatron_r3.patching.record import Unreleased, series_digest
 from megatron_r3.patching.repository import OwnRepository, PatchFailed
-from megatron_r3.patching.series import Blobs, FileChange, Series, read_series
+from megatron_r3.patching.series import (
+    GROUPS,
+    NEEDED,
+    Blobs,
+    FileChange,
+    Series,
+    read_series,
+)
 from megatron_r3.patching.tree import FileOnDisk, TreeStatus, compare, read_file
 from megatron_r3.patching.versions import KnownTree, Line, Versions
 
@@ -31,17 +40,19 @@ _OFFSET = re.compile(rb"^Hunk #\d+ succeeded at \d+ \(offset -?(\d+) lines?\)\.$
 
 @dataclass(frozen=True)
 class Fit:
-    """A tree to which all patches of a line apply: the tree, and its nearest known tree.
+    """A tree to which groups of a line's patches apply: the tree, and its nearest known tree.
 
     Attributes:
         status: the tree, compared with itself: unpatched.
         tree: what the record of the tree will say.
         moved: by how many lines the hunks are away from where the patches name them, together.
+        left_out: why other groups are not in: the place that does not fit, by the group's name.
     """
 
     status: TreeStatus
     tree: Unreleased
     moved: int
+    left_out: Mapping[str, str]
 
     @property
     def size(self) -> str:
@@ -51,19 +62,31 @@ class Fit:
         """
         tree = self.tree
         files = f"{len(tree.differ)} of {len(tree.blobs)} files differ from {tree.near}"
-        return f"{tree.line} ({files}, hunks moved by {self.moved} lines)"
+        without = f", without {names([*self.left_out])}" if self.left_out else ""
+        return f"{tree.line} ({files}, hunks moved by {self.moved} lines{without})"
 
     @property
-    def distance(self) -> tuple[int, int]:
+    def missing(self) -> str:
+        """A line for each group that is left out, with the place that does not fit."""
+        return "\n".join(f"left out: {name}: {why}" for name, why in self.left_out.items())
+
+    @property
+    def distance(self) -> tuple[int, int, int]:
         """What orders the lines that fit: the nearest one has the least."""
-        return len(self.tree.differ), self.moved
+        return len(self.left_out), len(self.tree.differ), self.moved
 
 
-def find_fits(root: Path, versions: Versions, line: str = "") -> list[Fit]:
-    """The lines, or that `line`, whose patches all apply to the unpatched tree `root`.
+def find_fits(
+    root: Path, versions: Versions, line: str = "", wanted: Collection[str] = ()
+) -> list[Fit]:
+    """The lines, or that `line`, whose patches apply to the unpatched tree `root`.
 
-    The line with the fewest files that differ from a known tree of it is the first; of equal ones
-    that in whose patches the hunks are nearest to where they fit.
+    The line with the fewest groups to leave out is the first; of equal ones that with the fewest
+    files that differ from a known tree of it, and of these that in whose patches the hunks are
+    nearest to where they fit.
+
+    Args:
+        wanted: the groups to apply, all of them; empty for r3 and what else applies.
 
     Raises:
         PatchingError: a file in question is a symlink, a folder or unreadable, or a series is
@@ -72,11 +95,13 @@ def find_fits(root: Path, versions: Versions, line: str = "") -> list[Fit]:
     root = root.resolve()
     read = cache(partial(read_file, root))  # most files are in the series of every line
     candidates = [versions.line(line)] if line else versions.lines
-    fits = [fit for candidate in candidates if (fit := _fit(root, candidate, read))]
+    fits = [fit for candidate in candidates if (fit := _fit(root, candidate, read, wanted))]
     return sorted(fits, key=lambda fit: fit.distance)
 
 
-def _fit(root: Path, line: Line, read: Callable[[str], FileOnDisk]) -> Fit | None:
+def _fit(
+    root: Path, line: Line, read: Callable[[str], FileOnDisk], wanted: Collection[str]
+) -> Fit | None:
     series = read_series(line.folder)
     files = {path: read(path) for path in series.blobs}
     ids = {path: file.blob for path, file in files.items()}
@@ -87,28 +112,66 @@ def _fit(root: Path, line: Line, read: Callable[[str], FileOnDisk]) -> Fit | Non
     if nearest.patched or any(files[path].data is not None for path in absent):
         return None
     commit = resolve(root, "HEAD") if is_checkout(root) else ""
-    if commit and commit in [tree.commit for tree in line.trees]:
+    if not wanted and commit and commit in [tree.commit for tree in line.trees]:
         return None  # a release whose files the patches do not name: a patch is missing
     present = {path: file for path, file in files.items() if path not in absent}
+    groups, left_out = _groups_that_apply(present, series, wanted)
+    if {*(wanted or [NEEDED])} - {*groups}:
+        return None
+    whole, series = series, series.part(groups)
+    files = {path: file for path, file in files.items() if path in series.blobs}
+    present = {path: file for path, file in present.items() if path in series.blobs}
+    absent = tuple(path for path in absent if path in series.blobs)
     there_and_back = _there_and_back(present, series)
     if there_and_back is None:
         return None
     blobs, moved = there_and_back
-    differ = tuple(nearest.unknown)
+    differ = tuple(path for path in nearest.unknown if path in series.blobs)
     for path, chain in blobs.items():
         # A file that is the release's own must become what it becomes in the release.
-        if path not in differ and chain != nearest.blobs[path]:
+        is_whole = len(series.blobs[path]) == len(whole.blobs[path])
+        if is_whole and path not in differ and chain != nearest.blobs[path]:
             raise PatchingError(
                 f"the patches of {line.name} are damaged: they do not give the {path} that is "
                 f"promised for {nearest.tree.name}; nothing was changed"
             )
     tree = Unreleased(
         *(line.name, nearest.tree.name, differ, commit),
-        *(series_digest(series), __version__, absent, blobs),
+        *(series_digest(series), __version__, absent),
+        blobs=blobs,
+        groups=groups,
     )
     known = KnownTree(tree.name, absent=absent, blobs=blobs)
     status = compare(root, line, series, known, ids, files)
-    return Fit(replace(status, unreleased=tree), tree, moved)
+    return Fit(replace(status, unreleased=tree), tree, moved, left_out)
+
+
+def _groups_that_apply(
+    files: Mapping[str, FileOnDisk], series: Series, wanted: Collection[str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The groups whose patches apply, one group after the other, and why others do not."""
+    taken: list[str] = []
+    left_out: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
+        repo = OwnRepository.new(Path(folder))
+        repo.add(files)
+        for group in GROUPS:
+            patches = [patch for patch in series.patches if patch.group == group.name]
+            if not patches or (wanted and group.name not in wanted):
+                continue
+            if missing := [name for name in group.needs if name not in taken]:
+                left_out[group.name] = f"it needs {names(missing)}"
+                continue
+            before = repo.git("write-tree")
+            try:
+                for number, patch in enumerate(patches, 1):
+                    if changes := [each for each in patch.changes if each.path in files]:
+                        repo.apply(number, patch, changes)
+                taken.append(group.name)
+            except PatchFailed as failed:
+                repo.git("read-tree", before)
+                left_out[group.name] = failed.where
+    return tuple(taken), left_out
 
 
 def _there_and_back(
@@ -178,10 +241,11 @@ def choose(fits: list[Fit]) -> tuple[Fit, str]:
             f"{first.status.root}: the patches of several release lines apply, and none is nearer "
             f"than the others: {lines}; choose one: --line {first.tree.line}"
         )
-    if not others:
-        return first, ""
-    rest = ", ".join(fit.size for fit in others)
-    return first, f"{first.size} is nearer than the other lines that fit: {rest}"
+    said = [first.missing] if first.left_out else []
+    if others:
+        rest = ", ".join(fit.size for fit in others)
+        said.append(f"{first.size} is nearer than the other lines that fit: {rest}")
+    return first, "\n".join(said)
 
 
 def how_to_take(root: Path, fits: list[Fit]) -> str:
@@ -190,10 +254,11 @@ def how_to_take(root: Path, fits: list[Fit]) -> str:
     quoted = shlex.quote(str(root))
     also = f" (so do those of {names(others)})" if others else ""
     differ = "".join(f"\n  {path}" for path in tree.differ)
+    missing = f"\n{fits[0].missing}\nthe other" if fits[0].left_out else "\nall"
     return (
         f"{root} is close to {tree.near}, but no release: {len(tree.differ)} of its "
-        f"{len(tree.blobs)} files differ:{differ}\nall patches of {tree.line} apply to it exactly"
-        f"{also}, but nobody has tested what they make of it: bring back these files; or if they "
-        f"are meant to be as they are, apply with --unreleased (make apply MEGATRON={quoted} "
+        f"{len(tree.blobs)} files differ:{differ}{missing} patches of {tree.line} apply to it "
+        f"exactly{also}, but nobody has tested what they make of it: bring back these files; or if "
+        f"they are meant to be as they are, apply with --unreleased (make apply MEGATRON={quoted} "
         f"UNRELEASED=1), then test the tree with make check MEGATRON={quoted}"
     )

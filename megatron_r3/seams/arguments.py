@@ -15,7 +15,9 @@ from megatron_r3.training.option_table import (
 
 def add_args(parser: Any) -> Any:
     """Add the options of a training on rollouts to Megatron's parser, and give the parser back."""
-    add_to(parser)
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    add_to(parser, TransformerConfig.__dataclass_fields__)
     return parser
 
 

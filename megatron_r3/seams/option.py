@@ -57,8 +57,9 @@ def recording_refusals(config: Any) -> list[str]:
     if not getattr(config, "moe_enable_routing_replay", False) or engine_records():
         return []
     return [
-        "moe_enable_routing_replay is Megatron's own replay and would compete for the router: on "
-        "this release no inference engine records beside replay; choose one"
+        "moe_enable_routing_replay is Megatron's own replay and would compete for the router: "
+        "without the patches of the group engine (0.17 to main) no inference engine records beside "
+        "replay; choose one"
     ]
 
 

@@ -55,6 +55,7 @@ class Option:
         needs, not_with: other options, looked at where the option is given.
         nothing: values that ask for nothing, so that no rule is looked at.
         field: whether it is a field of TransformerConfig, which always has a value.
+        group: the group of patches that brings a field.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Option:
     not_with: tuple[Rule, ...] = ()
     nothing: tuple[object, ...] = ()
     field: bool = False
+    group: str = "r3"
 
     @property
     def is_of_store(self) -> bool:

@@ -8,7 +8,8 @@ to Megatron's TransformerConfig, so Megatron makes its flag; all else of the row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from megatron_r3.guests.moves import LEAST_TOKENS
@@ -200,13 +201,15 @@ OPTIONS = (
         default=True, **_FIELD),
     Option("moe_router_replay_guest_slots",
         "up to N copies of hot experts of other ranks on each rank "
-        "([balance](balance.md#guests-in-training))", default=0, metavar="N", kind=int, **_FIELD),
+        "([balance](balance.md#guests-in-training))", default=0, metavar="N", kind=int,
+        group="guests", **_FIELD),
     Option("moe_router_replay_guest_domain", "copies are among so many neighbouring ranks",
         usual="all ranks that share experts", metavar="N", kind=int, field=True,
-        needs=(_REPLAY, Rule("moe_router_replay_guest_slots")), not_with=(_NO_ROUTE,)),
+        needs=(_REPLAY, Rule("moe_router_replay_guest_slots")), not_with=(_NO_ROUTE,),
+        group="guests"),
     Option("moe_router_replay_guest_tokens", "no copy for fewer tokens", default=LEAST_TOKENS,
         metavar="N", kind=int, field=True, needs=(_REPLAY, Rule("moe_router_replay_guest_slots")),
-        not_with=(_NO_ROUTE,)),
+        not_with=(_NO_ROUTE,), group="guests"),
     Option("moe_router_replay_verify_plan",
         "compare each dispatch plan with what the device counts", default=False, field=True,
         needs=(_REPLAY, Rule("moe_router_replay_dispatch_plan", (True,))), not_with=(_NO_ROUTE,)),
@@ -237,23 +240,35 @@ def value(args: Any, name: str) -> Any:
     return look(args, name)[0]
 
 
-def add_to(parser: Any) -> None:
-    """Add the options that are no fields to Megatron's parser; each is None unless it is given."""
+def add_to(parser: Any, fields: Collection[str]) -> None:
+    """Add the options that are no fields to Megatron's parser; each is None unless it is given.
+
+    Args:
+        fields: those that this tree's TransformerConfig has. An option whose field is not there
+            is an error that names the group of patches.
+    """
     group = parser.add_argument_group(title="rollouts")
     for option in OPTIONS:
+        how: dict[str, Any] = {"action": "store_true"}
+        if option.name in fields:
+            continue
         if option.field:
-            continue
-        if option.default is False:
-            group.add_argument(
-                flag(option.name), action="store_true", default=None, help=option.help
-            )
-            continue
-        how = {"type": option.kind, "choices": option.choices or None, "nargs": option.nargs}
-        if option.metavar:
-            how["metavar"] = option.metavar
-        if option.nargs == "?":
-            how["const"] = option.const
+            how = {"type": _absent(option), "nargs": "?", "const": ""}
+        elif option.default is not False:
+            how = {"type": option.kind, "choices": option.choices or None, "nargs": option.nargs}
+            how |= {"metavar": option.metavar} if option.metavar else {}
+            how |= {"const": option.const} if option.nargs == "?" else {}
         group.add_argument(flag(option.name), default=None, help=option.help, **how)
+
+
+def _absent(option: Option) -> Callable[[str], Any]:
+    def refuse(_: str) -> Any:
+        raise ArgumentTypeError(
+            f"this tree has no patches of the group {option.group}, which brings the option (make "
+            "status shows the groups that are in)"
+        )
+
+    return refuse
 
 
 def refuse_options(args: Any) -> None:

@@ -92,8 +92,8 @@ def refuse_in_loop(args: Any) -> None:
     checks = [
         (
             not _is_patched(),
-            "the RL loop of this release has no patch (core_r0.19.0 and main have one); collect "
-            "rollouts, and train on them with --rollouts DIR",
+            "this tree has no patches of the group rl (core_r0.19.0 and main have them, and make "
+            "status shows which are in); collect rollouts, and train on them with --rollouts DIR",
         ),
         (
             given("rl_training_cuda_graphs"),

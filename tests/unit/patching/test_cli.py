@@ -20,7 +20,7 @@ def cli(upstream, capsys):
 def test_a_whole_round(upstream, cli):
     tree = upstream.checkout
     where = f"{tree} ({LINE}, {TAG}); files changed: 6\n"
-    about = f"release: {LINE}, {TAG}, 4 patches of 6 files\n"
+    about = f"release: {LINE}, {TAG}, 4 patches of 6 files\ngroups: r3\n"
     todo = f"not patched: make apply MEGATRON={tree}\n"
     assert cli("status", tree) == (0, f"pristine: {tree}\n{about}{todo}", "")
     assert cli("apply", tree) == (0, f"applied 4 patches of 6 files to {where}", "")

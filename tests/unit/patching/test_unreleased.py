@@ -216,9 +216,9 @@ def damage(path, how):
     elif how == "edited":
         path.write_text(text.replace(f'"{LINE}"', '"core_r9.9.9"'))
     elif how == "other json":
-        path.write_text('{"format": 1, "tree": []}')
+        path.write_text('{"format": 2, "tree": []}')
     elif how == "newer":
-        path.write_text(text.replace('"format": 1', '"format": 2'))
+        path.write_text(text.replace('"format": 2', '"format": 3'))
     elif how == "bytes":
         path.write_bytes(b"\xff\x00" * 9)
     elif how == "deep":
@@ -340,7 +340,7 @@ def test_status_of_an_unreleased_tree(between, status):
     assert "--unreleased" in out
     take(tree, between)
     about = f"unreleased: {LINE}, {between.commit[:12]}, close to {TAG} (1 file differs), 4 patches"
-    known = f"applied: {tree}\n{about} of 6 files\ndiffer from {TAG}: {ROUTER}\n"
+    known = f"applied: {tree}\n{about} of 6 files\ndiffer from {TAG}: {ROUTER}\ngroups: r3\n"
     assert status(tree) == (0, f"{known}not checked: make check MEGATRON={tree}\n")
     record = read_record(tree)
     checked = CheckedOn("2026-11-22", files_digest(tree), "0.1.0")
@@ -356,6 +356,8 @@ def test_status_of_a_release_that_was_checked(upstream, status):
     tree = upstream.checkout
     apply_series(tree, upstream.patches)
     write_record(tree, Record(checked=CheckedOn("2026-11-22", files_digest(tree), "0.1.0")))
-    assert status(tree)[1].endswith("6 files\nchecked on 2026-11-22 by megatron-r3 0.1.0\n")
+    assert status(tree)[1].endswith(
+        "6 files\ngroups: r3\nchecked on 2026-11-22 by megatron-r3 0.1.0\n"
+    )
     revert_series(tree, upstream.patches)
     assert not record_path(tree).exists()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from training_arguments import ARGUMENTS
 
-from megatron_r3.seams.arguments import add_args, check_args
+from megatron_r3.seams.arguments import check_args
 from megatron_r3.training import option_table
 from megatron_r3.training.option_kind import Option, Rule, flag
 from megatron_r3.training.option_table import OPTIONS, look, refuse_without_rollouts, tables, value
@@ -18,8 +18,13 @@ OURS = [option for option in OPTIONS if not option.field]
 A_VALUE = {int: "3", float: "0.5", str: "x"}
 
 
-def parsed(*words: str) -> argparse.Namespace:
-    return add_args(argparse.ArgumentParser()).parse_args(words)  # type: ignore[no-any-return]
+FIELDS = {option.name for option in OPTIONS if option.field}
+
+
+def parsed(*words: str, fields: set[str] = FIELDS) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    option_table.add_to(parser, fields)
+    return parser.parse_args(words)
 
 
 @pytest.mark.parametrize("option", OURS, ids=lambda option: option.name)
@@ -94,6 +99,20 @@ def test_a_made_up_row_is_an_option_a_refusal_and_a_line(monkeypatch: pytest.Mon
     assert "| `--rollouts-made-up N` | none | do [it](a.md) |" in tables()
     with pytest.raises(ValueError, match="--rollouts-made-up 0: it must be 1 or more"):
         option_table.refuse_options(SimpleNamespace(**ARGUMENTS, rollouts_made_up=0))
+
+
+def test_a_field_that_the_tree_lacks_is_an_error_that_names_the_group(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):  # the control: with the field, its flag is Megatron's to make
+        parsed("--moe-router-replay-guest-slots", "2")
+    assert "unrecognized arguments" in capsys.readouterr().err
+    without = {name for name in FIELDS if "guest" not in name}
+    assert parsed(fields=without).moe_router_replay_guest_slots is None
+    for words in (["2"], []):
+        with pytest.raises(SystemExit):
+            parsed("--moe-router-replay-guest-slots", *words, fields=without)
+        assert "no patches of the group guests" in capsys.readouterr().err
 
 
 def test_the_docs_have_the_tables() -> None:

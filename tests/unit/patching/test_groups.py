@@ -1,0 +1,153 @@
+"""Groups of patches: all on a release, those that fit on another tree, some on request."""
+
+import signal
+
+import pytest
+from patching_upstream import (
+    DISPATCHER,
+    KILLED,
+    LINE,
+    NEW,
+    OLD,
+    README,
+    ROUTER,
+    SCHEDULE,
+    TAG,
+    commit,
+    refused,
+    run_cli,
+    snapshot,
+)
+
+from megatron_r3.patching.apply import apply_series, revert_series
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.record import record_path
+from megatron_r3.patching.series import GROUPS, read_series
+from megatron_r3.patching.tree import TreeState, identify
+from megatron_r3.patching.versions import patches_folder, read_versions
+
+NUMBERS = {"0001": "0001", "0002": "0101", "0003": "0301", "0004": "0201"}
+PLACES = {SCHEDULE: "step():", OLD: "echo old", README: "# MoE", DISPATCHER: "def preprocess"}
+
+
+@pytest.fixture
+def grouped(upstream):
+    """Its patches in four groups; the router is changed by two of them."""
+    for file in upstream.series:
+        file.rename(file.with_name(NUMBERS[file.name[:4]] + file.name[4:]))
+    return upstream
+
+
+def edited(tree, path):
+    """One line of context is another one."""
+    text = (tree / path).read_text()
+    assert text.count(PLACES[path]) == 1
+    (tree / path).write_text(text.replace(PLACES[path], f"{PLACES[path]}  # mine"))
+    commit(tree, f"Edit {path}")
+
+
+def status_of(upstream):
+    return run_cli("status", upstream.checkout, "--patches", upstream.patches).stdout
+
+
+def test_a_release_takes_all(grouped):
+    change = apply_series(grouped.checkout, grouped.patches)
+    assert change.status.series.groups == ("r3", "guests", "engine", "rl")
+    assert change.status.unreleased is None
+    assert "\ngroups: r3, guests, engine, rl\n" in status_of(grouped)
+
+
+@pytest.mark.parametrize(
+    ("path", "groups", "left_out"),
+    [
+        (SCHEDULE, "r3, engine, rl", [f"guests: {SCHEDULE}"]),
+        (OLD, "r3, guests, engine", [f"rl: {OLD}"]),
+        (README, "r3, guests", [f"engine: {README}", "rl: it needs engine"]),
+    ],
+)
+def test_a_group_that_does_not_fit_is_left_out_by_name(grouped, path, groups, left_out):
+    tree, patches = grouped.checkout, grouped.patches
+    edited(tree, path)
+    before = snapshot(tree)
+    with refused(tree, "--unreleased", *(f"left out: {one}" for one in left_out)):
+        apply_series(tree, patches)
+    done = run_cli("apply", tree, "--patches", patches, "--unreleased").stdout
+    assert all(f"left out: {one}" in done for one in left_out)
+    rest = ", ".join(g for g in ("r3", "guests", "engine", "rl") if g not in groups.split(", "))
+    assert f"\ngroups: {groups}; not in it: {rest}\n" in status_of(grouped)
+    assert path not in identify(tree, read_versions(patches)).patched
+    assert revert_series(tree, patches).status.state is TreeState.PRISTINE
+    assert snapshot(tree) == before
+    assert not record_path(tree).exists()
+
+
+def test_a_tree_to_which_r3_does_not_fit_is_refused(grouped):
+    edited(grouped.checkout, DISPATCHER)
+    for unreleased in (False, True):
+        with refused(grouped.checkout, "patch 1 of 4 does not apply", DISPATCHER):
+            apply_series(grouped.checkout, grouped.patches, unreleased=unreleased)
+    assert not record_path(grouped.checkout).exists()
+
+
+@pytest.mark.parametrize("asked", [["r3"], ["r3", "guests"], ["engine"], ["rl", "engine", "r3"]])
+def test_some_groups_of_a_release(grouped, asked):
+    tree, patches = grouped.checkout, grouped.patches
+    before = snapshot(tree)
+    change = apply_series(tree, patches, groups=asked)
+    assert {*change.status.series.groups} == {*asked}
+    text = (tree / ROUTER).read_text()
+    assert ("hook = None" in text, "bind(hook)" in text) == ("r3" in asked, "guests" in asked)
+    assert (tree / NEW).exists() == ("rl" in asked)
+    assert apply_series(tree, patches).files == ()  # they are in
+    assert identify(tree, read_versions(patches)).state is TreeState.APPLIED
+    revert_series(tree, patches)
+    assert snapshot(tree) == before
+    assert not record_path(tree).exists()
+    assert TAG in status_of(grouped)
+
+
+def test_groups_that_cannot_be_asked_for(grouped):
+    tree, patches = grouped.checkout, grouped.patches
+    with refused(tree, "--groups made-up: the groups are r3, guests, engine, rl, fixes"):
+        apply_series(tree, patches, groups=["made-up"])
+    with refused(tree, "the groups rl do not apply to it together"):
+        apply_series(tree, patches, groups=["rl"])
+    apply_series(tree, patches, groups=["r3"])
+    with refused(tree, "is patched with r3, not with r3, guests: revert it first"):
+        apply_series(tree, patches, groups=["r3", "guests"])
+
+
+@pytest.mark.parametrize("killed", ["apply", "revert"])
+@pytest.mark.parametrize("then", [apply_series, revert_series])
+@pytest.mark.parametrize("n", range(1, 3))
+def test_killed_between_two_files_of_some_groups(grouped, n, killed, then):
+    tree, patches = grouped.checkout, grouped.patches
+    pristine = snapshot(tree)
+    apply_series(tree, patches, groups=["r3", "guests"])
+    applied = snapshot(tree)
+    words = ()
+    if killed == "apply":
+        revert_series(tree, patches)
+        words = ("--groups", "r3", "guests")
+    done = run_cli(killed, tree, "--patches", patches, *words, prelude=KILLED.format(n=n))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert identify(tree, read_versions(patches)).state is TreeState.HALF_APPLIED
+    then(tree, patches)  # the groups were said already
+    assert snapshot(tree) == (applied if then is apply_series else pristine)
+
+
+def test_a_number_beyond_all_groups_is_refused(grouped):
+    last = grouped.series[-1]
+    last.rename(last.with_name(f"{100 * len(GROUPS):04d}{last.name[4:]}"))
+    with pytest.raises(PatchingError, match="no group has the numbers from 0500 on"):
+        read_series(grouped.patches / LINE)
+
+
+def test_the_real_groups_have_what_they_need_before_them():
+    names = [group.name for group in GROUPS]
+    for place, group in enumerate(GROUPS):
+        assert {*group.needs} <= {*names[:place]}
+    for line in read_versions(patches_folder()).lines:
+        groups = read_series(line.folder).groups
+        assert groups[0] == "r3"
+        assert all({*group.needs} <= {*groups} for group in GROUPS if group.name in groups)
