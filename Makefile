@@ -61,7 +61,7 @@ BRIDGE   ?=
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status check verify export bump demo fidelity matrix clients \
+.PHONY: help setup megatron apply revert status check verify trees export bump demo fidelity matrix clients \
 	bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
 	bench-balance-simulated gpu-kit online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test fuzz lint clean
@@ -110,6 +110,10 @@ verify: setup  ## check the patches of every release line against the commits in
 export: setup  ## write the commits of MEGATRON=DIR as patches (LINE=; CHECK=1: only say whether they differ)
 	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
 	@$(R3) $@ "$(MEGATRON)" $(if $(LINE),--line "$(LINE)") $(if $(CHECK),--check)
+
+trees: setup  ## try the patches on every tree that the docs name, and write docs/trees.json (REPO=CLONE)
+	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
+	@$(VENV)/bin/python -m fidelity.pinned_trees --repo "$(REPO)"
 
 bump: setup  ## start a release line: carry the patches of OLD=LINE to NEW=TAG of REPO=CLONE (LINE=)
 	@test -n "$(OLD)" && test -n "$(NEW)" && test -n "$(REPO)" || \

@@ -65,7 +65,7 @@ def loss_options(draw: st.DrawFn) -> LossOptions:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     options=loss_options(),
     seed=st.integers(0, 2**32 - 1),
