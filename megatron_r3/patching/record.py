@@ -138,14 +138,15 @@ def _damaged(path: Path, why: str) -> PatchingError:
 
 
 def _parse(data: Any) -> Record:
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+    if not isinstance(data, dict) or data.get("format") not in (1, _FORMAT):
         raise ValueError(f"its format is not {_FORMAT}")
     if data.get("digest") != _digest(data):
         raise ValueError("its digest is another one")
     tree, checked = data["tree"], data["checked"]
     if tree is not None:
         blobs = {path: tuple(chain) for path, chain in tree["blobs"].items()}
-        lists = {key: tuple(tree[key]) for key in ("differ", "absent", "groups")}
+        # format 1 knew no groups: its patches are not those of today, and `tree.py` says so
+        lists = {key: tuple(tree.get(key, ())) for key in ("differ", "absent", "groups")}
         tree = Unreleased(**{**tree, **lists, "blobs": blobs})
     if checked is not None:
         checked = CheckedOn(**{**checked, "not_run": tuple(checked["not_run"])})

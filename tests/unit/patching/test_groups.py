@@ -1,5 +1,6 @@
 """Groups of patches: all on a release, those that fit on another tree, some on request."""
 
+import json
 import signal
 
 import pytest
@@ -19,6 +20,7 @@ from patching_upstream import (
     snapshot,
 )
 
+from megatron_r3.patching import record
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.record import record_path
@@ -134,6 +136,17 @@ def test_killed_between_two_files_of_some_groups(grouped, n, killed, then):
     assert identify(tree, read_versions(patches)).state is TreeState.HALF_APPLIED
     then(tree, patches)  # the groups were said already
     assert snapshot(tree) == (applied if then is apply_series else pristine)
+
+
+def test_a_record_of_before_there_were_groups_names_the_version_to_revert_with(grouped):
+    tree = grouped.checkout
+    apply_series(tree, grouped.patches, groups=["r3"])
+    data = json.loads(record_path(tree).read_text())
+    del data["tree"]["groups"], data["digest"]
+    data |= {"format": 1}
+    record_path(tree).write_text(json.dumps({**data, "digest": record._digest(data)}))
+    with refused(tree, "was patched by other patches", "revert with that version"):
+        revert_series(tree, grouped.patches)
 
 
 def test_a_number_beyond_all_groups_is_refused(grouped):
