@@ -54,7 +54,7 @@ def test_a_patch_with_another_line_does_not_apply(checked: Checked) -> None:
 def test_a_patch_with_another_message_is_not_what_is_exported(checked: Checked) -> None:
     assert CHECKS["export"](checked)[0]
     patch = next(checked.line.folder.glob("0002-*"))
-    damage(patch, "None, as before.\n", "None, as before. \n")  # git am strips it
+    damage(patch, "\nlive logits.\n", "\nlive logits. \n")  # git am strips it
     passed, detail = CHECKS["export"](checked)
     assert not passed, detail
     assert patch.name in detail
