@@ -8,7 +8,7 @@ SAMPLER  ?= transformers
 STEPS    ?= 6
 # the Megatron-LM tree of apply, revert, status, check, fidelity, export
 MEGATRON ?=
-# apply: with 1 a tree that is no release is taken too, if all patches of a line apply to it exactly
+# apply: with 1 a tree that is no release is taken too, if the group r3 of a line applies to it exactly
 UNRELEASED ?=
 # apply: the groups of patches to apply, as "r3 guests" (default: all)
 GROUPS   ?=

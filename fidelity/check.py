@@ -146,7 +146,9 @@ def again(copies: Copies) -> Outcome:
     third = copies.folder / "again"
     shutil.copytree(copies.unpatched, third, symlinks=True)
     try:
-        options = {"line": copies.line.name, "unreleased": True}
+        record = read_record(copies.patched)
+        groups = record.tree.groups if record and record.tree else ()
+        options = {"line": copies.line.name, "unreleased": True, "groups": groups}
         applied = apply_series(third, copies.line.folder.parent, **options)
     except PatchingError as error:
         return False, str(error)

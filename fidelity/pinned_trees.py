@@ -5,7 +5,7 @@
 Each tree is checked out, patched, asked for its state, and reverted; git must then see no change.
 The record has the digest of each line's patches, so that a test knows a record that is older than
 the patches. The table of docs/bumping.md is made of the record. Exit status 0: every tree took the
-group r3 and came back.
+group r3 and came back; 2: the clone lacks one, and nothing was written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,8 +21,10 @@ from typing import Any
 
 from fidelity.trees import ROOT
 from megatron_r3.patching.apply import apply_series, revert_series
+from megatron_r3.patching.cleanroom import has_commit
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.record import series_digest
+from megatron_r3.patching.repository import OwnRepository
 from megatron_r3.patching.series import read_series
 from megatron_r3.patching.versions import Versions, patches_folder, read_versions
 
@@ -45,12 +46,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RECORD, help="the JSON file to write")
     args = parser.parse_args(argv)
     versions, rows = read_versions(patches_folder()), []
-    with tempfile.TemporaryDirectory(prefix="trees-") as folder:
-        tree = Path(folder) / "tree"
-        _git(args.repo, "clone", "--quiet", "--shared", "--no-checkout", ".", str(tree))
-        for name, commit in trees_of(versions):
-            rows.append({"tree": name, **tried(tree, commit, versions)})
-            print(row_of(rows[-1]), flush=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="trees-") as folder:
+            tree = OwnRepository.new(Path(folder) / "tree", borrow_from=args.repo)
+            for name, commit in trees_of(versions):
+                if not has_commit(args.repo, commit):
+                    raise PatchingError(f"{args.repo} has no {commit}, {name}: git fetch it there")
+                rows.append({"tree": name, **tried(tree, commit, versions)})
+                print(row_of(rows[-1]), flush=True)
+    except PatchingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "series": digests(versions),
@@ -72,17 +78,18 @@ def digests(versions: Versions) -> dict[str, str]:
     return {line.name: series_digest(read_series(line.folder)) for line in versions.lines}
 
 
-def tried(tree: Path, commit: str, versions: Versions) -> dict[str, Any]:
+def tried(repo: OwnRepository, commit: str, versions: Versions) -> dict[str, Any]:
     """What one commit takes, and whether it comes back; `error` where it takes nothing."""
-    _git(tree, "checkout", "--quiet", "--force", commit)
-    row: dict[str, Any] = {"commit": _git(tree, "rev-parse", "HEAD")}
+    tree = repo.folder
+    repo.git("checkout", "--quiet", "--detach", "--force", commit)
+    row: dict[str, Any] = {"commit": repo.git("rev-parse", "HEAD")}
     try:
         status = apply_series(tree, versions.folder, unreleased=True).status
         whole = read_series(status.line.folder).groups
         row |= {"line": status.line.name, "groups": [*status.series.groups]}
         row["left_out"] = [name for name in whole if name not in row["groups"]]
         revert_series(tree, versions.folder)
-        row["reverted"] = not _git(tree, "status", "--porcelain", "--ignored")
+        row["reverted"] = not repo.git("status", "--porcelain", "--ignored")
     except PatchingError as error:
         row["error"] = str(error).splitlines()[0]
     return row
@@ -95,13 +102,6 @@ def row_of(row: dict[str, Any]) -> str:
     back = "" if row["reverted"] else " (NOT REVERTED)"
     cells = (row["line"] + back, ", ".join(row["groups"]), ", ".join(row["left_out"]))
     return f"| {row['tree']} | {row['commit'][:8]} | " + " | ".join(cells) + " |"
-
-
-def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *words], check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_r3.ending import why_unpatched
-from megatron_r3.launch import build_model, initialize
+from megatron_r3.launch import build_model, engine_records, initialize
 from megatron_r3.untrusted import one_line
 from megatron_r3.weights.checkpoint import check_load, load_whole
 
@@ -72,6 +72,11 @@ def _initialized() -> Any:
         raise ValueError(f"Megatron refuses these arguments: {reason}") from error
     if why := why_unpatched():
         raise ValueError(f"responses would lose their routes: {why}")
+    if not engine_records():
+        raise ValueError(
+            "responses would lose their routes: this tree has no patches of the group engine (0.17 "
+            "to main have them; make status shows which groups are in)"
+        )
     if not args.moe_enable_routing_replay:
         raise ValueError("give --moe-enable-routing-replay: without it no response has routes")
     check_load(args)

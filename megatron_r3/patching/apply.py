@@ -75,6 +75,10 @@ def apply_series(
     known = [group.name for group in GROUPS]
     if unknown := [name for name in groups if name not in known]:
         raise PatchingError(f"--groups {' '.join(unknown)}: the groups are {names(known)}")
+    for group in GROUPS:
+        missing = [name for name in group.needs if name not in groups]
+        if group.name in groups and missing:
+            raise PatchingError(f"--groups {group.name}: it needs {names(missing)}: give them too")
     return _move(root, patches, line, TreeState.APPLIED, unreleased, groups)
 
 
@@ -107,8 +111,10 @@ def _move(
             status = identify(root, versions, line)
             if status.state is not goal and not reverse:
                 _refuse_uncommitted(status)
-                some = groups and status.state is TreeState.PRISTINE
-                if status.state is TreeState.UNKNOWN or some:
+                some = groups and {*groups} != {*status.series.groups}
+                if status.state is TreeState.UNKNOWN or (
+                    some and status.state is TreeState.PRISTINE
+                ):
                     status, others = _take(status, versions, line, unreleased, groups)
             if groups and not reverse and {*groups} != {*status.series.groups}:
                 raise PatchingError(
@@ -151,8 +157,8 @@ def _take(
     fits = [] if left_out_files(status) else find_fits(status.root, versions, line, groups)
     if not fits and groups:
         raise PatchingError(
-            f"{status.root}: the groups {names([*groups])} do not apply to it together: make "
-            "status shows which groups do; a group may need another one"
+            f"{status.root}: the groups {names([*groups])} do not all apply to it: make status "
+            "shows which groups do, or where another one does not fit"
         )
     if not fits:
         return status, ""

@@ -30,25 +30,23 @@ Two patches that change a file give three ids; a patch that adds a file gives (N
 
 @dataclass(frozen=True)
 class Group:
-    """Patches that go into a tree together, or are left out together.
+    """Patches that go into a tree together, or are left out together; see docs/how-it-works.md.
 
     Attributes:
-        what: what they bring.
         needs: the groups without which they are left out.
     """
 
     name: str
-    what: str
     needs: tuple[str, ...] = ()
 
 
 # The first has the numbers from 1 to 99, the next those from 100 to 199, and so on.
 GROUPS = (
-    Group("r3", "option, router and load, deferred work, dispatch plan, rollouts"),
-    Group("guests", "copies of hot experts on other ranks", ("r3",)),
-    Group("engine", "Megatron's own inference engine returns the experts of every request"),
-    Group("rl", "replay in Megatron's own RL loop", ("r3", "engine")),
-    Group("fixes", "faults of Megatron's own that are no part of the others"),
+    Group("r3"),
+    Group("guests", ("r3",)),
+    Group("engine"),
+    Group("rl", ("r3", "engine")),
+    Group("fixes"),
 )
 NEEDED = "r3"  # a tree to which this group does not apply is refused
 
@@ -135,7 +133,12 @@ class Series:
         return tuple(dict.fromkeys(patch.group for patch in self.patches))
 
     def part(self, groups: Collection[str]) -> Series:
-        """The patches of these groups alone; the blobs are then those of a tree that has them."""
+        """The patches of these groups alone.
+
+        A chain of blobs is then as long as it must be, and no more is known of it: the ids between
+        the patches of a file are others where a patch between them is left out. Those of a tree are
+        in its record.
+        """
         patches = tuple(patch for patch in self.patches if patch.group in groups)
         blobs: dict[str, Blobs] = {}
         for change in (change for patch in patches for change in patch.changes):

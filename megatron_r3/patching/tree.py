@@ -149,7 +149,8 @@ def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
             matches.append(compare(root, candidate, series, tree, ids, files))
     best = _best(matches)
     # A tree that has some of the groups looks like a release that is half patched.
-    if (best.unknown or best.patched) and (recorded := _recorded(root, versions, line)):
+    odd = best.state in (TreeState.UNKNOWN, TreeState.HALF_APPLIED)
+    if odd and (recorded := _recorded(root, versions, line)):
         if recorded.patched and not recorded.unknown:
             return recorded
         # A release that has as many of the files is the better name for an unpatched tree.

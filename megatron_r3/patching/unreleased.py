@@ -27,6 +27,7 @@ from megatron_r3.patching.series import (
     NEEDED,
     Blobs,
     FileChange,
+    Patch,
     Series,
     read_series,
 )
@@ -71,9 +72,16 @@ class Fit:
         return "\n".join(f"left out: {name}: {why}" for name, why in self.left_out.items())
 
     @property
-    def distance(self) -> tuple[int, int, int]:
-        """What orders the lines that fit: the nearest one has the least."""
-        return len(self.left_out), len(self.tree.differ), self.moved
+    def distance(self) -> tuple[int, int, int, int]:
+        """What orders the lines that fit: the nearest one has the least.
+
+        A patch that applies is one that the tree needs. Example: 14346b65 lacks a fix that main
+        has, so the patch with this fix, of core_r0.19.0, applies to it. More of its files are those
+        of main, whose patches have no such fix and apply too; with these a training ends with an
+        error, since they expect the padding mask to have another shape.
+        """
+        num_patches = len(self.status.series.patches)
+        return len(self.left_out), -num_patches, len(self.tree.differ), self.moved
 
 
 def find_fits(
@@ -81,9 +89,9 @@ def find_fits(
 ) -> list[Fit]:
     """The lines, or that `line`, whose patches apply to the unpatched tree `root`.
 
-    The line with the fewest groups to leave out is the first; of equal ones that with the fewest
-    files that differ from a known tree of it, and of these that in whose patches the hunks are
-    nearest to where they fit.
+    The line with the fewest groups to leave out is the first; of equal ones that with the most
+    patches, then that with the fewest files that differ from a known tree of it, then that in whose
+    patches the hunks are nearest to where they fit.
 
     Args:
         wanted: the groups to apply, all of them; empty for r3 and what else applies.
@@ -115,17 +123,11 @@ def _fit(
     if not wanted and commit and commit in [tree.commit for tree in line.trees]:
         return None  # a release whose files the patches do not name: a patch is missing
     present = {path: file for path, file in files.items() if path not in absent}
-    groups, left_out = _groups_that_apply(present, series, wanted)
-    if {*(wanted or [NEEDED])} - {*groups}:
+    taken = _there_and_back(present, series, wanted)
+    if taken is None:
         return None
-    whole, series = series, series.part(groups)
-    files = {path: file for path, file in files.items() if path in series.blobs}
-    present = {path: file for path, file in present.items() if path in series.blobs}
+    whole, series, blobs = series, series.part(taken.groups), taken.blobs
     absent = tuple(path for path in absent if path in series.blobs)
-    there_and_back = _there_and_back(present, series)
-    if there_and_back is None:
-        return None
-    blobs, moved = there_and_back
     differ = tuple(path for path in nearest.unknown if path in series.blobs)
     for path, chain in blobs.items():
         # A file that is the release's own must become what it becomes in the release.
@@ -139,77 +141,86 @@ def _fit(
         *(line.name, nearest.tree.name, differ, commit),
         *(series_digest(series), __version__, absent),
         blobs=blobs,
-        groups=groups,
+        groups=taken.groups,
     )
     known = KnownTree(tree.name, absent=absent, blobs=blobs)
+    files = {path: file for path, file in files.items() if path in series.blobs}
     status = compare(root, line, series, known, ids, files)
-    return Fit(replace(status, unreleased=tree), tree, moved, left_out)
+    return Fit(replace(status, unreleased=tree), tree, taken.moved, taken.left_out)
 
 
-def _groups_that_apply(
-    files: Mapping[str, FileOnDisk], series: Series, wanted: Collection[str]
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The groups whose patches apply, one group after the other, and why others do not."""
-    taken: list[str] = []
-    left_out: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
-        repo = OwnRepository.new(Path(folder))
-        repo.add(files)
-        for group in GROUPS:
-            patches = [patch for patch in series.patches if patch.group == group.name]
-            if not patches or (wanted and group.name not in wanted):
-                continue
-            if missing := [name for name in group.needs if name not in taken]:
-                left_out[group.name] = f"it needs {names(missing)}"
-                continue
-            before = repo.git("write-tree")
-            try:
-                for number, patch in enumerate(patches, 1):
-                    if changes := [each for each in patch.changes if each.path in files]:
-                        repo.apply(number, patch, changes)
-                taken.append(group.name)
-            except PatchFailed as failed:
-                repo.git("read-tree", before)
-                left_out[group.name] = failed.where
-    return tuple(taken), left_out
+@dataclass(frozen=True)
+class _Taken:
+    """What a tree takes of a series.
+
+    Attributes:
+        blobs: the chain of each file that the taken groups change.
+        moved: by how many lines hunks moved, together.
+        left_out: as in `Fit`.
+    """
+
+    groups: tuple[str, ...]
+    blobs: Mapping[str, Blobs]
+    moved: int
+    left_out: Mapping[str, str]
 
 
 def _there_and_back(
-    files: Mapping[str, FileOnDisk], series: Series
-) -> tuple[dict[str, Blobs], int] | None:
-    """The chain of blobs of each file, and by how many lines hunks moved.
+    files: Mapping[str, FileOnDisk], series: Series, wanted: Collection[str]
+) -> _Taken | None:
+    """Apply one group after the other, without those that do not apply, and take all off again.
 
-    None where a patch does not apply, or does not come off again.
+    None where a group that must apply does not, or where the patches do not come off again.
     """
-    parts = [
-        (number, patch, [change for change in patch.changes if change.path in files])
-        for number, patch in enumerate(series.patches, 1)
-    ]
-    parts = [part for part in parts if part[2]]
+    done: list[tuple[int, Patch, list[FileChange]]] = []
+    chains: dict[str, Blobs] = {}
+    groups: list[str] = []
+    left_out: dict[str, str] = {}
+    moved = 0
     with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
         repo = OwnRepository.new(Path(folder))
         repo.add(files)
-        before = repo.blobs(files)
-        base = repo.git("write-tree")
-        chains: dict[str, list[str | None]] = {path: [before.get(path)] for path in files}
-        moved = 0
+        first = repo.blobs(files)
+        base = before = repo.git("write-tree")
+        for group in (group for group in GROUPS if group.name in series.groups):
+            if wanted and group.name not in wanted:
+                continue
+            if missing := [name for name in group.needs if name not in groups]:
+                left_out[group.name] = f"it needs {names(missing)}"
+                continue
+            parts = [
+                (number, patch, [change for change in patch.changes if change.path in files])
+                for number, patch in enumerate(series.patches, 1)
+                if patch.group == group.name
+            ]
+            longer, offsets = dict(chains), 0
+            try:
+                for number, patch, changes in (part for part in parts if part[2]):
+                    offsets += _offsets(repo, changes)
+                    repo.apply(number, patch, changes)
+                    after = repo.blobs(change.path for change in changes)
+                    for path in (change.path for change in changes):
+                        longer[path] = (*longer.get(path, (first.get(path),)), after.get(path))
+            except PatchFailed as failed:
+                repo.git("read-tree", before)
+                left_out[group.name] = failed.where
+                continue
+            chains, moved, before = longer, moved + offsets, repo.git("write-tree")
+            groups.append(group.name)
+            done += [part for part in parts if part[2]]
+        if {*(wanted or [NEEDED])} - {*groups}:
+            return None
+        places = {path: len(chain) - 1 for path, chain in chains.items()}
         try:
-            for number, patch, changes in parts:
-                moved += _offsets(repo, changes)
-                repo.apply(number, patch, changes)
-                after = repo.blobs(change.path for change in changes)
-                for change in changes:
-                    chains[change.path].append(after.get(change.path))
-            for number, patch, changes in reversed(parts):
+            for number, patch, changes in reversed(done):
                 repo.apply(number, patch, changes, reverse=True)
                 after = repo.blobs(change.path for change in changes)
-                # Where the same lines are in a file twice, git may take a patch off at the other
-                # place: then the tree would be patched, and could never be reverted.
-                if any(
-                    after.get(change.path) != chains[change.path][series.place(change)]
-                    for change in changes
-                ):
-                    return None
+                for path in (change.path for change in changes):
+                    places[path] -= 1
+                    # Where the same lines are in a file twice, git may take a patch off at the
+                    # other place: then the tree would be patched, and could never be reverted.
+                    if after.get(path) != chains[path][places[path]]:
+                        return None
         except PatchFailed:
             return None
         if repo.git("write-tree") != base:
@@ -217,7 +228,7 @@ def _there_and_back(
     # A file's id must say how many of its patches are in it.
     if any(len(set(chain)) < len(chain) for chain in chains.values()):
         return None
-    return {path: tuple(chain) for path, chain in chains.items()}, moved
+    return _Taken(tuple(groups), chains, moved, left_out)
 
 
 def _offsets(repo: OwnRepository, changes: list[FileChange]) -> int:

@@ -1,4 +1,1 @@
-"""The other halves of the patches, in files that are named like them; nothing else is here.
-
-The two patches of the dispatch plan share a file.
-"""
+"""The other halves of the patches, in files that are named like them; nothing else is here."""

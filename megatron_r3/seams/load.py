@@ -71,7 +71,7 @@ class RouterLoad:
         Args:
             routed_TE: where the tokens go.
             live_TE: what upstream would count.
-            given_T: upstream's padding mask.
+            given_T: upstream's padding mask, or None.
         """
         follows_live = self.router.config.moe_router_replay_aux_loss == "live"
         replayed = self.router.router_replay.replayed_microbatch() is not None

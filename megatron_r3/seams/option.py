@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
+from megatron_r3.launch import engine_records
 from megatron_r3.replayable import refusals
 from megatron_r3.seams import deferred
 
@@ -61,19 +61,6 @@ def recording_refusals(config: Any) -> list[str]:
         "without the patches of the group engine (0.17 to main) no inference engine records beside "
         "replay; choose one"
     ]
-
-
-@functools.cache
-def engine_records() -> bool:
-    """Whether this tree has the patch "Record the routing of the model that samples".
-
-    The file is read and not imported: it imports the engine, and this is called by a config.
-    """
-    from megatron.core.transformer import transformer_config
-
-    core = Path(transformer_config.__file__).parents[1]
-    metadata = core / "inference" / "contexts" / "routing_metadata.py"
-    return metadata.is_file() and "def set_model(" in metadata.read_text()
 
 
 def _module_that_replaced_routing() -> str | None:

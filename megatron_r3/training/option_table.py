@@ -2,8 +2,9 @@
 
     python -m megatron_r3.training.option_table     prints the tables of docs/train.md
 
-A new option is one row. Its value is `RolloutOptions.values[name]`. A row that is a `field` belongs
-to Megatron's TransformerConfig, so Megatron makes its flag; all else of the row holds for it too.
+A new option is one row, and `value(args, name)` is what it is set to. A row that is a `field`
+belongs to Megatron's TransformerConfig, so Megatron makes its flag; all else of the row holds for
+it too.
 """
 
 from __future__ import annotations

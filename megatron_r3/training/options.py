@@ -1,13 +1,13 @@
 """What a training on rollouts is asked to do: Megatron's arguments, read in one place.
 
-`RolloutOptions.from_args` and `update_options.py`, which it calls, are the only code of this room
-that reads `args`, except for what changes while training runs (`progress.py`). Everything else
-takes the options, so a test or another trainer can make them without a Megatron command line.
+`RolloutOptions.from_args`, what it calls (`option_table.py`, `update_options.py`,
+`publish_options.py`) and `rl_options.py` are the only code of this room that reads `args`, except
+for what changes while training runs (`progress.py`). Everything else takes the options, so a test
+or another trainer can make them without a Megatron command line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_r3.integrations.layers import hybrid_pattern, moe_layer_indices
 from megatron_r3.integrations.planner import PLANNED_DISPATCHERS
 from megatron_r3.rollout import MoEShape
 from megatron_r3.training.losses.loss import LossOptions
-from megatron_r3.training.option_table import OPTIONS, refuse_options, value
+from megatron_r3.training.option_table import refuse_options, value
 from megatron_r3.training.progress import checkpoint_directories
 from megatron_r3.training.publish_options import PublishOptions
 from megatron_r3.training.schedule import UseOfRollouts
@@ -73,7 +73,6 @@ class RolloutOptions:
             gradients are infinite.
         sample_order: what decides which rollouts a sample of the training has, as text.
         reads_a_dataset: whether --data-path or --mock-data is given.
-        values: of every option of the table, by its name; the default where it is not given.
     """
 
     directories: tuple[str, ...]
@@ -111,7 +110,6 @@ class RolloutOptions:
     scaled_loss: bool = False
     sample_order: str = "single"
     reads_a_dataset: bool = False
-    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def where(self) -> str:
@@ -181,14 +179,14 @@ class RolloutOptions:
         options = cls(
             directories=tuple(args.rollouts),
             replay=bool(args.moe_router_replay),
-            any_policy=args.rollouts_policy == "any",
-            any_sampling=args.rollouts_sampling == "any",
+            any_policy=value(args, "rollouts_policy") == "any",
+            any_sampling=value(args, "rollouts_sampling") == "any",
             follow_s=args.rollouts_follow,
-            checks_as_read=args.rollouts_check == "reads",
+            checks_as_read=value(args, "rollouts_check") == "reads",
             max_lag=args.rollouts_max_lag,
-            pack=bool(args.rollouts_pack),
+            pack=value(args, "rollouts_pack"),
             loss=read_loss(args),
-            trainer_is_old=args.rollouts_old_policy == "trainer",
+            trainer_is_old=value(args, "rollouts_old_policy") == "trainer",
             use=read_use(args),
             save_directory=args.save,
             load_directory=args.load,
@@ -216,7 +214,6 @@ class RolloutOptions:
             reads_a_dataset=bool(
                 getattr(args, "data_path", None) or getattr(args, "mock_data", False)
             ),
-            values={option.name: value(args, option.name) for option in OPTIONS},
         )
         if options.needs_old_pass and getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
             raise ValueError(

@@ -158,9 +158,8 @@ def test_arguments_that_a_checkpoint_was_trained_with(patched: TreeWorker, polic
     changes += [{"vocab_size": None}]  # Megatron sets none of a tokenizer's
     changes += [{"softmax_type": "missing"}]  # an older release that had only the default
     changes += [{"quick_geglu": "missing"}]  # an argument that is no field, and off
-    changes += [
-        {"layernorm_epsilon": "missing", "norm_epsilon": 1e-6}
-    ]  # as a checkpoint of 0.15 calls it
+    # a checkpoint of 0.15 calls it so
+    changes += [{"layernorm_epsilon": "missing", "norm_epsilon": 1e-6}]
     others = [{name: value} for name, value in FORGOTTEN.items()]
     others += [{"layernorm_epsilon": "missing", "norm_epsilon": 1e-5}]
     others += [{"qk_layernorm": "missing"}]

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
-from fidelity.pinned_trees import HEAD, RECORD, digests, row_of, trees_of, tried
+import pytest
+
+from fidelity import pinned_trees
+from fidelity.pinned_trees import HEAD, RECORD, digests, main, row_of, trees_of, tried
+from megatron_r3.patching.repository import OwnRepository
 from megatron_r3.patching.versions import patches_folder, read_versions
 
 ROOT = Path(__file__).parents[3]
@@ -46,12 +51,46 @@ def test_a_patch_that_changes_makes_the_record_old(tmp_path: Path) -> None:
     assert digests(changed)[line.name] != json.loads(RECORD.read_text())["series"][line.name]
 
 
-def test_a_tree_that_is_refused_is_a_row(tmp_path: Path) -> None:
-    import subprocess
+@pytest.fixture
+def repo(tmp_path: Path) -> OwnRepository:
+    """A tree of two files, which is of no line."""
+    made = OwnRepository.new(tmp_path / "tree")
+    (made.folder / "megatron" / "core").mkdir(parents=True)
+    (made.folder / "megatron" / "core" / "a.py").write_text("")
+    made.git("add", "-A")
+    made.git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "a")
+    return made
 
-    (tmp_path / "megatron" / "core").mkdir(parents=True)
-    (tmp_path / "megatron" / "core" / "a.py").write_text("")
-    for words in ("init -q", "add -A", "-c user.name=a -c user.email=a@b commit -q -m a"):
-        subprocess.run(["git", "-C", str(tmp_path), *words.split()], check=True)
-    row = {"tree": "mine", **tried(tmp_path, "HEAD", VERSIONS)}
+
+def test_a_tree_that_is_refused_is_a_row(repo: OwnRepository) -> None:
+    row = {"tree": "mine", **tried(repo, "HEAD", VERSIONS)}
     assert "| refused: " in row_of(row)
+
+
+@pytest.mark.parametrize("left", ["", "a.rej"])
+def test_a_tree_that_does_not_come_back_is_seen(
+    repo: OwnRepository, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    status = SimpleNamespace(line=VERSIONS.lines[0], series=SimpleNamespace(groups=("r3",)))
+    done = SimpleNamespace(status=status)
+    monkeypatch.setattr(pinned_trees, "apply_series", lambda *_, **__: done)
+
+    def revert(tree: Path, _: Path) -> None:
+        if left:
+            (tree / left).write_text("")
+
+    monkeypatch.setattr(pinned_trees, "revert_series", revert)
+    row = {"tree": "mine", **tried(repo, "HEAD", VERSIONS)}
+    assert row["reverted"] == (not left)
+    assert ("(NOT REVERTED)" in row_of(row)) == bool(left)
+
+
+def test_a_clone_that_lacks_a_tree_is_one_line(
+    repo: OwnRepository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for clone, words in ((repo.folder, "git fetch it there"), (tmp_path, "is no git repository")):
+        assert main(["--repo", str(clone), "--out", str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {clone} ")
+        assert words in said
+        assert not (tmp_path / "out").exists()

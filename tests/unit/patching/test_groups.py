@@ -1,6 +1,7 @@
 """Groups of patches: all on a release, those that fit on another tree, some on request."""
 
 import json
+import re
 import signal
 
 import pytest
@@ -108,12 +109,31 @@ def test_some_groups_of_a_release(grouped, asked):
     assert TAG in status_of(grouped)
 
 
+def test_all_groups_of_a_release_are_the_release(grouped):
+    asked = ["rl", "engine", "guests", "r3"]
+    change = apply_series(grouped.checkout, grouped.patches, groups=asked)
+    assert change.status.unreleased is None
+    assert not record_path(grouped.checkout).exists()
+
+
+def test_a_package_takes_some_groups(grouped):
+    """It is no checkout, lacks a file, and has another base of one that two patches change."""
+    before = snapshot(grouped.package)
+    change = apply_series(grouped.package, grouped.patches, groups=["r3", "guests", "engine"])
+    assert change.status.series.groups == ("r3", "guests", "engine")
+    assert change.status.tree.absent == (README,)
+    revert_series(grouped.package, grouped.patches)
+    assert snapshot(grouped.package) == before
+
+
 def test_groups_that_cannot_be_asked_for(grouped):
     tree, patches = grouped.checkout, grouped.patches
     with refused(tree, "--groups made-up: the groups are r3, guests, engine, rl, fixes"):
         apply_series(tree, patches, groups=["made-up"])
-    with refused(tree, "the groups rl do not apply to it together"):
+    with refused(tree, "--groups rl: it needs r3, engine: give them too"):
         apply_series(tree, patches, groups=["rl"])
+    with refused(tree, "the groups fixes do not all apply to it: make status"):
+        apply_series(tree, patches, groups=["fixes"])  # this line has none
     apply_series(tree, patches, groups=["r3"])
     with refused(tree, "is patched with r3, not with r3, guests: revert it first"):
         apply_series(tree, patches, groups=["r3", "guests"])
@@ -164,3 +184,6 @@ def test_the_real_groups_have_what_they_need_before_them():
         groups = read_series(line.folder).groups
         assert groups[0] == "r3"
         assert all({*group.needs} <= {*groups} for group in GROUPS if group.name in groups)
+    page = (patches_folder().parent / "docs" / "how-it-works.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| \d+ (?:to|on)[^|]*\| ([^|]*)\|", page, re.MULTILINE)
+    assert rows == [(group.name, f"{', '.join(group.needs)} ".lstrip()) for group in GROUPS]

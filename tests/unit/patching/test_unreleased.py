@@ -11,6 +11,7 @@ from patching_upstream import (
     LINE,
     NEW,
     OTHER,
+    README,
     ROUTER,
     SCHEDULE,
     TAG,
@@ -318,6 +319,19 @@ def test_the_nearest_of_several_lines_is_taken_and_said(between, capsys):
     assert "is nearer than the other lines that fit: core_r9.2.0 (2 of 6 files differ from" in out
     assert "hunks moved by 2 lines" in out  # both hunks of the router, by the new first line
     assert f"make check MEGATRON={between.checkout}" in out
+
+
+def test_of_several_lines_the_one_with_the_most_patches_is_taken(between):
+    """The fourth patch is what the second line need not have, and this tree does."""
+    add_line(between, "core_r9.2.0", "1" * 40, left_out=[4])
+    change = take(between.checkout, between)
+    assert (change.status.line.name, len(change.status.series.patches)) == (LINE, 4)
+    assert "core_r9.2.0" in change.others
+    revert_series(between.checkout, between.patches)
+    # the control: a tree that has it already takes the second line
+    edit(between.checkout, README, "Routing.\n", "Routing.\n\nReplay.\n")
+    commit(between.checkout, "Document it here")
+    assert take(between.checkout, between).status.line.name == "core_r9.2.0"
 
 
 # -- status
