@@ -61,8 +61,8 @@ BRIDGE   ?=
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status check verify trees export bump demo fidelity matrix clients \
-	bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
+.PHONY: help setup megatron apply revert status check verify trees upstream export bump demo fidelity matrix \
+	clients bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
 	bench-balance-simulated gpu-kit online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test fuzz lint clean
 
@@ -114,6 +114,11 @@ export: setup  ## write the commits of MEGATRON=DIR as patches (LINE=; CHECK=1: 
 trees: setup  ## try the patches on every tree that the docs name, and write docs/trees.json (REPO=CLONE)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
 	@$(VENV)/bin/python -m fidelity.pinned_trees --repo "$(REPO)"
+
+upstream: setup  ## run Megatron's own tests with the patches that Megatron could take, and theirs (REPO=CLONE, LINE=, ONLY=)
+	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m fidelity.upstream_fixes --repo "$(REPO)" \
+		$(if $(LINE),--line $(LINE)) $(if $(ONLY),--only $(ONLY))
 
 bump: setup  ## start a release line: carry the patches of OLD=LINE to NEW=TAG of REPO=CLONE (LINE=)
 	@test -n "$(OLD)" && test -n "$(NEW)" && test -n "$(REPO)" || \

@@ -26,7 +26,7 @@ from fidelity import line_checks
 from fidelity.line_checks import Copies, files_and_modes
 from fidelity.record_replay import LAYOUTS, record_and_replay
 from fidelity.rig.rank_process import RankError
-from fidelity.upstream import FOLDER, Outcomes, Suite, counts, differing, why
+from fidelity.upstream import FOLDER, MOE, Outcomes, Suite, counts, differing, why
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.git import PatchingError, names
 from megatron_r3.patching.record import (
@@ -47,7 +47,7 @@ from megatron_r3.patching.write import locked
 COPIED = ("megatron", "tests/unit_tests", "tests/test_utils", "tests/__init__.py")
 Outcome = tuple[bool | None, str]  # whether it holds, and what was seen; None: nothing to run
 Checks = dict[str, Callable[[Copies], Outcome]]
-TESTS = ("test_router_replay.py", "test_routers.py", "test_moe_layer.py")
+TESTS = tuple(f"{MOE}/test_{name}.py" for name in ("router_replay", "routers", "moe_layer"))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,7 +179,7 @@ def upstreams_tests(copies: Copies) -> Outcome:
     """Upstream's own tests of routers end alike on the unpatched and on the patched copy."""
     files = [file for file in TESTS if (copies.patched / FOLDER / file).is_file()]
     if not files:
-        return None, f"the tree has no {FOLDER}; packages of PyPI have none"
+        return None, f"the tree has no {FOLDER / MOE}; packages of PyPI have none"
     suites = [
         Suite(copies.worker(tree), copies.folder) for tree in (copies.unpatched, copies.patched)
     ]
@@ -187,7 +187,7 @@ def upstreams_tests(copies: Copies) -> Outcome:
     for file in files:
         with ThreadPoolExecutor() as pool:  # the two trees have a process each
             unpatched, patched = pool.map(lambda suite, f=file: suite.run(f, 1), suites)
-        said.append(f"{file} {_counted(unpatched)}")
+        said.append(f"{Path(file).name} {_counted(unpatched)}")
         passes += counts(unpatched)["passed"]
         first = first or why(unpatched, next(iter(unpatched), file), "the first")
         for test in differing(unpatched, patched):

@@ -37,7 +37,7 @@ from fidelity.rig.rank_process import RankError, RankTimeout
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
 
-FOLDER = Path("tests/unit_tests/transformer/moe")
+FOLDER, MOE = Path("tests/unit_tests"), "transformer/moe"
 DOWNLOADER = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 OUTCOMES = ("passed", "skipped", "failed", "error", "hung", "died")  # from good to bad
 TEST_S = 60  # seconds after which a test counts as hung
@@ -45,7 +45,7 @@ TEST_S = 60  # seconds after which a test counts as hung
 # ranks are forked for the next tests.
 BATCH = 25
 COLUMNS = " ".join(f"{name:>7}" for name in OUTCOMES)
-HEAD = f"{'':48} {'unpatched':{len(COLUMNS)}}   patched\n{'file':42} ranks {COLUMNS}   {COLUMNS}"
+HEAD = f"{'':64} {'unpatched':{len(COLUMNS)}}   patched\n{'file':58} ranks {COLUMNS}   {COLUMNS}"
 
 Outcomes = dict[str, tuple[str, str]]  # of each test id: how it ended, and why
 Row = dict[str, Any]
@@ -63,10 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="upstream-") as scratch, ExitStack() as stack:
         folder = Path(scratch)
         tree, name = unpatched_copy(args.megatron, folder / "unpatched")
-        found = sorted(path.name for path in (tree / FOLDER).glob("test_*.py"))
+        found = sorted(f"{MOE}/{path.name}" for path in (tree / FOLDER / MOE).glob("test_*.py"))
         files = [file for file in found if any(text in file for text in args.only)]
         if not files:
-            parser.error(f"{args.megatron} has no such tests in {FOLDER}")
+            parser.error(f"{args.megatron} has no such tests in {FOLDER / MOE}")
         trees = {"unpatched": tree, "patched": patched_copy(tree, folder / "patched")}
         suites = {
             label: Suite(stack.enter_context(TreeWorker(path, ["megatron.training"])), folder)
@@ -307,7 +307,7 @@ def counts(outcomes: Outcomes) -> Counter[str]:
 
 
 def _line(row: Row) -> str:
-    head = f"{row['file']:42} {row['ranks']:>5}"
+    head = f"{row['file']:58} {row['ranks']:>5}"
     for label in ("unpatched", "patched"):
         ended = counts(row[label])
         head += " " + " ".join(f"{ended[name] or '-':>7}" for name in OUTCOMES) + "  "

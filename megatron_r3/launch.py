@@ -10,12 +10,10 @@ The releases expect three kinds of scripts, all of which read `sys.argv`:
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,17 +146,11 @@ def watch_models(on_models: OnModels) -> None:
     training.setup_model_and_optimizer = watched
 
 
-@functools.cache
 def engine_records() -> bool:
-    """Whether this tree has the patch "Record the routing of the model that samples".
+    """Whether this tree has the patch "Record the routing of the model that samples"."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    The file is read and not imported: it imports the engine, and this is called by a config.
-    """
-    from megatron.core.transformer import transformer_config
-
-    core = Path(transformer_config.__file__).parents[1]
-    metadata = core / "inference" / "contexts" / "routing_metadata.py"
-    return metadata.is_file() and "def set_model(" in metadata.read_text()
+    return getattr(RouterReplay, "recorded_by_model", False)
 
 
 def _builder_config(args: Any) -> Any:

@@ -46,6 +46,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TOLD_TO_END))
     try:
         args = _initialized()
+        os.environ.setdefault("MEGATRON_INFERENCE_NDARRAY_BASE64", "1")  # patch 205
         listening = _listen(args.host, args.port) if torch.distributed.get_rank() == 0 else None
         model, step = build_model(args), _step_of(args)
         load_whole([model], args)
@@ -79,6 +80,11 @@ def _initialized() -> Any:
         )
     if not args.moe_enable_routing_replay:
         raise ValueError("give --moe-enable-routing-replay: without it no response has routes")
+    if args.transformer_impl == "inference_optimized":
+        raise ValueError(
+            "--transformer-impl inference_optimized: nobody has shown that its layers record what "
+            "they choose; use another"
+        )
     check_load(args)
     return args
 

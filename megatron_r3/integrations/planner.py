@@ -15,7 +15,7 @@ from megatron_r3.guests.moves import plan_moves, rank_load
 from megatron_r3.guests.places import place_tokens
 from megatron_r3.plan import ExpertRanks, LayerSizes, count_tokens, layer_sizes
 
-# the token dispatchers that ask for a plan (patch 7); the flex dispatcher learns its sizes
+# the token dispatchers that ask for a plan (patch 3); the flex dispatcher learns its sizes
 # in a kernel of its own
 PLANNED_DISPATCHERS = ("alltoall", "allgather")
 

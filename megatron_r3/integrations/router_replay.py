@@ -13,7 +13,7 @@ of the block's own routers:
     RECORD                       `recording()`; each router gets its recorded indices at the end
     REPLAY_FORWARD               `replaying()` the targets of the block's routers
     REPLAY_BACKWARD              an error: the recomputes that it is for are bound to their forward
-                                 pass (patch 3), and do not come through here
+                                 pass (patch 2), and do not come through here
 
 So there is no queue of targets, a second model in the process cannot take part, and an exception
 leaves nothing active. Whatever is recomputed takes the routes of its own forward pass, in any

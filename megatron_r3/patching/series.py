@@ -4,7 +4,7 @@ A series is what `git format-patch --full-index --no-renames` writes: numbered f
 add or delete text files. The full blob ids in a patch say which file it starts from and which file
 it gives; a tree is recognised by those ids. The number of a patch is the number of its concern,
 which is the same in every line; a line that does not need a concern has a gap there. Its hundred
-says which group the patch is in: 0007 is of r3, 0203 of engine.
+says which group the patch is in: 0003 is of r3, 0203 of engine.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def check_args(args: Any) -> None:
         return
     # imported here, because every training passes through this file, and most need none of it
     from megatron_r3.replayable import refusals
-    from megatron_r3.seams.option import recording_refusals
+    from megatron_r3.seams.option import absent_patches
     from megatron_r3.training.open_store import open_store
     from megatron_r3.training.options import RolloutOptions
     from megatron_r3.training.refuse import refuse
@@ -45,7 +45,7 @@ def check_args(args: Any) -> None:
     if args.moe_router_replay:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        reasons = refusals(args, TransformerConfig) + recording_refusals(args)
+        reasons = refusals(args, TransformerConfig) + absent_patches(args)
         if reasons:
             refuse("--moe-router-replay: " + "; ".join(reasons))
     in_loop = args.rollouts is None and getattr(args, "perform_rl_step", False)

@@ -1,4 +1,7 @@
-"""Other half of the two patches "dispatch plan": a dispatcher asks for the sizes of its layer."""
+"""Other half of the patch "dispatch plan": a dispatcher takes the sizes of its layer from it.
+
+Shape suffixes (docs/glossary.md): T, E, H.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,59 @@ class PlanHook:
     def __init__(self, router: Any) -> None:
         self.router = router
         self._comparing = False
+
+    def preprocess(self, dispatcher: Any, routing_map_TE: Tensor) -> Tensor | None:
+        """Set the sizes of an all-to-all dispatcher, all of them known on the host.
+
+        Returns:
+            int64: how many tokens each local expert receives, as the dispatcher's own `preprocess`
+            returns. None if the dispatcher has to learn the sizes on the device.
+
+        Raises:
+            PlanError: as `sizes`.
+        """
+        sizes = self.sizes(dispatcher, routing_map_TE)
+        dispatcher.planned = sizes is not None
+        if sizes is None:
+            return None
+        dispatcher.num_out_tokens = routing_map_TE.size(0) * dispatcher.config.moe_router_topk
+        if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
+            dispatcher.input_splits = sizes.input_splits
+            dispatcher.output_splits = sizes.output_splits
+            dispatcher.output_splits_tp = sizes.output_splits_tp
+        if dispatcher.num_local_experts > 1:
+            dispatcher.num_global_tokens_per_local_expert = sizes.received
+        return sizes.tokens_per_expert
+
+    def permute(self, dispatcher: Any, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Sort the tokens of an all-gather dispatcher by expert, without waiting for the device.
+
+        The dispatcher's own way waits twice: for the counts of its local experts, and in
+        `masked_select`, whose size is on the device. Here the probabilities are permuted along with
+        the tokens.
+
+        Returns:
+            The sorted tokens, how many of them each local expert has, and their probabilities, as
+            the dispatcher's own `dispatch_postprocess` returns. None if there is no plan.
+
+        Raises:
+            PlanError: as `sizes`.
+        """
+        sizes = self.sizes(dispatcher, dispatcher.local_map)
+        if sizes is None:
+            return None
+        from megatron.core.transformer.moe.moe_utils import permute
+
+        sorted_hidden, dispatcher.local_probs, mapping, *_ = permute(
+            hidden_TH,
+            dispatcher.local_map,
+            probs=dispatcher.local_probs,
+            num_out_tokens=int(sizes.tokens_per_expert.sum()),
+            fused=dispatcher.config.moe_permute_fusion,
+        )
+        dispatcher.reversed_local_input_permutation_mapping = mapping
+        dispatcher.routing_map = None
+        return sorted_hidden, sizes.tokens_per_expert, dispatcher.local_probs
 
     def sizes(self, dispatcher: Any, routing_map: Tensor) -> LayerSizes | None:
         """The planned sizes of this layer; None if the dispatcher has to learn them on the device.

@@ -7,6 +7,8 @@ import logging
 import os
 from typing import Any
 
+import torch
+
 from megatron_r3.launch import engine_records
 from megatron_r3.replayable import refusals
 from megatron_r3.seams import deferred
@@ -35,7 +37,7 @@ def check_config(config: Any) -> None:
     # Imported here: Megatron calls this while that module's class makes an object.
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    reasons = refusals(config, TransformerConfig) + recording_refusals(config)
+    reasons = refusals(config, TransformerConfig) + absent_patches(config)
     if replaced_by := _module_that_replaced_routing():
         reasons.append(
             f"{replaced_by} has replaced TopKRouter.routing, and what it put there asks for no "
@@ -45,22 +47,49 @@ def check_config(config: Any) -> None:
         raise ValueError("moe_router_replay: " + "; ".join(reasons))
 
 
-def recording_refusals(config: Any) -> list[str]:
-    """Why an engine could not record what this config's routers sample; empty if it can.
+def absent_patches(config: Any) -> list[str]:
+    """What this config needs of groups of patches that this tree lacks; empty if it has all.
 
-    From 0.17 on the patches have the engine record the model that samples, beside replay. Before
-    that, moe_enable_routing_replay is upstream's own replay and nothing else.
+    From 0.17 on the group engine has the engine record the model that samples, beside replay.
+    Before that, moe_enable_routing_replay is upstream's own replay and nothing else.
 
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments.
     """
-    if not getattr(config, "moe_enable_routing_replay", False) or engine_records():
-        return []
-    return [
-        "moe_enable_routing_replay is Megatron's own replay and would compete for the router: "
-        "without the patches of the group engine (0.17 to main) no inference engine records beside "
-        "replay; choose one"
+
+    def given(name: str) -> Any:
+        return getattr(config, name, None)
+
+    # HybridEP reads the routing map itself
+    takes_topk = given("moe_token_dispatcher_type") == "flex" and (
+        given("moe_enable_deepep") or given("moe_flex_dispatcher_backend") != "hybridep"
+    )
+    checks = [
+        (
+            given("moe_enable_routing_replay") and not engine_records(),
+            "moe_enable_routing_replay is Megatron's own replay and would compete for the router: "
+            "without the patches of the group engine (0.17 to main) no inference engine records "
+            "beside replay; choose one",
+        ),
+        (
+            takes_topk and not _flex_keeps_the_map(),
+            "this tree has no patches of the group fixes, so its flex dispatcher would send a "
+            "token elsewhere where a recorded expert has weight 0; apply them, or use alltoall",
+        ),
     ]
+    return [reason for refused, reason in checks if refused]
+
+
+def _flex_keeps_the_map() -> bool:
+    """Whether flex takes the experts of the routing map and not those of the largest weights."""
+    from megatron.core.transformer.moe.token_dispatcher import _DeepepManager
+
+    # One token: its map has expert 1, with weight 0. Nobody has said so far what upstream's own
+    # mend will look like, so the method is asked and its text is not read.
+    manager = object.__new__(_DeepepManager)
+    manager.num_experts, manager.router_topk, manager.capacity_factor = 2, 1, None
+    manager.setup_metadata(torch.tensor([[False, True]]), torch.tensor([[0.5, 0.0]]))
+    return manager.token_indices.tolist() == [[1]]
 
 
 def _module_that_replaced_routing() -> str | None:

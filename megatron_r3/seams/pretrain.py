@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -90,7 +89,13 @@ def check_step(models: list[Any]) -> None:
     _step.check(models)
 
 
-def log_step(iteration: int, writer: Any, wandb_writer: Any) -> str:
+def log_step(
+    iteration: int,
+    writer: Any,
+    wandb_writer: Any,
+    learning_rate: float | None,
+    grad_norm: float | None,
+) -> str:
     """Write what the last step measured, and return it for Megatron's log line.
 
     `training_log` calls this on every rank.
@@ -100,10 +105,8 @@ def log_step(iteration: int, writer: Any, wandb_writer: Any) -> str:
     """
     if _step is None:
         return ""
-    # `training_log` has these two for its own writers, and hands them to nobody.
-    known = sys._getframe(1).f_locals
-    names = {"learning_rate": "update/learning rate", "grad_norm": "update/gradient norm"}
-    beside = {name: float(known[of]) for of, name in names.items() if known.get(of) is not None}
+    named = {"update/learning rate": learning_rate, "update/gradient norm": grad_norm}
+    beside = {name: float(value) for name, value in named.items() if value is not None}
     return _step.log(iteration, writer, wandb_writer, beside)
 
 

@@ -7,6 +7,7 @@ for the log line. The replay itself lives in megatron_r3/training/rl_loop.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ def use_loop(args: Any, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         options = LoopOptions.from_args(args)
     except ValueError as error:
         refuse(str(error))
+    # patch 205: without it the engine sends routes as lists of numbers, four times as long
+    os.environ.setdefault("MEGATRON_INFERENCE_NDARRAY_BASE64", "1")
     _replay = LoopReplay(options, lambda: int(args.curr_iteration), packing)
     return _replay.update(forward_step)
 

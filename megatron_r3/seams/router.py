@@ -1,5 +1,9 @@
 """Other half of the patch "router": a TopKRouter asks the active microbatch for its experts.
 
+Its load-balancing losses, z-loss and expert bias are made from counts of tokens. Under replay two
+things about them change: padding is left out, as the active microbatch knows it in every layout,
+and the experts that are counted are the replayed ones or, on request, the live ones.
+
 Shape suffixes (docs/glossary.md): T, E, K.
 """
 
@@ -9,7 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, float64
+import torch
+from torch import Tensor
 
 from megatron_r3.gate import GateInputs, GateOptions, has_kernel, replayed_gate
 from megatron_r3.gate.options import MAX_EXPERTS, MAX_TOPK
@@ -55,6 +60,12 @@ class RouterHook:
         self.fused = getattr(config, "moe_router_replay_fused_gate", None) is True and not (
             config.moe_router_enable_expert_bias and config.moe_router_replay_expert_bias == "live"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        """What an inference engine asks of a recorder (`get_recorded_indices`, ...) goes to it."""
+        if name == "recorder":  # while the hook is copied, it has no fields yet
+            raise AttributeError(name)
+        return getattr(self.recorder, name)
 
     def microbatch(self) -> MicrobatchRoutes | None:
         """The active microbatch; None if there is none, or if this router stays live."""
@@ -143,7 +154,7 @@ class RouterHook:
         """
         microbatch = self.replayed_microbatch()
         too_large = logits_TE.shape[1] > MAX_EXPERTS or topk > MAX_TOPK
-        if microbatch is None or too_large or logits_TE.dtype == float64:
+        if microbatch is None or too_large or logits_TE.dtype == torch.float64:
             return None
         # The kernel chooses and counts by a top-k over all experts, which knows no groups.
         chooses = microbatch.live_T is not None or microbatch.counted_T is not None
@@ -160,6 +171,19 @@ class RouterHook:
         )
         microbatch.end_layer(self.layer_number, out.ids_TK, out.differs_T)
         return out.probs_TE, out.routing_map_TE
+
+
+def make_hooks(router: Any, recorder: Any = None) -> tuple[RouterHook, RouterLoad]:
+    """What a TopKRouter with moe_router_replay asks for its experts, and for its load.
+
+    A router of an MTP layer stays live: it numbers its layers from 1 again, and no engine samples
+    from it. Before 0.17 no router knows that it is one, and `keep_live` tells it.
+
+    Args:
+        recorder: upstream's RouterReplay, with both options.
+    """
+    has_routes = not getattr(router, "is_mtp_layer", False)
+    return RouterHook(router.config, has_routes, recorder=recorder), RouterLoad(router)
 
 
 def check_hook(router: Any) -> None:
@@ -197,3 +221,114 @@ def keep_live(module: Any) -> None:
     for router in module.modules():
         if isinstance(router, TopKRouter):
             router.router_replay.has_routes = False
+
+
+class RouterLoad:
+    """The load of one router. A router that stays live (MTP) leaves padding out all the same.
+
+    Args:
+        router: the TopKRouter; its `router_replay` is a RouterHook.
+    """
+
+    def __init__(self, router: Any) -> None:
+        self.router = router
+
+    def begin_pass(self, given_T: Tensor | None) -> Tensor | None:
+        """Look whether the router may still replay, and return the padding mask of this pass.
+
+        Raises:
+            ReplayError: the config was changed since the router was made.
+        """
+        check_hook(self.router)
+        return self.padding_mask(given_T)
+
+    def padding_mask(self, given_T: Tensor | None) -> Tensor | None:
+        """Which tokens are padding, bool: as the active microbatch says, else what was given."""
+        # Megatron hands its own mask only to some layers and schedules; the microbatch is always
+        # there, and its mask is in the order of this router's tokens.
+        microbatch = active_microbatch()
+        padding_T = None if microbatch is None else microbatch.padding_T
+        return given_T if padding_T is None else padding_T
+
+    def without_padding(self, values_TE: Tensor, given_T: Tensor | None = None) -> Tensor:
+        """A map or scores `[T, E]`, with the rows of padding tokens set to zero."""
+        padding_T = self.padding_mask(given_T)
+        return values_TE if padding_T is None else values_TE * ~padding_T[:, None]
+
+    def real_tokens(self, num_tokens: int) -> int | Tensor:
+        """How many of this rank's `num_tokens` are not padding, counted on the device."""
+        padding_T = self.padding_mask(None)
+        return num_tokens if padding_T is None else (~padding_T).sum()
+
+    def mean_tokens(self, local: int | Tensor) -> float | int | Tensor:
+        """Real tokens of a rank, on average over the ranks that share this microbatch's sequences.
+
+        Upstream scales the auxiliary loss by the rank's own count (router.py,
+        `attach_and_log_load_balancing_loss`), which is the same where no token is padding. Example:
+        of 8 tokens on two ranks the last 2 are padding. The ranks' own counts are 4 and 2, and both
+        ranks scale by 3.
+
+        Args:
+            local: the rank's own count; used where the microbatch does not know the mean.
+        """
+        microbatch = active_microbatch()
+        if microbatch is None:
+            return local
+        if microbatch.mean_tokens is not None:
+            return microbatch.mean_tokens
+        return self.real_tokens(local) if isinstance(local, int) else local
+
+    def map_for_aux_loss(
+        self, routed_TE: Tensor, live_TE: Tensor, given_T: Tensor | None = None
+    ) -> Tensor:
+        """The routing map `[T, E]` whose load the auxiliary losses see.
+
+        Args:
+            routed_TE: where the tokens go.
+            live_TE: what upstream would count.
+            given_T: upstream's padding mask, or None.
+        """
+        follows_live = self.router.config.moe_router_replay_aux_loss == "live"
+        replayed = self.router.router_replay.replayed_microbatch() is not None
+        return self.without_padding(
+            routed_TE if replayed and not follows_live else live_TE, given_T
+        )
+
+    def map_for_expert_bias(
+        self, logits_TE: Tensor, routed_TE: Tensor, given_T: Tensor | None = None
+    ) -> Tensor:
+        """The routing map `[T, E]` whose load updates the expert bias, without padding.
+
+        Call it where gradients are on or off as in the forward pass: inside `no_grad` it never
+        follows the live load.
+
+        Args:
+            logits_TE: what the router routed by.
+            routed_TE: where the tokens go.
+            given_T: the padding mask of this pass, or None.
+        """
+        config, hook = self.router.config, self.router.router_replay
+        # Without an expert bias the map is counted for nobody, so the live one is not made.
+        follows_live = config.moe_router_enable_expert_bias and (
+            config.moe_router_replay_expert_bias == "live"
+        )
+        # A pass without gradients updates no bias (router.py, `_apply_expert_bias`).
+        if not follows_live or not torch.is_grad_enabled() or hook.replayed_microbatch() is None:
+            return self.without_padding(routed_TE, given_T)
+        return self.without_padding(self.live_map(logits_TE), given_T)
+
+    @torch.no_grad()
+    def live_map(self, logits_TE: Tensor) -> Tensor:
+        """Where the tokens would go without replay, bool `[T, E]`."""
+        from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+        router = self.router
+        return topk_routing_with_score_function(
+            logits_TE,
+            router.topk,
+            use_pre_softmax=router.config.moe_router_pre_softmax,
+            num_groups=router.config.moe_router_num_groups,
+            group_topk=router.config.moe_router_group_topk,
+            score_function=router.score_function,
+            expert_bias=router.expert_bias,
+        )[1]

@@ -1,11 +1,11 @@
 """A replayed expert of weight 0 keeps its token in the flex dispatcher too.
 
-Shape suffixes (docs/glossary.md): P.
+Shape suffixes (docs/glossary.md): T, E, P.
 """
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +32,9 @@ def experts_that_got_tokens(rank: int, asks_the_map: bool) -> list[int]:
     for router in (m for m in gpt.modules() if isinstance(m, TopKRouter)):
         router.weight.data *= 1e5  # the softmax leaves one expert, and exactly 0 for the others
     for layer in gpt.decoder.layers:
-        manager = layer.mlp.token_dispatcher._comm_manager
-        manager.config = copy.copy(manager.config)
-        manager.config.moe_router_replay = asks_the_map
+        if not asks_the_map:
+            manager = layer.mlp.token_dispatcher._comm_manager
+            manager.setup_metadata = partial(by_weight_alone, manager)
     observer = Observer()
     observer.attach([gpt])
     with replaying(MicrobatchRoutes({layer: routes() for layer in range(1, 5)})):
@@ -43,6 +43,12 @@ def experts_that_got_tokens(rank: int, asks_the_map: bool) -> list[int]:
     (call,) = (seen for seen in observer.seen[""] if seen.layer == 1)
     counts = torch.bincount(torch.from_numpy(call.experts_P), minlength=8)
     return counts[4 * rank : 4 * rank + 4].tolist()
+
+
+def by_weight_alone(manager: Any, routing_map_TE: torch.Tensor, probs_TE: torch.Tensor) -> None:
+    """What a tree without the fix does."""
+    probs_TE = probs_TE.reshape(len(routing_map_TE), manager.num_experts)
+    manager.token_probs, manager.token_indices = torch.topk(probs_TE, manager.router_topk, dim=-1)
 
 
 def routes() -> torch.Tensor:

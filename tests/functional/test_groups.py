@@ -44,6 +44,7 @@ def test_it_trains_as_a_tree_with_all_groups(
     [
         (["--moe-router-replay-guest-slots", "2"], "guests"),
         (["--moe-enable-routing-replay"], "engine"),
+        (["--moe-token-dispatcher-type", "flex"], "fixes"),
     ],
 )
 def test_an_option_of_another_group_is_one_error_that_names_it(

@@ -40,11 +40,11 @@ def damage(file: Path, old: str, new: str) -> None:
 
 
 def test_a_patch_with_another_line_does_not_apply(checked: Checked) -> None:
-    patch = next(checked.line.folder.glob("0002-*"))
+    patch = next(checked.line.folder.glob("0001-*"))
     damage(
         patch,
-        "+            self.router_replay = RouterHook(",
-        "+            self.hook = RouterHook(",
+        "+            # With both options RouterReplay records what an engine samples.\n",
+        "+            # With both options RouterReplay keeps what an engine samples.\n",
     )
     passed, detail = CHECKS["apply, revert"](checked)
     assert not passed
@@ -53,8 +53,8 @@ def test_a_patch_with_another_line_does_not_apply(checked: Checked) -> None:
 
 def test_a_patch_with_another_message_is_not_what_is_exported(checked: Checked) -> None:
     assert CHECKS["export"](checked)[0]
-    patch = next(checked.line.folder.glob("0002-*"))
-    damage(patch, "\nlive logits.\n", "\nlive logits. \n")  # git am strips it
+    patch = next(checked.line.folder.glob("0001-*"))
+    damage(patch, "\nrouter is live. MTP", "\nrouter is live. \nMTP")  # git am strips it
     passed, detail = CHECKS["export"](checked)
     assert not passed, detail
     assert patch.name in detail

@@ -53,7 +53,7 @@ def test_what_a_patch_imports_is_in_seams(patch: Patch) -> None:
 def test_every_file_of_seams_is_called_by_a_patch() -> None:
     called = {module.rpartition(".")[2] for patch in PATCHES for module, _ in imports(patch)}
     files = {file.stem for file in SEAMS.glob("*.py")} - {"__init__"}
-    assert files - called == {"deferred"}  # patch 3 is called by it, and option.py calls it
+    assert files - called == {"deferred"}  # patch 2 is called by it, and option.py calls it
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=names_of)
