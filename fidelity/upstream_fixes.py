@@ -2,7 +2,7 @@
 
     python -m fidelity.upstream_fixes --repo CLONE [--line core_r0.19.0 main] [--only TEXT ...]
 
-Each patch of the groups engine and fixes has tests in `patches/upstream/NUMBER.diff`, for
+Each patch of the groups engine and fixes has tests in `fidelity/fix_tests/NUMBER.diff`, for
 Megatron's own tests/unit_tests. Three copies of a line's commit run the files that these touch, and
 others about routers, dispatchers and the engine:
 
@@ -110,7 +110,7 @@ def diffs_of(line: Line) -> list[Path]:
     Raises:
         PatchingError: a patch has none.
     """
-    folder = patches_folder() / "upstream"
+    folder = Path(__file__).with_name("fix_tests")
     patches = [p for p in read_series(line.folder).patches if p.group in GROUPS]
     diffs = [folder / f"{patch.number:04d}.diff" for patch in patches]
     if missing := [diff.name for diff in diffs if not diff.is_file()]:

@@ -20,7 +20,7 @@ class Copies:
     def __init__(self, folder: Path, file: str = check.TESTS[0]) -> None:
         self.folder, self.unpatched, self.patched = folder, folder / "unpatched", folder / "patched"
         for tree in (self.unpatched, self.patched):
-            (tree / FOLDER).mkdir(parents=True)
+            (tree / FOLDER / file).parent.mkdir(parents=True)
             (tree / FOLDER / file).touch()
 
     def worker(self, tree: Path) -> str:

@@ -61,5 +61,5 @@ def test_a_patch_is_named_by_its_whole_subject(patch: Patch) -> None:
     words = re.sub(r"[^A-Za-z0-9._]+", "-", patch.subject).strip("-.")
     assert patch.file.name == f"{patch.number:04d}-{words}.patch"
     # a fix of upstream's own says what the fix does
-    fixes = "Broadcast |Escape |Keep the routing |Record the routing |Send recorded routing "
+    fixes = "Broadcast |Escape |Keep |Record the routing |Send recorded routing "
     assert re.match(rf"(moe_router_replay|rollouts|RouterReplay): |{fixes}", patch.subject)
