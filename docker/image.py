@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -71,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_action(args: argparse.Namespace) -> int:
+    if shutil.which(args.docker) is None:
+        raise ValueError(f"{args.docker}: no such program here; install Docker, or say DOCKER=")
     versions = read_versions(patches_folder())
     if args.action == "test":
         return test(args, args.tag or _built_last())
@@ -145,7 +148,7 @@ def test(args: argparse.Namespace, tag: str) -> int:
     """Run the image's tests without a network, with a read-only root, and not as root."""
     run = [args.docker, "run", "--rm", *CAREFUL, tag]
     if _printed([*run, "id", "--user"]) in ("", "0"):
-        print(f"error: {tag} does not run, or runs as root", file=sys.stderr)
+        print(f"error: {tag} does not run, or runs as root; make image builds one", file=sys.stderr)
         return 1
     if unwanted := _printed([*run, "python3", "-c", IMPORTABLE, IN_IMAGE, *UNWANTED]):
         print(f"error: {tag}: these can be imported from anywhere: {unwanted}", file=sys.stderr)

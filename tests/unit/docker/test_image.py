@@ -233,3 +233,8 @@ def test_an_image_of_a_sampler_begins_with_an_engine(image, tmp_path, capsys):
     assert image.main([*words, "--base", "vllm/vllm-openai:v0.30.0"]) == 0
     assert "--target sampler --build-arg BASE_IMAGE=vllm/vllm-openai:v0.30.0" in asked.read_text()
     assert "--tag megatron-r3-sampler ." in asked.read_text()
+
+
+def test_a_machine_without_docker_is_told(image, tmp_path, capsys):
+    assert image.main(["build", "--docker", str(tmp_path / "docker")]) == 1
+    assert "no such program here; install Docker" in capsys.readouterr().err
