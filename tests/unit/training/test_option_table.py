@@ -84,7 +84,7 @@ def test_a_rule_refuses_with_both_names(option: Option, rule: Rule) -> None:
 
 def test_a_number_below_the_least_is_refused() -> None:
     lows = [option for option in OPTIONS if option.least is not None]
-    assert len(lows) == 8
+    assert len(lows) >= 8
     for option in lows:
         given = option.kind(option.least) - 1  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"{flag(option.name)} {given:g}: it must be "):
