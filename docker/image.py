@@ -72,8 +72,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_action(args: argparse.Namespace) -> int:
-    if shutil.which(args.docker) is None:
-        raise ValueError(f"{args.docker}: no such program here; install Docker, or say DOCKER=")
     versions = read_versions(patches_folder())
     if args.action == "test":
         return test(args, args.tag or _built_last())
@@ -96,6 +94,7 @@ def _run_action(args: argparse.Namespace) -> int:
 
 def build(args: argparse.Namespace, line: Line, tree: KnownTree, tag: str) -> int:
     """Build one image; print how long it took and how large the image is."""
+    _refuse_without(args.docker)
     if "--secret" not in _printed([args.docker, "build", "--help"]):
         raise ValueError(
             f"{args.docker}: it cannot build with BuildKit, which the Dockerfile needs: is it "
@@ -146,6 +145,7 @@ def _size(docker: str, tag: str) -> int:
 
 def test(args: argparse.Namespace, tag: str) -> int:
     """Run the image's tests without a network, with a read-only root, and not as root."""
+    _refuse_without(args.docker)
     run = [args.docker, "run", "--rm", *CAREFUL, tag]
     if _printed([*run, "id", "--user"]) in ("", "0"):
         print(f"error: {tag} does not run, or runs as root; make image builds one", file=sys.stderr)
@@ -157,6 +157,11 @@ def test(args: argparse.Namespace, tag: str) -> int:
     status = _run([*run, "test", *shlex.split(args.tests)])
     print(f"{tag}: tested in {time.monotonic() - started:.0f} s, status {status}")
     return status
+
+
+def _refuse_without(docker: str) -> None:
+    if shutil.which(docker) is None:
+        raise ValueError(f"{docker}: no such program here; install Docker, or say DOCKER=")
 
 
 def _built_last() -> str:

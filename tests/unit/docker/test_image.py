@@ -235,6 +235,7 @@ def test_an_image_of_a_sampler_begins_with_an_engine(image, tmp_path, capsys):
     assert "--tag megatron-r3-sampler ." in asked.read_text()
 
 
-def test_a_machine_without_docker_is_told(image, tmp_path, capsys):
-    assert image.main(["build", "--docker", str(tmp_path / "docker")]) == 1
+@pytest.mark.parametrize("words", [["build"], ["test", "--tag", "made"]])
+def test_a_machine_without_docker_is_told(image, tmp_path, capsys, words):
+    assert image.main([*words, "--docker", str(tmp_path / "docker")]) == 1
     assert "no such program here; install Docker" in capsys.readouterr().err
