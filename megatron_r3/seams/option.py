@@ -88,7 +88,8 @@ def _flex_keeps_the_map() -> bool:
     # mend will look like, so the method is asked and its text is not read.
     manager = object.__new__(_DeepepManager)
     manager.num_experts, manager.router_topk, manager.capacity_factor = 2, 1, None
-    manager.setup_metadata(torch.tensor([[False, True]]), torch.tensor([[0.5, 0.0]]))
+    with torch.device("cpu"):  # a model may be made on the device "meta"
+        manager.setup_metadata(torch.tensor([[False, True]]), torch.tensor([[0.5, 0.0]]))
     return manager.token_indices.tolist() == [[1]]
 
 

@@ -308,14 +308,14 @@ class RouterLoad:
             given_T: the padding mask of this pass, or None.
         """
         config, hook = self.router.config, self.router.router_replay
-        # Without an expert bias the map is counted for nobody, so the live one is not made.
-        follows_live = config.moe_router_enable_expert_bias and (
-            config.moe_router_replay_expert_bias == "live"
-        )
-        # A pass without gradients updates no bias (router.py, `_apply_expert_bias`).
-        if not follows_live or not torch.is_grad_enabled() or hook.replayed_microbatch() is None:
-            return self.without_padding(routed_TE, given_T)
-        return self.without_padding(self.live_map(logits_TE), given_T)
+        # Without an expert bias, and in a pass without gradients, the map is counted for nobody
+        # (router.py, `_apply_expert_bias`).
+        if not config.moe_router_enable_expert_bias or not torch.is_grad_enabled():
+            return routed_TE
+        follows_live = config.moe_router_replay_expert_bias == "live"
+        if follows_live and hook.replayed_microbatch() is not None:
+            routed_TE = self.live_map(logits_TE)
+        return self.without_padding(routed_TE, given_T)
 
     @torch.no_grad()
     def live_map(self, logits_TE: Tensor) -> Tensor:

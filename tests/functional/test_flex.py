@@ -63,3 +63,14 @@ def test_experts_of_weight_0_get_their_tokens(patched: TreeWorker) -> None:
     assert got[0] + got[1] == want
     control = patched.run(experts_that_got_tokens, 2, False)
     assert control[0] + control[1] != want
+
+
+def made_on(rank: int, device: str) -> bool:
+    """A config that asks for flex, made where a model's parameters have no data yet."""
+    start(expert_model_parallel_size=2)
+    with torch.device(device):
+        return bool(config(**EP2, moe_flex_dispatcher_backend="deepep").moe_router_replay)
+
+
+def test_a_config_may_be_made_on_meta(patched: TreeWorker) -> None:
+    assert patched.run(made_on, 2, "meta") == [True, True]
