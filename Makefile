@@ -25,6 +25,7 @@ CHECK    ?=
 # fidelity: run the cases with this in their name; check: run the checks with this; fuzz: run one class;
 # compare: the regime, or REGIME/ARM;
 # clients: run the tests that this expression of pytest -k chooses; bench-clients: the cases with this, as EP2 full
+UNIT     ?=
 ONLY     ?=
 # fuzz: how many tries, and the seed that chooses them
 TRIES    ?= 10000
@@ -64,7 +65,7 @@ TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' p
 .PHONY: help setup megatron apply revert status check verify trees upstream export bump demo fidelity matrix \
 	clients bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
 	bench-balance-simulated gpu-kit online compare image image-sampler image-vllm-cpu \
-	image-test image-matrix test fuzz lint clean
+	image-test image-matrix test mutants fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -220,6 +221,10 @@ image-matrix:  ## build and test the images of all release lines (BASE_IMAGE=, M
 # memory (some 3 GB), so that there are at most 16 workers.
 test: lint megatron  ## run lint, then all tests, in as many processes as there are cores (JOBS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --maxprocesses 16 --dist worksteal
+
+mutants: megatron  ## put faults into the package, one at a time, and see which tests notice (ONLY=TEXT, UNIT=1, JOBS=)
+	$(VENV)/bin/python -m fidelity.mutants --jobs $(JOBS) --out $(BUILD)/mutants.json \
+		$(if $(ONLY),--only "$(ONLY)") $(if $(UNIT),--unit)
 
 fuzz: megatron  ## try bad input; fails if a result is neither right nor one clear line (TRIES=, SEED=, ONLY=CLASS)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fuzz.run --tries $(TRIES) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)")

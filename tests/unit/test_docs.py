@@ -64,6 +64,10 @@ RUN_BY = [
         "tests/unit/fidelity/test_pinned_trees.py::test_a_tree_that_is_refused_is_a_row",
     ),
     (r"make upstream\b", NO_CLONE),
+    (
+        r"make mutants\b",
+        "tests/unit/fidelity/test_mutants.py::test_a_fault_is_put_in_noticed_and_taken_out",
+    ),
     (r"make ([\w-]+)", r"ci make \1"),
     (r"python -m fidelity\.run --quick\b", "by hand: .ci/newer"),
     (r"megatron-r3 apply\b", "tests/unit/patching/test_cli.py::test_a_whole_round"),
