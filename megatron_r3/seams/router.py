@@ -186,6 +186,16 @@ def make_hooks(router: Any, recorder: Any = None) -> tuple[RouterHook, RouterLoa
     return RouterHook(router.config, has_routes, recorder=recorder), RouterLoad(router)
 
 
+def begin_pass(router: Any, given_T: Tensor | None) -> Tensor | None:
+    """Look whether a router may still replay, and return the padding mask of this pass.
+
+    Raises:
+        ReplayError: as `check_hook`.
+    """
+    check_hook(router)
+    return router.router_load.padding_mask(given_T)  # type: ignore[no-any-return]
+
+
 def check_hook(router: Any) -> None:
     """Refuse a router whose config was changed since it was made; called at each of its passes.
 
@@ -232,15 +242,6 @@ class RouterLoad:
 
     def __init__(self, router: Any) -> None:
         self.router = router
-
-    def begin_pass(self, given_T: Tensor | None) -> Tensor | None:
-        """Look whether the router may still replay, and return the padding mask of this pass.
-
-        Raises:
-            ReplayError: the config was changed since the router was made.
-        """
-        check_hook(self.router)
-        return self.padding_mask(given_T)
 
     def padding_mask(self, given_T: Tensor | None) -> Tensor | None:
         """Which tokens are padding, bool: as the active microbatch says, else what was given."""

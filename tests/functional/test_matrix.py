@@ -43,8 +43,8 @@ def test_a_patch_with_another_line_does_not_apply(checked: Checked) -> None:
     patch = next(checked.line.folder.glob("0001-*"))
     damage(
         patch,
-        "+            # With both options RouterReplay records what an engine samples.\n",
-        "+            # With both options RouterReplay keeps what an engine samples.\n",
+        "+            padding_mask = begin_pass(self, padding_mask)\n",
+        "+            padding_mask = begin_pass(self, None)\n",
     )
     passed, detail = CHECKS["apply, revert"](checked)
     assert not passed
