@@ -84,8 +84,8 @@ def _flex_keeps_the_map() -> bool:
     """Whether flex takes the experts of the routing map and not those of the largest weights."""
     from megatron.core.transformer.moe.token_dispatcher import _DeepepManager
 
-    # One token: its map has expert 1, with weight 0. Nobody has said so far what upstream's own
-    # mend will look like, so the method is asked and its text is not read.
+    # Example of one token: the routing map has expert 1, with weight 0, and expert 0 weighs 0.5.
+    # The method is asked, and its text is not read: upstream may mend it in another way than we do.
     manager = object.__new__(_DeepepManager)
     manager.num_experts, manager.router_topk, manager.capacity_factor = 2, 1, None
     with torch.device("cpu"):  # a model may be made on the device "meta"
@@ -106,7 +106,8 @@ def settle_fusion(config: Any) -> None:
     """Turn `moe_router_fusion` off where upstream has no kernel for it, and note that it was on.
 
     Without a fused router in Transformer Engine upstream would raise at the first live pass or
-    auxiliary loss. The replayed gate has a kernel of its own and stays fused. Example:
+    auxiliary loss. An inference engine that records refuses a fused router, which asks nobody. The
+    replayed gate has a kernel of its own and stays fused. Example:
 
         given: moe_router_fusion=True,  moe_router_replay_fused_gate=None
         after: moe_router_fusion=False, moe_router_replay_fused_gate=True   (no Transformer Engine)
@@ -118,12 +119,17 @@ def settle_fusion(config: Any) -> None:
         return
     if config.moe_router_replay_fused_gate is None:
         config.moe_router_replay_fused_gate = True
-    if not _upstream_fuses():
-        config.moe_router_fusion = False
-        _warn_once(
-            "moe_router_fusion: no Transformer Engine with a fused router here; the router is "
-            "unfused, but for replayed layers on a CUDA device with Triton"
-        )
+    if getattr(config, "moe_enable_routing_replay", False):
+        why = "an engine that records needs a router that is asked"
+    elif not _upstream_fuses():
+        why = "no Transformer Engine with a fused router here"
+    else:
+        return
+    config.moe_router_fusion = False
+    _warn_once(
+        f"moe_router_fusion: {why}; the router is unfused, but for replayed layers on a CUDA "
+        "device with Triton"
+    )
 
 
 def _upstream_fuses() -> bool:

@@ -63,9 +63,10 @@ class RouterHook:
 
     def __getattr__(self, name: str) -> Any:
         """What an inference engine asks of a recorder (`get_recorded_indices`, ...) goes to it."""
-        if name == "recorder":  # while the hook is copied, it has no fields yet
-            raise AttributeError(name)
-        return getattr(self.recorder, name)
+        recorder = self.__dict__.get("recorder")  # a hook that is being copied has no fields yet
+        if recorder is None:
+            raise AttributeError(f"RouterHook has no {name}, and no recorder")
+        return getattr(recorder, name)
 
     def microbatch(self) -> MicrobatchRoutes | None:
         """The active microbatch; None if there is none, or if this router stays live."""

@@ -148,11 +148,6 @@ def refuse_in_loop(args: Any) -> None:
     if reasons:
         raise ValueError("--perform-rl-step with --moe-router-replay: " + "; ".join(reasons))
     args.moe_enable_routing_replay = True
-    # a fused router records nothing; replayed layers have a fused gate of ours
-    if given("moe_router_fusion"):
-        args.moe_router_fusion = False
-        if args.moe_router_replay_fused_gate is None:
-            args.moe_router_replay_fused_gate = True
 
 
 def _is_patched() -> bool:

@@ -11,6 +11,7 @@ import pytest
 from tiny import config, start
 
 from fidelity.rig.worker import TreeWorker
+from megatron_r3.seams import option
 
 # Of each field: its default, a flag of it, and the value that the flag gives.
 OPTIONS: dict[str, tuple[Any, list[str], Any]] = {
@@ -97,10 +98,22 @@ def test_every_field_is_declared_and_the_check_adds_none(patched: TreeWorker) ->
     assert not got["added by the check"]
 
 
-def rebuilt(rank: int, fusion: bool, gate: bool | None) -> list[tuple[bool, bool | None]]:
-    """A config, and the same rebuilt from its fields, once and twice."""
+def rebuilt(
+    rank: int, fusion: bool, gate: bool | None, fuses: bool = False, records: bool = False
+) -> list[tuple[bool, bool | None]]:
+    """A config, and the same rebuilt from its fields, once and twice.
+
+    Args:
+        fuses: whether there is a Transformer Engine with a fused router.
+        records: whether an engine records.
+    """
     start()
-    made = config(moe_router_fusion=fusion, moe_router_replay_fused_gate=gate)
+    option._upstream_fuses = lambda: fuses
+    made = config(
+        moe_router_fusion=fusion,
+        moe_router_replay_fused_gate=gate,
+        moe_enable_routing_replay=records,
+    )
     configs = [made, replace(made), replace(replace(made))]
     return [(c.moe_router_fusion, c.moe_router_replay_fused_gate) for c in configs]
 
@@ -117,6 +130,12 @@ def test_a_config_that_is_rebuilt_from_its_fields_is_settled_the_same(
     patched: TreeWorker, fusion: bool, gate: bool | None, settled: tuple[bool, bool | None]
 ) -> None:
     assert patched.run(rebuilt, 1, fusion, gate) == [[settled] * 3]
+
+
+def test_an_engine_that_records_has_no_fused_router(patched: TreeWorker) -> None:
+    assert patched.run(rebuilt, 1, True, None, True, True) == [[(False, True)] * 3]
+    # the control: without the engine's option it stays fused
+    assert patched.run(rebuilt, 1, True, None, True, False) == [[(True, True)] * 3]
 
 
 class Unfindable:

@@ -54,19 +54,6 @@ def test_one_option_has_the_engine_record() -> None:
 
 @pytest.mark.usefixtures("patched_loop")
 @pytest.mark.parametrize(
-    ("fusion", "gate", "settled"),
-    [(False, None, (False, None)), (True, None, (False, True)), (True, False, (False, False))],
-)
-def test_the_engine_records_no_fused_router(
-    fusion: bool, gate: bool | None, settled: tuple[bool, bool | None]
-) -> None:
-    args = arguments(moe_router_fusion=fusion, moe_router_replay_fused_gate=gate)
-    refuse_in_loop(args)
-    assert (args.moe_router_fusion, args.moe_router_replay_fused_gate) == settled
-
-
-@pytest.mark.usefixtures("patched_loop")
-@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"rl_training_cuda_graphs": True}, "--rl-training-cuda-graphs captures the router"),
