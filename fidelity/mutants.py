@@ -200,6 +200,8 @@ def main(argv: list[str] | None = None) -> int:
             for fault in read_faults()
             if any(text in f"{fault.room}: {fault.name}" for text in args.only)
         ]
+        if not faults:
+            raise ValueError(f"--only {' '.join(args.only)}: no fault has it in its name")
         ended = []
         for fault, how in run(faults, args.jobs, args.unit):
             ended.append((fault, how))

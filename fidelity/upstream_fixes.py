@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -85,10 +86,10 @@ def run(line: Line, repo: Path, only: list[str]) -> list[str]:
             tree.name: Suite(stack.enter_context(TreeWorker(tree, ["megatron.training"])), folder)
             for tree in (plain, control, fixed)
         }
-        files = sorted({*BESIDE, *(file for diff in diffs for file in touched(diff))})
+        files = chosen({*BESIDE, *(file for diff in diffs for file in touched(diff))}, only)
         print(f"{line.name}, {commit[:8]}: {', '.join(GROUPS)}", flush=True)
         wrong: list[str] = []
-        for file in (name for name in files if any(text in name for text in only)):
+        for file in files:
             for ranks in (1, 2) if file == STAGES else (1,):
                 ended = {
                     name: suite.run(file, ranks) if _has(suite, file) else {}
@@ -98,6 +99,18 @@ def run(line: Line, repo: Path, only: list[str]) -> list[str]:
                 print(summary(file, ranks, ended), *ours, sep="\n", flush=True)
                 wrong += not_so
     return wrong
+
+
+def chosen(files: Iterable[str], only: list[str]) -> list[str]:
+    """The files with one of these texts in their names, sorted.
+
+    Raises:
+        PatchingError: no file has one.
+    """
+    found = sorted(file for file in files if any(text in file for text in only))
+    if not found:
+        raise PatchingError(f"--only {' '.join(only)}: no file has it: {', '.join(sorted(files))}")
+    return found
 
 
 def _has(suite: Suite, file: str) -> bool:

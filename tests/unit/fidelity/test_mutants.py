@@ -107,6 +107,7 @@ def test_a_fault_is_put_in_noticed_and_taken_out(
     printed = capsys.readouterr().out
     assert "unit        room: thrice\nsurvived    room: nobody\n" in printed
     assert main(["--jobs", "1", "--only", "thrice"]) == 0
+    assert main(["--jobs", "1", "--only", "none such"]) == 2
 
 
 def test_tests_that_fail_without_a_fault_are_an_error(

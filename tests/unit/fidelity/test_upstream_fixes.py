@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from fidelity.upstream_fixes import COLUMNS, GROUPS, LINES, diffs_of, judged, touched
+from fidelity.upstream_fixes import COLUMNS, GROUPS, LINES, chosen, diffs_of, judged, touched
+from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import read_series
 from megatron_r3.patching.versions import patches_folder, read_versions
 
@@ -29,6 +30,12 @@ def test_a_fix_that_names_this_project_could_not_be_sent(line: str) -> None:
     named = {group for group, rows in added.items() if any(NAMES.search(row) for row in rows)}
     assert not named & {*GROUPS}
     assert "r3" in named  # the control
+
+
+def test_a_text_that_chooses_nothing_is_an_error() -> None:
+    assert chosen({"a/test_b.py", "a/test_c.py"}, ["_c"]) == ["a/test_c.py"]
+    with pytest.raises(PatchingError, match="--only x: no file has it"):
+        chosen({"a/test_b.py"}, ["x"])
 
 
 def ends(*outcomes: str) -> dict[str, dict[str, tuple[str, str]]]:
