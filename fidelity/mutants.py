@@ -107,6 +107,18 @@ class Copy:
         command = ["git", "checkout-index", "--all", f"--prefix={folder}/"]
         subprocess.run(command, cwd=ROOT, check=True)
         (folder / "build").symlink_to(ROOT / "build")
+        self.writes = 0
+
+    def write(self, file: Path, text: str) -> None:
+        """Write a file whose .pyc, if there is one, is of another text.
+
+        Python takes a .pyc whose source has the same size and the same second. `2 * x` and `3 * x`
+        have the same size, and a small test takes less than a second: so each write has a second of
+        its own.
+        """
+        file.write_text(text)
+        self.writes += 1
+        os.utime(file, (self.writes, self.writes))
 
     def notices(self, fault: Fault | None, tests: Sequence[str]) -> bool:
         """Whether tests fail, or hang, with this fault; None runs them without one.
@@ -119,7 +131,7 @@ class Copy:
         file = None if fault is None else self.folder / place_of(fault, self.folder)
         whole = "" if file is None else file.read_text()
         if file is not None and fault is not None:
-            file.write_text(whole.replace(fault.old, fault.new))
+            self.write(file, whole.replace(fault.old, fault.new))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
         env = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
         try:
@@ -130,7 +142,7 @@ class Copy:
             return True
         finally:
             if file is not None:
-                file.write_text(whole)
+                self.write(file, whole)
         if done.returncode not in (0, 1, 2):  # 2: a test file could not be imported
             raise ValueError(f"{' '.join(command)}: {done.stdout.decode(errors='replace')[-500:]}")
         return done.returncode != 0
