@@ -24,11 +24,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
 
 import tomllib
 
@@ -36,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests" / "mutants"
 LIMIT_S = 600
 COLUMNS = ("unit", "functional", "survived", "unseen")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -163,28 +165,28 @@ def run(faults: Sequence[Fault], jobs: int, unit_alone: bool) -> Iterator[tuple[
     Raises:
         ValueError: tests fail without a fault.
     """
+    free: SimpleQueue[Copy] = SimpleQueue()
+
+    def in_a_copy(ask: Callable[[Copy], T]) -> T:
+        copy = free.get()
+        try:
+            return ask(copy)
+        finally:
+            free.put(copy)
+
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        copies: dict[int, Copy] = {}
-
-        def copy() -> Copy:  # one for each thread
-            number = threading.get_ident()
-            if number not in copies:
-                folder = Path(scratch) / str(len(copies))
-                folder.mkdir()
-                copies[number] = Copy(folder)
-            return copies[number]
-
+        for number in range(jobs):
+            (folder := Path(scratch) / str(number)).mkdir()
+            free.put(Copy(folder))
         with ThreadPoolExecutor(jobs) as pool:
             groups = {f.tests for f in faults}
             groups |= set() if unit_alone else {f.functional for f in faults}
-            for tests, fails in zip(
-                groups, pool.map(lambda t: copy().notices(None, t), groups), strict=True
-            ):
+            fail = pool.map(lambda t: in_a_copy(lambda copy: copy.notices(None, t)), groups)
+            for tests, fails in zip(groups, fail, strict=True):
                 if fails:
                     raise ValueError(f"{' '.join(tests)}: these tests fail without a fault")
-            yield from zip(
-                faults, pool.map(lambda f: outcome(copy(), f, unit_alone), faults), strict=True
-            )
+            ends = pool.map(lambda f: in_a_copy(lambda copy: outcome(copy, f, unit_alone)), faults)
+            yield from zip(faults, ends, strict=True)
 
 
 def table(ended: Sequence[tuple[Fault, str]]) -> str:
