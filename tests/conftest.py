@@ -13,7 +13,7 @@ from fidelity.trees import patched_copy, unpatched_copy
 
 # What every rank needs, imported once before the ranks are forked. The modules of the tests, which
 # the ranks import, import pytest.
-PRELOAD = ("megatron.training", "pytest")
+PRELOAD = ("megatron.training", "pytest", "demo.pretrain", "fidelity.update", "megatron_r3.cli")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,6 +5,7 @@ Two trees cannot be imported in one process; a test session has one worker for e
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
@@ -29,9 +31,17 @@ from megatron_r3.cpu import InstallError, install
 IMPORT_S = 600.0  # how long importing a tree may take, on a busy machine
 REPLY_S = 30.0  # how long a reply may take beyond the time of the case
 END_S = 10.0  # how long ending may take before the worker is killed
-# Megatron's training loop imports these in its course, if they are installed. That takes a second
-# in each rank of each case; a rank has them at once if its worker imported them before the fork.
-COMMON = ("transformers.models.auto.tokenization_auto", "torch.utils.tensorboard")
+# A training imports these in its course, if they are installed. That takes seconds in each rank of
+# each case; a rank has them at once if its worker imported them before the fork.
+COMMON = (
+    "transformers.models.auto.tokenization_auto",
+    "torch.utils.tensorboard",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.tokenizers",
+    "megatron_r3.seams.pretrain",
+    "megatron_r3.weights.hf",
+)
 
 
 class WorkerError(RuntimeError):
@@ -190,9 +200,32 @@ def _import_tree(tree: str, preload: Sequence[str]) -> None:
         for name in COMMON:
             with suppress(ImportError):
                 importlib.import_module(name)
+        _read_docstrings_once()
     core = Path(str(importlib.import_module("megatron.core").__file__))
     if Path(tree) not in core.resolve().parents:
         raise InstallError(f"{tree} has no megatron.core: it was imported from {core.parent}")
+
+
+def _read_docstrings_once() -> None:
+    """Read the texts of Megatron's options before the ranks are forked.
+
+    From 0.17 on Megatron parses the sources of its dataclasses for the help texts of its options,
+    twice in each training: half a second of a rank's two.
+    """
+    from megatron.training import argument_utils, arguments
+
+    factory = getattr(argument_utils, "ArgumentGroupFactory", None)
+    if factory is None:
+        return
+    read, known = factory._get_field_docstrings, {}
+
+    def docstrings(self: Any, config: type) -> dict[str, str]:
+        if config not in known:
+            known[config] = read(self, config)
+        return dict(known[config])
+
+    factory._get_field_docstrings = docstrings
+    arguments.add_megatron_arguments(ArgumentParser())
 
 
 def _answer(request: Any) -> Any:
@@ -214,6 +247,9 @@ def serve(pipe: Connection) -> None:
         except InstallError as error:
             pipe.send(error)
             return
+        # A full collection in a rank would look through all that was imported, a tenth of a second
+        # each time, and copy the pages that it shares with this process.
+        gc.freeze()
         pipe.send(None)
         while True:
             pipe.send(_answer(pipe.recv()))
