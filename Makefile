@@ -32,8 +32,9 @@ TRIES    ?= 10000
 SEED     ?= 0
 # online: how often it samples and trains
 COLLECTIONS ?= 28
-# test: how many processes share the tests; compare: runs at a time
-JOBS     ?= $(shell nproc)
+# test: how many processes share the tests; compare: runs at a time; mutants: faults at a time. One more than there are
+# cores, because much of that waits for processes of its own
+JOBS     ?= $(shell expr $$(nproc) + 1)
 # bench-dispatch, bench-update, bench-clients, bench-store, bench-balance: the most rounds; the benchmark ends earlier
 # if every ratio tells. bench-publish: the rounds
 ROUNDS   ?= 32
@@ -65,7 +66,7 @@ TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' p
 .PHONY: help setup megatron apply revert status check verify trees upstream export bump demo fidelity matrix \
 	clients bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
 	bench-balance-simulated gpu-kit online compare image image-sampler image-vllm-cpu \
-	image-test image-matrix test mutants fuzz lint clean
+	image-test image-matrix test test-all mutants fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
@@ -219,8 +220,12 @@ image-matrix:  ## build and test the images of all release lines (BASE_IMAGE=, M
 # Each process has one thread, since the tests fill the cores by themselves. A worker that has no test
 # left takes tests from another one. Every worker holds two Megatron trees and the ranks of a test in
 # memory (some 3 GB), so that there are at most 16 workers.
-test: lint megatron  ## run lint, then all tests, in as many processes as there are cores (JOBS=)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --maxprocesses 16 --dist worksteal
+PYTEST   := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --maxprocesses 16 --dist worksteal
+test: lint megatron  ## run lint, then the tests that a change of R3 can break (JOBS=)
+	$(PYTEST) -m "not slow"
+
+test-all: lint megatron  ## run lint, then all tests: those of the tools, of engines and of whole runs too (JOBS=)
+	$(PYTEST)
 
 mutants: megatron  ## put faults into the package, one at a time, and see which tests notice (ONLY=TEXT, UNIT=1, JOBS=)
 	$(VENV)/bin/python -m fidelity.mutants --jobs $(JOBS) --out $(BUILD)/mutants.json \

@@ -42,7 +42,7 @@ CHECK = "tests/functional/test_check.py"
 # the first row that matches a command from its beginning counts; `ci make X` is a step of .ci/run,
 # or what such a step needs first
 RUN_BY = [
-    (r"make (setup|megatron|lint)\b", "ci make test"),
+    (r"make (setup|megatron|lint|test)\b", "ci make test-all"),
     (r"make (apply .*UNRELEASED=1|check)\b", f"{CHECK}::test_apply_check_status_revert"),
     (r"make (apply|revert|status)\b", "tests/functional/test_make.py::test_apply_status_revert"),
     (r"make verify\b", f"{PATCHING}test_verify.py::test_the_command"),
@@ -94,7 +94,7 @@ RUN_BY = [
         r"python -m pytest .*test_families_in_vllm\.py\b",
         "by hand: it takes vLLM on the CPU, and seven minutes",
     ),
-    (r"python -m pytest\b", "ci make test"),
+    (r"python -m pytest\b", "ci make test-all"),
     (r"python -m fuzz\.run\b", "ci make fuzz"),
     (
         r"python build/gpu-kit/run\b",
@@ -153,7 +153,7 @@ RUN_BY = [
         "tests/functional/test_rl_loop.py::test_what_the_engine_sampled_is_replayed",
     ),
     (r"torchrun .*pretrain_gpt\.py\b", "ci make demo"),  # the options; the model is the reader's
-    (r"pip install\b", "ci make test"),
+    (r"pip install\b", "ci make test-all"),
     (r"docker build\b", "ci make image"),
     (r"docker run\b", NO_GPU),
     (r"docker/rl-run\b", CONTAINERS),

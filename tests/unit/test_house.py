@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,9 +18,14 @@ ROOMS = ("megatron_r3", "fidelity", "benchmarks", "demo", "comparison", "fuzz", 
 Trees = Mapping[str, ast.Module]  # of each file, by its path below ROOT
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def parsed(*rooms: str) -> Trees:
     files = [file for room in rooms for file in sorted((ROOT / room).rglob("*.py"))]
-    return {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in files}
+    return {file.relative_to(ROOT).as_posix(): tree_of(file) for file in files}
 
 
 def made_up(**texts: str) -> Trees:
@@ -76,8 +83,13 @@ def module_of(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imports(tree: ast.Module) -> Iterator[str]:
+@cache
+def imports(tree: ast.Module) -> list[str]:
     """Every imported name, those inside functions too: `a.b.c` of `from a.b import c`."""
+    return [*_imports(tree)]
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -115,26 +127,18 @@ def wrong_imports(trees: Trees) -> list[str]:
 
 
 def in_circles(trees: Trees) -> list[str]:
-    """Modules that import each other, directly or around."""
+    """Modules that import each other, directly or around: one circle, if there are any."""
     modules = {module_of(file) for file in trees}
     graph: dict[str, set[str]] = {}
     for file, tree in trees.items():
         # `from a.b import c` needs a.b.c if that is a module, and else a.b
         needed = {name if name in modules else name.rpartition(".")[0] for name in imports(tree)}
         graph[module_of(file)] = needed & modules - {module_of(file)}
-    return sorted(module for module in graph if module in reached_from(module, graph))
-
-
-def reached_from(start: str, graph: Mapping[str, set[str]]) -> set[str]:
-    """What a module imports, and what those import, and so on; `start` too, if one of them does."""
-    reached: set[str] = set()
-    waiting = [*graph[start]]
-    while waiting:
-        module = waiting.pop()
-        if module not in reached:
-            reached.add(module)
-            waiting += graph[module]
-    return reached
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return sorted({*error.args[1]})
+    return []
 
 
 def test_imports_point_one_way() -> None:
