@@ -32,9 +32,9 @@ TRIES    ?= 10000
 SEED     ?= 0
 # online: how often it samples and trains
 COLLECTIONS ?= 28
-# test: how many processes share the tests; compare: runs at a time; mutants: faults at a time. One more than there are
+# test: how many processes share the tests; compare: runs at a time; mutants: faults at a time. Two more than there are
 # cores, because much of that waits for processes of its own
-JOBS     ?= $(shell expr $$(nproc) + 1)
+JOBS     ?= $(shell expr $$(nproc) + 2)
 # bench-dispatch, bench-update, bench-clients, bench-store, bench-balance: the most rounds; the benchmark ends earlier
 # if every ratio tells. bench-publish: the rounds
 ROUNDS   ?= 32

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow import slow_except
 from training import Policy, train
 from watch import watched_plans
 
@@ -41,7 +42,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "1 process", "EP2, recomputed"))
 def test_every_layer_and_pass_has_its_plan_and_trains_as_without(
     patched: TreeWorker, policy: Policy, layout: str
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slow import slow_except
 from training import Policy, train
 
 from demo.task import SEQ_LENGTH
@@ -72,7 +73,7 @@ def logged(worker: TreeWorker, ranks: int, argv: list[str], log: Path) -> dict[s
     return {name: value for name, value in json.loads(line).items() if name.startswith(NAME)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "EP2 PP2"))
 def test_it_is_what_the_rollouts_say(
     patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
 ) -> None:

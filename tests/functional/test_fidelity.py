@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from slow import slow_except
 
 import fidelity.table
 from fidelity.cases import CASES, Case
@@ -16,6 +17,11 @@ from fidelity.run import run
 from fidelity.table import Table, passed
 
 QUICK = [case for case in CASES if case.quick and not case.script]  # PyPI has no script
+# other tests of `make test` are about these
+ELSEWHERE = (
+    *("old log-probs first", "2 mini-steps, EP2", "R2, PP2xVPP2", "temperature 0.7, TP2+SP"),
+    *("guests, EP2xPP2xVPP2", "balanced, EP2", "balanced, CP2"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,11 @@ def table(patched: TreeWorker, tmp_path_factory: pytest.TempPathFactory) -> Tabl
     return Table(patched, tmp_path_factory.mktemp("fidelity"), "the tree of the tests")
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    slow_except(QUICK, *(case for case in QUICK if case.name not in ELSEWHERE)),
+    ids=lambda case: case.name,
+)
 def test_fidelity(table: Table, case: Case) -> None:
     row = table.row(case)
     assert passed(row), json.dumps(row, indent=1)

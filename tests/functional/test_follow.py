@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
+from slow import slow_except
 from training import Policy, fails, parts, same, steps_on, train
 
 from fidelity.rig.worker import TreeWorker
@@ -31,7 +32,7 @@ def sampling(folder: Path, info: StoreInfo, shards: list[list[Rollout]]) -> thre
     return sampler
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", slow_except(["0", "1"], "0"))
 def test_a_store_that_grows_trains_as_the_whole_one(
     patched: TreeWorker, policy: Policy, tmp_path: Path, workers: str
 ) -> None:
@@ -57,7 +58,7 @@ def test_a_store_that_grows_trains_as_the_whole_one(
     assert not same(want, patched.run(train, 2, control, timeout_s=120))
 
 
-@pytest.mark.parametrize("follow", [[], ["--rollouts-follow", "5"]])
+@pytest.mark.parametrize("follow", slow_except([[], ["--rollouts-follow", "5"]], []))
 def test_an_interrupted_training_goes_on_at_the_next_rollout(
     patched: TreeWorker, policy: Policy, tmp_path: Path, follow: list[str]
 ) -> None:
@@ -125,6 +126,7 @@ COLLECTIONS = ["--rollouts-old-policy", "trainer", "--rollouts-mini-steps", "2"]
 COLLECTIONS += ["--rollouts-advantages", "stored", "--moe-router-replay-max-lag", "0"]
 
 
+@pytest.mark.slow
 def test_collections_of_a_store_that_grows_and_brings_its_advantages(
     patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:

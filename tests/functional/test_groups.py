@@ -29,6 +29,7 @@ def r3_alone(megatron_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield worker
 
 
+@pytest.mark.slow
 def test_it_trains_as_a_tree_with_all_groups(
     r3_alone: TreeWorker, patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ import grouped_experts
 import pytest
 import torch
 from skewed_routes import Gradients, furthest, skewed
+from slow import slow_except
 from training import STEP, Policy, gradients, same, train
 
 from demo.model import arguments
@@ -63,7 +64,7 @@ def skewed_rollout(rollout: Rollout) -> Rollout:
     return replace(rollout, routes=Routes.from_array(ids_LTK, EXPERTS), advantage=1.0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(CASES, "grouped experts, full recompute"))
 def test_gradients_are_those_without_guests(
     patched: TreeWorker, store: Path, tmp_path: Path, name: str
 ) -> None:
@@ -99,6 +100,7 @@ def distance(one: Gradients, other: Gradients) -> float:
     return float((difference / size) ** 0.5)
 
 
+@pytest.mark.slow
 def test_in_bf16_it_is_as_near_to_float32(patched: TreeWorker, store: Path) -> None:
     exact, plain, guests = (
         patched.run(gradients, 2, on(store, "--clip-grad", "0", *more.split()), timeout_s=240)
@@ -140,6 +142,7 @@ def largest_difference(one: Gradients, other: Gradients) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["", "--moe-grouped-gemm"], ids=["one by one", "grouped"])
 def test_eight_steps_end_with_the_weights_of_a_training_without(
     patched: TreeWorker, store: Path, experts: str
@@ -182,6 +185,7 @@ def test_weights_travel_ahead_once_parameters_are_there(patched: TreeWorker, sto
         assert answers == [answer for microbatch in expected for answer in microbatch]
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on(patched: TreeWorker, store: Path, tmp_path: Path) -> None:
     """With guests bit for bit; without them too, because a checkpoint knows nothing of guests."""
     plain = on(store, *STEPS.split(), "--save", str(tmp_path), "--save-interval", "4")

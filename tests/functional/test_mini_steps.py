@@ -148,7 +148,13 @@ def logprobs_of(model: Any, sampled: Sampled) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("mini_steps", "epochs", "layout"),
-    [(1, 1, "1"), (2, 1, "1"), (4, 1, "1"), (2, 2, "1"), (2, 2, "EP2 PP2")],
+    [
+        pytest.param(1, 1, "1", marks=pytest.mark.slow),
+        pytest.param(2, 1, "1", marks=pytest.mark.slow),
+        (4, 1, "1"),
+        pytest.param(2, 2, "1", marks=pytest.mark.slow),
+        (2, 2, "EP2 PP2"),
+    ],
 )
 def test_updates_are_those_of_a_plain_loop(
     patched: TreeWorker,

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow import slow_except
 from training import Policy, train
 
 from fidelity.rig.worker import TreeWorker
@@ -200,7 +201,7 @@ def warnings(rank: int, argv: list[str]) -> list[str]:
     return [line for line in printed.getvalue().splitlines() if "> rollouts: warning" in line]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "PP2", "TP2+SP", "packs, CP2"))
 def test_every_share_is_that_counted_by_hand(
     patched: TreeWorker, policy: Policy, prepared: Prepared, tmp_path: Path, layout: str
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow_except
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import Policy, train
 
@@ -106,7 +107,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "EP2"))
 def test_a_replayed_step_reads_back_once_before_its_update(
     patched: TreeWorker, policy: Policy, layout: str
 ) -> None:

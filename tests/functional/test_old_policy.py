@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow import slow_except
 from training import Policy, fails, parts, resumed, same, steps_on, stores, train
 
 from fidelity.rig.worker import TreeWorker
@@ -67,7 +68,7 @@ def on_response(seen: Seen, name: str) -> list[torch.Tensor]:
     return [one[name][one["mask"] > 0] for one in seen]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "1", "TP2 SP", "DP2, overlap"))
 def test_the_old_policy_is_the_trainer_before_the_first_update(
     patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
 ) -> None:
@@ -151,6 +152,7 @@ def test_other_ranks_read_what_one_rank_wrote(
         assert not torch.equal(one["old"][on_T], one["new"][on_T])  # control
 
 
+@pytest.mark.slow
 def test_a_resumed_training_that_saves_elsewhere_can_be_resumed(
     patched: TreeWorker, policy: Policy, interrupted: Interrupted, tmp_path: Path
 ) -> None:
@@ -245,7 +247,7 @@ OF_R2 = {name: LAYOUTS[name] for name in ("1", "PP2 VPP2", "EP2", "CP2")}
 OF_R2 |= {"packs": (1, PACK), "packs, CP2": (2, [*PACK, *LAYOUTS["CP2"][1]])}
 
 
-@pytest.mark.parametrize("layout", OF_R2)
+@pytest.mark.parametrize("layout", slow_except(OF_R2, "1", "PP2 VPP2", "packs, CP2"))
 def test_r2_updates_take_the_routes_of_the_pass(
     patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
 ) -> None:
@@ -258,6 +260,8 @@ def test_r2_updates_take_the_routes_of_the_pass(
         for recorded, replayed in zip(rank.passes, rank.updates, strict=True):
             assert _by_layer(replayed) == _by_layer(recorded, times=2)  # forward and recompute
         assert rank.dispatched == [1.0] * 4
+    if layout != "1":
+        return
     # control: live routing moves on with the weights
     live = patched.run(routed, ranks, [*argv, "--moe-router-replay-source", "live"], timeout_s=240)
     assert any(
@@ -301,7 +305,7 @@ BITWISE = {name: (ranks, [*more, *FULL]) for name, (ranks, more) in OF_R2.items(
 BITWISE |= {"no recompute": (1, []), "block": (1, BLOCK), "moe": (1, MOE)}
 
 
-@pytest.mark.parametrize("layout", BITWISE)
+@pytest.mark.parametrize("layout", slow_except(BITWISE, "block", "moe", "EP2", "packs"))
 def test_the_first_r2_update_is_bitwise_the_live_one(
     patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
 ) -> None:
@@ -310,13 +314,16 @@ def test_the_first_r2_update_is_bitwise_the_live_one(
     size = str(2 * SIZE if "packs" in layout else SIZE)
     argv = steps_on(policy, store_without_padding(policy, tmp_path), 1, *TWO, *more)
     argv += ["--seq-length", size, "--moe-router-replay-source"]
-    r2, live, r3 = (
-        [rank.gradients for rank in patched.run(routed, ranks, [*argv, source], timeout_s=240)]
-        for source in ("old-policy", "live", "rollout")
-    )
+
+    def trained(source: str) -> list[dict[str, torch.Tensor]]:
+        results = patched.run(routed, ranks, [*argv, source], timeout_s=240)
+        return [rank.gradients for rank in results]
+
+    r2 = trained("old-policy")
     assert all(any(bool(gradient.any()) for gradient in rank.values()) for rank in r2)
-    assert same(r2, live)
-    assert not same(r2, r3)  # control: the rollouts have other routes
+    assert same(r2, trained("live"))
+    if layout == "EP2":  # control: the rollouts have other routes
+        assert not same(r2, trained("rollout"))
 
 
 @pytest.mark.parametrize("source", SOURCES)

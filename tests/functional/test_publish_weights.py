@@ -200,6 +200,7 @@ def test_a_training_publishes_what_its_checkpoint_exports(
     assert told == [sorted(published.keys() - {"policy.json"}), [], [], []]
 
 
+@pytest.mark.slow
 def test_updates_that_ranks_have_not_taken_from_each_other_yet(
     patched: TreeWorker, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_samples_in_another_order_are_refused(
     assert "the checkpoint took its samples as single, this training as single, packs of" in told
 
 
+@pytest.mark.slow
 def test_a_store_that_grew_goes_on_within_its_first_epoch_only(
     patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from slow import slow_except
 from stored import rewrite
 from training import Policy, parts, same, steps_on, stores, train
 
@@ -25,7 +26,7 @@ def told(patched: TreeWorker, argv: list[str]) -> str:
     return str(failure.value)
 
 
-@pytest.mark.parametrize("layout", [PP2, EP2])
+@pytest.mark.parametrize("layout", slow_except([PP2, EP2], EP2))
 def test_a_training_is_the_same_whenever_its_store_is_checked(
     patched: TreeWorker, policy: Policy, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
@@ -42,7 +43,7 @@ def test_a_training_is_the_same_whenever_its_store_is_checked(
     assert not same(want, patched.run(train, 2, control, timeout_s=120))
 
 
-@pytest.mark.parametrize("layout", [PP2, EP2])
+@pytest.mark.parametrize("layout", slow_except([PP2, EP2], PP2))
 def test_a_wrong_expert_is_refused_before_the_step_that_would_use_it(
     patched: TreeWorker, policy: Policy, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:

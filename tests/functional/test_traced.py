@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from slow import slow_except
 from training import Policy, changed_store, train
 
 from fidelity import traced
@@ -38,7 +39,7 @@ def recorded(store: Path) -> int:
     return int(read.column("num_tokens").sum() - len(read)) * len(read.info.moe_layers)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "EP2"))
 def test_the_tracer_sees_the_routes_of_the_store(
     patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
 ) -> None:

@@ -117,6 +117,7 @@ def asked(named: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_variable_names_another_table(tmp_path: Path) -> None:
     assert asked(str(written(tmp_path, ENTRY))).stdout.strip() == "(16, 2)"
     assert asked(str(SHIPPED)).stdout.strip() == "(8, 1)"

@@ -108,6 +108,7 @@ def test_sampling_whose_log_probs_a_server_does_not_name_is_refused(folder, fiel
         assert Collector(read_config(file)).sampling.wants_kept
 
 
+@pytest.mark.slow
 def test_a_collector_and_a_sampler_that_are_killed_give_the_same_rollouts(folder, tmp_path_factory):
     """SIGKILL at random moments, 10 times each; the store is then byte for byte the same."""
     port = free_port()
@@ -168,6 +169,7 @@ def length(s):
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_again_is_verified_again(folder):
     """It has the same policy, and nobody has seen yet that it computes it."""
     port = free_port()

@@ -169,6 +169,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("how", HOSTILE)
 def test_memory_of_32_hostile_bodies(folder, how):

@@ -229,6 +229,7 @@ def length(sample):
 """
 
 
+@pytest.mark.slow
 def test_a_signal_stores_whole_groups(folder):
     (folder / "rewards.py").write_text(SIGNAL)
     write_prompts(folder, [{"prompt": [1, 5, 6 + i]} for i in range(30)])

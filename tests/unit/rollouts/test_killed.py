@@ -43,6 +43,7 @@ def wait_for(ready) -> None:
     assert ready()
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment(tmp_path):
     """Killed after so many requests each time, so in the middle of one, or of writing a shard."""
     write_inputs(tmp_path, PROMPTS)
@@ -92,6 +93,7 @@ def test_a_signal_stores_whole_groups(tmp_path, number):
     check_store(tmp_path / "store", PROMPTS, N)
 
 
+@pytest.mark.slow
 def test_a_signal_at_any_moment_ends_eight_workers(tmp_path):
     """A server that answers fast: many responses are just there when the signal comes."""
     random = Random(1)

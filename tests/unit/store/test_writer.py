@@ -213,6 +213,7 @@ def test_a_link_whose_answer_was_lost_and_that_is_asked_for_again(
     ]
 
 
+@pytest.mark.slow
 def test_killed_writers_leave_whole_shards_only(tmp_path):
     write_shard(tmp_path, INFO, version(0))
     cut_short, store, rng = 0, opened(tmp_path), np.random.default_rng(0)
