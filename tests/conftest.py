@@ -35,6 +35,7 @@ SLOW = (
     "functional/test_pretrain.py",
     "functional/test_rl_loop.py",
     "functional/test_rl_run.py",
+    "functional/test_sampling_routes.py",
     "functional/test_serve.py",
     "functional/test_update_examples.py",
     "unit/benchmarks/",

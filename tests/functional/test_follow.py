@@ -95,6 +95,7 @@ def test_what_never_comes_and_what_is_foreign_end_the_training_with_a_reason(
     assert "began in an earlier shard" in split
 
 
+@pytest.mark.slow
 def test_a_policy_is_checked_when_its_first_rollout_is_used(
     patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:

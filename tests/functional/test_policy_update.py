@@ -80,7 +80,8 @@ LAYOUTS = {
 ONE_EACH = {"1": "gspo", "TP2+SP": "grpo", "PP2": "tis", "DP2": "mask", "EP2": "cispo"}
 CASES = [
     *((layout, name) for layout, name in ONE_EACH.items()),
-    *((layout, name) for layout in ("CP2", "packs") for name in RECIPES),
+    *(("CP2", name) for name in RECIPES),
+    *(pytest.param("packs", name, marks=pytest.mark.slow) for name in RECIPES),
     ("packs, CP2", "gspo"),
     ("packs, CP2", "mask"),
     *(("CP2", f"{name}, averaged") for name in ("cispo", "mask")),

@@ -72,6 +72,7 @@ def test_it_trains_as_on_a_store_in_that_order(
             assert torch.allclose(one[key].float(), other[key].float(), atol=2e-3), key
 
 
+@pytest.mark.slow
 def test_a_resumed_training_goes_on_in_the_same_order(
     patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
