@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from published import publish, served, write_run
+from published import publish, save_model, served, write_run
 
 from megatron_r3.cli import main
 from megatron_r3.online.collector import Collector
 from megatron_r3.online.config import ConfigError, read_config
+from megatron_r3.policies.published import PolicyError, read_policy
 from megatron_r3.store import RolloutStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -205,6 +206,22 @@ def test_a_server_that_was_started_again_is_verified_again(folder):
     store = RolloutStore([folder / "run" / "rollouts"], mixed_policies=True)
     assert store.column("policy_version").tolist() == [0] * 12 + [1] * 12
     assert len({(r.group, r.sample) for r in map(store.rollout, range(12, 24))}) == 12
+
+
+def test_files_of_a_policy_are_read_before_they_are_pushed(folder):
+    policies = folder / "run" / "policies"
+    save_model(policies / "v000000", seed=7)  # not what the manifest says
+    collector = Collector(read_config(write_run(folder, free_port())))
+    with pytest.raises(PolicyError, match="not those that the trainer wrote"):
+        collector._push(read_policy(policies, 0))
+
+
+def test_a_push_that_failed_is_not_among_those_before(folder):
+    config = read_config(write_run(folder, 1))
+    for verified, abs_dlogp in ((True, 0.01), (False, 5.0), (True, 0.02)):
+        numbers = {"abs_dlogp": abs_dlogp, "route_agreement": [0.9, 1.0]}
+        config.directory.note("collector", "pushed", verified=verified, **numbers)
+    assert [one.abs_dlogp for one in Collector(config)._floor().before] == [0.01, 0.02]
 
 
 def test_a_prompt_file_that_is_too_short_is_refused(folder, capsys):
