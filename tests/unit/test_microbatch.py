@@ -38,12 +38,16 @@ def test_a_route_mismatches_if_its_set_of_experts_is_another_one(mode):
     chosen_TK[2] = torch.tensor([1, 2, 3])  # none of three
     chosen_TK[3] = torch.tensor([0, 2, 4])  # not counted
     counted_T = torch.tensor([True, True, True, False])
-    microbatch = MicrobatchRoutes({1: IDS, 2: IDS}, mode=mode, counted_T=counted_T)
+    watched_T = torch.ones(T, dtype=torch.bool)
+    masks = {"counted_T": counted_T, "watched_T": watched_T}
+    microbatch = MicrobatchRoutes({1: IDS, 2: IDS}, mode=mode, **masks)
     ask(microbatch, choosing(chosen_TK))
     ask(microbatch, choosing(IDS), layer=2)
     ask(microbatch, choosing(chosen_TK))  # a recompute
     assert microbatch.mismatched == {1: 2, 2: 0}
     assert microbatch.mismatched_T.tolist() == [False, True, True, False]
+    assert microbatch.mismatched_watched == {1: 3, 2: 0}
+    assert microbatch.mismatches_T.tolist() == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("row", [[0, 1, 8], [-1, 1, 2], [3, 3, 1], [7, 0, 7]])
