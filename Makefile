@@ -32,9 +32,9 @@ TRIES    ?= 10000
 SEED     ?= 0
 # online: how often it samples and trains
 COLLECTIONS ?= 28
-# test: how many processes share the tests; compare: runs at a time; mutants: faults at a time. Two more than there are
-# cores, because much of that waits for processes of its own
-JOBS     ?= $(shell expr $$(nproc) + 2)
+# test, test-all: how many processes share the tests (default: one more than there are cores, because many tests wait
+# for processes of their own); compare: runs at a time; mutants: faults at a time (default: the number of cores)
+JOBS     ?=
 # bench-dispatch, bench-update, bench-clients, bench-store, bench-balance: the most rounds; the benchmark ends earlier
 # if every ratio tells. bench-publish: the rounds
 ROUNDS   ?= 32
@@ -140,7 +140,7 @@ online: megatron  ## reinforcement learning in a loop: sample, train, publish, v
 compare: megatron  ## run the loop live, with R3, R2, TIS and GSPO under four mismatches (ONLY=REGIME[/ARM], JOBS=)
 	$(R3) apply $(TREE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m comparison.run --megatron $(TREE) --out $(BUILD)/comparison \
-		--jobs $(JOBS) --only "$(ONLY)"
+		--jobs $(or $(JOBS),$(shell nproc)) --only "$(ONLY)"
 
 fidelity: megatron  ## compare every layout and schedule with one process (MEGATRON=DIR: on a real checkout; ONLY=)
 	$(VENV)/bin/python -m fidelity.run --out $(BUILD)/fidelity$(if $(ONLY),-only).json \
@@ -220,7 +220,7 @@ image-matrix:  ## build and test the images of all release lines (BASE_IMAGE=, M
 # Each process has one thread, since the tests fill the cores by themselves. A worker that has no test
 # left takes tests from another one. Every worker holds two Megatron trees and the ranks of a test in
 # memory (some 3 GB), so that there are at most 16 workers.
-PYTEST   := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --maxprocesses 16 --dist worksteal
+PYTEST   := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) + 1)) --maxprocesses 16 --dist worksteal
 test: lint megatron  ## run lint, then the tests that a change of R3 can break (JOBS=)
 	$(PYTEST) -m "not slow"
 
@@ -228,7 +228,7 @@ test-all: lint megatron  ## run lint, then all tests: those of the tools, of eng
 	$(PYTEST)
 
 mutants: megatron  ## put faults into the package, one at a time, and see which tests notice (ONLY=TEXT, UNIT=1, JOBS=)
-	$(VENV)/bin/python -m fidelity.mutants --jobs $(JOBS) --out $(BUILD)/mutants.json \
+	$(VENV)/bin/python -m fidelity.mutants --jobs $(or $(JOBS),$(shell nproc)) --out $(BUILD)/mutants.json \
 		$(if $(ONLY),--only "$(ONLY)") $(if $(UNIT),--unit)
 
 fuzz: megatron  ## try bad input; fails if a result is neither right nor one clear line (TRIES=, SEED=, ONLY=CLASS)

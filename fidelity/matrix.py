@@ -5,7 +5,7 @@
 Without --repo the trees are those of the package index. With it they are the commits of
 versions.toml, main and upstream's own pretrain_gpt.py included. Of each line the first such tree is
 checked, which is its newest; with --line every one. The cases of replay and the engine are left out
-on the default tree, where `make test` runs them, unless --repo or --line asks for a tree. Trees are
+on the default tree, where `make test-all` runs them, unless --repo or --line asks for a tree. Trees are
 checked side by side, because many checks leave a core idle. Exit status 0 says that every check
 passed.
 """
@@ -154,7 +154,7 @@ def line_of(row: list[dict[str, object]]) -> str:
         else f"{'ok' if r['passed'] else 'FAILED':>8} {r['seconds']:5.0f} s"
         for r in row
     )
-    left_out = [f"{'make test':>16}"] * (len(CHECKS) - len(row))
+    left_out = [f"{'make test-all':>16}"] * (len(CHECKS) - len(row))
     return f"{row[0]['line']:14} {row[0]['tree']:18}" + "".join([*cells, *left_out])
 
 

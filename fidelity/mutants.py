@@ -134,18 +134,8 @@ class Copy:
         whole = "" if file is None else file.read_text()
         if file is not None and fault is not None:
             self.write(file, whole.replace(fault.old, fault.new))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow",
-            *tests,
-        ]
+        options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         env = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
         try:
             done = subprocess.run(

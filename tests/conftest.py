@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from once import Once
+from slow import SLOW
 
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
@@ -16,43 +17,9 @@ from fidelity.trees import patched_copy, unpatched_copy
 PRELOAD = ("megatron.training", "pytest", "demo.pretrain", "fidelity.update", "megatron_r3.cli")
 
 
-TESTS = Path(__file__).parent
-# What `make test` leaves to `make test-all`, beside tests that are marked themselves: the tools
-# around R3, real engines, and runs of whole commands.
-SLOW = (
-    "clients/",
-    "functional/test_check.py",
-    "functional/test_comparison.py",
-    "functional/test_cpu_",
-    "functional/test_demo.py",
-    "functional/test_docs_example.py",
-    "functional/test_engine_push.py",
-    "functional/test_families.py",
-    "functional/test_gate_kernel_megatron.py",
-    "functional/test_gpu_kit_training.py",
-    "functional/test_make.py",
-    "functional/test_matrix.py",
-    "functional/test_pretrain.py",
-    "functional/test_rl_loop.py",
-    "functional/test_rl_run.py",
-    "functional/test_sampling_routes.py",
-    "functional/test_serve.py",
-    "functional/test_update_examples.py",
-    "unit/benchmarks/",
-    "unit/comparison/",
-    "unit/cpu/",
-    "unit/demo/",
-    "unit/docker/",
-    "unit/fuzz/",
-    "unit/gpu_kit/",
-    "unit/launch/",
-    "unit/online/test_report.py",
-)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(TESTS).as_posix().startswith(SLOW):
+        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW):
             item.add_marker("slow")
 
 

@@ -31,8 +31,8 @@ from megatron_r3.cpu import InstallError, install
 IMPORT_S = 600.0  # how long importing a tree may take, on a busy machine
 REPLY_S = 30.0  # how long a reply may take beyond the time of the case
 END_S = 10.0  # how long ending may take before the worker is killed
-# A training imports these in its course, if they are installed. That takes seconds in each rank of
-# each case; a rank has them at once if its worker imported them before the fork.
+# A training imports these in its course, if they are installed. That takes more than a second in
+# each rank of each case; a rank has them at once if its worker imported them before the fork.
 COMMON = (
     "transformers.models.auto.tokenization_auto",
     "torch.utils.tensorboard",
@@ -209,23 +209,21 @@ def _import_tree(tree: str, preload: Sequence[str]) -> None:
 def _read_docstrings_once() -> None:
     """Read the texts of Megatron's options before the ranks are forked.
 
-    From 0.17 on Megatron parses the sources of its dataclasses for the help texts of its options,
-    twice in each training: half a second of a rank's two.
+    Megatron parses the sources of its dataclasses for the help texts of its options, twice in each
+    training: a fifth of the time of a training of one step, by cProfile.
     """
-    from megatron.training import argument_utils, arguments
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
 
-    factory = getattr(argument_utils, "ArgumentGroupFactory", None)
-    if factory is None:
-        return
-    read, known = factory._get_field_docstrings, {}
+    read, known = ArgumentGroupFactory._get_field_docstrings, {}
 
     def docstrings(self: Any, config: type) -> dict[str, str]:
         if config not in known:
             known[config] = read(self, config)
         return dict(known[config])
 
-    factory._get_field_docstrings = docstrings
-    arguments.add_megatron_arguments(ArgumentParser())
+    ArgumentGroupFactory._get_field_docstrings = docstrings
+    add_megatron_arguments(ArgumentParser())
 
 
 def _answer(request: Any) -> Any:

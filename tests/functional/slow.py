@@ -1,4 +1,4 @@
-"""The values of a parametrized test: a few for `make test`, all for `make test-all`."""
+"""What `make test` leaves to `make test-all`: files, and values of parametrized tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,38 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+# What `make test` leaves to `make test-all`, beside tests that are marked one by one: the tools
+# around R3, real engines, and runs of whole commands.
+SLOW = (
+    "clients/",
+    "functional/test_check.py",
+    "functional/test_comparison.py",
+    "functional/test_cpu_",
+    "functional/test_demo.py",
+    "functional/test_docs_example.py",
+    "functional/test_engine_push.py",
+    "functional/test_families.py",
+    "functional/test_gate_kernel_megatron.py",
+    "functional/test_gpu_kit_training.py",
+    "functional/test_make.py",
+    "functional/test_matrix.py",
+    "functional/test_pretrain.py",
+    "functional/test_rl_loop.py",
+    "functional/test_rl_run.py",
+    "functional/test_sampling_routes.py",
+    "functional/test_serve.py",
+    "functional/test_update_examples.py",
+    "unit/benchmarks/",
+    "unit/comparison/",
+    "unit/cpu/",
+    "unit/demo/",
+    "unit/docker/",
+    "unit/fuzz/",
+    "unit/gpu_kit/",
+    "unit/launch/",
+    "unit/online/test_report.py",
+)
 
 
 def slow_except(values: Iterable[Any], *quick: Any) -> list[Any]:

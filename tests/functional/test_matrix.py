@@ -138,6 +138,6 @@ def test_make_test_has_the_replay_of_the_default_tree() -> None:
     assert all(checks_of(versions, tree) == [*CHECKS] for tree in others)
     result = {"line": "a", "tree": "b", "passed": True, "seconds": 1.0, "detail": ""}
     row = [result] * (len(CHECKS) - 1)
-    assert line_of(row).endswith("make test")
+    assert line_of(row).endswith("make test-all")
     assert line_of([*row, result]).endswith("1 s")
     assert line_of([*row, {**result, "detail": NOTHING}]).endswith("none")

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slow import slow_except
 from training import Policy
 
 from demo.model import arguments
@@ -128,7 +127,7 @@ def test_another_model_in_the_process_takes_nothing(
     assert_same(samples, plain)
 
 
-@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "TP2, SP, EP2, PP2"))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_record_what_one_process_records(
     patched: TreeWorker, policy: Policy, plain: list[Sampled], layout: str
 ) -> None:

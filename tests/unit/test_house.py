@@ -127,7 +127,7 @@ def wrong_imports(trees: Trees) -> list[str]:
 
 
 def in_circles(trees: Trees) -> list[str]:
-    """Modules that import each other, directly or around: one circle, if there are any."""
+    """The modules of a circle of imports; empty if there is none."""
     modules = {module_of(file) for file in trees}
     graph: dict[str, set[str]] = {}
     for file, tree in trees.items():
