@@ -5,8 +5,8 @@
 Without --repo the trees are those of the package index. With it they are the commits of
 versions.toml, main and upstream's own pretrain_gpt.py included. Of each line the first such tree is
 checked, which is its newest; with --line every one. The cases of replay and the engine are left out
-on the default tree, where `make test-all` runs them, unless --repo or --line asks for a tree. Trees are
-checked side by side, because many checks leave a core idle. Exit status 0 says that every check
+on the default tree, where `make test-all` runs them, unless --repo or --line asks for a tree. Trees
+are checked side by side, because many checks leave a core idle. Exit status 0 says that every check
 passed.
 """
 
