@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow import SLOW
 
 from fidelity import mutants
 from fidelity.mutants import Fault, main, outcome, place_of, read_faults, table
@@ -24,6 +25,8 @@ def test_each_fault_is_in_the_package_and_has_its_tests(fault: Fault) -> None:
     compile(file.read_text().replace(fault.old, fault.new), str(file), "exec")
     assert all((mutants.ROOT / test).exists() for test in (*fault.tests, *fault.functional))
     assert fault.tests or fault.functional
+    left_out = tuple(f"tests/{beginning}" for beginning in SLOW)
+    assert not any(test.startswith(left_out) for test in (*fault.tests, *fault.functional))
 
 
 def test_there_are_faults_in_every_room() -> None:
@@ -82,8 +85,13 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "def twice(x):\n    return 2 * x\n\n\ndef same(x):\n    return x\n"
         ),
         "tests/test_it.py": "import megatron_r3 as m\n\ndef test():\n    assert m.twice(3) == 6\n",
+        # `make test` leaves it out, so that it must not notice anything
+        "tests/test_slow.py": (
+            "import pytest\nimport megatron_r3 as m\n\n"
+            "@pytest.mark.slow\ndef test():\n    assert m.same(3) == 3\n"
+        ),
         "tests/mutants/room.toml": (
-            'tests = ["tests/test_it.py"]\nfunctional = []\n'
+            'tests = ["tests/test_it.py"]\nfunctional = ["tests/test_slow.py"]\n'
             '[[mutant]]\nname = "thrice"\neffect = "e"\nold = "2 * x"\nnew = "3 * x"\n'
             '[[mutant]]\nname = "nobody"\neffect = "e"\nold = "return x"\nnew = "return 0"\n'
         ),
