@@ -21,7 +21,7 @@ if __name__ == "__main__":
 """
 
 
-def ended(how: str, path) -> subprocess.CompletedProcess:
+def ended(how: str, path, wait_s: float = 10) -> subprocess.CompletedProcess:
     script = path / "parent.py"
     script.write_text(PARENT)
     command = [sys.executable, str(script), how]
@@ -31,7 +31,7 @@ def ended(how: str, path) -> subprocess.CompletedProcess:
         assert process.stdout is not None
         child = int(process.stdout.readline())
         try:
-            status = process.wait(10)
+            status = process.wait(wait_s)
         finally:
             os.kill(child, signal.SIGKILL)
         error = process.stderr.read()
@@ -55,4 +55,4 @@ def test_a_file_that_no_torchrun_reads_is_left_alone(tmp_path, monkeypatch) -> N
 
 def test_python_itself_would_wait_for_the_child(tmp_path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
-        ended("refuse", tmp_path)
+        ended("refuse", tmp_path, wait_s=3)
