@@ -10,109 +10,113 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from forked import Forked
 from stored import make_rollout
+from training_arguments import ARGUMENTS, MODEL
 
 from megatron_r3.store import RolloutStore, StoreInfo, write_shard
-from megatron_r3.training.one_look import Place
-
-UNSTAMPED = StoreInfo(16, 4, (1, 2, 5), "vllm", "0.30.0")
-PROGRAM = """
-import json, os, sys
-from types import SimpleNamespace
-import torch
-sys.path.insert(0, os.environ["SUPPORT"])
-from training_arguments import ARGUMENTS, MODEL
 from megatron_r3.training import announce, refuse
 from megatron_r3.training.one_look import Place
 from megatron_r3.training.open_store import open_store
 from megatron_r3.training.options import RolloutOptions
 
-rank, world, follow_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-folder, rendezvous = sys.argv[4:6]
-refuse.SILENCE_S = 1.0
-torch.distributed.init_process_group(
-    "gloo", store=torch.distributed.FileStore(rendezvous, world), rank=rank, world_size=world
-)
-seen = {"open": [], "listdir": 0}
-opened, listed = os.open, os.listdir
+UNSTAMPED = StoreInfo(16, 4, (1, 2, 5), "vllm", "0.30.0")
 
-def count_open(path, *more, **named):
-    if str(path).endswith(".safetensors"):
-        seen["open"].append(os.path.basename(path))
-    return opened(path, *more, **named)
-
-def count_listdir(path="."):
-    seen["listdir"] += str(path) == folder
-    return listed(path)
 
 class Tokens(torch.utils.data.Dataset):
-    def __getitem__(self, rollout):
-        store.wait_for(rollout)
+    """What a worker of a dataloader reads: its process, how many rollouts it knows, the tokens."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getitem__(self, rollout: int) -> tuple[int, int, list[int]]:
+        self.store.wait_for(rollout)
         # two processes on one connection would now and then take each other's answers
-        assert store._arrivals._client[0] == os.getpid()
-        return os.getpid(), len(store), store.fields(rollout)["tokens"].tolist()
+        assert self.store._arrivals._client[0] == os.getpid()
+        return os.getpid(), len(self.store), self.store.fields(rollout)["tokens"].tolist()
 
-def wait(rollout):
-    store.wait_for(rollout)
 
-def read(rollout):
-    return store.fields(rollout)["tokens"].tolist()
+class Follower:
+    """What a rank can be told to do; each method is a command."""
 
-def fork(*rollouts):
-    global worker
-    loader = torch.utils.data.DataLoader(
-        Tokens(), batch_size=None, sampler=rollouts, num_workers=1, prefetch_factor=1,
-        multiprocessing_context="fork",
-    )
-    worker = iter(loader)
+    def __init__(self, store: Any) -> None:
+        self.store = store
 
-def of_worker():
-    process, rollouts, tokens = next(worker)
-    assert process != os.getpid()
-    return [rollouts, tokens]
+    def wait(self, rollout: int) -> None:
+        self.store.wait_for(rollout)
 
-def leave():  # a peer that is gone ends a process of gloo's by SIGABRT
-    torch.distributed.destroy_process_group()
+    def read(self, rollout: int) -> list[int]:
+        tokens: list[int] = self.store.fields(rollout)["tokens"].tolist()
+        return tokens
 
-def ask_anew():
-    # as a process that has no connection yet
-    announce.ANSWER_S = 1.0
-    store._arrivals._client = None
-    store.wait_for(10**6)
+    def fork(self, *rollouts: int) -> None:
+        loader: Any = torch.utils.data.DataLoader(
+            *(Tokens(self.store), None, None, list(rollouts)),
+            num_workers=1,
+            prefetch_factor=1,
+            multiprocessing_context="fork",
+        )
+        self.worker = iter(loader)
 
-arguments = {**ARGUMENTS, **MODEL, "rollouts": [folder], "moe_router_replay": False}
-arguments |= {"rollouts_follow": follow_s}
-options = RolloutOptions.from_args(SimpleNamespace(**arguments))
-os.open, os.listdir = count_open, count_listdir
-try:
-    store = open_store(options, Place(rank, world, 0, 1, 1))
-except SystemExit as end:  # a thread of gloo's may abort a process that ends by itself
-    sys.stderr.flush()
-    os._exit(end.code)
-print(json.dumps({"rollouts": len(store)}), flush=True)
-for line in sys.stdin:
-    name, *given = json.loads(line)
-    said = {}
-    try:
-        said["result"] = globals()[name](*given)
-    except ValueError as error:
-        said["error"] = str(error)
-    said |= {
-        "rollouts": len(store), "names": store.index.names(), **seen,
-        "identities": store.index.identities(), "groups": store.groups().tolist(),
-    }
-    print(json.dumps(said), flush=True)
-os._exit(0)
-"""
+    def of_worker(self) -> list[object]:
+        process, rollouts, tokens = next(self.worker)
+        assert process != os.getpid()
+        return [rollouts, tokens]
+
+    def leave(self) -> None:  # a peer that is gone ends a process of gloo's by SIGABRT
+        torch.distributed.destroy_process_group()
+
+    def ask_anew(self) -> None:
+        """As a process that has no connection yet."""
+        announce.ANSWER_S = 1.0
+        self.store._arrivals._client = None
+        self.store.wait_for(10**6)
+
+
+def follow(rank: int, count: int, folder: Path, follow_s: float) -> None:
+    """A rank: open the store, and do what each line of standard input says."""
+    refuse.SILENCE_S = 1.0
+    rendezvous = torch.distributed.FileStore(str(folder.parent / "rendezvous"), count)
+    torch.distributed.init_process_group("gloo", store=rendezvous, rank=rank, world_size=count)
+    seen: dict[str, Any] = {"open": [], "listdir": 0}
+    opened, listed = os.open, os.listdir
+
+    def count_open(path: Any, *more: Any, **named: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            seen["open"].append(os.path.basename(path))
+        return opened(path, *more, **named)
+
+    def count_listdir(path: Any = ".") -> list[Any]:
+        seen["listdir"] += str(path) == str(folder)
+        return listed(path)
+
+    arguments = {**ARGUMENTS, **MODEL, "rollouts": [str(folder)], "moe_router_replay": False}
+    arguments |= {"rollouts_follow": follow_s}
+    options = RolloutOptions.from_args(SimpleNamespace(**arguments))
+    os.open, os.listdir = count_open, count_listdir
+    store = open_store(options, Place(rank, count, 0, 1, 1))
+    follower = Follower(store)
+    print(json.dumps({"rollouts": len(store)}), flush=True)
+    for line in sys.stdin:
+        name, *given = json.loads(line)
+        said: dict[str, Any] = {}
+        try:
+            said["result"] = getattr(follower, name)(*given)
+        except ValueError as error:
+            said["error"] = str(error)
+        said |= {"rollouts": len(store), "names": store.index.names(), **seen}
+        said |= {"identities": store.index.identities(), "groups": store.groups().tolist()}
+        print(json.dumps(said), flush=True)
 
 
 class Ranks:
@@ -125,20 +129,11 @@ class Ranks:
     """
 
     def __init__(self, folder: Path, count: int, follow_s: float) -> None:
-        env = {**os.environ, "SUPPORT": str(Path(__file__).parents[2] / "support")}
-        env |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MASTER_ADDR": "127.0.0.1"}
-        rendezvous = folder.parent / "rendezvous"
         self.processes = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-c", PROGRAM, str(rank), str(count)),
-                    *(str(follow_s), str(folder), str(rendezvous)),
-                ],
-                env={**env, "LOCAL_RANK": str(rank)},
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+            Forked(
+                *(follow, rank, count, folder, follow_s),
+                env={"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"},
+                errors=folder.parent / f"rank{rank}.log",
             )
             for rank in range(count)
         ]
@@ -153,16 +148,14 @@ class Ranks:
 
     def _answer(self, rank: int) -> dict[str, Any]:
         process = self.processes[rank]
-        assert process.stdout is not None
         if not (line := process.stdout.readline()):
-            raise AssertionError(f"rank {rank} ended: {process.communicate()[1]}")
+            raise AssertionError(f"rank {rank} ended: {process.errors()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def tell(self, rank: int, *command: object) -> None:
         """Have a rank do something, and go on here."""
         stdin = self.processes[rank].stdin
-        assert stdin is not None
         stdin.write(json.dumps(command) + "\n")
         stdin.flush()
 
@@ -186,12 +179,8 @@ class Ranks:
 
     def end(self) -> None:
         self._watchdog.cancel()
-        self.kill()
         for process in self.processes:
-            process.wait()  # a worker of its dataloader lives on for some seconds
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                assert pipe is not None
-                pipe.close()
+            process.close()
 
 
 Begin = Callable[..., Ranks]
@@ -316,8 +305,9 @@ def test_a_damaged_head_of_the_first_shard_ends_all_ranks(tmp_path: Path, begin:
     (tmp_path / "s").mkdir()
     path = damaged(tmp_path / "s", 0)
     ranks = begin()
-    outputs = [process.communicate(timeout=60)[1] for process in ranks.processes]
-    assert [process.returncode for process in ranks.processes] == [1, 1], outputs
+    statuses = [process.wait() for process in ranks.processes]
+    outputs = [process.errors() for process in ranks.processes]
+    assert statuses == [1, 1], outputs
     assert [line for line in outputs[0].splitlines() if line.startswith(f"error: {path}: ")]
     assert "error:" not in outputs[1]
 

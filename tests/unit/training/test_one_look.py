@@ -1,86 +1,84 @@
 """One rank looks at a store, and all others open what they read: two processes, counted."""
 
+from __future__ import annotations
+
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from forked import Forked
 from stored import INFO, files_open, make_rollout
+from training_arguments import ARGUMENTS, MODEL
 
 from megatron_r3.store import RolloutStore, StoreError, write_shard
-
-SHARDS = 6
-PROGRAM = """
-import json, os, sys
-from functools import partial
-from types import SimpleNamespace
-import torch
-sys.path.insert(0, os.environ["SUPPORT"])
-from training_arguments import ARGUMENTS, MODEL
 from megatron_r3.training import refuse
 from megatron_r3.training.one_look import Place
 from megatron_r3.training.open_store import open_store
 from megatron_r3.training.options import RolloutOptions
 
-rank, (folder, rendezvous), reads = int(sys.argv[1]), sys.argv[2:4], json.loads(sys.argv[4])
-refuse.SILENCE_S = 3.0  # a peer that is gone ends a process of gloo's by SIGABRT
-torch.distributed.init_process_group(
-    "gloo", store=torch.distributed.FileStore(rendezvous, 2), rank=rank, world_size=2
-)
-seen = {"open": [], "listdir": 0, "stat": 0, "fstat": 0}
-opened, listed, fstat, stat = os.open, os.listdir, os.fstat, os.stat
-
-def count_open(path, *more, **named):
-    if str(path).endswith(".safetensors"):
-        seen["open"].append(os.path.basename(path))
-    return opened(path, *more, **named)
-
-def count(name, real, *given, **named):
-    seen[name] += 1
-    return real(*given, **named)
-
-arguments = {**ARGUMENTS, **MODEL, "rollouts": [folder], "moe_router_replay": False}
-options = RolloutOptions.from_args(SimpleNamespace(**arguments))
-os.open, os.listdir = count_open, partial(count, "listdir", listed)
-os.stat, os.fstat = partial(count, "stat", stat), partial(count, "fstat", fstat)
-try:
-    store = open_store(options, Place(rank, int(os.environ.get("DATA_SIZE", 2)), 0, 1, 1))
-except SystemExit as end:  # a thread of gloo's may abort a process that ends by itself
-    sys.stderr.flush()
-    os._exit(end.code)
-before = dict(seen, open=[*seen["open"]])
-for rollout in reads[rank]:
-    store.fields(rollout)
-    store.routes(store.row_ids(rollout), [0])
-os.open, os.listdir, os.stat, os.fstat = opened, listed, stat, fstat
-print(json.dumps({
-    "before": before, "after": seen, "rollouts": len(store), "recorded": store.recorded_share(),
-    "groups": store.groups().tolist(), "reward": store.column("reward").tolist(),
-}))
-"""
+SHARDS = 6
 
 
-def ranks(folder: Path, reads: list[list[int]] | None = None) -> list[tuple[int, str, str]]:
+def open_and_read(
+    rank: int, folder: Path, rendezvous: Path, data_size: int, reads: list[int]
+) -> None:
+    """A rank of two: open the store, read rollouts, and print what both looked at."""
+    refuse.SILENCE_S = 3.0  # a peer that is gone ends a process of gloo's by SIGABRT
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(rendezvous), 2), rank=rank, world_size=2
+    )
+    seen: dict[str, Any] = {"open": [], "listdir": 0, "stat": 0, "fstat": 0}
+    opened, listed, fstat, stat = os.open, os.listdir, os.fstat, os.stat
+
+    def count_open(path: Any, *more: Any, **named: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            seen["open"].append(os.path.basename(path))
+        return opened(path, *more, **named)
+
+    def count(name: str, real: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        seen[name] += 1
+        return real(*given, **named)
+
+    arguments = {**ARGUMENTS, **MODEL, "rollouts": [str(folder)], "moe_router_replay": False}
+    options = RolloutOptions.from_args(SimpleNamespace(**arguments))
+    os.open, os.listdir = count_open, partial(count, "listdir", listed)
+    os.stat, os.fstat = partial(count, "stat", stat), partial(count, "fstat", fstat)
+    store = open_store(options, Place(rank, data_size, 0, 1, 1))
+    before = dict(seen, open=[*seen["open"]])
+    for rollout in reads:
+        store.fields(rollout)
+        store.routes(store.row_ids(rollout), [0])
+    os.open, os.listdir, os.stat, os.fstat = opened, listed, stat, fstat
+    told = {"before": before, "after": seen, "rollouts": len(store)}
+    told |= {"recorded": store.recorded_share(), "groups": store.groups().tolist()}
+    print(json.dumps({**told, "reward": store.column("reward").tolist()}))
+
+
+def ranks(folder: Path, *reads: list[int], data_size: int = 2) -> list[tuple[int, str, str]]:
     """Open the store in two ranks, and read rollouts: status, output and errors of each."""
-    rendezvous = folder.parent / f"rendezvous{len([*folder.parent.glob('rendezvous*')])}"
-    env = {**os.environ, "SUPPORT": str(Path(__file__).parents[2] / "support")}
-    env |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", PROGRAM]
+    logs = folder.parent
     started = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder), str(rendezvous), json.dumps(reads or [[], []])],
-            env={**env, "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+        Forked(
+            *(open_and_read, rank, folder, logs / "rendezvous", data_size, rollouts),
+            env={"LOCAL_RANK": str(rank)},
+            errors=logs / f"rank{rank}.log",
         )
-        for rank in range(2)
+        for rank, rollouts in enumerate(reads or ([], []))
     ]
-    outputs = [process.communicate(timeout=120) for process in started]
-    return [(p.returncode, *texts) for p, texts in zip(started, outputs, strict=True)]
+    outputs = [(process.stdout.read(), process.wait(120)) for process in started]
+    for process in started:
+        process.close()
+    return [
+        (status, out, process.errors())
+        for process, (out, status) in zip(started, outputs, strict=True)
+    ]
 
 
 @pytest.fixture
@@ -94,7 +92,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 def test_one_rank_looks_and_each_opens_what_it_reads(shards: Path) -> None:
-    first, second = (json.loads(out) for _, out, _ in ranks(shards, [[0, 1], [0, 1, 11, 2, 3, 2]]))
+    first, second = (json.loads(out) for _, out, _ in ranks(shards, [0, 1], [0, 1, 11, 2, 3, 2]))
     assert sorted(first["before"]["open"]) == [f"shard-0000{i}.safetensors" for i in range(SHARDS)]
     assert (first["before"]["listdir"], second["before"]["listdir"]) == (1, 0)
     # the second rank has opened what it verifies, shards 1, 3 and 5, and reads shards 0, 1 and 5
@@ -111,12 +109,9 @@ def test_one_rank_looks_and_each_opens_what_it_reads(shards: Path) -> None:
         assert told["reward"] == whole.column("reward").tolist()
 
 
-def test_places_that_leave_shards_unread_end_all_ranks(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_that_leave_shards_unread_end_all_ranks(shards: Path) -> None:
     """A third rank would read what is left, and there is none."""
-    monkeypatch.setenv("DATA_SIZE", "3")
-    for status, _, said in ranks(shards):
+    for status, _, said in ranks(shards, [], [], data_size=3):
         assert status != 0
         assert "the places of the ranks leave shards unread" in said
 
