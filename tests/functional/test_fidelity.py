@@ -17,10 +17,12 @@ from fidelity.run import run
 from fidelity.table import Table, passed
 
 QUICK = [case for case in CASES if case.quick and not case.script]  # PyPI has no script
-# Other tests of `make test` are about these, or another case has the same layout and more.
+# Other tests of `make test` are about these, or another case has the same layout and more; folding
+# takes as long as six others.
 ELSEWHERE = (
     *("old log-probs first", "2 mini-steps, EP2", "R2, PP2xVPP2", "temperature 0.7, TP2+SP"),
     *("guests, EP2xPP2xVPP2", "balanced, EP2", "balanced, CP2"),
+    "folding: TP2xCP2 over EP4",
     *("PP2", "PP2xVPP2, number of stages", "EP2", "CP2", "TP2+SP, no EP"),
 )
 assert {*ELSEWHERE} <= {case.name for case in QUICK}

@@ -151,7 +151,7 @@ def logprobs_of(model: Any, sampled: Sampled) -> torch.Tensor:
     [
         pytest.param(1, 1, "1", marks=pytest.mark.slow),
         pytest.param(2, 1, "1", marks=pytest.mark.slow),
-        (4, 1, "1"),
+        pytest.param(4, 1, "1", marks=pytest.mark.slow),
         pytest.param(2, 2, "1", marks=pytest.mark.slow),
         (2, 2, "EP2 PP2"),
     ],

@@ -201,7 +201,7 @@ def warnings(rank: int, argv: list[str]) -> list[str]:
     return [line for line in printed.getvalue().splitlines() if "> rollouts: warning" in line]
 
 
-@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "PP2", "TP2+SP", "packs, CP2"))
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "PP2", "packs, CP2"))
 def test_every_share_is_that_counted_by_hand(
     patched: TreeWorker, policy: Policy, prepared: Prepared, tmp_path: Path, layout: str
 ) -> None:
