@@ -6,6 +6,7 @@ import base64
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -344,7 +345,14 @@ def test_a_full_disk_is_one_line_and_loses_no_shard(folder):
 
 
 def test_two_collections_at_a_time_are_refused(folder, capsys):
-    with engine(delay=0.2) as server:
+    refused = threading.Event()
+
+    def behave(body, nth):
+        if "path" not in body:  # a request for a rollout
+            refused.wait(60)  # the first collection lasts until the second one was refused
+        return "ok"
+
+    with engine(behave) as server:
         with subprocess.Popen(
             [sys.executable, "-m", "megatron_r3.cli", *command(server.url, 4)],
             stdout=subprocess.PIPE,
@@ -353,6 +361,7 @@ def test_two_collections_at_a_time_are_refused(folder, capsys):
                 time.sleep(0.01)
             assert collect(server.url, 4) == 1
             assert "store: another collection writes to it" in capsys.readouterr().err
+            refused.set()
             other.communicate()
             assert other.returncode == 0
         assert {*server.asked.values()} == {1}
