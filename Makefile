@@ -54,7 +54,7 @@ TESTS            ?=
 IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(MEGATRON_SOURCE) \
 	--version "$(MEGATRON_VERSION)" --repo "$(MEGATRON_REPO)" --base "$(BASE_IMAGE)" --tag "$(TAG)" --tests "$(TESTS)" \
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
-# what `make clients` and `make bench-clients` take from PyPI (integrations/verl.py knows no other versions of verl)
+# what `make clients` and `make bench-clients` take from PyPI (frameworks/verl.py knows no other versions of verl)
 CLIENTS  := verl==0.8.0 verl==0.9.0 verl==0.9.1 ms-swift==4.6.0 mbridge==0.15.1 megatron-bridge==0.3.1
 # what is not on PyPI: clones, whose pinned commits are in fidelity/clients/sources.py; without one its tests are skipped
 SKYRL    ?=

@@ -30,8 +30,8 @@ from benchmarks.machine import machine_at_start, write_results
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
 from megatron_r3.cpu import CPU_ARGS
-from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, StoreInfo, write_shard
+from megatron_r3.data.store import Rollout, StoreInfo, write_shard
+from megatron_r3.replay.routes import Routes
 
 
 class Case(NamedTuple):

@@ -27,8 +27,8 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
     from megatron.training import get_args, training
 
     from fidelity.script import datasets, forward_step
-    from megatron_r3.launch import train
-    from megatron_r3.training.step import made_of
+    from megatron_r3.train.launch import train
+    from megatron_r3.train.step import made_of
 
     rounds = Rounds(most, WAYS)
     sys.argv = ["balance.py", *argv, "--moe-router-replay", "--finetune", "--no-load-optim"]
@@ -61,7 +61,7 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
         return result
 
     def prepared(models: list[torch.nn.Module]) -> None:
-        from megatron_r3.integrations.layers import local_moe_layers
+        from megatron_r3.replay.layers import local_moe_layers
 
         for model in models:
             layers.extend(_Layer(layer, spent) for layer in local_moe_layers(model).values())
@@ -113,7 +113,7 @@ class Spent:
 
     def watch_transfers(self) -> None:
         """Count what guests' collectives send from now on, and how long they hold this rank up."""
-        from megatron_r3.guests.travel import Slots
+        from megatron_r3.balance.travel import Slots
         from megatron_r3.seams import guests
 
         def held_up(method: Any) -> Any:
@@ -177,9 +177,9 @@ class _Layer:
 
 def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
     """The parts of a training whose steps go the ways in turn."""
-    from megatron_r3.integrations.planner import Planner
-    from megatron_r3.training.lookahead import Prepared, Preparer
-    from megatron_r3.training.step import Parts
+    from megatron_r3.replay.planner import Planner
+    from megatron_r3.train.lookahead import Prepared, Preparer
+    from megatron_r3.train.step import Parts
 
     class TurnedPlanner(Planner):
         way = EMPTY

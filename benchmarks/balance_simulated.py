@@ -22,9 +22,9 @@ import numpy as np
 
 from benchmarks.command import Command
 from benchmarks.machine import machine_at_start, write_results
+from megatron_r3.balance.moves import plan_moves
+from megatron_r3.balance.places import place_tokens
 from megatron_r3.balance.skew import SkewPlan, sizes_of_loads
-from megatron_r3.guests.moves import plan_moves
-from megatron_r3.guests.places import place_tokens
 
 ROLLOUTS, GROUP, PER_RANK = 1024, 16, 4  # rollouts of a prompt are neighbours, as in a store
 MEAN_TOKENS, SHORTEST, LONGEST = 4096, 256, 16384

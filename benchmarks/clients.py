@@ -37,7 +37,7 @@ from fidelity.trees import patched_copy, unpatched_copy
 ROOT = Path(__file__).parents[1]
 VERL = "verl-0.9.1"
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
-ADAPTER = "megatron_r3.integrations.verl"
+ADAPTER = "megatron_r3.frameworks.verl"
 CASES = [Case(ep, recompute) for ep in (1, 2) for recompute in (False, True)]
 Seconds = dict[str, list[float]]  # of each round, by the name of a way
 HEAD = (

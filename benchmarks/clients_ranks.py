@@ -39,8 +39,8 @@ from benchmarks.clients_model import (
 )
 from benchmarks.clients_ways import ByHand, HandWritten, Live, Moved, Native, Packed, SkyRL
 from benchmarks.waits import count_passes, instrument
-from megatron_r3.integrations import MicrobatchRoutes, local_routers, recording
-from megatron_r3.integrations.host_routes import HostRoutes
+from megatron_r3 import MicrobatchRoutes, local_routers, recording
+from megatron_r3.replay.host_routes import HostRoutes
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Bench:
         if around == "verl":
             return self._built_in_verl(kind)
         if kind == "drop-in":
-            import megatron_r3.integrations.router_replay  # noqa: F401
+            import megatron_r3.frameworks.router_replay  # noqa: F401
         if around == "SkyRL":
             sys.path.append(str(self.case.skyrl))
             from skyrl.backends.skyrl_train.utils import replay_utils

@@ -17,7 +17,7 @@ import torch
 from benchmarks.clients_model import EXPERTS, LAYERS, SAMPLES, TOGETHER, Batch
 from benchmarks.clients_ways import Moved
 from fidelity.clients.verl_engine import bare_engine, jagged, trainer_batch
-from megatron_r3.integrations import MicrobatchRoutes, ModelRoutes, RouteArrays, replaying
+from megatron_r3 import MicrobatchRoutes, ModelRoutes, RouteArrays, replaying
 
 ForwardStep = Callable[..., Any]
 

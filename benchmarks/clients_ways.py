@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.clients_model import EXPERTS, LAYERS, LONGEST, MICROBATCHES, TOPK, Batch
-from megatron_r3.integrations import ModelRoutes, RouteArrays, replaying
+from megatron_r3 import ModelRoutes, RouteArrays, replaying
 
 Run = Callable[..., torch.Tensor]  # runs the model on the micro-batch; takes more arguments of it
 

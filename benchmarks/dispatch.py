@@ -29,8 +29,8 @@ from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 from fidelity.rig.worker import TreeWorker
 from fidelity.trees import patched_copy, unpatched_copy
 from megatron_r3.cpu import CPU_ARGS
-from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, StoreInfo, write_shard
+from megatron_r3.data.store import Rollout, StoreInfo, write_shard
+from megatron_r3.replay.routes import Routes
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 CASES = {f"EP{ep}{' full' * full}": (ep, full) for ep in (1, 2, 4) for full in (False, True)}

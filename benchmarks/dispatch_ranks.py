@@ -44,7 +44,7 @@ class Recorded:
 def record(rank: int, argv: list[str], checkpoint: Path) -> Recorded:
     """Build the model, save it, and record what its routers choose."""
     from fidelity.reference import build_and_save
-    from megatron_r3.replay import recording
+    from megatron_r3.replay.active import recording
 
     args, model = build_and_save([*argv, "--micro-batch-size", "1"], checkpoint)
     rng = np.random.default_rng(0)
@@ -69,8 +69,8 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
     from megatron.training import get_args, training
 
     from fidelity.script import datasets, forward_step
-    from megatron_r3.launch import train
-    from megatron_r3.training.step import made_of
+    from megatron_r3.train.launch import train
+    from megatron_r3.train.step import made_of
 
     rounds = Rounds(most)
     sys.argv = ["dispatch.py", *argv, "--moe-router-replay", "--finetune", "--no-load-optim"]
@@ -210,7 +210,7 @@ class Spent:
     Attributes:
         planning_s, all_plans: of all micro-batches that were planned.
         plans: those since counting began.
-        checking_s: what looks at a step before its update (megatron_r3/training/guard.py).
+        checking_s: what looks at a step before its update (megatron_r3/train/guard.py).
     """
 
     planning_s: float = 0.0
@@ -235,11 +235,11 @@ def modes_of_microbatches(rounds: Rounds) -> Iterator[str]:
 
 def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
     """The parts of a training whose steps are live, replayed, and replayed with a plan in turn."""
-    from megatron_r3.integrations.planner import Planner
-    from megatron_r3.training.dataset import SEQUENCE_FIELDS
-    from megatron_r3.training.guard import StepGuard
-    from megatron_r3.training.lookahead import Prepared, Preparer
-    from megatron_r3.training.step import Parts
+    from megatron_r3.replay.planner import Planner
+    from megatron_r3.train.dataset import SEQUENCE_FIELDS
+    from megatron_r3.train.guard import StepGuard
+    from megatron_r3.train.lookahead import Prepared, Preparer
+    from megatron_r3.train.step import Parts
 
     modes = modes_of_microbatches(rounds)
 

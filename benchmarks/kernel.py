@@ -44,7 +44,7 @@ from benchmarks.kernel_ways import (
 )
 from benchmarks.machine import device_of, machine_of, write_results
 from benchmarks.timer import Timer, Times, cell, ratio
-from megatron_r3.gate.tile_table import VARIABLE
+from megatron_r3.replay.gate.tile_table import VARIABLE
 
 TOKENS = (1024, 4096, 16384, 65536)
 # a ratio below 1 is a way that is faster than the one it is compared with

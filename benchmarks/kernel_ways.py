@@ -20,8 +20,8 @@ import torch._functorch.config
 from torch import Tensor
 
 from benchmarks.machine import no_transformer_engine
-from megatron_r3.gate import GateInputs, GateOptions, replayed_gate
-from megatron_r3.gate.reference import replayed_topk
+from megatron_r3.replay.gate import GateInputs, GateOptions, replayed_gate
+from megatron_r3.replay.gate.reference import replayed_topk
 
 KERNEL, UNFUSED, COMPILED, FLOOR = "kernel", "(a) unfused", "(b) compiled", "(d) copies"
 TE, TE_GROUPS = "(c) TE, live", "(c) TE, live, groups"

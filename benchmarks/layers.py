@@ -42,7 +42,7 @@ from benchmarks.layers_model import Stack, start
 from benchmarks.machine import device_of, machine_of, no_transformer_engine, write_results
 from benchmarks.timer import cell
 from benchmarks.waits import COPIES, WAITS
-from megatron_r3.gate import replayed_gate_reference, substitute_gate
+from megatron_r3.replay.gate import replayed_gate_reference, substitute_gate
 
 HEAD = (
     f"{'recompute':9} {'way':14} {'step ms':>8} {'beside':>11} {'ratio':>28} {'waits':>6} "

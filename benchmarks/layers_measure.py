@@ -14,7 +14,7 @@ import torch
 from benchmarks.interval import LOOKS, enough, median_of
 from benchmarks.layers_model import Stack
 from benchmarks.waits import COPIES, WAITS, instrument, mark_host
-from megatron_r3.gate import GateInputs, GateOptions, GateOutput, gate_for, substitute_gate
+from megatron_r3.replay.gate import GateInputs, GateOptions, GateOutput, gate_for, substitute_gate
 
 Found = dict[str, dict[str, Any]]  # what was measured, by the name of the way
 PER_LAYER, PAGEABLE = "host waits per layer", "pageable copies to the device"

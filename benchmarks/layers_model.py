@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.layers_config import Model, Sizes, make_config, make_model
-from megatron_r3.plan import ExpertRanks, count_tokens, layer_sizes
-from megatron_r3.replay import MicrobatchRoutes, recording, replaying
+from megatron_r3.replay.active import MicrobatchRoutes, recording, replaying
+from megatron_r3.replay.plan import ExpertRanks, count_tokens, layer_sizes
 
 
 @dataclass(frozen=True)

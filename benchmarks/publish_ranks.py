@@ -25,8 +25,8 @@ def published(rank: int, argv: list[str], vocab_size: int, out: Path, rounds: in
         this rank's part of the model, and bytes of the weights that all ranks wrote together, and
         of the largest file of a layer.
     """
-    from megatron_r3.launch import build_models, initialize
-    from megatron_r3.weights.policy import write_policy
+    from megatron_r3.train.launch import build_models, initialize
+    from megatron_r3.weights.write_policy import write_policy
 
     sys.argv = ["publish.py", *argv]
     models = build_models(initialize())

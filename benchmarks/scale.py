@@ -34,12 +34,12 @@ from benchmarks.command import Command
 from benchmarks.machine import machine_at_start, write_results
 from benchmarks.scale_ranks import gather_times
 from benchmarks.store import EXPERTS, INFO, LAYERS, TOPK
-from megatron_r3.plan import ExpertRanks, count_tokens, layer_sizes
-from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, RolloutStore, write_shard
-from megatron_r3.store.part_sums import Sums
-from megatron_r3.store.verify import ReadChecks, verify_shard
-from megatron_r3.training.one_look import Place
+from megatron_r3.data.store import Rollout, RolloutStore, write_shard
+from megatron_r3.data.store.part_sums import Sums
+from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
+from megatron_r3.replay.plan import ExpertRanks, count_tokens, layer_sizes
+from megatron_r3.replay.routes import Routes
+from megatron_r3.train.one_look import Place
 
 ROLLOUTS = 64  # of a shard
 TOKENS, SEQUENCE = 2000, 2048  # of a rollout, and to what it is padded

@@ -32,12 +32,12 @@ import numpy as np
 from benchmarks.command import Command
 from benchmarks.interval import CONFIDENCE, enough, median_of, shown, turn
 from benchmarks.machine import machine_at_start, write_results
-from megatron_r3.engines.shape import ModelShape
-from megatron_r3.engines.vllm import decode_routes
-from megatron_r3.rollouts.writing import keep_freed_memory
-from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
-from megatron_r3.store.verify import verify_shard
+from megatron_r3.collect.writing import keep_freed_memory
+from megatron_r3.data.engines.shape import ModelShape
+from megatron_r3.data.engines.vllm import decode_routes
+from megatron_r3.data.store import Rollout, RolloutStore, StoreInfo, write_shard
+from megatron_r3.data.store.verify_shard import verify_shard
+from megatron_r3.replay.routes import Routes
 
 LAYERS, EXPERTS, TOPK = 48, 128, 8
 SHAPE = ModelShape(EXPERTS, TOPK, tuple(range(LAYERS)), LAYERS)

@@ -4,12 +4,12 @@
     python -m benchmarks.tiles --out RESULTS --device cpu --rehearse
 
 RESULTS is a folder. For each model, and for the forward and the backward kernel apart, it times
-programs of different sizes (megatron_r3/gate/tile_table.py) in turn with the size that the rule
+programs of different sizes (megatron_r3/replay/gate/tile_table.py) in turn with the size that the rule
 gives, with cold caches. Each candidate must first compute what the plain reference computes. The
 fastest is proposed if its time differs from that of the rule at the most tokens by more than the
 interval of the ratio is wide, and if the rule is nowhere told to be faster; else the rule's own
 size is. The proposal is RESULTS/tiles.json. MEGATRON_R3_TILES=RESULTS/tiles.json makes the kernels
-use it at once; a copy of it as megatron_r3/gate/tile_table.json makes it the table of the package.
+use it at once; a copy of it as megatron_r3/replay/gate/tile_table.json makes it the table of the package.
 
 A rehearsal runs two small candidates in Triton's interpreter; its times say nothing, and its
 proposal is for a GPU named "cpu", which no kernel on a GPU asks for. The exit status is 1 if a
@@ -37,8 +37,16 @@ from benchmarks.interval import LOOKS
 from benchmarks.kernel_ways import MODELS, Inputs, agree, kernel_of, unfused_of
 from benchmarks.machine import device_of, machine_of, write_results
 from benchmarks.timer import Timer, cell, ratio
-from megatron_r3.gate import substitute_gate
-from megatron_r3.gate.tile_table import KERNELS, Shape, Tile, gpu_name, rule, use_table, words_of
+from megatron_r3.replay.gate import substitute_gate
+from megatron_r3.replay.gate.tile_table import (
+    KERNELS,
+    Shape,
+    Tile,
+    gpu_name,
+    rule,
+    use_table,
+    words_of,
+)
 
 PROPOSAL = "tiles.json"
 TOKENS = (4096, 65536)  # the time of fewer tokens is that of the launch
@@ -58,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return _interpreted(sys.argv[1:] if argv is None else argv)
-    from megatron_r3.gate.triton import replayed_gate_triton
+    from megatron_r3.replay.gate.triton import replayed_gate_triton
 
     args.out.mkdir(parents=True, exist_ok=True)
     # on a CPU the plain reference would run, and not the kernels in the interpreter

@@ -34,8 +34,8 @@ def timed(rank: int, argv: list[str], mini_steps: int, most: int) -> dict[str, A
     from megatron.training import get_args, training
 
     from fidelity.script import datasets, forward_step
-    from megatron_r3.launch import train
-    from megatron_r3.training.step import made_of
+    from megatron_r3.train.launch import train
+    from megatron_r3.train.step import made_of
 
     rounds = Rounds(most, WAYS)
     sys.argv = ["update.py", *argv, "--moe-router-replay", "--finetune", "--no-load-optim"]
@@ -102,11 +102,11 @@ def _parts_in_turn(rounds: Rounds, mini_steps: int) -> Any:
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-    from megatron_r3.training.lookahead import Prepared, Preparer
-    from megatron_r3.training.old_pass import OldPass
-    from megatron_r3.training.old_policy import OldPolicy
-    from megatron_r3.training.schedule import SOURCES
-    from megatron_r3.training.step import Parts
+    from megatron_r3.train.lookahead import Prepared, Preparer
+    from megatron_r3.train.old_pass import OldPass
+    from megatron_r3.train.old_policy import OldPolicy
+    from megatron_r3.train.schedule import SOURCES
+    from megatron_r3.train.step import Parts
 
     class TurnedOldPolicy(OldPolicy):
         def add_routes(self, rows_T: torch.Tensor, ids: dict[int, torch.Tensor]) -> None:

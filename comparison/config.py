@@ -41,7 +41,7 @@ reward = "comparison.task:reward"
 [trainer]
 megatron = "{megatron}"
 launch = ["{python}"]            # one process, without torchrun
-script = "-m megatron_r3.cpu {root}/megatron_r3/pretrain.py"
+script = "-m megatron_r3.cpu {root}/megatron_r3/train/pretrain_gpt.py"
 steps = {steps}
 checkpoint_every = {checkpoint_every}
 arguments = [

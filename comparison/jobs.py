@@ -11,7 +11,7 @@ from subprocess import Popen
 
 from comparison.arms import Run
 from comparison.policy import ROOT
-from megatron_r3.online.processes import signals_raise, start, stop
+from megatron_r3.loop.processes import signals_raise, start, stop
 
 _POLL_S = 0.2
 # One thread for each process: two runs share the cores, and threads that spin while they wait for

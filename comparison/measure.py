@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_r3.online.report import Curve, read_run
+from megatron_r3.loop.report import Curve, read_run
 
 WINDOWS = 6
 # the names here, and those in metrics.jsonl (docs/metrics.md)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from comparison.arms import ARMS, CONTROL, REGIMES, Regime
 from comparison.measure import of_arm
-from megatron_r3.online.report_numbers import Line, line_of
+from megatron_r3.loop.report_numbers import Line, line_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

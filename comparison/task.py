@@ -14,7 +14,7 @@ import numpy as np
 
 # The first training knows nothing of rollouts.
 if TYPE_CHECKING:
-    from megatron_r3.rollouts.reward import RewardSample
+    from megatron_r3.collect.reward import RewardSample
 
 PAD, BOS, EOS, EQUALS, FIRST_DIGIT = 0, 1, 2, 3, 4
 VOCAB_SIZE = 16

@@ -26,9 +26,9 @@ from demo.installation import ServerError
 from demo.model import arguments
 from demo.process import Failed
 from demo.stages import WORLD_SIZE, Stages
-from megatron_r3.online.report import read_run
-from megatron_r3.online.report_numbers import wall_seconds
-from megatron_r3.policies.run_directory import RunDirectory
+from megatron_r3.loop.report import read_run
+from megatron_r3.loop.report_numbers import wall_seconds
+from megatron_r3.loop.run_directory import RunDirectory
 
 COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 28, 64, 8
 MINI_STEPS = 4

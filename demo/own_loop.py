@@ -26,8 +26,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_r3 import ModelRoutes, RouteArrays, recording, replaying, router_mismatch
 from megatron_r3.cpu import CPU_CONFIG
-from megatron_r3.integrations import ModelRoutes, RouteArrays, recording, replaying, router_mismatch
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 BATCH, SEQUENCE, VOCABULARY = 4, 16, 64

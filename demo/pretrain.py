@@ -10,8 +10,8 @@ import torch
 from megatron.training import get_args
 
 from demo.task import problem
-from megatron_r3.launch import train
-from megatron_r3.pretrain import forward_step
+from megatron_r3.train.launch import train
+from megatron_r3.train.pretrain_gpt import forward_step
 
 
 class Problems(torch.utils.data.Dataset):

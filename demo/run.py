@@ -22,7 +22,7 @@ from demo import report
 from demo.collect import ENGINES
 from demo.process import Failed
 from demo.stages import WORLD_SIZE, Stages
-from megatron_r3.store import RolloutStore
+from megatron_r3.data.store import RolloutStore
 
 
 def run(stages: Stages) -> dict[str, Any]:

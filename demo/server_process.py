@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from demo.installation import ServerError, tail, watch
-from megatron_r3.online.processes import filled_in
+from megatron_r3.loop.processes import filled_in
 
 READY_SECONDS = 600
 # A server takes 2 s to stop. One that is still starting does not react, and is killed after this.

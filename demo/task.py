@@ -13,7 +13,7 @@ import numpy as np
 
 # The training runs without the rest of megatron_r3, too: the proof hides it from an unpatched tree.
 if TYPE_CHECKING:
-    from megatron_r3.rollouts.reward import RewardSample
+    from megatron_r3.collect.reward import RewardSample
 
 PAD, BOS, EOS, EQUALS, FIRST_DIGIT = 0, 1, 2, 3, 4
 VOCAB_SIZE = 64

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_r3.online.collected import told
-from megatron_r3.online.config import read_config
+from megatron_r3.loop.collected import told
+from megatron_r3.loop.config import read_config
 
 
 def main() -> int:

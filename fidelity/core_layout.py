@@ -16,17 +16,17 @@ import torch
 from fidelity import core_only
 from fidelity.gradients import collect
 from fidelity.observe import Observer, RankResult, biases, forward_only, watched_parts
+from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.seams.pretrain import observe
-from megatron_r3.store.reader import RolloutStore
-from megatron_r3.training.dataset import PackedRollouts, RolloutDataset
-from megatron_r3.training.ledger import Ledger
-from megatron_r3.training.options import RolloutOptions
-from megatron_r3.training.step import RolloutStep, made_of
+from megatron_r3.train.dataset import PackedRollouts, RolloutDataset
+from megatron_r3.train.ledger import Ledger
+from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.step import RolloutStep, made_of
 
 
 @dataclass
 class Progress:
-    """A training that is never resumed (`megatron_r3.training.progress`)."""
+    """A training that is never resumed (`megatron_r3.train.progress`)."""
 
     iteration: int = 0
     consumed_samples: int = 0

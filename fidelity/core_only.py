@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_r3.cpu import CPU_CONFIG
-from megatron_r3.integrations.layers import moe_layer_indices
-from megatron_r3.integrations.planner import PLANNED_DISPATCHERS
-from megatron_r3.training.losses.loss import LossOptions
-from megatron_r3.training.losses.policy import Clip
-from megatron_r3.training.options import RolloutOptions
-from megatron_r3.training.schedule import Schedule, UseOfRollouts
+from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.replay.planner import PLANNED_DISPATCHERS
+from megatron_r3.train.losses.loss import LossOptions
+from megatron_r3.train.losses.policy_loss import Clip
+from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
 # config fields that have another name on the command line, or a way of their own
 _FLAGS: dict[str, dict[str, Any]] = {
@@ -240,7 +240,7 @@ def build_chunks(args: argparse.Namespace) -> list[torch.nn.Module]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
-    from megatron_r3.launch import gpt_specs
+    from megatron_r3.train.launch import gpt_specs
 
     virtual = args.virtual_pipeline_model_parallel_size
     chunks = []

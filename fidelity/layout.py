@@ -16,8 +16,8 @@ import torch
 
 from fidelity.gradients import collect, of_step
 from fidelity.observe import Observer, RankResult, biases, forward_only, watched_parts
-from megatron_r3.launch import train, watch_models
-from megatron_r3.training.step import made_of
+from megatron_r3.train.launch import train, watch_models
+from megatron_r3.train.step import made_of
 
 
 def run_layout(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_r3.weights.families import FAMILIES
-from megatron_r3.weights.families.tables import PLAIN, SHOWN, Described
+from megatron_r3.weights.families.family_tables import PLAIN, SHOWN, Described
 from megatron_r3.weights.known import BALANCING, changes_nothing
 
 # What changes a model, and what no family describes. A config has to have the default of each.

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from fidelity.gradients import Piece
-from megatron_r3.integrations.host_routes import HostRoutes, read_routes
-from megatron_r3.integrations.layers import local_moe_layers, local_routers
-from megatron_r3.store.reader import RolloutStore
-from megatron_r3.training.lookahead import Preparer
-from megatron_r3.training.metrics import StepMetrics
-from megatron_r3.training.step import Parts
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.replay.host_routes import HostRoutes, read_routes
+from megatron_r3.replay.layers import local_moe_layers, local_routers
+from megatron_r3.train.lookahead import Preparer
+from megatron_r3.train.metrics import StepMetrics
+from megatron_r3.train.step import Parts
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def train_off(rank: int, arguments: str) -> tuple[Weights, Weights]:
     if core_only.is_core_only():
         hide_megatron_r3()
         return _train_core_only(argv)
-    from megatron_r3 import launch
+    from megatron_r3.train import launch
 
     hide_megatron_r3()
     from fidelity.script import datasets, forward_step

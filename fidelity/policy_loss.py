@@ -1,7 +1,7 @@
 """The policy losses as their papers write them: rollout by rollout, in float64, without autograd.
 
 There is no mask, no padding and no batch here: a rollout is the list of its response tokens. Every
-derivative is worked out by hand. Nothing is shared with `megatron_r3.training.losses`; only the
+derivative is worked out by hand. Nothing is shared with `megatron_r3.train.losses`; only the
 record that names a loss and its numbers (`LossOptions`) is read from there, and by attribute alone.
 
 Shape suffixes (docs/glossary.md): G.
@@ -55,7 +55,7 @@ class Expected:
 
 
 def expected(responses: Sequence[Response], options: Any) -> Expected:
-    """The loss that `options` (`megatron_r3.training.losses.loss.LossOptions`) describes."""
+    """The loss that `options` (`megatron_r3.train.losses.loss.LossOptions`) describes."""
     total, positive, divisor, gradients = 0.0, 0.0, 0, []
     for response in responses:
         gain_G, slope_G = _GAINS[options.name](response, options.clip)

@@ -17,7 +17,7 @@ import torch
 
 from fidelity.models import EXPERTS, MODELS, SEQ_LENGTH, VOCAB_SIZE
 from fidelity.reference import build
-from megatron_r3.replay import MicrobatchRoutes, recording, replaying
+from megatron_r3.replay.active import MicrobatchRoutes, recording, replaying
 
 # layouts in which a layer runs once, runs again in the backward pass, and sends tokens to a rank
 LAYOUTS = {

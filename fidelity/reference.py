@@ -24,9 +24,9 @@ from fidelity.gradients import Piece, collect, of_step
 from fidelity.policy_loss import advantages
 from fidelity.rollouts import Sampled
 from fidelity.update import RATE, Update
-from megatron_r3.integrations.layers import local_moe_layers, local_routers
-from megatron_r3.launch import build_model, initialize
-from megatron_r3.replay import MicrobatchRoutes, replaying
+from megatron_r3.replay.active import MicrobatchRoutes, replaying
+from megatron_r3.replay.layers import local_moe_layers, local_routers
+from megatron_r3.train.launch import build_model, initialize
 
 CLIP_EPS = 0.9
 

@@ -255,7 +255,7 @@ def _let_fp32_train() -> None:
 
 def _watch_replay(seen: Seen, how: str) -> None:
     """Count what the witness sees in each pass, and change routes after they were read."""
-    from megatron_r3.training import rl_loop
+    from megatron_r3.rl import rl_loop
 
     count, routes = rl_loop.LoopReplay.add_dispatched, rl_loop.TurnRoutes
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from fidelity.models import EXPERTS, SEQ_LENGTH, TOPK, VOCAB_SIZE, Model
-from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, SamplingSettings, StoreInfo, write_shard
+from megatron_r3.data.store import Rollout, SamplingSettings, StoreInfo, write_shard
+from megatron_r3.replay.routes import Routes
 
 NUM_ROLLOUTS = 12
 

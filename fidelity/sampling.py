@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fidelity.models import VOCAB_SIZE
-from megatron_r3 import launch
+from megatron_r3.train import launch
 
 RECORD = "--moe-enable-routing-replay"
 EP2 = "--expert-model-parallel-size 2"
@@ -232,7 +232,7 @@ def in_training(
         For each sample the experts `[T, L, K]` of every token but the last, and the log-probs
         `[G]` of its sampled tokens.
     """
-    from megatron_r3.replay import recording
+    from megatron_r3.replay.active import recording
 
     model = build(argv).train()
     found = []

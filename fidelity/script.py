@@ -12,7 +12,7 @@ import torch
 from megatron.training import get_args
 
 from fidelity.models import VOCAB_SIZE
-from megatron_r3.pretrain import forward_step
+from megatron_r3.train.pretrain_gpt import forward_step
 
 __all__ = ["datasets", "forward_step"]
 

@@ -21,10 +21,10 @@ from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from fidelity.rollouts import CONTROLS, NUM_ROLLOUTS, make_rollouts, write_stores
 from fidelity.trees import training_or_core
-from megatron_r3.store.reader import RolloutStore
-from megatron_r3.training.dataset import PackedRollouts
-from megatron_r3.training.options import document_multiple
-from megatron_r3.training.schedule import Schedule, UseOfRollouts
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.train.dataset import PackedRollouts
+from megatron_r3.train.options import document_multiple
+from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
 TIMEOUT_S = 180.0
 ANY_GUEST = "--moe-router-replay-guest-tokens 1"

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_r3.store import RolloutStore
-from megatron_r3.training.dataset import PackedRollouts, RolloutDataset
-from megatron_r3.training.options import document_multiple
-from megatron_r3.training.schedule import Schedule, UseOfRollouts
+from megatron_r3.data.store import RolloutStore
+from megatron_r3.train.dataset import PackedRollouts, RolloutDataset
+from megatron_r3.train.options import document_multiple
+from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
 Calls = defaultdict[
     int, defaultdict[int, list[np.ndarray]]

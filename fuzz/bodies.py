@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.engines.shape import ModelShape
+from megatron_r3.data.engines.shape import ModelShape
 
 VOCABULARY = 64
 EVERY_LAYER = ModelShape(16, 4, (0, 1, 2), 3, VOCABULARY)

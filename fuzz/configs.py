@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.outcome import Kind, Verdict, judged, note
-from megatron_r3.engines.shape import ModelShape
-from megatron_r3.rollouts.plan import read_model
+from megatron_r3.collect.prompt_plan import read_model
+from megatron_r3.data.engines.shape import ModelShape
 
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 3, 2**31, 4_000_000_000, 2**63, 2**70, 10**400, 1.5, 4.0, math.nan,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.outcome import Kind, Verdict, judged, note
-from megatron_r3.rollouts.prompts import read_prompts
+from megatron_r3.collect.prompts import read_prompts
 
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 2**70, 10**400, 1.5, 3.0, math.nan,

@@ -26,9 +26,9 @@ from fuzz import bodies
 from fuzz.bodies import VOCABULARY, Answer, Dialect
 from fuzz.body_changes import CHANGES, ODD, changed_text
 from fuzz.outcome import Kind, Verdict, judged, note
-from megatron_r3 import engines
-from megatron_r3.rollout import Rollout
-from megatron_r3.untrusted import read_json
+from megatron_r3.data import engines
+from megatron_r3.data.rollout import Rollout
+from megatron_r3.data.untrusted import read_json
 
 WHERE = "prompts.jsonl, line 3, sample 1"
 

@@ -24,9 +24,8 @@ from fuzz.shard_extras import VOCABULARY
 from fuzz.shard_parts import ShardFile
 from fuzz.store_files import Base
 from megatron_r3.cli import main as megatron_r3
-from megatron_r3.kept import KeptSets
-from megatron_r3.routes import Routes
-from megatron_r3.store import (
+from megatron_r3.data.kept import KeptSets
+from megatron_r3.data.store import (
     Rollout,
     RolloutStore,
     SamplingSettings,
@@ -34,7 +33,8 @@ from megatron_r3.store import (
     open_stores,
     write_shard,
 )
-from megatron_r3.store.verify import ReadChecks
+from megatron_r3.data.store.verify_shard import ReadChecks
+from megatron_r3.replay.routes import Routes
 
 # Seconds since 1970: what the files of a store say when they were written. Every change to such a
 # file shows in its time, also where the clock of the file system is coarse.

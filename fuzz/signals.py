@@ -19,7 +19,7 @@ import numpy as np
 
 from fuzz.command import from_tests, start
 from fuzz.outcome import BAD_MESSAGE, CRASH, HANG, RIGHT, SILENT, Kind, Verdict, note
-from megatron_r3.store import RolloutStore
+from megatron_r3.data.store import RolloutStore
 
 _WORKERS = 8
 LIMIT_S = 30.0

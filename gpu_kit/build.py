@@ -74,7 +74,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--repo",
         type=Path,
         help="a clone of Megatron-LM: the kit then has the line's tag with its own pretrain_gpt.py "
-        "(default: the sources on PyPI, which have no such script; megatron_r3/pretrain.py runs)",
+        "(default: the sources on PyPI, which have no such script; megatron_r3/train/pretrain_gpt.py runs)",
     )
     parser.add_argument(
         "--demo",
@@ -93,7 +93,7 @@ def collect(work: Path, args: argparse.Namespace) -> dict[str, Any]:
         tree, name = _tree(Path(temp), args.repo)
         script = "tree/pretrain_gpt.py"
         if not (tree / "pretrain_gpt.py").exists():
-            script = "checkout/megatron_r3/pretrain.py"
+            script = "checkout/megatron_r3/train/pretrain_gpt.py"
         _demo(args.demo, tree)
         _pack(tree, work / "tree.tar.gz")
     _pack(args.demo, work / "demo.tar.gz", only=("checkpoint", "hf", "rollouts", "prompts.jsonl"))

@@ -32,7 +32,7 @@ import psutil
 from benchmarks.machine import RECORD_SUFFIX, results_file, write_results
 from gpu_kit import te
 from gpu_kit.steps import STEPS, Places, Step
-from megatron_r3.gate.tile_table import VARIABLE
+from megatron_r3.replay.gate.tile_table import VARIABLE
 
 SKIPPED, LEFT = 77, 4
 # how many times a step's limit a rehearsal may take, on a CPU that others use too

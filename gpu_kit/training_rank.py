@@ -100,8 +100,8 @@ class Seen:
 
 def train(order: Order, seen: Seen) -> None:
     """Run the training of the order in this process, and write what it shows into `seen`."""
-    from megatron_r3.gate import replayed_gate_reference, substitute_gate
-    from megatron_r3.training.step import Parts, made_of
+    from megatron_r3.replay.gate import replayed_gate_reference, substitute_gate
+    from megatron_r3.train.step import Parts, made_of
 
     load_local_checkpoints()
     _watch_steps(order, seen)
@@ -121,7 +121,7 @@ def _watch_steps(order: Order, seen: Seen) -> None:
     from megatron.core.deferred import set_deferred_binder
     from megatron.training import training
 
-    from megatron_r3.launch import watch_models
+    from megatron_r3.train.launch import watch_models
 
     train_step, finalize = training.train_step, training.finalize_model_grads
     built: list[torch.nn.Module] = []
@@ -155,7 +155,7 @@ def _watch_steps(order: Order, seen: Seen) -> None:
 
 
 def _describe(models: list[torch.nn.Module], seen: Seen) -> None:
-    from megatron_r3.integrations.layers import local_moe_layers
+    from megatron_r3.replay.layers import local_moe_layers
 
     seen.experts = type(next(iter(local_moe_layers(models[0]).values())).experts).__name__
     modules = [module for model in models for module in model.modules()]
@@ -167,7 +167,7 @@ def _describe(models: list[torch.nn.Module], seen: Seen) -> None:
 
 
 def _kept_metrics(seen: Seen) -> Any:
-    from megatron_r3.training.metrics import StepMetrics
+    from megatron_r3.train.metrics import StepMetrics
 
     class KeptMetrics(StepMetrics):
         def scalars(self) -> dict[str, float]:
@@ -218,8 +218,8 @@ WAYS = ("given", "live", "no plan", "record", "recorded", "changed")
 
 def _steer(ways: list[str], seen: Seen) -> None:
     """Have each step route in its own way, in one process and with the same weights."""
-    from megatron_r3.microbatch import MicrobatchRoutes, Mode
-    from megatron_r3.training.step import RolloutStep
+    from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode
+    from megatron_r3.train.step import RolloutStep
 
     assert {*ways} <= {*WAYS}, ways
     original = RolloutStep._microbatch
@@ -237,7 +237,7 @@ def _steer(ways: list[str], seen: Seen) -> None:
             plan = prepared.plan if way == "given" else None
             return original(self, chunk, replace(prepared, plan=plan))
         if way == "record":
-            # what `megatron_r3.replay.recording` makes; `RolloutStep` opens the block itself
+            # what `megatron_r3.replay.active.recording` makes; `RolloutStep` opens the block itself
             recorded.append(MicrobatchRoutes({}, mode=Mode.RECORD, checked=True))
             return recorded[-1]
         if recorded[index].mode is Mode.RECORD:

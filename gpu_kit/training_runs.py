@@ -23,8 +23,8 @@ from demo.process import stop_group
 from fidelity.rollouts import shift_token
 from gpu_kit.training_rank import Order, Seen, Step
 from megatron_r3.cpu import CPU_ARGS
-from megatron_r3.routes import Routes
-from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.data.store import RolloutStore, write_shard
+from megatron_r3.replay.routes import Routes
 
 ROOT = Path(__file__).parents[1]
 TAIL = 3000  # how many characters of a log an error has

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 import megatron_r3
-from megatron_r3.online.cli import add_rl
-from megatron_r3.patching.cli import add_commands
-from megatron_r3.rollouts.cli import add_rollouts
+from megatron_r3.collect.rollouts_cli import add_rollouts
+from megatron_r3.loop.rl_cli import add_rl
+from megatron_r3.patching.patches_cli import add_commands
 
 DESCRIPTION = (
     "Rollout Routing Replay (R3) for Megatron-LM: patch a Megatron-LM tree, collect and inspect "
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except (ValueError, OSError) as error:
         # Imported here because it imports numpy, which takes longer than most commands on patches.
-        from megatron_r3.untrusted import one_line
+        from megatron_r3.data.untrusted import one_line
 
         print(f"error: {one_line(str(error))}", file=sys.stderr)
     except KeyboardInterrupt:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.guests.moves import LEAST_TOKENS, plan_moves, rank_load
-from megatron_r3.store import RolloutStore
-from megatron_r3.training.schedule import Schedule
+from megatron_r3.balance.moves import LEAST_TOKENS, plan_moves, rank_load
+from megatron_r3.data.store import RolloutStore
+from megatron_r3.train.schedule import Schedule
 
 ORDERS = ("store", "shuffled")
 

@@ -15,7 +15,7 @@ import torch
 from megatron_r3.cpu.errors import InstallError, is_users_mistake, lacking, lost_its_peer
 from megatron_r3.cpu.install import CPU_ARGS, install
 from megatron_r3.cpu.ranks import describe_rank, free_port, usable_cores
-from megatron_r3.ending import refuse_unpatched, say_last
+from megatron_r3.replay.ending import refuse_unpatched, say_last
 
 PATIENCE_S = 2.0  # how long a rank holds back an error that may not be the cause
 USAGE = f"""\

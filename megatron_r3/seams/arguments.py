@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_r3.training.option_table import (
+from megatron_r3.train.option_table import (
     BY_NAME,
     OPTIONS,
     add_to,
@@ -35,12 +35,12 @@ def check_args(args: Any) -> None:
     if not args.moe_router_replay and all(one is None for one in given):
         return
     # imported here, because every training passes through this file, and most need none of it
-    from megatron_r3.replayable import refusals
+    from megatron_r3.replay.replayable import refusals
+    from megatron_r3.rl.rl_options import refuse_in_loop
     from megatron_r3.seams.option import absent_patches
-    from megatron_r3.training.open_store import open_store
-    from megatron_r3.training.options import RolloutOptions
-    from megatron_r3.training.refuse import refuse
-    from megatron_r3.training.rl_options import refuse_in_loop
+    from megatron_r3.train.open_store import open_store
+    from megatron_r3.train.options import RolloutOptions
+    from megatron_r3.train.refuse import refuse
 
     if args.moe_router_replay:
         from megatron.core.transformer.transformer_config import TransformerConfig

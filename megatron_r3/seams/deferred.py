@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_r3.replay import bind_to_microbatch
+from megatron_r3.replay.active import bind_to_microbatch
 
 
 def install() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.plan import LayerSizes, PlanError
+from megatron_r3.replay.plan import LayerSizes, PlanError
 
 
 class PlanHook:

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.guests.experts import checked_weights, compute_with_guests, expert_weights
-from megatron_r3.guests.parameters import parameters_are_there, wait_for_parameters
-from megatron_r3.guests.places import own_places
-from megatron_r3.guests.travel import Departure, Return, Slots, Stay, Trip
-from megatron_r3.microbatch import ACTIVE, MicrobatchRoutes
+from megatron_r3.balance.experts import checked_weights, compute_with_guests, expert_weights
+from megatron_r3.balance.parameters import parameters_are_there, wait_for_parameters
+from megatron_r3.balance.places import own_places
+from megatron_r3.balance.travel import Departure, Return, Slots, Stay, Trip
+from megatron_r3.replay.microbatch import ACTIVE, MicrobatchRoutes
 
 
 class GuestLayer:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_r3.launch import engine_records
-from megatron_r3.replayable import refusals
+from megatron_r3.replay.replayable import refusals
 from megatron_r3.seams import deferred
+from megatron_r3.train.launch import engine_records
 
 
 def prepare_config(config: Any) -> None:

@@ -2,7 +2,7 @@
 
 `pretrain()` calls `use_rollouts`, `train_step()` calls `begin_step` before its forward passes and
 `check_step` before its update, and `training_log()` calls `log_step`. The training itself lives in
-`megatron_r3/training/`.
+`megatron_r3/train/`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 
 import torch
 
-from megatron_r3.launch import watch_models
+from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.seams import deferred
 from megatron_r3.seams.rl import use_loop
 from megatron_r3.seams.router import RouterHook
-from megatron_r3.store.reader import RolloutStore
-from megatron_r3.training.dataset import FollowedRollouts, PackedRollouts, RolloutDataset
-from megatron_r3.training.ledger import Ledger
-from megatron_r3.training.one_look import place_of_this_rank
-from megatron_r3.training.open_store import (
+from megatron_r3.train.dataset import FollowedRollouts, PackedRollouts, RolloutDataset
+from megatron_r3.train.launch import watch_models
+from megatron_r3.train.ledger import Ledger
+from megatron_r3.train.one_look import place_of_this_rank
+from megatron_r3.train.open_store import (
     check_use,
     open_store,
     warnings,
 )
-from megatron_r3.training.options import RolloutOptions
-from megatron_r3.training.progress import MegatronProgress
-from megatron_r3.training.refuse import refuse
-from megatron_r3.training.script_step import refuse_silence
-from megatron_r3.training.step import RolloutStep
+from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.progress import MegatronProgress
+from megatron_r3.train.refuse import refuse
+from megatron_r3.train.script_step import refuse_silence
+from megatron_r3.train.step import RolloutStep
 
 Provider = Callable[..., Any]
 

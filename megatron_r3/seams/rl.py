@@ -2,7 +2,7 @@
 
 `pretrain()` calls `use_loop` (through seams/pretrain.py). `prepare_data_for_update()` calls
 `begin_collection`, and has what that returns wrap the steps of its two passes; it calls `log_step`
-for the log line. The replay itself lives in megatron_r3/training/rl_loop.py.
+for the log line. The replay itself lives in megatron_r3/rl/rl_loop.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_r3.training.refuse import refuse
-from megatron_r3.training.rl_loop import LoopReplay
-from megatron_r3.training.rl_options import LoopOptions
+from megatron_r3.rl.rl_loop import LoopReplay
+from megatron_r3.rl.rl_options import LoopOptions
+from megatron_r3.train.refuse import refuse
 
 _replay: LoopReplay | None = None  # of the RL loop that runs in this process
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.gate import GateInputs, GateOptions, has_kernel, replayed_gate
-from megatron_r3.gate.options import MAX_EXPERTS, MAX_TOPK
-from megatron_r3.microbatch import MicrobatchRoutes, Mode, ReplayError
-from megatron_r3.replay import active_microbatch
+from megatron_r3.replay.active import active_microbatch
+from megatron_r3.replay.gate import GateInputs, GateOptions, has_kernel, replayed_gate
+from megatron_r3.replay.gate.gate_options import MAX_EXPERTS, MAX_TOPK
+from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode, ReplayError
 from megatron_r3.seams.option import prepare_config
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -135,7 +135,7 @@ class RouterHook:
         if action is not None and action.value != "record":
             raise ReplayError(
                 f"RouterReplay was told to {action.value}, but beside moe_router_replay it only "
-                "records what an engine samples: import megatron_r3.integrations.router_replay "
+                "records what an engine samples: import megatron_r3.frameworks.router_replay "
                 "before the model is made, or turn one of moe_router_replay and "
                 "moe_enable_routing_replay off"
             )

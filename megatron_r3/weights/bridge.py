@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from megatron_r3.integrations.layers import unwrapped
-from megatron_r3.untrusted import one_line, quoted
+from megatron_r3.data.untrusted import one_line, quoted
+from megatron_r3.replay.layers import unwrapped
 from megatron_r3.weights import bridge_mbridge, bridge_megatron_bridge
+from megatron_r3.weights.all_ranks import everyones, my_rank, together
 from megatron_r3.weights.bridge_checks import rope_of
 from megatron_r3.weights.bridge_family import BridgeFamily, Translator, shapes_of
 from megatron_r3.weights.directory import CONFIG, read_config
@@ -29,7 +30,6 @@ from megatron_r3.weights.families import FAMILIES, REFUSED, family_named
 from megatron_r3.weights.family import Family, check_described, settings_of
 from megatron_r3.weights.gather import plan_of
 from megatron_r3.weights.pieces import pieces_of
-from megatron_r3.weights.ranks import everyones, my_rank, together
 
 OPTION, VARIABLE = "--hf-bridge", "MEGATRON_R3_HF_BRIDGE"
 

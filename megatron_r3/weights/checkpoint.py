@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_r3.integrations.layers import unwrapped
-from megatron_r3.launch import built_from
-from megatron_r3.untrusted import one_line
+from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.layers import unwrapped
+from megatron_r3.train.launch import built_from
+from megatron_r3.weights.all_ranks import everyones, my_rank, together
 from megatron_r3.weights.family import VOCABULARY
 from megatron_r3.weights.known import differing
-from megatron_r3.weights.ranks import everyones, my_rank, together
 
 Shapes = Mapping[str, tuple[int, ...]]
 

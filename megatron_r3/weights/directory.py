@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_r3.untrusted import one_line, quoted, read_json
-from megatron_r3.weights.ranks import my_rank, on_first_rank, together
+from megatron_r3.data.untrusted import one_line, quoted, read_json
+from megatron_r3.weights.all_ranks import my_rank, on_first_rank, together
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

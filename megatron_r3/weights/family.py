@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_r3.integrations.layers import unwrapped
+from megatron_r3.replay.layers import unwrapped
 from megatron_r3.weights.pieces import Place
 
 Change = Callable[[list[Tensor]], list[Tensor]]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_r3.weights.all_ranks import everyones, my_rank, receive, send
 from megatron_r3.weights.pieces import Piece, Place
-from megatron_r3.weights.ranks import everyones, my_rank, receive, send
 
 MESSAGE = 1 << 22  # bytes of a message, unless a single piece is longer
 Dtypes = Mapping[Place, torch.dtype]

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from megatron_r3.integrations.layers import unwrapped
-from megatron_r3.launch import build_models, initialize
-from megatron_r3.untrusted import one_line
+from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.layers import unwrapped
+from megatron_r3.train.launch import build_models, initialize
+from megatron_r3.weights.all_ranks import my_rank, on_first_rank, together
 from megatron_r3.weights.bridge import BRIDGES, CHOICES, OPTION, choose, chosen_family
 from megatron_r3.weights.checkpoint import check_load, check_save, load_whole, save_whole
 from megatron_r3.weights.directory import CONFIG, check_target, dtype_of, read_config
 from megatron_r3.weights.families import family_of
 from megatron_r3.weights.family import Family, settings_of
-from megatron_r3.weights.policy import read_policy, write_policy
-from megatron_r3.weights.ranks import my_rank, on_first_rank, together
+from megatron_r3.weights.write_policy import read_policy, write_policy
 
 
 def _arguments(parser: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.integrations.layers import unwrapped
+from megatron_r3.replay.layers import unwrapped
 
 # `decoder.layers.3.mlp.router.weight`, or the same without the number
 _LAYER = re.compile(r"((?:decoder|mtp)\.layers\.)(?:(\d+)\.)?(.+)")

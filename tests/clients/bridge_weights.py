@@ -25,7 +25,7 @@ def move_both_ways(
     """
     from megatron_r3.weights.bridge import chosen_family
     from megatron_r3.weights.families import FAMILIES
-    from megatron_r3.weights.policy import read_policy, write_policy
+    from megatron_r3.weights.write_policy import read_policy, write_policy
 
     models, args = build(folder, more)
     family = chosen_family(bridge, folder, models)
@@ -61,7 +61,7 @@ def library_export(rank: int, folder: Path, more: tuple[str, ...]) -> dict[str, 
     from megatron.bridge import AutoBridge
 
     from megatron_r3.weights.bridge import chosen_family
-    from megatron_r3.weights.policy import read_policy
+    from megatron_r3.weights.write_policy import read_policy
 
     models, args = build(folder, more)
     family = chosen_family("megatron-bridge", folder, models)
@@ -76,7 +76,7 @@ def refusals(
 ) -> list[str]:
     """What the model of `folder` says of other directories; it stays as it was if it refuses."""
     from megatron_r3.weights.bridge import chosen_family
-    from megatron_r3.weights.policy import read_policy
+    from megatron_r3.weights.write_policy import read_policy
 
     models, args = build(folder, more)
     before = [parameter.clone() for parameter in models[0].parameters()]
@@ -97,7 +97,7 @@ def wrong_translations(rank: int, bridge: str, folder: Path, out: Path) -> list[
     """What writing says where a bridge rounds, swaps or loses a tensor."""
     from megatron_r3.weights.bridge import chosen_family
     from megatron_r3.weights.bridge_family import BridgeFamily
-    from megatron_r3.weights.policy import write_policy
+    from megatron_r3.weights.write_policy import write_policy
 
     models, args = build(folder)
     said = []

@@ -45,7 +45,7 @@ def _verl(clients: Path, tree: Path, version: str, modules: str) -> Iterator[Tre
 @pytest.fixture(scope="session", params=VERSIONS)
 def verl(request: pytest.FixtureRequest, patched_tree: Path, clients: Path) -> Iterator[TreeWorker]:
     """verl on megatron_r3, by one setting."""
-    yield from _verl(clients, patched_tree, request.param, "megatron_r3.integrations.verl")
+    yield from _verl(clients, patched_tree, request.param, "megatron_r3.frameworks.verl")
 
 
 @pytest.fixture(scope="session")

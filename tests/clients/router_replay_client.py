@@ -19,7 +19,7 @@ import torch
 from framework_cases import CASES, LAYOUTS, MICROBATCHES, REPLAYED, Case, Data
 from replay_layouts import LAYERS, TOPK, make_chunks
 
-from megatron_r3.integrations import MicrobatchRoutes, local_routers, replaying
+from megatron_r3 import MicrobatchRoutes, local_routers, replaying
 
 
 @dataclass
@@ -238,7 +238,7 @@ def framework(name: str) -> type[Client]:
 
 def fused(run: Callable[[], Any]) -> Any:
     """`run` with the reference in place of the kernel of moe_router_fusion, which needs CUDA."""
-    from megatron_r3.gate import replayed_gate_reference, substitute_gate
+    from megatron_r3.replay.gate import replayed_gate_reference, substitute_gate
 
     with substitute_gate(replayed_gate_reference):
         return run()
@@ -249,7 +249,7 @@ def fused(run: Callable[[], Any]) -> Any:
 
 def dropped_in(rank: int, name: str, case: Case) -> dict[str, Any]:
     """A forward-only pass, a step, and the controls, by the framework's code on the drop-in."""
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     def run() -> dict[str, Any]:
         client = framework(name)(case)
@@ -306,7 +306,7 @@ def by_itself(rank: int, name: str, case: Case, **attributes: Any) -> Passes:
 
 def step_dropped_in(rank: int, name: str, case: Case, **attributes: Any) -> Passes:
     """The same on the drop-in."""
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     return by_itself(rank, name, case, **attributes)
 

@@ -19,7 +19,7 @@ from training import Policy, make_policy, steps_on, stores, train
 
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.policies.published import published, read_policy, version_name
+from megatron_r3.loop.published import published, read_policy, version_name
 
 TOLERANCE, OTHER = 1e-4, 1e-2
 VERSIONS = {"mbridge": "0.15.1", "megatron-bridge": "0.3.1"}

@@ -32,7 +32,7 @@ from tiny import BATCH, SEQUENCE, start
 from watch import maps_of, watched_plans
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.integrations import ModelRoutes, RouteArrays, local_routers, replaying
+from megatron_r3 import ModelRoutes, RouteArrays, local_routers, replaying
 
 
 @pytest.fixture(
@@ -64,7 +64,7 @@ def in_a_layout(rank: int, name: str, layout: str, recompute: str) -> dict[str, 
     by_option = build(name, layout, recompute, moe_router_replay=True)
     results = {"option": measured(by_option, data, replay_natively, want)}
 
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     dropped_in = build(name, layout, recompute, moe_enable_routing_replay=True)
     results["drop-in"] = measured(dropped_in, data, replay_as_upstream_says, want)

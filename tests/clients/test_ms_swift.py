@@ -86,7 +86,7 @@ def test_without_padding_free_ms_swift_replays_the_routes_of_other_tokens(
 
 def recorded(rank: int, case_name: str) -> dict[str, Any]:
     """R2 replays what ms-swift's log-prob pass recorded; other experts would show."""
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     made = framework("ms_swift")
     made.mode = "R2"  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from verl_engine import LAYOUTS, Engine
 from watch import watched_plans
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.integrations import ReplayError, local_routers
+from megatron_r3 import ReplayError, local_routers
 
 
 def refusal(what: Any) -> str:

@@ -16,11 +16,11 @@ import pytest
 from fidelity.rig.worker import TreeWorker
 
 ROOT = Path(__file__).parents[2]
-ADAPTER = "megatron_r3.integrations.verl"
+ADAPTER = "megatron_r3.frameworks.verl"
 
 
 def refusal(what: Any) -> str:
-    from megatron_r3.replay import ReplayError
+    from megatron_r3.replay.active import ReplayError
 
     try:
         what()
@@ -76,5 +76,5 @@ def test_verls_driver_needs_no_megatron(verl_path: dict[str, str], version: str)
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "megatron_r3.integrations.verl" in done.stdout
+    assert "megatron_r3.frameworks.verl" in done.stdout
     assert "megatron.core" not in done.stdout

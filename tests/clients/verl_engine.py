@@ -22,7 +22,7 @@ from fidelity.clients.verl_engine import (
     put_on_cpu,
     trainer_batch,
 )
-from megatron_r3.integrations import local_routers
+from megatron_r3 import local_routers
 
 LENGTHS, RESPONSES = [9, 14, 6, 11], [4, 6, 3, 5]  # of the samples; two in a micro-batch
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

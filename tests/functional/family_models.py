@@ -182,7 +182,7 @@ def command(folder: Path, more: Sequence[str] = ()) -> list[str]:
 
 def build(folder: Path, more: Sequence[str] = ()) -> tuple[list[Any], Any]:
     """In a rank: Megatron's model of the arguments that the family makes of config.json."""
-    from megatron_r3 import launch
+    from megatron_r3.train import launch
 
     sys.argv = ["hf.py", *command(folder, more)]
     args = launch.initialize()
@@ -211,7 +211,7 @@ def compute_in_megatron(models: list[Any]) -> Computed:
 
 def move(rank: int, folder: Path, out: Path, more: tuple[str, ...] = ()) -> Computed:
     """In a rank: read a directory, compute, and write the model again."""
-    from megatron_r3.weights.policy import read_policy, write_policy
+    from megatron_r3.weights.write_policy import read_policy, write_policy
 
     models, args = build(folder, more)
     read_policy(models, folder, vocab_size=args.vocab_size)
@@ -223,7 +223,7 @@ def move(rank: int, folder: Path, out: Path, more: tuple[str, ...] = ()) -> Comp
 
 def refusals(rank: int, folder: Path, changed: list[Path]) -> list[str]:
     """In a rank: what the model of `folder` says of other directories; it stays as it was."""
-    from megatron_r3.weights.policy import read_policy
+    from megatron_r3.weights.write_policy import read_policy
 
     models, args = build(folder)
     before = [parameter.clone() for parameter in models[0].parameters()]
@@ -241,7 +241,7 @@ def refusals(rank: int, folder: Path, changed: list[Path]) -> list[str]:
 
 def checks(rank: int, folder: Path, changes: Sequence[tuple[str, Any]]) -> dict[str, str]:
     """In a rank: what its family says of a model, and of it with a field of its config changed."""
-    from megatron_r3.integrations.layers import unwrapped
+    from megatron_r3.replay.layers import unwrapped
     from megatron_r3.weights.family import settings_of
 
     (model,), args = build(folder)

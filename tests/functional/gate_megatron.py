@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.gate import GateInputs, GateOptions
+from megatron_r3.replay.gate import GateInputs, GateOptions
 
 T, E, K = 37, 64, 6
 CASES: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ BREAKS = ("nothing", "id", "rows", "scale")
 
 def compare(function: Callable[..., Any], options: dict[str, Any], broken: str) -> dict[str, Any]:
     """Wrong entries of the map, and errors divided by those that rounding explains."""
-    from megatron_r3.gate.triton import replayed_gate_triton
+    from megatron_r3.replay.gate.triton import replayed_gate_triton
 
     options = dict(options)
     topk, dtype = options.pop("topk", K), options.pop("dtype")

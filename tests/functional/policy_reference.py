@@ -20,7 +20,7 @@ from fidelity.gradients import Piece, collect
 from fidelity.policy_loss import Expected, Response, advantages, expected
 from fidelity.reference import build_and_save, nll
 from fidelity.rollouts import Sampled
-from megatron_r3.training.losses.loss import LossOptions
+from megatron_r3.train.losses.loss import LossOptions
 
 
 @dataclass(frozen=True)

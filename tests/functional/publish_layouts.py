@@ -82,7 +82,7 @@ def save(rank: int, checkpoint: Path, policy: Path, options: dict[str, Any]) -> 
     """
     from megatron.core import dist_checkpointing
 
-    from megatron_r3.weights.policy import write_policy
+    from megatron_r3.weights.write_policy import write_policy
 
     models = chunks({}, **options)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def write_and_read(
         Whether the weights read are those that Megatron loaded; and, as a control, whether they
         were the same before.
     """
-    from megatron_r3.weights.policy import read_policy, write_policy
+    from megatron_r3.weights.write_policy import read_policy, write_policy
 
     models = chunks(sizes, **options)
     load(models, checkpoint)
@@ -142,7 +142,7 @@ def write_and_read(
 
 def write_changed(rank: int, sizes: dict[str, int], policy: Path, out: Path, change: str) -> str:
     """Write the policy again, after a change on the last rank; what `write_policy` raised."""
-    from megatron_r3.weights.policy import read_policy, write_policy
+    from megatron_r3.weights.write_policy import read_policy, write_policy
 
     models = chunks(sizes)
     read_policy(models, policy)
@@ -163,8 +163,8 @@ def write_after_training(rank: int, argv: list[str], out: Path, like: Path | Non
         The files of which `finish` was told.
     """
     from demo.pretrain import datasets, forward_step
-    from megatron_r3 import launch
-    from megatron_r3.weights.policy import write_policy
+    from megatron_r3.train import launch
+    from megatron_r3.weights.write_policy import write_policy
 
     sys.argv = ["pretrain.py", *argv]
     models: list[torch.nn.Module] = []
@@ -189,18 +189,18 @@ def write_between_steps(rank: int, argv: list[str], out: Path, whole: bool = Tru
     from megatron.training import training
 
     from demo.pretrain import datasets, forward_step
-    from megatron_r3 import launch
-    from megatron_r3.weights import policy
+    from megatron_r3.train import launch
+    from megatron_r3.weights import write_policy
 
     if not whole:
-        policy._finish_updates = lambda models: None
+        write_policy._finish_updates = lambda models: None
     sys.argv = ["pretrain.py", *argv]
     models: list[torch.nn.Module] = []
     train_step, done = training.train_step, [0]
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if done[0] == 2:
-            policy.write_policy(models, out, vocab_size=VOCAB_SIZE)
+            write_policy.write_policy(models, out, vocab_size=VOCAB_SIZE)
         done[0] += 1
         return train_step(*args, **kwargs)
 
@@ -239,7 +239,7 @@ def write_other_model(rank: int, kind: str, out: Path) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from megatron_r3.weights.policy import write_policy
+    from megatron_r3.weights.write_policy import write_policy
 
     start()
     more = {"mtp_num_layers": 1} if kind == "mtp" else {}
@@ -269,7 +269,7 @@ def write_other_model(rank: int, kind: str, out: Path) -> str:
 
 def write_like(rank: int, policy: Path, like: Path, out: Path) -> str:
     """What `write_policy` raises with the config.json of `like`."""
-    from megatron_r3.weights.policy import read_policy, write_policy
+    from megatron_r3.weights.write_policy import read_policy, write_policy
 
     models = chunks({})
     read_policy(models, policy)
@@ -282,7 +282,7 @@ def write_like(rank: int, policy: Path, like: Path, out: Path) -> str:
 
 def read_wrong(rank: int, sizes: dict[str, int], policy: Path, **options: Any) -> str:
     """What `read_policy` raised; the weights are unchanged."""
-    from megatron_r3.weights.policy import read_policy
+    from megatron_r3.weights.write_policy import read_policy
 
     models = chunks(sizes, **options)
     before = [p.detach().clone() for model in models for p in model.parameters()]

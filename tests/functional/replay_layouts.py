@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tiny import BATCH, SEQUENCE, VOCABULARY, config, start
 
-from megatron_r3.integrations import MicrobatchRoutes, local_routers, replaying
+from megatron_r3 import MicrobatchRoutes, local_routers, replaying
 
 LAYERS, EXPERTS, TOPK, MICROBATCHES = 4, 8, 2, 4
 RECOMPUTE: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tiny import BATCH, SEQUENCE, batch
 
-from megatron_r3.integrations import ReplayError, local_routers
+from megatron_r3 import ReplayError, local_routers
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TOKENS, EXPERTS = BATCH * SEQUENCE, 8

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.training.losses.loss import LossOptions, policy_loss
-from megatron_r3.training.losses.terms import LossTerms, Sequences
+from megatron_r3.train.losses.loss import LossOptions, policy_loss
+from megatron_r3.train.losses.terms import LossTerms, Sequences
 
 FIELDS = ("logprobs", "old_logprobs", "sampled_logprobs", "advantages", "mask", "index")
 

@@ -23,10 +23,10 @@ from demo.model import arguments
 from fidelity import model_options
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.routes import Routes
-from megatron_r3.store import RolloutStore, SamplingSettings, write_shard
-from megatron_r3.store.shard import Shard
-from megatron_r3.training.option_table import NOT_WITH_ROLLOUTS
+from megatron_r3.data.store import RolloutStore, SamplingSettings, write_shard
+from megatron_r3.data.store.shard import Shard
+from megatron_r3.replay.routes import Routes
+from megatron_r3.train.option_table import NOT_WITH_ROLLOUTS
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,8 +18,8 @@ from training import Policy, parts, steps_on
 
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3 import launch
-from megatron_r3.store import write_shard
+from megatron_r3.data.store import write_shard
+from megatron_r3.train import launch
 
 
 def replaced(store: Path, other: Path) -> None:

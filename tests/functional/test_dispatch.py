@@ -19,9 +19,9 @@ from watch import watched_plans
 
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.plan import LayerSizes
-from megatron_r3.routes import Routes
-from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.data.store import RolloutStore, write_shard
+from megatron_r3.replay.plan import LayerSizes
+from megatron_r3.replay.routes import Routes
 
 EP2 = ["--expert-model-parallel-size", "2"]
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -74,7 +74,7 @@ def test_a_missing_row_on_one_rank_sends_all_ranks_the_ordinary_way(
 
 def train_by_a_wrong_plan(rank: int, argv: list[str], field: str) -> None:
     """One number of layer 2 on rank 1 is one too large."""
-    from megatron_r3.integrations.planner import Planner
+    from megatron_r3.replay.planner import Planner
 
     plan = Planner.plan
 
@@ -116,7 +116,7 @@ def test_a_wrong_plan_fails_loudly_without_the_check(
 
 
 def count_one_too_many(rank: int, argv: list[str]) -> None:
-    from megatron_r3.integrations import planner as ahead
+    from megatron_r3.replay import planner as ahead
 
     count = ahead.count_tokens
 

@@ -16,7 +16,7 @@ import torch
 from tiny import BATCH, SEQUENCE, config, model, start
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.integrations import ModelRoutes
+from megatron_r3 import ModelRoutes
 
 ROOT = Path(__file__).parents[2]
 LAYERS, EXPERTS, TOPK = 4, 8, 2

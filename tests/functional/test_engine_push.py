@@ -21,13 +21,13 @@ from training import Policy
 
 from demo import sglang_server, vllm_server
 from demo.server_process import run_server
-from megatron_r3.engines.shape import ModelShape
-from megatron_r3.online.loading import Loader
-from megatron_r3.online.push import Pusher, PushError
-from megatron_r3.policies.floor import Floor
-from megatron_r3.policies.published import PublishedPolicy, read_policy, version_name
-from megatron_r3.rollouts.client import Client
-from megatron_r3.rollouts.generate import load_model
+from megatron_r3.collect.client import Client
+from megatron_r3.collect.generate import load_model
+from megatron_r3.data.engines.shape import ModelShape
+from megatron_r3.loop.loading import Loader
+from megatron_r3.loop.published import PublishedPolicy, read_policy, version_name
+from megatron_r3.loop.push import Pusher, PushError
+from megatron_r3.loop.push_floor import Floor
 
 
 @pytest.fixture(scope="module")

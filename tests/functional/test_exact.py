@@ -14,7 +14,7 @@ import torch
 from tiny import BATCH, SEQUENCE, batch, config, loss_and_gradients, model, start
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.replay import MicrobatchRoutes, active_microbatch, recording, replaying
+from megatron_r3.replay.active import MicrobatchRoutes, active_microbatch, recording, replaying
 
 RECOMPUTE = {
     "none": {},

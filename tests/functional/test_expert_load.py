@@ -16,7 +16,7 @@ from training import Policy, train
 
 from demo.task import SEQ_LENGTH
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.store import RolloutStore
+from megatron_r3.data.store import RolloutStore
 
 NAME = "expert load max/mean"
 EXPERTS, TOPK, LAYERS, MICRO_BATCH, ROLLOUTS = 16, 4, 4, 4, 32

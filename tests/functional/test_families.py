@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.weights.families import FAMILIES
-from megatron_r3.weights.families.tables import Described, Number
+from megatron_r3.weights.families.family_tables import Described, Number
 
 NO_Q_LORA = "deepseek_v3 without q_lora"
 WHOLE = [name for name in MODELS if name != NO_Q_LORA]

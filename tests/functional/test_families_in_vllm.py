@@ -27,14 +27,14 @@ from served_families import SERVED, flipped, kinds_of, make, swap_experts
 from demo import vllm_server
 from demo.server_process import run_server
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.engines.shape import ModelShape
-from megatron_r3.online.loading import Loader
-from megatron_r3.online.push import Pusher
-from megatron_r3.policies.floor import Floor
-from megatron_r3.policies.probe import Probe, abs_dlogp, same_experts
-from megatron_r3.policies.published import PublishedPolicy, version_name
-from megatron_r3.rollouts.client import Client
-from megatron_r3.rollouts.generate import load_model
+from megatron_r3.collect.client import Client
+from megatron_r3.collect.generate import load_model
+from megatron_r3.data.engines.shape import ModelShape
+from megatron_r3.loop.loading import Loader
+from megatron_r3.loop.probe import Probe, abs_dlogp, same_experts
+from megatron_r3.loop.published import PublishedPolicy, version_name
+from megatron_r3.loop.push import Pusher
+from megatron_r3.loop.push_floor import Floor
 
 # How much further from float32 vLLM may be than transformers in bfloat16 is. A probe has 256
 # tokens, so that one near tie more is a share of 0.004.

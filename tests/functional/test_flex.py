@@ -13,7 +13,7 @@ from tiny import BATCH, SEQUENCE, batch, config, model, start
 
 from fidelity.observe import Observer
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.replay import MicrobatchRoutes, replaying
+from megatron_r3.replay.active import MicrobatchRoutes, replaying
 
 EP2: dict[str, Any] = {
     "expert_model_parallel_size": 2,

@@ -14,7 +14,7 @@ from slow import slow_except
 from training import Policy, fails, parts, same, steps_on, train
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.store import Rollout, StoreInfo, write_shard
+from megatron_r3.data.store import Rollout, StoreInfo, write_shard
 
 EP2 = ["--expert-model-parallel-size", "2"]
 

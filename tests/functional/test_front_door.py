@@ -19,7 +19,7 @@ from training import arguments, train
 
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.integrations import (
+from megatron_r3 import (
     ModelRoutes,
     RouteArrays,
     begin,
@@ -27,8 +27,8 @@ from megatron_r3.integrations import (
     replaying,
     router_mismatch,
 )
-from megatron_r3.microbatch import MicrobatchRoutes, ReplayError
-from megatron_r3.replay import active_microbatch
+from megatron_r3.replay.active import active_microbatch
+from megatron_r3.replay.microbatch import MicrobatchRoutes, ReplayError
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 LENGTHS = (11, 16)  # tokens of the two sequences; the rest is padding
@@ -263,7 +263,7 @@ def replaying_script(rank: int, argv: list[str], silent: bool) -> int:
     """`pretrain()` with --moe-router-replay and a forward step that brings its own routes."""
     import sys
 
-    from megatron_r3 import launch
+    from megatron_r3.train import launch
 
     passes = 0
 

@@ -1,6 +1,6 @@
 """Replay under moe_router_fusion: the one-kernel gate in real routers, and without a GPU none.
 
-The kernel itself is tested in tests/unit/gate/test_interpreted.py. Here its torch reference runs
+The kernel itself is tested in tests/unit/replay/gate/test_interpreted.py. Here its torch reference runs
 where the kernel would, so that the seam around it is the one that a GPU has.
 
 Shape suffixes (docs/glossary.md): K, T.
@@ -20,14 +20,14 @@ from training import Policy, train
 
 from demo.report import measured
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.gate import (
+from megatron_r3.replay.active import MicrobatchRoutes, recording, replaying
+from megatron_r3.replay.gate import (
     GateInputs,
     GateOptions,
     GateOutput,
     replayed_gate_reference,
     substitute_gate,
 )
-from megatron_r3.replay import MicrobatchRoutes, recording, replaying
 
 RECOMPUTE = {
     "recompute_granularity": "full",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.replay import MicrobatchRoutes, replaying
+from megatron_r3.replay.active import MicrobatchRoutes, replaying
 from megatron_r3.seams.router import RouterHook
 
 T, E = 40, 16

@@ -59,7 +59,7 @@ def test_an_option_of_another_group_is_one_error_that_names_it(
 
 
 def served(rank: int, words: list[str]) -> str:
-    from megatron_r3 import serve
+    from megatron_r3.loop import serve
 
     sys.argv = ["serve.py", *words]
     with pytest.raises(SystemExit) as ended:

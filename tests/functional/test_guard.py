@@ -18,8 +18,8 @@ from training import STEP, Policy, parts, steps_on, train
 
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3 import launch
-from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.data.store import RolloutStore, write_shard
+from megatron_r3.train import launch
 
 PP2 = ["--pipeline-model-parallel-size", "2"]
 OVERLAP = ["--bf16", "--overlap-moe-expert-parallel-comm", "--expert-model-parallel-size", "2"]
@@ -112,7 +112,7 @@ def test_a_framework_that_replaces_routing_cannot_train_live(
 
 def other_digest(rank: int, argv: list[str]) -> None:
     """Ranks whose digests of the used shards differ, in the second step."""
-    from megatron_r3.training.step import RolloutStep
+    from megatron_r3.train.step import RolloutStep
 
     RolloutStep._digest_of_used_shards = (  # type: ignore[method-assign]
         lambda self: rank * (self.progress.iteration == 1)
@@ -134,7 +134,7 @@ def test_ranks_that_do_not_see_the_same_shards_end_before_an_update(
 
 def other_folders(rank: int, argv: list[str], folder: str) -> None:
     """Two nodes that have another store under the same name."""
-    from megatron_r3.training import refuse
+    from megatron_r3.train import refuse
 
     refuse.SILENCE_S = 3.0  # the first rank finds nothing wrong and says nothing
     os.chdir(Path(folder) / f"node{rank}")

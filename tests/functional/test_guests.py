@@ -24,8 +24,8 @@ from training import STEP, Policy, gradients, same, train
 from demo.model import arguments
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, RolloutStore, write_shard
+from megatron_r3.data.store import Rollout, RolloutStore, write_shard
+from megatron_r3.replay.routes import Routes
 
 LAYERS, EXPERTS = 4, 16
 GUESTS = "--moe-router-replay-guest-slots 2 --moe-router-replay-guest-tokens 1"

@@ -37,7 +37,7 @@ def core(
         trained: parameters with one of these in their names; the others are frozen.
         unknown: the steps in which the second rank has a token without a route.
     """
-    from megatron_r3.integrations import ModelRoutes, RouteArrays, replaying
+    from megatron_r3 import ModelRoutes, RouteArrays, replaying
 
     tiny.start(expert_model_parallel_size=2)
     if options.get("moe_grouped_gemm"):
@@ -68,7 +68,7 @@ def core(
 
 def two_passes_in_one_block(rank: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Gradients of a pass with weights that were changed after another pass in the same block."""
-    from megatron_r3.integrations import ModelRoutes, RouteArrays, replaying
+    from megatron_r3 import ModelRoutes, RouteArrays, replaying
 
     tiny.start(expert_model_parallel_size=2)
     gpt = tiny.model(tiny.config(expert_model_parallel_size=2, **options)).double()
@@ -87,7 +87,7 @@ def two_passes_in_one_block(rank: int, options: dict[str, Any]) -> dict[str, tor
 
 def dropped() -> None:
     """The gradients of guests do not come home."""
-    from megatron_r3.guests.travel import Slots
+    from megatron_r3.balance.travel import Slots
 
     home = Slots.send_home
     Slots.send_home = lambda *given: home(*given) * 0  # type: ignore[method-assign]
@@ -95,7 +95,7 @@ def dropped() -> None:
 
 def doubled() -> None:
     """The gradients of guests come home twice."""
-    from megatron_r3.guests.travel import Slots
+    from megatron_r3.balance.travel import Slots
 
     home = Slots.send_home
     Slots.send_home = lambda *given: home(*given) * 2  # type: ignore[method-assign]
@@ -103,7 +103,7 @@ def doubled() -> None:
 
 def sent_to_the_wrong_home() -> None:
     """The gradients of two guests of a rank are taken for each other's."""
-    from megatron_r3.guests.travel import Slots
+    from megatron_r3.balance.travel import Slots
 
     home = Slots.send_home
     Slots.send_home = lambda *given: home(*given).roll(1, 0)  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def sent_to_the_wrong_home() -> None:
 
 def weights_of_another_layer() -> None:
     """Slots keep what came first."""
-    from megatron_r3.guests.travel import Slots
+    from megatron_r3.balance.travel import Slots
 
     send = Slots.send
 
@@ -147,7 +147,7 @@ def weights_of_the_step_before() -> None:
 
 def a_bound_off_by_one() -> None:
     """Each place leaves out the last token that the plan gives it."""
-    from megatron_r3.guests.places import LayerGuests
+    from megatron_r3.balance.places import LayerGuests
 
     on_device = LayerGuests.on_device
 

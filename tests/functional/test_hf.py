@@ -18,8 +18,8 @@ from training import Policy, export
 
 from demo.model import arguments
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.fingerprint import router_digest, router_fingerprint
-from megatron_r3.weights.policy import read_policy, write_policy
+from megatron_r3.data.fingerprint import router_digest, router_fingerprint
+from megatron_r3.weights.write_policy import read_policy, write_policy
 
 ONE = ["--micro-batch-size", "1"]
 

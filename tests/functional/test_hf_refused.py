@@ -175,7 +175,7 @@ def differences(
     """Which arguments differ from a checkpoint's own, after each change of its own."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
-    from megatron_r3 import launch
+    from megatron_r3.train import launch
     from megatron_r3.weights.known import differing
 
     sys.argv = ["hf.py", *argv]

@@ -13,8 +13,8 @@ import torch
 from tiny import batch, config, loss_and_gradients, model, start
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.replay import MicrobatchRoutes, replaying
-from megatron_r3.rows import spread_padding
+from megatron_r3.replay.active import MicrobatchRoutes, replaying
+from megatron_r3.replay.rows import spread_padding
 
 T, E, K, H = 48, 8, 2, 32
 BALANCED: dict[str, Any] = {
@@ -237,7 +237,7 @@ def test_expert_bias_counts_take_a_mask_that_is_broadcast_already(patched: TreeW
 
 def recorded_load(rank: int) -> bool:
     """Recording changes nothing in the losses either."""
-    from megatron_r3.replay import recording
+    from megatron_r3.replay.active import recording
 
     start()
     gpt = model(config(**BALANCED))

@@ -21,8 +21,8 @@ from split_losses import FIELDS, Part, losses_of
 
 from fidelity.policy_loss import expected
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.training.losses.aggregation import AGGREGATIONS
-from megatron_r3.training.losses.loss import LossOptions
+from megatron_r3.train.losses.aggregation import AGGREGATIONS
+from megatron_r3.train.losses.loss import LossOptions
 
 TOLERANCE = 2e-5
 OPTIONS = {

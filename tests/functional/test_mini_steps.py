@@ -22,7 +22,7 @@ from fidelity.policy_loss import advantages
 from fidelity.reference import nll
 from fidelity.rig.worker import TreeWorker
 from fidelity.rollouts import Sampled
-from megatron_r3.store import Rollout, RolloutStore
+from megatron_r3.data.store import Rollout, RolloutStore
 
 # SGD, because the first steps of Adam divide a gradient by itself and hide its size
 PLAIN = ["--optimizer", "sgd", "--sgd-momentum", "0", "--clip-grad", "0", "--lr", "0.05"]
@@ -32,7 +32,7 @@ Steps = list[np.ndarray]  # the log-probs of each step's response tokens, in sto
 
 def in_training(rank: int, argv: list[str]) -> tuple[dict[int, list[np.ndarray]], dict[str, Any]]:
     """Train; for each step this rank's log-probs by row id, and the weights at the end."""
-    from megatron_r3.training import step
+    from megatron_r3.train import step
 
     seen: dict[int, list[np.ndarray]] = {}
     loss = step.RolloutStep._loss
@@ -67,7 +67,7 @@ def by_hand(
     rank: int, argv: list[str], store: Path, mini_steps: int, epochs: int
 ) -> tuple[Updates, Updates]:
     """The same updates, and as a control those whose old policy is the newest one."""
-    from megatron_r3.launch import build_model, initialize
+    from megatron_r3.train.launch import build_model, initialize
     from megatron_r3.weights.checkpoint import load_whole
 
     sys.argv = ["by_hand.py", *argv]

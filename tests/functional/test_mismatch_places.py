@@ -21,10 +21,10 @@ from slow import slow_except
 from training import Policy, train
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
-from megatron_r3.training.dataset import PackedRollouts
-from megatron_r3.training.schedule import Schedule, UseOfRollouts
+from megatron_r3.data.store import Rollout, RolloutStore, StoreInfo, write_shard
+from megatron_r3.replay.routes import Routes
+from megatron_r3.train.dataset import PackedRollouts
+from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
 EXPERTS, SEQUENCE = 16, 64
 LAYOUTS = {
@@ -43,7 +43,7 @@ def live_ids(rank: int, argv: list[str]) -> Ids:
     """What a training chooses live in its first step."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_r3.training import step
+    from megatron_r3.train import step
 
     rows: list[list[int]] = []
     seen: Ids = {}

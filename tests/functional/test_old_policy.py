@@ -17,9 +17,9 @@ from slow import slow_except
 from training import Policy, fails, parts, resumed, same, steps_on, stores, train
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.routes import Routes
-from megatron_r3.store import write_shard
-from megatron_r3.training.schedule import SOURCES
+from megatron_r3.data.store import write_shard
+from megatron_r3.replay.routes import Routes
+from megatron_r3.train.schedule import SOURCES
 
 TRAINER = ["--rollouts-old-policy", "trainer"]
 TWO = [*TRAINER, "--rollouts-mini-steps", "2"]
@@ -48,7 +48,7 @@ def watched(rank: int, argv: list[str]) -> Seen:
 
 def watched_to_the_end(rank: int, argv: list[str]) -> tuple[Seen, dict[str, torch.Tensor]]:
     """As `watched`; the second result has the weights at the end."""
-    from megatron_r3.training import step
+    from megatron_r3.train import step
 
     seen: Seen = []
     made = step.terms_of
@@ -191,9 +191,9 @@ def routed(rank: int, argv: list[str], shifted: bool = False) -> Trained:
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.training import training
 
-    from megatron_r3.training.lookahead import Preparer
-    from megatron_r3.training.metrics import StepMetrics
-    from megatron_r3.training.old_pass import OldPass
+    from megatron_r3.train.lookahead import Preparer
+    from megatron_r3.train.metrics import StepMetrics
+    from megatron_r3.train.old_pass import OldPass
 
     seen = Trained()
     current = seen.updates[0]

@@ -175,7 +175,9 @@ ARGV += "--tokenizer-type NullTokenizer --vocab-size 16"
 
 
 @pytest.mark.parametrize("argv", [None, ARGV.split()])
-@pytest.mark.parametrize("missing", ["megatron_r3", "megatron_r3.seams", "megatron_r3.replayable"])
+@pytest.mark.parametrize(
+    "missing", ["megatron_r3", "megatron_r3.seams", "megatron_r3.replay.replayable"]
+)
 def test_a_missing_package_is_named(
     patched: TreeWorker, missing: str, argv: list[str] | None
 ) -> None:
@@ -185,7 +187,7 @@ def test_a_missing_package_is_named(
             f"ValueError: moe_router_replay needs the megatron_r3 package: No module named "
             f"{missing!r}."
         )
-    elif missing == "megatron_r3.replayable":  # a part of it: shown as it is
+    elif missing == "megatron_r3.replay.replayable":  # a part of it: shown as it is
         assert text == f"ModuleNotFoundError: No module named {missing!r}"
     else:  # the model's config refuses it, see above, and nobody knows the other options
         assert text == "nothing"
@@ -204,7 +206,7 @@ def test_a_missing_package_is_named(
 def test_a_broken_package_shows_its_own_error(
     patched: TreeWorker, error: ImportError, argv: list[str] | None
 ) -> None:
-    (text,) = patched.run(told, 1, "megatron_r3.replayable", error, argv)
+    (text,) = patched.run(told, 1, "megatron_r3.replay.replayable", error, argv)
     if argv is None and isinstance(error, ModuleNotFoundError):
         assert text == f"ValueError: moe_router_replay needs the megatron_r3 package: {error}."
     else:

@@ -30,7 +30,7 @@ def labels_and_kept() -> tuple[torch.Tensor, dict[int, list[int]]]:
 
 
 def made_policy(sets: dict[int, list[int]], **more: Any) -> Any:
-    from megatron_r3.training.policy_head import KeptTokens, Policy
+    from megatron_r3.train.policy_head import KeptTokens, Policy
 
     places = torch.tensor([place for place, ids in sets.items() for _ in ids])
     limited = torch.zeros(BATCH * SEQUENCE, dtype=torch.bool)
@@ -46,8 +46,8 @@ def made_policy(sets: dict[int, list[int]], **more: Any) -> Any:
 
 def run(rank: int, sizes: dict[str, int], **more: Any) -> dict[str, torch.Tensor]:
     """The loss of each label, the entropies, and the gradient of the output layer's rows."""
-    from megatron_r3.replay import replaying
-    from megatron_r3.training.policy_head import install
+    from megatron_r3.replay.active import replaying
+    from megatron_r3.train.policy_head import install
 
     start(**sizes)
     gpt = model(config(sequence_parallel=bool(sizes), **sizes))

@@ -22,12 +22,12 @@ from fidelity.models import MODELS
 from fidelity.observe import RankResult
 from fidelity.rig.worker import TreeWorker
 from fidelity.rollouts import NUM_ROLLOUTS, Sampled, make_rollouts, write_stores
-from megatron_r3.store import RolloutStore
-from megatron_r3.training.dataset import PackedRollouts
-from megatron_r3.training.losses.correction import CorrectionOptions
-from megatron_r3.training.losses.loss import LossOptions
-from megatron_r3.training.losses.policy import Clip
-from megatron_r3.training.schedule import Schedule, UseOfRollouts
+from megatron_r3.data.store import RolloutStore
+from megatron_r3.train.dataset import PackedRollouts
+from megatron_r3.train.losses.correction import CorrectionOptions
+from megatron_r3.train.losses.loss import LossOptions
+from megatron_r3.train.losses.policy_loss import Clip
+from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
 MODEL = MODELS["base"]
 PER_TOKEN = "--calculate-per-token-loss"

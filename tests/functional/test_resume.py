@@ -12,7 +12,7 @@ from training import PART, Policy, fails, parts, resumed, same, steps_on, stores
 
 from demo.report import series_of
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.data.store import RolloutStore, write_shard
 
 FOREIGN = ("0" * 16,) * 4
 

@@ -29,8 +29,8 @@ from fidelity.rig.worker import TreeWorker
 from fidelity.rl_loop import Seen
 from megatron_r3.cli import main
 from megatron_r3.cpu import CPU_ARGS
-from megatron_r3.store import RolloutStore
-from megatron_r3.training.rl_loop import OLD, UPDATE
+from megatron_r3.data.store import RolloutStore
+from megatron_r3.rl.rl_loop import OLD, UPDATE
 
 NEEDED = "einops xxhash zmq msgpack quart hypercorn openai orjson h2 fastapi uvicorn pydantic"
 REPLAY = ["--moe-router-replay", "--moe-router-replay-verify-dispatch"]

@@ -22,9 +22,9 @@ from training import Policy
 
 from demo import task
 from demo.model import arguments
-from megatron_r3.policies.published import published, read_policy
-from megatron_r3.policies.run_directory import RunDirectory
-from megatron_r3.store import RolloutStore
+from megatron_r3.data.store import RolloutStore
+from megatron_r3.loop.published import published, read_policy
+from megatron_r3.loop.run_directory import RunDirectory
 
 REPO = Path(__file__).parents[2]
 KILLS = int(os.environ.get("MEGATRON_R3_KILLS", "1"))

@@ -13,7 +13,7 @@ from training import Policy, parts, same, steps_on, stores, train
 
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.data.store import RolloutStore, write_shard
 
 READS = ("--rollouts-check", "reads")
 PP2 = ("--pipeline-model-parallel-size", "2")

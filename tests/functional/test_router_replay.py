@@ -23,7 +23,7 @@ from replay_layouts import (
 from slow import slow_except
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.integrations import local_routers
+from megatron_r3 import local_routers
 
 
 def reference(rank: int) -> Step:
@@ -41,7 +41,7 @@ def reference_of(patched: TreeWorker) -> Step:
 
 def in_a_layout(rank: int, layout: str, recompute: str) -> dict[str, Any]:
     """A forward-only pass that nobody clears, a step, its controls, and record and replay."""
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     chunks = make_chunks(LAYOUTS[layout][1], recompute, moe_enable_routing_replay=True)
     data = Data()
@@ -105,7 +105,7 @@ def record_and_replay(rank: int, layout: str, recompute: str) -> dict[str, bool]
     """What was recorded in a training step, replayed in another one."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     chunks = make_chunks(LAYOUTS[layout][1], recompute, moe_enable_routing_replay=True)
     data = Data()

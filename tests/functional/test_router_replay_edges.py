@@ -22,8 +22,8 @@ from router_targets import (
 from tiny import config, loss_and_gradients, model, start
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.integrations import MicrobatchRoutes, local_routers, replaying
-from megatron_r3.replay import active_microbatch
+from megatron_r3 import MicrobatchRoutes, local_routers, replaying
+from megatron_r3.replay.active import active_microbatch
 
 # -- several models, several passes
 
@@ -31,7 +31,7 @@ from megatron_r3.replay import active_microbatch
 def two_models(rank: int) -> dict[str, bool]:
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     start()
     first = model(config(**ASKED, **FULL))
@@ -74,7 +74,7 @@ def test_two_models_in_a_process_do_not_mix(patched: TreeWorker) -> None:
 
 def passes_in_flight(rank: int) -> dict[str, bool]:
     """Two forward passes before their backward passes, which come in the wrong order."""
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     start()
     gpt = model(config(**ASKED, **FULL))
@@ -120,7 +120,7 @@ def errors(rank: int) -> dict[str, Any]:
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     start()
     gpt = model(config(**ASKED))
@@ -193,7 +193,7 @@ def test_a_mistake_is_one_error_and_leaves_nothing_behind(patched: TreeWorker) -
 
 def on_an_unpatched_tree(rank: int) -> str:
     def imported() -> None:
-        import megatron_r3.integrations.router_replay  # noqa: F401
+        import megatron_r3.frameworks.router_replay  # noqa: F401
 
     return refusal(imported)
 
@@ -210,7 +210,7 @@ def off(rank: int, imported: bool) -> list[Any]:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     if imported:
-        import megatron_r3.integrations.router_replay  # noqa: F401
+        import megatron_r3.frameworks.router_replay  # noqa: F401
     start()
     plain = model(config(moe_router_replay=False))
     live = loss_and_gradients(plain, nullcontext())

@@ -14,7 +14,7 @@ from tiny import SEQUENCE, config, loss_and_gradients, model, start
 from watch import maps_of
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.integrations import local_routers
+from megatron_r3 import local_routers
 
 
 def mtp(rank: int) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def mtp(rank: int) -> dict[str, Any]:
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     start()
     made = config(**ASKED, **FULL, mtp_num_layers=1)
@@ -82,7 +82,7 @@ def test_mtp_routers_are_in_no_list_and_stay_live(patched: TreeWorker) -> None:
 def dense_first_layer(rank: int) -> dict[str, Any]:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     start()
     gpt = model(config(**ASKED, **FULL, moe_layer_freq=[0, 1, 1, 1]))
@@ -112,7 +112,7 @@ def hybrid(rank: int) -> dict[str, Any]:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.spec_utils import import_module
 
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     start()
     pattern = "*E*-*E"
@@ -150,7 +150,7 @@ def own_forward(rank: int) -> dict[str, Any]:
     from megatron.core.tensor_parallel import checkpoint
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     class OwnForward(TransformerBlock):
         def forward(self, hidden_states: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:

@@ -15,13 +15,13 @@ from tiny import config, loss_and_gradients, model, start
 from watch import maps_of, watched_plans
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.integrations import MicrobatchRoutes, local_routers, replaying
+from megatron_r3 import MicrobatchRoutes, local_routers, replaying
 
 # -- rows that are no routes
 
 
 def bad_rows(rank: int, recompute: bool) -> dict[str, Any]:
-    import megatron_r3.integrations.router_replay  # noqa: F401
+    import megatron_r3.frameworks.router_replay  # noqa: F401
 
     start()
     gpt = model(config(**ASKED, **(FULL if recompute else {})))
@@ -76,8 +76,8 @@ def test_a_row_that_is_no_route_is_live_once_and_in_its_layer(
 
 def fusion(rank: int) -> dict[str, Any]:
     """With moe_router_fusion, and the reference in place of the kernel that a CPU does not have."""
-    import megatron_r3.integrations.router_replay  # noqa: F401
-    from megatron_r3.gate import replayed_gate_reference, substitute_gate
+    import megatron_r3.frameworks.router_replay  # noqa: F401
+    from megatron_r3.replay.gate import replayed_gate_reference, substitute_gate
 
     start()
     gpt = model(config(**ASKED, **FULL, moe_router_fusion=True))
@@ -113,7 +113,7 @@ def test_the_fused_gate_replays_targets(patched: TreeWorker) -> None:
 
 def planned(rank: int, dispatcher: str, is_right: bool) -> dict[str, Any]:
     """Expert parallel, the plan compared with what the device counts, in forward and recompute."""
-    import megatron_r3.integrations.router_replay as drop_in
+    import megatron_r3.frameworks.router_replay as drop_in
 
     start(expert_model_parallel_size=2)
     options = {**ASKED, **FULL, "expert_model_parallel_size": 2}
@@ -150,7 +150,7 @@ def test_a_wrong_dispatch_plan_shows(patched: TreeWorker) -> None:
 
 
 def mismatch(rank: int) -> dict[str, Any]:
-    import megatron_r3.integrations.router_replay as drop_in
+    import megatron_r3.frameworks.router_replay as drop_in
 
     start()
     gpt = model(config(**ASKED, **FULL))

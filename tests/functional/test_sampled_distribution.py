@@ -16,8 +16,8 @@ from demo import task
 from demo.model import arguments
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.cli import main
-from megatron_r3.store import RolloutStore, write_shard
-from megatron_r3.training.losses.advantages import group_normalised
+from megatron_r3.data.store import RolloutStore, write_shard
+from megatron_r3.train.losses.advantages import group_normalised
 
 LAYOUTS = {
     "1": (1, []),

@@ -1,4 +1,4 @@
-"""`python -m megatron_r3.serve`: Megatron's own server and engine, and what they answer.
+"""`python -m megatron_r3.loop.serve`: Megatron's own server and engine, and what they answer.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -18,9 +18,9 @@ from demo import megatron_server, task
 from demo.model import arguments
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.cli import main
-from megatron_r3.engines import decode
-from megatron_r3.engines.shape import ModelShape
-from megatron_r3.store import RolloutStore
+from megatron_r3.data.engines import decode
+from megatron_r3.data.engines.shape import ModelShape
+from megatron_r3.data.store import RolloutStore
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_two_ranks_answer_as_one(
 
 def refused(rank: int, words: list[str]) -> str:
     """How a server ends that refuses to serve."""
-    from megatron_r3 import serve
+    from megatron_r3.loop import serve
 
     sys.argv = ["serve.py", *words]
     with pytest.raises(SystemExit) as ended:
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_was_trained_with_another_argument_is_refused(
 
 def test_the_command_of_the_page_is_the_one_that_runs_here() -> None:
     page = (megatron_server.ROOT / "docs" / "megatron-engine.md").read_text()
-    written = page.partition("megatron_r3/serve.py $(cat build/demo/train.args)")[2]
+    written = page.partition("megatron_r3/loop/serve.py $(cat build/demo/train.args)")[2]
     words = written.partition("```")[0].replace("\\\n", " ").split()
     options = [word.format(port=5000) for word in megatron_server.SERVER]
     # in train.args already

@@ -11,8 +11,8 @@ from slow import slow_except
 from training import Policy, fails, same, train
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.store import RolloutStore, write_shard
-from megatron_r3.training.schedule import Schedule
+from megatron_r3.data.store import RolloutStore, write_shard
+from megatron_r3.train.schedule import Schedule
 
 SEED, BATCH, ROLLOUTS = 3, 16, 32
 EP2 = ["--expert-model-parallel-size", "2"]

@@ -18,7 +18,7 @@ import pytest
 from training import Policy, parts, steps_on, train
 
 from fidelity.rig.worker import TreeWorker
-from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.data.store import RolloutStore, write_shard
 
 STEPS = 2
 TWO = ["--rollouts-old-policy", "trainer", "--rollouts-mini-steps", str(STEPS)]
@@ -44,7 +44,7 @@ def forwards(rank: int, argv: list[str]) -> list[Forward]:
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_r3.training import step
+    from megatron_r3.train import step
 
     seen: list[Forward] = []
     run_forward, route = step.run_forward, TopKRouter.forward

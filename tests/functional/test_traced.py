@@ -11,7 +11,7 @@ from training import Policy, changed_store, train
 from fidelity import traced
 from fidelity.rig.worker import TreeWorker
 from fidelity.rollouts import shift_token
-from megatron_r3.store import RolloutStore
+from megatron_r3.data.store import RolloutStore
 
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"
 # ranks, arguments, how often a layer routes each token

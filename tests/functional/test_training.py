@@ -19,8 +19,8 @@ from demo.model import arguments
 from demo.report import measured, series_of
 from fidelity.rig.worker import TreeWorker
 from fidelity.rollouts import CONTROLS
-from megatron_r3.routes import Routes
-from megatron_r3.store import RolloutStore, write_shard
+from megatron_r3.data.store import RolloutStore, write_shard
+from megatron_r3.replay.routes import Routes
 
 EP2 = ["--expert-model-parallel-size", "2"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform"]

@@ -23,10 +23,10 @@ from demo.model import arguments
 from fidelity.off import hide_megatron_r3, weights
 from fidelity.rig.rank_process import RankError
 from fidelity.rig.worker import TreeWorker
-from megatron_r3 import launch
 from megatron_r3.cli import main
-from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, RolloutStore, StoreInfo, write_shard
+from megatron_r3.data.store import Rollout, RolloutStore, StoreInfo, write_shard
+from megatron_r3.replay.routes import Routes
+from megatron_r3.train import launch
 
 STEP = ["--micro-batch-size", "4", "--global-batch-size", "32", "--train-iters", "1"]
 STEP += ["--lr", "1e-3", "--moe-router-load-balancing-type", "none", "--calculate-per-token-loss"]
@@ -48,7 +48,7 @@ def train(
         return problems, problems, problems
 
     def live_step(data_iterator: Any, model: Any) -> Any:
-        from megatron_r3.replay import active_microbatch
+        from megatron_r3.replay.active import active_microbatch
 
         assert active_microbatch() is None
         assert not model.training, "the script's own step is for validation here"
@@ -137,7 +137,7 @@ def trained_with(rank: int, checkpoint: Path, name: str, value: Any) -> None:
 
 def differences(rank: int, argv: list[str]) -> list[torch.Tensor]:
     """|log-prob of the trainer - that of the sampler|, of the response tokens of micro-batches."""
-    from megatron_r3.training import step
+    from megatron_r3.train import step
 
     found: list[torch.Tensor] = []
     made = step.terms_of
@@ -283,7 +283,7 @@ def unread_options(rank: int) -> list[str]:
 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_r3 import replayable
+    from megatron_r3.replay import replayable
 
     return [
         field.name

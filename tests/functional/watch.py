@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_r3.integrations import local_routers
+from megatron_r3 import local_routers
 
 
 def maps_of(gpt: Any) -> list[tuple[int, torch.Tensor]]:

@@ -1,7 +1,7 @@
 """Inputs for the gate kernel, and how far it may be from the float64 reference.
 
 The kernel runs natively on a CUDA device. Elsewhere it runs under Triton's interpreter, if
-TRITON_INTERPRET=1 was set before Triton was imported. tests/unit/gate/test_interpreted.py sets it.
+TRITON_INTERPRET=1 was set before Triton was imported. tests/unit/replay/gate/test_interpreted.py sets it.
 
 Shape suffixes (docs/glossary.md): T, K, E.
 """
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_r3.gate import (
+from megatron_r3.replay.gate import (
     Gate,
     GateInputs,
     GateOptions,
@@ -28,7 +28,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 needs_a_way_to_run = pytest.mark.skipif(
     not INTERPRETED and DEVICE == "cpu",
-    reason="no CUDA device here, and no TRITON_INTERPRET=1 (tests/unit/gate/test_interpreted.py)",
+    reason="no CUDA device here, and no TRITON_INTERPRET=1 (tests/unit/replay/gate/test_interpreted.py)",
 )
 # name -> options
 FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def kernel(logits_TE: Tensor, ids_TK: Tensor, **options: Any) -> GateOutput:
 
 
 def _kernel() -> Gate:
-    from megatron_r3.gate.triton import replayed_gate_triton  # imports Triton
+    from megatron_r3.replay.gate.triton import replayed_gate_triton  # imports Triton
 
     return replayed_gate_triton
 

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.layers_model import start
 from benchmarks.waits import WAITS, instrument
-from megatron_r3.replay import MicrobatchRoutes, bind_to_microbatch, replaying
+from megatron_r3.replay.active import MicrobatchRoutes, bind_to_microbatch, replaying
 
 CUDA = torch.cuda.is_available()
 TOKENS, EXPERTS, TOPK = 512, 8, 2

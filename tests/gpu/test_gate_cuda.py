@@ -11,7 +11,7 @@ import pytest
 import torch
 from gate_cases import Case, call, holds, make, worst
 
-from megatron_r3.gate import has_kernel, replayed_gate
+from megatron_r3.replay.gate import has_kernel, replayed_gate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

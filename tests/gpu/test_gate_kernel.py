@@ -25,7 +25,7 @@ from gate_cases import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_r3.gate import replayed_gate_reference
+from megatron_r3.replay.gate import replayed_gate_reference
 
 pytestmark = gate_cases.needs_a_way_to_run
 ID_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)

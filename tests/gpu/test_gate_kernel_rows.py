@@ -12,8 +12,8 @@ import pytest
 import torch
 from gate_cases import DEVICE, DTYPES, FUNCTIONS, Case, holds, kernel, make, worst
 
-from megatron_r3.gate import GateOutput, replayed_gate_reference
-from megatron_r3.gate.tile_table import KERNELS, Shape, Tile, gpu_name, use_table, words_of
+from megatron_r3.replay.gate import GateOutput, replayed_gate_reference
+from megatron_r3.replay.gate.tile_table import KERNELS, Shape, Tile, gpu_name, use_table, words_of
 
 pytestmark = gate_cases.needs_a_way_to_run
 BIASED = {"score_function": "sigmoid", "bias": True, "scaling_factor": 2.5}

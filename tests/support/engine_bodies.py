@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.engines.shape import ModelShape
-from megatron_r3.rollout import Rollout
+from megatron_r3.data.engines.shape import ModelShape
+from megatron_r3.data.rollout import Rollout
 
 EXPERTS, TOPK, HIDDEN = 16, 4, 5
 SHAPE = ModelShape(EXPERTS, TOPK, (1, 2, 4), HIDDEN)

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.rollouts.plan import Sampling
-from megatron_r3.store import RolloutStore
+from megatron_r3.collect.prompt_plan import Sampling
+from megatron_r3.data.store import RolloutStore
 
 DATA = Path(__file__).parents[1] / "data" / "vllm" / "vllm-0.30.0-qwen3moe-bf16"
 CONFIG = {

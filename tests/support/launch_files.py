@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_r3.online.cli import add_rl
+from megatron_r3.loop.rl_cli import add_rl
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 SLURM = LAUNCH / "slurm.sh"

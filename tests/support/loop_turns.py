@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from fidelity.rl_loop import sent
-from megatron_r3.rollout import MoEShape
-from megatron_r3.training.turns import Turn, read_turns
+from megatron_r3.data.rollout import MoEShape
+from megatron_r3.rl.turns import Turn, read_turns
 
 SHAPE = MoEShape(num_experts=8, topk=2, moe_layers=(0, 1, 2))
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from fidelity.policy_loss import Response
-from megatron_r3.training.losses.correction import CorrectionOptions
-from megatron_r3.training.losses.loss import LossOptions
-from megatron_r3.training.losses.policy import Clip
-from megatron_r3.training.losses.terms import LossTerms, Sequences
+from megatron_r3.train.losses.correction import CorrectionOptions
+from megatron_r3.train.losses.loss import LossOptions
+from megatron_r3.train.losses.policy_loss import Clip
+from megatron_r3.train.losses.terms import LossTerms, Sequences
 
 ADVANTAGES = (-1.7, 0.0, 0.4, 2.0)
 # With clip ranges that some of the ratios of `responses` leave, also those of whole sequences.

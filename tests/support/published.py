@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from tiny_models import qwen
 
-from megatron_r3.engines.transformers import capture_routes
-from megatron_r3.online.config_tables import Degrading
-from megatron_r3.online.embedded import EmbeddedSampler, server
-from megatron_r3.policies.probe import Probe, probe_tokens
-from megatron_r3.policies.published import MANIFEST, PublishedPolicy, digests_of, version_name
-from megatron_r3.rollouts.generate import load_model
+from megatron_r3.collect.generate import load_model
+from megatron_r3.data.engines.transformers import capture_routes
+from megatron_r3.loop.config_tables import Degrading
+from megatron_r3.loop.embedded import EmbeddedSampler, server
+from megatron_r3.loop.probe import Probe, probe_tokens
+from megatron_r3.loop.published import MANIFEST, PublishedPolicy, digests_of, version_name
 
 VOCABULARY = 64
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_r3.online.embedded import EmbeddedSampler, server
+from megatron_r3.loop.embedded import EmbeddedSampler, server
 
 if __name__ == "__main__":
     model, version, port, pid_file = sys.argv[1:]

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import transformers
 
-from megatron_r3.engines.transformers import capture_routes
-from megatron_r3.rollout import Rollout, turns_of
-from megatron_r3.routes import Routes
-from megatron_r3.truth import Compared
+from megatron_r3.data.engines.transformers import capture_routes
+from megatron_r3.data.rollout import Rollout, turns_of
+from megatron_r3.data.truth import Compared
+from megatron_r3.replay.routes import Routes
 
 LAYERS, EXPERTS, TOPK, VOCABULARY = 4, 16, 4, 64
 PROMPT, TURN, TEXT, TURNS = 12, 14, 5, 3  # tokens

@@ -10,8 +10,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from megatron_r3.routes import Routes
-from megatron_r3.store import Rollout, RolloutStore, StoreInfo
+from megatron_r3.data.store import Rollout, RolloutStore, StoreInfo
+from megatron_r3.replay.routes import Routes
 
 
 def opened(directory):

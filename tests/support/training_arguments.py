@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron_r3.training.option_table import OPTIONS
-from megatron_r3.training.options import RolloutOptions
+from megatron_r3.train.option_table import OPTIONS
+from megatron_r3.train.options import RolloutOptions
 
 ARGUMENTS: dict[str, object] = {
     **{option.name: option.default if option.field else None for option in OPTIONS},

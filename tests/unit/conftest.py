@@ -5,7 +5,7 @@ import pytest
 import torch
 from stored import INFO, ROLLOUTS
 
-from megatron_r3.store import write_shard
+from megatron_r3.data.store import write_shard
 
 # An example may wait for a core: how long one takes says nothing about what is tested.
 hypothesis.settings.register_profile("untimed", deadline=None)

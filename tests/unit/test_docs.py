@@ -21,7 +21,7 @@ from docs_pages import PAGES, ROOT, commands, help_of
 from engine_server import DATA, engine, write_inputs
 
 from megatron_r3.cli import main
-from megatron_r3.store import RolloutStore
+from megatron_r3.data.store import RolloutStore
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 CI = (ROOT / ".ci" / "run").read_text()
@@ -70,7 +70,7 @@ RUN_BY = [
     ),
     (r"make ([\w-]+)", r"ci make \1"),
     (r"python -m fidelity\.run --quick\b", "by hand: .ci/newer"),
-    (r"megatron-r3 apply\b", "tests/unit/patching/test_cli.py::test_a_whole_round"),
+    (r"megatron-r3 apply\b", "tests/unit/patching/test_patches_cli.py::test_a_whole_round"),
     (r"megatron-r3 megatron\b", f"{PATCHING}test_fetch.py::test_a_commit_is_fetched_alone"),
     (r"megatron-r3 rollouts skew\b", "tests/unit/balance/test_skew.py::test_the_command_prints"),
     (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
@@ -78,7 +78,7 @@ RUN_BY = [
     (r"megatron-r3 rollouts\b", HERE),
     (
         r"megatron-r3 rl check\b",
-        "tests/unit/online/test_config.py::test_check_reads_what_the_parts_read_and_starts_nothing",
+        "tests/unit/loop/test_config.py::test_check_reads_what_the_parts_read_and_starts_nothing",
     ),
     (
         r"megatron-r3 rl (run|sampler|collector|trainer)\b(?!.*--(host|print))",
@@ -88,7 +88,7 @@ RUN_BY = [
     (r"megatron-r3 rl trainer .*--print\b", f"{JOBS}::test_a_shell_runs_the_printed_command"),
     (
         r"megatron-r3 rl report\b",
-        "tests/unit/online/test_report.py::test_runs_stand_side_by_side",
+        "tests/unit/loop/test_report.py::test_runs_stand_side_by_side",
     ),
     (
         r"python -m pytest .*test_families_in_vllm\.py\b",
@@ -139,7 +139,7 @@ RUN_BY = [
         "tests/functional/test_docs_example.py::test_the_whole_program_trains",
     ),
     (
-        r"torchrun .*-m megatron_r3\.cpu megatron_r3/serve\.py\b",
+        r"torchrun .*-m megatron_r3\.cpu megatron_r3/loop/serve\.py\b",
         "tests/functional/test_serve.py::test_the_command_of_the_page_is_the_one_that_runs_here",
     ),
     (r"torchrun .*hf\.py --hf-export\b", "tests/functional/test_hf.py::test_import_and_export"),

@@ -18,12 +18,12 @@ import pytest
 import torch
 from docs_pages import FENCE, PAGES, ROOT, blocks, commands, help_of, spans
 
-from megatron_r3.training.losses.agreement import agreement_sums
-from megatron_r3.training.metrics import EXPERT_LOAD, WITHOUT_GUESTS
-from megatron_r3.training.mismatch import scalars_of
-from megatron_r3.training.option_kind import flag
-from megatron_r3.training.option_table import OPTIONS
-from megatron_r3.truth.tables import Share, Tables
+from megatron_r3.data.truth.mismatch_tables import Share, Tables
+from megatron_r3.train.losses.agreement import agreement_sums
+from megatron_r3.train.metrics import EXPERT_LOAD, WITHOUT_GUESTS
+from megatron_r3.train.mismatch import scalars_of
+from megatron_r3.train.option_kind import flag
+from megatron_r3.train.option_table import OPTIONS
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -112,7 +112,7 @@ def test_every_logged_name_is_documented() -> None:
     source = "".join(p.read_text() for p in (ROOT / "megatron_r3" / "training").rglob("*.py"))
     constants = {
         node.value
-        for node in ast.walk(ast.parse((ROOT / "megatron_r3/training/metrics.py").read_text()))
+        for node in ast.walk(ast.parse((ROOT / "megatron_r3/train/metrics.py").read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     names |= {c for c in constants if re.fullmatch(r"[a-z]+ (mismatch|dispatched[a-z ]*)", c)}
@@ -175,9 +175,7 @@ def test_each_path_exists(page: Path) -> None:
 
 
 def test_missing_paths_are_found() -> None:
-    text = (
-        "`training/losses/terms.py`, `seams/cellar.py`, `patches/LINE/`, `docs/`, `cellar/`, `a/b`"
-    )
+    text = "`train/losses/terms.py`, `seams/cellar.py`, `patches/LINE/`, `docs/`, `cellar/`, `a/b`"
     assert missing_paths(text) == ["seams/cellar.py", "cellar/", "a/b"]
     text = "`swift/model.py`, `tests/clients/conftest.py`, `tests/clients/cellar.py`"
     assert missing_paths(text, of_framework=True) == ["tests/clients/cellar.py"]
@@ -234,7 +232,7 @@ def test_python_blocks_compile_and_import_what_there_is(page: Path) -> None:
 
 
 def test_wrong_imports_in_python_blocks_are_found() -> None:
-    block = "```python\nfrom megatron_r3.store import RolloutStore, Cellar\n```"
+    block = "```python\nfrom megatron_r3.data.store import RolloutStore, Cellar\n```"
     assert wrong_python(block) == ["Cellar"]
 
 

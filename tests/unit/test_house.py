@@ -157,15 +157,18 @@ def test_what_an_image_runs_imports_no_package_called_tests() -> None:
 
 
 def test_wrong_imports_are_found() -> None:
-    upward = made_up(megatron_r3__routes="def f():\n    from megatron_r3.store import writer")
-    assert wrong_imports(upward) == ["megatron_r3/routes.py imports megatron_r3.store.writer"]
+    upward = made_up(megatron_r3__routes="def f():\n    from megatron_r3.data.store import writer")
+    assert wrong_imports(upward) == [
+        "megatron_r3/replay/routes.py imports megatron_r3.data.store.writer"
+    ]
     assert (
-        wrong_imports(made_up(megatron_r3__store__a="from megatron_r3.routes import Routes")) == []
+        wrong_imports(made_up(megatron_r3__store__a="from megatron_r3.replay.routes import Routes"))
+        == []
     )
-    beside = made_up(megatron_r3__plan="import megatron_r3.gate")
-    assert wrong_imports(beside) == ["megatron_r3/plan.py imports megatron_r3.gate"]
+    beside = made_up(megatron_r3__plan="import megatron_r3.replay.gate")
+    assert wrong_imports(beside) == ["megatron_r3/replay/plan.py imports megatron_r3.replay.gate"]
     knows = made_up(megatron_r3__plan="import_lib.import_module('megatron.core')")
-    assert wrong_imports(knows) == ["megatron_r3/plan.py imports megatron.core"]
+    assert wrong_imports(knows) == ["megatron_r3/replay/plan.py imports megatron.core"]
     assert wrong_imports(made_up(megatron_r3__seams__a="import megatron.core")) == []
     borrows = made_up(fidelity__a="from demo.model import arguments")
     assert wrong_imports(borrows) == ["fidelity/a.py imports demo.model.arguments"]
@@ -256,7 +259,7 @@ LEAST, MOST = 40, 430
 # A package's __init__.py is its front door, and may be short. Other short files say why.
 SHORT: dict[str, str] = {
     "megatron_r3/seams/deferred.py": "one file for each patch",
-    "megatron_r3/lazy.py": "a decorator that four files of the store use",
+    "megatron_r3/data/lazy.py": "a decorator that four files of the store use",
 }
 
 

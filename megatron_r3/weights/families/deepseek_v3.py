@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from megatron_r3.weights.families.family_tables import ANY, Fields, Flags, Number, Rows, cannot
 from megatron_r3.weights.families.parts import latent_attention, norms
 from megatron_r3.weights.families.routing import SigmoidRouted
-from megatron_r3.weights.families.tables import ANY, Fields, Flags, Number, Rows, cannot
 from megatron_r3.weights.family import Mapped, ModelSettings, outside_of_layers
 
 # Megatron's own numbers for YaRN, which no argument changes (MLATransformerConfig)

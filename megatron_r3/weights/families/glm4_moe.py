@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from megatron_r3.weights.families.family_tables import (
+    ANY,
+    GROUPED_QUERIES,
+    Fields,
+    Number,
+    Rows,
+    Switch,
+)
 from megatron_r3.weights.families.parts import attention, norms
 from megatron_r3.weights.families.routing import SigmoidRouted
-from megatron_r3.weights.families.tables import ANY, GROUPED_QUERIES, Fields, Number, Rows, Switch
 from megatron_r3.weights.family import Mapped, outside_of_layers
 
 

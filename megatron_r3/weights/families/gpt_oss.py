@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_r3.integrations.layers import moe_layer_indices
-from megatron_r3.weights.families.parts import attention, norms, place
-from megatron_r3.weights.families.tables import (
+from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.weights.families.family_tables import (
     ANY,
     BASE_FLAGS,
     COMMON,
@@ -25,6 +24,7 @@ from megatron_r3.weights.families.tables import (
     cannot,
     experts_named,
 )
+from megatron_r3.weights.families.parts import attention, norms, place
 from megatron_r3.weights.family import Mapped, ModelSettings, outside_of_layers, same
 
 _YARN = (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from megatron_r3.integrations.layers import moe_layer_indices
-from megatron_r3.weights.families.parts import attention, experts, norms
-from megatron_r3.weights.families.tables import (
+from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.weights.families.family_tables import (
     COMMON,
     GROUPED_QUERIES,
     Described,
@@ -16,6 +15,7 @@ from megatron_r3.weights.families.tables import (
     Rows,
     experts_named,
 )
+from megatron_r3.weights.families.parts import attention, experts, norms
 from megatron_r3.weights.family import Mapped, ModelSettings, outside_of_layers
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from megatron_r3.integrations.layers import moe_layer_indices
-from megatron_r3.weights.families.parts import attention, dense, experts, norms
-from megatron_r3.weights.families.tables import (
+from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.weights.families.family_tables import (
     ANY,
     COMMON,
     DENSE_SIZE,
@@ -21,6 +20,7 @@ from megatron_r3.weights.families.tables import (
     dense_and_moe,
     experts_named,
 )
+from megatron_r3.weights.families.parts import attention, dense, experts, norms
 from megatron_r3.weights.family import Mapped, outside_of_layers
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-from megatron_r3.integrations.layers import moe_layer_indices
-from megatron_r3.weights.families.parts import correction_bias, dense, experts, shared_experts
-from megatron_r3.weights.families.tables import (
+from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.weights.families.family_tables import (
     ANY,
     COMMON,
     DENSE_SIZE,
@@ -21,6 +20,7 @@ from megatron_r3.weights.families.tables import (
     cannot,
     experts_named,
 )
+from megatron_r3.weights.families.parts import correction_bias, dense, experts, shared_experts
 from megatron_r3.weights.family import Mapped, ModelSettings
 
 _SCALE = Number(

@@ -12,9 +12,9 @@ from stored import INFO, ROLLOUTS, make_rollout
 
 from megatron_r3.balance.skew import SkewPlan, measure_skew
 from megatron_r3.cli import main
-from megatron_r3.routes import Routes
-from megatron_r3.store import RolloutStore, write_shard
-from megatron_r3.training.schedule import Schedule
+from megatron_r3.data.store import RolloutStore, write_shard
+from megatron_r3.replay.routes import Routes
+from megatron_r3.train.schedule import Schedule
 
 
 def on_experts(rollout, experts, sample):

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import balance, balance_simulated
 from benchmarks.balance import CASES, write_store
 from benchmarks.balance_simulated import DEEPSEEK, Parts, Shape, chances, draw_loads, simulate
-from megatron_r3.store import RolloutStore
+from megatron_r3.data.store import RolloutStore
 
 CI = Path(__file__).parents[3] / ".ci" / "run"
 

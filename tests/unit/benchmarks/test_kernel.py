@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import kernel
 from benchmarks.machine import write_results
-from megatron_r3.gate import (
+from megatron_r3.replay.gate import (
     GateInputs,
     GateOptions,
     GateOutput,

@@ -18,7 +18,7 @@ from benchmarks import layers, layers_measure
 from benchmarks.layers_measure import check, timed
 from benchmarks.layers_model import LIVE_FUSED, WAYS, Way, ways_of
 from benchmarks.machine import no_transformer_engine
-from megatron_r3.gate import GateInputs, GateOptions, replayed_gate
+from megatron_r3.replay.gate import GateInputs, GateOptions, replayed_gate
 
 GROUPED = SimpleNamespace(moe_router_group_topk=4)
 PLAIN = SimpleNamespace(moe_router_group_topk=None)

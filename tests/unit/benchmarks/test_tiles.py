@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.tiles import LANE, best, candidates
-from megatron_r3.gate.tile_table import Tile, read_table, rule
+from megatron_r3.replay.gate.tile_table import Tile, read_table, rule
 
 ROOT = Path(__file__).parents[3]
 RULE, OTHER, THIRD = Tile(8, 1), Tile(8, 2), Tile(16, 2)
@@ -81,7 +81,7 @@ def test_a_candidate_that_is_wrong_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     code = (
         "import sys\n"
-        "import megatron_r3.gate.triton as gate\n"
+        "import megatron_r3.replay.gate.triton as gate\n"
         "right = gate.replayed_gate_triton\n"
         "def wrong(inputs, options):\n"
         "    out = right(inputs, options)\n"

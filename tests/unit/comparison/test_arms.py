@@ -14,9 +14,9 @@ from training_arguments import ARGUMENTS
 from comparison.arms import ARMS, COLLECTIONS, REGIMES, SEEDS, Run, dtype_of, runs_of
 from comparison.config import PROMPTS, write_config
 from comparison.policy import DTYPES, StartingPolicy, _with_dtype
-from megatron_r3.online.config import Config, ConfigError, read_config
-from megatron_r3.online.trainer import trainer_command
-from megatron_r3.training.update_options import read_loss, read_use, refuse_update
+from megatron_r3.loop.config import Config, ConfigError, read_config
+from megatron_r3.loop.trainer import trainer_command
+from megatron_r3.train.update_options import read_loss, read_use, refuse_update
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from comparison.task import EOS, MAX_ANSWER, SEQ_LENGTH, VOCAB_SIZE, problem, reward, write_prompts
-from megatron_r3.rollouts.reward import RewardSample
+from megatron_r3.collect.reward import RewardSample
 
 
 def reward_of(prompt: list[int], response: list[int]) -> float:

@@ -12,9 +12,9 @@ from engine_server import PROMPTS, engine, write_inputs
 
 from demo import collect, online, server_process, task
 from megatron_r3.cli import main
-from megatron_r3.rollouts.reward import RewardSample
-from megatron_r3.store import RolloutStore
-from tests.unit.rollouts.test_generate import save_model
+from megatron_r3.collect.reward import RewardSample
+from megatron_r3.data.store import RolloutStore
+from tests.unit.collect.test_generate import save_model
 
 
 def test_the_reward_is_the_share_of_right_positions():

@@ -13,7 +13,7 @@ import pytest
 from published import make_tree
 
 from demo.online import Places, write_config
-from megatron_r3.online.config import read_config
+from megatron_r3.loop.config import read_config
 
 ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"

@@ -32,9 +32,9 @@ from fuzz.outcome import (
     judged,
     noted,
 )
-from megatron_r3 import rollout
-from megatron_r3.engines import conversation
-from megatron_r3.store import reader
+from megatron_r3.data import rollout
+from megatron_r3.data.engines import conversation
+from megatron_r3.data.store import reader
 
 CHEAP = ("shards", "responses", "prompts", "configs")
 

@@ -19,9 +19,9 @@ from published import make_tree
 from torch.distributed.run import get_args_parser
 
 from demo.online import Places, write_config
-from megatron_r3.online.config import read_config
-from megatron_r3.online.config_tables import SamplerTable
-from megatron_r3.online.trainer import printed_command, trainer_command
+from megatron_r3.loop.config import read_config
+from megatron_r3.loop.config_tables import SamplerTable
+from megatron_r3.loop.trainer import printed_command, trainer_command
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "launch.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_r3.weights.families import FAMILIES, family_named
-from megatron_r3.weights.families.tables import Described
+from megatron_r3.weights.families.family_tables import Described
 from megatron_r3.weights.model_arguments import arguments_of, main
 
 COMMON: dict[str, Any] = {

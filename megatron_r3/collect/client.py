@@ -1,0 +1,193 @@
+"""HTTP client for one server; repeats a request after no connection, a timeout, 429 or 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+from megatron_r3.collect.engine import NoAnswer
+from megatron_r3.collect.http_body import CutShort, beginning_of, body_of
+from megatron_r3.data.engines.shape import EngineError
+from megatron_r3.data.untrusted import one_line, read_json
+
+try:
+    import httpx
+except ImportError as missing:  # an optional dependency: a trainer does not need it
+    raise ValueError(
+        "collecting rollouts takes httpx: pip install 'megatron-r3[collect]'"
+    ) from missing
+
+LONGEST_PAUSE_S = 30.0
+MOST_BYTES_OF_A_PAGE = 1 << 22  # what a server says of itself; SGLang's page has some 20 kB
+MOST_BYTES_OF_A_REFUSAL = 1 << 16
+
+
+class _TryAgain(Exception):
+    """This request failed, and a repetition of it may succeed.
+
+    Attributes:
+        pause: after how many seconds the server wants the repetition.
+    """
+
+    def __init__(self, reason: str, pause: float = 0.0) -> None:
+        super().__init__(reason)
+        self.pause = pause
+
+
+class Client:
+    """Sends requests and repeats them after connection errors, timeouts, 429 and 5xx.
+
+    Args:
+        url: the server's address; a `/v1` at its end is left out.
+        concurrency: the largest number of requests at a time.
+        timeout: seconds for one request, from connecting to the last byte.
+        retries: how often one request is repeated.
+        pause: seconds before the first repetition. The pause doubles with each repetition, and a
+            random factor from 0.5 to 1.5 keeps many requests from coming back in one moment.
+
+    Attributes:
+        url: the address as messages show it, without a user's name and password.
+        on_retry: called before each repetition.
+
+    Raises:
+        EngineError: `url` is no http address.
+    """
+
+    def __init__(
+        self, url: str, concurrency: int, timeout: float, retries: int, pause: float
+    ) -> None:
+        self.url, user = _address(url)
+        self.timeout, self.retries, self.pause = timeout, retries, pause
+        self.on_retry: Callable[[], None] = lambda: None
+        self._http = httpx.AsyncClient(
+            auth=user,
+            headers={"Accept-Encoding": "identity"},
+            timeout=timeout,
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            # Engines run on this machine or near it: a proxy of the environment is not for them.
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def post(self, path: str, body: Any, most_bytes: int) -> Any:
+        """The JSON that the server answers to a JSON body.
+
+        Args:
+            path: of the request; it begins with a slash.
+            body: of the request.
+            most_bytes: a longer answer is refused.
+
+        Raises:
+            NoAnswer: all repetitions failed, or the server refused the request for good.
+            EngineError: the answer is too long, or no JSON.
+        """
+        return await self._ask("POST", path, body, most_bytes)
+
+    async def get(self, path: str) -> Any:
+        """The JSON at a path; raises as `post`."""
+        return await self._ask("GET", path, None, MOST_BYTES_OF_A_PAGE)
+
+    async def _ask(self, method: str, path: str, body: Any, most_bytes: int) -> Any:
+        for attempt in range(self.retries + 1):
+            try:
+                data = await self._send(method, path, body, most_bytes)
+            except _TryAgain as error:
+                if attempt == self.retries:
+                    tries = f" ({attempt + 1} tries)" if attempt else ""
+                    raise NoAnswer(f"{self.url}{path}: {error}{tries}") from error
+                self.on_retry()
+                pause = self.pause * 2**attempt * random.uniform(0.5, 1.5)
+                await asyncio.sleep(min(LONGEST_PAUSE_S, max(error.pause, pause)))
+                continue
+            try:
+                return read_json(bytes(data), f"{self.url}{path}", most_bytes)
+            except ValueError as error:
+                raise EngineError(str(error)) from error
+        raise AssertionError("unreachable")
+
+    async def _send(self, method: str, path: str, body: Any, most_bytes: int) -> bytearray:
+        """Send a request once; raises `_TryAgain` if it is worth a repetition."""
+        try:
+            # `wait_for` of Python 3.11 may swallow a cancel; `signals.end_tasks` deals with that.
+            exchange = self._exchange(method, path, body, most_bytes)
+            return await asyncio.wait_for(exchange, self.timeout)
+        except (TimeoutError, asyncio.TimeoutError, httpx.TimeoutException) as error:
+            raise _TryAgain(f"no answer in {self.timeout:g} s") from error
+        except (httpx.RequestError, CutShort) as error:
+            raise _TryAgain(one_line(str(error), 300) or type(error).__name__) from error
+        except (_TryAgain, NoAnswer):
+            raise
+        except EngineError as error:
+            raise EngineError(f"{self.url}{path}: {error}") from error
+        except Exception as error:
+            # The libraries below raise anything for what they cannot send: UnicodeError for the
+            # host `a..b`, ValueError for a body with NaN.
+            reason = one_line(f"{type(error).__name__}: {error}", 300)
+            raise NoAnswer(f"{self.url}{path}: {reason}") from error
+
+    async def _exchange(self, method: str, path: str, body: Any, most_bytes: int) -> bytearray:
+        async with self._http.stream(method, self.url + path, json=body) as answer:
+            status = answer.status_code
+            if status == 200:
+                return await body_of(answer, most_bytes)
+            message = _refusal(status, await beginning_of(answer, MOST_BYTES_OF_A_REFUSAL))
+            if status == 429 or status >= 500:
+                raise _TryAgain(message, _retry_after(answer))
+            raise NoAnswer(f"{self.url}{path}: {message}", status)
+
+
+def _address(url: str) -> tuple[str, tuple[str, str] | None]:
+    """The address without a user, and the user's name and password.
+
+    No message shows a password. If the address cannot be parsed, a message leaves out all that
+    stands before its last `@`. Example: `http://me:pass#word@host` parses as the host `me` with the
+    port `pass`, so the parser's own message would quote half of the password; here it is shown as
+    `http://...@host`.
+    """
+    shown = one_line(re.sub(r"^([a-zA-Z]+://)?.*@", r"\1...@", url, flags=re.DOTALL), 300)
+    try:
+        address = httpx.URL(url.rstrip("/").removesuffix("/v1").rstrip("/"))
+    except (httpx.InvalidURL, ValueError) as error:
+        reason = "" if "@" in url else f" ({one_line(str(error), 300)})"
+        raise EngineError(f"--url {shown}: not an address{reason}") from error
+    if address.scheme not in ("http", "https") or not address.host:
+        raise EngineError(f"--url {shown}: the address must begin with http:// or https://")
+    if address.query or address.fragment:
+        raise EngineError(
+            f"--url {shown}: leave ? and # out of the address, because paths are added at its end"
+        )
+    if address.port is not None and not 1 <= address.port <= 65535:
+        raise EngineError(f"--url {shown}: the port must be 1 to 65535")
+    user = (address.username, address.password) if address.userinfo else None
+    return str(address.copy_with(username=None, password=None)).rstrip("/"), user
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """The status and the server's reason, in one line.
+
+    Servers give the reason as `{"error": {"message": ...}}`, `{"error": ...}`, `{"detail": ...}`,
+    or as a page; a page is shown as it is.
+    """
+    reason: Any = body.decode("utf-8", "replace")
+    try:
+        parsed = read_json(body, "the refusal")
+        reason = parsed.get("error") or parsed.get("detail") or reason
+        reason = reason.get("message", reason) if isinstance(reason, dict) else reason
+    except (ValueError, AttributeError):
+        pass
+    line = one_line(str(reason), 300)
+    return f"HTTP {status}: {line}" if line else f"HTTP {status}"
+
+
+def _retry_after(answer: httpx.Response) -> float:
+    """The seconds of the Retry-After header; 0 if there is none, or if it holds a date."""
+    try:
+        return max(0.0, float(answer.headers.get("retry-after", 0)))
+    except ValueError:
+        return 0.0

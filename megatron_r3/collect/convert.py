@@ -1,0 +1,293 @@
+"""From recorded responses of an engine, JSON lines, to a new store.
+
+Shape suffixes (docs/glossary.md): C.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.collect.prompt_plan import Model
+from megatron_r3.collect.recorded import answers_of, digests_of, read_lines, settings_of
+from megatron_r3.collect.request_fields import left_out, refuse_defaults
+from megatron_r3.collect.requests import decoder, policies_of
+from megatron_r3.collect.reward import (
+    RewardError,
+    RewardFunction,
+    RewardSample,
+    checked_reward,
+    score,
+)
+from megatron_r3.collect.writing import new_store, writing
+from megatron_r3.data.engines.shape import EngineError
+from megatron_r3.data.rollout import Rollout
+from megatron_r3.data.store import StoreInfo, write_shard
+from megatron_r3.data.store.schema import SamplingSettings
+from megatron_r3.data.untrusted import quoted, said
+from megatron_r3.data.values import wrong_name, wrong_text
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Responses that were recorded.
+
+    Attributes:
+        path: JSON lines `{"request": ..., "response": ..., "reward"?: ..., "group"?: ...}`.
+        engine, engine_version: the engine that sampled them.
+        model: the model that the engine ran.
+        policy_version: which policy sampled; None takes the versions that the responses report,
+            where these are whole numbers, and 0 where they are not.
+        reward: rewards the lines that have no `reward`. None means that each line must have one.
+    """
+
+    path: Path
+    engine: str
+    engine_version: str
+    model: Model
+    policy_version: int | None = None
+    reward: RewardFunction | None = None
+
+
+def convert_responses(
+    recording: Recording, out: Path, shard_size: int, skip_refused: bool = False
+) -> tuple[int, list[str], list[str]]:
+    """Write a new store of every choice of every response.
+
+    A line's group is its `group`. If the lines have none, each prompt of each request is a group of
+    its own. The samples of a group are numbered on from line to line. A group is in one shard if
+    its lines follow each other.
+
+    Args:
+        shard_size: rollouts of a shard, or a few more.
+        skip_refused: leave out responses that cannot be decoded, or were sampled in another way
+            than the first. Otherwise such a line is an error.
+
+    Returns:
+        How many rollouts the store has, for each line that was left out, why, and what else a user
+        should know, a line each.
+
+    Raises:
+        EngineError: a line is no response, cannot be decoded, or was sampled in another way than
+            the first.
+        RewardError: a line has no reward, or the reward function failed.
+        StoreError: `out` exists already, or cannot be written.
+    """
+    skipped: list[str] = []
+    count = 0
+    info, reader = _store_info(recording), _Reader(recording)
+
+    def write(folder: Path, rollouts: list[Rollout]) -> int:
+        with writing(out):
+            write_shard(folder, replace(info, sampling=reader.sampling), rollouts)
+        return len(rollouts)
+
+    with new_store(out) as folder:
+        batch: list[Rollout] = []
+        for rollouts, refused in reader.lines():
+            if refused and not skip_refused:
+                raise EngineError(refused)
+            skipped += [refused] if refused else []
+            if len(batch) >= shard_size and rollouts and rollouts[0].group != batch[-1].group:
+                count += write(folder, batch)
+                batch = []
+            batch += rollouts
+        if not batch:
+            raise EngineError(f"{recording.path}: no responses to store")
+        count += write(folder, batch)
+    return count, skipped, reader.notes()
+
+
+def _store_info(recording: Recording) -> StoreInfo:
+    names = {"--engine-version": recording.engine_version, "--model": recording.model.name}
+    for option, name in names.items():
+        if wrong := wrong_text(name):
+            raise EngineError(f"{option} {quoted(name)}: as a name in a store it must be {wrong}")
+    return recording.model.store_info(recording.engine, recording.engine_version)
+
+
+class _Reader:
+    """Reads a recording line by line; counts the prompts, and the samples of each group.
+
+    Attributes:
+        sampling: how the first line that could be decoded was sampled.
+        left_out: the settings that a line leaves to its engine.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording, self.decode = recording, decoder(recording.engine)
+        self.sampling = SamplingSettings()
+        self.defaults = recording.model.sampling_defaults
+        self.left_out: set[str] = set()
+        self._model: Any = None  # the name that the first line has
+        self._first_line = ""  # the line that `sampling` is of; empty before it came
+        self._samples: Counter[int] = Counter()  # of each group, so far
+        # for each group the digest of its prompt, and the line that had it first
+        self._digests: dict[int, tuple[int, str]] = {}
+        self._prompts = 0  # the number of the next group, if lines do not name theirs
+        self._lines_name_groups: bool | None = None  # None before the first line
+
+    def notes(self) -> list[str]:
+        """What the store does not know, after all lines."""
+        if not self.left_out:
+            return []
+        return [
+            f"requests leave out {', '.join(sorted(self.left_out))}: {self.recording.engine} took "
+            "its own values, or those of the model's generation_config.json; the store does not "
+            "know them"
+        ]
+
+    def lines(self) -> Iterator[tuple[list[Rollout], str]]:
+        """For each line its rollouts and "", or no rollouts and why there are none."""
+        for where, line in read_lines(self.recording.path):
+            yield self._decoded(line, where)
+
+    def _decoded(self, line: dict[str, Any], where: str) -> tuple[list[Rollout], str]:
+        response, request = line["response"], line["request"]
+        try:
+            # The turns of an agent may have different limits of tokens, and such a limit changes no
+            # token's probability. So it is left out of what all lines must share.
+            settings = replace(settings_of(request, where), max_tokens=None)
+            refuse_defaults(self.recording.engine, request, self.defaults, where)
+            decoded = self.decode(response, request, self.recording.model.shape, where)
+            answers = answers_of(response, len(decoded), where)
+            digests = digests_of(self.recording.engine, request, where)
+            if any(choice.kept is not None for choice in decoded):
+                settings = replace(settings, logprobs_of="processed")
+            self._refuse_other_settings(settings, request.get("model"), where)
+            self.left_out.update(left_out(self.recording.engine, request))
+            versions = [self._version(response, i, c, where) for i, c in enumerate(decoded)]
+        except EngineError as error:
+            return [], str(error)
+        # The decoders refuse what they know to be wrong; this catches what they do not know.
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+            return [], f"{where}: the response cannot be read ({said(repr(error))})"
+        return list(self._rollouts(line, decoded, answers, digests, versions, where)), ""
+
+    def _refuse_other_settings(self, settings: SamplingSettings, model: Any, where: str) -> None:
+        """A store has one way of sampling and one model, those of its first response.
+
+        A server knows an adapter, too, by the name of a model.
+        """
+        if not self._first_line:
+            self.sampling, self._first_line, self._model = settings, where, model
+        if model != self._model:
+            raise EngineError(
+                f"{where}: the request names the model {quoted(model)}, and {quoted(self._model)} "
+                f"in {self._first_line}: convert such lines into a store of their own"
+            )
+        for name, first in vars(self.sampling).items():
+            given = getattr(settings, name)
+            if given != first:
+                raise EngineError(
+                    f"{where}: {name} {_or_not_said(given)}, and {_or_not_said(first)} in "
+                    f"{self._first_line}: a store has one way of sampling; convert such lines "
+                    "into a store of their own"
+                )
+
+    def _rollouts(
+        self,
+        line: dict[str, Any],
+        decoded: list[Rollout],
+        answers: list[tuple[Mapping[str, Any], str]],
+        digests: list[int],
+        versions: list[int],
+        where: str,
+    ) -> Iterator[Rollout]:
+        # The decoder numbers the prompts of a request from 0 on; `first` is the group of prompt 0.
+        first = self._first_group(line, 1 + max(choice.group for choice in decoded), where)
+        for index, (choice, answer) in enumerate(zip(decoded, answers, strict=True)):
+            group, digest = first + choice.group, digests[choice.group]
+            version = versions[index]
+            sample = self._samples[group]
+            if wrong := wrong_name(version, group, sample):
+                raise EngineError(f"{where}: {wrong}")
+            self._refuse_other_prompt(group, digest, where)
+            self._samples[group] += 1
+            seen = RewardSample.of(choice, line, answer, group, sample)
+            reward = self._reward(line, index, len(decoded), seen, where)
+            yield replace(
+                choice,
+                reward=reward,
+                group=group,
+                sample=sample,
+                policy_version=version,
+                prompt_digest=digest,
+            )
+
+    def _version(self, response: Any, index: int, choice: Rollout, where: str) -> int:
+        """The policy version of one choice: of its spans, of the command, or of the response.
+
+        Raises:
+            EngineError: the command names another version than the spans begin with.
+        """
+        given = self.recording.policy_version
+        if choice.versions_C2 is not None:
+            if given not in (None, choice.policy_version):
+                raise EngineError(
+                    f"{where}, choice {index}: the engine's versions "
+                    f"{choice.versions_C2[:, 1].tolist()[:20]} sampled it, and --policy-version "
+                    f"says {given}: leave --policy-version out, and the versions are the engine's"
+                )
+            return choice.policy_version
+        if given is not None:
+            return given
+        said = policies_of(response, index, where) if isinstance(response, (dict, list)) else []
+        whole = len(said) == 1 and re.fullmatch("[0-9]{1,18}", said[0])
+        return int(said[0]) if whole else 0
+
+    def _first_group(self, line: dict[str, Any], prompts: int, where: str) -> int:
+        """The group of the line's first prompt."""
+        given = line.get("group")
+        if self._lines_name_groups not in (None, given is not None):
+            raise EngineError(f"{where}: give every line a `group`, or no line")
+        self._lines_name_groups = given is not None
+        if given is None:
+            self._prompts += prompts
+            return self._prompts - prompts
+        if prompts > 1 or isinstance(given, bool) or not isinstance(given, int):
+            raise EngineError(
+                f"{where}: `group` must be a whole number, and its request must have one prompt"
+            )
+        return given
+
+    def _refuse_other_prompt(self, group: int, digest: int, where: str) -> None:
+        """Advantages are normalised over a group, so its rollouts must answer one prompt."""
+        known, first_line = self._digests.setdefault(group, (digest, where))
+        if known != digest:
+            raise EngineError(
+                f"{where}: group {group} has another prompt in {first_line}; each prompt has a "
+                "group of its own"
+            )
+
+    def _reward(
+        self, line: dict[str, Any], index: int, count: int, sample: RewardSample, where: str
+    ) -> float:
+        """The reward of one choice: from the line, if it has any, else from the function.
+
+        A line's `reward` is a number, or a list with a number for each choice.
+        """
+        given, function = line.get("reward"), self.recording.reward
+        if given is None:
+            if function is None:
+                raise RewardError(
+                    f"{where}: the line has no `reward`: add one, or give --reward module:function"
+                )
+            return score(function, sample, f"{where}, choice {index}")
+        values = given if isinstance(given, list) else [given]
+        if len(values) != count:
+            raise RewardError(
+                f"{where}: `reward` has {len(values)} numbers for {count} "
+                "choices: give one for each"
+            )
+        return checked_reward(values[index], f"{where}, choice {index}: `reward` is")
+
+
+def _or_not_said(value: float | str | None) -> str:
+    if value is None:
+        return "not said"
+    return value if isinstance(value, str) else f"{value:g}"

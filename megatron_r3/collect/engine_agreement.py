@@ -1,0 +1,272 @@
+"""The truth test of a store: transformers runs some of its rollouts, and routes are compared.
+
+Shape suffixes (docs/glossary.md): M, N, T, V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.data.engines.shape import EngineError
+from megatron_r3.data.fingerprint import policy_stamp
+from megatron_r3.data.kept import KeptSets
+from megatron_r3.data.store import Rollout, RolloutStore, SamplingSettings, StoreInfo
+from megatron_r3.data.truth import (
+    Compared,
+    Floor,
+    Report,
+    write_floor,
+)
+from megatron_r3.data.untrusted import one_line
+from megatron_r3.data.values import wrong_token
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What another implementation of a store's model says of some of its rollouts.
+
+    Attributes:
+        compared: the rollouts, with its routes and log-probs.
+        version: the newest policy version of them. The numbers are about its rollouts alone: those
+            of older versions, sampled by other weights, only help to name the cause of an alarm.
+        k3_kl, extreme: means over sampled tokens (megatron_r3.train.losses.agreement).
+        model: the kind of the model, which a floor is about.
+        dtype: in which it was computed.
+        note: which rollouts the model is taken to have sampled, where a store has several policies.
+    """
+
+    compared: list[Compared]
+    version: int
+    k3_kl: float
+    extreme: float
+    model: str
+    dtype: str
+    note: str = ""
+
+    def numbers(self, report: Report) -> dict[str, Any]:
+        """What `rollouts inspect` prints of it, ready for JSON. `routes`: for each MoE layer the
+        share of recorded rows with the same set of experts.
+        """
+        own = [c.rollout for c in self.compared if c.rollout.policy_version == self.version]
+        tables = report.tables if len(own) == len(self.compared) else report.newest
+        return {
+            "policy_version": self.version,
+            "rollouts": len(own),
+            "tokens": sum(int(rollout.response_N.sum()) for rollout in own),
+            "rows": int(tables.all_rows.rows),
+            "routes": [1 - share.share for share in tables.layers.values()],
+            "k3_kl": self.k3_kl,
+            "extreme": self.extreme,
+            "abs_dlogp": tables.abs_dlogp or 0.0,
+        }
+
+
+def compare_store(
+    store: RolloutStore, model: Path, num_rollouts: int, before: Path | None = None
+) -> Agreement:
+    """Run some rollouts, spread over the store, through transformers with live routing.
+
+    An engine that computes a model wrongly still returns routes that look right: distinct ids in
+    range. Only another implementation of the same weights shows that they are wrong.
+
+    Args:
+        before: the model before the last update of its weights; None to compare with `model` only.
+
+    Raises:
+        EngineError: transformers cannot read the model, or the model has other MoE layers than the
+            store, or a smaller vocabulary.
+    """
+    version, note = _version_of(store, model)
+    rollouts = {store.name(i): store.rollout(i) for i in _chosen(store, num_rollouts, version)}
+    where = str(store.directories[0])
+    return replace(compare_rollouts(rollouts, store.info, model, before, where), note=note)
+
+
+def compare_rollouts(
+    rollouts: dict[str, Rollout],
+    info: StoreInfo,
+    model: Path,
+    before: Path | None = None,
+    where: str = "the rollouts",
+) -> Agreement:
+    """Run rollouts through transformers with live routing (`compare_store`).
+
+    Args:
+        rollouts: by what messages call them.
+        info: the header that their shard has, or will have.
+        where: what messages call all of them.
+
+    Raises:
+        EngineError: as `compare_store`.
+    """
+    network = _load(model)
+    runs = _runs(network, model, rollouts, info, where)
+    older = {} if before is None else _runs(_load(before), before, rollouts, info, where)
+    sums, tokens = {"k3_kl": 0.0, "extreme": 0.0}, 0
+    version = max(rollout.policy_version for rollout in rollouts.values())
+    for name, rollout in rollouts.items():
+        if rollout.policy_version != version:
+            continue
+        added = _agreement_sums(rollout, runs[name][1])
+        sums = {key: value + added[key] for key, value in sums.items()}
+        tokens += int(rollout.response_N.sum())
+    return Agreement(
+        [
+            Compared(
+                rollout,
+                runs[name][0],
+                runs[name][1].numpy(),
+                name,
+                older[name][0] if older else None,
+            )
+            for name, rollout in rollouts.items()
+        ],
+        version,
+        k3_kl=sums["k3_kl"] / max(tokens, 1),
+        extreme=sums["extreme"] / max(tokens, 1),
+        model=f"{network.config.model_type} {len(info.moe_layers)}x{info.num_experts} "
+        f"top-{info.topk}",
+        dtype=str(network.dtype).removeprefix("torch."),
+    )
+
+
+def _runs(
+    network: Any, model: Path, rollouts: dict[str, Rollout], info: StoreInfo, where: str
+) -> dict[str, tuple[np.ndarray, Any]]:
+    """The live routes `[L, T, K]` and the log-probs `[T]` of each rollout."""
+    import torch
+
+    from megatron_r3.data.engines.transformers import capture_routes
+
+    vocab_size = network.get_input_embeddings().num_embeddings
+    runs = {}
+    with capture_routes(network) as captured, torch.no_grad():
+        if captured.moe_layers != info.moe_layers:
+            raise EngineError(
+                f"{model}: MoE layers {list(captured.moe_layers)}; {where} has "
+                f"routes of {list(info.moe_layers)}"
+            )
+        for name, rollout in rollouts.items():
+            wrong = wrong_token(rollout.tokens_N, vocab_size)
+            if wrong is not None:
+                raise EngineError(f"{model}: {name}: token {wrong[0]} {wrong[1]}")
+            if rollout.kept is not None and (out := wrong_token(rollout.kept.ids_V, vocab_size)):
+                raise EngineError(f"{model}: {name}: a kept set: {out[1]}")
+            logprobs_T = _logprobs(network, rollout, info.sampling)
+            runs[name] = captured.take()[0].cpu().numpy(), logprobs_T
+    return runs
+
+
+def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
+    """The policy version that the model is, and what to say of it: the newest one with its stamp.
+
+    Where no stamps tell, it is taken to be the newest version of the store.
+    """
+    newest = int(store.column("policy_version").max())
+    of_stamp: dict[str, int] = {}
+    for shard in store.shards:
+        version = int(shard.tensors["policy_version"].max())
+        of_stamp[shard.info.policy_stamp] = max(version, of_stamp.get(shard.info.policy_stamp, 0))
+    if len(of_stamp) == 1:
+        return newest, ""
+    version = of_stamp.get(policy_stamp(model), -1)
+    if version < 0:
+        return newest, f"no shard has the stamp of {model}: it is compared with version {newest}"
+    after = f"{model} sampled policy version {version}: later versions are not compared"
+    return version, after if version < newest else ""
+
+
+def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
+    """Rollouts spread over the store; at least half of them are of this version, no one is newer.
+
+    The alarms are about this version, whose weights the model should have.
+    """
+    version_M = store.column("policy_version")
+    newest, others = np.flatnonzero(version_M == version), np.flatnonzero(version_M < version)
+    of_others = min(num_rollouts // 2, len(others))
+    spread = [
+        members[np.linspace(0, len(members) - 1, number).astype(int)]
+        for members, number in ((newest, num_rollouts - of_others), (others, of_others))
+        if number
+    ]
+    return np.unique(np.concatenate(spread)).tolist()
+
+
+def keep_floor(path: Path, info: StoreInfo, agreement: Agreement, report: Report) -> bool:
+    """Write what was measured as the floor of later collections, if it may be one.
+
+    Returns:
+        Whether it was written: not where there is a floor, an alarm, or few rows.
+
+    Raises:
+        FloorError: it cannot be written there.
+    """
+    if not report.may_be_floor:
+        return False
+    floor = Floor(
+        agreement.model,
+        str(info.engine),
+        str(info.engine_version),
+        agreement.dtype,
+        version=max(report.tables.versions),
+        rows=int(report.newest.all_rows.rows),
+        tables=report.newest,
+    )
+    return write_floor(path, floor)
+
+
+def _logprobs(network: Any, rollout: Rollout, sampling: SamplingSettings) -> Any:
+    """Run a rollout; the log-prob of the token that each row predicts, a float32 tensor `[T]`.
+
+    If the stored log-probs are those of the distribution that was sampled, so are these.
+    """
+    import torch
+
+    ids_N = torch.from_numpy(rollout.tokens_N.astype(np.int64))
+    # The logits of a token are about the next one: row 0 predicts token 1.
+    logits = network(ids_N[None, :-1], use_cache=False).logits[0].float()
+    if sampling.logprobs_of == "processed":
+        logits = logits / (1.0 if sampling.temperature is None else sampling.temperature)
+        if rollout.kept is not None:
+            logits = logits.masked_fill(_cut_off(rollout.kept, logits.shape), float("-inf"))
+    return logits.log_softmax(-1).gather(-1, ids_N[1:, None])[:, 0]
+
+
+def _agreement_sums(rollout: Rollout, logprobs_T: Any) -> dict[str, float]:
+    """The sums of `agreement_sums` over the sampled tokens of a rollout."""
+    import torch
+
+    from megatron_r3.train.losses.agreement import agreement_sums
+
+    stored = torch.from_numpy(rollout.logprobs_N[1:].copy())
+    mask = torch.from_numpy(rollout.response_N[1:].astype(np.float32))
+    return {name: float(v) for name, v in agreement_sums(logprobs_T, stored, mask).items()}
+
+
+def _cut_off(kept: KeptSets, shape: Sequence[int]) -> Any:
+    """Which logits `[N - 1, vocabulary]` the sampler had cut off, bool."""
+    import torch
+
+    sizes = kept.sizes_N[1:]  # row 0 predicts token 1
+    cut = torch.from_numpy(np.repeat(sizes > 0, shape[1]).reshape(*shape))
+    cut[np.repeat(np.arange(len(sizes)), sizes), kept.ids_V.astype(np.int64)] = False
+    return cut
+
+
+def _load(model: Path) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise EngineError(
+            f"inspect --model takes transformers: pip install 'transformers>=5' ({error})"
+        ) from error
+    try:
+        return AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    except Exception as error:  # a wrong config or wrong weights raise errors of any kind
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
+        raise EngineError(f"{model}: transformers cannot load it: {reason}") from error

@@ -1,0 +1,391 @@
+"""Transformers as an engine: runs the model in this process, on a GPU if there is one.
+
+A server batches the requests that it gets; here that is done by hand. Samples that are under way
+at a time and have prompts of one length run together, with a KV cache. There is no padding, so no
+sample depends on the others in its batch, except by the rounding of a matrix product.
+
+Shape suffixes (docs/glossary.md): B, N, G, L, T, K.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.collect.engine import Answer, Identity, NoAnswer
+from megatron_r3.collect.prompt_plan import Sampling
+from megatron_r3.collect.prompts import Prompt, PromptError
+from megatron_r3.collect.signals import BackgroundThread, end_tasks
+from megatron_r3.data.engines.shape import EngineError, ModelShape
+from megatron_r3.data.engines.transformers import capture_routes
+from megatron_r3.data.kept import KeptSets
+from megatron_r3.data.rollout import UNKNOWN_POLICY, UNREWARDED, Rollout
+from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.routes import Routes
+
+try:
+    import transformers
+except ImportError as missing:  # an optional dependency: the other engines do not need it
+    raise ValueError(
+        f"--engine transformers takes transformers: pip install 'transformers>=5' ({missing})"
+    ) from missing
+
+# A batch begins when no request has come for this long: after a batch its workers come back one by
+# one, as their rewards are computed, and the first of them must not run alone.
+_GATHER_S = 0.01
+# How long `close` waits for the token that is being computed. A process that ends while another
+# thread is inside torch may crash.
+_CLOSE_S = 10.0
+
+
+@dataclass
+class SampleRequest:
+    """One sample that is asked for.
+
+    Attributes:
+        ids: the prompt.
+        seed: of this sample; None leaves it to the system's randomness.
+        where: how errors call this sample.
+        answer: gets the result, where somebody waits for it.
+    """
+
+    ids: list[int]
+    seed: int | None
+    where: str
+    answer: asyncio.Future[Answer] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for the result any more."""
+        return self.answer is not None and self.answer.done()
+
+
+class Transformers:
+    """A model of a transformers directory (`engine.Engine`).
+
+    Args:
+        directory: with config, weights and, for prompts that are texts or chats, a tokenizer.
+        shape: the MoE layers that its config names.
+        sampling: how to sample.
+
+    Attributes:
+        model: of transformers, on `device`.
+
+    Raises:
+        EngineError: transformers cannot load it, or it has routers in other layers than `shape`.
+    """
+
+    name = "transformers"
+
+    def __init__(self, directory: Path, shape: ModelShape, sampling: Sampling) -> None:
+        self.sampling, self._directory, self._shape = sampling, directory, shape
+        self.model = load_model(directory)
+        self._tokenizer = _load_tokenizer(directory)
+        self.device = self.model.get_input_embeddings().weight.device
+        self._stop_ids = torch.tensor(stop_ids(self.model), dtype=torch.int64, device=self.device)
+        self._hooks = ExitStack()
+        self._captured = self._hooks.enter_context(capture_routes(self.model))
+        if self._captured.moe_layers != shape.moe_layers:
+            raise EngineError(
+                f"{directory}: transformers has routers in layers "
+                f"{list(self._captured.moe_layers)}; its config says {list(shape.moe_layers)}"
+            )
+        self._thread = BackgroundThread("generate")
+        self._waiting: defaultdict[int, list[SampleRequest]] = defaultdict(list)  # by prompt length
+        self._batches: asyncio.Task[None] | None = None
+        self._closing = False
+
+    def check(self, prompt: Prompt) -> None:
+        """See `Engine.check`."""
+        if not self._ids(prompt):
+            raise PromptError(f"{prompt.where}: the tokenizer makes no token of the prompt")
+
+    async def begin(self, on_retry: Callable[[], None]) -> Identity:
+        """See `Engine.begin`."""
+        return Identity(version=transformers.__version__)
+
+    async def confirm(self) -> None:
+        """See `Engine.confirm`. The model in memory is the one that was loaded."""
+
+    async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
+        """See `Engine.sample`. The request waits for others, to run in a batch with them."""
+        ids, future = self._ids(prompt), asyncio.get_running_loop().create_future()
+        self._waiting[len(ids)].append(SampleRequest(ids, seed, where, future))
+        if self._batches is None or self._batches.done():
+            self._batches = asyncio.ensure_future(self._run_batches())
+        answer: Answer = await future
+        return answer
+
+    async def close(self) -> None:
+        """See `Engine.close`. A batch that runs ends after its current token."""
+        self._closing = True
+        if self._batches is not None:
+            await end_tasks([self._batches])
+        self._thread.close(_CLOSE_S)
+        self._hooks.close()
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if prompt.tokens is not None:
+            return prompt.tokens
+        if self._tokenizer is None:
+            raise PromptError(
+                f"{prompt.where}: {self._directory} has no tokenizer; give `prompt` as token ids"
+            )
+        content = prompt.content
+        try:
+            if prompt.is_chat:
+                content = self._tokenizer.apply_chat_template(
+                    content, tokenize=False, add_generation_prompt=True
+                )
+            # The text that a chat template makes has its special tokens already.
+            ids = self._tokenizer(content, add_special_tokens=not prompt.is_chat)["input_ids"]
+        except Exception as error:  # a template fails in any way: it is a program of the model's
+            reason = one_line(f"{type(error).__name__}: {error}", 300)
+            raise PromptError(
+                f"{prompt.where}: the tokenizer refuses the prompt: {reason}"
+            ) from error
+        return [int(token) for token in ids]
+
+    async def _run_batches(self) -> None:
+        """Run batch after batch until no request waits; the largest batch comes first."""
+        while any(self._waiting.values()):
+            number = -1
+            while number != (number := sum(map(len, self._waiting.values()))):
+                await asyncio.sleep(_GATHER_S)
+            length = max(self._waiting, key=lambda n: len(self._waiting[n]))
+            # Requests whose worker was cancelled are left out.
+            batch = [r for r in self._waiting.pop(length) if not r.is_over]
+            if not batch:
+                continue
+            try:
+                answers = await self._thread.run(self.answers, batch)
+            except Exception as error:  # too little memory, or a model that computes NaN
+                reason = f"transformers failed: {type(error).__name__}: {error}"
+                for request in batch:
+                    if request.answer is not None and not request.answer.done():
+                        request.answer.set_exception(NoAnswer(one_line(reason, 300)))
+                continue
+            for request, answer in zip(batch, answers, strict=True):
+                if request.answer is not None and not request.answer.done():
+                    request.answer.set_result(answer)
+
+    def answers(self, batch: list[SampleRequest]) -> list[Answer]:
+        """Continue prompts of one length, all at once; `sample` runs it in a thread.
+
+        The same batch has the same answers, bit for bit, on the same machine.
+
+        Raises:
+            EngineError: the model computed what no rollout can hold, as NaN.
+        """
+        length = len(batch[0].ids)
+        ids_BN = torch.tensor([request.ids for request in batch], device=self.device)
+        tokens_BN, logprobs_BG, ids_LBTK, kept_B = self._continue(
+            ids_BN, _draws(batch, self.sampling)
+        )
+        answers = []
+        for i, request in enumerate(batch):
+            ended = np.isin(tokens_BN[i, length:], self._stop_ids.cpu().numpy())
+            # A sequence runs on until all of its batch have ended: what it does then is cut off.
+            sampled = int(ended.argmax()) + 1 if ended.any() else len(ended)
+            response_N = np.arange(length + sampled) >= length
+            logprobs_N = np.zeros(length + sampled, np.float32)
+            logprobs_N[length:] = logprobs_BG[i, :sampled]
+            rollout = Rollout(
+                tokens_BN[i, : length + sampled].copy(),
+                response_N,
+                logprobs_N,
+                reward=UNREWARDED,
+                group=0,
+                policy_version=UNKNOWN_POLICY,
+                routes=Routes.from_array(
+                    # N tokens have N - 1 rows: the last token is never forwarded.
+                    ids_LBTK[:, i, : length + sampled - 1],
+                    self._shape.num_experts,
+                    where=request.where,
+                ),
+                kept=KeptSets.from_lists([*([[]] * length), *kept_B[i][:sampled]])
+                if self.sampling.wants_kept
+                else None,
+            )
+            if wrong := rollout.wrong_parts():
+                raise EngineError(f"{request.where}: {wrong}")
+            message = {}
+            if self._tokenizer is not None:
+                message["content"] = self._tokenizer.decode(
+                    rollout.tokens_N[length:].tolist(), skip_special_tokens=True
+                )
+            answers.append(Answer(rollout, message, "stop" if ended.any() else "length"))
+        return answers
+
+    @torch.inference_mode()
+    def _continue(
+        self, prompt_BN: Tensor, draws_BG: Tensor
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[list[np.ndarray]]]:
+        """Sample until every sequence has a token that ends it, or `max_tokens` tokens.
+
+        Args:
+            prompt_BN: int64 token ids.
+            draws_BG: float64 numbers in [0, 1), one for each token (`_choose`).
+
+        Returns:
+            Tokens [B, N] int32, prompts included; log-probs [B, G] float32, at temperature 1 over
+            the whole vocabulary unless those of the processed distribution are asked for; expert
+            ids [L, B, T, K] of all forwarded tokens; of each sequence the kept ids of each sampled
+            token, empty unless they are asked for.
+        """
+        cache, step_BN = None, prompt_BN
+        tokens, logprobs, routes = [prompt_BN], [], []
+        kept_B: list[list[np.ndarray]] = [[] for _ in prompt_BN]
+        ended_B = torch.zeros(len(prompt_BN), dtype=torch.bool, device=self.device)
+        self._captured.take()  # what a batch that failed has left there
+        for draw_B in draws_BG.to(self.device).unbind(1):
+            if self._closing:
+                raise EngineError("the collection ends")
+            # The first step is the whole prompt, of whose logits only the last row is needed. The
+            # cache has its keys and values, so every later step is one token.
+            output = self.model(
+                input_ids=step_BN, past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+            cache = output.past_key_values
+            (ids_LTK,) = self._captured.take()  # its T counts the tokens of all sequences
+            routes.append(ids_LTK.unflatten(1, step_BN.shape).cpu())
+            logits = output.logits[:, -1].float()
+            processed = _processed(logits, self.sampling)
+            chosen_B = _choose(processed, self.sampling, draw_B)
+            step_BN = chosen_B[:, None]
+            tokens.append(step_BN)
+            of = processed if self.sampling.logprobs_of == "processed" else logits
+            logprobs.append(torch.log_softmax(of, -1).gather(1, step_BN).float())
+            if self.sampling.wants_kept:
+                for row, kept in zip(processed.isfinite().cpu().numpy(), kept_B, strict=True):
+                    kept.append(np.flatnonzero(row))
+            ended_B |= torch.isin(chosen_B, self._stop_ids)
+            if bool(ended_B.all()):
+                break
+        return (
+            torch.cat(tokens, 1).to(torch.int32).cpu().numpy(),
+            torch.cat(logprobs, 1).cpu().numpy(),
+            torch.cat(routes, 2).numpy(),
+            kept_B,
+        )
+
+
+def _draws(batch: list[SampleRequest], sampling: Sampling) -> Tensor:
+    """The random numbers of each sample, float64 [B, G], from its own seed and nothing else.
+
+    So a sample draws the same numbers in whatever batch it runs, and again after a resume. Without
+    a seed they come from the system's randomness.
+    """
+    draws = []
+    for request in batch:
+        generator = torch.Generator()
+        if request.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(request.seed)
+        draws.append(torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64))
+    return torch.stack(draws)
+
+
+def _processed(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The logits that are sampled from: divided by the temperature, and -inf where cut off.
+
+    Args:
+        logits: float32, one row of the vocabulary for each sequence.
+
+    Returns:
+        The same shape, float64: the sum of the probabilities of a large vocabulary is rounded less.
+    """
+    if sampling.temperature == 0:
+        return logits.double()
+    logits = logits / sampling.temperature
+    if sampling.top_k and sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    logits = logits.double()
+    if sampling.top_p < 1:
+        ordered, order = torch.softmax(logits, -1).sort(-1, descending=True)
+        # Cut a token if those before it already have the wanted probability; the first one stays.
+        cut = ordered.cumsum(-1) - ordered >= sampling.top_p
+        cut[:, 0] = False
+        logits = logits.masked_fill(cut.scatter(-1, order, cut), float("-inf"))
+    return logits
+
+
+def _choose(processed: Tensor, sampling: Sampling, draw_B: Tensor) -> Tensor:
+    """The token of each sequence, int64 [B], by the inverse of the distribution function.
+
+    Example: probabilities .2 .5 .3 have the sums .2 .7 1; a draw of .6 takes the token 1, because
+    .7 is the first sum above .6. A token of probability 0 has the sum of its neighbour and is never
+    the first.
+
+    Args:
+        processed: what `_processed` makes of the logits of each sequence.
+    """
+    if sampling.temperature == 0:
+        return processed.argmax(-1)
+    sums = torch.softmax(processed, -1).cumsum(-1)
+    total = sums[:, -1:]
+    # The sum of rounded probabilities is not exactly 1, and a draw just below 1 times the total may
+    # be rounded up to the total, above which no sum is.
+    target = torch.minimum(draw_B[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, target, right=True)[:, 0]
+
+
+def load_model(directory: Path) -> Any:
+    """Load the model in the dtype of its config, with plain attention and plain experts.
+
+    "eager" runs the experts one after the other in a fixed order. The grouped kernels that
+    transformers would choose need not give the same result in two batches.
+
+    Raises:
+        EngineError: transformers cannot load it.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype="auto",
+            experts_implementation="eager",
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a wrong config or wrong weights raise errors of any kind
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
+        raise EngineError(f"{directory}: transformers cannot load it: {reason}") from error
+    for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
+        if names := sorted(map(str, loaded[kind])):  # transformers makes up random weights for them
+            raise EngineError(f"{directory}: it {what} {names[0]} (such tensors: {len(names)})")
+    return model.eval().to(device)
+
+
+def stop_ids(model: Any) -> list[int]:
+    """The tokens that end a response; empty if neither generation config nor config names one."""
+    ids = model.generation_config.eos_token_id
+    ids = model.config.eos_token_id if ids is None else ids
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, (list, tuple)) else [ids]
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    """The tokenizer, or None if the directory has none."""
+    if not (directory / "tokenizer_config.json").exists():
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # of any kind, as above
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
+        raise EngineError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error

@@ -1,0 +1,290 @@
+"""A store as a parquet table, a row for each rollout, and rewards back from such a table.
+
+The table has everything but the routes. Only the rewards can come back: rollouts are scored again
+elsewhere, and a new store gets the old rollouts with the new rewards.
+
+Shape suffixes (docs/glossary.md): C, N, V.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.collect.reward import checked_reward
+from megatron_r3.collect.writing import new_store, writing
+from megatron_r3.data.store import Rollout, RolloutStore, StoreError, write_shard
+from megatron_r3.data.store.shard import Shard
+from megatron_r3.data.untrusted import one_line
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError as missing:  # an optional dependency: training does not need it
+    raise ValueError("parquet takes pyarrow: pip install 'megatron-r3[parquet]'") from missing
+
+KEY = ("policy_version", "group", "sample")  # these three name a rollout
+ROWS = 1024  # read at a time
+# the columns that a table must have, and the kind of each
+WANTED = {**dict.fromkeys(KEY, "name"), "reward": "reward"}
+# for each kind: how errors call it, and whether a column's type is of it
+_KINDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
+    "name": ("whole numbers", pa.types.is_integer),
+    "reward": (
+        "numbers",
+        lambda kind: (
+            pa.types.is_integer(kind)
+            or pa.types.is_floating(kind)
+            or pa.types.is_boolean(kind)
+            or pa.types.is_decimal(kind)
+        ),
+    ),
+    "tokens": (
+        "lists of whole numbers",
+        lambda kind: (
+            (
+                pa.types.is_list(kind)
+                or pa.types.is_large_list(kind)
+                or pa.types.is_fixed_size_list(kind)
+            )
+            and pa.types.is_integer(kind.value_type)
+        ),
+    ),
+}
+
+
+def to_parquet(directory: Path, path: Path) -> int:
+    """Write the table, whole or not at all; returns how many rollouts it has.
+
+    Raises:
+        StoreError: the store is damaged, or the table cannot be written.
+    """
+    store = RolloutStore([directory], mixed_policies=True)
+    with writing(path):
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        # Beside `path`, to be renamed when it is whole: a rename does not cross file systems.
+        descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
+        os.close(descriptor)
+        try:
+            schema = _schema(store)
+            with pq.ParquetWriter(name, schema) as writer:
+                first = 0
+                for shard in store.shards:
+                    rows = [_row(store, shard, i, first + i) for i in range(shard.num_rollouts)]
+                    writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                    first += shard.num_rollouts
+            os.chmod(name, 0o644)  # mkstemp made it readable for its owner alone
+            os.replace(name, path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    return len(store)
+
+
+def _has(store: RolloutStore, tensor: str) -> bool:
+    """Whether any shard has an optional tensor (docs/rollout-store.md)."""
+    return any(tensor in shard.header.tensors for shard in store.shards)
+
+
+def _schema(store: RolloutStore) -> pa.Schema:
+    """The columns; those of what only some stores have come last, where a shard has it."""
+    columns = (*KEY, "prompt_digest", "num_tokens", "prompt_length")
+    numbers = [(name, pa.int64()) for name in columns]
+    texts = [(name, pa.string()) for name in ("shard", "engine", "engine_version", "model")]
+    lists = [("tokens", pa.int32()), ("response", pa.bool_()), ("logprobs", pa.float32())]
+    return pa.schema(
+        [
+            *numbers,
+            ("reward", pa.float32()),
+            *((name, pa.list_(kind)) for name, kind in lists),
+            ("recorded", pa.list_(pa.bool_())),
+            ("turns", pa.list_(pa.list_(pa.int32(), 2))),
+            *texts,
+            *([("advantage", pa.float32())] if _has(store, "advantage") else []),
+            *([("versions", pa.list_(pa.list_(pa.int64(), 2)))] if _has(store, "versions") else []),
+            *(
+                (name, pa.list_(pa.int32()))
+                for name in ("kept_sizes", "kept_ids")
+                if _has(store, name)
+            ),
+        ]
+    )
+
+
+def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[str, Any]:
+    fields, kept = store.fields(rollout), store.kept(rollout)
+    versions_C2 = shard.extras.versions_C2(index)
+    return {
+        **{name: int(shard.tensors[name][index]) for name in (*KEY, "prompt_digest", "num_tokens")},
+        # argmax of booleans is the first True
+        "prompt_length": int(np.argmax(fields["response"])),
+        "reward": float(shard.tensors["reward"][index]),
+        **fields,
+        "turns": shard.turns(index).tolist(),
+        "shard": shard.path.name,
+        "engine": shard.info.engine,
+        "engine_version": shard.info.engine_version,
+        "model": shard.info.model,
+        # a schema without these columns leaves them out
+        "advantage": shard.extras.advantage(index),
+        "versions": None if versions_C2 is None else versions_C2.tolist(),
+        "kept_sizes": None if kept is None else kept.sizes_N,
+        "kept_ids": None if kept is None else kept.ids_V,
+    }
+
+
+def from_parquet(path: Path, directory: Path, out: Path) -> int:
+    """Write a new store, the old one with the table's rewards; returns how many rewards changed.
+
+    A row is found by its `policy_version`, `group` and `sample`, so rows may come in any order. If
+    the table has `tokens`, they must be those of the store. If the store has advantages, they are
+    of the old rewards, so the table must have a column `advantage`: null leaves a rollout without.
+
+    Raises:
+        StoreError: the table cannot be read or has columns of other types; a rollout has no row, a
+            row has no rollout, two rows have one name or a row has other tokens; `out` cannot be
+            written.
+        RewardError: a reward is no finite number.
+    """
+    store = RolloutStore([directory], mixed_policies=True)
+    rows = _rows(path, store, directory)
+    first, changed = 0, defaultdict[int, list[tuple[float | None, float | None]]](list)
+    with new_store(out) as folder:
+        for shard in store.shards:
+            numbers = range(first, first + shard.num_rollouts)
+            first += shard.num_rollouts
+            old = [store.rollout(i) for i in numbers]
+            new = [
+                _rewarded(rollout, rows, store.name(i), path)
+                for rollout, i in zip(old, numbers, strict=True)
+            ]
+            for a, b in zip(old, new, strict=True):
+                if a.reward != b.reward:
+                    changed[a.group].append((a.advantage, b.advantage))
+            with writing(out):
+                write_shard(folder, shard.info, new)
+        for group, pairs in changed.items():
+            if any(before for before, _ in pairs) and all(a == b for a, b in pairs):
+                raise StoreError(
+                    f"{path}: {len(pairs)} rewards of group {group} changed and none of their "
+                    "advantages, which are of the old rewards: put the new ones into the column "
+                    "advantage, or nulls, and training makes them from the rewards"
+                )
+    return sum(map(len, changed.values()))
+
+
+def _rows(
+    path: Path, store: RolloutStore, directory: Path
+) -> dict[tuple[int, ...], dict[str, Any]]:
+    """The rows by the name of their rollout, each with its number in the table.
+
+    A file of a kilobyte can hold a billion rows that are all the same. So reading ends at the first
+    row whose rollout the store does not have, or that names a rollout once more.
+    """
+    known = set(zip(*(store.column(name).tolist() for name in KEY), strict=True))
+    known_tokens = int(store.column("num_tokens").sum())
+    has_advantages = _has(store, "advantage")
+    rows: dict[tuple[int, ...], dict[str, Any]] = {}
+    for number, row in enumerate(_read(path, known_tokens, has_advantages)):
+        for name in KEY:
+            if row[name] is None:
+                raise StoreError(f"{path}: row {number} has no {name}")
+        key = tuple(row[name] for name in KEY)
+        if key not in known:
+            raise StoreError(f"{path}: row {number}: {directory} has no rollout {_text(key)}")
+        if key in rows:
+            raise StoreError(f"{path}: rows {rows[key]['row']} and {number} are both {_text(key)}")
+        rows[key] = {**row, "row": number}
+    return rows
+
+
+def _read(path: Path, known_tokens: int, has_advantages: bool) -> Iterator[dict[str, Any]]:
+    try:
+        with pq.ParquetFile(path) as file:
+            names = _columns(file, path, known_tokens, has_advantages)
+            for batch in file.iter_batches(ROWS, columns=names):
+                yield from batch.to_pylist()
+    except StoreError:
+        raise
+    except Exception as error:  # pyarrow raises many kinds: OSError, KeyError, OverflowError
+        raise StoreError(
+            f"{path}: not a readable parquet file ({one_line(str(error), 300)})"
+        ) from error
+
+
+def _columns(
+    file: pq.ParquetFile, path: Path, known_tokens: int, has_advantages: bool
+) -> list[str]:
+    """The names of the columns to read, whose types have been checked."""
+    schema = file.schema_arrow
+    missing = [name for name in WANTED if name not in schema.names]
+    if missing:
+        raise StoreError(f"{path}: no column {', '.join(missing)}")
+    if has_advantages and "advantage" not in schema.names:
+        raise StoreError(
+            f"{path}: no column advantage: the store has advantages, which are of the old rewards; "
+            "add the new ones, or nulls"
+        )
+    wanted = [*WANTED, *(name for name in ("tokens", "advantage") if name in schema.names)]
+    for name in wanted:
+        if schema.names.count(name) > 1:
+            raise StoreError(f"{path}: {schema.names.count(name)} columns {name}; one is expected")
+        kind = schema.field(name).type
+        expected, fits = _KINDS[{"advantage": "reward", "tokens": "tokens", **WANTED}[name]]
+        if not fits(kind):
+            raise StoreError(
+                f"{path}: column {name} has {one_line(str(kind), 80)}; expected {expected}"
+            )
+    if "tokens" in wanted:
+        _refuse_more_tokens(file, path, known_tokens)
+    return wanted
+
+
+def _refuse_more_tokens(file: pq.ParquetFile, path: Path, known: int) -> None:
+    """Compare the number of ids that the file's metadata names with the store's, before unpacking.
+
+    An id that repeats takes next to nothing in the file, and 28 bytes as a Python number. Example:
+    a list of a million zeros is some bytes there and 36 MB here.
+    """
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    ids = sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == "tokens")
+    # Parquet counts empty and missing lists as values, too, and the table may have rollouts twice.
+    # So the bound is generous: what is really there is compared row by row.
+    if ids > 4 * known + (1 << 20):
+        raise StoreError(f"{path}: column tokens has {ids} ids; the store has {known}")
+
+
+def _rewarded(
+    rollout: Rollout, rows: dict[tuple[int, ...], dict[str, Any]], where: str, path: Path
+) -> Rollout:
+    """The rollout with the reward of its row, which is taken out of `rows`."""
+    key = (rollout.policy_version, rollout.group, rollout.sample)
+    row = rows.pop(key, None)
+    if row is None:
+        raise StoreError(
+            f"{path}: no row for {where}, which is {_text(key)}, or two rollouts have that name"
+        )
+    if "tokens" in row and not np.array_equal(row["tokens"], rollout.tokens_N):
+        raise StoreError(f"{path}: row {row['row']}, {_text(key)}, has other tokens than {where}")
+    reward = checked_reward(row["reward"], f"{path}: row {row['row']}, {_text(key)}, has reward")
+    # float32, as the store holds it: otherwise .1 would count as a change of the stored .1
+    return replace(rollout, reward=float(np.float32(reward)), advantage=_advantage(row, path, key))
+
+
+def _advantage(row: dict[str, Any], path: Path, key: Sequence[int]) -> float | None:
+    given = row.get("advantage")
+    if given is None:
+        return None
+    where = f"{path}: row {row['row']}, {_text(key)}, has advantage"
+    return float(np.float32(checked_reward(given, where)))
+
+
+def _text(key: Sequence[int]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in zip(KEY, key, strict=True))

@@ -1,0 +1,74 @@
+"""How far a collection is: its counts, and a bar if stderr is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from megatron_r3.data.untrusted import one_line
+
+try:
+    from tqdm import tqdm
+except ImportError as missing:  # an optional dependency: a trainer does not need it
+    raise ValueError(
+        "collecting rollouts takes tqdm: pip install 'megatron-r3[collect]'"
+    ) from missing
+
+
+@dataclass
+class Progress:
+    """Counts, and shows them.
+
+    Attributes:
+        total: rollouts that the store is to have in the end.
+        before: rollouts that the store had at the start.
+        stored: rollouts that were written since.
+        waiting: rollouts that wait for their group or their shard.
+        retries: requests that were repeated.
+        refused: responses that could not be used.
+        tokens: sampled tokens of the responses that were taken.
+    """
+
+    total: int = 0
+    before: int = 0
+    stored: int = 0
+    waiting: int = 0
+    retries: int = 0
+    refused: int = 0
+    tokens: int = 0
+    _bar: tqdm | None = field(default=None, repr=False)
+
+    def __enter__(self) -> Progress:
+        """Show the bar. `disable=None` means: only on a terminal."""
+        self._bar = tqdm(
+            total=self.total, initial=self.before, unit=" rollouts", file=sys.stderr, disable=None
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the bar on the screen as it is."""
+        assert self._bar is not None
+        self.show()
+        self._bar.close()
+
+    def on_retry(self) -> None:
+        """Count a request that is repeated."""
+        self.retries += 1
+        self.show()
+
+    def show(self) -> None:
+        """Bring the bar up to date."""
+        if self._bar is not None and not self._bar.disable:
+            counts = {"tokens": self.tokens, "retries": self.retries, "refused": self.refused}
+            self._bar.set_postfix({k: v for k, v in counts.items() if v}, refresh=False)
+            self._bar.update(self.before + self.stored + self.waiting - self._bar.n)
+
+    def say(self, text: str) -> None:
+        """Print a line of its own on stderr, above the bar if there is one."""
+        tqdm.write(one_line(text), file=sys.stderr)

@@ -1,0 +1,248 @@
+"""What to collect: prompts, how to sample, which model, what rewards, and where the rollouts go.
+
+`Model`, which says what a store needs to know of a transformers directory, is used by `convert` and
+`verify` too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.collect.prompts import Prompt
+from megatron_r3.collect.reward import RewardFunction
+from megatron_r3.data.engines.shape import EngineError, ModelShape
+from megatron_r3.data.fingerprint import policy_stamp, router_fingerprint
+from megatron_r3.data.store import Rollout, SamplingSettings, StoreInfo
+from megatron_r3.data.untrusted import read_json
+
+# Why an engine's log-probs at another temperature cannot be used: its answer does not say whose
+# they are.
+_NOBODY_SAYS = {
+    "vllm": "vLLM's are of temperature 1, or of the processed distribution where the server was "
+    "started with --logprobs-mode processed_logprobs",
+    "sglang": "SGLang's are of this temperature, or of temperature 1 where the server has "
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+}
+BIAS = (
+    "the trainer needs the log-probs of the distribution that was drawn from, and what was kept of "
+    "the vocabulary; without them the ratio would compare two distributions"
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. It is the same for every request, except that each sample has its own seed.
+
+    Attributes:
+        max_tokens: the largest number of tokens of a response.
+        temperature: the logits are divided by it; 0 takes the likeliest token.
+        top_p: sample from the likeliest tokens that together have this probability; 1 means all.
+        top_k: sample from this many of the likeliest tokens; 0 means all.
+        seed: the seed of each sample is made from it. None means that the engine chooses.
+        logprobs_of: whose log-probs are stored ("raw", "processed"), as in SamplingSettings. With
+            "processed", the kept set of each token is stored too, where top-p or top-k cut it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    logprobs_of: str | None = None
+
+    @property
+    def settings(self) -> SamplingSettings:
+        """The settings that the store records."""
+        return SamplingSettings(
+            self.temperature, self.top_p, self.top_k, 0.0, self.max_tokens, self.logprobs_of
+        )
+
+    @property
+    def wants_kept(self) -> bool:
+        """Whether each rollout has to have kept sets."""
+        return self.logprobs_of == "processed" and (self.top_p < 1 or self.top_k > 0)
+
+    def seed_of(self, group: int, sample: int, policy_version: int) -> int | None:
+        """The seed of one sample, of 31 bits. It does not depend on what was sampled before."""
+        if self.seed is None:
+            return None
+        # A digest, so that no two samples have neighbouring seeds, which some generators mix badly.
+        name = f"{self.seed} {policy_version} {group} {sample}".encode()
+        return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
+
+
+def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampling:
+    """The sampling with `logprobs_of`: what this engine can be asked to return.
+
+    Args:
+        engine: "vllm", "sglang", "megatron" or "transformers".
+        biased: take log-probs that are not those of the distribution that was sampled
+            (`--biased-sampling`).
+
+    Raises:
+        ValueError: the engine does not return what training on such rollouts takes.
+    """
+    if engine == "megatron" and sampling.seed is not None:
+        raise ValueError(
+            "--seed: Megatron's server takes no seed with a request; leave it out, and start the "
+            "server with another --seed"
+        )
+    if engine == "megatron" and sampling.top_k > 0 and sampling.top_p < 1:
+        raise ValueError(
+            "--top-k and --top-p: Megatron's engine takes one of them, and ends if it gets both"
+        )
+    unknown = sampling.settings.unknown_to_the_loss()
+    if not unknown:
+        return sampling
+    given = ", ".join(unknown)
+    if biased:
+        # What a server's log-probs are is not known. Those of transformers are computed here.
+        return replace(sampling, logprobs_of="raw" if engine == "transformers" else None)
+    if sampling.temperature == 0:
+        raise ValueError(
+            f"{given}: the likeliest token is taken, so every log-prob of the distribution that is "
+            f"sampled is 0, and nothing can be learned from it"
+        )
+    processed = replace(sampling, logprobs_of="processed")
+    if engine == "transformers":
+        return processed
+    if engine == "megatron":
+        raise ValueError(
+            f"{given}: Megatron's server returns no kept sets, and does not say whose log-probs it "
+            "has: sample plainly, or give --biased-sampling"
+        )
+    if not sampling.top_k:  # both engines bound the size of a mask by it, and refuse else
+        raise ValueError(
+            f"{given}: the response does not say whose log-probs it has: {_NOBODY_SAYS[engine]}; "
+            "with a top-k, e.g. 1000, the engine returns kept sets and log-probs over them"
+        )
+    return processed
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a store needs to know of a model.
+
+    Attributes:
+        name: the name of its directory.
+        shape: its MoE layers, experts and top-k.
+        router_fingerprint: a digest of the router weights of each MoE layer; empty if the directory
+            has no weights.
+        vocab_size: None if the config does not say it.
+        policy_stamp: a digest of all weights; empty if the directory has no weights.
+        sampling_defaults: what its generation_config.json has; empty if there is no such file.
+    """
+
+    name: str
+    shape: ModelShape
+    router_fingerprint: tuple[str, ...]
+    vocab_size: int | None
+    policy_stamp: str = ""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def store_info(self, engine: str, engine_version: str, **more: Any) -> StoreInfo:
+        """The header of a store of rollouts that this model sampled.
+
+        Args:
+            engine: the name of the engine that ran the model.
+            engine_version: of that engine.
+            more: other fields of StoreInfo.
+        """
+        return StoreInfo.of_model(
+            self.shape,
+            engine,
+            engine_version,
+            model=self.name,
+            router_fingerprint=self.router_fingerprint,
+            policy_stamp=self.policy_stamp,
+            vocab_size=self.vocab_size or 0,
+            **more,
+        )
+
+
+def read_model(path: Path) -> Model:
+    """Read a transformers directory, or a config.json alone, which has no weights to digest.
+
+    Raises:
+        EngineError: naming the file that cannot be used.
+    """
+    folder = (path if path.is_dir() else path.parent).resolve()
+    shape = ModelShape.from_hf_config(path)
+    defaults = _sampling_defaults(folder / "generation_config.json")
+    model = Model(folder.name, shape, (), shape.vocab_size, sampling_defaults=defaults)
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        return model
+    try:
+        routers = router_fingerprint(path, shape.moe_layers)
+        return replace(model, router_fingerprint=routers, policy_stamp=policy_stamp(path))
+    except ValueError as error:
+        raise EngineError(
+            f"{error}; to store no router fingerprint, give --model {path / 'config.json'}"
+        ) from error
+
+
+def _sampling_defaults(path: Path) -> Mapping[str, Any]:
+    """What a generation_config.json has; nothing if there is no such file."""
+    try:
+        found = read_json(path.read_bytes(), str(path)) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise EngineError(f"{path}: a JSON object is expected")
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to collect. A plan that exists can be collected, as far as no engine has to be asked.
+
+    Attributes:
+        prompts: what to answer; each is a group of the store.
+        n: samples of each prompt.
+        sampling: how to sample.
+        reward: the function that rewards a response.
+        model: the model that the engine runs.
+        out: the directory of the store. What it has of this policy version is not sampled again.
+        policy_version: which policy samples.
+        shard_size: rollouts of a shard, or a few more, so that groups stay whole. A kill loses the
+            rollouts that wait for their shard to be full.
+        refused_retries: how often a sample is asked for again after a response that cannot be used.
+        biased_sampling: take temperature, top-p and top-k although the log-probs that are stored
+            are not those of the distribution that is sampled.
+        all_or_nothing: store no rollout unless all are there, and then as one shard.
+        whole_groups: store no group of which a sample was given up.
+        check: looks at the rollouts of a shard, and the shard's header, before the shard is stored,
+            and raises ValueError to keep them out of the store.
+
+    Raises:
+        ValueError: the policy loss does not know the sampling, or a prompt cannot be asked.
+    """
+
+    prompts: Sequence[Prompt]
+    n: int
+    sampling: Sampling
+    reward: RewardFunction
+    model: Model
+    out: Path
+    policy_version: int = 0
+    shard_size: int = 128
+    refused_retries: int = 2
+    biased_sampling: bool = False
+    all_or_nothing: bool = False
+    whole_groups: bool = False
+    check: Callable[[Sequence[Rollout], StoreInfo], None] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no engine needs to be asked about."""
+        unknown = self.sampling.settings.unknown_to_the_loss()
+        if unknown and not self.biased_sampling and self.sampling.logprobs_of != "processed":
+            raise ValueError(
+                f"{', '.join(unknown)}: {BIAS}; to collect all the same, give --biased-sampling"
+            )
+        for prompt in self.prompts:
+            prompt.check_vocabulary(self.model.vocab_size)
+            prompt.check_json()

@@ -1,0 +1,164 @@
+"""Every field that a request to an engine may have, by what the field does to the sampled tokens.
+
+The policy loss divides two probabilities of one distribution, so a store must say how its tokens
+were drawn. A field that nobody has looked at may change that without a trace: a repetition penalty
+of 1.3 shows in no log-prob that vLLM sends. So the three lists below are closed. `convert` and the
+embedded sampler refuse what is in none of them, and `collect` asks for nothing else.
+
+The lists have the fields of vLLM 0.30.0 (/v1/completions, /v1/chat/completions and
+/inference/v1/generate) and of SGLang 0.5.23 (/generate and OpenAI's routes); a test walks over all
+of them. Megatron's server knows no field beside these but `return_tokenized_data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_r3.data.engines.shape import EngineError
+from megatron_r3.data.untrusted import quoted
+
+# what a store records (`store.schema.SamplingSettings`)
+_RECORDED = {"temperature", "top_p", "top_k", "min_p"}
+_RECORDED |= {"max_tokens", "max_completion_tokens", "max_new_tokens"}
+
+# Fields that change the distribution, or hide a part of the response, but for these values.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "min_tokens": (0,),  # until then the end of the text is masked out of the logits
+    "min_new_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    # "required" and a named function are grammars; a tool that is `strict` is looked at apart
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "ebnf_full_assistant": (False,),
+    "require_reasoning": (False,),
+    "custom_params": ({},),
+    "vllm_xargs": ({},),
+    "extra_args": ({},),
+    "modalities": (["text"],),
+    "use_audio_in_video": (False,),
+    "include_reasoning": (True,),  # else a reward sees less than the model wrote
+    "parallel_tool_calls": (True,),  # the same: False cuts the calls behind the first one
+}
+
+# What engines take from the model's generation_config.json where a request leaves it out, and
+# values that change nothing.
+_DEFAULTS: dict[str, tuple[float, ...]] = {
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+}
+
+# Fields that leave the distribution as it is: what is asked,
+_FREE = {
+    *("model", "prompt", "messages", "token_ids", "input_ids", "text", "sampling_params", "n"),
+    *("seed", "sampling_seed", "documents", "chat_template", "chat_template_kwargs", "thinking"),
+    *("task", "reasoning_effort", "add_generation_prompt", "continue_final_message"),
+    *("add_special_tokens", "truncate_prompt_tokens", "truncation_side"),
+    *("assistant_tokens_mask", "token_offsets"),
+    # where a response and its text end,
+    *("stop", "stop_token_ids", "stop_regex", "stop_strs", "stop_regex_strs", "stop_str_max_len"),
+    *("stop_regex_max_len", "ignore_eos", "no_stop_trim", "include_stop_str_in_output"),
+    *("repetition_detection", "length_penalty", "skip_special_tokens", "is_normalized"),
+    *("spaces_between_special_tokens", "detokenize", "output_text_buffer_length"),
+    # what is returned,
+    *("stream", "stream_options", "stream_interval", "output_kind", "output_mode", "echo"),
+    *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+    *("return_text_in_logprobs", "return_flat_raw_top_logprobs", "return_entropy"),
+    *("return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64", "return_bytes"),
+    *("return_token_ids", "return_tokens_as_token_ids", "return_token_offsets"),
+    *("return_prompt_text", "return_prompt_token_ids", "return_assistant_tokens_mask"),
+    *("return_routed_experts", "routed_experts_start_len", "routed_experts_prompt_start"),
+    *("return_indexer_topk", "return_sampling_mask", "sampling_logprobs_mode"),
+    *("return_hidden_states", "return_meta_info", "return_cached_tokens_details"),
+    *("return_spec_tokens_details", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
+    *("return_tokenized_data", "separate_reasoning", "stream_reasoning"),
+    # and who serves it. vLLM's `watermarking` says whether a watermark is used that the server was
+    # started with; no request shows that.
+    *("request_id", "rid", "session_id", "user", "metadata", "store", "service_tier", "priority"),
+    *("cache_salt", "extra_key", "kv_transfer_params", "ec_transfer_params", "kv_hints"),
+    *("skip_clone", "skip_reading_prefix_cache", "watermarking", "background", "no_logs"),
+    *("log_metrics", "custom_labels", "external_trace_header", "conversation_id", "routing_key"),
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+    *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "decode_tp_size"),
+    *("http_worker_ipc", "received_time", "prompt_cache_key", "safety_identifier"),
+}
+
+
+def refuse_other_fields(request: Mapping[str, Any], where: str) -> None:
+    """Refuse a request with a field that may change how tokens are drawn, and is not recorded.
+
+    A field that is null counts as one that is not there, as it does for the engines.
+
+    Raises:
+        EngineError: naming `where` and the field.
+    """
+    nested = request.get("sampling_params")
+    holders = nested if isinstance(nested, list) else [nested or {}]
+    for holder in (request, *holders):
+        for name, value in holder.items() if isinstance(holder, Mapping) else ():
+            if value is not None and not _changes_nothing(name, value):
+                plain = " or ".join(quoted(known) for known in PLAIN.get(name, ()))
+                raise EngineError(
+                    f"{where}: the request has {quoted(name)} {quoted(value, 60)}, which may "
+                    "change how its tokens are drawn, and no store records it: sample without it"
+                    + (f", or with {plain}" if plain else "")
+                )
+
+
+def left_out(engine: str, request: Mapping[str, Any]) -> list[str]:
+    """The settings that a request leaves out, and that its engine takes from elsewhere.
+
+    vLLM (`ModelConfig.get_diff_sampling_param`) and the chats of SGLang
+    (`ModelConfig.get_default_sampling_params`) take them from the model's generation_config.json.
+    /inference/v1/generate and /generate do not.
+    """
+    takes = {"vllm": "token_ids" not in request, "sglang": "messages" in request}
+    if not takes.get(engine, False):
+        return []
+    return [name for name in _DEFAULTS if request.get(name) is None]
+
+
+def refuse_defaults(
+    engine: str, request: Mapping[str, Any], defaults: Mapping[str, Any], where: str
+) -> None:
+    """Refuse a request that leaves out what the model's generation_config.json sets.
+
+    Args:
+        defaults: what that file has; empty where it is not at hand.
+
+    Raises:
+        EngineError: naming `where`, the setting and the file's value.
+    """
+    for name in left_out(engine, request):
+        value = defaults.get(name)
+        if value is not None and value not in _DEFAULTS[name]:
+            raise EngineError(
+                f"{where}: the request leaves out {name}, and {engine} then takes the "
+                f"{quoted(value)} of the model's generation_config.json: sample with {name} "
+                f"{_DEFAULTS[name][0]}. If the server was started so that it takes another value "
+                "(vLLM: --generation-config vllm), write that value into the line's request"
+            )
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    if name in _RECORDED or name in _FREE or value in PLAIN.get(name, ()):
+        return True
+    # vLLM and SGLang hold an "auto" choice to the schema of a tool that is strict, and only then
+    return name == "tools" and isinstance(value, list) and not any(map(_is_strict, value))
+
+
+def _is_strict(tool: Any) -> bool:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return not isinstance(function, Mapping) or bool(function.get("strict"))

@@ -1,0 +1,255 @@
+"""How servers are asked for a sample, and what they answer beside tokens and routes.
+
+`convert` reads recorded answers with the second half of this file.
+
+Shape suffixes (docs/glossary.md): G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from megatron_r3.collect.prompt_plan import Sampling
+from megatron_r3.collect.prompts import Prompt, PromptError
+from megatron_r3.collect.reward import BESIDE_CONTENT
+from megatron_r3.data import engines
+from megatron_r3.data.engines.megatron import policy_versions
+from megatron_r3.data.engines.shape import EngineError, ModelShape
+from megatron_r3.data.rollout import Rollout
+from megatron_r3.data.values import wrong_text
+
+Decode = Callable[[Mapping[str, Any], Mapping[str, Any], ModelShape, str], list[Rollout]]
+
+
+def decoder(engine: str) -> Decode:
+    """`engines.decode` for one engine: it makes rollouts of a response."""
+    return partial(engines.decode, engine)
+
+
+def build_request(
+    engine: str, prompt: Prompt, sampling: Sampling, seed: int | None, model: str
+) -> tuple[str, dict[str, Any]]:
+    """Path and body of the request for one sample, with token ids, log-probs and routes.
+
+    Where the kept sets are wanted, they are asked for. vLLM returns them on another endpoint.
+
+    Args:
+        seed: of this sample; None leaves it to the engine.
+        model: the name under which the server has the model. If it is empty, the request names no
+            model, and the server takes its only one.
+
+    Raises:
+        PromptError: this engine cannot be asked such a prompt.
+    """
+    if engine == "vllm" and sampling.wants_kept:
+        return "/inference/v1/generate", _vllm_tokens(prompt, sampling, seed, model)
+    if engine == "vllm":
+        return _vllm(prompt, sampling, seed, model)
+    if engine == "megatron":
+        return _megatron(prompt, sampling)
+    return "/generate", _sglang(prompt, sampling, seed)
+
+
+def _vllm(
+    prompt: Prompt, sampling: Sampling, seed: int | None, model: str
+) -> tuple[str, dict[str, Any]]:
+    body: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,  # for vLLM, too, 0 cuts nothing off
+        # Both are switched off by name: the model's generation_config.json may switch them on.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        # Each sample is a request of its own: it has its own seed, and is repeated alone.
+        "n": 1,
+        # Two ids may have the same text, so log-probs name ids: "token_id:523" instead of " the".
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    if model:
+        body["model"] = model
+    if seed is not None:
+        body["seed"] = seed
+    if prompt.is_chat:
+        return "/v1/chat/completions", {**body, "messages": prompt.content, "logprobs": True}
+    return "/v1/completions", {**body, "prompt": prompt.content, "logprobs": 1}
+
+
+def _vllm_tokens(
+    prompt: Prompt, sampling: Sampling, seed: int | None, model: str
+) -> dict[str, Any]:
+    """The endpoint that returns sampling masks: /v1/completions and /v1/chat do not."""
+    if prompt.tokens is None:
+        raise PromptError(
+            f"{prompt.where}: vLLM returns kept sets for prompts of token ids alone; give `prompt` "
+            "as token ids"
+        )
+    params: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "n": 1,
+        "logprobs": 1,
+    }
+    if seed is not None:
+        params["seed"] = seed
+    # From 0.32 on the response has a text too, if it is asked for; 0.30 ignores this field.
+    body = {"token_ids": prompt.tokens, "sampling_params": params, "output_mode": "text"}
+    return {**body, "model": model} if model else body
+
+
+def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> dict[str, Any]:
+    if prompt.tokens is None:
+        raise PromptError(
+            f"{prompt.where}: SGLang's /generate returns no token ids of a text or chat; give "
+            "`prompt` as token ids"
+        )
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,  # for SGLang -1 cuts nothing off
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    if seed is not None:
+        params["sampling_seed"] = seed
+    body = {
+        "input_ids": prompt.tokens,
+        "sampling_params": params,
+        "return_logprob": True,
+        "return_routed_experts": True,
+        "stream": False,
+    }
+    return {**body, "return_sampling_mask": True} if sampling.wants_kept else body
+
+
+def _megatron(prompt: Prompt, sampling: Sampling) -> tuple[str, dict[str, Any]]:
+    """There is no seed: the server draws for all requests from one stream."""
+    body: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        # 0 keeps all tokens. 1 would keep those before the sum of probabilities, which is rounded,
+        # is above 1, and upstream refuses it beside a top-k.
+        "top_p": sampling.top_p if sampling.top_p < 1 else 0.0,
+        "top_k": sampling.top_k,
+    }
+    if prompt.is_chat:
+        chat = {"messages": prompt.content, "logprobs": True, "return_tokenized_data": True}
+        return "/v1/chat/completions", {**body, **chat, "n": 1}
+    return "/v1/completions", {**body, "prompt": prompt.content, "logprobs": 0}
+
+
+# how a server is made to return kept sets
+_ASK_MASK = {
+    "vllm": "start the server with --enable-scale-out --return-sampling-mask --logprobs-mode "
+    "processed_logprobs (0.30 or later)",
+    "sglang": "SGLang 0.5.23 returns one; is the server older?",
+    "megatron": "Megatron's server returns none",
+}
+
+
+def refuse_without_kept(engine: str, decoded: Rollout, sampling: Sampling, where: str) -> None:
+    """Refuse a response whose kept sets are wanted and not there.
+
+    Raises:
+        EngineError: saying how the server is made to return them.
+    """
+    if sampling.wants_kept and decoded.kept is None:
+        raise EngineError(f"{where}: the response has no sampling mask: {_ASK_MASK[engine]}")
+
+
+def answer_of(response: Any, index: int, where: str) -> tuple[Mapping[str, Any], str]:
+    """Message and finish reason of one choice of a response that was decoded.
+
+    The message has what the model wrote, and nothing else that the engine may send with it (ids,
+    log-probs). A completion's text becomes `{"content": "..."}`; without a text there is nothing.
+
+    Raises:
+        EngineError: text or finish reason is no text, the message has audio, or the engine gave the
+            request up half-way. Then the response ends where the engine stopped, and not where the
+            policy did.
+    """
+    choice = _choice(response, index)
+    message = choice.get("message")
+    if message is None:
+        message = {} if choice.get("text") is None else {"content": choice["text"]}
+    if not isinstance(message, Mapping):
+        raise EngineError(f"{where}: its message must be an object; got {type(message).__name__}")
+    if message.get("audio"):
+        raise EngineError(f"{where}: the message has audio; rollouts are of text alone")
+    message = {name: message[name] for name in ("content", *BESIDE_CONTENT) if name in message}
+    text = message.get("content") or ""
+    reason = choice.get("finish_reason", (choice.get("meta_info") or {}).get("finish_reason"))
+    if isinstance(reason, Mapping):  # SGLang: {"type": "stop", "matched": 2}
+        reason = reason.get("type")
+    reason = reason or ""
+    for name, value in (("text", text), ("finish reason", reason)):
+        if not isinstance(value, str):
+            raise EngineError(f"{where}: its {name} must be a text; got {type(value).__name__}")
+    if reason in ("abort", "error"):
+        raise EngineError(f"{where}: the engine ended the response with {reason!r}, half-way")
+    return message, reason
+
+
+def refuse_nameless(response: Any, asked: str, where: str) -> None:
+    """Refuse a response that names no model, if the request named one.
+
+    vLLM names the model in each response, and the decoder compares it with the request. SGLang's
+    /generate takes no name and gives none.
+
+    Raises:
+        EngineError: naming the model that was asked for.
+    """
+    if asked and not response.get("model"):
+        raise EngineError(f"{where}: the response names no model; {asked!r} was asked for")
+
+
+def policies_of(response: Any, index: int, where: str) -> list[str]:
+    """The versions of the engine's weights that sampled one choice, as far as the response says.
+
+    SGLang has `weight_version` and `weight_versions: [{"version", "start", "end"}]` in meta_info,
+    vLLM from 0.32 on the latter. Megatron has `policy_epoch: [[first token, number]]` in a choice,
+    or its message, where whoever trains beside it counts. Two versions mean that new weights came
+    while the choice was sampled.
+
+    Raises:
+        EngineError: a version is no text.
+    """
+    choice = _choice(response, index)
+    versions = []
+    for part in (response, choice, choice.get("meta_info")):
+        if not isinstance(part, Mapping):
+            continue
+        spans = part.get("weight_versions") or []
+        for version in (part.get("weight_version"), *(span["version"] for span in spans)):
+            if version is None:
+                continue
+            version = str(version) if type(version) is int else version
+            wrong = wrong_text(version)
+            if wrong is not None:
+                raise EngineError(f"{where}: the version of its weights must be {wrong}")
+            versions.append(version)
+    message = choice.get("message")
+    fields = {**(message if isinstance(message, Mapping) else {}), **choice}
+    if fields.get("policy_epoch"):
+        lengths = (len(fields[f"{part}_token_ids"]) for part in ("prompt", "generation"))
+        versions_G = policy_versions(fields["policy_epoch"], *lengths)
+        versions += [] if versions_G is None else map(str, versions_G.tolist())
+    return list(dict.fromkeys(versions))  # each once, in the order of their first appearance
+
+
+def _choice(response: Any, index: int) -> Mapping[str, Any]:
+    """One choice of a response whose form the decoder has checked."""
+    if isinstance(response, list):  # SGLang answers with a list if it is asked for several
+        response = response[index]
+    if "choices" in response:
+        response = next(c for c in response["choices"] if c.get("index") == index)
+    choice: Mapping[str, Any] = response
+    return choice

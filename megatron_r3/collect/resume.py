@@ -1,0 +1,222 @@
+"""What a collection's store has already, and the lock that keeps a second collection away.
+
+A store says itself which samples it holds, and a shard appears whole or not at all. So the same
+command goes on after a kill: it reads the store, and samples what is missing.
+
+Shape suffixes (docs/glossary.md): M.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_r3.collect.prompts import Prompt
+from megatron_r3.data.store import RolloutStore, StoreError, StoreInfo
+from megatron_r3.data.store.files import SHARD_GLOB
+from megatron_r3.data.store.link import check_links
+from megatron_r3.data.store.schema import differences
+
+LOCK = ".collect.lock"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a store has of one policy version.
+
+    Attributes:
+        samples: (group, sample) of each rollout.
+        engine_policy: the version of the engine's weights that these rollouts are stored with, or
+            "" if they are stored without one. None means that the store has no rollout of the
+            policy version.
+    """
+
+    samples: set[tuple[int, int]] = field(default_factory=set)
+    engine_policy: str | None = None
+
+
+@contextmanager
+def only_writer(directory: Path) -> Iterator[None]:
+    """Keep other collections away from the directory while the block runs.
+
+    The directory is made if it does not exist. Files that a killed writer left half-written are
+    removed at the start. At the end the directory is removed if it is empty.
+
+    Raises:
+        StoreError: another collection writes to it, nothing can be written there, or its file
+            system cannot give a shard its name.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock(directory)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+    try:
+        # Left-overs do no harm, so it does not matter if one of them cannot be removed.
+        with suppress(OSError):
+            for unfinished in directory.glob(".shard-*.tmp"):
+                unfinished.unlink()
+        try:
+            check_links(directory)
+        except OSError as error:
+            raise _unwritable(directory, error) from error
+        yield
+    finally:
+        with suppress(OSError):
+            (directory / LOCK).unlink()
+        os.close(descriptor)
+        with suppress(OSError):  # of a directory that is not empty, which stays
+            directory.rmdir()
+
+
+def _unwritable(directory: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"--out {directory}: nothing can be written there ({error.strerror or error}); give a "
+        "directory of your own, or a new name"
+    )
+
+
+def _lock(directory: Path) -> int:
+    """Take the lock and return its open file. The kernel frees it however this process ends.
+
+    The last writer removes the lock file, so having the lock of an open file is not enough: the
+    file may have no name any more. Example: A has the lock; B opens the file and waits; A removes
+    the file and ends; B gets the lock of the removed file while C makes a new file and locks that.
+    So B compares its open file with the one that has the name now, and tries again if they differ.
+    """
+    path = directory / LOCK
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:  # of `os.stat`: the file was removed
+            pass
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise StoreError(
+                f"{directory}: another collection writes to it: wait for its end"
+            ) from error
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def stored_samples(
+    directory: Path,
+    info: StoreInfo,
+    policy_version: int,
+    prompts: Sequence[Prompt],
+    pushed: bool = False,
+) -> Stored:
+    """The rollouts of this policy version in the directory.
+
+    Args:
+        pushed: whether the engine was given this version, so that equal weights of two versions
+            are no mistake: an update with a learning rate of 0 changes nothing.
+
+    Raises:
+        StoreError: a shard is damaged, of another model or engine, of another policy with the same
+            version, or of the same policy with another version; or a group's rollouts were sampled
+            from another prompt than it has now.
+    """
+    if not any(directory.glob(SHARD_GLOB)):
+        return Stored()
+    store = RolloutStore([directory], mixed_policies=True)
+    engine_policy = _check_info(store, info, policy_version, pushed)
+    of_version_M = store.column("policy_version") == policy_version
+    _check_prompts(store, of_version_M, prompts)
+    groups, samples = (store.column(name)[of_version_M].tolist() for name in ("group", "sample"))
+    return Stored({*zip(groups, samples, strict=True)}, engine_policy)
+
+
+def _check_info(
+    store: RolloutStore, info: StoreInfo, policy_version: int, pushed: bool
+) -> str | None:
+    """Refuse shards that this command would not have written; returns `Stored.engine_policy`."""
+    engine_policy = None
+    for shard in store.shards:
+        stored_info = shard.info
+        # Shards of another policy version may differ in what tells policies apart, in nothing else.
+        same_policy = replace(
+            stored_info,
+            router_fingerprint=info.router_fingerprint,
+            policy_stamp=info.policy_stamp,
+            engine_policy=info.engine_policy,
+        )
+        if same_policy != info:
+            raise StoreError(
+                f"{shard.path}: its rollouts were not collected as this command would "
+                "collect them: "
+                f"{'; '.join(differences(same_policy, info))}: take another --out"
+            )
+        engine_policy_of_shard = stored_info.engine_policy
+        if not info.engine_policy:
+            # The engine's page names no version. Responses may; `EnginePolicy` compares those.
+            stored_info = replace(stored_info, engine_policy="")
+        version_M = shard.tensors["policy_version"]
+        if policy_version not in version_M:
+            if info.policy_stamp and stored_info.policy == info.policy and not pushed:
+                raise StoreError(
+                    f"{shard.path}: its rollouts of policy version {version_M[0]} are of the very "
+                    f"weights that --policy-version {policy_version} is given for: give --model "
+                    f"the new weights, --policy-version {version_M[0]}, or another --out"
+                )
+            continue
+        engine_policy = engine_policy_of_shard
+        if stored_info != info:
+            raise StoreError(
+                f"{shard.path}: its rollouts of policy version {policy_version} are of another "
+                f"policy: {'; '.join(differences(stored_info, info))}: take another "
+                "--policy-version or --out"
+            )
+    return engine_policy
+
+
+def _check_prompts(
+    store: RolloutStore, of_version_M: np.ndarray, prompts: Sequence[Prompt]
+) -> None:
+    """Refuse rollouts of a group that were sampled from another prompt than the group has now.
+
+    Args:
+        of_version_M: bool, the rollouts of this policy version.
+
+    Raises:
+        StoreError: naming the prompt, the rollout and its group.
+    """
+    groups = np.array([prompt.group for prompt in prompts], np.int64)
+    digests = np.array([prompt.digest for prompt in prompts], np.int64)
+    group_M, digest_M = store.column("group"), store.column("prompt_digest")
+    # The index of each rollout's prompt, by binary search in the sorted groups. A rollout whose
+    # group no prompt has gets some other prompt; `asked_M` leaves it out.
+    # Example: groups [7, 3], so order [1, 0]; a rollout of group 7 has place 1, thus prompt 0.
+    order = np.argsort(groups)
+    place_M = np.searchsorted(groups[order], group_M).clip(max=len(prompts) - 1)
+    prompt_M = order[place_M]
+    asked_M = of_version_M & (groups[prompt_M] == group_M)
+    no_digest_M = digest_M == 0
+    for rollout in np.flatnonzero(asked_M & (no_digest_M | (digest_M != digests[prompt_M]))):
+        prompt = prompts[prompt_M[rollout]]
+        name = f"{prompt.where}: {store.name(int(rollout))} of its group {prompt.group}"
+        if no_digest_M[rollout]:  # a store of version 2: only token ids can be compared
+            if prompt.tokens is None:
+                raise StoreError(
+                    f"{name}: its store does not record the prompt, so nobody can compare "
+                    "it; give another --out"
+                )
+            fields = store.fields(int(rollout))
+            stored_tokens = fields["tokens"][: int(np.argmax(fields["response"]))]
+            if np.array_equal(stored_tokens, np.asarray(prompt.tokens)):
+                continue
+        raise StoreError(
+            f"{name} was sampled from another prompt: give the new prompts another --out, "
+            "or a `group` of their own"
+        )

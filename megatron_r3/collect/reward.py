@@ -1,0 +1,144 @@
+"""The reward: the user's function, what it gets, and the rollout that its number completes.
+
+Shape suffixes (docs/glossary.md): N.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.data.rollout import Rollout
+from megatron_r3.data.untrusted import one_line, quoted
+from megatron_r3.data.values import wrong_reward
+
+# What a server's parsers take out of the text that the model wrote; names differ by engine.
+BESIDE_CONTENT = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")
+
+
+class RewardError(ValueError):
+    """A reward function that cannot be used; the message names the function and the prompt."""
+
+
+@dataclass(frozen=True)
+class RewardSample:
+    """What a reward function gets.
+
+    Attributes:
+        fields: the prompt's line with all that it holds, for example an answer or a task's name.
+        prompt_tokens, response_tokens: token ids.
+        message: what the engine says that the model wrote: `content`, and beside it what a parser
+            of the server took out, e.g. `reasoning` and `tool_calls`. Empty if the engine sends no
+            text, as one without a tokenizer does.
+        finish_reason: why the response ended, in the engine's words: "stop", "length".
+        group, sample: which sample of which prompt.
+    """
+
+    fields: Mapping[str, Any]
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    message: Mapping[str, Any]
+    finish_reason: str
+    group: int
+    sample: int
+
+    @classmethod
+    def of(
+        cls,
+        decoded: Rollout,
+        fields: Mapping[str, Any],
+        answer: tuple[Mapping[str, Any], str],
+        group: int,
+        sample: int,
+    ) -> RewardSample:
+        """What the function sees of a response; `answer` is its message and finish reason."""
+        tokens, length = decoded.tokens_N.tolist(), decoded.prompt_length
+        return cls(fields, tokens[:length], tokens[length:], *answer, group, sample)
+
+    @property
+    def response_text(self) -> str:
+        """The response as one text.
+
+        Raises:
+            RewardError: there is no such text, or it would lack a part of what the model wrote. A
+                reward of the text "" would be wrong then, and nobody would see why.
+        """
+        if "content" not in self.message:
+            raise RewardError("the engine sent no text: read sample.response_tokens instead")
+        others = [name for name in BESIDE_CONTENT if self.message.get(name)]
+        if others:
+            raise RewardError(
+                f"the message has {' and '.join(others)} beside its content, which response_text "
+                "would leave out: read sample.message instead"
+            )
+        return self.message["content"] or ""
+
+
+RewardFunction = Callable[[RewardSample], float]
+
+
+def load_reward(spec: str, folder: Path | None = None) -> RewardFunction:
+    """The function that `module:function` names.
+
+    Args:
+        folder: where the module is looked for first; None is the working directory.
+
+    Raises:
+        RewardError: there is no such function.
+    """
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise RewardError(f"--reward {spec}: give it as module:function")
+    first = os.getcwd() if folder is None else str(folder)
+    # `python -m` puts the working directory there, an installed `megatron-r3` does not.
+    if first not in (sys.path if folder is None else sys.path[:1]):
+        sys.path.insert(0, first)
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may fail in any way, sys.exit included
+        raise RewardError(f"--reward {spec}: {_text_of(error)}") from error
+    if not callable(function):
+        raise RewardError(f"--reward {spec}: not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def score(function: RewardFunction, sample: RewardSample, where: str) -> float:
+    """The reward that the function gives.
+
+    Raises:
+        RewardError: beginning with `where`: the function raised, or returned no finite number.
+    """
+    name = one_line(f"{function.__module__}:{getattr(function, '__name__', function)}", 200)
+    try:
+        value = function(sample)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit included: it would end this process without a word
+        raise RewardError(f"{where}: the reward {name} raised {_text_of(error)}") from error
+    return checked_reward(value, f"{where}: the reward {name} returned")
+
+
+def checked_reward(value: Any, prefix: str) -> float:
+    """The value as a number that the store can hold.
+
+    Raises:
+        RewardError: beginning with `prefix`, then the value.
+    """
+    try:
+        wrong = wrong_reward(value)
+    except Exception as error:  # of a class of its own, for example a tensor of two numbers
+        wrong = f"a reward is a number ({_text_of(error)})"
+    if wrong is not None:
+        raise RewardError(f"{prefix} {quoted(value, 200)}; {wrong}")
+    return float(value)
+
+
+def _text_of(error: BaseException) -> str:
+    return one_line(f"{type(error).__name__}: {error}", 500)

@@ -1,0 +1,427 @@
+"""The commands `megatron-r3 rollouts ...`.
+
+The parser is built without torch, numpy and httpx, which would make `megatron-r3 --help` slow. Each
+command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_r3.balance.balance_cli import add_balance
+from megatron_r3.collect.show import add_show
+
+if TYPE_CHECKING:
+    from megatron_r3.collect.engine import Engine
+    from megatron_r3.collect.prompt_plan import Plan
+
+Commands = argparse._SubParsersAction  # the type of what `add_subparsers` returns
+CONCURRENCY = {"vllm": 32, "sglang": 32, "megatron": 32, "transformers": 256}
+
+
+def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
+    """Register `rollouts` and its commands; each sets `run`, which takes the parsed arguments."""
+    summary = "collect rollouts from an engine, inspect, verify, show and convert them"
+    parser = subparsers.add_parser("rollouts", help=summary, description=summary)
+    parser.set_defaults(group=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    _add_collect(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
+    add_show(commands)
+    add_balance(commands, _number)
+    _add_convert(commands)
+
+
+def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
+    summary = "have an engine answer every prompt, reward each response, and store it exactly once"
+    parser = commands.add_parser(
+        "collect",
+        help=summary,
+        description=f"{summary}. The same command goes on where a killed one stopped.",
+    )
+    add = parser.add_argument
+    text = (
+        "a vLLM, SGLang or Megatron server at --url, or transformers, which runs --model in this "
+        "process"
+    )
+    add("--engine", required=True, choices=tuple(CONCURRENCY), help=text)
+    add("--url", help="address of the server, for example http://127.0.0.1:8000")
+    add("--prompts", required=True, type=Path, metavar="FILE", help="the prompts, JSON lines")
+    add("--out", required=True, type=Path, metavar="DIR", help="directory of the rollout store")
+    add("--n", required=True, type=_number(int, 1), help="samples of each prompt")
+    _add_reward(parser)
+    _add_policy_version(parser)
+    _add_model(parser)
+    _add_shard_size(parser)
+    for flag, kind, default, text in _collect_options():
+        add(flag, type=kind, default=default, help=text)
+    text = (
+        "sample with --temperature, --top-p and --top-k, and store the log-probs that the engine "
+        "sends, without kept sets. They need not be those of the distribution that was sampled; "
+        "the ratio of the policy loss then compares two distributions, and its gradient is biased"
+    )
+    add("--biased-sampling", action="store_true", help=text)
+    parser.set_defaults(run=run_collect)
+
+
+def _collect_options() -> tuple[tuple[str, Callable[[str], float], float | None, str], ...]:
+    """Flag, type, default and help of each option that is a number."""
+    return (
+        ("--max-tokens", _number(int, 1), 1024,
+         "the largest number of tokens of a response (default: 1024)"),
+        ("--temperature", _number(float, 0), 1.0,
+         "divide the logits by this; a server also needs --top-k (default: 1)"),
+        ("--top-p", _number(float, 0, 1), 1.0,
+         "sample from the likeliest tokens that together have this probability, and store which "
+         "they were; a server also needs --top-k (default: 1, all tokens)"),
+        ("--top-k", _number(int, 0), 0,
+         "sample from so many of the likeliest tokens, and store which they were "
+         "(default: 0, all)"),
+        ("--seed", int, None, "make each sample's seed from this (default: the engine chooses)"),
+        ("--concurrency", _number(int, 1), None,
+         "samples under way at a time (default: 32; transformers: 256, which run in batches)"),
+        ("--timeout", _number(float, 0.001), 600.0,
+         "seconds that a request to a server may take (default: 600)"),
+        ("--retries", _number(int, 0), 6,
+         "how often a request is repeated after a connection error, a timeout, 429 or 5xx "
+         "(default: 6)"),
+        ("--retry-pause", _number(float, 0), 0.5,
+         "seconds before the first repetition; the pause doubles each time (default: 0.5)"),
+        ("--refused-retries", _number(int, 0), 2,
+         "how often a sample is asked for again after a response that cannot be used (default: 2)"),
+    )  # fmt: skip
+
+
+def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
+    summary = "show what stores hold: rollouts, rewards, lengths, sizes and the experts' load"
+    parser = commands.add_parser("inspect", help=summary, description=summary)
+    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR", help="rollout stores")
+    parser.add_argument("--layers", action="store_true", help="show the experts' load by layer")
+    parser.add_argument(
+        "--model", type=Path, metavar="HF_DIR",
+        help="run some rollouts through transformers with these weights, and compare the routes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--agreement", type=_number(int, 1), default=8, metavar="N",
+        help="how many rollouts --model runs, spread over the store (default: 8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model-before", type=Path, metavar="HF_DIR",
+        help="the weights before the last update: tells rows that an engine computed with those",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fail-on-alarm", action="store_true",
+        help="exit with status 1 where --model raises an alarm",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    parser.set_defaults(run=run_inspect)
+
+
+def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
+    summary = "check every byte and id of stores; with --model, that its weights sampled them"
+    parser = commands.add_parser("verify", help=summary, description=summary)
+    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR", help="rollout stores")
+    parser.add_argument(
+        "--model", type=Path, metavar="HF_DIR",
+        help="transformers directory of the model that sampled, or a folder of published policies "
+        "(v000000, v000001, ...): each rollout is checked with its own version",
+    )  # fmt: skip
+    parser.set_defaults(run=run_verify)
+
+
+def _add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
+    summary = "make a store of recorded responses, or a parquet table of a store and back"
+    convert = commands.add_parser("convert", help=summary, description=summary)
+    convert.set_defaults(group=convert)
+    kinds = convert.add_subparsers(metavar="KIND")
+
+    summary = "make a store of recorded responses: JSON lines {request, response, reward?, group?}"
+    parser = kinds.add_parser("responses", help=summary, description=summary)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the recorded responses")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new store")
+    parser.add_argument(
+        "--engine",
+        required=True,
+        choices=("vllm", "sglang", "megatron"),
+        help="the engine that sampled them",
+    )
+    parser.add_argument(
+        "--engine-version", default="unknown", metavar="V", help="version of that engine"
+    )
+    _add_model(parser)
+    _add_reward(parser, required=False)
+    _add_policy_version(parser, default=None)
+    _add_shard_size(parser)
+    parser.add_argument(
+        "--skip-refused", action="store_true",
+        help="leave out responses that cannot be decoded, and print why",
+    )  # fmt: skip
+    parser.set_defaults(run=run_responses)
+
+    summary = "write a store as a table without routes, a row for each rollout"
+    parser = kinds.add_parser("to-parquet", help=summary, description=summary)
+    parser.add_argument("store", type=Path, metavar="DIR", help="the store")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the new table")
+    parser.set_defaults(run=run_to_parquet)
+
+    summary = "write a new store: the old one with the rewards of a table"
+    parser = kinds.add_parser("from-parquet", help=summary, description=summary)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the table")
+    parser.add_argument("--store", required=True, type=Path, metavar="DIR", help="the old store")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new store")
+    parser.set_defaults(run=run_from_parquet)
+
+
+def _number(kind: type, least: float, most: float = float("inf")) -> Callable[[str], float]:
+    """The type of an argument that is a number from `least` to `most`.
+
+    argparse prints the function's name in its error: "invalid whole number (from 1 up) value: '0'".
+    """
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most or value == float("inf"):
+            raise ValueError(text)
+        return value  # type: ignore[no-any-return]
+
+    limit = f" to {most:g}" if most != float("inf") else " up"
+    parse.__name__ = f"{'number' if kind is float else 'whole number'} (from {least:g}{limit})"
+    return parse
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, type=Path, metavar="HF_DIR",
+        help="transformers directory of the model that sampled. For a server a config.json alone "
+        "will do; then no digests of the weights are stored or compared",
+    )  # fmt: skip
+
+
+def _add_reward(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument(
+        "--reward", required=required, metavar="MODULE:FUNCTION",
+        help="function that takes a RewardSample and returns its reward, a number",
+    )  # fmt: skip
+
+
+def _add_policy_version(parser: argparse.ArgumentParser, default: int | None = 0) -> None:
+    unsaid = "0" if default is not None else "what the responses say, if it is a number; else 0"
+    parser.add_argument(
+        "--policy-version", type=_number(int, 0, 2**63 - 1), default=default, metavar="N",
+        help=f"version of the weights that sample (default: {unsaid})",
+    )  # fmt: skip
+
+
+def _add_shard_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shard-size", type=_number(int, 1), default=128, metavar="N",
+        help="rollouts of a shard; a few more if a group would be cut (default: 128)",
+    )  # fmt: skip
+
+
+def run_collect(args: argparse.Namespace) -> int:
+    """Collect, then print what the store has; 128 and the signal's number after a signal."""
+    from megatron_r3.collect.signals import Interrupted, raising
+    from megatron_r3.data.untrusted import one_line
+
+    try:
+        with raising():
+            return _collect(args)
+    except Interrupted as error:
+        print(one_line(str(error)), file=sys.stderr)
+        return 128 + error.number
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from megatron_r3.collect.collect import collect
+    from megatron_r3.collect.prompt_plan import Plan, Sampling, read_model, sampling_for
+    from megatron_r3.collect.prompts import read_prompts
+    from megatron_r3.collect.reward import load_reward
+    from megatron_r3.collect.writing import keep_freed_memory
+
+    keep_freed_memory()
+    make_engine = _engine_maker(args)
+    sampling = Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.seed)
+    try:
+        sampling = sampling_for(args.engine, sampling, args.biased_sampling)
+    except ValueError as error:
+        raise ValueError(f"{error}; to collect all the same, give --biased-sampling") from error
+    prompts, reward, model = (
+        read_prompts(args.prompts), load_reward(args.reward), read_model(args.model),
+    )  # fmt: skip
+    if not model.router_fingerprint:
+        print(f"{args.model} has no weights: no digest of them is stored", file=sys.stderr)
+    plan = Plan(
+        prompts=prompts,
+        n=args.n,
+        sampling=sampling,
+        reward=reward,
+        model=model,
+        out=args.out,
+        policy_version=args.policy_version,
+        shard_size=args.shard_size,
+        refused_retries=args.refused_retries,
+        biased_sampling=args.biased_sampling,
+    )
+    concurrency = args.concurrency or CONCURRENCY[args.engine]
+    done = collect(make_engine(plan, concurrency), plan, concurrency)
+    print(
+        f"{args.out} has all {done.total} rollouts: {done.before} were there, {done.stored} new "
+        f"({done.tokens} tokens; {done.retries} retries, {done.refused} responses refused)"
+    )
+    return 0
+
+
+def _engine_maker(args: argparse.Namespace) -> Callable[[Plan, int], Engine]:
+    """A function that makes the engine named by --engine, from a plan and a concurrency.
+
+    What the engine lacks is refused here, before a prompt is read or a weight is digested.
+
+    Raises:
+        ValueError: --url is missing or does not belong there, or a package is not installed.
+    """
+    if args.engine == "transformers":
+        if args.url is not None:
+            raise ValueError("--engine transformers samples in this process: leave --url out")
+        from megatron_r3.collect.generate import Transformers
+
+        return lambda plan, _: Transformers(args.model, plan.model.shape, plan.sampling)
+    if args.url is None:
+        raise ValueError(f"--engine {args.engine} asks a server: give its address as --url")
+    from megatron_r3.collect.client import Client
+    from megatron_r3.collect.server import Server
+
+    def server(plan: Plan, concurrency: int) -> Server:
+        client = Client(args.url, concurrency, args.timeout, args.retries, args.retry_pause)
+        return Server(args.engine, client, plan.model.shape, plan.sampling)
+
+    return server
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Print a table of the stores, then how their routes spread over the experts, then the truth
+    test. The exit status is 1 where --fail-on-alarm is given and there is an alarm.
+    """
+    import json
+
+    from megatron_r3.collect.inspect import histogram, inspect_store, store_warnings, table
+    from megatron_r3.data.untrusted import one_line
+
+    for option, value in vars(args).items():
+        if option in ("fail_on_alarm", "model_before") and value and not args.model:
+            raise ValueError(
+                f"--{option.replace('_', '-')} needs --model HF_DIR, which is what raises alarms"
+            )
+    stores = [inspect_store(directory) for directory in args.stores]
+    warnings = [warning for store in stores for warning in store_warnings(store)]
+    alarms, more, truths = _compare_with_model(args, stores) if args.model else ([], [], [])
+    for warning in (*warnings, *more, *alarms):
+        print(f"warning: {one_line(warning)}", file=sys.stderr)
+    status = 1 if alarms and args.fail_on_alarm else 0
+    if args.json:
+        print(json.dumps(stores))
+        return status
+    print(table(stores))
+    for store in stores:
+        print(f"\nrows of each expert, {one_line(store['directory'])}:")
+        print(histogram(store, args.layers, sys.stdout.encoding or ""))
+    for truth in truths:
+        print(f"\n{truth}")
+    return status
+
+
+def _compare_with_model(
+    args: argparse.Namespace, stores: list[dict[str, Any]]
+) -> tuple[list[str], list[str], list[str]]:
+    """Add `agreement` and `truth` to each store's numbers; returns alarms, warnings, and texts."""
+    from megatron_r3.collect.engine_agreement import compare_store, keep_floor
+    from megatron_r3.data.store import RolloutStore
+    from megatron_r3.data.truth import FloorError, examine, floor_path, mismatch_text, read_floor
+    from megatron_r3.data.untrusted import one_line
+
+    alarms, warnings, texts = [], [], []
+    for directory, numbers in zip(args.stores, stores, strict=True):
+        store = RolloutStore([directory], mixed_policies=True)
+        agreement = compare_store(store, args.model, args.agreement, args.model_before)
+        path = floor_path(directory, agreement.model, str(store.info.engine), agreement.dtype)
+        floor = read_floor(path)
+        report = examine(
+            agreement.compared, store.info.moe_layers, floor=floor, model=str(args.model)
+        )
+        said = f"floor: {path}"
+        try:
+            if floor is None and keep_floor(path, store.info, agreement, report):
+                said += ", written now: later collections are compared with this one"
+            elif floor is None:
+                said = "no floor: what was measured is not kept, see the warnings"
+        except FloorError as error:
+            warnings.append(str(error))
+            said = "no floor"
+        numbers["agreement"] = agreement.numbers(report)
+        numbers["truth"] = report.to_json() | {"floor": floor.to_json() if floor else None}
+        warnings += [f"{directory}: {agreement.note}"] if agreement.note else []
+        alarms += [f"{directory}: {alarm}" for alarm in report.alarms]
+        title = one_line(f"routes that differ from those of {args.model}, {directory}:")
+        texts.append("\n".join([title, mismatch_text(report, floor), one_line(said)]))
+    return alarms, warnings, texts
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Print a line for each store that is whole."""
+    from megatron_r3.collect.verify_store import read_policies, verify_store
+    from megatron_r3.data.untrusted import one_line
+
+    policies = read_policies(args.model) if args.model else None
+    for directory in args.stores:
+        checked = verify_store(directory, policies)
+        print(f"{one_line(str(directory))}: {checked.text}")
+        for warning in checked.warnings:
+            print(f"{one_line(str(directory))}: {warning}", file=sys.stderr)
+    return 0
+
+
+def run_responses(args: argparse.Namespace) -> int:
+    """Print how many rollouts the new store has, and what was left out."""
+    from megatron_r3.collect.convert import Recording, convert_responses
+    from megatron_r3.collect.prompt_plan import read_model
+    from megatron_r3.collect.reward import load_reward
+    from megatron_r3.collect.writing import keep_freed_memory
+
+    keep_freed_memory()
+    recording = Recording(
+        path=args.file,
+        engine=args.engine,
+        engine_version=args.engine_version,
+        model=read_model(args.model),
+        policy_version=args.policy_version,
+        reward=load_reward(args.reward) if args.reward else None,
+    )
+    done = convert_responses(recording, args.out, args.shard_size, args.skip_refused)
+    count, skipped, notes = done
+    for line in (*(f"left out: {reason}" for reason in skipped), *notes):
+        print(line, file=sys.stderr)
+    left_out = f"; lines left out: {len(skipped)}" if skipped else ""
+    print(f"{args.out} has {count} rollouts{left_out}")
+    return 0
+
+
+def run_to_parquet(args: argparse.Namespace) -> int:
+    """Print how many rows the table has."""
+    from megatron_r3.collect.parquet import to_parquet
+
+    print(f"{args.out} has {to_parquet(args.store, args.out)} rollouts")
+    return 0
+
+
+def run_from_parquet(args: argparse.Namespace) -> int:
+    """Print how many rewards are new."""
+    from megatron_r3.collect.parquet import from_parquet
+
+    changed = from_parquet(args.file, args.store, args.out)
+    print(f"{args.out} has the rollouts of {args.store}; rewards that changed: {changed}")
+    return 0

@@ -1,0 +1,242 @@
+"""A vLLM, SGLang or Megatron server as an engine: asked for samples, and watched for changes.
+
+Between two responses a server may be restarted, get new weights or serve another model. So each
+response is used only after the server has said once more that it is what it was at the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from megatron_r3.collect.client import Client
+from megatron_r3.collect.engine import Answer, EngineChanged, Identity, NoAnswer
+from megatron_r3.collect.http_body import answer_limit
+from megatron_r3.collect.prompt_plan import Sampling
+from megatron_r3.collect.prompts import Prompt
+from megatron_r3.collect.requests import (
+    answer_of,
+    build_request,
+    decoder,
+    policies_of,
+    refuse_nameless,
+    refuse_without_kept,
+)
+from megatron_r3.data.engines.shape import EngineError, ModelShape
+from megatron_r3.data.values import wrong_text
+
+
+class Server:
+    """The engine behind an address (`engine.Engine`).
+
+    Args:
+        name: "vllm", "sglang" or "megatron".
+        client: sends the requests.
+        shape: the model's routes; a response with others is refused.
+        sampling: how to sample.
+    """
+
+    def __init__(self, name: str, client: Client, shape: ModelShape, sampling: Sampling) -> None:
+        self.name, self.shape, self.sampling = name, shape, sampling
+        self._client, self._watch = client, Watch(client, name)
+        self._decode = decoder(name)
+
+    def check(self, prompt: Prompt) -> None:
+        """See `Engine.check`."""
+        build_request(self.name, prompt, self.sampling, None, "")
+
+    async def begin(self, on_retry: Callable[[], None]) -> Identity:
+        """See `Engine.begin`."""
+        self._client.on_retry = on_retry
+        return await self._watch.begin()
+
+    async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
+        """See `Engine.sample`."""
+        model = self._watch.start.model if self.name == "vllm" else ""
+        path, body = build_request(self.name, prompt, self.sampling, seed, model)
+        most_bytes = answer_limit(self.shape, prompt, self.sampling)
+        # The response has no name here, so it is freed as soon as it is decoded: hundreds of
+        # responses may wait for `confirm` at a time.
+        return self._read(await self._client.post(path, body, most_bytes), body, model, where)
+
+    def _read(self, response: Any, body: dict[str, Any], model: str, where: str) -> Answer:
+        try:  # the decoder compares the response with the request, and with what a model can sample
+            samples = self._decode(response, body, self.shape, where)
+            if len(samples) != 1:
+                raise EngineError(
+                    f"{where}: the response has {len(samples)} samples; 1 was asked for"
+                )
+            refuse_nameless(response, model, where)
+            refuse_without_kept(self.name, samples[0], self.sampling, where)
+            said = answer_of(response, 0, where)
+            return Answer(samples[0], *said, policies_of(response, 0, where))
+        except EngineError:
+            raise
+        except Exception as error:  # JSON of some other service: a list where an object is expected
+            raise EngineError(f"{where}: the response cannot be read ({error!r})") from error
+
+    async def confirm(self) -> None:
+        """See `Engine.confirm`."""
+        await self._watch.confirm()
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        await self._client.close()
+
+
+def _vllm_version(page: Any) -> Mapping[str, Any]:
+    return {"version": page["version"]}
+
+
+def _vllm_model(page: Any) -> Mapping[str, Any]:
+    return {"model": page["data"][0]["id"]}
+
+
+def _vllm_policy(page: Any) -> Mapping[str, Any]:
+    return {"policy": page["weight_version"]}
+
+
+def _sglang_identity(page: Any) -> Mapping[str, Any]:
+    return {
+        "version": page["version"],
+        "model": page.get("served_model_name") or page.get("model_path"),
+    }
+
+
+def _sglang_policy(page: Any) -> Mapping[str, Any]:
+    return {"policy": page.get("weight_version")}
+
+
+def _megatron_health(page: Any) -> Mapping[str, Any]:
+    if page["service"] != "Megatron Inference Server":
+        raise LookupError("such service")
+    return {}
+
+
+def _megatron_identity(page: Any) -> Mapping[str, Any]:
+    return {name: page[name] for name in ("version", "model", "policy")}
+
+
+_Read = Callable[[Any], Mapping[str, Any]]
+# What each engine is asked for: paths, of which the first that exists is taken, and how the page is
+# read. vLLM has /weight_info only where it takes new weights (VLLM_SERVER_DEV_MODE). SGLang's pages
+# were called /get_... first. Its /server_info has a weight_version too, which in 0.5.23 is the one
+# that the server was started with, for ever: new weights in place show in /model_info.
+_PAGES: dict[str, tuple[tuple[tuple[str, ...], _Read], ...]] = {
+    "vllm": (
+        (("/version",), _vllm_version),
+        (("/v1/models",), _vllm_model),
+        (("/weight_info",), _vllm_policy),
+    ),
+    "sglang": (
+        (("/server_info", "/get_server_info"), _sglang_identity),
+        (("/model_info", "/get_model_info"), _sglang_policy),
+    ),
+    # the second is a page of megatron_r3.loop.serve: upstream's own script does not say who it is
+    "megatron": (
+        (("/health",), _megatron_health),
+        (("/server_info",), _megatron_identity),
+    ),
+}
+
+
+class Watch:
+    """Asks a server who it is: at the start, and again after its responses.
+
+    Attributes:
+        start: who the server was at the start.
+    """
+
+    def __init__(self, client: Client, engine: str) -> None:
+        self.start = Identity()
+        self._client, self._engine = client, engine
+        self._pages: list[tuple[str, _Read]] = []  # those that the server has
+        self._asking = asyncio.Lock()
+        self._last_number = 0  # `confirm` numbers its calls from 1 on
+        self._served = 0  # the last call that the finished checks began after
+        self._failure: EngineError | None = None  # why the last check has no answer
+
+    async def begin(self) -> Identity:
+        """Ask for every page that the engine may have; `confirm` asks for those that exist.
+
+        Raises:
+            EngineError: there is no answer, or one that the engine does not give.
+        """
+        names: dict[str, str] = {}
+        for paths, read in _PAGES[self._engine]:
+            for path in paths:
+                try:
+                    page = await self._client.get(path)
+                except NoAnswer as error:
+                    if error.status != 404:
+                        raise
+                    continue
+                names |= self._read(page, path, read)
+                self._pages.append((path, read))
+                break
+        self.start = Identity(**names)
+        return self.start
+
+    async def confirm(self) -> None:
+        """Return if the server, asked after this call began, is what it was at the start.
+
+        One check serves all calls that came before the check began. Example: while a check is under
+        way for call 1, calls 2 to 30 come and wait for the lock. Call 2 gets the lock, sees that 30
+        calls have come, and asks the server. Calls 3 to 30 then find that the check served them
+        too. So 30 responses cost two checks.
+
+        Raises:
+            EngineChanged: the server is another one.
+            NoAnswer: the server does not say who it is.
+        """
+        self._last_number += 1
+        number = self._last_number
+        async with self._asking:
+            if self._served < number:
+                # Read before the server is asked: a call that comes during the check may be about a
+                # response that is younger than the server's answer.
+                serves, self._failure = self._last_number, None
+                try:
+                    await self._compare()
+                except EngineError as error:
+                    self._failure = error
+                self._served = serves
+            if self._failure is not None:
+                raise NoAnswer(f"nobody knows whether it is still the same server: {self._failure}")
+
+    async def _compare(self) -> None:
+        names: dict[str, str] = {}
+        for path, read in self._pages:
+            names |= self._read(await self._client.get(path), path, read)
+        now = Identity(**names)
+        for field in fields(Identity):
+            before, after = getattr(self.start, field.name), getattr(now, field.name)
+            if before != after:
+                raise EngineChanged(
+                    f"{self._client.url}: the server changed: its {field.name} was {before!r} at "
+                    f"the start and is {after!r}: the responses in between are not stored"
+                )
+
+    def _read(self, page: Any, path: str, read: _Read) -> dict[str, str]:
+        """What a page says, by the names of `Identity`'s fields.
+
+        Raises:
+            EngineError: the page is another one, or a value on it is no text.
+        """
+        where = f"{self._client.url}{path}"
+        try:
+            values = read(page)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise EngineError(f"{where}: not what {self._engine} answers: no {error}") from error
+        names = {
+            name: str(value) if type(value) is int else value
+            for name, value in values.items()
+            if value is not None
+        }
+        for name, value in names.items():
+            wrong = wrong_text(value)
+            if wrong is not None:
+                raise EngineError(f"{where}: the server's {name} must be {wrong}")
+        return names

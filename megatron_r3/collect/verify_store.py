@@ -1,0 +1,143 @@
+"""Check a store: its bytes, and the model that sampled it.
+
+Shape suffixes (docs/glossary.md): M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megatron_r3.collect.prompt_plan import Model, read_model
+from megatron_r3.data.store import RolloutStore, StoreError
+from megatron_r3.data.store.kinship import Versions
+from megatron_r3.data.store.shard import Shard
+from megatron_r3.data.store.verify_shard import check_tokens
+from megatron_r3.data.untrusted import one_line
+from megatron_r3.loop.published import published, version_name
+
+Policies = Model | Callable[[int], Model | None]  # one model, or that of a policy version
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was checked of a whole store, and what could not be, in words for the terminal."""
+
+    text: str
+    warnings: list[str]
+
+
+def read_policies(path: Path) -> Policies:
+    """A transformers directory, or a folder of published policies; a version is read when needed.
+
+    Raises:
+        ValueError: naming the file that cannot be used.
+    """
+    if not published(path):
+        return read_model(path)
+
+    @cache
+    def of_version(version: int) -> Model | None:
+        folder = path / version_name(version)
+        return read_model(folder) if folder.is_dir() else None
+
+    return of_version
+
+
+def verify_store(directory: Path, policies: Policies | None = None) -> Checked:
+    """Read all of a store; with policies, compare MoE layers, weights and vocabulary too.
+
+    Raises:
+        ValueError: naming the file, and the rollout, layer and token if one of them is wrong.
+    """
+    store, versions = RolloutStore([directory], mixed_policies=True), Versions()
+    for shard in store.shards:
+        versions.check(shard)
+    pairs = (
+        [] if policies is None else [(shard, _model_of(shard, policies)) for shard in store.shards]
+    )
+    for shard, model in pairs:
+        if model is not None:
+            _refuse_other_model(shard, model)
+    store.verify()
+    for shard, model in pairs:
+        if model is not None and model.vocab_size is not None:
+            check_tokens(shard, model.vocab_size)
+    text = f"{len(store)} rollouts in {len(store.shards)} shards, every byte and id"
+    if policies is None:
+        return Checked(text, [])
+    return _said(text, policies, pairs)
+
+
+def _model_of(shard: Shard, policies: Policies) -> Model | None:
+    """The model that sampled a shard; None where there is none of the version, or no one version.
+
+    The stamp of a shard of several versions is that of one of them, and nobody says of which.
+    """
+    if isinstance(policies, Model):
+        return policies
+    version, newest = _versions(shard)
+    return policies(version) if version == newest else None
+
+
+def _versions(shard: Shard) -> tuple[int, int]:
+    """The oldest and the newest policy version of a shard's rollouts."""
+    oldest = int(shard.tensors["policy_version"].min())
+    return oldest, int(shard.extras.newest_version_M.max())
+
+
+def _said(text: str, policies: Policies, pairs: list[tuple[Shard, Model | None]]) -> Checked:
+    """Which part of the store was compared with what."""
+    compared = [(shard.info, model) for shard, model in pairs if model is not None]
+    warnings = []
+    if compared:
+        routers = all(i.router_fingerprint and m.router_fingerprint for i, m in compared)
+        whole = all(i.policy_stamp and m.policy_stamp for i, m in compared)
+        parts = "shape" + (
+            " and weights" if whole and routers else " and router weights" if routers else ""
+        )
+        name = one_line(compared[0][1].name)
+        number = len({model.name for _, model in compared})
+        each = f"the {parts} of {number} policy version(s), each with its own rollouts"
+        text += f", {name}'s {parts}" if isinstance(policies, Model) else f", {each}"
+        if not routers:
+            warnings.append("router weights not compared: no fingerprint")
+    if len(compared) < len(pairs):
+        without = [_versions(shard) for shard, model in pairs if model is None]
+        gone = sorted({version for version, newest in without if version == newest})
+        several = sum(version != newest for version, newest in without)
+        some = ", ".join(map(str, gone[:5])) + (", ..." if gone[5:] else "")
+        reasons = [f"no folder of {len(gone)} policy version(s): {some}"] if gone else []
+        reasons += [f"{several} of several versions"] if several else []
+        warnings.append(
+            f"{len(without)} of {len(pairs)} shards not compared with a policy: "
+            f"{'; '.join(reasons)}"
+        )
+    return Checked(text, warnings)
+
+
+def _refuse_other_model(shard: Shard, model: Model) -> None:
+    info, shape = shard.info, model.shape
+    for name, stored, wanted in (
+        ("MoE layers", list(info.moe_layers), list(shape.moe_layers)),
+        ("top-k", info.topk, shape.topk),
+        ("experts", info.num_experts, shape.num_experts),
+    ):
+        if stored != wanted:
+            raise StoreError(f"{shard.path}: {name} {stored}; {model.name} has {wanted}")
+    if info.router_fingerprint and model.router_fingerprint:
+        pairs = zip(info.router_fingerprint, model.router_fingerprint, strict=True)
+        others = [shape.moe_layers[i] for i, (a, b) in enumerate(pairs) if a != b]
+        if others:
+            raise StoreError(
+                f"{shard.path}: sampled by other router weights than {model.name}'s in "
+                f"{len(others)} of {len(shape.moe_layers)} MoE layers, the first is hidden layer "
+                f"{others[0]}"
+            )
+    if info.policy_stamp and model.policy_stamp and info.policy_stamp != model.policy_stamp:
+        raise StoreError(
+            f"{shard.path}: sampled by other weights than {model.name}'s, whose routers are "
+            f"the same: stamp {info.policy_stamp} there, {model.policy_stamp} here"
+        )

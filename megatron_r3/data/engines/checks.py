@@ -1,0 +1,136 @@
+"""What the tokens and routes of one response must satisfy, whichever engine sent them.
+
+Shape suffixes (docs/glossary.md): T, N, G, L, Y, K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.data.engines.body import most_tokens
+from megatron_r3.data.engines.shape import EngineError, ModelShape
+from megatron_r3.data.values import wrong_token
+from megatron_r3.replay.routes import Routes, RoutesError
+
+_NOT_CAPTURED = (
+    "Known to return zeros: vLLM 0.22-0.26 on CPU, vLLM before 0.27 with FlashInfer TRTLLM "
+    "kernels, prefix-cached rows in 0.21"
+)
+
+ANOTHER_MODEL = "is --model the model that the server runs?"
+
+
+def checked_tokens(
+    prompt: np.ndarray, response_G: np.ndarray, request: Mapping[str, Any], shape: ModelShape
+) -> np.ndarray:
+    """Prompt and response as one sequence, int32 `[N]`.
+
+    Raises:
+        EngineError: an id that the model's vocabulary does not have, or more sampled tokens than
+            the request allows.
+    """
+    most = most_tokens(request)
+    if most is not None and len(response_G) > most:
+        raise EngineError(f"{len(response_G)} response tokens; at most {most} were asked for")
+    tokens_N = np.concatenate([prompt, response_G])
+    wrong = wrong_token(tokens_N, shape.vocab_size)
+    if wrong is not None:
+        raise EngineError(f"token {wrong[0]} {wrong[1]}")
+    return tokens_N
+
+
+def checked_routes(
+    rows_TYK: np.ndarray, num_tokens: int, shape: ModelShape, start: int = 0
+) -> Routes:
+    """Routes of a rollout's tokens from `start` on, `[L, N - 1 - start, K]`.
+
+    Args:
+        rows_TYK: ids of all hidden layers (those of dense layers are zero), or of the MoE layers
+            alone.
+        num_tokens: N, prompt and response; N - 1 - start rows are expected, because the last token
+            was never forwarded.
+        shape: of the model that the engine runs.
+        start: the token of row 0.
+
+    Raises:
+        EngineError: wrong rows, layers or top-k, wrong ids, or rows that were not captured.
+    """
+    _check_rows(rows_TYK, num_tokens, shape, start)
+    rows_TLK = _moe_layers(rows_TYK, shape)
+    # With K = 1 a row [0] is expert 0 and a possible route, so Routes would take it: look first.
+    # With K > 1 a row of zeros has expert 0 twice, so Routes refuses it, and the search for a
+    # better reason is left to the responses that are wrong.
+    if shape.topk == 1:
+        _refuse_not_captured(rows_TLK, shape, start)
+    try:
+        return Routes.from_array(rows_TLK.transpose(1, 0, 2), shape.num_experts, first_token=start)
+    except RoutesError:
+        _refuse_not_captured(rows_TLK, shape, start)
+        raise
+
+
+def _check_rows(rows_TYK: np.ndarray, num_tokens: int, shape: ModelShape, start: int) -> None:
+    expected = num_tokens - 1 - start
+    rows, _, topk = rows_TYK.shape
+    if rows != expected:
+        ignored = start > 0 and rows == num_tokens - 1
+        raise EngineError(
+            f"{rows} rows of routes for {num_tokens} tokens from token {start} on; "
+            f"expected {expected}"
+            + (
+                "; the server ignored routed_experts_prompt_start"
+                if ignored
+                else row_cause(rows, expected)
+            )
+        )
+    if topk != shape.topk:
+        raise EngineError(f"top-{topk} routes; the model is top-{shape.topk}: {ANOTHER_MODEL}")
+
+
+def row_cause(rows: int, expected: int) -> str:
+    """What may have happened to a response with another number of rows, for an error."""
+    if rows > expected:
+        return (
+            ": were tokens cut off after they were sampled, for example behind a stop word? "
+            "Take the response as the server sent it"
+        )
+    return ": are rows of a cached prefix missing? Start the server without its prefix cache"
+
+
+def _moe_layers(rows_TYK: np.ndarray, shape: ModelShape) -> np.ndarray:
+    """The rows of the MoE layers, `[T, L, K]`."""
+    layers, num_moe = rows_TYK.shape[1], len(shape.moe_layers)
+    if layers == num_moe:
+        return rows_TYK
+    if layers != shape.num_hidden_layers:
+        raise EngineError(
+            f"routes of {layers} layers; the model has {shape.num_hidden_layers}, {num_moe} of "
+            f"them MoE layers: {ANOTHER_MODEL}"
+        )
+    # engines leave the rows of dense layers at zero, so another number there means that the server
+    # runs a model with other MoE layers than the config that is read here
+    for layer in range(layers):
+        if layer not in shape.moe_layers and rows_TYK[:, layer].any():
+            raise EngineError(
+                f"routes at hidden layer {layer}, which is dense in the model's config: the server "
+                "runs another model"
+            )
+    return rows_TYK[:, list(shape.moe_layers)]
+
+
+def _refuse_not_captured(rows_TLK: np.ndarray, shape: ModelShape, start: int) -> None:
+    """Refuse rows of zeros, which engines return where they captured nothing."""
+    zero_TL = ~rows_TLK.any(-1)
+    if shape.topk == 1:  # one row [0] may be expert 0; a whole response of them is not believed
+        zero_TL &= zero_TL.all() and shape.num_experts > 1
+    if not zero_TL.any():
+        return
+    row, moe_layer = (int(i) for i in np.argwhere(zero_TL)[0])
+    raise EngineError(
+        f"the engine did not capture routes: {int(zero_TL.sum())} of {zero_TL.size} rows are "
+        f"zeros, the first at token {row + start}, hidden layer {shape.moe_layers[moe_layer]}. "
+        f"{_NOT_CAPTURED}"
+    )

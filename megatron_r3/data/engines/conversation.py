@@ -1,0 +1,326 @@
+"""One rollout out of the responses of one conversation.
+
+A response answers a prompt that holds all that was said before. Example of two turns (u: the
+user's tokens, s: sampled ones), the second asked with a start of 4:
+
+    token         0 1 2 3 4 5 6 7 8
+    response 1    u u s s s            rows of tokens 0 1 2 3
+    response 2    u u s s s u u s s    rows of tokens 4 5 6 7
+
+Token 4 was sampled by the first response and forwarded by the second: an engine makes the row of a
+token when it forwards the token, and the last token of a response is never forwarded there. So ask
+the next turn with a start of the previous length - 1, which is 4 here, and not 5.
+
+Shape suffixes (docs/glossary.md): C, G, K, L, N, T, U.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from megatron_r3.data.engines.shape import EngineError, naming
+from megatron_r3.data.kept import KeptSets
+from megatron_r3.data.rollout import UNKNOWN_POLICY, UNREWARDED, Rollout, wrong_versions
+from megatron_r3.data.values import wrong_logprob, wrong_token
+from megatron_r3.replay.routes import Routes
+
+Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True)
+class Increment:
+    """What one response adds to a conversation.
+
+    Attributes:
+        tokens_N: int32, all tokens known by then: the response's prompt and the sampled tokens.
+        prompt_length: how many of the tokens are the prompt.
+        logprobs_G: float32, of the tokens that this response sampled.
+        routes: `[L, N - 1 - start, K]`, checked.
+        start: the token of the first row.
+        group: the index of the prompt in its request.
+        where: what errors call the response.
+        kept: of all its tokens, those of its prompt with empty sets; None if the engine returned no
+            sampling mask. The log-probs are then normalised over the kept sets.
+        versions_G: int64, the version of the weights that sampled each token; None if the engine
+            does not report it as a whole number.
+    """
+
+    tokens_N: np.ndarray
+    prompt_length: int
+    logprobs_G: np.ndarray
+    routes: Routes
+    start: int = 0
+    group: int = 0
+    where: str = "response"
+    kept: KeptSets | None = None
+    versions_G: np.ndarray | None = None
+
+    def check(self) -> None:
+        """Refuse parts that do not belong together, and values that no rollout has.
+
+        Raises:
+            EngineError: naming the token where there is one, but not `where`.
+        """
+        num_tokens = len(self.tokens_N)
+        if not 0 <= self.start <= self.prompt_length:
+            raise EngineError(
+                f"routes start at token {self.start}; expected a start from 0 to "
+                f"{self.prompt_length}, the length of the prompt"
+            )
+        if self.routes.num_rows != num_tokens - 1 - self.start:
+            raise EngineError(
+                f"{self.routes.num_rows} rows of routes for {num_tokens} tokens from token "
+                f"{self.start} on; expected {num_tokens - 1 - self.start}"
+            )
+        if self.prompt_length < 1 or num_tokens - self.prompt_length != len(self.logprobs_G):
+            raise EngineError(
+                f"{len(self.logprobs_G)} log-probs for {num_tokens - self.prompt_length} response "
+                "tokens"
+            )
+        if not len(self.logprobs_G):
+            raise EngineError("no token was sampled: a rollout has a prompt and a response")
+        if wrong := wrong_logprob(self.logprobs_G):
+            raise EngineError(f"the log-prob of token {self.prompt_length + wrong[0]} {wrong[1]}")
+        if wrong := wrong_token(self.tokens_N):
+            raise EngineError(f"token {wrong[0]} {wrong[1]}")
+        sampled_N = np.arange(num_tokens) >= self.prompt_length
+        logprobs_N = np.zeros(num_tokens, np.float32)
+        logprobs_N[sampled_N] = self.logprobs_G
+        if self.kept and (reason := self.kept.wrong(self.tokens_N, sampled_N, logprobs_N)):
+            raise EngineError(reason)
+
+    def whole(self) -> Rollout:
+        """The rollout of this response alone.
+
+        Raises:
+            EngineError: its routes start late, so rows are missing.
+        """
+        if self.start:
+            raise EngineError(
+                f"{self.where}: routes start at token {self.start}: stitch the conversation's "
+                "increments, or ask with start 0"
+            )
+        return stitch([self], self.where)
+
+
+def read_choices(
+    choices: Sequence[Choice], where: str, read: Callable[[Choice, int], Increment]
+) -> list[Increment]:
+    """Read each choice of a response; errors say which one it was.
+
+    Args:
+        choices: of one response, in order.
+        where: what errors call the request.
+        read: makes the increment of a choice, whose number is its second argument.
+    """
+    increments = []
+    for number, choice in enumerate(choices):
+        name = f"{where}, choice {number}"
+        with naming(name):
+            increment = replace(read(choice, number), where=name)
+            increment.check()
+        increments.append(increment)
+    return increments
+
+
+def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse") -> Rollout:
+    """One rollout of all turns, with the rows of all its tokens but the last.
+
+    The longest response has all tokens; every other response must have a beginning of them. A row
+    that arrives again (a retry, a prefix sent twice) must be the same set of experts.
+
+    Args:
+        increments: of one conversation, in any order.
+        where: what errors call the conversation.
+        holes: what becomes of rows that no response brought: "refuse", or "missing" to leave them
+            not recorded.
+
+    Returns:
+        A rollout without reward and policy version, as `engines.decode` returns them. If the
+        engine's versions of several weights sampled it, its policy version is the oldest of them.
+
+    Raises:
+        EngineError: tokens or rows disagree, or a row is missing; the message names token and
+            layer.
+    """
+    if holes not in ("refuse", "missing"):
+        raise EngineError(f"{where}: holes must be refuse or missing; got {holes!r}")
+    if not increments:
+        raise EngineError(f"{where}: there are no responses to stitch")
+    # the sort is stable: of two responses of one length, the retry comes second
+    ordered = sorted(increments, key=lambda increment: len(increment.tokens_N))
+    tokens_N = ordered[-1].tokens_N
+    # Most rollouts are one response that decode_increments has checked already. It is checked again
+    # because an increment may be made by hand, or kept and changed between two turns.
+    for increment in ordered:
+        with naming(increment.where):
+            increment.check()
+            _refuse_other_tokens(increment, tokens_N, ordered[-1].where)
+    routes = _joined_rows(ordered, len(tokens_N) - 1)
+    if holes == "refuse":
+        _refuse_holes(routes, where)
+    turns_U2, response_N, logprobs_N, source_N = _turns(ordered, len(tokens_N))
+    versions_C2 = _joined_versions(ordered, source_N, where)
+    rollout = Rollout(
+        tokens_N=tokens_N,
+        response_N=response_N,
+        logprobs_N=logprobs_N,
+        reward=UNREWARDED,
+        group=ordered[0].group,
+        policy_version=UNKNOWN_POLICY if versions_C2 is None else int(versions_C2[0, 1]),
+        routes=routes,
+        turns_U2=turns_U2,
+        kept=_joined_kept(ordered, source_N),
+        versions_C2=versions_C2,
+    )
+    if wrong := rollout.wrong_parts():
+        raise EngineError(f"{where}: {wrong}")
+    return rollout
+
+
+def _refuse_holes(routes: Routes, where: str) -> None:
+    if not routes.recorded_T.all():
+        token = int(np.argmin(routes.recorded_T))  # False is less than True: the first False
+        raise EngineError(
+            f"{where}: no response brought the row of token {token} "
+            f"({int((~routes.recorded_T).sum())} of {routes.num_rows} rows are missing); ask the "
+            "next turn with a start of the previous length - 1"
+        )
+
+
+def _refuse_other_tokens(increment: Increment, tokens_N: np.ndarray, other: str) -> None:
+    differs = increment.tokens_N != tokens_N[: len(increment.tokens_N)]
+    if differs.any():
+        token = int(np.argmax(differs))
+        raise EngineError(
+            f"token {token} is {increment.tokens_N[token]}, and {tokens_N[token]} in {other}: not "
+            "one conversation, or its text was tokenized again"
+        )
+
+
+def _joined_rows(ordered: Sequence[Increment], num_rows: int) -> Routes:
+    """The rows of all increments; a row that no increment has is marked as not recorded."""
+    first = ordered[0].routes
+    if len(ordered) == 1 and first.num_rows == num_rows:  # the usual case: nothing is copied
+        return first
+    ids_LTK = np.zeros((first.num_layers, num_rows, first.topk), first.ids_LTK.dtype)
+    recorded_T = np.zeros(num_rows, bool)
+    for increment in ordered:
+        routes = increment.routes
+        with naming(increment.where):
+            if (routes.num_experts, routes.num_layers, routes.topk) != (
+                first.num_experts,
+                first.num_layers,
+                first.topk,
+            ):
+                raise EngineError("layers, experts or top-k differ in one conversation")
+            rows = slice(increment.start, increment.start + routes.num_rows)
+            # overlap: rows that an earlier increment brought, and this one brings again
+            again_T = recorded_T[rows] & routes.recorded_T
+            _refuse_other_rows(increment, ids_LTK[:, rows], again_T)
+        new_T = routes.recorded_T & ~again_T
+        # ids_LTK[:, rows] is a view, so the assignment to its columns changes ids_LTK
+        ids_LTK[:, rows][:, new_T] = routes.ids_LTK[:, new_T]
+        recorded_T[rows] |= new_T
+    return Routes.from_array(ids_LTK, first.num_experts, recorded_T)
+
+
+def _refuse_other_rows(increment: Increment, known_LTK: np.ndarray, again_T: np.ndarray) -> None:
+    """Refuse a row that differs from the one that is known; the order inside a row may differ."""
+    if not again_T.any():
+        return
+    # [3, 0] and [0, 3] are one set of experts: a retry may well return its rows in another order
+    before, now = (np.sort(ids[:, again_T], -1) for ids in (known_LTK, increment.routes.ids_LTK))
+    differs_LT = (before != now).any(-1)
+    if differs_LT.any():
+        layer, row = (int(i) for i in np.argwhere(differs_LT)[0])
+        token = increment.start + int(np.flatnonzero(again_T)[row])
+        raise EngineError(
+            f"the row of token {token} arrived before and differs at MoE layer {layer}: "
+            f"{before[layer, row].tolist()}, now {now[layer, row].tolist()} "
+            f"({int(differs_LT.sum())} such rows)"
+        )
+
+
+def _turns(
+    ordered: Sequence[Increment], num_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The sampled spans, int32 `[U, 2]`; which tokens were sampled, `[N]`; the log-probs, `[N]`.
+
+    The last array, `[N]`, says for each sampled token which of `ordered` sampled it; -1 for others.
+
+    The first response that sampled a token counts; a retry adds only tokens behind those. A
+    response that was cut off and asked to go on gives two turns that touch. Example, N = 6:
+
+        response 1, prompt of 2, samples tokens 2 3        turn of each token: - - 0 0
+        response 2, prompt of 4, samples tokens 4 5                            - - 0 0 1 1
+
+    That line changes at 2, at 4 and at its end, so the turns are [2, 4] and [4, 6].
+    """
+    turn_N = np.full(num_tokens, -1, np.int32)
+    source_N = np.full(num_tokens, -1, np.int64)
+    logprobs_N = np.zeros(num_tokens, np.float32)
+    prompt_lengths: list[int] = []  # a turn is known by its prompt: a retry has the same one
+    for number, increment in enumerate(ordered):
+        span = slice(increment.prompt_length, len(increment.tokens_N))
+        new = turn_N[span] < 0
+        if increment.prompt_length not in prompt_lengths:
+            prompt_lengths.append(increment.prompt_length)
+        turn_N[span][new] = prompt_lengths.index(increment.prompt_length)
+        logprobs_N[span][new] = increment.logprobs_G[new]
+        source_N[span][new] = number
+    edges = np.flatnonzero(np.diff(turn_N, prepend=-1, append=-1))
+    spans = np.stack([edges[:-1], edges[1:]], 1)
+    turns_U2 = spans[turn_N[spans[:, 0]] >= 0].astype(np.int32)  # not the gaps between two turns
+    return turns_U2, turn_N >= 0, logprobs_N, source_N
+
+
+def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets | None:
+    """The kept sets of the responses that sampled the tokens; None if no response has any.
+
+    Raises:
+        EngineError: some responses have kept sets and others have none.
+    """
+    parts = [increment.kept for increment in ordered]
+    used = np.unique(source_N[source_N >= 0]).tolist()
+    if all(parts[number] is None for number in used):
+        return None
+    for number in used:
+        if parts[number] is None:
+            raise EngineError(
+                f"{ordered[number].where}: no sampling mask, while other responses of its "
+                "conversation have one"
+            )
+    empty = KeptSets.from_lists([])
+    joined = KeptSets.joined([part or empty for part in parts])
+    sizes = [0 if part is None else len(part.sizes_N) for part in parts]
+    begin = np.cumsum([0, *sizes])[source_N]  # where the sets of each token's response begin
+    return joined.take(np.where(source_N >= 0, begin + np.arange(len(source_N)), -1))
+
+
+def _joined_versions(
+    ordered: Sequence[Increment], source_N: np.ndarray, where: str
+) -> np.ndarray | None:
+    """The spans of a rollout that several versions sampled; None if there is one, or none is known.
+
+    Raises:
+        EngineError: a token was sampled by older weights than a token before it.
+    """
+    sampled = np.flatnonzero(source_N >= 0)
+    versions = []
+    for token in sampled.tolist():
+        increment = ordered[source_N[token]]
+        if increment.versions_G is None:
+            return None
+        versions.append(int(increment.versions_G[token - increment.prompt_length]))
+    changes = np.flatnonzero(np.diff(versions, prepend=-1))
+    if len(changes) < 2:
+        return None
+    versions_C2 = np.stack([sampled[changes], np.array(versions)[changes]], 1).astype(np.int64)
+    if wrong := wrong_versions(versions_C2, source_N >= 0, versions[0]):
+        raise EngineError(f"{where}: {wrong}")
+    return versions_C2

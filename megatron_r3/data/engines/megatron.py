@@ -1,0 +1,210 @@
+"""What Megatron-LM's inference server returns with `moe_enable_routing_replay`, from 0.17 on.
+
+The dynamic text generation server puts `moe_topk_indices` into each choice of /v1/completions and
+/v1/chat/completions: nested lists in 0.17, `["ndarray", {data, dtype}]` with int16 from 0.18 on.
+Unpatched, they hold the MoE layers in the order in which routers were made, which is the decoder's,
+then those of MTP. A patched server has the decoder's alone, and sends bytes:
+`["ndarray", {data, dtype, shape}]`. 0.17's /v1/completions returns no token ids and cannot be read.
+
+Shape suffixes (docs/glossary.md): G, K, L, N, T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.data.engines.body import (
+    choices_in_order,
+    id_array,
+    integer_array,
+    number_array,
+    option,
+    prompt_array,
+    prompts,
+    refuse_echo,
+    refuse_failure,
+    refuse_half_way,
+    refuse_other_model,
+    sampled_logprobs,
+    shaped_array,
+    whole_number,
+)
+from megatron_r3.data.engines.checks import checked_routes, checked_tokens
+from megatron_r3.data.engines.conversation import Increment, read_choices
+from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
+from megatron_r3.data.untrusted import quoted, said
+
+# A choice of /v1/completions from 0.18 on, without what is not read here:
+#
+#   {"index": 0, "prompt_token_ids": [5, 9], "generation_token_ids": [7, 3], "num_evictions": 0,
+#    "generation_log_probs": [-0.5, -1.2],
+#    "moe_topk_indices": ["ndarray", {"data": [3 rows of L lists of K ids], "dtype": "int16"}]}
+#
+# Patched: ["ndarray", {"data": "AQADAA...", "dtype": "int16", "shape": [3, L, K]}], in base64.
+
+_DTYPES = ("int16", "int32", "int64")
+_ASK_IDS = "0.17's /v1/completions returns none; chat: ask with return_tokenized_data true"
+_ASK_LOGPROBS = "ask with logprobs 1 (chat: true)"
+
+
+def decode_increments(
+    response: Any,
+    request: Mapping[str, Any],
+    shape: ModelShape,
+    where: str,
+    *,
+    num_mtp_layers: int = 0,
+) -> list[Increment]:
+    """What each choice adds to its conversation, always from token 0 on.
+
+    Args:
+        response: the body that the server returned.
+        request: the body that was sent.
+        shape: of the model that the server runs.
+        where: what errors call the request.
+        num_mtp_layers: MoE layers of multi-token prediction in the server's model; their routes
+            come last and are dropped.
+
+    Raises:
+        EngineError: naming `where` and the choice, and token and layer where there is one.
+    """
+    with naming(where):
+        if not isinstance(response, Mapping):  # the body of an error is a bare text
+            raise EngineError(f"the server refused the request: {said(response)}")
+        refuse_failure(response)
+        if request.get("stream"):
+            raise EngineError("a streamed response is not read; ask with stream false")
+        refuse_echo(request)
+        if response.get("model") != "EMPTY":  # the server's name for any model
+            refuse_other_model(response, request)
+        asked = prompts(request, ("prompt",))
+        # /v1/completions ignores n: there is one choice for each prompt
+        count = whole_number(option(request, "n", 1) if "messages" in request else 1, "n", 1)
+        choices = choices_in_order(response.get("choices"), count * len(asked))
+
+    def read(choice: Mapping[str, Any], number: int) -> Increment:
+        group = number // count
+        return _increment(choice, request, asked[group], group, shape, num_mtp_layers)
+
+    return read_choices(choices, where, read)
+
+
+def _increment(
+    choice: Mapping[str, Any],
+    request: Mapping[str, Any],
+    asked: Any,
+    group: int,
+    shape: ModelShape,
+    num_mtp_layers: int,
+) -> Increment:
+    refuse_half_way(choice.get("finish_reason"))
+    # chat: 0.19 says ids and log-probs in the message only, 0.17 in the choice too
+    message = choice.get("message")
+    fields = {**(message if isinstance(message, Mapping) else {}), **choice}
+    evictions = fields.get("num_evictions")
+    if evictions and choice.get("moe_topk_indices") is None:
+        raise EngineError(
+            f"evicted {quoted(evictions, 20)} times and resumed: its routes are lost; a patched "
+            "server keeps them (make apply)"
+        )
+    prompt = prompt_array(asked, fields.get("prompt_token_ids"), _ASK_IDS)
+    response_G = id_array(fields.get("generation_token_ids"), "generation_token_ids", _ASK_IDS)
+    tokens_N = checked_tokens(prompt, response_G, request, shape)
+    # prompt_moe_topk_indices is not looked at: it repeats the first rows of moe_topk_indices, and
+    # from 0.18 on the server slices the pair ["ndarray", {...}] as if the pair were the rows
+    rows_TLK = _rows(choice.get("moe_topk_indices"), shape, num_mtp_layers)
+    logprobs_G = _logprobs(fields, response_G, len(prompt))
+    routes = checked_routes(rows_TLK, len(tokens_N), shape)
+    versions_G = policy_versions(fields.get("policy_epoch"), len(prompt), len(response_G))
+    return Increment(tokens_N, len(prompt), logprobs_G, routes, 0, group, versions_G=versions_G)
+
+
+def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.ndarray | None:
+    """The version of the weights that sampled each token, int64 `[G]`.
+
+    Example: `[[0, 3], [6, 4]]` after a prompt of 5 tokens. The forward pass of token 6 is the first
+    one of version 4, so that version 3 sampled tokens 5 and 6, and version 4 token 7.
+
+    Args:
+        epochs: `policy_epoch`: first token and number, ascending. None where nobody counts.
+
+    Raises:
+        EngineError: they are no such pairs.
+    """
+    if not epochs:
+        return None
+    pairs: list[Any] = epochs if isinstance(epochs, list) else [epochs]
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise EngineError(f"policy_epoch: expected pairs of token and number; got {said(pair)}")
+    firsts = [whole_number(first, "policy_epoch: a first token") for first, _ in pairs]
+    numbers = [whole_number(number, "policy_epoch: a number") for _, number in pairs]
+    if firsts[0] != 0 or firsts != sorted(firsts):
+        raise EngineError(f"policy_epoch: first tokens must ascend from 0; got {said(firsts)}")
+    # the token before the one that was sampled went through the forward pass
+    forwarded_G = np.arange(prompt_length - 1, prompt_length - 1 + num_sampled)
+    which_G = np.searchsorted(firsts, forwarded_G, side="right") - 1
+    return np.array(numbers, np.int64)[which_G]
+
+
+def _logprobs(fields: Mapping[str, Any], response_G: np.ndarray, prompt_length: int) -> np.ndarray:
+    values = fields.get("generation_log_probs")
+    if isinstance(values, list) and values:
+        return number_array(values, "generation_log_probs")
+    logprobs = fields.get("logprobs")
+    if isinstance(logprobs, Mapping):
+        values = logprobs.get("token_logprobs")
+        # [None, -0.5, -1.2] for two sampled tokens: the server puts a place before the first one
+        if isinstance(values, list) and values[:1] == [None]:
+            logprobs = {"token_logprobs": values[1:]}
+    return sampled_logprobs(logprobs, response_G, _ASK_LOGPROBS, prompt_length)
+
+
+def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
+    """The ids of the decoder's layers, `[T, L, K]`."""
+    name = "moe_topk_indices"
+    if value is None:
+        raise EngineError(
+            f"{name}: there are none; start the server with --moe-enable-routing-replay (on a tree "
+            "without the patches many requests lose them all the same)"
+        )
+    rows_TLK = routes_array(value, name)
+    layers, num_moe = rows_TLK.shape[1], len(shape.moe_layers)
+    if layers != num_moe + num_mtp_layers:
+        raise EngineError(
+            f"{name}: {layers} layers; the model has {num_moe} MoE layers and {num_mtp_layers} of "
+            "multi-token prediction"
+        )
+    return rows_TLK[:, :num_moe]
+
+
+def routes_array(value: Any, name: str) -> np.ndarray:
+    """The ids `[T, L, K]` of all layers, in one of four forms: lists, `["tensor", lists]`,
+    `["ndarray", {data, dtype}]` with lists, and the same with base64 and a shape.
+
+    Raises:
+        EngineError: naming `name`.
+    """
+    tagged = isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)
+    if not tagged:
+        return integer_array(value, name)
+    kind, content = value
+    if kind == "tensor":
+        return integer_array(content, name)
+    keys = set(content) if isinstance(content, Mapping) else set()
+    if kind != "ndarray" or not {"data", "dtype"} <= keys <= {"data", "dtype", "shape"}:
+        raise EngineError(f"{name}: expected [ndarray, {{data, dtype}}]; got {quoted(kind, 20)}")
+    dtype = content["dtype"]
+    if dtype not in _DTYPES:
+        raise EngineError(
+            f"{name}: ids must be integers ({', '.join(_DTYPES)}); got {quoted(dtype)}"
+        )
+    if "shape" in content:
+        return shaped_array(content["data"], dtype, content["shape"], name)
+    array = integer_array(content["data"], name)
+    if array.size and not np.iinfo(dtype).min <= array.min() <= array.max() <= np.iinfo(dtype).max:
+        raise EngineError(f"{name}: an id does not fit {dtype}")
+    return array

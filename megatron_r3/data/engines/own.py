@@ -1,0 +1,82 @@
+"""Plain arrays, from an engine of your own or from a file.
+
+No command reads these: this file is for a framework that holds arrays and calls `engines.decode`.
+
+Shape suffixes (docs/glossary.md): G, K, N, T, Y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_r3.data.engines.body import (
+    id_array,
+    integer_array,
+    number_array,
+    option,
+    prompt_array,
+    whole_number,
+)
+from megatron_r3.data.engines.checks import checked_routes, checked_tokens
+from megatron_r3.data.engines.conversation import Increment, read_choices
+from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
+
+# Example: a prompt of two tokens and two sampled ones, in a model of two MoE layers with top-2.
+#
+#   request   {"prompt": [5, 9]}
+#   response  {"token_ids": [7, 3], "logprobs": [-0.5, -1.2],
+#              "routes": [[[0, 3], [1, 2]], [[2, 0], [3, 1]], [[1, 3], [0, 2]]]}
+#
+# The three rows are those of the tokens 5, 9 and 7.
+
+
+def decode_increments(
+    response: Any, request: Mapping[str, Any], shape: ModelShape, where: str
+) -> list[Increment]:
+    """What each sampled sequence adds to its conversation.
+
+    Args:
+        response: one sampled sequence or a list of them. Each is a mapping with the sampled
+            `token_ids`, their `logprobs`, and `routes`: the ids `[T, Y, K]` of every token but the
+            last, in all hidden layers or in the MoE layers alone. All may be arrays or lists;
+            `routes` may be base64 of a `.npy` too. `prompt_token_ids` may be left out where the
+            request has them.
+        request: `prompt`, the token ids that every sequence continues; `start`, the token of the
+            first row, 0 if left out; `max_tokens`, if no sequence may be longer.
+        shape: of the model that sampled.
+        where: what errors call the request.
+
+    Raises:
+        EngineError: naming `where` and the sequence, and token and layer where there is one.
+    """
+    with naming(where):
+        sequences = [response] if isinstance(response, Mapping) else response
+        if not isinstance(sequences, Sequence) or isinstance(sequences, str) or not sequences:
+            raise EngineError("the response must be a sampled sequence or a list of them")
+        start = whole_number(option(request, "start", 0), "start")
+    return read_choices(
+        sequences, where, lambda sequence, _: _increment(sequence, request, start, shape)
+    )
+
+
+def _increment(
+    sequence: Any, request: Mapping[str, Any], start: int, shape: ModelShape
+) -> Increment:
+    if not isinstance(sequence, Mapping):
+        raise EngineError(f"a sampled sequence must be a mapping; got {type(sequence).__name__}")
+    missing = [name for name in ("token_ids", "logprobs", "routes") if sequence.get(name) is None]
+    if missing:
+        raise EngineError(
+            f"a sampled sequence has no {', '.join(missing)}; it needs token_ids, logprobs and "
+            "routes"
+        )
+    prompt = prompt_array(
+        request.get("prompt"), sequence.get("prompt_token_ids"), "name the prompt"
+    )
+    response_G = id_array(sequence["token_ids"], "token_ids", "")
+    tokens_N = checked_tokens(prompt, response_G, request, shape)
+    rows_TYK = integer_array(sequence["routes"], "routes")
+    routes = checked_routes(rows_TYK, len(tokens_N), shape, start)
+    logprobs_G = number_array(sequence["logprobs"], "logprobs")
+    return Increment(tokens_N, len(prompt), logprobs_G, routes, start)

@@ -1,0 +1,306 @@
+"""What an SGLang server returns with `--enable-return-routed-experts`.
+
+A request asks for routes with `return_routed_experts`. From 0.5.7 on /generate returns them
+(`meta_info.routed_experts` of every sample), and from 0.5.9 on OpenAI's endpoints do
+(`sglext.routed_experts` of the first choice only; from 0.5.18 on, with `return_meta_info`, of every
+choice).
+
+The routes are base64 of bare little-endian int32 of all hidden layers: neither a shape nor a start
+stands beside them.
+
+Shape suffixes (docs/glossary.md): G, K, N, T, Y.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.data.engines.body import (
+    bare_array,
+    choices_in_order,
+    id_array,
+    number_array,
+    option,
+    prompt_array,
+    prompts,
+    refuse_echo,
+    refuse_failure,
+    refuse_half_way,
+    refuse_none_sampled,
+    refuse_other_model,
+    refuse_physical_ids,
+    sampled_logprobs,
+    token_array,
+    whole_number,
+)
+from megatron_r3.data.engines.checks import (
+    ANOTHER_MODEL,
+    checked_routes,
+    checked_tokens,
+    row_cause,
+)
+from megatron_r3.data.engines.conversation import Increment, read_choices
+from megatron_r3.data.engines.drawn import kept_sets, version_spans
+from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
+from megatron_r3.data.kept import KeptSets
+from megatron_r3.data.untrusted import quoted
+
+# A sample of /generate, and a response of /v1/completions, without what is not read here:
+#
+#   {"output_ids": [7, 3], "meta_info": {
+#       "prompt_tokens": 2, "finish_reason": {"type": "length"}, "num_retractions": 0,
+#       "output_token_logprobs": [[-0.5, 7, null], [-1.2, 3, null]],
+#       "routed_experts": "AwAAAAEAAAA..."}}
+#
+#   {"choices": [{"index": 0, "token_ids": [7, 3], "prompt_token_ids": [5, 9], "logprobs": {...}}],
+#    "sglext": {"routed_experts": "AwAAAAEAAAA..."}}
+
+PROMPT_FIELDS = ("input_ids", "text", "prompt")  # of a request: the first that is there counts
+
+# 0.5.23 with return_sampling_mask: managers/tokenizer_manager.py, `_handle_batch_output`
+_MASK, _MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+
+_ASK_PROMPT = "send input_ids, not text"
+_ASK_IDS = "ask with return_token_ids true (0.5.23; chat: return_prompt_token_ids), or /generate"
+_ASK_LOGPROBS = "ask with return_logprob true (OpenAI's routes: logprobs 1, chat: true)"
+
+
+def decode_increments(
+    response: Any,
+    request: Mapping[str, Any],
+    shape: ModelShape,
+    where: str,
+    *,
+    eplb: bool = False,
+    version: str | None = None,
+    accept_retracted: bool = False,
+) -> list[Increment]:
+    """What each sample adds to its conversation: the `n` samples of each prompt, in order.
+
+    Args:
+        response: the body that the server returned.
+        request: the body that was sent; `routed_experts_start_len` is the token of the first row.
+        shape: of the model that the server runs.
+        where: what errors call the request.
+        eplb: the server balances experts (`--enable-eplb`, `--init-expert-location`). Up to 0.5.9
+            the ids of moved experts are not the model's.
+        version: of SGLang; looked at with `eplb` only.
+        accept_retracted: take samples that were retracted and prefilled again. The first tokens of
+            such a sample have routes of the second run and log-probs of the first.
+
+    Raises:
+        EngineError: naming `where` and the choice, and token and layer where there is one.
+    """
+    with naming(where):
+        if eplb:
+            refuse_physical_ids("SGLang", version, (0, 5, 10))
+        if isinstance(response, str) or request.get("stream"):
+            raise EngineError("a streamed response is not read; ask with stream false")
+        asked = prompts(request, PROMPT_FIELDS)
+        count = whole_number(_samples_of_one(request), "n", 1)
+        start = request.get("routed_experts_start_len")
+        start = whole_number(0 if start is None else start, "start")
+        items = _items(response, request, count * len(asked))
+
+    def read(item: Mapping[str, Any], number: int) -> Increment:
+        group = number // count
+        _refuse_unusable(item["meta_info"], accept_retracted)
+        return _increment(item, request, asked[group], group, start, shape)
+
+    return read_choices(items, where, read)
+
+
+def _samples_of_one(request: Mapping[str, Any]) -> Any:
+    """How many samples of each prompt were asked for."""
+    params = request.get("sampling_params")
+    if not isinstance(params, list):
+        return option(request, "n", 1)
+    # a list has one entry for each prompt: [{"n": 2}, {"n": 2}]
+    counts = [one.get("n", 1) if isinstance(one, Mapping) else None for one in params]
+    if not counts or any(count != counts[0] for count in counts):
+        raise EngineError("n differs between the prompts of one request")
+    return counts[0]
+
+
+def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dict[str, Any]]:
+    """The samples of either endpoint, in one form (meta_info, log-probs as OpenAI has them)."""
+    if isinstance(response, Mapping):
+        refuse_failure(response)
+        if "meta_info" not in response:
+            refuse_echo(request)
+            refuse_other_model(response, request)
+            return _openai_items(response, expected)
+        response = [response]  # /generate, asked for one sample
+    if not isinstance(response, list) or len(response) != expected:
+        count = len(response) if isinstance(response, list) else type(response).__name__
+        raise EngineError(f"{count} samples; the request asks for {expected}")
+    for item in response:
+        if not isinstance(item, Mapping) or not isinstance(item.get("meta_info"), Mapping):
+            raise EngineError("a sample of /generate must have a meta_info")
+    return [
+        {
+            "token_ids": item.get("output_ids"),
+            "prompt_token_ids": item.get("prompt_token_ids"),
+            "logprobs": None,  # they are in meta_info
+            "meta_info": item["meta_info"],
+            "hint": _ASK_PROMPT,
+        }
+        for item in response
+    ]
+
+
+def _openai_items(response: Mapping[str, Any], expected: int) -> list[dict[str, Any]]:
+    extension = response.get("sglext")
+    extension = extension if isinstance(extension, Mapping) else {}
+    choices = choices_in_order(response.get("choices"), expected)
+    # 0.5.23 with return_output_ids_in_sglext: one list of ids for each choice
+    outputs = extension.get("output_ids")
+    outputs = outputs if isinstance(outputs, list) and len(outputs) == expected else None
+    items = []
+    for i, choice in enumerate(choices):
+        meta = choice.get("meta_info")
+        if not isinstance(meta, Mapping):
+            if expected > 1:
+                raise EngineError(
+                    f"only the first of {expected} choices has routes; ask for one choice, "
+                    "ask with return_meta_info, or use /generate"
+                )
+            meta = {"routed_experts": extension.get("routed_experts")}
+        tokens = next(
+            (choice[name] for name in ("token_ids", "response_token_ids") if choice.get(name)),
+            outputs[i] if outputs else None,
+        )
+        prompt = choice.get("prompt_token_ids")
+        items.append(
+            {
+                "token_ids": tokens,
+                "prompt_token_ids": extension.get("input_ids") if prompt is None else prompt,
+                "logprobs": choice.get("logprobs"),
+                "meta_info": {"finish_reason": choice.get("finish_reason"), **meta},
+                "hint": _ASK_IDS,
+            }
+        )
+    return items
+
+
+def _refuse_unusable(meta: Mapping[str, Any], accept_retracted: bool) -> None:
+    refuse_half_way(meta.get("finish_reason"))
+    retracted = meta.get("num_retractions", meta.get("total_retractions"))  # its name in 0.5.9
+    if retracted and not accept_retracted:
+        raise EngineError(
+            f"retracted {quoted(retracted, 20)} times: its first tokens have routes of the "
+            "second run and log-probs of the first; sample it again, or decode it with "
+            "accept_retracted=True"
+        )
+
+
+def _increment(
+    item: Mapping[str, Any],
+    request: Mapping[str, Any],
+    asked: Any,
+    group: int,
+    start: int,
+    shape: ModelShape,
+) -> Increment:
+    meta = item["meta_info"]
+    prompt = prompt_array(asked, item["prompt_token_ids"], item["hint"])
+    counted = meta.get("prompt_tokens")
+    if counted is not None and counted != len(prompt):
+        raise EngineError(
+            f"the server counted {quoted(counted, 20)} prompt tokens; {len(prompt)} were sent"
+        )
+    tokens, logprobs_G = item["token_ids"], None
+    if meta.get("output_token_logprobs") is not None:  # they name their tokens by id, always
+        named_G, logprobs_G = _native_logprobs(meta["output_token_logprobs"])
+        tokens = named_G if tokens is None else tokens
+    response_G = id_array(tokens, "output_ids", item["hint"])
+    if logprobs_G is None:
+        logprobs_G = sampled_logprobs(item["logprobs"], response_G, _ASK_LOGPROBS, len(prompt))
+    elif not np.array_equal(response_G, named_G):
+        raise EngineError("output_token_logprobs are not those of output_ids")
+    tokens_N = checked_tokens(prompt, response_G, request, shape)
+    kept = kept_sets(meta.get(_MASK), _MASK, len(prompt), len(response_G))
+    if kept is not None:
+        logprobs_G = _logprobs_of_mask(meta, tokens_N, kept, len(prompt))
+    versions_G = version_spans(meta.get("weight_versions"), len(response_G))
+    rows_TYK = _rows(meta.get("routed_experts"), len(tokens_N), start, shape)
+    routes = checked_routes(rows_TYK, len(tokens_N), shape, start)
+    return Increment(
+        tokens_N, len(prompt), logprobs_G, routes, start, group, kept=kept, versions_G=versions_G
+    )
+
+
+def _logprobs_of_mask(
+    meta: Mapping[str, Any], tokens_N: np.ndarray, kept: KeptSets, prompt_length: int
+) -> np.ndarray:
+    """Float32 log-probs `[G]` over the kept sets; `output_token_logprobs` are over all tokens.
+
+    Each entry is the log-prob of the sampled token, or, asked with `sampling_logprobs_mode`
+    "support", a list of the log-probs of all tokens of the mask, in the order of the mask.
+    """
+    values, masks = meta.get(_MASK_LOGPROBS), meta[_MASK]
+    if not isinstance(values, list) or len(values) != len(masks):
+        raise EngineError(f"{_MASK} without {_MASK_LOGPROBS} of each token")
+    chosen = []
+    for value, mask, token in zip(values, masks, tokens_N[prompt_length:].tolist(), strict=True):
+        if isinstance(value, list):
+            if len(value) != len(mask):
+                raise EngineError(f"{_MASK_LOGPROBS}: {len(value)} for a mask of {len(mask)}")
+            value = value[mask.index(token)] if token in mask else math.nan
+        if value is None:
+            raise EngineError("a response token has no log-prob (JSON has no NaN)")
+        chosen.append(value)
+    return number_array(chosen, _MASK_LOGPROBS)
+
+
+def _native_logprobs(entries: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and log-probs, `[G]` each, of `[[log-prob, token id, text or None], ...]`."""
+    refuse_none_sampled(entries, "output_token_logprobs")
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, (list, tuple)) and len(entry) >= 2 for entry in entries
+    ):
+        raise EngineError("output_token_logprobs must be a list of [log-prob, token id, text]")
+    if any(entry[0] is None for entry in entries):
+        raise EngineError("a response token has no log-prob (JSON has no NaN)")
+    name = "output_token_logprobs"
+    return (
+        token_array([entry[1] for entry in entries], name),
+        number_array([entry[0] for entry in entries], name),
+    )
+
+
+def _rows(text: Any, num_tokens: int, start: int, shape: ModelShape) -> np.ndarray:
+    """The ids of all hidden layers from token `start` on, `[T, Y, K]`, out of bare bytes.
+
+    Their size alone says at which token they begin. Example: 10 tokens asked with a start of 4, in
+    5 layers with top-4. 100 ids are 5 rows, from token 4 on; 180 ids are 9 rows, from token 0 on,
+    and the first 4 are dropped: 0.5.8 to 0.5.11 take `routed_experts_start_len` and ignore it.
+    """
+    if text is None:
+        raise EngineError(
+            "no routed_experts; start the server with --enable-return-routed-experts, ask with "
+            "return_routed_experts true"
+        )
+    flat = bare_array(text, "<i4", "routed_experts")
+    layers, topk = shape.num_hidden_layers, shape.topk
+    rows, rest = divmod(flat.size, layers * topk)
+    whole, asked = num_tokens - 1, num_tokens - 1 - start
+    if rest:
+        raise EngineError(
+            f"routed_experts: {flat.size} ids are no whole number of rows of {layers} layers and "
+            f"top-{topk}: {ANOTHER_MODEL}"
+        )
+    if rows not in (whole, asked):
+        expected = f"{asked} from token {start} on" + (
+            f", or {whole} from token 0 on" if start else ""
+        )
+        raise EngineError(
+            f"routed_experts: {rows} rows of {layers} layers and top-{topk}; {num_tokens} tokens "
+            f"have {expected}{row_cause(rows, whole)}"
+        )
+    rows_TYK = flat.reshape(rows, layers, topk)
+    return rows_TYK if rows == asked else rows_TYK[start:]

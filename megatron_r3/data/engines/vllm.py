@@ -1,0 +1,352 @@
+"""What vLLM returns with `--enable-return-routed-experts`: a server's JSON, or Python objects.
+
+A server sends routes on /v1/completions, /v1/chat/completions and /inference/v1/generate, if it is
+asked with `return_token_ids` and `logprobs`. Of streamed responses only those of
+/inference/v1/generate have routes. Routes are base64 of a `.npy` (0.22 on), or nested lists with
+the prompt's rows apart (0.21).
+
+The Python API returns routes from 0.14 on: `LLM(..., enable_return_routed_experts=True)`. Until
+0.20 `CompletionOutput.routed_experts` is an int32 array of all hidden layers, later it has one of
+the forms that a server sends. vLLM itself is not imported: the objects are read by their
+attributes.
+
+Shape suffixes (docs/glossary.md): G, K, N, T, Y.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.data.engines.body import (
+    choices_in_order,
+    id_array,
+    integer_array,
+    most_tokens,
+    option,
+    prompt_array,
+    prompts,
+    refuse_echo,
+    refuse_failure,
+    refuse_half_way,
+    refuse_other_model,
+    refuse_physical_ids,
+    sampled_logprobs,
+    whole_number,
+)
+from megatron_r3.data.engines.checks import checked_routes, checked_tokens
+from megatron_r3.data.engines.conversation import Increment, read_choices
+from megatron_r3.data.engines.drawn import kept_sets, version_spans
+from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
+from megatron_r3.data.untrusted import quoted, read_json, said
+from megatron_r3.replay.routes import Routes
+
+# A response of /v1/completions, without what is not read here; "k05VTVBZ" is how base64 of a .npy
+# begins:
+#
+#   {"model": "tiny", "choices": [{
+#       "index": 0, "finish_reason": "length", "prompt_token_ids": [5, 9], "token_ids": [7, 3],
+#       "logprobs": {"token_logprobs": [-0.5, -1.2], "tokens": ["token_id:7", "token_id:3"]},
+#       "routed_experts": "k05VTVBZ..."}]}              3 rows: of the tokens 5, 9 and 7
+#
+# vLLM 0.21 sends "prompt_routed_experts" with 2 rows beside the choices, and 1 row in the choice.
+
+PROMPT_FIELDS = ("token_ids", "prompt")  # of a request: the first that is there counts
+
+_ASK_IDS = "ask with return_token_ids true"
+_NO_ROUTES = "a streamed response carries no routes; ask with stream false"
+
+
+def decode_increments(
+    response: Any,
+    request: Mapping[str, Any],
+    shape: ModelShape,
+    where: str,
+    *,
+    eplb: bool = False,
+    version: str | None = None,
+) -> list[Increment]:
+    """What each choice of one response adds to its conversation: rows from the start on.
+
+    Args:
+        response: the body that the server returned, the text of a streamed one, or a finished
+            `RequestOutput` of a request with `SamplingParams(logprobs=1)`.
+        request: the body that was sent. A `RequestOutput` needs only what it does not say itself:
+            `routed_experts_prompt_start`, `n`, `max_tokens`, or nothing.
+        shape: of the model that the engine runs.
+        where: what errors call the request.
+        eplb: the engine balances experts (`enable_eplb`). 0.14 returns ids that are not the
+            model's where experts were moved.
+        version: of vLLM; looked at with `eplb` only.
+
+    Raises:
+        EngineError: naming `where` and the choice, and token and layer where there is one.
+    """
+    with naming(where):
+        if eplb:
+            refuse_physical_ids("vLLM", version, (0, 15))
+        if isinstance(response, (Mapping, str)):
+            body = _body(response, request)
+        else:
+            body, request = _from_python(response, request)
+        start = whole_number(option(request, "routed_experts_prompt_start", 0), "start")
+        count = whole_number(option(request, "n", 1), "n", 1)
+        asked = prompts(request, PROMPT_FIELDS)
+        choices = choices_in_order(body.get("choices"), count * len(asked))
+
+    def read(choice: Mapping[str, Any], number: int) -> Increment:
+        group = number // count
+        return _increment(body, choice, request, asked[group], group, start, shape)
+
+    return read_choices(choices, where, read)
+
+
+def _body(response: Mapping[str, Any] | str, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The JSON object of a response, streamed or not; a refusal of the server is an error."""
+    if isinstance(response, Mapping) and isinstance(response.get("_raw_text"), str):
+        response = response["_raw_text"]  # a stream in a recording, where a line is a JSON object
+    streamed = isinstance(response, str)
+    if isinstance(response, str):
+        if "token_ids" not in request:
+            raise EngineError(_NO_ROUTES)
+        response = joined_stream(response)
+    refuse_failure(response)
+    if request.get("stream") and not streamed:
+        raise EngineError(_NO_ROUTES)
+    refuse_echo(request)
+    refuse_other_model(response, request)
+    return response
+
+
+def _increment(
+    body: Mapping[str, Any],
+    choice: Mapping[str, Any],
+    request: Mapping[str, Any],
+    asked: Any,
+    group: int,
+    start: int,
+    shape: ModelShape,
+) -> Increment:
+    refuse_half_way(choice.get("finish_reason"))
+    # completions have the prompt's ids in each choice, chat has them once, beside the choices
+    returned = choice.get("prompt_token_ids")
+    returned = body.get("prompt_token_ids") if returned is None else returned
+    prompt = prompt_array(asked, returned, _ASK_IDS)
+    response_G = id_array(choice.get("token_ids"), "token_ids", _ASK_IDS)
+    tokens_N = checked_tokens(prompt, response_G, request, shape)
+    hint = _ask_logprobs(request)
+    logprobs_G = sampled_logprobs(choice.get("logprobs"), response_G, hint, len(prompt))
+    if body.get("prompt_routed_experts") is None:
+        routes = decode_routes(choice, len(tokens_N), shape, start)
+    elif start:
+        raise EngineError("vLLM 0.21 knows no routed_experts_prompt_start: leave it out")
+    else:
+        rows_TYK = _prompt_and_response_rows(body, choice, len(prompt), shape)
+        routes = checked_routes(rows_TYK, len(tokens_N), shape)
+    # /inference/v1/generate of a server with --return-sampling-mask: such a server does not start
+    # without --logprobs-mode processed_logprobs, so its log-probs are normalised over the mask
+    kept = kept_sets(choice.get("sampling_mask"), "sampling_mask", len(prompt), len(response_G))
+    versions_G = version_spans(choice.get("weight_versions"), len(response_G))
+    return Increment(
+        tokens_N, len(prompt), logprobs_G, routes, start, group, kept=kept, versions_G=versions_G
+    )
+
+
+def _ask_logprobs(request: Mapping[str, Any]) -> str:
+    """How the log-probs are asked for that a response lacks."""
+    if "messages" not in request:
+        return "ask with logprobs 1"
+    # vLLM takes the number of log-probs from top_logprobs, 0 if it is left out; null means none
+    if request.get("logprobs") and request.get("top_logprobs", 0) is None:
+        return (
+            "the request has top_logprobs null, and vLLM sends none then: leave it out, or give 0"
+        )
+    return "ask with logprobs true"
+
+
+def decode_routes(
+    choice: Mapping[str, Any], num_tokens: int, shape: ModelShape, start: int = 0
+) -> Routes:
+    """The routes of one choice, from token `start` (`routed_experts_prompt_start`) on.
+
+    Args:
+        choice: an entry of a response's `choices`.
+        num_tokens: N, prompt and response.
+        shape: of the model that the server runs.
+        start: the first token that has a row.
+
+    Returns:
+        `N - 1 - start` rows; row 0 is token `start`.
+
+    Raises:
+        EngineError, RoutesError: wrong rows, layers or top-k, wrong ids, or rows that were not
+            captured; `shape.naming` adds the name of the request, and makes both an EngineError.
+    """
+    routed = choice.get("routed_experts")
+    if routed is None:
+        raise EngineError("no routed_experts; start the server with --enable-return-routed-experts")
+    return checked_routes(integer_array(routed, "routed_experts"), num_tokens, shape, start)
+
+
+def _prompt_and_response_rows(
+    body: Mapping[str, Any], choice: Mapping[str, Any], prompt_length: int, shape: ModelShape
+) -> np.ndarray:
+    """The rows as vLLM 0.21 sends them: the prompt's beside the choices, G - 1 in each choice."""
+    if shape.moe_layers != tuple(range(shape.num_hidden_layers)):
+        raise EngineError(
+            "vLLM 0.21 misplaces the layers of a model with dense layers: take 0.27 or later"
+        )
+    name = "prompt_routed_experts"
+    prompt_TYK = integer_array(body[name], name)
+    if len(prompt_TYK) != prompt_length:
+        raise EngineError(f"{name}: {len(prompt_TYK)} rows for {prompt_length} prompt tokens")
+    routed = choice.get("routed_experts")
+    if routed is None or (isinstance(routed, (list, tuple)) and not routed):
+        return prompt_TYK  # one response token: the last token of all, which has no row
+    response_TYK = integer_array(routed, "routed_experts")
+    if response_TYK.shape[1:] != prompt_TYK.shape[1:]:
+        raise EngineError(
+            f"prompt rows are {prompt_TYK.shape[1:]}, response rows {response_TYK.shape[1:]} "
+            "[layers, topk]"
+        )
+    return np.concatenate([prompt_TYK, response_TYK])
+
+
+def _from_python(
+    response: Any, request: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A `RequestOutput` as the body and the request of a server."""
+    outputs = getattr(response, "outputs", None)
+    prompt = getattr(response, "prompt_token_ids", None)
+    if not isinstance(outputs, (list, tuple)) or prompt is None:
+        raise EngineError(
+            "a response is a JSON object, the text of a stream, or a RequestOutput, which has "
+            f"outputs and prompt_token_ids; got {type(response).__name__}"
+        )
+    if getattr(response, "finished", True) is not True:
+        raise EngineError("the request is not finished")
+    body = {
+        "choices": [_python_choice(output) for output in outputs],
+        "prompt_routed_experts": getattr(response, "prompt_routed_experts", None),
+    }
+    asked = {
+        "max_tokens": most_tokens(request),
+        "prompt": list(prompt) if isinstance(prompt, tuple) else prompt,
+        "n": option(request, "n", len(outputs)),
+        "routed_experts_prompt_start": option(request, "routed_experts_prompt_start", 0),
+    }
+    return body, asked
+
+
+def _python_choice(output: Any) -> dict[str, Any]:
+    index = getattr(output, "index", None)
+    tokens = getattr(output, "token_ids", None)
+    tokens = list(tokens) if isinstance(tokens, tuple) else tokens
+    with naming(f"choice {quoted(index)}"):
+        logprobs = _python_logprobs(tokens, getattr(output, "logprobs", None))
+    return {
+        "index": index,
+        "token_ids": tokens,
+        "logprobs": {"token_logprobs": logprobs},
+        "routed_experts": getattr(output, "routed_experts", None),
+        "finish_reason": getattr(output, "finish_reason", None),
+        "sampling_mask": getattr(getattr(output, "sampling_mask", None), "token_ids", None),
+        "weight_versions": getattr(output, "weight_versions", None),
+    }
+
+
+def _python_logprobs(tokens: Any, entries: Any) -> list[Any]:
+    """Each sampled token's log-prob, out of a `{token id: Logprob}` that holds others too."""
+    if not isinstance(tokens, list) or not isinstance(entries, (list, tuple)):
+        raise EngineError("no log-probs; ask with SamplingParams(logprobs=1)")
+    if len(tokens) != len(entries) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise EngineError(f"{len(entries)} log-probs for {len(tokens)} response tokens")
+    try:
+        sampled = [entry.get(token) for token, entry in zip(tokens, entries, strict=True)]
+    except TypeError as error:  # a list as a key
+        raise EngineError(f"a response token is no id ({quoted(error)})") from error
+    return [getattr(one, "logprob", one) for one in sampled]
+
+
+def joined_stream(text: str) -> dict[str, Any]:
+    """The body that a streamed /inference/v1/generate response would have been in one piece.
+
+    Each event holds some tokens of one choice; the last event of a choice holds its routes.
+
+    Raises:
+        EngineError: an event is broken, the stream or a choice of it does not end, a choice has
+            routes twice, or the events name two models.
+    """
+    # an event: {"model": "tiny", "choices": [{"index": 1, "token_ids": [7], "logprobs": {...},
+    # "finish_reason": null, "routed_experts": null}]}; the events of several choices are mixed
+    choices: dict[int, dict[str, Any]] = {}
+    model = None
+    for event in _events(text):
+        if event.get("error"):
+            return {"error": event["error"]}
+        if model and event.get("model") not in (None, model):
+            raise EngineError("the events of the stream are of two models")
+        model = model or event.get("model")
+        parts = event.get("choices")
+        if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+            raise EngineError("an event of the stream has no choices")
+        for part in parts:
+            index = whole_number(part.get("index"), "a choice's index")
+            with naming(f"choice {index}"):
+                _join(choices.setdefault(index, _empty_choice(index)), part)
+    for index, choice in choices.items():
+        if choice["finish_reason"] is None:
+            raise EngineError(f"choice {index}: the stream ends before the choice does")
+    return {"model": model, "choices": list(choices.values())}
+
+
+def _events(text: str) -> list[Mapping[str, Any]]:
+    # not splitlines(), which also splits at U+2028 and others: a token's text may hold one of them
+    lines = [line[5:].strip() for line in re.split(r"\r\n|\r|\n", text) if line[:5] == "data:"]
+    if not lines or lines[-1] != "[DONE]":
+        raise EngineError("the stream does not end with [DONE]: it was cut off")
+    try:
+        events = [read_json(line, f"event {i}") for i, line in enumerate(lines[:-1])]
+    except ValueError as error:
+        raise EngineError(said(str(error), 4000)) from error
+    if not all(isinstance(event, Mapping) for event in events):
+        raise EngineError("an event of the stream is no JSON object")
+    return events
+
+
+def _empty_choice(index: int) -> dict[str, Any]:
+    return {
+        "index": index,
+        "token_ids": [],
+        "logprobs": {"content": []},
+        "routed_experts": None,
+        "finish_reason": None,
+        "sampling_mask": None,
+        "weight_versions": None,
+    }
+
+
+def _join(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
+    if choice["finish_reason"] is not None:
+        raise EngineError("the stream goes on after the choice's end")
+    logprobs = part.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, Mapping) else []
+    tokens = part.get("token_ids")
+    if not isinstance(tokens, list) or not isinstance(content, list):
+        raise EngineError(f"an event of the stream has no token_ids; {_ASK_IDS}")
+    choice["token_ids"] += tokens
+    choice["logprobs"]["content"] += content
+    choice["finish_reason"] = part.get("finish_reason")
+    routed = part.get("routed_experts")
+    if routed is not None:
+        if choice["routed_experts"] is not None:
+            raise EngineError("the stream carries routes twice")
+        choice["routed_experts"] = routed
+    masks = part.get("sampling_mask")
+    if isinstance(masks, list):  # of the tokens of this event, or of all in the last one
+        choice["sampling_mask"] = [*(choice["sampling_mask"] or []), *masks]
+    if part.get("weight_versions"):
+        choice["weight_versions"] = part["weight_versions"]

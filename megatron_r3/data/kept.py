@@ -1,0 +1,157 @@
+"""Kept sets: the tokens that the sampler kept of the vocabulary before it drew one of them.
+
+Top-k and top-p cut the distribution off. The probability that a token was drawn with is then that
+of the rest, so a trainer that compares its own probability with it has to normalise over the same
+rest. Example: of the probabilities .5 .3 .1 .1, top-k 2 keeps the tokens 0 and 1, so the sampler
+draws token 1 with .3 / (.5 + .3) = .375.
+
+A set may have one id or all of the vocabulary, so sets are stored one behind the other:
+
+    token      0   1   2      3   4
+    sizes_N    0   0   2      1   3          tokens 0 and 1 are the prompt: nothing drew them
+    ids_V              4 9    7   1 4 6      offsets [0, 0, 0, 2, 3, 6]
+
+Shape suffixes (docs/glossary.md): N, V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_r3.data.values import MOST_TOKEN_ID
+
+# The only token that was kept has probability 1. An engine's rounding is far below this; a log-prob
+# over the whole vocabulary, in a response of some length, is far above it.
+_OF_ONE_TOKEN = 1e-3
+
+
+@dataclass(frozen=True)
+class KeptSets:
+    """The kept set of each of N tokens; a token that nothing drew has an empty one.
+
+    Attributes:
+        sizes_N: int32, how many ids the set of each token has.
+        ids_V: int32, the ids of all sets, one set behind the other, ascending inside a set.
+    """
+
+    sizes_N: np.ndarray
+    ids_V: np.ndarray
+
+    @classmethod
+    def from_lists(cls, sets: Sequence[Sequence[int] | np.ndarray]) -> KeptSets:
+        """Of a list of ids for each token, in any order; an empty list for a token without a set.
+
+        Raises:
+            ValueError: an id does not fit into int32, or is no whole number.
+        """
+        sizes_N = np.array([len(one) for one in sets], np.int32)
+        arrays = [np.asarray(one) for one in sets if len(one)]
+        for one in arrays:
+            if one.dtype.kind not in "iu" or one.min() < 0 or one.max() > MOST_TOKEN_ID:
+                raise ValueError(f"token ids are whole numbers from 0 to {MOST_TOKEN_ID}")
+        ids = [np.sort(one).astype(np.int32) for one in arrays]
+        return cls(sizes_N, np.concatenate(ids) if ids else np.zeros(0, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[KeptSets]) -> KeptSets:
+        """The tokens of all parts, one part behind the other."""
+        return cls(
+            np.concatenate([part.sizes_N for part in parts]),
+            np.concatenate([part.ids_V for part in parts]),
+        )
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Int64 `[N + 1]`: the set of token t is `ids_V[offsets[t] : offsets[t + 1]]`."""
+        return np.concatenate([[0], np.cumsum(self.sizes_N, dtype=np.int64)])
+
+    def of(self, token: int) -> np.ndarray:
+        """The ids that were kept when this token was drawn; empty if nothing drew it."""
+        return self.ids_V[self.offsets[token] : self.offsets[token + 1]]
+
+    def take(self, tokens: np.ndarray) -> KeptSets:
+        """The sets of these tokens, in this order.
+
+        Args:
+            tokens: indices from 0 to N - 1; -1 gives an empty set.
+        """
+        there = tokens >= 0
+        if not there.any():  # N may be 0 then, so no index is possible
+            return KeptSets(np.zeros(len(tokens), np.int32), np.zeros(0, np.int32))
+        sizes = np.where(there, self.sizes_N[tokens], 0).astype(np.int32)
+        starts = np.where(there, self.offsets[tokens], 0)
+        # Example: sets of 2 and 3 ids that begin at 7 and 0 are read from 7 8 0 1 2. The places in
+        # the result are 0 1 2 3 4, and each set's own begin there, 0 and 2, is taken off.
+        own = np.repeat(starts - (np.cumsum(sizes, dtype=np.int64) - sizes), sizes)
+        return KeptSets(sizes, self.ids_V[own + np.arange(len(own))])
+
+    def wrong(
+        self,
+        tokens_N: np.ndarray,
+        sampled_N: np.ndarray,
+        logprobs_N: np.ndarray,
+        vocab_size: int | None = None,
+    ) -> str | None:
+        """Why these cannot be the sets of these tokens, naming the token; None if they can be.
+
+        Args:
+            tokens_N: the ids of the tokens themselves.
+            sampled_N: bool, which of them were drawn.
+            logprobs_N: of the tokens that were drawn, normalised over their set.
+            vocab_size: of the sampler; None or 0 where nobody knows it.
+        """
+        if wrong := self._wrong_sizes(sampled_N):
+            return wrong
+        owner_V = np.repeat(np.arange(len(self.sizes_N)), self.sizes_N)
+        most = min(vocab_size - 1, MOST_TOKEN_ID) if vocab_size else MOST_TOKEN_ID
+        outside_V = (self.ids_V < 0) | (self.ids_V > most)
+        if outside_V.any():
+            place = int(outside_V.argmax())
+            return (
+                f"token {owner_V[place]}: its kept set has id {self.ids_V[place]}; the vocabulary "
+                f"has ids 0 to {most}"
+            )
+        unordered = (np.diff(self.ids_V) <= 0) & (np.diff(owner_V) == 0)
+        if unordered.any():
+            place = int(unordered.argmax())
+            return (
+                f"token {owner_V[place]}: its kept set must have each id once, ascending; got "
+                f"{self.ids_V[place]} before {self.ids_V[place + 1]}"
+            )
+        drawn = owner_V[self.ids_V == tokens_N[owner_V]]
+        if len(drawn) != int(sampled_N.sum()):  # each set has its token at most once: see above
+            token = int(np.setdiff1d(np.flatnonzero(sampled_N), drawn)[0])
+            return f"token {token}: its kept set does not have its id {int(tokens_N[token])}"
+        other = (self.sizes_N == 1) & (logprobs_N < -_OF_ONE_TOKEN)
+        if other.any():
+            token = int(other.argmax())
+            return (
+                f"token {token}: its log-prob is {logprobs_N[token]:g}, though its kept set is "
+                "this token alone, whose log-prob is 0: the log-probs are not those of the cut "
+                "distribution"
+            )
+        return None
+
+    def _wrong_sizes(self, sampled_N: np.ndarray) -> str | None:
+        for name, array in (("sizes", self.sizes_N), ("ids", self.ids_V)):
+            if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != 1:
+                return f"the {name} of its kept sets must be int32 in one dimension"
+        if self.sizes_N.shape != np.shape(sampled_N):
+            return f"{len(self.sizes_N)} kept sets for {len(sampled_N)} tokens"
+        wrong_N = (self.sizes_N > 0) != sampled_N
+        if wrong_N.any() or (self.sizes_N < 0).any():
+            token = int((wrong_N | (self.sizes_N < 0)).argmax())
+            there = (
+                "was sampled, and has no kept set"
+                if sampled_N[token]
+                else ("was not sampled, and has a kept set")
+            )
+            return f"token {token} {there}"
+        total = int(self.sizes_N.sum(dtype=np.int64))
+        if total != len(self.ids_V):
+            return f"kept sets of {total} ids; there are {len(self.ids_V)}"
+        return None

@@ -1,0 +1,290 @@
+"""The record of one sampled sequence, and the shape of the model that sampled it.
+
+A `Rollout` is the only record between an engine and the trainer: a decoder in `engines/` makes it
+out of a response, `rollouts/` adds the reward and the name, `store/` writes it and reads it back.
+
+Shape suffixes (docs/glossary.md): C, N, U.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.data.kept import KeptSets
+from megatron_r3.data.untrusted import quoted
+from megatron_r3.data.values import wrong_logprob, wrong_name, wrong_reward, wrong_token
+from megatron_r3.replay.routes import Routes
+
+MOST_EXPERTS = 32_768  # of one MoE layer: expert ids are int16 on a device (`routes.id_dtype`)
+
+# What a decoder cannot know. NaN and -1, not 0: a store refuses both, so a rollout that nobody
+# rewarded or named is never trained on by mistake.
+UNREWARDED = float("nan")
+UNKNOWN_POLICY = -1
+
+
+class RolloutError(ValueError):
+    """A rollout that no store may hold; the message names the field and the token."""
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """The MoE layers of a model: all that is needed to read routes.
+
+    Attributes:
+        num_experts: E, the experts of one MoE layer.
+        topk: K, how many of them one token takes.
+        moe_layers: the 0-based hidden layers that have a router, ascending. Routes count MoE layers
+            instead: with `moe_layers` (1, 2, 4), layer 2 of `Routes.ids_LTK` is hidden layer 4.
+    """
+
+    num_experts: int
+    topk: int
+    moe_layers: tuple[int, ...]
+
+    def wrong_shape(self) -> str | None:
+        """Why no model has this shape, in a few words; None if one can have it."""
+        wrong = wrong_whole("num_experts", self.num_experts, 1, MOST_EXPERTS)
+        wrong = wrong or wrong_whole("topk", self.topk, 1, self.num_experts)
+        if wrong is not None:
+            return wrong
+        layers = self.moe_layers
+        whole = isinstance(layers, tuple) and all(type(layer) is int for layer in layers)
+        if (
+            whole
+            and layers
+            and layers[0] >= 0
+            and layers[-1] < 2**31
+            and all(layer < following for layer, following in pairwise(layers))
+        ):
+            return None
+        expected = "the numbers of hidden layers, from 0 on, ascending"
+        return must_be("moe_layers", expected, layers)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled sequence.
+
+    Attributes:
+        tokens_N: int32, prompt and response.
+        response_N: bool, True on sampled tokens.
+        logprobs_N: float32, the sampler's log-probability of each sampled token, 0 on all others.
+        reward: of the whole response; `UNREWARDED` (NaN) when it comes from a decoder.
+        group: rollouts of one prompt share it: GRPO normalises rewards inside a group. It is unique
+            inside one directory and policy version; a decoder sets the index of the prompt in its
+            request.
+        policy_version: which policy sampled; `UNKNOWN_POLICY` (-1) when it comes from a decoder.
+        routes: `[L, N - 1, K]`; the last token has no row, because the engine never forwarded it.
+        sample: the number of the rollout inside its group. Group, sample and policy version
+            together name a rollout.
+        turns_U2: first token and end of each sampled span; None if the spans are the runs of
+            `response_N`. Two turns may touch (a response that was continued): then only this field
+            tells them apart.
+        prompt_digest: 63 bits of a hash of what the engine was asked; 0 where nobody knows. The
+            rollouts of one group share it.
+        kept: the tokens that top-k or top-p left for each sampled token. The log-probs are then
+            normalised over them. None if nothing was cut off, or nobody recorded it.
+        versions_C2: int64, the first token and the policy version of each span that one policy
+            sampled, if the weights changed while the rollout was sampled. The first span begins at
+            the first sampled token, each other one at a sampled token, and versions ascend. Then
+            `policy_version` is the first and oldest one. None if one policy sampled all tokens.
+        advantage: of the whole response, given by whoever rewarded it; None if the trainer is to
+            work it out of the rewards.
+    """
+
+    tokens_N: np.ndarray
+    response_N: np.ndarray
+    logprobs_N: np.ndarray
+    reward: float
+    group: int
+    policy_version: int
+    routes: Routes
+    sample: int = 0
+    turns_U2: np.ndarray | None = None
+    prompt_digest: int = 0
+    kept: KeptSets | None = None
+    versions_C2: np.ndarray | None = None
+    advantage: float | None = None
+
+    @cached_property
+    def spans_U2(self) -> np.ndarray:
+        """The turns, int32 `[U, 2]`."""
+        turns = turns_of(self.response_N) if self.turns_U2 is None else self.turns_U2
+        return np.asarray(turns, np.int32).reshape(-1, 2)
+
+    @property
+    def prompt_length(self) -> int:
+        """How many tokens come before the first sampled one; all of them if none was sampled."""
+        return int(self.spans_U2[0, 0]) if len(self.spans_U2) else len(self.tokens_N)
+
+    def check(self, where: str, vocab_size: int = 0) -> None:
+        """Refuse a rollout that no store may hold: wrong parts, no name, no reward.
+
+        Args:
+            where: what the error calls the rollout.
+            vocab_size: of the sampler; 0 where it is not known.
+
+        Raises:
+            RolloutError: naming `where` and the field, and the token where there is one.
+        """
+        wrong = self._wrong_name() or self.wrong_parts(vocab_size)
+        if wrong is None and (reason := wrong_reward(self.reward)):
+            wrong = f"reward {quoted(self.reward)}: {reason}"
+        if wrong is None and self.advantage is not None and wrong_reward(self.advantage):
+            wrong = must_be("advantage", "a finite number, in float32", self.advantage)
+        if wrong is not None:
+            raise RolloutError(f"{where}: {wrong}")
+
+    def wrong_parts(self, vocab_size: int = 0) -> str | None:
+        """Which of tokens, log-probs, turns and routes is impossible, and why; None if none is.
+
+        Name and reward are not looked at: a decoder, which does not know them, asks here too.
+
+        Args:
+            vocab_size: of the sampler; 0 where it is not known.
+        """
+        num_tokens = len(self.tokens_N)
+        if num_tokens < 2:
+            return f"{num_tokens} tokens; a rollout has at least 2"
+        for name in ("tokens_N", "response_N", "logprobs_N"):
+            shape = np.shape(getattr(self, name))
+            if shape != (num_tokens,):
+                return f"{name} of shape {shape} for {num_tokens} tokens"
+        if self.routes.num_rows != num_tokens - 1:
+            return (
+                f"{self.routes.num_rows} rows of routes for {num_tokens} tokens; expected "
+                f"{num_tokens - 1} (every token but the last is forwarded once)"
+            )
+        return self._wrong_tokens(vocab_size) or self._wrong_extras(vocab_size)
+
+    def _wrong_name(self) -> str | None:
+        for name in ("policy_version", "group", "sample", "prompt_digest"):
+            try:
+                operator.index(getattr(self, name))  # numpy's whole numbers are welcome
+            except TypeError:
+                return must_be(name, "a whole number", getattr(self, name))
+        if wrong := wrong_name(self.policy_version, self.group, self.sample):
+            return wrong
+        if not 0 <= self.prompt_digest < 2**63:
+            return must_be("prompt_digest", "of 63 bits", self.prompt_digest)
+        return None
+
+    def _wrong_tokens(self, vocab_size: int) -> str | None:
+        tokens_N = np.asarray(self.tokens_N)
+        if not np.issubdtype(tokens_N.dtype, np.integer):
+            return f"tokens_N are whole numbers; got {tokens_N.dtype}"
+        if wrong := wrong_token(tokens_N, vocab_size or None):
+            return f"token {wrong[0]} {wrong[1]}"
+        if self.response_N[0]:
+            return "its first token cannot be sampled: nothing predicts it"
+        sampled_N = sampled_tokens(self.spans_U2, len(tokens_N))
+        if sampled_N is None or not np.array_equal(sampled_N, self.response_N):
+            return "its `turns` and its `response` name different tokens"
+        if wrong := wrong_logprobs(np.asarray(self.logprobs_N), sampled_N):
+            return f"token {wrong[0]}: {wrong[1]}"
+        return None
+
+    def _wrong_extras(self, vocab_size: int) -> str | None:
+        """What is wrong with kept sets and version spans; asked when all other parts are right."""
+        sampled_N = np.asarray(self.response_N, bool)
+        if self.versions_C2 is not None and (
+            wrong := wrong_versions(self.versions_C2, sampled_N, self.policy_version)
+        ):
+            return wrong
+        if self.kept is None:
+            return None
+        tokens_N, logprobs_N = np.asarray(self.tokens_N), np.asarray(self.logprobs_N)
+        return self.kept.wrong(tokens_N, sampled_N, logprobs_N, vocab_size)
+
+
+def wrong_versions(
+    versions_C2: np.ndarray, sampled_N: np.ndarray, policy_version: int
+) -> str | None:
+    """Why these cannot be the spans of a rollout (`Rollout.versions_C2`); None if they can be."""
+    spans = np.asarray(versions_C2)
+    if spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 2 or not len(spans):
+        return "its version spans must be int64 pairs of first token and version"
+    first_C, version_C = spans.T
+    for token in first_C.tolist():
+        if not 0 <= token < len(sampled_N) or not sampled_N[token]:
+            return f"a version span begins at token {token}, which was not sampled"
+    if first_C[0] != np.argmax(sampled_N):
+        return f"its version spans begin at token {first_C[0]}, not at the first sampled one"
+    for name, values_C in (("first tokens", first_C), ("versions", version_C)):
+        if (np.diff(values_C) <= 0).any():
+            return f"the {name} of its version spans must ascend; got {values_C[:20].tolist()}"
+    if version_C[0] != policy_version:
+        return (
+            f"policy_version is {policy_version}, and its first version span is of {version_C[0]}: "
+            "the oldest version must be the rollout's"
+        )
+    return None
+
+
+def versions_of(
+    versions_C2: np.ndarray | None, sampled_N: np.ndarray, policy_version: int
+) -> np.ndarray:
+    """The policy version that sampled each token, int64 `[N]`; -1 for tokens of a prompt."""
+    if versions_C2 is None:
+        return np.where(sampled_N, policy_version, -1)
+    # Example: spans that begin at 3 and 5 have, up to each of 7 tokens, 0 0 0 1 1 2 2 begun.
+    begun_N = np.searchsorted(versions_C2[:, 0], np.arange(len(sampled_N)), side="right")
+    return np.where(sampled_N, versions_C2[np.maximum(begun_N - 1, 0), 1], -1)
+
+
+def wrong_logprobs(logprobs_N: np.ndarray, response_N: np.ndarray) -> tuple[int, str] | None:
+    """The first impossible log-prob: the index of its token, and what is wrong with it.
+
+    Args:
+        logprobs_N: float, one for each token.
+        response_N: bool; the log-probs of tokens that were not sampled are 0.
+    """
+    sampled = np.flatnonzero(response_N)
+    if wrong := wrong_logprob(logprobs_N[sampled]):
+        return int(sampled[wrong[0]]), f"its log-prob {wrong[1]}"
+    for token in np.flatnonzero((logprobs_N != 0) & ~response_N)[:1]:
+        return int(token), f"its log-prob is {logprobs_N[token]:g}; it was not sampled, so 0"
+    return None
+
+
+def turns_of(response_N: np.ndarray) -> np.ndarray:
+    """First token and end of each run of sampled tokens, int32 `[U, 2]`."""
+    # [F F T T F T] has the steps [0 0 +1 0 -1 +1] and, with a 0 behind the last token, a -1 at 6:
+    # runs begin at +1 and end at -1, so they are [2, 4] and [5, 6].
+    steps = np.diff(np.asarray(response_N, np.int8), prepend=0, append=0)
+    return np.stack([np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)], 1).astype(np.int32)
+
+
+def sampled_tokens(turns_U2: np.ndarray, num_tokens: int) -> np.ndarray | None:
+    """The tokens that these turns name, bool `[N]`; None if turns overlap or lie outside.
+
+    A turn of no tokens is refused as well.
+    """
+    bounds = turns_U2.reshape(-1)  # [[2, 4], [5, 6]] is 2 4 5 6: the step at 4 -> 5 may be 0
+    ordered = (turns_U2[:, 0] < turns_U2[:, 1]).all() and (np.diff(bounds)[1::2] >= 0).all()
+    if not ordered or (len(bounds) and (bounds[0] < 0 or bounds[-1] > num_tokens)):
+        return None
+    # the inverse of turns_of; add.at, because an end and the next start may be the same index
+    steps = np.zeros(num_tokens + 1, np.int64)
+    np.add.at(steps, turns_U2[:, 0], 1)
+    np.add.at(steps, turns_U2[:, 1], -1)
+    return steps.cumsum()[:-1].astype(bool)
+
+
+def wrong_whole(name: str, value: Any, least: int, most: int) -> str | None:
+    """Why `value` is no whole number of this range (True and 4.0 are none); None if it is one."""
+    if type(value) is int and least <= value <= most:
+        return None
+    return must_be(name, f"a whole number from {least} to {most}", value)
+
+
+def must_be(name: str, expected: str, got: Any) -> str:
+    """The words of an error about a field."""
+    return f"{name} must be {expected}; got {quoted(list(got) if isinstance(got, tuple) else got)}"

@@ -1,0 +1,259 @@
+"""The files of a store: which of them are shards, and a shard's file kept open while it is used.
+
+Shards are called `shard-NNNNN.safetensors` and are numbered 0, 1, 2 ... without a gap. The number
+stands in the name and, from format version 3 on, in the header too, so a shard that was copied,
+renamed or lost in between is noticed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import stat
+import time
+from collections.abc import Set
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from megatron_r3.data.store.schema import StoreError
+
+POLL_S = 0.2  # between two looks at something that is waited for
+SHARD_GLOB = "shard-[0-9]*.safetensors"
+# Each number has exactly one name: 7 is 00007 and never 000007, so five digits or, from 100000 on,
+# more without a leading zero.
+_NAME = re.compile(r"shard-([0-9]{5}|[1-9][0-9]{5,8})\.safetensors")
+
+
+def shard_name(number: int) -> str:
+    """The name of the file of a shard, e.g. `shard-00007.safetensors`."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def shard_number(path: Path) -> int:
+    """The number in the name of a shard's file.
+
+    Raises:
+        StoreError: the name is not the name of a shard.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise StoreError(
+            f"{path}: not the name of a shard ({shard_name(0)}, {shard_name(1)}, ...): give the "
+            "file its own name again, or move it out of the store"
+        )
+    return int(match[1])
+
+
+def listed_shards(directory: Path, but: Set[str] = frozenset()) -> list[int]:
+    """The numbers of the shards of a directory, ascending; numbers may be missing.
+
+    A directory that is not there has none: a sampler may make it later.
+
+    Args:
+        but: names that are not asked for. Whoever looks at 10,000 shards again and again asks for
+            those that it does not know.
+
+    Raises:
+        StoreError: a safetensors file has another name, so nobody knows which shard it is; or the
+            directory cannot be listed.
+    """
+    try:
+        names = {*os.listdir(directory)}
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise StoreError(f"{directory}: cannot be listed ({error.strerror})") from error
+    new = [name for name in names - but if name.endswith(".safetensors")]
+    matches = [_NAME.fullmatch(name) for name in new]
+    return sorted(
+        int(match[1]) if match else shard_number(directory / name)  # which raises
+        for match, name in zip(matches, new, strict=True)
+    )
+
+
+def shards_in_order(directory: Path) -> range:
+    """The numbers of the shards of a directory that is complete: all from 0 to the largest.
+
+    Raises:
+        StoreError: a number is missing, or a safetensors file has another name.
+    """
+    numbers = listed_shards(directory)
+    if len(numbers) <= max(numbers, default=-1):
+        # A listing may miss a name that came while it was made, and have a later one. The second
+        # listing begins behind all names of the first one.
+        numbers = listed_shards(directory)
+    for expected, number in enumerate(numbers):
+        if expected != number:
+            raise StoreError(
+                f"{directory / shard_name(expected)}: is missing, though {shard_name(number)} is "
+                "there: copy the missing shard again, or wait until another machine's shard is "
+                "seen here"
+            )
+    return range(len(numbers))
+
+
+class HeldFile:
+    """A regular file that stays open from its check to its use.
+
+    Everything is read through one descriptor, by position. So a file that takes the name of this
+    file later is never read. The file is not mapped into memory, because a mapped file that
+    somebody cuts ends the process by SIGBUS; here a file that was cut is a short read.
+
+    Args:
+        path: of the file.
+        size: in bytes, where another process has asked; None to ask here. Of a shared file system
+            each such question is a request to its server.
+        late_s: how long to wait for a file that is not there.
+
+    Attributes:
+        size: in bytes, when the file was opened.
+        mtime_ns: the time of the last change, when the file was first asked for it; None until
+            then.
+
+    Raises:
+        StoreError: there is no such file, it cannot be opened, or it is a device or a pipe.
+    """
+
+    def __init__(self, path: Path, size: int | None = None, late_s: float = 0.0) -> None:
+        self.path = path
+        self.mtime_ns: int | None = None
+        self._descriptor = -1
+        self._begin = memoryview(b"")
+        try:
+            self._descriptor = _open(path, late_s)
+            if size is not None:
+                self.size = size
+                return
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            advice = "copy it again or remove it"
+            if error.errno == errno.EMFILE:
+                advice = "raise `ulimit -n`: a store has as many open files as shards"
+            raise StoreError(f"{path}: cannot be opened ({error.strerror}): {advice}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreError(f"{path}: not a regular file, as every shard must be: remove it")
+        self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
+
+    def __del__(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            with suppress(OSError):  # its file system may be gone
+                os.close(self._descriptor)
+
+    def read(self, into: np.ndarray, offset: int) -> None:
+        """Fill an array with the bytes from `offset` on.
+
+        The caller calls `check_unchanged` after its last read, not before its first: a change that
+        happens between a check and a read would not be noticed.
+
+        Args:
+            into: C-contiguous, of any dtype.
+
+        Raises:
+            StoreError: the file is shorter than it was, or cannot be read any more.
+        """
+        rest = memoryview(into.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
+        if offset + len(rest) <= len(self._begin):
+            rest[:] = self._begin[offset : offset + len(rest)]
+            return
+        while len(rest):  # a system may read less than it was asked for (Linux: at most 2 GiB)
+            try:
+                count = os.preadv(self._descriptor, [rest], offset)
+            except OSError as error:
+                raise self._unreadable(error) from error
+            if not count:  # the file ends here, though it was longer when it was opened
+                self.check_unchanged()
+                raise self._changed()
+            rest, offset = rest[count:], offset + count
+
+    def read_begin(self, num_bytes: int) -> None:
+        """Read the beginning of the file at once. Until `forget_begin`, `read` takes it from there.
+
+        Raises:
+            StoreError: as `read`.
+        """
+        begin: np.ndarray = np.empty(min(num_bytes, self.size), np.uint8)
+        self.read(begin, 0)
+        self._begin = memoryview(begin)  # type: ignore[arg-type]
+
+    def forget_begin(self) -> None:
+        """Read everything from the file again."""
+        self._begin = memoryview(b"")
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on with a file that somebody changed or removed.
+
+        Example: a file that is replaced by a rename keeps its bytes and its descriptor, but loses
+        its last name, so its number of links is 0. A file that is written in place keeps its name
+        and gets another time of change.
+
+        Raises:
+            StoreError: the message says which of the two happened.
+        """
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if not status.st_nlink:
+            raise StoreError(
+                f"{self.path}: was removed or replaced while it is in use: put the old file "
+                "back, and start again"
+            )
+        if status.st_size != self.size or self.mtime_ns not in (None, status.st_mtime_ns):
+            raise self._changed()
+        self.mtime_ns = status.st_mtime_ns
+
+    def damaged(self, what_differs: str, where: str = "") -> StoreError:
+        """The error of bytes that are not those of their checksum."""
+        return StoreError(
+            f"{self.path}: {what_differs} differs{where}: the shard is damaged, or was changed "
+            "while it is in use: copy it again or remove it"
+        )
+
+    def _changed(self) -> StoreError:
+        return StoreError(
+            f"{self.path}: was changed while it is in use: copy it again, and start again"
+        )
+
+    def _unreadable(self, error: OSError) -> StoreError:
+        return StoreError(
+            f"{self.path}: cannot be read any more ({error.strerror}): was it removed or replaced "
+            "while it is in use? Put it back, and start again"
+        )
+
+
+def _open(path: Path, late_s: float) -> int:
+    end = time.monotonic() + late_s
+    while True:
+        try:
+            return _open_now(path)
+        except FileNotFoundError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(POLL_S)
+
+
+def _open_now(path: Path) -> int:
+    # Without O_NONBLOCK the open of a named pipe would wait for a writer. Files ignore the flag.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    allow_most_files()
+    return os.open(path, flags)
+
+
+def allow_most_files() -> None:
+    """Let this process have as many open files as the system allows.
+
+    A store has as many open files as shards. Most systems allow a process 1024 (the soft limit)
+    until it asks for more (up to the hard limit).
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,294 @@
+"""A store that grows while it is read: the sampler adds shards, and training waits for them.
+
+Shard k is taken only when the shards before it are there. So a row id means the same in every
+process, whatever the order in which shards arrive, and keeps its meaning while the store grows.
+
+Shape suffixes (docs/glossary.md): M.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from megatron_r3.data.store.files import POLL_S, listed_shards, shard_name
+from megatron_r3.data.store.index import Index, KnownShards
+from megatron_r3.data.store.kinship import Kinship, Names, without_collector
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.data.store.schema import StoreError
+from megatron_r3.data.store.shard import Shard
+from megatron_r3.data.store.shard_file import LATE_S
+
+CheckShard = Callable[[Shard], None]  # refuses a shard by a ValueError
+
+
+class News(NamedTuple):
+    """Shards that came behind those that were known.
+
+    Attributes:
+        shards: their index; None if none came.
+        opened: the first of the same, as many of them as this process has looked at.
+        waiting: what later shards wait for, for a message; empty if no later shard is there.
+    """
+
+    shards: Index | None
+    opened: Sequence[Shard] = ()
+    waiting: str = ""
+
+
+class Arrivals(Protocol):
+    """Whatever tells which shards have come: a look at the directory, or a process that looks."""
+
+    def news(self) -> News:
+        """The shards that have come since the last call, in order.
+
+        Raises:
+            StoreError: a shard is damaged, does not belong to the others, or is refused; or nobody
+                looks any more.
+        """
+
+
+class Lookout:
+    """Looks at a directory that grows, and at the heads of its shards.
+
+    Args:
+        directory: a store whose policy versions never go back from shard to shard. It may be
+            missing.
+        mixed_policies: as of RolloutStore.
+        check: called with every new shard; it refuses one by a ValueError.
+        late_s: how long to wait for a file whose name is listed and that cannot be opened yet.
+
+    Attributes:
+        shards: those that were taken, by their numbers.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        mixed_policies: bool = False,
+        check: CheckShard | None = None,
+        late_s: float = 0.0,
+    ) -> None:
+        self.directory, self._check, self._late_s = directory, check, late_s
+        self._kinship, self._names = Kinship(mixed_policies), Names()
+        self.shards: list[Shard] = []
+        self._taken: set[str] = set()  # their names
+        self._folder: tuple[int, int] | None = None  # device and inode, once a shard is there
+
+    def news(self) -> News:
+        """The shards that have come since the last call, in order.
+
+        A shard that is refused is refused again at the next call. The shards before it are in what
+        was returned, or in the next News.
+
+        Raises:
+            StoreError: as in Arrivals.
+        """
+        known, there = len(self.shards), {*listed_shards(self.directory, self._taken)}
+        if known in there:
+            self._check_folder()
+        with nullcontext() if self.shards else without_collector():  # later there are few
+            while (number := len(self.shards)) in there:
+                try:
+                    # A name that is listed, and that this machine cannot open yet, will come.
+                    path = self.directory / shard_name(number)
+                    self._take(Shard(path, late_s=min(self._late_s, LATE_S)))
+                except StoreError:
+                    if len(self.shards) == known:
+                        raise
+                    break  # first those that came before it
+        opened, later = self.shards[known:], max(there, default=-1)
+        missing, waiting = len(self.shards), ""
+        if later > missing and missing not in there:
+            first = min(number for number in there if number > missing)
+            waiting = f", {shard_name(missing)} is missing and {shard_name(first)} is there"
+        index = Index.of([self.directory], opened) if opened else None
+        return News(index, opened, waiting)
+
+    def _check_folder(self) -> None:
+        """Refuse a folder that took the place of the one whose shards were taken."""
+        try:
+            status = os.stat(self.directory)
+        except OSError as error:
+            raise StoreError(f"{self.directory}: cannot be read ({error.strerror})") from error
+        folder = status.st_dev, status.st_ino
+        if self._folder not in (None, folder):
+            raise StoreError(
+                f"{self.directory}: another folder took its place while it is in use, after shard "
+                f"{len(self.shards) - 1} was taken: put the old one back, and start again"
+            )
+        self._folder = folder
+
+    def _take(self, shard: Shard) -> None:
+        self._kinship.check(shard, self.shards)
+        self._names.check(shard, self.shards)
+        self._check_order(shard)
+        try:
+            if self._check is not None:
+                self._check(shard)
+        except ValueError as error:  # in training, readers expect StoreError alone
+            raise StoreError(str(error)) from error
+        self._kinship.add(shard)
+        self._names.add(shard)
+        self.shards.append(shard)
+        self._taken.add(shard.path.name)
+
+    def _check_order(self, shard: Shard) -> None:
+        """Refuse a shard of an older policy than that of the shard before it.
+
+        A rollout counts as what it ended with. Example: a long rollout began with version 3 and
+        ended with 5, in a shard after one of version 4: that is the order in which they ended.
+        """
+        if not self.shards:
+            return
+        last = self.shards[-1]
+        newest = int(last.extras.newest_version_M.max())
+        oldest = int(shard.extras.newest_version_M.min())
+        if oldest < newest:
+            raise StoreError(
+                f"{shard.path}: policy version {oldest} comes after {newest} of "
+                f"{last.path}: in a store that is followed, versions must not go back"
+            )
+
+
+def open_stores(
+    directories: Sequence[str | Path],
+    mixed_policies: bool = False,
+    follow_s: float | None = None,
+    check: CheckShard | None = None,
+    waits: bool = True,
+) -> RolloutStore:
+    """Open stores to train on them, in a process that looks for itself.
+
+    Args:
+        directories, mixed_policies: see RolloutStore.
+        follow_s: how many seconds to wait for a rollout that is not there yet, also for the first
+            one. There must be one directory then, and it may grow. None means that the stores are
+            taken as they are.
+        check: called with every shard before a rollout of it is used.
+        waits: whether to wait here for the first rollout of a store that grows.
+
+    Raises:
+        StoreError: the stores cannot be used, or the first rollout does not come in time.
+        ValueError: `check` refuses a shard.
+    """
+    if follow_s is None:
+        store = RolloutStore(directories, mixed_policies)
+        if check is not None:
+            for shard in store.shards:
+                check(shard)
+        return store
+    if len(directories) != 1:
+        raise StoreError(
+            f"{' '.join(map(str, directories))}: only one store can be followed: name one"
+        )
+    directory = Path(directories[0])
+    followed = FollowedStore(
+        directory, follow_s, Lookout(directory, mixed_policies, check, follow_s)
+    )
+    followed.refresh()
+    if waits:
+        followed.wait_for(0)
+    return followed
+
+
+class FollowedStore(RolloutStore):
+    """A store whose directory grows; it may still be empty or missing when it is opened.
+
+    `shards` has the shards that were heard of so far. `refresh` asks for more, and so do
+    `shards_of` and `routes` when they are asked for a row that lies behind them.
+
+    Args:
+        directory: of the store.
+        wait_s: how long `wait_for` waits for the next shard.
+        arrivals: tells which shards have come.
+        index: of the shards that are known already; None for none.
+        opened: the first of these, as many of them as this process has looked at.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        wait_s: float,
+        arrivals: Arrivals,
+        index: Index | None = None,
+        opened: Sequence[Shard] = (),
+    ) -> None:
+        self.directories = [directory]
+        self.wait_s, self._arrivals, self._waiting = wait_s, arrivals, ""
+        # Hand-over without a lock for readers: `refresh` makes new KnownShards and puts them here
+        # with one assignment, so a reader in another thread has the old shards or the new, never
+        # new shards with old row ids. The lock only keeps two refreshes apart.
+        index = Index.of(self.directories, []) if index is None else index
+        self._shards = KnownShards(index, made=dict(enumerate(opened)))
+        self._refreshing = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a spawned process gets: everything but the lock, which cannot be sent."""
+        return {name: value for name, value in vars(self).items() if name != "_refreshing"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the fields in the spawned process, which gets a lock of its own."""
+        vars(self).update(state, _refreshing=threading.Lock())
+
+    def refresh(self) -> None:
+        """Take the shards that have come since the last call.
+
+        Raises:
+            StoreError: a shard is damaged, does not belong to the others, or is refused.
+        """
+        with self._refreshing:
+            while True:
+                news = self._arrivals.news()
+                self._waiting = news.waiting
+                if news.shards is None:
+                    return
+                self._shards = self._shards.plus(news.shards, news.opened)
+
+    def wait_for(self, rollout: int) -> None:
+        """Wait until the store has the rollout of this index.
+
+        Each shard that comes starts the wait anew: of a collection that takes an hour to sample,
+        the last rollout is waited for as long as the sampler goes on.
+
+        Raises:
+            StoreError: the rollout is not there, and no shard came for `wait_s`; or what comes
+                cannot be used.
+        """
+        awaited = f"rollout {rollout}" if self.shards else "the first shard"
+        self._wait(lambda: rollout < len(self), awaited)
+
+    def _wait(self, there: Callable[[], bool], awaited: str) -> None:
+        known, end = len(self), time.monotonic() + self.wait_s
+        while not there():
+            self.refresh()
+            if there():
+                return
+            if len(self) > known:
+                known, end = len(self), time.monotonic() + self.wait_s
+            if time.monotonic() >= end:
+                raise StoreError(
+                    f"{self.directories[0]}: {awaited} did not come within {self.wait_s:g} s; "
+                    f"it has {len(self)} rollouts{self._waiting}: is the sampler still running?"
+                )
+            time.sleep(POLL_S)
+
+    def shards_of(self, rows: np.ndarray) -> list[int]:
+        """As in RolloutStore, after waiting for the shard of a row behind the known ones.
+
+        Example: a dataloader worker has heard of shard 5 and sends its row ids; this process, which
+        knows shards 0 to 4, asks for shard 5 when it gets these row ids.
+
+        Raises:
+            StoreError: as `wait_for`.
+        """
+        last = int(rows.max()) if rows.size else -1
+        self._wait(lambda: last < int(self._shards.first_row[-1]), f"row {last}")
+        return super().shards_of(rows)

@@ -1,0 +1,102 @@
+"""How a shard gets its name: by link(), which never replaces a file that has the name already.
+
+A name that is given by rename() would replace another writer's shard, and a file that is made under
+its own name would be seen before it is whole. This file knows what file systems answer to link().
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from megatron_r3.data.store.schema import StoreError
+
+# What link() answers on a file system that has none: FAT EPERM, SMB EOPNOTSUPP, most that keep
+# objects ENOSYS; EXDEV and EMLINK are allowed by POSIX too.
+_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
+# What fsync of a directory answers where only files can be synced.
+_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
+
+
+def check_links(directory: Path) -> None:
+    """Find out before hours of sampling whether the file system can give a shard its name.
+
+    Raises:
+        StoreError: it cannot link().
+        OSError: nothing can be written to the directory.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".shard-", suffix=".tmp")
+    os.close(descriptor)
+    second = f"{temporary.removesuffix('.tmp')}-linked.tmp"
+    try:
+        os.link(temporary, second)
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            _refuse_directory(directory, error)
+        if not isinstance(error, FileExistsError):  # an answer that was lost: see `give_name`
+            raise
+    finally:
+        for path in (temporary, second):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def give_name(file: BinaryIO, temporary: str, path: Path) -> bool:
+    """Give a file that is whole a second name; False if another file has the name.
+
+    NFS may lose the answer of a link() that succeeded; then the client asks again and hears that
+    the name is taken. It is taken by this file, which must not get a third name.
+
+    Args:
+        file: the open file.
+        temporary: its first name.
+        path: its second name.
+
+    Raises:
+        StoreError: the file system cannot link().
+        OSError: the name cannot be given, e.g. for want of a right.
+    """
+    try:
+        os.link(temporary, path)  # unlike rename, link refuses to overwrite
+    except FileExistsError:
+        if not _has_name(file, path):
+            return False
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            _refuse_directory(path.parent, error)
+        raise
+    _sync_directory(path.parent)
+    return True
+
+
+def _refuse_directory(directory: Path, error: OSError) -> NoReturn:
+    raise StoreError(
+        f"{directory}: no shard can be written: its file system cannot link() ({error.strerror}), "
+        "and only link() gives a whole shard its name without ever replacing another: write to a "
+        "local disk or another file system, and copy the finished shards"
+    ) from error
+
+
+def _has_name(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file, which had one name, has this one too."""
+    status = os.fstat(file.fileno())
+    try:
+        return os.path.samestat(status, os.stat(path))
+    except FileNotFoundError:  # the name is taken, and is not to be seen here yet
+        return status.st_nlink > 1
+
+
+def _sync_directory(directory: Path) -> None:
+    """Bring the names of a directory to the disk, which a sync of its files does not."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(descriptor)

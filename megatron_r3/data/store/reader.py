@@ -1,0 +1,369 @@
+"""Read a store: rollouts by index, routes by row id.
+
+A row id counts the rows of all shards in the order of their numbers, so one integer says which
+token of which rollout it is. Example: shard 0 has rollouts of 5 and 9 tokens, so 4 + 8 rows, and
+the row ids 0 to 11; row id 5 is row 1 of rollout 1, and the first row of shard 1 has row id 12.
+
+Shape suffixes (docs/glossary.md): C, K, L, M, N, T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_r3.data.kept import KeptSets
+from megatron_r3.data.rollout import Rollout, versions_of
+from megatron_r3.data.store.files import SHARD_GLOB, shard_name, shards_in_order
+from megatron_r3.data.store.index import Index, KnownShards
+from megatron_r3.data.store.kinship import Kinship, refuse_namesakes, without_collector
+from megatron_r3.data.store.schema import StoreError, StoreInfo
+from megatron_r3.data.store.shard import Shard
+from megatron_r3.data.store.shard_file import LaterLooks
+from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
+from megatron_r3.replay.routes import Routes
+
+
+class RolloutStore:
+    """Every rollout of one or several store directories, as they are when this object is made.
+
+    A shard that is written later is not seen; `megatron_r3.data.store.follow` has a store that grows.
+
+    Args:
+        directories: stores of the same model. Their rollouts follow each other in this order.
+        mixed_policies: shards may come from different policies of one model, so only `info.policy`
+            may differ between them.
+
+    Attributes:
+        looks: the files that were read since the last look at them; None where each file is looked
+            at after each read.
+
+    Raises:
+        StoreError: no shard, a damaged shard, one that is missing or there twice, a rollout that is
+            there twice, or stores that do not belong together.
+    """
+
+    looks: LaterLooks | None = None
+    _checks: ReadChecks | None = None
+
+    def __init__(self, directories: Sequence[str | Path], mixed_policies: bool = False) -> None:
+        self.directories = [Path(directory) for directory in directories]
+        several = len(directories) > 1
+        if several and len({folder.resolve() for folder in self.directories}) < len(directories):
+            raise StoreError(
+                f"{' '.join(map(str, directories))}: a store is named twice: name it once"
+            )
+        opened: list[Shard] = []
+        kinship = Kinship(mixed_policies)
+        for directory in self.directories:
+            numbers = shards_in_order(directory)
+            if not numbers and not directory.is_dir():
+                raise StoreError(f"{directory}: no such rollout store")
+            if not numbers:
+                raise StoreError(
+                    f"{directory}: no {SHARD_GLOB} in it: not a rollout store, or an empty one"
+                )
+            with without_collector():
+                for number in numbers:
+                    shard = Shard(directory / shard_name(number))
+                    kinship.check(shard, opened)
+                    kinship.add(shard)
+                    opened.append(shard)
+        index = Index.of(self.directories, opened)
+        if index.has_namesakes():
+            refuse_namesakes(opened)
+        self._shards = KnownShards(index, made=dict(enumerate(opened)))
+
+    @classmethod
+    def told(cls, index: Index) -> RolloutStore:
+        """The store that another process has looked at; nothing is opened before it is read."""
+        store = cls.__new__(cls)
+        store.directories = [Path(directory) for directory in index.directories]
+        store._shards = KnownShards(index)
+        return store
+
+    def trained_on(self, checks: ReadChecks | None) -> None:
+        """Look at files once in a step (`look`), and not after each read.
+
+        Args:
+            checks: what to check of values as they are read; None where that was done before.
+        """
+        self.looks, self._checks = LaterLooks(), checks
+        self._shards.look_later(self.looks)
+
+    def look(self) -> None:
+        """Refuse to go on with a file that was read, and that somebody changed or removed.
+
+        Raises:
+            StoreError: naming the file.
+        """
+        if self.looks is not None:
+            self.looks.look()
+
+    def need_no_look(self) -> None:
+        """Say that what was read until now was compared with the headers, as `verify_shard` does.
+
+        The headers were read when the files were opened, and have the checksums of all bytes.
+        """
+        if self.looks is not None:
+            self.looks.forget()
+
+    @property
+    def index(self) -> Index:
+        """What is known of all shards, for other processes."""
+        return self._shards.known
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """The shards, in the order of their rollouts."""
+        return self._shards
+
+    @property
+    def info(self) -> StoreInfo:
+        """What the first shard says of its store; other shards may name another policy."""
+        return self.index.infos[0]
+
+    def refresh(self) -> None:
+        """Do nothing: only a followed store looks for new shards."""
+
+    def wait_for(self, rollout: int) -> None:
+        """Refuse a rollout that the store does not have: only a followed store waits.
+
+        Raises:
+            StoreError: there is no rollout of this index.
+        """
+        if rollout >= len(self):
+            raise StoreError(
+                f"{self.directories[0]}: has no rollout {rollout}: it has "
+                f"{len(self)}, numbered from 0"
+            )
+
+    def verify(self) -> None:
+        """Check every byte and id of all routes; it is enough that one process of a node does it.
+
+        Raises:
+            ValueError: naming file, rollout, layer and token.
+        """
+        for shard in self.shards:
+            verify_shard(shard)
+
+    def __len__(self) -> int:
+        return int(self._shards.first_rollout[-1])
+
+    def shard_of_rollout(self, rollout: int) -> int:
+        """The number, in `shards`, of the shard that holds a rollout."""
+        assert 0 <= rollout < len(self), f"rollout {rollout} of {len(self)}"
+        return int(np.searchsorted(self._shards.first_rollout, rollout, side="right")) - 1
+
+    def find(self, rollout: int) -> tuple[Shard, int]:
+        """A rollout's shard, and its index there."""
+        return self._find(rollout)[:2]
+
+    def _find(self, rollout: int) -> tuple[Shard, int, int]:
+        """A rollout's shard, its index there, and the shard's first row id."""
+        number = self.shard_of_rollout(rollout)
+        shards = self._shards
+        first_rollout, first_row = shards.first_rollout[number], shards.first_row[number]
+        return shards[number], rollout - int(first_rollout), int(first_row)
+
+    def name(self, rollout: int) -> str:
+        """What a message calls a rollout: its file and its index there."""
+        shard, index, _ = self._find(rollout)
+        return f"{shard.path}: rollout {index}"
+
+    def row_ids(self, rollout: int) -> np.ndarray:
+        """The row ids of a rollout's tokens but the last, int64 `[N - 1]`."""
+        shard, index, first = self._find(rollout)
+        return np.arange(shard.row_start_M[index], shard.row_start_M[index + 1]) + first
+
+    def fields(self, rollout: int) -> dict[str, np.ndarray]:
+        """tokens int32, response bool, logprobs float32, recorded bool; routes are not read.
+
+        Raises:
+            StoreError: the shard is damaged, or was changed since it was opened.
+        """
+        shard, index, _ = self._find(rollout)
+        fields = shard.read_tokens(index)
+        if self._checks is not None:
+            self._checks.check_tokens(shard, index, fields)
+        return fields | {name: fields[name].astype(bool) for name in ("response", "recorded")}
+
+    def column(self, name: str) -> np.ndarray:
+        """A value for each rollout: reward, group, sample, policy_version, num_tokens, ...
+
+        Raises:
+            StoreError: `advantage` is asked for, and a rollout has none; the message names it.
+        """
+        if name == "advantage":
+            for rollout in np.flatnonzero(np.isnan(self.index.columns[name]))[:1].tolist():
+                self.find(rollout)[0].extras.advantages_M()  # raises
+        if name in self.index.columns:
+            return self.index.columns[name]
+        return np.concatenate([shard.tensors[name] for shard in self.shards])
+
+    def newest_versions(self) -> np.ndarray:
+        """The newest policy version of each rollout, that of its last span: int64 `[M]`."""
+        return self.index.columns["newest_version"]
+
+    def recorded_share(self) -> float:
+        """The share of all rows that have routes, from 0 to 1."""
+        return float(self.index.table["recorded_rows"].sum() / self._shards.first_row[-1])
+
+    def groups(self) -> np.ndarray:
+        """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`."""
+        return self.index.groups()
+
+    def rollout(self, rollout: int) -> Rollout:
+        """One rollout, whole, its routes read and checked."""
+        shard, index, _ = self._find(rollout)
+        fields = self.fields(rollout)
+        rows_T = np.arange(shard.row_start_M[index], shard.row_start_M[index + 1])
+        routes = Routes.from_array(
+            shard.read_routes(rows_T, range(len(self.info.moe_layers))),
+            self.info.num_experts,
+            fields["recorded"],
+            self.name(rollout),
+        )
+        return Rollout(
+            fields["tokens"],
+            fields["response"],
+            fields["logprobs"],
+            float(shard.tensors["reward"][index]),
+            int(shard.tensors["group"][index]),
+            int(shard.tensors["policy_version"][index]),
+            routes,
+            int(shard.tensors["sample"][index]),
+            shard.turns(index),
+            int(shard.tensors["prompt_digest"][index]),
+            shard.extras.kept(index),
+            shard.extras.versions_C2(index),
+            shard.extras.advantage(index),
+        )
+
+    def versions(self, rollout: int, response_N: np.ndarray | None = None) -> np.ndarray:
+        """The policy version that sampled each token, int64 `[N]`; -1 for tokens of a prompt.
+
+        Args:
+            response_N: the rollout's `response`, where the caller has read it; None to read it.
+        """
+        shard, index, _ = self._find(rollout)
+        if response_N is None:
+            response_N = shard.read_tokens(index)["response"].astype(bool)
+        version = int(shard.tensors["policy_version"][index])
+        return versions_of(shard.extras.versions_C2(index), response_N, version)
+
+    def kept(self, rollout: int) -> KeptSets | None:
+        """The kept sets of a rollout's tokens; None if it has none.
+
+        Raises:
+            StoreError: the shard is damaged, or was changed since it was opened.
+        """
+        shard, index, _ = self._find(rollout)
+        return shard.extras.kept(index)
+
+    def kept_of_next(self, rows_T: np.ndarray) -> KeptSets:
+        """By row id, the kept set of the token that follows: what the logits of the row predict.
+
+        Example: a rollout has the tokens 5 9 7 3, and 7 and 3 were sampled. Its rows are those of
+        5, 9 and 7. The row of 5 gets an empty set, since 9 was not sampled; the row of 9 gets what
+        was kept when 7 was drawn, and the row of 7 what was kept when 3 was drawn.
+
+        Args:
+            rows_T: int64, in any order; -1 (padding) gives an empty set, as does a row whose next
+                token was not sampled or whose rollout has no kept sets.
+
+        Returns:
+            T sets, in the order of the rows.
+
+        Raises:
+            StoreError: a shard is damaged, or was changed since it was opened.
+        """
+        shards = self._shards
+        parts, base = [KeptSets.from_lists([])], 0
+        # where in `parts`, taken one behind the other, the set of each row is
+        place_T = np.full(len(rows_T), -1, np.int64)
+        for number in self.shards_of(rows_T):
+            shard, first = shards[number], int(shards.first_row[number])
+            here = np.flatnonzero((rows_T >= first) & (rows_T < first + shard.num_rows))
+            rows = rows_T[here] - first
+            rollouts = np.searchsorted(shard.row_start_M, rows, side="right") - 1
+            for rollout in np.unique(rollouts).tolist():
+                kept = shard.extras.kept(rollout)
+                if kept is None:
+                    continue
+                of_it = rollouts == rollout
+                # row r of a rollout is about token r, and predicts token r + 1
+                place_T[here[of_it]] = base + rows[of_it] - shard.row_start_M[rollout] + 1
+                parts.append(kept)
+                base += len(kept.sizes_N)
+        return KeptSets.joined(parts).take(place_T)
+
+    def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Routes by row id, for some MoE layers: only these rows and layers are read.
+
+        Args:
+            rows_T: int64; -1 (padding) gives zeros and counts as not recorded.
+            layers: indices into `info.moe_layers`.
+
+        Returns:
+            ids `[len(layers), T, K]` in the stored dtype, and the recorded bits `[T]`.
+        """
+        numbers = self.shards_of(rows_T)
+        shards = self._shards
+        ids_LTK = np.zeros((len(layers), len(rows_T), self.info.topk), shards[0].dtype)
+        recorded_T = np.zeros(len(rows_T), bool)
+        for number in numbers:
+            shard, first = shards[number], int(shards.first_row[number])
+            here_T = (rows_T >= first) & (rows_T < first + shard.num_rows)
+            # Shards read ascending rows without repeats. Example: 7 5 7 is read as 5 7, and place_T
+            # 1 0 1 puts the rows back into the order in which they were asked for.
+            wanted_T = rows_T[here_T] - first
+            ascending = bool((np.diff(wanted_T) > 0).all())
+            sorted_T, place_T = wanted_T, np.arange(0)
+            if not ascending:
+                sorted_T, place_T = np.unique(wanted_T, return_inverse=True)
+            read_LTK, read_T = shard.read_routes(sorted_T, layers), shard.read_recorded(sorted_T)
+            if self._checks is not None:
+                self._checks.check_routes(shard, sorted_T, layers, read_LTK, read_T)
+            if not ascending:
+                read_LTK, read_T = read_LTK[:, place_T], read_T[place_T]
+            if len(wanted_T) == len(rows_T):
+                return read_LTK, read_T  # all rows are of this shard
+            ids_LTK[:, here_T], recorded_T[here_T] = read_LTK, read_T
+        return ids_LTK, recorded_T
+
+    def shards_of(self, rows: np.ndarray) -> list[int]:
+        """The numbers, in `shards`, of the shards that hold these row ids.
+
+        Args:
+            rows: int64 of any shape; -1 (padding) is in no shard.
+        """
+        numbers = np.searchsorted(self._shards.first_row, rows[rows >= 0], side="right") - 1
+        return np.unique(numbers).tolist()
+
+    def rollouts_of(self, rows: np.ndarray) -> list[int]:
+        """The rollouts, ascending, that these row ids belong to.
+
+        Args:
+            rows: int64 of any shape; -1 (padding) is in no rollout.
+        """
+        numbers = self.shards_of(rows)
+        shards = self._shards
+        first_rollout, first_row = shards.first_rollout, shards.first_row
+        found: list[int] = []
+        for number in numbers:
+            here = rows[(rows >= first_row[number]) & (rows < first_row[number + 1])]
+            start_M = shards[number].row_start_M
+            inside = np.searchsorted(start_M, here - first_row[number], side="right") - 1
+            found += (np.unique(inside) + first_rollout[number]).tolist()
+        return found
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """The rollout of a row id, and the token in it."""
+        shards = self._shards
+        first_rollout, first_row = shards.first_rollout, shards.first_row
+        number = int(np.searchsorted(first_row, row, side="right")) - 1
+        index, token = shards[number].locate_row(row - int(first_row[number]))
+        return int(first_rollout[number]) + index, token

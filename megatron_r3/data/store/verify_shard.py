@@ -1,0 +1,272 @@
+"""Whether what a shard holds can be trained on: the whole of it, or what was just read.
+
+Shape suffixes (docs/glossary.md): E, K, L, M, T, U.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from zlib_ng import zlib_ng
+
+from megatron_r3.data.rollout import sampled_tokens, wrong_logprobs
+from megatron_r3.data.store.header import EXPERT_LOAD, PER_TOKEN
+from megatron_r3.data.store.part_sums import AllParts
+from megatron_r3.data.store.schema import StoreError
+from megatron_r3.data.store.shard import Shard
+from megatron_r3.data.values import MOST_TOKEN_ID, wrong_token
+from megatron_r3.replay.routes import Origin, RoutesError, check_ids
+
+_PIECE = 1 << 24  # bytes of an unknown tensor that are in memory at a time
+
+
+@dataclass(frozen=True)
+class ReadChecks:
+    """What is checked of values as they are read, where nobody has verified the shard before.
+
+    Checksums say that bytes are those that were written. These checks say that they can be trained
+    on, as `verify_shard` does for a whole shard.
+
+    Attributes:
+        vocab_size: of the trainer; 0 where it is not known.
+        refuses_missing: whether a row without routes is refused.
+    """
+
+    vocab_size: int = 0
+    refuses_missing: bool = False
+
+    def check_tokens(self, shard: Shard, rollout: int, per_token: Mapping[str, np.ndarray]) -> None:
+        """Refuse a rollout with values that no rollout has, or that the trainer cannot take.
+
+        Args:
+            per_token: its tensors PER_TOKEN.
+
+        Raises:
+            StoreError: naming the file, the rollout and the token.
+        """
+        rollouts = range(rollout, rollout + 1)
+        check_values(shard, rollouts, per_token)
+        if self.vocab_size and not 0 < shard.info.vocab_size <= self.vocab_size:
+            check_tokens(shard, self.vocab_size, rollouts, per_token["tokens"])
+        if self.refuses_missing:
+            refuse_missing(shard, rollouts, per_token["recorded"])
+
+    def check_routes(
+        self,
+        shard: Shard,
+        rows_T: np.ndarray,
+        layers: Sequence[int],
+        ids_LTK: np.ndarray,
+        recorded_T: np.ndarray,
+    ) -> None:
+        """Refuse rows whose ids are not distinct experts of the model.
+
+        Args:
+            rows_T: which rows of the shard were read, ascending.
+            layers: which layers.
+
+        Raises:
+            StoreError: naming the file, the rollout, the layer and the token.
+        """
+        num_experts = shard.info.num_experts
+        try:
+            check_ids(ids_LTK, num_experts, recorded_T)
+            return
+        except RoutesError:
+            places = [(row, layer) for row in range(len(rows_T)) for layer in range(len(layers))]
+        for row, layer in places:  # once more, row by row, to name the rollout, and the token in it
+            rollout, token = shard.locate_row(int(rows_T[row]))
+            ids, recorded = ids_LTK[layer, row][None, None], recorded_T[row][None]
+            where, origin = f"{shard.path}: rollout {rollout}", Origin(layers[layer], token)
+            try:
+                check_ids(ids, num_experts, recorded, where, origin)
+            except RoutesError as error:  # training expects StoreError alone
+                raise StoreError(str(error)) from error
+
+
+def verify_shard(shard: Shard, thorough: bool = True) -> None:
+    """Read everything; check all sums and values, and that each row has distinct ids in range.
+
+    Args:
+        thorough: whether what training does not need is compared too: the load of the experts is
+            counted from the routes, and the sums of parts of rollouts are made anew.
+
+    Raises:
+        ValueError: naming the file, and for a wrong value or id the rollout, layer and token.
+    """
+    # All tensors but those with sums by rollout: another process may have been the one that looked
+    # at the shard. `routes` follow layer by layer, and the sum of the load is compared where the
+    # load is read. Version 2 has no sums by rollout.
+    per_token = {name: shard.tensors[name] for name in PER_TOKEN}
+    whole = shard.header.entries.keys() - {*PER_TOKEN, "routes", EXPERT_LOAD}
+    if not shard.has_blocks:
+        whole |= {*PER_TOKEN}
+    for name in sorted(whole):
+        if _crc32_of(shard, name) != shard.header.crc32[name]:
+            raise shard.file.damaged(f"checksum of {name!r}")
+    check_values(shard, range(shard.num_rollouts), per_token)
+    recorded = int(per_token["recorded"].sum())
+    if recorded != shard.known.recorded_rows:
+        raise StoreError(
+            f"{shard.path}: recorded_rows is {shard.known.recorded_rows}; {recorded} rows have "
+            "routes: write the shard again"
+        )
+    parts = shard.all_parts() if thorough else None
+    _verify_routes(shard, per_token["recorded"].astype(bool), thorough, parts)
+    if parts is not None:
+        for name, tensor in per_token.items():
+            parts.compare(name, 0, tensor[:, None])
+    shard.sums.forget()
+    shard.after_read()
+
+
+def check_tokens(
+    shard: Shard,
+    vocab_size: int,
+    rollouts: range | None = None,
+    tokens: np.ndarray | None = None,
+) -> None:
+    """Refuse token ids outside a vocabulary.
+
+    Args:
+        rollouts: which to look at; None for all of the shard.
+        tokens: all of them; None to read them.
+
+    Raises:
+        StoreError: naming the file, the rollout and the token.
+    """
+    rollouts = range(shard.num_rollouts) if rollouts is None else rollouts
+    tokens = shard.tensors["tokens"] if tokens is None else tokens
+    if wrong := wrong_token(tokens, vocab_size):
+        first = int(shard.token_start_M[rollouts.start])
+        rollout, token = shard.locate_token(first + wrong[0])
+        raise StoreError(f"{shard.path}: rollout {rollout}: token {token} {wrong[1]}")
+    shard.extras.check_kept_ids(rollouts, vocab_size)
+
+
+def refuse_missing(shard: Shard, rollouts: range, recorded: np.ndarray) -> None:
+    """Refuse a row without routes.
+
+    Args:
+        rollouts: which to look at.
+        recorded: of all of their rows.
+
+    Raises:
+        StoreError: naming the file, the rollout and the token.
+    """
+    for row in np.flatnonzero(recorded == 0)[:1].tolist():
+        rollout, token = shard.locate_row(int(shard.row_start_M[rollouts.start]) + row)
+        raise StoreError(
+            f"{shard.path}: rollout {rollout}, token {token} has no recorded routes, and "
+            "--moe-router-replay-missing is error; sample it again, or choose live"
+        )
+
+
+def _verify_routes(
+    shard: Shard, recorded_T: np.ndarray, thorough: bool, parts: AllParts | None
+) -> None:
+    load_MLE, crc32 = shard.load.read(), 0
+    wrong_layer: int | None = None
+    for layer in range(len(shard.info.moe_layers)):
+        ids_LTK = shard.read_routes_whole(layer)
+        crc32 = crc32 if shard.has_blocks else zlib_ng.crc32(ids_LTK.data, crc32)
+        try:
+            check_ids(ids_LTK, shard.info.num_experts, recorded_T)
+        except RoutesError:
+            wrong_layer = layer if wrong_layer is None else wrong_layer
+            continue
+        if parts is not None:
+            parts.compare("routes", layer, ids_LTK[0])
+        if thorough and load_MLE is not None:
+            counted_ME = shard.load.of_layer(layer, ids_LTK[0], recorded_T)
+            shard.load.compare(layer, load_MLE[:, layer], counted_ME)
+    # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
+    if not shard.has_blocks and crc32 != shard.header.crc32["routes"]:
+        raise shard.file.damaged("checksum of 'routes'")
+    if wrong_layer is None:
+        return
+    ids_LTK = shard.read_routes_whole(wrong_layer)
+    for rollout, (begin, end) in enumerate(pairwise(shard.row_start_M.tolist())):
+        check_ids(  # the same error again, with the rollout and the token inside it
+            ids_LTK[:, begin:end],
+            shard.info.num_experts,
+            recorded_T[begin:end],
+            f"{shard.path}: rollout {rollout}",
+            Origin(layer=wrong_layer),
+        )
+
+
+def _crc32_of(shard: Shard, name: str) -> int:
+    """The checksum of a tensor of any type, with little of it in memory."""
+    entry = shard.header.entries[name]
+    crc32 = 0
+    for begin in range(entry.begin, entry.end, _PIECE):
+        piece = np.empty(min(_PIECE, entry.end - begin), np.uint8)
+        shard.file.read(piece, begin)
+        crc32 = zlib_ng.crc32(piece.data, crc32)
+    shard.after_read()
+    return crc32
+
+
+def check_values(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarray]) -> None:
+    """Refuse values that no rollout has.
+
+    Args:
+        rollouts: which to look at.
+        per_token: their tensors PER_TOKEN.
+
+    Raises:
+        StoreError: naming the file, the rollout and the token.
+    """
+    first_token, first_row = (
+        int(start_M[rollouts.start]) for start_M in (shard.token_start_M, shard.row_start_M)
+    )
+    for name, locate, first in (
+        ("response", shard.locate_token, first_token),
+        ("recorded", shard.locate_row, first_row),
+    ):
+        for place in np.flatnonzero(per_token[name] > 1)[:1].tolist():
+            rollout, _ = locate(first + place)
+            raise StoreError(f"{shard.path}: rollout {rollout}: {name} must be 0 or 1")
+    vocab_size = shard.info.vocab_size
+    check_tokens(shard, vocab_size or MOST_TOKEN_ID + 1, rollouts, per_token["tokens"])
+    response = per_token["response"].astype(bool)
+    start_M = shard.token_start_M[rollouts.start : rollouts.stop + 1]
+    wrong_M = response[start_M[:-1] - start_M[0]]
+    if wrong_M.any():
+        raise StoreError(
+            f"{shard.path}: rollout {rollouts[int(wrong_M.argmax())]}: its first token cannot be "
+            "sampled: nothing predicts it"
+        )
+    if wrong := wrong_logprobs(per_token["logprobs"], response):
+        rollout, token = shard.locate_token(int(start_M[0]) + wrong[0])
+        raise StoreError(f"{shard.path}: rollout {rollout}: token {token}: {wrong[1]}")
+    if not _turns_fit(shard, rollouts, response):
+        wrong_rollout = next(
+            rollouts[number]
+            for number, (begin, end) in enumerate(pairwise((start_M - start_M[0]).tolist()))
+            if not _turns_fit(shard, rollouts[number : number + 1], response[begin:end])
+        )
+        raise StoreError(
+            f"{shard.path}: rollout {wrong_rollout}: its `turns` and its `response` name different "
+            "tokens"
+        )
+    shard.extras.check(rollouts, per_token, vocab_size)
+
+
+def _turns_fit(shard: Shard, rollouts: range, response: np.ndarray) -> bool:
+    """Whether the turns of some rollouts lie in them, and name the tokens with `response`, bool."""
+    start_M = shard.token_start_M[rollouts.start : rollouts.stop + 1]
+    start_M = start_M - start_M[0]
+    num_turns = shard.tensors["num_turns"][rollouts.start : rollouts.stop]
+    first, last = shard.turn_start_M[[rollouts.start, rollouts.stop]].tolist()
+    starts_U = np.repeat(start_M[:-1], num_turns)
+    ends_U = np.repeat(start_M[1:], num_turns)
+    turns_U2 = shard.tensors["turns"][2 * first : 2 * last].reshape(-1, 2) + starts_U[:, None]
+    if (turns_U2[:, 0] < starts_U).any() or (turns_U2[:, 1] > ends_U).any():
+        return False
+    sampled = sampled_tokens(turns_U2, int(start_M[-1]))
+    return sampled is not None and np.array_equal(sampled, response)

@@ -1,0 +1,338 @@
+"""Write a shard: its tensors piece by piece, then its header, then its name.
+
+Routes are gigabytes. So they are written from where they lie, layer by layer, and are never joined
+in memory, as the safetensors library's own writer would need. The header holds checksums of all
+that was written; therefore it comes last, into a space that was kept free for it. A shard gets its
+name when all its bytes are on disk, so readers see it whole or not at all. No shard is overwritten.
+
+Shape suffixes (docs/glossary.md): C, K, L, N, T, U, V.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from zlib_ng import zlib_ng
+
+from megatron_r3.data.kept import KeptSets
+from megatron_r3.data.rollout import Rollout, RolloutError
+from megatron_r3.data.store.expert_load import load_tensor
+from megatron_r3.data.store.files import shard_name, shards_in_order
+from megatron_r3.data.store.header import (
+    EXPERT_LOAD,
+    OPTIONAL,
+    PART_CRC32,
+    PER_TOKEN,
+    check_logprobs_of,
+    num_parts,
+)
+from megatron_r3.data.store.link import give_name
+from megatron_r3.data.store.part_sums import part_sums
+from megatron_r3.data.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreInfo
+
+_LARGEST_NUMBER = 10**9 - 1  # of a shard: nine digits, the most that its name can have
+_LARGEST_CRC32 = 2**32 - 1
+_COMPACT = (",", ":")  # JSON without spaces: every rank that opens a shard reads its header
+_MOST_PIECES = os.sysconf("SC_IOV_MAX")  # that one writev takes; 1024 on Linux
+_SAFETENSORS_NAMES = {
+    **{"int64": "I64", "int32": "I32", "uint32": "U32", "uint16": "U16", "uint8": "U8"},
+    "float32": "F32",
+}
+
+
+def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -> Path:
+    """Append one shard to the store; readers see it whole or not at all.
+
+    Returns:
+        The new file, `shard-NNNNN.safetensors`.
+
+    Raises:
+        StoreError: a rollout whose shapes do not belong together or do not fit `info`, or one with
+            values that no rollout has; two rollouts of one name; a directory that lost a shard; a
+            file system without link().
+    """
+    info.check(str(directory))
+    _check_rollouts(str(directory), info, rollouts)
+    try:
+        number = len(shards_in_order(directory))
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".shard-", suffix=".tmp")
+        try:
+            with open(descriptor, "wb", buffering=0) as file:
+                tensors = _tensors(rollouts)
+                recorded = sum(int(r.routes.recorded_T.sum()) for r in rollouts)
+                metadata = partial(_metadata, info, recorded)
+                # the longest texts that the header can come to have
+                longest = metadata(dict.fromkeys(tensors, _LARGEST_CRC32), _LARGEST_NUMBER)
+                longest["crc32"] = str(_LARGEST_CRC32)
+                written = write_tensors(file, tensors, longest)
+                os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
+                return _link_next(directory, temporary, number, metadata, written)
+        finally:
+            # NFS may lose the answer to this too, and then says that there is no such file.
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+    except OSError as error:
+        raise StoreError(f"{directory}: no shard can be written ({error.strerror})") from error
+
+
+def _check_rollouts(where: str, info: StoreInfo, rollouts: Sequence[Rollout]) -> None:
+    if not rollouts:
+        raise StoreError(f"{where}: a shard holds at least one rollout")
+    check_logprobs_of(info, any(r.kept is not None for r in rollouts), where)
+    expected = (len(info.moe_layers), info.topk, info.num_experts)
+    names: dict[tuple[int, int, int], int] = {}
+    for index, rollout in enumerate(rollouts):
+        try:
+            rollout.check(f"{where}: rollout {index}", info.vocab_size)
+        except RolloutError as error:
+            raise StoreError(str(error)) from error
+        got = (rollout.routes.num_layers, rollout.routes.topk, rollout.routes.num_experts)
+        if got != expected:
+            raise StoreError(
+                f"{where}: rollout {index}: its routes have (layers, topk, experts) {got}; "
+                f"the store has {expected}"
+            )
+        name = (rollout.policy_version, rollout.group, rollout.sample)
+        if (other := names.setdefault(name, index)) != index:
+            raise StoreError(
+                f"{where}: rollout {index} is sample {name[2]} of group {name[1]}, policy version "
+                f"{name[0]}: the same as rollout {other}; number the samples of a group"
+            )
+
+
+def _link_next(
+    directory: Path,
+    temporary: str,
+    number: int,
+    metadata: Callable[[Mapping[str, int], int], dict[str, str]],
+    written: Written,
+) -> Path:
+    """Give the file the next free shard number.
+
+    The header says the number too. Example: two writers find three shards, and each writes a header
+    for number 3. One of them links; the other then writes number 4 over its 3 and links again.
+    """
+    while True:
+        written.write_header(metadata(written.crc32, number))
+        os.fsync(written.file.fileno())  # the bytes are on disk before the name is
+        path = directory / shard_name(number)
+        if give_name(written.file, temporary, path):
+            return path
+        number += 1
+
+
+def _metadata(
+    info: StoreInfo, recorded_rows: int, crc32: Mapping[str, int], number: int
+) -> dict[str, str]:
+    """The two texts of the header: what the shard says of itself, and the checksum of that."""
+    body = json.dumps(
+        {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "number": number,
+            "info": info.stored,
+            "recorded_rows": recorded_rows,
+            "crc32": dict(crc32),
+            "must_know": [
+                name for together in OPTIONAL.values() for name in together if name in crc32
+            ],
+        },
+        sort_keys=True,
+        separators=_COMPACT,
+    )
+    return {"megatron_r3": body, "crc32": str(zlib.crc32(body.encode()))}
+
+
+def _tensors(rollouts: Sequence[Rollout]) -> dict[str, Streamed]:
+    """A shard's tensors in the order in which they are written.
+
+    `block_crc32` comes behind the routes, whose sums are known when they have been written, and
+    `part_crc32` behind `block_crc32`, whose own sum is in it.
+    """
+    per_rollout: dict[str, np.ndarray] = {
+        "turns": np.concatenate([r.spans_U2 for r in rollouts]).reshape(-1),
+        "num_tokens": np.array([len(r.tokens_N) for r in rollouts], np.int64),
+        "num_turns": np.array([len(r.spans_U2) for r in rollouts], np.int64),
+        "reward": np.array([r.reward for r in rollouts], np.float32),
+        "group": np.array([r.group for r in rollouts], np.int64),
+        "sample": np.array([r.sample for r in rollouts], np.int64),
+        "policy_version": np.array([r.policy_version for r in rollouts], np.int64),
+        "prompt_digest": np.array([r.prompt_digest for r in rollouts], np.int64),
+    }
+    per_rollout |= _optional_tensors(rollouts)
+    per_rollout[EXPERT_LOAD] = load_tensor([r.routes for r in rollouts])
+    per_token: dict[str, np.ndarray] = {
+        "tokens": np.concatenate([r.tokens_N for r in rollouts]).astype(np.int32),
+        "response": np.concatenate([r.response_N for r in rollouts]).astype(np.uint8),
+        "logprobs": np.concatenate([r.logprobs_N for r in rollouts]).astype(np.float32),
+        "recorded": np.concatenate([r.routes.recorded_T for r in rollouts]).astype(np.uint8),
+    }
+    routes = rollouts[0].routes
+    num_layers, num_rows = routes.num_layers, len(per_token["recorded"])
+    sums = np.zeros((len(rollouts), num_layers + len(PER_TOKEN)), np.uint32)
+    for column, name in enumerate(PER_TOKEN, num_layers):
+        ends = np.cumsum(per_rollout["num_tokens"] - (name == "recorded"))  # N - 1 rows
+        slices = pairwise([0, *ends.tolist()])
+        sums[:, column] = [zlib_ng.crc32(per_token[name][begin:end].data) for begin, end in slices]
+    shape = (num_layers, num_rows, routes.topk)
+    layers, parts = _layers(rollouts, sums), int(num_parts(per_rollout["num_tokens"]).sum())
+    return {
+        **{n: Streamed(t.dtype, t.shape, [[t]]) for n, t in per_rollout.items()},
+        **{n: Streamed(t.dtype, t.shape, [[t]], summed=False) for n, t in per_token.items()},
+        "routes": Streamed(routes.ids_LTK.dtype, shape, layers, summed=False),
+        "block_crc32": Streamed(sums.dtype, sums.shape, [[sums]]),
+        PART_CRC32: Streamed(
+            sums.dtype, (parts * sums.shape[1],), part_sums(rollouts, per_token, sums)
+        ),
+    }
+
+
+def _optional_tensors(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """What only some rollouts have; a tensor that no rollout needs is left out."""
+    tensors: dict[str, np.ndarray] = {}
+    if any(r.kept is not None for r in rollouts):
+        # a rollout without sets: all of its tokens have an empty one
+        kept = [r.kept or KeptSets.from_lists([[]] * len(r.tokens_N)) for r in rollouts]
+        sums = [[zlib_ng.crc32(k.sizes_N.data), zlib_ng.crc32(k.ids_V.data)] for k in kept]
+        tensors["num_kept"] = np.array([len(k.ids_V) for k in kept], np.int64)
+        tensors["kept_sizes"] = np.concatenate([k.sizes_N for k in kept])
+        tensors["kept_ids"] = np.concatenate([k.ids_V for k in kept])
+        tensors["kept_crc32"] = np.array(sums, np.uint32)
+    if any(r.versions_C2 is not None for r in rollouts):
+        empty_C2 = np.zeros((0, 2), np.int64)
+        spans = [empty_C2 if r.versions_C2 is None else r.versions_C2 for r in rollouts]
+        tensors["num_versions"] = np.array([len(versions_C2) for versions_C2 in spans], np.int64)
+        tensors["versions"] = np.concatenate(spans).reshape(-1)
+    if any(r.advantage is not None for r in rollouts):
+        given = [np.nan if r.advantage is None else r.advantage for r in rollouts]
+        tensors["advantage"] = np.array(given, np.float32)
+    return tensors
+
+
+def _layers(rollouts: Sequence[Rollout], sums: np.ndarray) -> Iterator[list[np.ndarray]]:
+    """The routes of all rollouts, one layer at a time, as views of the rollouts' own arrays.
+
+    Args:
+        sums: `[M, L + 4]`, whose column of a layer is filled in when that layer is asked for.
+    """
+    for layer in range(rollouts[0].routes.num_layers):
+        pieces = [rollout.routes.ids_LTK[layer] for rollout in rollouts]
+        sums[:, layer] = [zlib_ng.crc32(piece.data) for piece in pieces]
+        yield pieces
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A tensor that is written in pieces.
+
+    Attributes:
+        parts: lists of contiguous arrays whose bytes follow each other. The arrays of one list are
+            written at once. A list is asked for when everything before it is written.
+        summed: whether the header needs the CRC-32 of the whole tensor.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    parts: Iterable[list[np.ndarray]]
+    summed: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """A safetensors file whose tensors are written, while its header can still change.
+
+    Attributes:
+        entries: the type, shape and place of each tensor, as the header has them.
+        header_bytes: the space that was kept free for the header.
+        crc32: of each tensor that asked for its sum.
+    """
+
+    file: BinaryIO
+    entries: Mapping[str, Any]
+    header_bytes: int
+    crc32: Mapping[str, int]
+
+    def write_header(self, metadata: Mapping[str, str]) -> None:
+        """Write the header, over an earlier header if there is one."""
+        text = _header(metadata, self.entries)
+        assert len(text) <= self.header_bytes, "the header has longer texts than were announced"
+        # the format allows spaces behind the JSON
+        whole = self.header_bytes.to_bytes(8, "little") + text.ljust(self.header_bytes)
+        self.file.seek(0)
+        _write_all(self.file, [np.frombuffer(whole, np.uint8)])
+
+
+def write_tensors(
+    file: BinaryIO, tensors: Mapping[str, Streamed], longest: Mapping[str, str]
+) -> Written:
+    """Write all tensors; `Written.write_header` then completes the file.
+
+    A safetensors file (https://github.com/huggingface/safetensors) is the length of the header in
+    8 bytes, the header as JSON, and the tensors' bytes without a gap. Tensors are written in the
+    order of `tensors`, but lie in the file with the widest type first, so that each is aligned.
+
+    Args:
+        file: unbuffered, empty, open for writing.
+        longest: the header's texts, each as long as it can become.
+    """
+    entries: dict[str, Any] = {}
+    data_bytes = 0
+    for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
+        tensor = tensors[name]
+        begin, data_bytes = data_bytes, data_bytes + tensor.nbytes
+        dtype = _SAFETENSORS_NAMES[str(tensor.dtype)]
+        entries[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, data_bytes]}
+    header_bytes = -(-len(_header(longest, entries)) // 8) * 8  # a multiple of 8, for alignment
+    data = 8 + header_bytes  # where the tensors' bytes begin
+    os.posix_fallocate(file.fileno(), 0, data + data_bytes)  # a full disk is an error here, early
+    crc32 = {}
+    for name, tensor in tensors.items():
+        begin, end = entries[name]["data_offsets"]
+        file.seek(data + begin)
+        total = 0
+        for arrays in tensor.parts:
+            if tensor.summed:
+                for array in arrays:
+                    total = zlib_ng.crc32(array.data, total)
+            _write_all(file, arrays)
+        assert file.tell() == data + end, f"{name} has other bytes than its shape says"
+        if tensor.summed:
+            crc32[name] = total
+    return Written(file, entries, header_bytes, crc32)
+
+
+def _header(metadata: Mapping[str, str], entries: Mapping[str, Any]) -> bytes:
+    whole = {"__metadata__": dict(metadata), **entries}
+    return json.dumps(whole, separators=_COMPACT).encode()
+
+
+def _write_all(file: BinaryIO, arrays: list[np.ndarray]) -> None:
+    """Write arrays one behind the other, many of them with one system call."""
+    pieces = [array.data for array in arrays]
+    for start in range(0, len(pieces), _MOST_PIECES):
+        batch = pieces[start : start + _MOST_PIECES]
+        missing = sum(piece.nbytes for piece in batch) - os.writev(file.fileno(), batch)
+        if missing:
+            # A short write: the system takes at most 2 GiB at once, or the disk is full. Go on with
+            # the rest; on a full disk the next write raises.
+            rest = memoryview(b"".join(batch))[-missing:]
+            while len(rest):
+                rest = rest[file.write(rest) :]

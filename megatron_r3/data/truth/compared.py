@@ -1,0 +1,145 @@
+"""A rollout with the routes that another implementation chooses for its tokens, row by row.
+
+Shape suffixes (docs/glossary.md): C, K, L, N, T, U.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+
+from megatron_r3.data.rollout import MOST_EXPERTS, Rollout, versions_of
+
+NO_TURN = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """A rollout and the live routes of its tokens, under the weights that sampled it.
+
+    Row t is the route of token t. It counts as a row of the turn, and of the policy version, of the
+    token that it predicts, t + 1, since one forward pass makes the row and draws that token. A row
+    that predicts a token which nobody sampled is a row of a prompt.
+
+    Attributes:
+        rollout: with the recorded routes.
+        live_LTK: what the other implementation chooses, ids of any integer dtype.
+        logprobs_T: its log-prob of the token that each row predicts, of the distribution that the
+            rollout's log-probs are of; None where nobody worked it out.
+        name: what messages call the rollout.
+        before_LTK: what the weights before the last update choose; None where nobody asked them.
+    """
+
+    rollout: Rollout
+    live_LTK: np.ndarray
+    logprobs_T: np.ndarray | None = None
+    name: str = "a rollout"
+    before_LTK: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        wanted = self.rollout.routes.ids_LTK.shape
+        for live_LTK in (self.live_LTK, self.before_LTK):
+            if live_LTK is not None and live_LTK.shape != wanted:
+                raise ValueError(
+                    f"{self.name}: live routes {live_LTK.shape}, recorded ones {wanted} (layers, "
+                    "tokens, top-k): both must be of the same tokens and MoE layers"
+                )
+        if self.logprobs_T is not None and self.logprobs_T.shape != wanted[1:2]:
+            raise ValueError(
+                f"{self.name}: {self.logprobs_T.shape} log-probs; a row predicts one token, so "
+                f"there are {wanted[1]}"
+            )
+
+    @property
+    def recorded_T(self) -> np.ndarray:
+        """Where the engine returned a row, bool."""
+        return self.rollout.routes.recorded_T
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.rollout.routes.num_rows
+
+    @cached_property
+    def codes_LT(self) -> np.ndarray:
+        """The recorded set of experts of each layer and row as one number, uint64."""
+        return set_codes(self.rollout.routes.ids_LTK)
+
+    @cached_property
+    def live_codes_LT(self) -> np.ndarray:
+        """The live sets as numbers."""
+        return set_codes(self.live_LTK)
+
+    @cached_property
+    def same_LT(self) -> np.ndarray:
+        """Where both are the same set, bool."""
+        return self.codes_LT == self.live_codes_LT
+
+    @cached_property
+    def same_before_LT(self) -> np.ndarray:
+        """Where the recorded set is that of the weights before the last update, bool."""
+        assert self.before_LTK is not None
+        return self.codes_LT == set_codes(self.before_LTK)
+
+    @cached_property
+    def turn_T(self) -> np.ndarray:
+        """The turn of each row, from 0 on; `NO_TURN` for rows of a prompt."""
+        turn_N = np.full(self.num_rows + 1, NO_TURN)
+        for turn, (first, end) in enumerate(self.rollout.spans_U2.tolist()):
+            turn_N[first:end] = turn
+        return turn_N[1:]
+
+    @cached_property
+    def part_T(self) -> np.ndarray:
+        """The part of the conversation of each row: 0 the prompt, 1 the first turn, 2 the text
+        before the second turn, 3 the second turn, and so on.
+        """
+        begun_T = np.maximum.accumulate(self.turn_T) + 1
+        part_T: np.ndarray = 2 * begun_T - (self.turn_T != NO_TURN)
+        return part_T
+
+    @cached_property
+    def version_T(self) -> np.ndarray:
+        """The policy version of each row; a row of a prompt has that of the next sampled token."""
+        rollout = self.rollout
+        version_T = versions_of(rollout.versions_C2, rollout.response_N, rollout.policy_version)[1:]
+        sampled = np.flatnonzero(version_T >= 0)
+        if not len(sampled):
+            return np.full(self.num_rows, rollout.policy_version)
+        # Example: rows 2 and 5 are sampled; the next one of the rows 0 1 2 3 4 5 6 is the number
+        # 0 0 0 1 1 1 1 of them, since behind the last one it stays the last one.
+        following_T = np.searchsorted(sampled, np.arange(self.num_rows))
+        versions: np.ndarray = version_T[sampled[np.minimum(following_T, len(sampled) - 1)]]
+        return versions
+
+
+def part_name(part: int) -> str:
+    """What messages call a part of a conversation (`Compared.part_T`)."""
+    if part == 0:
+        return "the prompts"
+    return f"turn {(part + 1) // 2}" if part % 2 else f"the text before turn {part // 2 + 1}"
+
+
+def set_codes(ids: np.ndarray) -> np.ndarray:
+    """One uint64 for each set of ids in the last axis; equal sets have equal numbers.
+
+    Each expert has a random number, and a set the sum of the numbers of its experts modulo 2^64, so
+    the order does not matter. Two sets have one code by accident once in 2^64 times.
+    """
+    codes: np.ndarray = _numbers()[ids].sum(-1, dtype=np.uint64)
+    return codes
+
+
+@cache
+def _numbers() -> np.ndarray:
+    """The random number of each expert id."""
+    return np.random.default_rng(0).integers(0, 2**64, MOST_EXPERTS, np.uint64)
+
+
+def row_keys(codes_LT: np.ndarray) -> np.ndarray:
+    """One uint64 for what each row has in all layers, `[T]`."""
+    factors = np.random.default_rng(1).integers(0, 2**63, len(codes_LT), np.uint64) * 2 + 1
+    keys: np.ndarray = (codes_LT * factors[:, None]).sum(0, dtype=np.uint64)
+    return keys

@@ -1,0 +1,119 @@
+"""The truth test: tables of mismatch, and alarms that name the likely cause.
+
+Shape suffixes (docs/glossary.md): T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.data.truth.alarms import Alarm, Limits, table_alarms
+from megatron_r3.data.truth.compared import Compared
+from megatron_r3.data.truth.mismatch_floor import Floor
+from megatron_r3.data.truth.mismatch_tables import Tables, tables_of
+from megatron_r3.data.truth.misplaced import (
+    layer_order,
+    older_weights,
+    other_rollout,
+    renumbered,
+    shifted,
+)
+from megatron_r3.data.truth.unwritten import not_captured, one_row, stale
+
+# The order matters: what an earlier one explains is not looked at by the next ones.
+CAUSES = (
+    not_captured,
+    one_row,
+    stale,
+    older_weights,
+    layer_order,
+    renumbered,
+    shifted,
+    other_rollout,
+)
+LEAST_ROWS = 32  # of a floor, and of what is compared with one
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the truth test found.
+
+    Attributes:
+        tables: mismatch of all recorded rows.
+        alarms: empty where nothing is wrong.
+        newest: the same tables of the rows of the newest policy version alone.
+    """
+
+    tables: Tables
+    newest: Tables
+    alarms: list[Alarm] = field(default_factory=list)
+
+    @property
+    def may_be_floor(self) -> bool:
+        """Whether a later collection may be compared with this one: enough rows, no alarm."""
+        return not self.alarms and self.newest.all_rows.rows >= LEAST_ROWS
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {"tables": self.tables.to_json(), "alarms": [vars(a) for a in self.alarms]}
+
+
+def examine(
+    compared: Sequence[Compared],
+    layers: Sequence[int],
+    *,
+    floor: Floor | None = None,
+    limits: Limits | None = None,
+    model: str = "the model",
+) -> Report:
+    """Compare recorded routes with live ones of the same tokens.
+
+    The live routes must be those of the weights that sampled the newest policy version. Rows of
+    older versions are in the tables; the alarms look at them only to tell a fault of the newest
+    version from one of the model.
+
+    Args:
+        compared: rollouts of one model; the more of them, the smaller the faults that show.
+        layers: what the MoE layers are called, in the order of the routes.
+        floor: of this model and engine; None if there is none yet.
+        limits: when a share is too high; None for the usual ones.
+        model: what messages call the live side.
+    """
+    if not compared:
+        raise ValueError("no rollouts: the truth test needs at least one")
+    limits = limits or Limits()
+    tables = tables_of(compared, layers)
+    newest = max(tables.versions, default=0)
+    older = [one.version_T != newest for one in compared]
+    alarms, marks = [], older
+    for cause in CAUSES:
+        left = [_without(one, out_T) for one, out_T in zip(compared, marks, strict=True)]
+        if (found := cause(left, layers, limits)) is not None:
+            alarms.append(found.alarm)
+            marks = [a | b for a, b in zip(marks, found.explains, strict=True)]
+    rest = tables_of(compared, layers, marks)
+    first = min(tables.versions, default=0) if floor is None else floor.version
+    # all versions, but those rows of the newest one that are explained
+    versions = tables_of(
+        compared, layers, [m & ~o for m, o in zip(marks, older, strict=True)]
+    ).versions
+    alarms += table_alarms(
+        replace(rest, versions=versions),
+        limits,
+        floor.tables if floor else None,
+        first_version=min(first, 0) if floor is None and len(versions) < 2 else first,
+        model=model,
+    )
+    return Report(tables, tables_of(compared, layers, older), alarms)
+
+
+def _without(one: Compared, out_T: np.ndarray) -> Compared:
+    """The rollout as if the engine had not returned these rows."""
+    if not out_T.any():
+        return one
+    routes = replace(one.rollout.routes, recorded_T=one.recorded_T & ~out_T)
+    return replace(one, rollout=replace(one.rollout, routes=routes))

@@ -1,0 +1,196 @@
+"""Mismatch by layer, position, turn and policy version; the bins that tables and metrics share.
+
+Shape suffixes (docs/glossary.md): L, N, T, U.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_r3.data.truth.compared import NO_TURN, Compared
+
+# Positions are counted in bins whose widths double: 0 to 7, 8 to 15, 16 to 31, 32 to 63, ...
+_EDGES = 8 << np.arange(40, dtype=np.int64)
+MOST_POSITIONS = len(_EDGES) + 1
+MOST_TURNS = 5  # turn 1, 2, 3 and 4, and all later turns together
+
+
+class Share(NamedTuple):
+    """Which share of (token, layer) pairs differs, and over how many rows that was measured."""
+
+    share: float
+    rows: float
+
+
+NONE = Share(0.0, 0)
+
+
+def position_bins(position_T: np.ndarray) -> np.ndarray:
+    """The bin of each position of a rollout, counted from 0; same shape, int64."""
+    return np.searchsorted(_EDGES, position_T, side="right").astype(np.int64)
+
+
+def position_name(number: int) -> str:
+    """What a bin of positions is called, for example "16 to 31"."""
+    return f"{int(_EDGES[number - 1]) if number else 0} to {int(_EDGES[number]) - 1}"
+
+
+def turn_bins(turn_T: np.ndarray) -> np.ndarray:
+    """The bin of each turn, from 0 on; `NO_TURN` stays."""
+    return np.minimum(turn_T, MOST_TURNS - 1)
+
+
+def turn_name(number: int) -> str:
+    """What a bin of turns is called: "1", "2", "3", "4" or "5 or more"."""
+    return f"{number + 1} or more" if number == MOST_TURNS - 1 else f"{number + 1}"
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Mismatch, each time the share of (row, layer) pairs whose two sets differ.
+
+    Attributes:
+        layers: by the number of the layer, as the caller counts it.
+        positions, turns: by bin (`position_name`, `turn_name`).
+        versions: by policy version.
+        prompts, responses: rows that predict a token which nobody sampled, and sampled tokens.
+        parts: by part of the conversation (`Compared.part_T`).
+        first_prompts, first_others: of the first MoE layer alone: rows of the first prompt, and all
+            other rows. Below it there is one attention layer or none that can carry a fault on.
+        last_of_prompt: the row before each turn, with which its prefill ends.
+        last_of_turn: the row of the last token of each turn, which the next turn's prefill makes.
+        tokens: rows that differ in at least one layer.
+        abs_dlogp: mean difference of the log-probs of sampled tokens; None where it is not known.
+    """
+
+    layers: dict[int, Share] = field(default_factory=dict)
+    positions: dict[int, Share] = field(default_factory=dict)
+    turns: dict[int, Share] = field(default_factory=dict)
+    versions: dict[int, Share] = field(default_factory=dict)
+    prompts: Share = NONE
+    responses: Share = NONE
+    parts: dict[int, Share] = field(default_factory=dict)
+    first_prompts: Share = NONE
+    first_others: Share = NONE
+    last_of_prompt: Share = NONE
+    last_of_turn: Share = NONE
+    tokens: Share = NONE
+    abs_dlogp: float | None = None
+
+    @property
+    def all_rows(self) -> Share:
+        """Of all rows."""
+        rows = self.prompts.rows + self.responses.rows
+        wrong = sum(part.share * part.rows for part in (self.prompts, self.responses))
+        return Share(wrong / rows if rows else 0.0, rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON holds it: a share is `[share, rows]`, and a key of a table a text."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Tables:
+        """What `to_json` gave.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is something else.
+        """
+        made: dict[str, Any] = {}
+        for name, default in asdict(cls()).items():
+            given = value[name]
+            if isinstance(default, dict):
+                made[name] = {int(key): _share(one) for key, one in given.items()}
+            elif default is None:
+                made[name] = None if given is None else float(given)
+            else:
+                made[name] = _share(given)
+        return cls(**made)
+
+
+def _share(value: Any) -> Share:
+    share, rows = map(float, value)
+    if not (0 <= share <= 1 and rows >= 0):
+        raise ValueError(f"{value} is no share")
+    return Share(share, rows)
+
+
+def tables_of(
+    compared: Sequence[Compared],
+    layers: Sequence[int],
+    left_out: Sequence[np.ndarray] | None = None,
+) -> Tables:
+    """The tables of some rollouts. Only recorded rows count.
+
+    Args:
+        layers: what the MoE layers are called, in the order of the routes.
+        left_out: rows `[T]` of each rollout that do not count, bool; None for none.
+    """
+    counted = [one.recorded_T.copy() for one in compared]
+    for kept_T, out_T in zip(counted, left_out or (), strict=bool(left_out)):
+        kept_T &= ~out_T
+    everything = np.concatenate(
+        [one.same_LT[:, t] for one, t in zip(compared, counted, strict=True)], 1
+    )
+    wrong_LT = ~everything
+    wrong_T = wrong_LT.mean(0)
+
+    def taken(of: Callable[[Compared], np.ndarray]) -> np.ndarray:
+        return np.concatenate([of(one)[t] for one, t in zip(compared, counted, strict=True)])
+
+    def table(label_T: np.ndarray) -> dict[int, Share]:
+        return {int(n): _of(wrong_T, label_T == n) for n in np.unique(label_T) if n != NO_TURN}
+
+    turn_T, part_T = taken(lambda one: one.turn_T), taken(lambda one: one.part_T)
+    first_T = wrong_LT[0].astype(float)
+    before_T, last_T = taken(_ends_a_prompt), taken(_ends_a_turn)
+    return Tables(
+        layers={
+            n: Share(float(w.mean()) if w.size else 0.0, w.size)
+            for n, w in zip(layers, wrong_LT, strict=True)
+        },
+        positions=table(position_bins(taken(lambda one: np.arange(one.num_rows)))),
+        turns=table(turn_bins(turn_T)),
+        versions=table(taken(lambda one: one.version_T)),
+        prompts=_of(wrong_T, turn_T == NO_TURN),
+        responses=_of(wrong_T, turn_T != NO_TURN),
+        parts=table(part_T),
+        first_prompts=_of(first_T, part_T == 0),
+        first_others=_of(first_T, part_T > 0),
+        last_of_prompt=_of(wrong_T, before_T),
+        last_of_turn=_of(wrong_T, last_T),
+        tokens=_of((wrong_T > 0).astype(float), np.ones(len(wrong_T), bool)),
+        abs_dlogp=_abs_dlogp(compared),
+    )
+
+
+def _of(wrong_T: np.ndarray, here_T: np.ndarray) -> Share:
+    rows = int(here_T.sum())
+    return Share(float(wrong_T[here_T].mean()) if rows else 0.0, rows)
+
+
+def _ends_a_prompt(one: Compared) -> np.ndarray:
+    """The rows that predict the first token of a turn."""
+    rows = one.rollout.spans_U2[:, 0] - 1
+    return np.isin(np.arange(one.num_rows), rows)
+
+
+def _ends_a_turn(one: Compared) -> np.ndarray:
+    """The rows of the last token of a turn; the last turn's is there if text follows it."""
+    rows = one.rollout.spans_U2[:, 1] - 1
+    return np.isin(np.arange(one.num_rows), rows)
+
+
+def _abs_dlogp(compared: Iterable[Compared]) -> float | None:
+    total, tokens = 0.0, 0
+    for one in compared:
+        if one.logprobs_T is None:
+            return None
+        sampled_T = one.rollout.response_N[1:].astype(bool)
+        difference_T = one.logprobs_T - one.rollout.logprobs_N[1:]
+        total += float(np.abs(difference_T[sampled_T]).sum())
+        tokens += int(sampled_T.sum())
+    return total / tokens if tokens else None

@@ -1,0 +1,158 @@
+"""Rows that the engine did not write: zeros, one row for all tokens, copies of other rows.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_r3.data.truth.alarms import Alarm, Finding, Limits, percent
+from megatron_r3.data.truth.compared import Compared, row_keys
+from megatron_r3.data.truth.mismatch_tables import Share
+from megatron_r3.replay.routes import repeated_rows
+
+LEAST_RUN = 4  # rows
+
+
+def not_captured(
+    compared: Sequence[Compared], layers: Sequence[int], limits: Limits
+) -> Finding | None:
+    """Rows that no router makes: an expert twice, or with top-1 expert 0 in all rows of a layer."""
+    marks = []
+    for one in compared:
+        ids_LTK = one.rollout.routes.ids_LTK
+        wrong_LT = repeated_rows(ids_LTK)
+        if ids_LTK.shape[-1] == 1:
+            empty_L = (ids_LTK == 0).all((1, 2)) & (one.live_LTK != 0).any((1, 2))
+            wrong_LT = np.broadcast_to(empty_L[:, None], one.same_LT.shape)
+        marks.append(wrong_LT.any(0) & one.recorded_T)
+    rows = sum(int(mark_T.sum()) for mark_T in marks)
+    if not rows:
+        return None
+    index = next(i for i, mark_T in enumerate(marks) if mark_T.any())
+    token = int(marks[index].argmax())
+    ids = compared[index].rollout.routes.ids_LTK[:, token].tolist()
+    evidence = (
+        f"{rows} of {_num_rows(compared)} rows have an expert several times, the first is token "
+        f"{token} of {compared[index].name}: {_short(ids)}"
+    )
+    action = "the engine did not capture them: another backend or version (docs/collect.md)"
+    return Finding(Alarm("zeros", evidence, action), marks)
+
+
+def one_row(compared: Sequence[Compared], layers: Sequence[int], limits: Limits) -> Finding | None:
+    """One row in the place of many, in all rollouts."""
+    keys = [row_keys(one.codes_LT) for one in compared]
+    live = Counter(k for one in compared for k in row_keys(one.live_codes_LT).tolist())
+    taken = [keys_T[one.recorded_T] for keys_T, one in zip(keys, compared, strict=True)]
+    counts = Counter(key for keys_T in taken for key in keys_T.tolist())
+    rows = sum(counts.values())
+    if not rows:
+        return None
+    key, count = counts.most_common(1)[0]
+    share, normal = Share(count / rows, rows), Share(max(live.values()) / rows, rows)
+    if count < 2 * LEAST_RUN or not limits.above(share, normal):
+        return None
+    marks = [(k == key) & one.recorded_T for k, one in zip(keys, compared, strict=True)]
+    places = [(i, int(t)) for i, mark_T in enumerate(marks) for t in np.flatnonzero(mark_T)]
+    if sum(bool(mark_T.any()) for mark_T in marks) < min(2, len(marks)):
+        return None  # in one rollout of several: `stale` says from which token on
+    ids = compared[places[0][0]].rollout.routes.ids_LTK[:, places[0][1]].tolist()
+    evidence = (
+        f"{percent(share.share)} of the rows are {_short(ids)} in all layers; no live row is more "
+        f"than {percent(normal.share)}"
+    )
+    action = "the engine returns a buffer that nothing was written to, or one row for all tokens"
+    return Finding(Alarm("one constant row", evidence, action), marks)
+
+
+def stale(compared: Sequence[Compared], layers: Sequence[int], limits: Limits) -> Finding | None:
+    """Runs of rows that are copies of rows in another place, where the live rows are not alike."""
+    keys_T = np.concatenate([row_keys(one.codes_LT) for one in compared])
+    live_LT = np.concatenate([one.live_codes_LT for one in compared], 1)
+    recorded_T = np.concatenate([one.recorded_T for one in compared])
+    same_T = np.concatenate([one.same_LT.mean(0) for one in compared])
+    starts = np.cumsum([0, *[one.num_rows for one in compared]])
+    least = _least_run(row_keys(live_LT))
+    mark_T, runs = np.zeros(len(keys_T), bool), []
+    for first, end, back in _copied_runs(keys_T, recorded_T, starts):
+        alike = (live_LT[:, first:end] == live_LT[:, first - back : end - back]).mean()
+        # Copies of rows that were right there. Repeated text has alike rows live, too.
+        if end - first >= least and alike < 0.5 and same_T[first:end].mean() < 0.5:
+            mark_T[first:end] = True
+            runs.append((first, end, back))
+    if not runs:
+        return None
+    marks = np.split(mark_T, starts[1:-1])
+    first, end, back = max(runs, key=lambda run: run[1] - run[0])
+    index = int(np.searchsorted(starts, first, side="right")) - 1
+    source = int(np.searchsorted(starts, first - back, side="right")) - 1
+    where = "the same rollout" if source == index else compared[source].name
+    at = first - back - int(starts[source])
+    is_last = end == starts[index + 1]
+    what = (
+        f"all the same as row {at}" if back == 1 else f"copies of the rows from {at} on of {where}"
+    )
+    evidence = (
+        f"{int(mark_T.sum())} rows in {sum(bool(m.any()) for m in marks)} of {len(compared)} "
+        f"rollouts are copies; in {compared[index].name} the rows from "
+        f"{first - int(starts[index])} "
+        + ("on" if is_last else f"to {end - 1 - int(starts[index])}")
+        + f" are {what}, and the live ones are not"
+    )
+    action = (
+        "the engine returns rows that it did not write in this request (padding, preemption, a "
+        "buffer of the batch before)"
+    )
+    return Finding(Alarm("stale padded rows", evidence, action), list(marks))
+
+
+def _least_run(live_keys_T: np.ndarray) -> int:
+    """How long a run must be that does not come by accident.
+
+    Two rows are the same by accident with a probability p, the sum of squares of the shares of all
+    rows. A run of n rows is, with p^n; there are T places and as many distances. Example: with 4
+    kinds of rows, p is 1/4, and 1,000 rows need T^2 p^n < 1e-6, n = 20.
+    """
+    _, counts = np.unique(live_keys_T, return_counts=True)
+    rows = len(live_keys_T)
+    alike = min(float(((counts / rows) ** 2).sum()), 0.999)
+    return max(LEAST_RUN, math.ceil((math.log(1e6) + 2 * math.log(rows)) / -math.log(alike)))
+
+
+def _copied_runs(
+    keys_T: np.ndarray, recorded_T: np.ndarray, starts: np.ndarray
+) -> list[tuple[int, int, int]]:
+    """First row, end and distance of runs of rows that occurred before, one behind the other.
+
+    Example: the keys 5 6 7 8 9 6 7 8 have the run (5, 8, 4), since rows 5 to 7 repeat 1 to 3.
+    """
+    order = np.argsort(keys_T, kind="stable")
+    back_T = np.zeros(len(keys_T), np.int64)  # to the last place of the same row; 0 for none
+    again = keys_T[order][1:] == keys_T[order][:-1]
+    back_T[order[1:][again]] = (order[1:] - order[:-1])[again]
+    back_T[~recorded_T] = 0
+    begins_T = np.ones(len(keys_T), bool)
+    begins_T[1:] = back_T[1:] != back_T[:-1]
+    begins_T[starts[:-1]] = True
+    first = np.flatnonzero(begins_T)
+    ends = np.append(first[1:], len(keys_T))
+    return [
+        (f, e, int(back_T[f]))
+        for f, e in zip(first.tolist(), ends.tolist(), strict=True)
+        if back_T[f] and e - f >= LEAST_RUN
+    ]
+
+
+def _num_rows(compared: Sequence[Compared]) -> int:
+    return sum(int(one.recorded_T.sum()) for one in compared)
+
+
+def _short(ids: list[list[int]]) -> str:
+    """The ids of the first layer, and how many other layers there are."""
+    return f"{ids[0]}" + (f" and {len(ids) - 1} other layers" if ids[1:] else "")

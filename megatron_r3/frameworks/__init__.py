@@ -1,0 +1,1 @@
+"""Adapters: Megatron's own `RouterReplay` interface on our hook, and verl."""

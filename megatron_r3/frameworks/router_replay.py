@@ -1,0 +1,411 @@
+"""Upstream's RouterReplay, on the active microbatch: code that is written for it runs unchanged.
+
+    import megatron_r3.frameworks.router_replay  # before the model is made
+
+From then on every router of a config with `moe_enable_routing_replay` (or verl's
+`enable_routing_replay`) is a router of `moe_router_replay`, and its `router_replay` has upstream's
+interface (megatron/core/transformer/moe/router_replay.py): targets, actions, the global list.
+
+What a router does is decided where the forward pass of its block of layers begins, from the actions
+of the block's own routers:
+
+    none of them has an action   the block runs as it would
+    RECORD                       `recording()`; each router gets its recorded indices at the end
+    REPLAY_FORWARD               `replaying()` the targets of the block's routers
+    REPLAY_BACKWARD              an error: the recomputes that it is for are bound to their forward
+                                 pass (patch 2), and do not come through here
+
+So there is no queue of targets, a second model in the process cannot take part, and an exception
+leaves nothing active. Whatever is recomputed takes the routes of its own forward pass, in any
+order, whether the caller sets REPLAY_BACKWARD before the backward pass or not. MTP routers are not
+in a block and not in the list: nobody has routes for them. They have the interface, because some
+code walks the modules of a model for routers (NeMo-RL's does), and they stay live.
+
+Without this import upstream's class is as it was.
+
+Shape suffixes (docs/glossary.md): T.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from megatron_r3.frameworks.target_routes import TargetRoutes
+from megatron_r3.replay.active import recording, replaying
+from megatron_r3.replay.ending import why_unpatched
+from megatron_r3.replay.microbatch import ACTIVE, MicrobatchRoutes, ReplayError
+from megatron_r3.replay.plan import LayerSizes
+from megatron_r3.replay.planner import PLANNED_DISPATCHERS, Planner
+
+# The classes whose forward pass is that of a block of layers, in 0.16 to main. The second and third
+# are one class from 0.18 on, under its new and its old name.
+_BLOCKS = (
+    ("megatron.core.transformer.transformer_block", "TransformerBlock"),
+    ("megatron.core.models.hybrid.hybrid_block", "HybridStack"),
+    ("megatron.core.ssm.mamba_block", "MambaStack"),
+)
+
+# The lists that code for RouterReplay reads beside upstream's own; a framework's adapter adds its.
+_more_lists: list[list[Any]] = []
+
+
+class BoundTargets:
+    """How the hook of one router differs from upstream's RouterReplay: it keeps, and does nothing.
+
+    Attributes:
+        router_replay_action: an action of upstream's enum, or of a framework's with the same
+            values. None means live.
+        target_topk_idx: what the next forward pass replays, expert ids `[T, K]`.
+        target_replay_mask: verl's; False for rows whose output no loss reads. See
+            `set_target_indices`.
+        recorded_topk_idx: what the last forward pass with RECORD chose, int64 `[T, K]`.
+        replay_backward_list: upstream's queue; it stays empty.
+    """
+
+    _router: weakref.ref[Any]
+
+    layer_number: int | None
+    router_replay_action: Any
+    target_topk_idx: Tensor | None
+    target_replay_mask: Tensor | None
+    recorded_topk_idx: Tensor | None
+    replay_backward_list: list[Tensor]
+
+    @property
+    def router(self) -> Any:
+        """The router whose hook this is; None if its model is gone."""
+        return self._router()
+
+    def set_target_indices(self, topk_indices: Tensor, replay_mask: Tensor | None = None) -> None:
+        """Keep what the next forward pass replays.
+
+        Args:
+            topk_indices: expert ids `[T, K]` of any integer dtype. A row that no router can take
+                (an id twice, negative, or beyond the last expert) chooses live.
+            replay_mask: True for rows to replay; bool or 0 and 1, T entries. Only verl gives one,
+                and its mask is False exactly for rows whose output no loss reads: the last token of
+                a response, sequences without a response, and packing padding
+                (verl/utils/megatron/router_replay_utils.py, `build_r3_replay_mask`). Nothing
+                attends to these rows either, since they come last in their sequence. So it does
+                not matter where they go, and they are treated as padding: spread experts, out of
+                the router's load. None means that every row is replayed.
+        """
+        self.target_topk_idx, self.target_replay_mask = topk_indices, replay_mask
+
+    def clear_indices(self) -> None:
+        """Forget what was recorded and given."""
+        self.recorded_topk_idx = self.target_topk_idx = self.target_replay_mask = None
+        self.replay_backward_list = []
+
+    def set_router_replay_action(self, router_replay_action: Any) -> None:
+        """Set what the next forward pass of this router's block does; None makes it live."""
+        self.router_replay_action = router_replay_action
+
+    def clear_router_replay_action(self) -> None:
+        """Let the next forward pass of this router's block be live."""
+        self.router_replay_action = None
+
+    def microbatch(self) -> MicrobatchRoutes | None:
+        """The active microbatch; None if there is none. A router asks at each of its passes.
+
+        Raises:
+            ReplayError: an action is set, and the router runs where no block of layers looked at
+                it: upstream would have replayed.
+        """
+        acts = self.has_routes and self.router_replay_action is not None
+        if acts and ACTIVE.get() is None:
+            raise ReplayError(
+                f"layer {self.layer_number}: the action is {action_of(self)}, and the router runs "
+                "outside of a call of TransformerBlock, where megatron_r3 looks at the action. "
+                "Likely causes: a class of layers that is no TransformerBlock, a router or a "
+                "layer that is called by itself, or a recompute that is not Megatron's"
+            )
+        return super().microbatch()  # type: ignore[misc]
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether anybody has routes for this router; False for MTP."""
+        return bool(self.__dict__["has_routes"])
+
+    @has_routes.setter
+    def has_routes(self, value: bool) -> None:
+        # 0.16 tells an MTP router so after it was made (seams/router.py, `keep_live`)
+        self.__dict__["has_routes"] = value
+        if not value:
+            for instances in (_upstream().global_router_replay_instances, *_more_lists):
+                instances[:] = [hook for hook in instances if hook is not self]
+
+
+def action_of(hook: BoundTargets) -> str | None:
+    """The action as upstream spells its value, e.g. "record"; None if the router is live."""
+    action = hook.router_replay_action
+    return None if action is None else str(getattr(action, "value", action))
+
+
+@dataclass
+class _Mismatch:
+    """How often live routing would differ, summed on the device until somebody asks."""
+
+    wanted: bool = False
+    sums: dict[int, Tensor] = field(default_factory=dict)  # layer: int64 [differing, compared]
+
+    def add(self, routes: TargetRoutes, microbatch: MicrobatchRoutes) -> None:
+        for layer, compared in zip(routes.layers, routes.counted_tokens(), strict=True):
+            pair = torch.stack([microbatch.mismatched[layer], compared])
+            before = self.sums.get(layer)
+            self.sums[layer] = pair if before is None else before + pair
+
+
+_mismatch = _Mismatch()
+
+
+def count_mismatch(wanted: bool = True) -> None:
+    """Switch on or off, for the whole process, that replayed forward passes are compared with live.
+
+    It costs one top-k a layer.
+    """
+    _mismatch.wanted = wanted
+
+
+def take_mismatch() -> dict[int, tuple[int, int]]:
+    """What was counted since the last call, of this rank's tokens; it waits for the device.
+
+    Returns:
+        For each layer number the tokens whose live choice is another set of experts, and the tokens
+        that were compared. Rows that chose live, and padding, are not compared. Empty if nothing
+        was replayed while `count_mismatch` was on.
+    """
+    sums, _mismatch.sums = _mismatch.sums, {}
+    if not sums:
+        return {}
+    values = torch.stack(list(sums.values())).tolist()
+    return {layer: (int(n), int(of)) for layer, (n, of) in zip(sums, values, strict=True)}
+
+
+# -- the forward pass of a block of layers
+
+
+_hooks: WeakKeyDictionary[torch.nn.Module, list[BoundTargets]] = WeakKeyDictionary()
+_planners: WeakKeyDictionary[torch.nn.Module, Planner] = WeakKeyDictionary()
+
+
+def _hooks_of(block: torch.nn.Module) -> list[BoundTargets]:
+    """The hooks of a block's routers, by layer; the modules are walked once."""
+    if block not in _hooks:
+        found = (getattr(module, "router_replay", None) for module in block.modules())
+        _hooks[block] = [hook for hook in found if isinstance(hook, BoundTargets)]
+    return [hook for hook in _hooks[block] if hook.has_routes]
+
+
+def _with_routes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's `__call__` that first looks at the actions of the block's routers.
+
+    It is not the block's `forward`, because a subclass may have another one that does not call
+    Megatron's: mcore-bridge's TransformerBlock, with which ms-swift builds its models, does.
+    """
+
+    @functools.wraps(call)
+    def with_routes(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hooks = _hooks_of(self)
+        if not hooks:
+            return call(self, *args, **kwargs)
+        try:
+            with _forward_pass(self, hooks):
+                return call(self, *args, **kwargs)
+        except BaseException:
+            for hook in hooks:
+                hook.clear_indices()
+                hook.clear_router_replay_action()
+            raise
+
+    return with_routes
+
+
+@contextmanager
+def _forward_pass(block: Any, hooks: list[BoundTargets]) -> Iterator[None]:
+    """What the actions of a block's routers ask for, around its forward pass."""
+    actions = {action_of(hook) for hook in hooks}
+    if len(actions) > 1:
+        by_layer = {hook.layer_number: action_of(hook) for hook in hooks}
+        raise ReplayError(f"the routers of one block of layers have different actions: {by_layer}")
+    (action,) = actions
+    if action is None:
+        # A block that some other code replays (`with replaying(...)`) stays as it is. Otherwise the
+        # pass is marked as live, so that `microbatch` above knows its recomputes: an action may
+        # have been set for the next forward pass by then.
+        with nullcontext() if ACTIVE.get() else replaying(None):
+            yield
+    elif action == "record":
+        with recording() as recorded:
+            yield
+        _keep_recorded(hooks, recorded)
+    elif action == "replay_forward":
+        routes = _targets_of(block, hooks)
+        microbatch = routes.microbatch(_mismatch.wanted)
+        microbatch.plan = _plan(block, routes)
+        microbatch.verify_plan = block.config.moe_router_replay_verify_plan
+        with replaying(microbatch):
+            yield
+        if microbatch.untaken:
+            raise ReplayError(f"no router took the targets of layers {microbatch.untaken}")
+        if _mismatch.wanted:
+            _mismatch.add(routes, microbatch)
+    else:
+        raise ReplayError(
+            f"a forward pass began with the action {action}: recomputes replay by themselves, and "
+            "a new forward pass needs its targets and the action replay_forward, record or none"
+        )
+
+
+def _keep_recorded(hooks: list[BoundTargets], recorded: MicrobatchRoutes) -> None:
+    """Give each router what it chose, as upstream keeps it."""
+    silent = [hook.layer_number for hook in hooks if hook.layer_number not in recorded.ids]
+    if silent:
+        raise ReplayError(f"the routers of layers {silent} did not run, so nothing was recorded")
+    for hook in hooks:
+        assert hook.layer_number is not None
+        hook.record_indices(recorded.ids[hook.layer_number].long())  # type: ignore[attr-defined]
+
+
+def _targets_of(block: Any, hooks: list[BoundTargets]) -> TargetRoutes:
+    """The targets of a block's routers, on the device."""
+    targets, masks = {}, []
+    for hook in hooks:
+        assert hook.layer_number is not None, "the router has no layer number yet"
+        if hook.target_topk_idx is not None:
+            targets[hook.layer_number] = hook.target_topk_idx
+            masks.append(hook.target_replay_mask)
+    without = [hook.layer_number for hook in hooks if hook.layer_number not in targets]
+    if without:
+        raise ReplayError(
+            f"the action is replay_forward, and the routers of layers {without} have no targets: "
+            "call set_target_indices (or RouterReplay.set_replay_data) before the forward pass"
+        )
+    if any(mask is not masks[0] for mask in masks):
+        raise ReplayError("the layers of one forward pass have different replay masks")
+    unused_T = None if masks[0] is None else ~masks[0].reshape(-1).bool()
+    num_experts = block.config.num_moe_experts
+    return TargetRoutes.of(targets, unused_T, num_experts, torch.device("cuda"))
+
+
+def _plan(block: Any, routes: TargetRoutes) -> dict[int, LayerSizes] | None:
+    """The dispatch plan of one forward pass, where the block's dispatchers ask for one.
+
+    It costs one wait for the device a microbatch, since the targets are there already.
+    """
+    config = block.config
+    asks = config.moe_token_dispatcher_type in PLANNED_DISPATCHERS
+    if not (config.moe_router_replay_dispatch_plan and asks):
+        return None
+    if block not in _planners:
+        _planners[block] = Planner(config, routes.layers)
+    return _planners[block].plan(routes.on_host())
+
+
+# -- the switch
+
+
+def install() -> None:
+    """Bind the routers that are made from now on. The import does it; a second call does nothing.
+
+    Raises:
+        ReplayError: the Megatron-LM that is imported is not patched.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    if why := why_unpatched():
+        raise ReplayError(f"{__name__}: {why}")
+    if "_megatron_r3_bound" in vars(TopKRouter):
+        return
+    TopKRouter.__init__ = _binding(TopKRouter.__init__)
+    TopKRouter._megatron_r3_bound = True
+    wrapped = []
+    for module, name in _BLOCKS:
+        try:
+            block = getattr(importlib.import_module(module), name, None)
+        except ModuleNotFoundError:  # another release has it under another name
+            continue
+        if block is not None and block not in wrapped:
+            block.__call__ = _with_routes(block.__call__)
+            wrapped.append(block)
+
+
+def join_list(instances: list[Any]) -> None:
+    """Have routers that are made from now on join this list too: a framework's own."""
+    if not any(instances is some for some in _more_lists):
+        _more_lists.append(instances)
+
+
+def _upstream() -> Any:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    return RouterReplay
+
+
+def _binding(build: Callable[..., None]) -> Callable[..., None]:
+    """A `TopKRouter.__init__` that gives the router a hook with RouterReplay's interface."""
+
+    @functools.wraps(build)
+    def bound(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        _choose_ours(config)
+        build(self, config, *args, **kwargs)
+        hook = self.router_replay
+        if config.moe_router_replay:
+            _bind(hook, self)
+
+    return bound
+
+
+def _choose_ours(config: Any) -> None:
+    """Turn a config that asks for upstream's replay, or verl's, into one that asks for ours.
+
+    Raises:
+        ValueError: an option under which the layers do not run in the forward pass of their block.
+    """
+    names = ("moe_enable_routing_replay", "enable_routing_replay")
+    asked = [name for name in names if getattr(config, name, False)]
+    if not asked:
+        return
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise ValueError(
+            f"{asked[0]}: with overlap_moe_expert_parallel_comm the layers do not run in the "
+            "forward pass of their block, where megatron_r3 looks at the action of RouterReplay; "
+            "turn the overlap off, or call megatron_r3.replay.active.replaying around the forward step"
+        )
+    for name in asked:
+        setattr(config, name, False)
+    config.moe_router_replay = True
+
+
+def _bind(hook: Any, router: Any) -> None:
+    """Give the hook that the patch has made upstream's interface, and its place in the lists."""
+    layer_number, has_routes = hook.layer_number, hook.has_routes
+    # The hook's class belongs to the room of the seams, above this one, so that it cannot be a base
+    # class here. The class of this object is put together from it: targets as they are kept here,
+    # answers as the seam gives them, and for the rest upstream's class of whichever release.
+    seams_class: Any = type(hook)
+    hook.__class__ = _bound_class(seams_class, _upstream())
+    _upstream().__init__(hook)  # its fields; it joins upstream's list
+    hook.layer_number, hook.target_replay_mask = layer_number, None
+    hook._router = weakref.ref(router)
+    for instances in _more_lists:
+        instances.append(hook)
+    hook.has_routes = has_routes  # an MTP router leaves the lists again
+
+
+@functools.cache
+def _bound_class(hook_class: Any, upstream: Any) -> type:
+    return type("BoundRouterReplay", (BoundTargets, hook_class, upstream), {})
+
+
+install()

@@ -1,0 +1,249 @@
+"""verl on megatron_r3: its engine and its replay stay as they are, and its routers are bound ones.
+
+    VERL_USE_EXTERNAL_MODULES=megatron_r3.frameworks.verl
+
+verl imports this module while it is imported itself, in the driver too, where there may be no
+Megatron. So the import does one thing: it has verl's `apply_router_replay_patch` replaced when
+verl's module of that name is imported. verl's Megatron engine calls that function when it is made
+with `router_replay.mode` R2 or R3. Whatever is wrong is an error there, and nothing falls back to
+verl's own replay without a word.
+
+What verl's function would replace in Megatron stays Megatron's: `TopKRouter.routing` and
+`TopKRouter.__init__`, of which verl has copies, and the count of dispatched tokens, for which verl
+waits for the device once a layer. `megatron_r3.frameworks.router_replay` takes their place.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+from megatron_r3.replay.microbatch import ReplayError
+
+MISMATCH = "router_replay/mismatch"  # the metric; MEGATRON_R3_MISMATCH=0 leaves it out
+
+_PATCH = "verl.utils.megatron.router_replay_patch"
+_UTILS = "verl.utils.megatron.router_replay_utils"
+_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+
+# The parameters of the functions that this module, or the interface of the routers, leans on.
+_SET = "layers_topk_idx attention_mask tf_config vp_rank"
+_MERGE = "attention_mask input_ids mini_layer_topk_idx_list tf_config vp_rank"
+_KNOWN = {
+    "0.8.0": (_SET, _MERGE, "self topk_indices"),
+    "0.9.0": (
+        f"{_SET} replay_mask local_cp_size model",
+        f"{_MERGE} local_cp_size",
+        "self topk_indices replay_mask",
+    ),
+    "0.9.1": (
+        f"{_SET} replay_mask local_cp_size model",
+        f"{_MERGE} local_cp_size model",
+        "self topk_indices replay_mask",
+    ),
+}
+# With these marks set, `apply_router_replay_patch` leaves Megatron's classes alone.
+_MARKS = ("_router_replay_patched", "_preprocess_patched")
+_TURN_OFF = "to train with verl's own replay, unset VERL_USE_EXTERNAL_MODULES"
+
+
+def check_version(version: str, patch: Any, utils: Any) -> None:
+    """Refuse a verl whose functions nobody has read.
+
+    Args:
+        version: `verl.__version__`.
+        patch: verl's module router_replay_patch; its function is the one that verl has there.
+        utils: verl's module router_replay_utils.
+
+    Raises:
+        ReplayError: it names the version, or the function that is another one.
+    """
+    if version not in _KNOWN:
+        raise ReplayError(
+            f"megatron_r3.frameworks.verl knows verl {', '.join(_KNOWN)}, not {version}: take "
+            f"one of these, or, {_TURN_OFF}"
+        )
+    functions = (
+        utils.set_router_replay_data,
+        utils.merge_router_topk_indices,
+        patch.RouterReplay.set_target_indices,
+    )
+    for function, parameters in zip(functions, _KNOWN[version], strict=True):
+        found = " ".join(inspect.signature(function).parameters)
+        if found != parameters:
+            raise ReplayError(
+                f"verl {version}: {function.__qualname__} takes ({found}), and in the release it "
+                f"takes ({parameters}): this verl was changed. Take the release, or, {_TURN_OFF}"
+            )
+    words = inspect.unwrap(patch.apply_router_replay_patch).__code__.co_consts
+    missing = [mark for mark in _MARKS if mark not in words]
+    if missing:
+        raise ReplayError(
+            f"verl {version}: apply_router_replay_patch does not look at {', '.join(missing)}: "
+            f"this verl was changed. Take the release, or, {_TURN_OFF}"
+        )
+
+
+class LivingRouters(list[Any]):
+    """verl's list of routers, which forgets a router when its model is gone and not before.
+
+    verl empties its list whenever another engine is made, and sets actions through that list: a
+    policy beside a reference model would then be trained live.
+    """
+
+    def clear(self) -> None:
+        """Leave out the routers of models that nobody has any more."""
+        gc.collect()  # modules hold each other in circles
+        self[:] = [hook for hook in self if hook.router is not None]
+
+
+def _replace(patch: Any) -> None:
+    """Have verl's module give ours in place of its `apply_router_replay_patch`."""
+    theirs = patch.apply_router_replay_patch
+
+    @functools.wraps(theirs)
+    def apply_router_replay_patch() -> None:
+        utils = importlib.import_module(_UTILS)
+        version = sys.modules["verl"].__version__
+        check_version(version, patch, utils)
+        drop_in: Any = importlib.import_module("megatron_r3.frameworks.router_replay")
+        from megatron.core.transformer.moe.router import TopKRouter
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+        TopKRouter._router_replay_patched = True
+        MoEAlltoAllTokenDispatcher._preprocess_patched = True
+        instances = patch.RouterReplay.router_instances
+        if not isinstance(instances, LivingRouters):
+            instances = patch.RouterReplay.router_instances = LivingRouters(instances)
+            drop_in.join_list(instances)
+            _look_up_by_engine(patch.RouterReplay, utils.RouterReplayHelper)
+            if os.environ.get("MEGATRON_R3_MISMATCH", "1") != "0":
+                _report_mismatch(importlib.import_module(_ENGINE), drop_in)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"router replay by megatron-r3, not by verl {version} itself", flush=True)
+        theirs()  # the rest of it: a TransformerConfig that takes `enable_routing_replay`
+
+    patch.apply_router_replay_patch = apply_router_replay_patch
+
+
+def _look_up_by_engine(replay: Any, helper: Any) -> None:
+    """Have verl find the routers of the engine that asks, also where another one was made first.
+
+    `get_micro_batch_router_list` takes a slice of the whole list, which starts with the routers of
+    the engine that was made first. verl 0.9 asks the model in most places; 0.8 never does.
+    """
+    theirs = helper.get_micro_batch_router_list
+
+    @functools.wraps(theirs)
+    def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> Any:
+        everything = replay.router_instances
+        own = [
+            hook
+            for hook in everything
+            if hook.router is not None and hook.router.config is tf_config
+        ]
+        replay.router_instances = own or everything
+        try:
+            return theirs(tf_config, vp_rank)
+        finally:
+            replay.router_instances = everything
+
+    helper.get_micro_batch_router_list = staticmethod(get_micro_batch_router_list)
+
+
+def _report_mismatch(engine: Any, drop_in: Any) -> None:
+    """Add to verl's metrics of an update how often live routing would have chosen other experts."""
+    theirs = engine.MegatronEngine.forward_backward_batch
+
+    @functools.wraps(theirs)
+    def forward_backward_batch(
+        self: Any, data: Any, loss_function: Callable[..., Any], forward_only: bool = False
+    ) -> Any:
+        replays = engine.tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
+        if forward_only or not replays:
+            return theirs(self, data, loss_function, forward_only)
+        drop_in.count_mismatch()
+        try:
+            output = theirs(self, data, loss_function, forward_only)
+        finally:
+            counts = drop_in.take_mismatch()
+            drop_in.count_mismatch(False)
+        fraction = _over_all_ranks(counts)
+        if output:  # the ranks of the last pipeline stage
+            output["metrics"][MISMATCH] = fraction
+        return output
+
+    engine.MegatronEngine.forward_backward_batch = forward_backward_batch
+
+
+def _over_all_ranks(counts: dict[int, tuple[int, int]]) -> float:
+    """The share of (token, layer) pairs that differ, over all layers and all ranks of the engine.
+
+    A tensor-parallel group without sequence parallelism counts each token once a rank, above and
+    below the line.
+    """
+    import torch
+    from megatron.core import mpu
+
+    differing, compared = (sum(pair[i] for pair in counts.values()) for i in (0, 1))
+    sums = torch.tensor([differing, compared], dtype=torch.int64, device="cuda")
+    torch.distributed.all_reduce(sums, group=mpu.get_model_parallel_group())
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(sums, group=group)
+    differing, compared = sums.tolist()
+    return differing / max(compared, 1)
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls `_replace` when verl's module has been imported, before anybody takes a name from it.
+
+    `from router_replay_patch import apply_router_replay_patch`, in verl's engine, copies the
+    function: it has to be ours by then.
+    """
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """The module's own spec, with a loader that calls `_replace` at its end."""
+        if fullname != _PATCH:
+            return None
+        sys.meta_path.remove(self)  # find_spec below must not come back here
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _replace(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Take the place of verl's replay from now on. The import does it; a second call does nothing.
+
+    Raises:
+        ReplayError: verl's engine was imported before.
+    """
+    patch = sys.modules.get(_PATCH)
+    if patch is None:
+        if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterImport())
+    elif not hasattr(patch.apply_router_replay_patch, "__wrapped__"):
+        if _ENGINE in sys.modules:
+            raise ReplayError(
+                "verl's Megatron engine was imported before megatron_r3.frameworks.verl: set "
+                "VERL_USE_EXTERNAL_MODULES=megatron_r3.frameworks.verl instead of importing it"
+            )
+        _replace(patch)
+
+
+install()

@@ -1,1 +1,0 @@
-"""Guest experts: copies of hot experts on other ranks, for one layer of one micro-batch."""

@@ -1,0 +1,82 @@
+"""The embedded sampler as an engine of a collection: all samples are asked for in one request.
+
+A batch rounds as it is put together: a sample that ran with other samples beside it has other last
+digits. One request for all samples of a collection makes the batches the same in every run, and
+after every kill, so the collection can be repeated bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from megatron_r3.collect.client import Client
+from megatron_r3.collect.engine import Answer, NoAnswer
+from megatron_r3.collect.http_body import answer_limit
+from megatron_r3.collect.prompt_plan import Sampling
+from megatron_r3.collect.prompts import Prompt
+from megatron_r3.collect.requests import build_request
+from megatron_r3.collect.server import Server
+from megatron_r3.data.engines.shape import EngineError, ModelShape
+
+
+class BatchServer(Server):
+    """Waits until every sample of the collection is asked for, then asks for all of them at once.
+
+    Args:
+        client: sends the request.
+        shape: of the model.
+        sampling: how to sample.
+        expected: how many samples are asked for.
+    """
+
+    def __init__(
+        self, client: Client, shape: ModelShape, sampling: Sampling, expected: int
+    ) -> None:
+        super().__init__("sglang", client, shape, sampling)  # whose requests the sampler takes
+        self.name = "transformers"  # what runs the model, which the store says
+        self.expected = expected
+        self._waiting: list[tuple[Prompt, int | None, str, asyncio.Future[Answer]]] = []
+
+    async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
+        """See `Engine.sample`."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting.append((prompt, seed, where, future))
+        if len(self._waiting) == self.expected:
+            waiting, self._waiting = self._waiting, []
+            self._asking = asyncio.ensure_future(self._ask_all(waiting))
+        return await future
+
+    async def _ask_all(
+        self, waiting: list[tuple[Prompt, int | None, str, asyncio.Future[Answer]]]
+    ) -> None:
+        bodies = [
+            build_request("sglang", prompt, self.sampling, seed, "")[1]
+            for prompt, seed, _, _ in waiting
+        ]
+        together: dict[str, Any] = {
+            **bodies[0],
+            "input_ids": [body["input_ids"] for body in bodies],
+            "sampling_params": [body["sampling_params"] for body in bodies],
+        }
+        try:
+            most_bytes = sum(
+                answer_limit(self.shape, prompt, self.sampling) for prompt, _, _, _ in waiting
+            )
+            responses = await self._client.post("/generate", together, most_bytes)
+            if not isinstance(responses, list) or len(responses) != len(bodies):
+                raise EngineError(f"not {len(bodies)} responses")
+            answers = [
+                self._read(response, body, "", where)
+                for response, body, (_, _, where, _) in zip(responses, bodies, waiting, strict=True)
+            ]
+        except EngineError as error:
+            # Not the error itself: a single sample that is asked for again would wait for the
+            # others for ever.
+            for _, _, _, future in waiting:
+                if not future.done():
+                    future.set_exception(NoAnswer(str(error)))
+            return
+        for answer, (_, _, _, future) in zip(answers, waiting, strict=True):
+            if not future.done():
+                future.set_result(answer)

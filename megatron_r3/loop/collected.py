@@ -1,0 +1,99 @@
+"""What the store of a run has: how many collections, and what each of them showed.
+
+Shape suffixes (docs/glossary.md): K, L, M, N, T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.data.store import RolloutStore
+from megatron_r3.data.store.files import SHARD_GLOB
+from megatron_r3.data.untrusted import read_json
+from megatron_r3.loop.config import Config
+
+
+class Collected:
+    """How far the collections of a run are; cheap to ask often."""
+
+    def __init__(self, config: Config) -> None:
+        self._rollouts, self._size = config.directory.rollouts, config.rollouts_per_collection
+        self._num_shards, self._whole = 0, 0
+
+    def count(self) -> int:
+        """How many collections are stored as a whole."""
+        num_shards = len([*self._rollouts.glob(SHARD_GLOB)])
+        if num_shards != self._num_shards:
+            store = RolloutStore([self._rollouts], mixed_policies=True)
+            self._num_shards, self._whole = num_shards, len(store) // self._size
+        return self._whole
+
+
+def measured(config: Config, collection: int, ends: set[int]) -> dict[str, Any]:
+    """What the event of a collection has, from its rollouts.
+
+    Args:
+        ends: the tokens that end a response.
+    """
+    store = RolloutStore([config.directory.rollouts], mixed_policies=True)
+    size = config.rollouts_per_collection
+    indices = range(collection * size, (collection + 1) * size)
+    rollouts = [store.rollout(i) for i in indices]
+    reward_M = store.column("reward")[indices.start : indices.stop]
+    lengths = [int(one.response_N.sum()) for one in rollouts]
+    # The last token may also end the response that has just the longest length.
+    cut = [
+        n >= config.sampler.max_tokens and int(one.tokens_N[-1]) not in ends
+        for n, one in zip(lengths, rollouts, strict=True)
+    ]
+    return {
+        "version": rollouts[0].policy_version,
+        "rollouts": size,
+        "tokens": sum(lengths),
+        "reward": float(reward_M.mean()),
+        "reward_std": float(reward_M.std()),
+        "response_length": float(np.mean(lengths)),
+        "length_cut": float(np.mean(cut)),
+        "expert_load": _loads(store, indices),
+    }
+
+
+def told(config: Config) -> list[str]:
+    """A line for each collection whose end the collector noted, in their order."""
+    last: dict[int, str] = {}
+    for event in config.directory.read_events("collector"):
+        if event.get("event") == "collected":
+            number = int(event["collection"])
+            # an event that was written again after a kill has no time
+            took = f" in {event['seconds']:.1f} s" if "seconds" in event else ""
+            last[number] = (
+                f"collection {number}: policy {event['version']}, reward {event['reward']:.4f}, "
+                f"{event['rollouts']} rollouts{took}"
+            )
+    return [last[number] for number in sorted(last)]
+
+
+def end_tokens(model: Path) -> set[int]:
+    """The tokens that end a response; empty where neither of the model's configs names one."""
+    for name in ("generation_config.json", "config.json"):
+        file = model / name
+        fields = read_json(file.read_bytes(), str(file)) if file.is_file() else {}
+        ids = fields.get("eos_token_id") if isinstance(fields, dict) else None
+        if ids is not None:
+            return {int(one) for one in (ids if isinstance(ids, list) else [ids])}
+    return set()
+
+
+def _loads(store: RolloutStore, rollouts: Sequence[int]) -> list[float]:
+    """Of each MoE layer the load of the busiest expert, as a multiple of the mean."""
+    info = store.info
+    counts = np.zeros((len(info.moe_layers), info.num_experts), np.int64)
+    for index in rollouts:
+        ids_LTK = store.rollout(index).routes.ids_LTK
+        for layer, ids_TK in enumerate(ids_LTK):
+            counts[layer] += np.bincount(ids_TK.ravel(), minlength=info.num_experts)
+    return (counts.max(1) / np.maximum(counts.mean(1), 1)).tolist()

@@ -1,0 +1,296 @@
+"""The collector of a run: for each collection it waits for the policy, pushes it, and samples.
+
+What was collected before is not collected again, so the part can be killed and started again at any
+moment. With the embedded sampler the rollouts are then the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron_r3.collect.client import Client
+from megatron_r3.collect.collect import CollectError, collect
+from megatron_r3.collect.engine import EngineChanged, Identity
+from megatron_r3.collect.prompt_plan import Model, Plan, Sampling, read_model, sampling_for
+from megatron_r3.collect.prompts import Prompt, read_prompts
+from megatron_r3.collect.reward import load_reward
+from megatron_r3.collect.server import Server
+from megatron_r3.data.engines.shape import EngineError, ModelShape
+from megatron_r3.loop.batches import BatchServer
+from megatron_r3.loop.collected import Collected, end_tokens, measured
+from megatron_r3.loop.config import Config, ConfigError
+from megatron_r3.loop.examine_collection import examiner
+from megatron_r3.loop.loading import Loader, LoadError
+from megatron_r3.loop.probe import Difference, Probe
+from megatron_r3.loop.published import (
+    PublishedPolicy,
+    published,
+    read_policy,
+    version_name,
+    wait_for_policy,
+)
+from megatron_r3.loop.push import Push, Pusher, PushError
+from megatron_r3.loop.push_floor import Floor
+
+PART = "collector"
+TRIES = 5  # how often a collection is begun anew after the sampler went away
+_PAUSE_S = 1.0
+_RETRIES, _RETRY_PAUSE_S = 8, 0.25
+
+
+class Collector:
+    """Samples the collections of a run, one after the other.
+
+    Raises:
+        ValueError: the config names prompts, a reward or a model that cannot be used.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.directory = config, config.directory
+        self.prompts = read_prompts(config.path(config.prompts.file))
+        self.reward = load_reward(config.prompts.reward, config.file.parent)
+        self.shape = ModelShape.from_hf_config(config.path(config.policy.model))
+        self.name = config.path(config.policy.model).name
+        sampler = config.sampler
+        plain = Sampling(
+            sampler.max_tokens, sampler.temperature, sampler.top_p, sampler.top_k, config.run.seed
+        )
+        try:
+            self.sampling = sampling_for(_KIND[sampler.engine], plain)
+        except ValueError as error:
+            raise ConfigError(f"{config.file}: [sampler] {error}") from error
+        self._pushed: Push | None = None
+        self._version = -1  # that was pushed
+        self._ends = end_tokens(config.path(config.policy.model))
+        needed = (config.run.lag + 1) * config.prompts.per_collection
+        if config.run.lag and len(self.prompts) < needed:
+            raise ConfigError(
+                f"{config.path(config.prompts.file)}: {len(self.prompts)} prompts; with lag "
+                f"{config.run.lag} policy 0 samples {config.run.lag + 1} collections of "
+                f"{config.prompts.per_collection}, which must be different prompts: {needed}"
+            )
+        if len(self.prompts) < config.prompts.per_collection:
+            raise ConfigError(
+                f"{config.path(config.prompts.file)}: {len(self.prompts)} prompts; a collection "
+                f"has {config.prompts.per_collection}"
+            )
+
+    def run(self) -> None:
+        """Sample every collection that is not there yet.
+
+        Raises:
+            ValueError: a push that is refused, a reward that fails, a policy that does not come.
+        """
+        stored = Collected(self.config).count()
+        noted = {
+            event["collection"]
+            for event in self.directory.read_events(PART)
+            if event.get("event") == "collected"
+        }
+        for number in sorted({*range(stored)} - noted):  # a kill came between shard and event
+            self._note_collected(number)
+        for number in range(stored, self.config.run.collections):
+            policy = self._wait_for(self.config.version_of(number))
+            self._collect(number, policy)
+
+    def prompts_of(self, collection: int) -> list[Prompt]:
+        """The prompts of a collection; after the last one the first one comes again."""
+        size = self.config.prompts.per_collection
+        first = collection * size
+        return [self.prompts[i % len(self.prompts)] for i in range(first, first + size)]
+
+    def _wait_for(self, version: int) -> PublishedPolicy:
+        started = time.monotonic()
+        policy = wait_for_policy(self.directory.policies, version, self.config.run.wait)
+        seconds = time.monotonic() - started
+        if seconds > _PAUSE_S:
+            self.directory.note(PART, "waited", seconds=seconds, **{"for": f"policy {version}"})
+        return policy
+
+    def _collect(self, number: int, policy: PublishedPolicy) -> None:
+        """Push the policy and sample; both again where the sampler went away in between."""
+        for attempt in range(TRIES):
+            try:
+                if self._pushed is None or self._version != policy.version:
+                    self._pushed, self._version = self._push(policy), policy.version
+                self._sample(number, policy, self._pushed.served)
+                return
+            except LoadError:
+                raise  # the sampler answered, and what it answered is wrong
+            except (CollectError, EngineChanged, EngineError) as error:
+                self._pushed = None
+                self.directory.note(PART, "failed", collection=number, reason=str(error))
+                if attempt == TRIES - 1:
+                    raise
+                time.sleep(_PAUSE_S)
+
+    def _push(self, policy: PublishedPolicy) -> Push:
+        policy.check_files()
+        config = self.config.sampler
+        client, floor, wait = self._client(), self._floor(), self.config.run.wait
+        # Weights may take long, and must not be sent twice.
+        patient = Client(config.url, 1, wait, 0, _RETRY_PAUSE_S)
+        loader = Loader(config.engine, patient, config.in_place, config.push, wait_s=wait)
+        pusher = Pusher(loader, client, self.shape, floor)
+
+        async def whole() -> Push:
+            try:
+                if config.in_place and not floor.before and policy.version == 0:
+                    self._note_start(policy, await pusher.compare_the_start(policy))
+                return await pusher.push(policy, self._before(policy.version))
+            finally:
+                await client.close()
+                await patient.close()
+
+        try:
+            push = asyncio.run(whole())
+        except PushError as error:
+            if error.push is not None:
+                self._note(policy, error.push, verified=False)
+            raise
+        self._note(policy, push, verified=True)
+        return push
+
+    def _before(self, version: int) -> Probe | None:
+        """The probe of the policy that was pushed last; None where there is none any more."""
+        pushed = [
+            int(event["version"])
+            for event in self.directory.read_events(PART)
+            if event.get("event") == "pushed" and event["verified"] and event["version"] != version
+        ]
+        if not pushed or pushed[-1] not in published(self.directory.policies):
+            return None
+        return read_policy(self.directory.policies, pushed[-1]).probe
+
+    def _note_start(self, policy: PublishedPolicy, shown: Difference | None) -> None:
+        """Write down what a server showed that began with a policy."""
+        if shown is not None:
+            self.directory.note(PART, "compared", version=policy.version, **_numbers(shown))
+        elif self.config.sampler.engine != "embedded":
+            print(
+                f"{self.config.sampler.url}: it did not begin with policy {policy.version}, as far "
+                "as its probe shows; so the limits of the first push are wide",
+                flush=True,
+            )
+
+    def _note(self, policy: PublishedPolicy, push: Push, verified: bool) -> None:
+        self.directory.note(
+            PART,
+            "pushed",
+            version=policy.version,
+            seconds=push.seconds,
+            how=push.how,
+            verified=verified,
+            limit=push.limit,
+            **_numbers(push.difference),
+        )
+
+    def _floor(self) -> Floor:
+        """What pushes showed before, also before this part was killed."""
+        floor = Floor()
+        for event in self.directory.read_events(PART):
+            if event.get("event") == "compared" or (
+                event.get("event") == "pushed" and event["verified"]
+            ):
+                floor.accept(
+                    Difference(
+                        event["abs_dlogp"],
+                        tuple(event["route_agreement"]),
+                        abs_dlogp_all=event.get("abs_dlogp_all"),
+                        left_out=event.get("left_out"),
+                    )
+                )
+        return floor
+
+    def _client(self) -> Client:
+        sampler = self.config.sampler
+        return Client(sampler.url, sampler.concurrency, sampler.timeout, _RETRIES, _RETRY_PAUSE_S)
+
+    def _sample(self, number: int, policy: PublishedPolicy, served: str) -> None:
+        started = time.monotonic()
+        config, prompts = self.config, self.prompts_of(number)
+        whole = not config.sampler.shard_size
+        plan = Plan(
+            prompts=prompts,
+            n=config.prompts.samples,
+            sampling=self.sampling,
+            reward=self.reward,
+            model=self._model(policy),
+            out=self.directory.rollouts,
+            policy_version=policy.version,
+            shard_size=config.sampler.shard_size or config.rollouts_per_collection,
+            refused_retries=0 if config.sampler.engine == "embedded" else 2,
+            all_or_nothing=whole,
+            whole_groups=True,
+            check=self._examiner(policy),
+        )
+        total = config.rollouts_per_collection
+        if config.sampler.engine == "embedded":
+            # one request for all of it, which may take long, and is not sent twice
+            client = Client(config.sampler.url, 1, config.run.wait, 0, _RETRY_PAUSE_S)
+            engine: Server = BatchServer(client, self.shape, self.sampling, total)
+            concurrency = total
+        else:
+            engine = Server(config.sampler.engine, self._client(), self.shape, self.sampling)
+            concurrency = config.sampler.concurrency
+        collect(engine, plan, concurrency, partial(_refuse_other, served))
+        self._note_collected(number, seconds=time.monotonic() - started)
+
+    def _note_collected(self, number: int, **fields: float) -> None:
+        """Write down what the store has of a collection."""
+        found = measured(self.config, number, self._ends)
+        self.directory.note(PART, "collected", collection=number, **found, **fields)
+
+    def _examiner(self, policy: PublishedPolicy) -> Any:
+        """What looks at a shard before it is stored; None if nothing shall."""
+        number = self.config.sampler.examine
+        if not number:
+            return None
+        before = self.directory.policies / version_name(max(0, policy.version - 1))
+        return examiner(
+            policy,
+            before if policy.version and before.is_dir() else None,
+            number,
+            self.directory.rollouts,
+            partial(self.directory.note, PART),
+        )
+
+    def _model(self, policy: PublishedPolicy) -> Model:
+        # all policies of a run have one name, that of the model with which it began
+        return replace(read_model(policy.path), name=self.name)
+
+
+def _refuse_other(served: str, identity: Identity) -> None:
+    """Refuse to sample with a server that does not say that it has the policy that was pushed.
+
+    Args:
+        served: what it said when the push was verified.
+
+    Raises:
+        EngineChanged: it was started anew since.
+    """
+    if served not in (identity.policy, identity.model):
+        raise EngineChanged(
+            f"the sampler had policy {served} and now has {identity.policy!r}, model "
+            f"{identity.model!r}: it was started anew"
+        )
+
+
+def _numbers(shown: Difference) -> dict[str, Any]:
+    """What an event has of a difference."""
+    return {
+        "abs_dlogp": shown.abs_dlogp,
+        "route_agreement": list(shown.agreement),
+        "cached_dlogp": shown.cached_dlogp,
+        "cached_disagreement": shown.cached_disagreement,
+        "abs_dlogp_all": shown.abs_dlogp_all,
+        "left_out": shown.left_out,
+    }
+
+
+# how `sampling_for` calls the engine
+_KIND = {"embedded": "transformers", "sglang": "sglang", "vllm": "vllm"}

@@ -1,0 +1,270 @@
+"""The embedded sampler: transformers behind the few requests of SGLang's server that a loop needs.
+
+It is a process of its own, which takes new weights from a directory. It runs wherever transformers
+runs, and it repeats itself: the same request under the same weights has the same answer, bit for
+bit, on the same machine. Its pages:
+
+    GET  /health, /server_info, /model_info
+    POST /generate                     {"input_ids": [ids] or [[ids], ...], "sampling_params": ...}
+    POST /update_weights_from_disk     {"model_path": DIR, "weight_version": "3"}
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_r3.collect.engine import Answer
+from megatron_r3.collect.generate import SampleRequest, Transformers
+from megatron_r3.collect.prompt_plan import Sampling
+from megatron_r3.collect.request_fields import PLAIN, refuse_other_fields
+from megatron_r3.data.engines.shape import EngineError, ModelShape
+from megatron_r3.data.untrusted import one_line, read_json
+from megatron_r3.data.values import wrong_token
+from megatron_r3.loop.config_tables import Degrading
+from megatron_r3.loop.degrade import Degraded
+
+_LARGEST_BODY = 1 << 28
+
+
+class EmbeddedSampler:
+    """Answers requests with a transformers model, one request after the other.
+
+    Args:
+        degrading: how the sampler's numbers are made worse, for experiments.
+    """
+
+    def __init__(self, degrading: Degrading | None = None) -> None:
+        self.degrading = degrading or Degrading()
+        self.path, self.version = "", ""
+        self._engine: Transformers | None = None
+        self._degraded: Degraded | None = None
+        self._shape: ModelShape | None = None
+        self._one = threading.Lock()
+
+    def info(self) -> dict[str, Any]:
+        """What /server_info and /model_info answer."""
+        import transformers
+
+        return {
+            "version": transformers.__version__,
+            "served_model_name": "policy",
+            "model_path": self.path,
+            "weight_version": self.version or None,
+        }
+
+    def load(self, directory: Path, version: str) -> None:
+        """Take the weights of a directory in the place of those in memory.
+
+        Raises:
+            EngineError: transformers cannot load them; then the sampler has no model.
+        """
+        with self._one:
+            # before the new one is loaded, so that both are never in memory at once
+            self._engine, self.path, self.version = None, "", ""
+            self._shape = ModelShape.from_hf_config(directory)
+            engine = Transformers(directory, self._shape, Sampling(1))
+            self._degraded = Degraded(engine.model, self.degrading)
+            self._engine, self.path, self.version = engine, str(directory), version
+
+    def generate(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | dict[str, Any]:
+        """The responses to the prompts of a request, in the order of the prompts.
+
+        Prompts of one length run together as one batch, whatever else is asked for.
+
+        Raises:
+            EngineError: the request cannot be answered.
+        """
+        with self._one:
+            if self._engine is None or self._shape is None or self._degraded is None:
+                raise EngineError("no policy is loaded: POST /update_weights_from_disk first")
+            prompts, is_batch = _prompts(body, self._shape.vocab_size)
+            params = _params(body, len(prompts))
+            refuse_other_fields(body, "the request")
+            requests = [
+                SampleRequest(ids, one.get("sampling_seed"), f"prompt {i}")
+                for i, (ids, one) in enumerate(zip(prompts, params, strict=True))
+            ]
+            self._engine.sampling = sampling = _sampling(params)
+            wants_prompt = body.get("logprob_start_len") == 0
+            # Such requests are those of a probe, which is compared: noise would be in the way.
+            self._degraded.is_quiet = wants_prompt or sampling.temperature == 0
+            by_length: defaultdict[int, list[int]] = defaultdict(list)
+            for index, ids in enumerate(prompts):
+                by_length[len(ids)].append(index)
+            answers: dict[int, Answer] = {}
+            for _, members in sorted(by_length.items()):
+                self._degraded.begin(requests[members[0]].seed)
+                batch = self._engine.answers([requests[i] for i in members])
+                answers |= dict(zip(members, batch, strict=True))
+            responses = [
+                self._response(answers[i], len(ids), sampling) for i, ids in enumerate(prompts)
+            ]
+            if wants_prompt:
+                for ids, response in zip(prompts, responses, strict=True):
+                    response["meta_info"]["input_token_logprobs"] = self._of_prompt(ids)
+        return responses if is_batch else responses[0]
+
+    def _response(self, answer: Answer, length: int, sampling: Sampling) -> dict[str, Any]:
+        assert self._shape is not None
+        rollout = answer.decoded
+        ids = rollout.tokens_N[length:].tolist()
+        values = rollout.logprobs_N[length:].tolist()
+        reason: dict[str, Any] = {"type": answer.finish_reason}
+        reason |= {"matched": ids[-1]} if answer.finish_reason == "stop" else {"length": len(ids)}
+        meta: dict[str, Any] = {
+            "prompt_tokens": length,
+            "completion_tokens": len(ids),
+            "finish_reason": reason,
+            "weight_version": self.version,
+            "output_token_logprobs": [
+                [value, token, None] for value, token in zip(values, ids, strict=True)
+            ],
+            "routed_experts": _all_layers(rollout.routes.ids_LTK, self._shape),
+        }
+        if sampling.wants_kept:
+            assert rollout.kept is not None
+            meta["output_token_sampling_mask"] = [
+                rollout.kept.of(token).tolist() for token in range(length, length + len(ids))
+            ]
+            meta["output_token_sampling_logprobs"] = values
+        return {"text": answer.message.get("content"), "output_ids": ids, "meta_info": meta}
+
+    @torch.inference_mode()
+    def _of_prompt(self, ids: list[int]) -> list[list[Any]]:
+        """The log-prob of each prompt token after those before it; the first one has none."""
+        assert self._engine is not None
+        tokens = torch.tensor([ids], device=self._engine.device)
+        logits = self._engine.model(input_ids=tokens, use_cache=False).logits[0].float()
+        values = torch.log_softmax(logits[:-1], -1).gather(1, tokens[0, 1:, None])[:, 0].tolist()
+        return [[value, token, None] for value, token in zip([None, *values], ids, strict=True)]
+
+
+def _all_layers(ids_LTK: np.ndarray, shape: ModelShape) -> str:
+    """The rows of all hidden layers as SGLang sends them: int32 `[T, hidden layers, K]`, base64."""
+    rows = np.zeros((ids_LTK.shape[1], shape.num_hidden_layers, ids_LTK.shape[2]), "<i4")
+    rows[:, list(shape.moe_layers)] = ids_LTK.transpose(1, 0, 2)
+    return base64.b64encode(rows.tobytes()).decode()
+
+
+def _prompts(body: Mapping[str, Any], vocab_size: int | None) -> tuple[list[list[int]], bool]:
+    given = body.get("input_ids")
+    if not isinstance(given, list) or not given:
+        raise EngineError("input_ids must be a list of token ids, or a list of such lists")
+    is_batch = isinstance(given[0], list)
+    prompts = given if is_batch else [given]
+    for number, ids in enumerate(prompts):
+        if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+            raise EngineError(f"prompt {number} of input_ids is no list of token ids")
+        if wrong := wrong_token(np.asarray(ids, np.int64), vocab_size):
+            raise EngineError(f"prompt {number} of input_ids: token {wrong[0]} {wrong[1]}")
+    return prompts, is_batch
+
+
+def _params(body: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+    given = body.get("sampling_params") or {}
+    params = given if isinstance(given, list) else [given] * count
+    if len(params) != count or not all(isinstance(one, Mapping) for one in params):
+        raise EngineError(f"sampling_params: {len(params)} of them for {count} prompts")
+    return params
+
+
+_DEFAULTS = {"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "n": 1}
+# parameters that must have these values, or be left out
+_FIXED = {"min_p": 0.0, "n": 1}
+
+
+def _sampling(params: list[Mapping[str, Any]]) -> Sampling:
+    """The sampling that all prompts of a request share; each has a seed of its own."""
+    first = {**_DEFAULTS, **params[0]}
+    for one in params:
+        unknown = one.keys() - _DEFAULTS.keys() - _FIXED.keys() - PLAIN.keys() - {"sampling_seed"}
+        if unknown:
+            raise EngineError(f"sampling_params: {sorted(unknown)[0]!r} is not taken here")
+        for name, value in {**_DEFAULTS, **one}.items():
+            if name in _FIXED and value != _FIXED[name]:
+                raise EngineError(f"sampling_params: {name} must be {_FIXED[name]}")
+            if name in _DEFAULTS and value != first[name]:
+                raise EngineError(f"sampling_params: {name} differs between the prompts")
+    top_k = max(0, int(first["top_k"]))
+    sampling = Sampling(
+        int(first["max_new_tokens"]), float(first["temperature"]), float(first["top_p"]), top_k
+    )
+    if sampling.settings.unknown_to_the_loss() and sampling.temperature > 0:
+        return Sampling(
+            sampling.max_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            top_k,
+            logprobs_of="processed",
+        )
+    return sampling
+
+
+class _Handler(BaseHTTPRequestHandler):
+    sampler: EmbeddedSampler
+    protocol_version = "HTTP/1.1"
+    # An answer is written in two pieces. With Nagle's algorithm the second one waits until the
+    # client has acknowledged the first, which takes it 40 ms.
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._answer(200, {})
+        elif self.path in ("/server_info", "/model_info"):
+            self._answer(200, self.sampler.info())
+        else:
+            self._answer(404, {"error": f"no page {self.path}"})
+
+    def do_POST(self) -> None:
+        try:
+            length = int(self.headers.get("Content-Length", 0))
+            if length > _LARGEST_BODY:
+                raise EngineError(f"a body of {length} bytes; at most {_LARGEST_BODY}")
+            body = read_json(self.rfile.read(length), "the request", _LARGEST_BODY)
+            if not isinstance(body, Mapping):
+                raise EngineError("the body must be a JSON object")
+            self._answer(200, self._post(body))
+        except (ValueError, OSError) as error:
+            self._answer(400, {"error": {"message": one_line(str(error), 500)}})
+        except Exception as error:  # of the model: too little memory, a shape that does not fit
+            reason = one_line(f"{type(error).__name__}: {error}", 500)
+            self._answer(400, {"error": {"message": reason}})
+
+    def _post(self, body: Mapping[str, Any]) -> Any:
+        if self.path == "/generate":
+            return self.sampler.generate(body)
+        if self.path == "/update_weights_from_disk":
+            self.sampler.load(Path(str(body["model_path"])), str(body["weight_version"]))
+            return {"success": True, "message": "", "num_paused_requests": 0}
+        raise EngineError(f"no page {self.path}")
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing of single requests."""
+
+
+def server(sampler: EmbeddedSampler, host: str, port: int) -> ThreadingHTTPServer:
+    """A server of the sampler, which `serve_forever` runs; port 0 takes any free one."""
+    handler = type("Handler", (_Handler,), {"sampler": sampler})
+    made = ThreadingHTTPServer((host, port), handler)
+    made.daemon_threads = True
+    return made

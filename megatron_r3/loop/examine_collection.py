@@ -1,0 +1,76 @@
+"""The truth test of a shard before it is stored: rows that are not true never reach the trainer.
+
+It is docs/truth.md's, on some rollouts of each shard, with the policy that sampled them. A push
+that is verified has shown that the sampler computes the policy; the truth test shows that the rows
+which it returns are those of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_r3.collect.engine_agreement import compare_rollouts, keep_floor
+from megatron_r3.data.engines.shape import EngineError
+from megatron_r3.data.store import Rollout, StoreInfo
+from megatron_r3.data.truth import examine, floor_path, read_floor
+from megatron_r3.loop.published import PublishedPolicy
+
+
+class RowsError(ValueError):
+    """Rows that are not true; the message names the likely cause."""
+
+
+def examiner(
+    policy: PublishedPolicy,
+    before: Path | None,
+    number: int,
+    rollouts: Path,
+    note: Callable[..., None],
+) -> Callable[[Sequence[Rollout], StoreInfo], None]:
+    """A check of the rollouts of a shard (`Plan.check`).
+
+    Args:
+        policy: which sampled them.
+        before: the directory of the policy before, if it is still there: it tells rows of older
+            weights from other faults.
+        number: how many rollouts are looked at.
+        rollouts: the store; the floor of the first shard lies beside it.
+        note: writes an event; called with its name and fields.
+    """
+
+    def check(shard: Sequence[Rollout], info: StoreInfo) -> None:
+        some = np.unique(np.linspace(0, len(shard) - 1, min(number, len(shard))).astype(int))
+        named = {
+            f"rollout {shard[i].group}, sample {shard[i].sample}": shard[i] for i in some.tolist()
+        }
+        try:
+            agreement = compare_rollouts(named, info, policy.path, before, "the shard")
+        except EngineError as error:  # not the sampler's: to sample again is of no use
+            raise RowsError(f"the truth test of policy {policy.version}: {error}") from error
+        path = floor_path(rollouts, agreement.model, str(info.engine), agreement.dtype)
+        floor = read_floor(path)
+        model = f"policy {policy.version}"
+        report = examine(agreement.compared, info.moe_layers, floor=floor, model=model)
+        numbers = agreement.numbers(report)
+        note(
+            "examined",
+            version=policy.version,
+            rollouts=numbers["rollouts"],
+            rows=numbers["rows"],
+            mismatch=float(report.tables.all_rows.share),
+            abs_dlogp=numbers["abs_dlogp"],
+            alarms=[str(alarm) for alarm in report.alarms],
+        )
+        if report.alarms:
+            raise RowsError(
+                f"the truth test of {numbers['rollouts']} rollouts of policy {policy.version}: "
+                f"{'; '.join(map(str, report.alarms))}. {len(shard)} rollouts are not stored "
+                "(docs/truth.md)"
+            )
+        if floor is None:
+            keep_floor(path, info, agreement, report)
+
+    return check

@@ -1,0 +1,218 @@
+"""How a server is told to take new weights, and how it says which ones it has.
+
+SGLang and the embedded sampler load a directory by one request. vLLM does it by three requests of
+its development mode. A command of the user's may do it too, over NCCL for example. Else whoever
+runs the servers starts a new one for each policy. None of these is believed (push.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.collect.client import Client
+from megatron_r3.collect.engine import NoAnswer
+from megatron_r3.data.engines.shape import EngineError
+from megatron_r3.data.untrusted import one_line, quoted
+from megatron_r3.loop.processes import filled_in, start, stop
+from megatron_r3.loop.published import PublishedPolicy
+
+MOST_BYTES = 1 << 28
+POLL_S = 0.2
+_DEV_MODE = (
+    "vLLM takes new weights in place only with VLLM_SERVER_DEV_MODE=1 in its environment; or give "
+    "[sampler] in_place = false and a command, which starts it anew for each policy"
+)
+
+
+class LoadError(EngineError):
+    """A server did not take weights, for a reason that a second try does not change.
+
+    push.PushError is the kind for a server that took them, and does not sample with them.
+    """
+
+
+class Loader:
+    """Has one server take policies.
+
+    Args:
+        engine: embedded, sglang or vllm.
+        client: sends the requests.
+        in_place: whether the running server loads new weights; else a new server is waited for.
+        command: [sampler] push; empty for the server's own requests.
+        wait_s: how long a server is waited for.
+    """
+
+    def __init__(
+        self, engine: str, client: Client, in_place: bool, command: Sequence[str], wait_s: float
+    ) -> None:
+        self.engine, self.in_place, self.wait_s = engine, in_place, wait_s
+        self._client, self._command = client, command
+
+    @property
+    def how(self) -> str:
+        """In a word, for the events of a run."""
+        if not self.in_place:
+            return "restarted"
+        return "command" if self._command else "loaded"
+
+    async def served(self) -> str:
+        """The name of the policy that the server says it has.
+
+        Raises:
+            NoAnswer: it does not answer.
+            LoadError: it has no such page, or something else is on it.
+        """
+        if self.engine != "vllm":
+            # not /server_info, whose version SGLang 0.5.23 keeps from its start
+            return await self._read("/model_info", lambda page: page["weight_version"])
+        if not self.in_place:
+            return await self.model_name()
+        return await self._read("/weight_info", lambda page: page["weight_version"])
+
+    async def model_name(self) -> str:
+        """Under which name requests ask for the model; vLLM alone wants one."""
+        if self.engine != "vllm":
+            return ""
+        return await self._read("/v1/models", lambda page: page["data"][0]["id"])
+
+    async def _read(self, path: str, value: Callable[[Any], Any]) -> str:
+        """A value of a page, as a text.
+
+        Raises:
+            NoAnswer: there is no answer yet.
+            LoadError: the server refuses the page, or it is another service's.
+        """
+        try:
+            return str(value(await self._client.get(path)))
+        except NoAnswer as error:
+            if error.status is None or not 400 <= error.status < 500:
+                raise
+            hint = f": {_DEV_MODE}" if path == "/weight_info" else ""
+            raise LoadError(f"{error}: is it a {self.engine} server?{hint}") from error
+        except (LookupError, TypeError) as error:
+            raise LoadError(
+                f"{self._client.url}{path}: not what {self.engine} answers: no {error}"
+            ) from error
+
+    async def wait_until_up(self) -> str:
+        """Wait for a server that is still starting; what it serves then.
+
+        Raises:
+            LoadError: it takes no weights.
+            EngineError: it does not come up in time.
+        """
+        end = time.monotonic() + self.wait_s
+        while True:
+            try:
+                return await self.served()
+            except LoadError:
+                raise
+            except EngineError:
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(POLL_S)
+
+    async def take(self, policy: PublishedPolicy) -> None:
+        """Have the server take a policy, or wait for a server that began with it.
+
+        Raises:
+            LoadError: it says that it did not, or the command failed.
+            ValueError: there is no such command.
+            EngineError: it does not answer.
+        """
+        if not self.in_place:
+            await self._wait_for_restart(policy)
+        elif self._command:
+            await self._run(policy)
+            await self._mark(policy)
+        elif self.engine == "vllm":
+            await self._load_into_vllm(policy)
+            await self._mark(policy)
+        else:
+            await self._load(policy)
+
+    async def _load(self, policy: PublishedPolicy) -> None:
+        """SGLang's request, which also empties the prefix cache.
+
+        SGLang answers a request a moment before its scheduler lets go of the request. A load in
+        that moment answers 400 "Weights were updated, but the cache was not flushed": the load is
+        asked for again until the cache is empty, because what it loads is the same each time.
+        """
+        body = {
+            "model_path": str(policy.path),
+            "weight_version": policy.name,
+            "flush_cache": True,
+        }
+        end = time.monotonic() + self.wait_s
+        while True:
+            try:
+                return await self._post("/update_weights_from_disk", body, policy)
+            except NoAnswer as error:
+                if "cache was not flushed" not in str(error) or time.monotonic() > end:
+                    raise
+            await asyncio.sleep(POLL_S)
+
+    async def _load_into_vllm(self, policy: PublishedPolicy) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(policy.path)}}
+        await self._client.post("/collective_rpc", body, MOST_BYTES)
+        await self._post("/reset_prefix_cache", {}, policy)
+
+    async def _mark(self, policy: PublishedPolicy) -> None:
+        """Have the server say from now on that it has this policy. A restart loses the mark."""
+        body = {"new_version": policy.name}
+        if self.engine == "sglang":
+            await self._post(
+                "/update_weight_version", {**body, "abort_all_requests": False}, policy
+            )
+        else:
+            await self._post("/update_weight_version", body, policy)
+
+    async def _post(self, path: str, body: Mapping[str, Any], policy: PublishedPolicy) -> None:
+        answer = await self._client.post(path, body, MOST_BYTES)
+        if not isinstance(answer, Mapping) or answer.get("success") is not True:
+            raise LoadError(
+                f"{self._client.url}{path}: it did not take {policy.path}: {quoted(answer, 300)}"
+            )
+
+    async def _run(self, policy: PublishedPolicy) -> None:
+        values = {
+            "model": str(policy.path),
+            "version": policy.name,
+            "url": self._client.url,
+        }
+        words = filled_in(self._command, values)
+        with tempfile.NamedTemporaryFile(prefix="push-") as log:
+            process = start(words, {}, Path(log.name))
+            try:
+                end = time.monotonic() + self.wait_s
+                while (status := process.poll()) is None and time.monotonic() < end:
+                    await asyncio.sleep(POLL_S)
+            finally:
+                stop(process)  # with all that it has started: nothing of it may come late
+            said = one_line(log.read()[-500:].decode(errors="replace"), 500)
+        if status != 0:
+            how = f"no end within {self.wait_s:g} s" if status is None else f"exit status {status}"
+            raise LoadError(f"[sampler] push: {' '.join(words)}: {how}: {said}")
+
+    async def _wait_for_restart(self, policy: PublishedPolicy) -> None:
+        """Wait for the server of this policy, which whoever runs servers starts."""
+        end, seen = time.monotonic() + self.wait_s, ""
+        while time.monotonic() < end:
+            try:
+                seen = await self.served()
+                if policy.is_named(seen):
+                    return
+            except LoadError:
+                raise
+            except EngineError:
+                pass  # no server yet
+            await asyncio.sleep(POLL_S)
+        raise LoadError(
+            f"{self._client.url}: no server of policy {policy.version} within {self.wait_s:g} s"
+            + (f"; there is one of {quoted(seen)}" if seen else "")
+        )

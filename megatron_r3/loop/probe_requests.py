@@ -1,0 +1,122 @@
+"""How a server is asked for the log-probs and the routes of tokens that are given, and its answer.
+
+Shape suffixes (docs/glossary.md): L, N, T, Y, K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.data.engines.body import bare_array, integer_array, number_array
+from megatron_r3.data.engines.shape import EngineError, ModelShape
+from megatron_r3.data.untrusted import said
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a sampler answered for one sequence of N tokens.
+
+    Attributes:
+        logprobs_N: float32; the first is 0. All are 0 where the prompt's were not asked for.
+        routes_LNK: the experts of each token.
+        next_token: the likeliest token after the sequence.
+        next_logprob: its log-prob.
+    """
+
+    logprobs_N: np.ndarray
+    routes_LNK: np.ndarray
+    next_token: int
+    next_logprob: float
+
+
+def probe_request(
+    engine: str, model: str, ids: list[int], with_prompt: bool
+) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request for the routes of some tokens and the likeliest next one.
+
+    Args:
+        model: the name under which vLLM has the model.
+        with_prompt: whether the log-probs of the tokens are asked for too. Then an engine computes
+            all of them anew; else it may use keys and values that it kept.
+    """
+    if engine == "vllm":
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        return "/v1/completions", body | ({"prompt_logprobs": 0} if with_prompt else {})
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "return_logprob": True,
+        "return_routed_experts": True,
+        "stream": False,
+    }
+    return "/generate", body | ({"logprob_start_len": 0} if with_prompt else {})
+
+
+def read_answer(
+    answer: Any, body: Mapping[str, Any], engine: str, shape: ModelShape, where: str
+) -> Asked:
+    """What a server answered to a `probe_request`.
+
+    Raises:
+        EngineError: the answer lacks something, or has another number of tokens or layers.
+    """
+    read = _vllm if engine == "vllm" else _sglang
+    try:
+        ids, values, rows_TYK, token, logprob = read(answer, body, shape)
+    except EngineError as error:
+        raise EngineError(f"{where}: {error}") from error
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError(f"{where}: its answer lacks a part of the probe: {error!r}") from error
+    if len(rows_TYK) < len(ids):
+        raise EngineError(f"{where}: {len(rows_TYK)} rows of routes for {len(ids)} tokens")
+    if rows_TYK.shape[1] == shape.num_hidden_layers:
+        rows_TYK = rows_TYK[:, list(shape.moe_layers)]
+    if rows_TYK.shape[1:] != (len(shape.moe_layers), shape.topk):
+        raise EngineError(f"{where}: routes of shape {rows_TYK.shape}")
+    logprobs_N = np.zeros(len(ids), np.float32)
+    if values is not None:
+        if len(values) != len(ids) - 1:
+            raise EngineError(f"{where}: {len(values)} log-probs for {len(ids)} prompt tokens")
+        logprobs_N[1:] = number_array(values, "the prompt's log-probs")
+    return Asked(logprobs_N, rows_TYK[: len(ids)].transpose(1, 0, 2), int(token), float(logprob))
+
+
+_Read = tuple[list[int], "list[float] | None", np.ndarray, int, float]
+
+
+def _sglang(answer: Any, body: Mapping[str, Any], shape: ModelShape) -> _Read:
+    meta, ids, values = answer["meta_info"], body["input_ids"], None
+    logprob, token = meta["output_token_logprobs"][0][:2]
+    if "logprob_start_len" in body:
+        entries = meta["input_token_logprobs"]
+        if (named := [entry[1] for entry in entries]) != ids:
+            raise EngineError(
+                f"input_token_logprobs are of the tokens {said(named)}; {said(ids)} were sent"
+            )
+        values = [entry[0] for entry in entries[1:]]
+    flat = bare_array(meta["routed_experts"], "<i4", "routed_experts")
+    return ids, values, flat.reshape(-1, shape.num_hidden_layers, shape.topk), token, logprob
+
+
+def _vllm(answer: Any, body: Mapping[str, Any], shape: ModelShape) -> _Read:
+    choice, ids, values = answer["choices"][0], body["prompt"], None
+    if "prompt_logprobs" in body:
+        entries = choice["prompt_logprobs"]
+        # one entry a token, {"token id": {"logprob": ...}}; the first token has None
+        values = [
+            entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)
+        ]
+    rows_TYK = integer_array(choice["routed_experts"], "routed_experts")
+    return ids, values, rows_TYK, choice["token_ids"][0], choice["logprobs"]["token_logprobs"][0]

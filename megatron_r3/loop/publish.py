@@ -1,0 +1,191 @@
+"""Publishes the policy from inside training, for the sampler of the next collection.
+
+Version v is the policy after v * interval optimizer steps. Version 0 is published before the first
+step, each other one before the step that follows it, when its checkpoint is written; the last one
+when its step is done. A version is written by all ranks, each what it holds, into a temporary
+folder, and gets its name when it is whole. A training that is resumed comes by versions that it has
+published before: it compares them, and refuses to go on if they differ.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_r3.data.untrusted import read_json
+from megatron_r3.loop.probe import Probe
+from megatron_r3.loop.probe_pass import ProbePass
+from megatron_r3.loop.published import (
+    MANIFEST,
+    PublishedPolicy,
+    published,
+    read_policy,
+    version_name,
+)
+from megatron_r3.loop.run_directory import RunDirectory
+from megatron_r3.replay.layers import local_routers
+from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.policy_head import install
+from megatron_r3.train.publish_options import PublishOptions
+from megatron_r3.train.refuse import refuse
+from megatron_r3.weights.all_ranks import everyones, on_first_rank
+from megatron_r3.weights.bridge import VARIABLE, choice_of_environment, chosen_family
+from megatron_r3.weights.directory import dtype_of
+from megatron_r3.weights.family import Family
+from megatron_r3.weights.write_policy import write_policy
+
+
+class Publisher:
+    """Writes the versions of one training.
+
+    Args:
+        options: what is published.
+        training: its options.
+        observe: lets a router without a hook answer to the active microbatch; called with the
+            router and its layer number.
+    """
+
+    def __init__(
+        self,
+        options: PublishOptions,
+        training: RolloutOptions,
+        observe: Callable[[Any, int], None],
+    ) -> None:
+        self.options, self._training, self._observe = options, training, observe
+        self._events = RunDirectory(options.directory.parent)
+        self._models: list[Any] = []
+        self._done = -1  # the last iteration that was published
+        self._probe: ProbePass | None = None
+        config = options.like / "config.json"
+        self._config = read_json(config.read_bytes(), str(config))
+        size = self._config.get("vocab_size") if isinstance(self._config, dict) else None
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{config}: no vocab_size")
+        self.vocab_size = size
+        self._dtype = dtype_of(self._config, config)
+        self._bridge = choice_of_environment()
+        self._family: Family | None = None  # made with the models
+
+    def begin(self, models: list[Any], iteration: int) -> None:
+        """Publish the policy from which a step starts, if it is a version.
+
+        It is called when the model is loaded, and before each step.
+        """
+        self._models = models
+        if iteration % self.options.interval == 0 and iteration != self._done:
+            self._publish(iteration)
+
+    def end(self, iteration: int) -> None:
+        """After the last step: publish the last version, which no step follows."""
+        if iteration % self.options.interval == 0:
+            self._publish(iteration)
+
+    def _publish(self, iteration: int) -> None:
+        started, self._done = time.monotonic(), iteration
+        version = iteration // self.options.interval
+        if self._probe is None:
+            self._probe = ProbePass(self._training, self.vocab_size, self._layers)
+        probe = self._probe.run(self._models)
+        try:
+            size = self._write(version, iteration, probe)
+        except ValueError as error:
+            refuse(f"--rollouts-publish {self.options.directory}: {error}")
+        if torch.distributed.get_rank() == 0:
+            fields = {"version": version, "iteration": iteration, "device": _device()}
+            if size:
+                fields |= {"bytes": size, "seconds": time.monotonic() - started}
+            # A version may be there without its event: a kill came between the two.
+            if size or version not in self._noted():
+                self._events.note("trainer", "published", **fields)
+            if size:
+                self._remove_old()
+
+    def _write(self, version: int, iteration: int, probe: Probe | None) -> int:
+        """Write a version, or compare with it if it was published before.
+
+        Returns:
+            The bytes of its weights; 0 if it was there, with the same bytes.
+
+        Raises:
+            ValueError: it is there with other bytes, or cannot be written. The same on every rank.
+        """
+        directory = self.options.directory
+        target, again = directory / version_name(version), None
+        if any(everyones(target.exists())):
+            again = directory / f".{version_name(version)}.again"
+            left_over = again  # of a training that was killed while it compared
+            on_first_rank(lambda: shutil.rmtree(left_over, ignore_errors=True))
+
+        def finish(folder: Path, files: dict[str, str]) -> None:
+            assert probe is not None, "rank 0 has the probe"
+            made = PublishedPolicy(target, version, iteration, files, probe)
+            if again is None:
+                (folder / MANIFEST).write_text(made.to_json() + "\n")
+            else:
+                _refuse_other(read_policy(directory, version), made)
+
+        if self._family is None:
+            like = self.options.like
+            self._family = chosen_family(self._bridge, like, self._models, VARIABLE)
+        size = write_policy(
+            self._models,
+            target if again is None else again,
+            family=self._family,
+            like=self.options.like,
+            dtype=self._dtype,
+            vocab_size=self.vocab_size,
+            finish=finish,
+        )
+        if again is None:
+            return size
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(again)
+        return 0
+
+    def _noted(self) -> set[Any]:
+        """The versions that have an event."""
+        events = self._events.read_events("trainer")
+        return {one.get("version") for one in events if one.get("event") == "published"}
+
+    def _layers(self, module: torch.nn.Module) -> list[int]:
+        """The MoE layers of a model chunk, whose routers answer to a microbatch from now on."""
+        install(module)
+        routers = local_routers(module)
+        for number, router in routers.items():
+            if router.router_replay is None:
+                self._observe(router, number)
+        return sorted(routers)
+
+    def _remove_old(self) -> None:
+        keep = self.options.keep
+        for version in published(self.options.directory)[:-keep] if keep else []:
+            shutil.rmtree(self.options.directory / version_name(version), ignore_errors=True)
+
+
+def _device() -> str:
+    """On what this rank trains, in words, for the report."""
+    if torch.version.cuda is None:
+        return "CPU"
+    return str(torch.cuda.get_device_name())
+
+
+def _refuse_other(before: PublishedPolicy, now: PublishedPolicy) -> None:
+    """Refuse to go on with other weights than those that were published, and perhaps sampled.
+
+    Raises:
+        ValueError: naming the files that differ.
+    """
+    if before.files == now.files:
+        return
+    names = [n for n in now.files if before.files.get(n) != now.files[n]]
+    raise ValueError(
+        f"{now.path}: policy {now.version} was published before, with other bytes in "
+        f"{', '.join(names) or 'its files'}: the training that was resumed has not repeated "
+        "itself, so the rollouts of this version are not its own. Save a checkpoint at each "
+        "version (--save-interval), or begin anew in another directory"
+    )

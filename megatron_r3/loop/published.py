@@ -1,0 +1,183 @@
+"""The policies directory: each version that a trainer published, and how a reader trusts it.
+
+    policies/v000003/config.json, tokenizer files, model-*.safetensors, policy.json
+
+A version appears whole or not at all, and is never changed. policy.json has the digest of each
+file, and the trainer's probe: what it computes on fixed tokens with these weights (probe.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_r3.data.untrusted import one_line, quoted, read_json
+from megatron_r3.loop.probe import Probe
+
+MANIFEST = "policy.json"
+FORMAT = 1
+POLL_S = 0.1  # between two looks for a version
+_NAME = re.compile(r"v(\d{6,})")
+_PIECE = 1 << 22  # bytes of a file that are digested at a time
+
+
+class PolicyError(ValueError):
+    """A published policy that cannot be used; the message names its directory."""
+
+
+def version_name(version: int) -> str:
+    """The directory of a version: v000003."""
+    return f"v{version:06d}"
+
+
+def published(directory: Path) -> list[int]:
+    """The versions that are there, ascending; empty if there is no such directory yet."""
+    if not directory.is_dir():
+        return []
+    found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
+    return sorted(int(name[1]) for name in found if name)
+
+
+@dataclass(frozen=True)
+class PublishedPolicy:
+    """One version, as its policy.json describes it.
+
+    Attributes:
+        path: its transformers directory.
+        version: 0 is the policy with which training began.
+        iteration: how many optimizer steps made it.
+        files: the SHA-256 of each file but policy.json, by name.
+        probe: what the trainer computes on fixed tokens with these weights.
+    """
+
+    path: Path
+    version: int
+    iteration: int
+    files: dict[str, str]
+    probe: Probe
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits for the content of all files."""
+        text = json.dumps(self.files, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        """What a sampler that has it says: v000003-0123456789abcdef.
+
+        The digest tells it from version 3 of another run, which the same server may be given.
+        """
+        return f"{version_name(self.version)}-{self.digest}"
+
+    def is_named(self, served: str) -> bool:
+        """Whether a server that says `served` has it.
+
+        A server that begins with a policy adds to the name what no other start has (sampler.py):
+        v000003-0123456789abcdef.4a1f. So one that died and was started again is told apart.
+        """
+        return served == self.name or served.startswith(f"{self.name}.")
+
+    def to_json(self) -> str:
+        """The text of policy.json."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": self.version,
+                "iteration": self.iteration,
+                "files": self.files,
+                "probe": self.probe.to_json(),
+            }
+        )
+
+    def check_files(self) -> None:
+        """Refuse a directory whose files are not those that the trainer wrote.
+
+        Raises:
+            PolicyError: naming the file.
+        """
+        names = {path.name for path in self.path.iterdir()} - {MANIFEST}
+        for name in sorted(names ^ self.files.keys()):
+            what = "is missing" if name in self.files else "was not published with it"
+            raise PolicyError(f"{self.path / name}: {what}; {_PUBLISH_AGAIN}")
+        for name, digest in self.files.items():
+            if file_digest(self.path / name) != digest:
+                raise PolicyError(
+                    f"{self.path / name}: its bytes are not those that the trainer wrote; "
+                    f"{_PUBLISH_AGAIN}"
+                )
+
+
+_PUBLISH_AGAIN = "remove the directory of this version and start the trainer again"
+
+
+def read_policy(directory: Path, version: int) -> PublishedPolicy:
+    """Read what policy.json says of a version.
+
+    Raises:
+        PolicyError: it is no policy that a trainer published, or of another version.
+    """
+    path = directory / version_name(version)
+    file = path / MANIFEST
+    try:
+        fields = read_json(file.read_bytes(), str(file))
+        if fields["format"] != FORMAT or fields["version"] != version:
+            raise PolicyError(
+                f"{file}: format {quoted(fields['format'])} and version "
+                f"{quoted(fields['version'])}; expected {FORMAT} and {version}"
+            )
+        files = {str(name): str(digest) for name, digest in fields["files"].items()}
+        return PublishedPolicy(
+            path, version, int(fields["iteration"]), files, Probe.from_json(fields["probe"])
+        )
+    except PolicyError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PolicyError(
+            f"{file}: not what a trainer publishes ({one_line(repr(error), 200)})"
+        ) from error
+
+
+def wait_for_policy(directory: Path, version: int, wait_s: float) -> PublishedPolicy:
+    """Wait until a version is there.
+
+    Raises:
+        PolicyError: it did not come in time, or cannot be used.
+    """
+    end = time.monotonic() + wait_s
+    while not (directory / version_name(version)).is_dir():
+        if time.monotonic() >= end:
+            newest = max(published(directory), default=None)
+            there = "none" if newest is None else f"the newest one is {newest}"
+            raise PolicyError(
+                f"{directory}: policy {version} did not come within {wait_s:g} s ({there}): is the "
+                "trainer still running?"
+            )
+        time.sleep(POLL_S)
+    return read_policy(directory, version)
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file.
+
+    Raises:
+        PolicyError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+    except OSError as error:
+        raise PolicyError(f"{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
+
+
+def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of some files of a folder, by name."""
+    return {name: file_digest(folder / name) for name in sorted(names)}

@@ -1,0 +1,391 @@
+"""From runs to what a report shows: groups of seeds, lines with bands, times by stage, warnings.
+
+Runs of one name but for a number at its end (live-0, live-1, live-2) are seeds of one experiment.
+A report shows their mean, and a band from the smallest to the largest of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from megatron_r3.data.untrusted import one_line
+from megatron_r3.loop.report import LAYER, Curve, Run
+from megatron_r3.loop.report_facts import OPTIONS
+
+MOST_POINTS = 100  # of a line; a longer one is drawn as means over neighbouring points
+STAGES = ("sampling", "pushing weights", "waiting for a policy", "the rest")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Seeds of one experiment, or a run that has no other seed."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def label(self) -> str:
+        """What the legend calls the group."""
+        return self.name if len(self.runs) == 1 else f"{self.name} (mean of {len(self.runs)})"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: at each x the mean, the smallest and the largest of what is there.
+
+    `each` says how many neighbouring points of a run one point of the line stands for.
+    """
+
+    x: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+    each: int = 1
+
+
+def groups_of(runs: Sequence[Run]) -> list[Group]:
+    """The groups, in the order of their first runs."""
+    seeds: dict[str, list[Run]] = {}
+    for run in runs:
+        seeds.setdefault(re.sub(r"-\d+$", "", run.name), []).append(run)
+    return [
+        # A number at the end of a name means nothing where no other run has the name.
+        Group(base if len(members) > 1 else members[0].name, tuple(members))
+        for base, members in seeds.items()
+    ]
+
+
+def line_of(curves: Sequence[Curve], most: int = MOST_POINTS) -> Line | None:
+    """The line of the curves of a group's seeds; None if no curve has a point.
+
+    A mean over other seeds at each x would jump where one of them ends. So a point is drawn only
+    where every curve has one. Example: of seeds with 40, 40 and 31 steps, 31 steps are drawn.
+    """
+    filled = [curve for curve in curves if curve]
+    if not filled:
+        return None
+    x = sorted(set.intersection(*(set(curve) for curve in filled)))
+    if not x:
+        return None
+    each = math.ceil(len(x) / most)
+    line = Line([], [], [], [], each)
+    for start in range(0, len(x), each):
+        near = x[start : start + each]
+        values = [curve[i] for curve in filled for i in near]
+        line.x.append(fmean(near))
+        line.mean.append(fmean(values))
+        line.low.append(min(values))
+        line.high.append(max(values))
+    return line
+
+
+def thirds(curve: Curve) -> tuple[float, float] | None:
+    """The means of the first and the last third of a curve; of less than three points, its ends."""
+    values = [curve[x] for x in sorted(curve)]
+    third = max(len(values) // 3, 1)
+    return (fmean(values[:third]), fmean(values[-third:])) if values else None
+
+
+# -- the curves of a run
+
+
+def metric(name: str) -> Callable[[Run], Curve]:
+    """A function that gives a run's curve of one name in metrics.jsonl, by step."""
+    return lambda run: run.metrics.get(name, {})
+
+
+def metrics_sum(*names: str) -> Callable[[Run], Curve]:
+    """A function that gives the sum of several names, at the steps that have all of them."""
+
+    def summed(run: Run) -> Curve:
+        curves = [run.metrics.get(name, {}) for name in names]
+        steps = set.intersection(*(set(curve) for curve in curves))
+        return {step: sum(curve[step] for curve in curves) for step in sorted(steps)}
+
+    return summed
+
+
+def first_steps(curve: Callable[[Run], Curve]) -> Callable[[Run], Curve]:
+    """A function that gives of a curve the first step of each collection.
+
+    Empty where a collection has one step. In the later ones of a collection the trainer has moved
+    away from the policy that sampled it, whatever their numerics.
+    """
+
+    def firsts(run: Run) -> Curve:
+        each = run.steps_each
+        return {x: y for x, y in curve(run).items() if each > 1 and (x - 1) % each == 0}
+
+    return firsts
+
+
+def tokens_a_second(run: Run) -> Curve:
+    """Tokens that a step trains on, prompts included, by the seconds that it takes."""
+    tokens, seconds = (run.metrics.get(f"update/{name}", {}) for name in ("tokens", "seconds"))
+    return {step: tokens[step] / s for step, s in seconds.items() if step in tokens and s}
+
+
+def of_events(
+    kind: str, x: str, value: str, fold: Callable[[Any], float] = float
+) -> Callable[[Run], Curve]:
+    """A function that gives a field of events as a curve; of an x that came twice the later counts.
+
+    Args:
+        kind: the events, such as "collected".
+        x, value: the names of fields.
+        fold: makes a number of the value. A result that is not finite is left out.
+    """
+
+    def curve(run: Run) -> Curve:
+        events = [event for event in run.of(kind) if event.get(value) not in (None, [])]
+        points = {event[x]: fold(event[value]) for event in events}
+        return {at: points[at] for at in sorted(points) if math.isfinite(points[at])}
+
+    return curve
+
+
+def mismatch_by_layer(run: Run) -> dict[int, Curve]:
+    """The router mismatch by Megatron's number of the layer, and by step."""
+    return {layer: run.metrics[f"{LAYER}{layer}"] for layer in run.layers}
+
+
+def load_by_layer(run: Run) -> dict[int, Curve]:
+    """The largest load of an expert divided by the mean, by MoE layer (from 1) and collection."""
+    layers: dict[int, Curve] = {}
+    for event in run.of("collected"):
+        for number, load in enumerate(event.get("expert_load", ()), start=1):
+            if math.isfinite(load):
+                layers.setdefault(number, {})[event["collection"]] = load
+    return layers
+
+
+def stage_times(run: Run) -> dict[str, Curve]:
+    """Seconds of each of `STAGES` by collection; all of them together are the time on the clock.
+
+    Waiting and pushing belong to the collection that follows them. "The rest" is what the clock
+    says beyond the measured stages: rewards, storing, and the time in which the collector was dead.
+    It is 0 for the first collection, since nothing says when that began.
+    """
+    times: dict[str, Curve] = {stage: {} for stage in STAGES}
+    waited = pushed = 0.0
+    before: float | None = None
+    for event in run.of("waited", "pushed", "collected"):
+        seconds = event.get("seconds", 0.0)
+        if event["event"] == "waited":
+            waited += seconds
+        elif event["event"] == "pushed":
+            pushed += seconds
+        else:
+            known = waited + pushed + seconds
+            clock = known if before is None else event["time"] - before
+            values = (seconds, pushed, waited, max(clock - known, 0.0))
+            for stage, value in zip(STAGES, values, strict=True):
+                times[stage][event["collection"]] = value
+            waited, pushed, before = 0.0, 0.0, event["time"]
+    return times if times[STAGES[0]] else {}
+
+
+def seconds_of_collections(run: Run) -> Curve:
+    """Seconds on the clock of each collection."""
+    return _sum_of(stage_times(run).values())
+
+
+def _sum_of(curves: Any) -> Curve:
+    total: Curve = {}
+    for curve in curves:
+        for x, value in curve.items():
+            total[x] = total.get(x, 0.0) + value
+    return total
+
+
+def wall_seconds(run: Run) -> float | None:
+    """Seconds in which the run was at work, without its pauses; None if there are no events."""
+    times = [event["time"] for event in run.events]
+    return max(times) - min(times) - sum(b - a for a, b in pauses(run)) if times else None
+
+
+def pauses(run: Run) -> list[tuple[float, float]]:
+    """When the run was stopped, and when it was started again.
+
+    It was if a part is started that had not ended, or while no part is at work.
+    """
+    found, before, alive = [], None, set[str]()
+    for event in sorted(run.events, key=lambda event: event["time"]):
+        part, kind = event.get("part", ""), event["event"]
+        if kind == "started":
+            if before is not None and (part in alive or not alive):
+                found.append((before, event["time"]))
+                alive = set()
+            alive.add(part)
+        elif kind in ("died", "ended"):
+            alive.discard(part)
+        before = event["time"]
+    return found
+
+
+# -- what a reader of a chart must know
+
+
+def mini_steps(run: Run) -> str:
+    """What the teeth of a curve are; empty where a collection has one step."""
+    if run.steps_each == 1:
+        return ""
+    return (
+        f"The teeth are the {run.steps_each} steps on each collection, in which the trainer moves "
+        "away from the sampler; dashed: the first of them."
+    )
+
+
+def learning_rate(run: Run) -> str:
+    """That a learning rate which falls makes sampler and trainer agree; empty if it does not."""
+    ends = thirds(run.metrics.get("update/learning rate", {}))
+    if ends is None or ends[1] > 0.8 * ends[0]:
+        return ""
+    return (
+        f"The learning rate fell from {ends[0]:.3g} to {ends[1]:.3g}: smaller steps alone bring "
+        "this down, so a fall is no gain in agreement."
+    )
+
+
+def long_collections(run: Run) -> str:
+    """Which collections took longer for a known reason: a restart, or a checkpoint before them."""
+    ends = {event["collection"]: event["time"] for event in run.of("collected")}
+
+    def during(times: Iterable[float]) -> set[int]:
+        found = (min((n for n, end in ends.items() if end >= time), default=-1) for time in times)
+        return {number for number in found if number > 0}
+
+    reasons = {"the run was stopped and started again in": during(b for _, b in pauses(run))}
+    for part in dict.fromkeys(event["part"] for event in run.of("died")):
+        times = (event["time"] for event in run.of("died") if event["part"] == part)
+        reasons[f"the {one_line(part, 60)} died in"] = during(times)
+    saved = {step // run.steps_each for step in run.saved}
+    reasons["a checkpoint was written before"] = saved & ends.keys()
+    words = [f"{what} {_listed(numbers)}" for what, numbers in reasons.items() if numbers]
+    return f"Known reasons for a peak: {'; '.join(words)}." if words else ""
+
+
+def _listed(numbers: set[int]) -> str:
+    first = ", ".join(map(str, sorted(numbers)[:8]))
+    return f"collection{'s' * (len(numbers) > 1)} {first}{', ...' * (len(numbers) > 8)}"
+
+
+# -- what a reader must not miss
+
+
+def warnings_of(run: Run) -> list[str]:
+    """What is wrong in a run, one sentence each, the worst first."""
+    found = []
+    for event in run.of("pushed"):
+        if not event["verified"]:
+            found.append(
+                f"the push of version {event['version']} was not verified: |dlogp| is "
+                f"{_or_unknown(event, 'abs_dlogp')}, the limit is {_or_unknown(event, 'limit')}"
+            )
+    for event in run.of("examined"):
+        found += [
+            f"rollouts of version {event['version']} were not stored: {alarm}"
+            for alarm in event["alarms"]
+        ]
+    found += _sampled_unchecked(run) + _not_dispatched(run)
+    bounded = [step for step, share in run.metrics.get("bounded ratio", {}).items() if share > 0]
+    if bounded:
+        found.append(f"bounded ratio is above 0 in {len(bounded)} steps, first in {bounded[0]}")
+    for layer, curve in mismatch_by_layer(run).items():
+        if high := [step for step, share in curve.items() if share > 0.5]:
+            found.append(
+                f"router mismatch is above one half in layer {layer} in {len(high)} steps, first "
+                f"in {high[0]}: the engine computes another model, or its router is noisy on "
+                "purpose"
+            )
+    died = run.of("died")
+    for part in sorted({event["part"] for event in died}):
+        status = [str(event.get("status", "?")) for event in died if event["part"] == part]
+        times = "once" if len(status) == 1 else f"{len(status)} times"
+        found.append(f"the {part} died {times} (exit status {', '.join(status)})")
+    return found
+
+
+def _sampled_unchecked(run: Run) -> list[str]:
+    """Collections by a version whose push no event calls verified."""
+    verified = {event["version"] for event in run.of("pushed") if event["verified"]}
+    wrong = [event for event in run.of("collected") if event["version"] not in verified]
+    if not wrong:
+        return []
+    first = wrong[0]
+    return [
+        f"{len(wrong)} collections were sampled by a version whose push is not recorded as "
+        f"verified, first collection {first['collection']} by version {first['version']}"
+    ]
+
+
+def _not_dispatched(run: Run) -> list[str]:
+    """Steps that replayed every route and in which not every token reached its experts.
+
+    Live training has no promise to keep, so only steps count whose routes all are the rollout's.
+    """
+    replayed = run.metrics.get("update/routes from rollout", {})
+    shares = run.metrics.get("routes dispatched as recorded", {})
+    wrong = [step for step, share in shares.items() if share < 1 and replayed.get(step) == 1]
+    if not wrong:
+        return []
+    lowest = min(shares[step] for step in wrong)
+    return [
+        f"routes dispatched as recorded is below 1 in {len(wrong)} steps with replay, first in "
+        f"{wrong[0]} (lowest: {lowest:.6g}): stop, and run make fidelity MEGATRON=DIR"
+    ]
+
+
+def _or_unknown(event: dict[str, Any], name: str) -> str:
+    return f"{event[name]:.4g}" if name in event else "unknown"
+
+
+def replay_of(run: Run) -> str:
+    """Whose experts the trainer used, from what its steps measured; else from its options."""
+    shares = {
+        name: max(run.metrics.get(f"update/routes {name}", {}).values(), default=None)
+        for name in ("from rollout", "from old policy")
+    }
+    if any(shares.values()):
+        return "on: " + ", ".join(
+            f"routes {name} ({'R3' if name == 'from rollout' else 'R2'})"
+            for name, share in shares.items()
+            if share
+        )
+    known = bool(run.config) or shares["from rollout"] is not None
+    if (
+        shares["from rollout"] is None
+        and "--moe-router-replay" in run.facts.get(OPTIONS, "").split()
+    ):
+        return "on (--moe-router-replay)"
+    return "off: the trainer chose its experts live" if known else ""
+
+
+def notes_of(run: Run) -> list[str]:
+    """What a reader of the numbers must know of a run."""
+    found = [*run.notes]
+    if (replay := replay_of(run)).startswith("off"):
+        found.append(f"replay is {replay}; with --moe-router-replay it takes the sampler's")
+    collected = {event["collection"] for event in run.of("collected")}
+    if gaps := sorted(set(range(max(collected, default=-1) + 1)) - collected):
+        found.append(
+            f"{len(gaps)} collections have no event, the first of them is {gaps[0]}: the collector "
+            "was killed after it had stored them; counts of rollouts and tokens lack them"
+        )
+    for event in run.of("failed"):
+        found.append(f"collection {event['collection']} was begun anew: {event['reason']}")
+    return found
+
+
+def differences(group: Group) -> list[str]:
+    """What differs between the seeds of a group."""
+    steps = [run.steps for run in group.runs]
+    if len(set(steps)) < 2:
+        return []
+    counts = ", ".join(map(str, steps))
+    return [f"the seeds have {counts} steps; means are drawn for the steps that all of them have"]

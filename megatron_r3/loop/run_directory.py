@@ -1,0 +1,138 @@
+"""The directory of a run: where its parts meet, and what they write down of it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.data.untrusted import read_json
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths of a run."""
+
+    path: Path
+
+    @property
+    def policies(self) -> Path:
+        """What the trainer publishes and the sampler loads."""
+        return self.path / "policies"
+
+    @property
+    def rollouts(self) -> Path:
+        """The store that the collector fills and the trainer follows."""
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The trainer's."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """What the trainer measured, one JSON line a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        """The config of the run."""
+        return self.path / "config.toml"
+
+    def events(self, part: str) -> Path:
+        """What a part did, one JSON line an event."""
+        return self.path / "events" / f"{part}.jsonl"
+
+    def log(self, part: str) -> Path:
+        """The output of a part that the supervisor started."""
+        return self.path / "logs" / f"{part}.log"
+
+    def keep_config(self, file: Path) -> None:
+        """Keep a copy of the config of the run, which may be given more collections later.
+
+        Raises:
+            ValueError: there is a copy of another one, or of one with more collections.
+        """
+        content = file.read_bytes()
+        if not self.config.exists() or self._is_longer(content):
+            self.path.mkdir(parents=True, exist_ok=True)
+            # A name of its own: in containers, parts that begin at once have one process id.
+            handle, copy = tempfile.mkstemp(dir=self.path, prefix=".config-")
+            with os.fdopen(handle, "wb") as file_of_copy:
+                file_of_copy.write(content)
+            os.chmod(copy, 0o644)  # mkstemp's own mode is for this user alone
+            os.rename(copy, self.config)  # whole or not at all
+        if self.config.read_bytes() != content:
+            raise ValueError(
+                f"{file}: {self.path} has a run of another config ({self.config}): give another "
+                "[run] directory, or the config as it was; only [run] collections may be raised"
+            )
+
+    def _is_longer(self, content: bytes) -> bool:
+        """Whether a config is that of this run with more collections."""
+        now, before = (tomllib.loads(text.decode()) for text in (content, self.config.read_bytes()))
+        lengths = now["run"].pop("collections"), before["run"].pop("collections")
+        return now == before and lengths[0] > lengths[1]
+
+    def note(self, writer: str, event: str, **fields: Any) -> None:
+        """Append an event of the part `writer`; `time` is in seconds since 1970."""
+        append_line(self.events(writer), {"time": time.time(), "event": event, **fields})
+
+    @contextmanager
+    def only(self, part: str) -> Iterator[None]:
+        """Keep a second process of a part away from the directory while the block runs.
+
+        Raises:
+            ValueError: the part runs already.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / f".{part}.lock").open("w") as file:
+            try:
+                # The kernel frees the lock however this process ends.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"{self.path}: a {part} works there already: wait for its end, or stop it"
+                ) from error
+            yield
+
+    def read_events(self, part: str) -> Iterator[dict[str, Any]]:
+        """The events of a part so far. A line that a kill cut off is left out."""
+        file = self.events(part)
+        if not file.exists():
+            return
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
+            try:
+                event = read_json(line, f"{file}, line {number + 1}")
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event
+
+
+def append_line(file: Path, value: dict[str, Any]) -> None:
+    """Append a JSON object as a line of its own.
+
+    A writer that was killed may have left half a line: then the new one begins a new line.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+b") as opened:
+        cut_off = b""
+        if opened.seek(0, 2):
+            opened.seek(-1, 2)
+            cut_off = b"" if opened.read(1) == b"\n" else b"\n"
+        opened.write(cut_off + json.dumps(value).encode() + b"\n")

@@ -1,0 +1,99 @@
+"""The sampler of a run: the embedded one, or a server that this part starts for a policy.
+
+A server that takes new weights in place is started once, with the newest policy. One that does not
+is started anew as soon as the collector waits for another policy.
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import threading
+import time
+
+from megatron_r3.loop.collected import Collected
+from megatron_r3.loop.config import Config, ConfigError
+from megatron_r3.loop.processes import filled_in, start, stop
+from megatron_r3.loop.published import PublishedPolicy, published, wait_for_policy
+
+PART = "sampler"
+_POLL_S = 0.5
+
+
+def run_sampler(config: Config) -> int:
+    """Run the sampler of a run until all collections are stored, or until it is stopped.
+
+    Raises:
+        ValueError: there is nothing to start, or the first policy does not come.
+    """
+    if config.sampler.engine == "embedded":
+        return _run_embedded(config)
+    if not config.sampler.command:
+        raise ConfigError(
+            f"{config.file}: [sampler] command is empty: the server of {config.sampler.url} is "
+            "started by somebody else, so there is no sampler to run here"
+        )
+    return _run_servers(config)
+
+
+def _run_embedded(config: Config) -> int:
+    from megatron_r3.loop.embedded import EmbeddedSampler, server
+
+    sampler = EmbeddedSampler(config.degrade)
+    with server(sampler, config.sampler.host, config.sampler.port) as made:
+        print(f"embedded sampler: {config.sampler.url}, {config.degrade}", flush=True)
+        serving = threading.Thread(target=made.serve_forever, args=(_POLL_S,), daemon=True)
+        serving.start()
+        collected = Collected(config)
+        try:
+            while collected.count() < config.run.collections:
+                time.sleep(_POLL_S)
+        finally:
+            made.shutdown()
+            serving.join()
+    return 0
+
+
+def _run_servers(config: Config) -> int:
+    """Keep a server of the wanted policy running; the exit status of one that ends by itself."""
+    policies, wait = config.directory.policies, config.run.wait
+    running: subprocess.Popen[bytes] | None = None
+    version, collected = -1, Collected(config)
+    try:
+        while (stored := collected.count()) < config.run.collections:
+            wanted = _wanted(config, stored)
+            if running is None or (wanted != version and not config.sampler.in_place):
+                if running is not None:
+                    stop(running)
+                policy = wait_for_policy(policies, wanted, wait)
+                running, version = (
+                    start(_command(config, policy), config.sampler.environment),
+                    wanted,
+                )
+                print(f"server of policy {version}: {config.sampler.url}", flush=True)
+            if (status := running.poll()) is not None:
+                return status or 1
+            time.sleep(_POLL_S)
+    finally:
+        if running is not None:
+            stop(running)
+    return 0
+
+
+def _wanted(config: Config, stored: int) -> int:
+    """The policy of the collection that is sampled next, if it is there; else the newest one."""
+    wanted = config.version_of(stored)
+    there = published(config.directory.policies)
+    return wanted if wanted in there else max(there, default=0)
+
+
+def _command(config: Config, policy: PublishedPolicy) -> list[str]:
+    sampler = config.sampler
+    values = {
+        "model": str(policy.path),
+        # another name at each start: the collector verifies each server, not each policy
+        "version": f"{policy.name}.{secrets.token_hex(2)}",
+        "host": sampler.host,
+        "port": str(sampler.port),
+    }
+    return filled_in(sampler.command, values)

@@ -1,0 +1,101 @@
+"""Runs the three parts of a run, and starts a part again that has died.
+
+Every part can equally be started alone: `megatron-r3 rl sampler`, `rl collector`, `rl trainer`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_r3.loop.collected import told
+from megatron_r3.loop.config import Config
+from megatron_r3.loop.processes import start, stop
+from megatron_r3.loop.trainer import is_trained
+
+PART = "supervisor"
+_POLL_S = 0.1
+_BEGIN = "--- started"  # a line of a log: what follows is of the process that runs now
+
+
+class RunFailed(ValueError):
+    """A part of the run failed; the message names its log."""
+
+
+def run(config: Config) -> None:
+    """Run a run to its end, and print a line for each collection.
+
+    Whoever calls this sees to it that signals raise (cli.py). A run that is over starts no part.
+
+    Raises:
+        RunFailed: a part refused something, or died too often.
+    """
+    if is_trained(config):
+        return
+    parts = ["sampler", "collector", "trainer"]
+    if config.sampler.engine != "embedded" and not config.sampler.command:
+        parts.remove("sampler")  # somebody else runs the server
+    running = {part: _start(config, part) for part in parts}
+    deaths = dict.fromkeys(parts, 0)
+    events, size, lines = config.directory.events("collector"), 0, len(told(config))
+    try:
+        while {"collector", "trainer"} & running.keys():
+            time.sleep(_POLL_S)
+            if events.exists() and events.stat().st_size != size:
+                size = events.stat().st_size
+                for line in (new := told(config))[lines:]:
+                    print(line, flush=True)
+                lines = len(new)
+            for part, process in list(running.items()):
+                if (status := process.poll()) is None:
+                    continue
+                if _ended(config, part, status, deaths):
+                    del running[part]
+                else:
+                    running[part] = _start(config, part)
+    finally:
+        for process in running.values():
+            stop(process)
+
+
+def _start(config: Config, part: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "megatron_r3.cli", "rl", part, str(config.file)]
+    log = config.directory.log(part)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"\n{_BEGIN}\n")
+    process = start(command, {}, log)
+    config.directory.note(PART, "started", part=part)
+    return process
+
+
+def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bool:
+    """Note how a part ended; whether it is done, and need not be started again.
+
+    Raises:
+        RunFailed: to start it again is of no use.
+    """
+    # --exit-interval and the like end a training before its last collection, with status 0
+    done = status == 0 and (part != "trainer" or is_trained(config))
+    config.directory.note(PART, "ended" if done else "died", part=part, status=status)
+    if done:
+        return True
+    deaths[part] += 1
+    log = config.directory.log(part)
+    if status == 1 and (error := _refusal(log)):
+        # to start it again is of no use
+        raise RunFailed(f"{part} (status {status}, {log}): {error}")
+    if deaths[part] > config.run.restarts:
+        raise RunFailed(f"{part} died {deaths[part]} times (status {status}); see {log}")
+    print(f"the {part} died (status {status}) and is started again; see {log}", flush=True)
+    return False
+
+
+def _refusal(log: Path) -> str:
+    """What a part that refused something said in the end; empty for a part that was killed."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    started = max((i for i, line in enumerate(lines) if line == _BEGIN), default=-1)
+    errors = [line for line in lines[started + 1 :] if line.startswith("error: ")]
+    return errors[-1].removeprefix("error: ") if errors else ""

@@ -1,0 +1,376 @@
+"""The active microbatch: which routes a router takes.
+
+The routes are data of the microbatch: `with replaying(routes): model(...)`. A function that will
+run again later (activation recompute, a node of a schedule) is bound, when it is made, to the
+microbatch that is active then. Such a function sees the same routes whether it runs once, twice or
+never, in any order, and from any thread.
+
+Without an active microbatch every router is live. So an evaluation, a reference model or a critic
+never replays by accident, and an exception leaves nothing behind.
+
+A block in which no router took or recorded anything is an error when the block ends, unless the
+model chunk that ran in it has no MoE layer (a dense stage of a pipeline). `replaying(None)` is live
+on purpose.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from megatron_r3.replay.ending import why_unpatched
+from megatron_r3.replay.microbatch import ACTIVE, ForwardPass, MicrobatchRoutes, Mode, ReplayError
+
+__all__ = [
+    "WHY_UNTAKEN",
+    "MicrobatchRoutes",
+    "Mode",
+    "ReplayError",
+    "active_microbatch",
+    "begin",
+    "bind_to_microbatch",
+    "end",
+    "num_entered",
+    "recording",
+    "replaying",
+]
+
+OPTION_OFF = (
+    "the model was built with moe_router_replay off: set it in the TransformerConfig before the "
+    "model is built"
+)
+WHY_UNTAKEN = (
+    f"Likely causes: {OPTION_OFF}; a framework replaced TopKRouter.routing (verl's "
+    "apply_router_replay_patch does); the layers run in another model than this one"
+)
+
+
+def active_microbatch() -> MicrobatchRoutes | None:
+    """The microbatch whose routes are replayed now. None means that routing is live."""
+    active = ACTIVE.get()
+    return None if active is None else active.microbatch
+
+
+_entered = 0  # by this process: see `num_entered`
+
+
+def num_entered() -> int:
+    """How often this process has entered `replaying` or `recording`, or run what `begin` announced.
+
+    `replaying(None)` counts too: it says that a pass is live on purpose.
+    """
+    return _entered
+
+
+def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> Callable[[], None]:
+    """Make a forward pass the active one; return what makes the one before active again.
+
+    Args:
+        model: what runs in the forward pass; None where that is seen when it runs.
+    """
+    global _entered
+    _entered += 1
+    outer = ACTIVE.get()
+    if outer is not None:
+        outer.has_inner = True
+    token = ACTIVE.set(forward_pass)
+
+    def note(module: torch.nn.Module, _: Any) -> None:
+        """Look into what runs, up to the module that has the layers, which is the whole model as a
+        rule. Its submodules are called without a hook, which would keep them from being compiled.
+        """
+        if torch.compiler.is_compiling():  # else the hook would break the graph
+            return
+        if ACTIVE.get() is forward_pass and _look_into(module, forward_pass) and hook is not None:
+            hook.remove()
+
+    hook = None
+    if model is not None:
+        _look_into(model, forward_pass)
+    elif forward_pass.microbatch is not None:  # replaying(None) is live, and nobody asks why
+        hook = register_module_forward_pre_hook(note)
+
+    def leave() -> None:
+        if hook is not None:
+            hook.remove()
+        ACTIVE.reset(token)
+        forward_pass.is_open = False
+        # Example: `with recording() as r:` around a function that enters `replaying(r)` by itself.
+        if outer is not None and outer.microbatch is forward_pass.microbatch:
+            outer.asked |= forward_pass.asked
+            outer.ran |= forward_pass.ran
+        forward_pass.nothing = _why_nothing(forward_pass)
+        forward_pass.ran = {}  # a pass that is kept does not keep a model
+
+    return leave
+
+
+def _look_into(module: torch.nn.Module, forward_pass: ForwardPass) -> bool:
+    """Keep the kinds of modules up to the first router, which tell why no router asked.
+
+    Returns:
+        Whether it is a model with its layers, or a part with a router.
+    """
+    has_layers = False
+    for some in module.modules():
+        forward_pass.ran.setdefault(type(some), some)
+        has_layers |= hasattr(some, "layers")
+        if hasattr(some, "routing"):
+            return True
+    return has_layers
+
+
+@contextmanager
+def _block(forward_pass: ForwardPass) -> Iterator[None]:
+    leave = _enter(forward_pass)
+    try:
+        yield
+    finally:
+        leave()
+    _raise_if_untaken(forward_pass)
+
+
+@contextmanager
+def replaying(microbatch: MicrobatchRoutes | None) -> Iterator[MicrobatchRoutes | None]:
+    """Let routers take the routes of `microbatch` inside the block. None makes routing live.
+
+    Any exit from the block, by an exception too, restores what was active before.
+
+    Raises:
+        ReplayError: at the end of the block, where no router took the routes, or where ids on a
+            device are wrong. An exception of the block itself goes first.
+    """
+    with _block(ForwardPass(microbatch)):
+        yield microbatch
+
+
+@contextmanager
+def recording() -> Iterator[MicrobatchRoutes]:
+    """Keep the live choice of every router inside the block, in the `ids` of what it yields.
+
+    A recompute repeats the choice of the first pass. What was recorded can be replayed as it is,
+    any number of times.
+
+    Raises:
+        ReplayError: at the end of the block, where a MoE layer ran and nothing was recorded.
+    """
+    microbatch = MicrobatchRoutes({}, mode=Mode.RECORD, checked=True)
+    forward_pass = ForwardPass(microbatch)
+    try:
+        with _block(forward_pass):
+            yield microbatch
+    finally:
+        microbatch.stop_recording()
+    if forward_pass.runs_later and not microbatch.ids:
+        raise ReplayError(
+            "recording() ended before a layer ran: the schedule runs its layers after the block. "
+            "Use replaying(MicrobatchRoutes({}, mode=Mode.RECORD)), and call stop_recording() of "
+            "that object when the step is over"
+        )
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A forward pass that `begin` has announced for a model.
+
+    Attributes:
+        has_run: whether the model's forward pass has returned.
+    """
+
+    forward_pass: ForwardPass
+    leave: Callable[[], None] | None = None
+    has_run: bool = False
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Make the routes active inside the model's next forward pass, and only there.
+
+        The second hook is called after an exception too (`always_call`), so that neither the routes
+        nor the hooks outlive a forward pass that raised.
+        """
+
+        def before(*_: Any) -> None:
+            self.leave = _enter(self.forward_pass, model)
+
+        def after(*_: Any) -> None:
+            if self.leave is not None:
+                self.leave()
+            self.forward_pass.is_open = False
+            self.detach()
+
+        def returned(*_: Any) -> None:
+            self.has_run = True
+
+        self._hooks = [
+            model.register_forward_pre_hook(before, prepend=True),
+            model.register_forward_hook(returned),
+            model.register_forward_hook(after, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+_begun: WeakKeyDictionary[torch.nn.Module, _Begun] = WeakKeyDictionary()
+
+
+def begin(model: torch.nn.Module, microbatch: MicrobatchRoutes | None) -> None:
+    """Let the next forward pass of `model` take these routes: `replaying` without a `with`.
+
+    For code that is called before and after a forward pass and does not call the model itself. The
+    routes are active inside `model.forward` and nowhere else. If that forward pass raises, nothing
+    stays active, and the next one is live.
+
+    Args:
+        model: what is called, with its wrappers. A schedule that asks the model for the nodes of
+            its forward pass (combined 1F1B) does not call it: use `replaying` there.
+        microbatch: the routes; None makes the forward pass live.
+
+    Raises:
+        ReplayError: `begin` was called for this model before, and neither `end` nor a forward pass
+            has come since.
+    """
+    if (begun := _begun.get(model)) is not None and begun.forward_pass.is_open:
+        begun.detach()
+        del _begun[model]
+        raise ReplayError(
+            "begin was called twice for one model without a forward pass between: the first "
+            "routes were not taken"
+        )
+    _begun[model] = _Begun(ForwardPass(microbatch))
+    _begun[model].attach(model)
+
+
+def end(model: torch.nn.Module) -> None:
+    """End what `begin` has begun.
+
+    Raises:
+        ReplayError: nothing was begun; or the model did not run since; or no router took the
+            routes; or ids on a device are wrong.
+    """
+    begun = _begun.pop(model, None)
+    if begun is None:
+        raise ReplayError("end was called for a model without a begin")
+    begun.detach()
+    begun.forward_pass.is_open = False
+    if not begun.has_run:
+        raise ReplayError("the model did not run, or raised, between begin and end")
+    _raise_if_untaken(begun.forward_pass)
+
+
+def bind_to_microbatch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `function` so that it always runs under the microbatch, or none, that is active now.
+
+    Example: `checkpoint(layer, x)` keeps `bind_to_microbatch(layer)`. The backward pass calls it in
+    autograd's own thread, where no block is open, and the layer takes its routes all the same.
+    """
+    active = ACTIVE.get()
+    if active is not None:
+        active.bound = True
+    return _Bound(function, active)
+
+
+def _raise_if_untaken(forward_pass: ForwardPass) -> None:
+    """Refuse a forward pass that ended without any router asking for its routes.
+
+    A schedule that splits a forward pass into nodes only binds functions in the block, and runs
+    them after it. There the caller looks at `MicrobatchRoutes.untaken` when the step is over.
+    `megatron_r3.train.guard` looks at the counts behind it, `used`, of a whole step.
+    """
+    microbatch = forward_pass.microbatch
+    if microbatch is None:
+        return
+    microbatch.raise_wrong_ids()
+    if forward_pass.nothing is None or forward_pass.runs_later:
+        return
+    if microbatch.mode is Mode.RECORD:
+        what = "nothing was recorded"
+    elif microbatch.ids:
+        what = f"the routes of layers {sorted(microbatch.ids)} were given, and no router took them"
+    else:
+        what = "there were no routes, and nothing was replayed"
+    raise ReplayError(f"{what}: {forward_pass.nothing}")
+
+
+def _why_nothing(forward_pass: ForwardPass) -> str | None:
+    """Why no router asked in a block; None if one did, or if what ran has no MoE layer."""
+    ran, microbatch = forward_pass.ran, forward_pass.microbatch
+    if forward_pass.asked or microbatch is None:
+        return None
+    moe = [module for kind, module in ran.items() if _is_from(kind, _MOE)]
+    if forward_pass.has_inner and (moe or not ran):
+        return (
+            "the forward pass ran in another replaying or recording block inside of this one; "
+            "open one block around a forward pass"
+        )
+    if not ran:
+        return "no forward pass ran inside the block; call the model there"
+    if not any(_is_from(kind, "megatron.") for kind in ran):
+        return f"what ran inside the block ({next(iter(ran)).__name__}) is no Megatron model"
+    routers = [module for module in moe if hasattr(module, "routing")]
+    live = [r for r in routers if getattr(getattr(r, "router_replay", None), "has_routes", True)]
+    observes = microbatch.mode is Mode.OBSERVE
+    # Live training puts no hook into the routers of MTP: their choice is never compared.
+    compares_nothing = observes and not microbatch.ids
+    if observes and any(getattr(router, "router_replay", None) for router in routers):
+        return None  # a live router that has a hook and does not ask: sinkhorn has no top-k
+    if not moe or (routers and not live) or compares_nothing:
+        return "the model chunk that ran has none of these layers" if microbatch.ids else None
+    config: Any = (live or moe)[0].config
+    if why := why_unpatched():
+        return why
+    routing = getattr(type((live or moe)[0]), "routing", None)
+    if routing is not None and not routing.__module__.startswith(_MOE):
+        return f"{routing.__module__} has replaced TopKRouter.routing, and asks for no routes"
+    if not config.moe_router_replay:
+        return OPTION_OFF
+    return f"the forward pass was live. {WHY_UNTAKEN}"
+
+
+_MOE = "megatron.core.transformer.moe."
+
+
+def _is_from(kind: type, package: str) -> bool:
+    """Whether a class, or one that it inherits from, is of a package."""
+    return any(base.__module__.startswith(package) for base in kind.__mro__)
+
+
+class _Bound:
+    """A function that runs in the forward pass in which it was bound.
+
+    Callers look for things in a function: `__closure__`, `__self__`, `__name__`, an attribute of
+    their own. Whatever this class does not have is taken from the function. Example: verl searches
+    `run_function.__closure__` for an MTP layer.
+    """
+
+    def __init__(self, function: Callable[..., Any], active: ForwardPass | None) -> None:
+        functools.update_wrapper(self, function)
+        self._active = active
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        active = self._active
+        if active is not None:
+            active.bound_ran = True
+        token = ACTIVE.set(active)
+        try:
+            result = self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            ACTIVE.reset(token)
+        # after the block nobody else reads what the check of the ids has found on the device
+        if active is not None and active.microbatch is not None and not active.is_open:
+            active.microbatch.raise_wrong_ids()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        """What the function has. Python calls this only for a name that is not found here."""
+        if name == "__wrapped__":  # copy and pickle ask before __init__ has run: do not recurse
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)

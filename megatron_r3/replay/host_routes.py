@@ -1,0 +1,175 @@
+"""The routes of one micro-batch on the host: where they come from, and how they reach a device.
+
+Shape suffixes (docs/glossary.md): L, T, K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.data.rollout import MoEShape
+from megatron_r3.replay.microbatch import MicrobatchRoutes
+from megatron_r3.replay.routes import Routes
+from megatron_r3.replay.rows import PADDING, spread_padding
+
+
+class RouteSource(Protocol):
+    """Where routes are read by row id: a `RolloutStore`, or `RouteArrays`."""
+
+    @property
+    def info(self) -> MoEShape:
+        """The MoE layers of the model that sampled."""
+
+    def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids `[len(layers), T, K]` of these rows, and where they were recorded, bool `[T]`."""
+
+
+class RouteArrays:
+    """Routes that are in memory: row id i is row i of the arrays.
+
+    The ids are checked here once, on the host.
+
+    Args:
+        ids_LTK: expert ids of any integer dtype: one row for each token that has a route, and one
+            entry of the first axis for each entry of `moe_layers`.
+        num_experts: E.
+        moe_layers: the 0-based hidden layers that have a router, ascending.
+        recorded_T: bool, False for rows that the engine did not return: those tokens choose live.
+            None means that every row was recorded.
+
+    Raises:
+        RoutesError: ids that no router can take; the message names layer and token.
+        ValueError: layers that no model has, or another number of them than the array has.
+    """
+
+    def __init__(
+        self,
+        ids_LTK: np.ndarray,
+        num_experts: int,
+        moe_layers: Sequence[int],
+        recorded_T: np.ndarray | None = None,
+    ) -> None:
+        self._routes = Routes.from_array(ids_LTK, num_experts, recorded_T)
+        self.info = MoEShape(num_experts, self._routes.topk, tuple(moe_layers))
+        if wrong := self.info.wrong_shape():
+            raise ValueError(wrong)
+        if len(self.info.moe_layers) != self._routes.num_layers:
+            raise ValueError(
+                f"routes of {self._routes.num_layers} layers were given for the "
+                f"{len(self.info.moe_layers)} MoE layers {list(self.info.moe_layers)}"
+            )
+
+    def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and recorded bits of these rows; -1 (padding) gives zeros, not recorded.
+
+        Raises:
+            IndexError: a row that is not there.
+        """
+        num_rows = self._routes.num_rows
+        if len(rows_T) and not -1 <= int(rows_T.min()) <= int(rows_T.max()) < num_rows:
+            wrong = rows_T[(rows_T < -1) | (rows_T >= num_rows)][0]
+            raise IndexError(f"row {wrong} of {num_rows} rows of routes")
+        here_T = rows_T >= 0
+        ids_LTK = np.zeros((len(layers), len(rows_T), self.info.topk), self._routes.ids_LTK.dtype)
+        # two steps, because one index with a list and a mask would pair the two up
+        ids_LTK[:, here_T] = self._routes.ids_LTK[list(layers)][:, rows_T[here_T]]
+        recorded_T = np.zeros(len(rows_T), bool)
+        recorded_T[here_T] = self._routes.recorded_T[rows_T[here_T]]
+        return ids_LTK, recorded_T
+
+
+@dataclass(frozen=True)
+class HostRoutes:
+    """The routes that one rank needs for one microbatch, on the host.
+
+    Attributes:
+        ids_LTK: uint8 or int16; padding is spread over all experts.
+        live_T: bool, tokens whose route was not recorded.
+        padding_T: bool.
+        rows_T: int64, the row ids.
+        mean_tokens: the whole batch's real tokens, as an average over the ranks that share it.
+            None means that it is not known.
+        packed: the bytes of `ids_LTK`, `live_T` and `padding_T`, which are views of it, in pinned
+            memory.
+    """
+
+    ids_LTK: np.ndarray
+    live_T: np.ndarray
+    padding_T: np.ndarray
+    rows_T: np.ndarray
+    mean_tokens: float | None
+    packed: Tensor
+
+    @classmethod
+    def pack(
+        cls,
+        ids_LTK: np.ndarray,
+        live_T: np.ndarray,
+        padding_T: np.ndarray,
+        rows_T: np.ndarray,
+        mean_tokens: float | None,
+    ) -> HostRoutes:
+        """Put what goes to the device into one piece of memory, so that one copy takes it there."""
+        parts = (ids_LTK, live_T, padding_T)
+        size = sum(part.nbytes for part in parts)
+        packed = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        # Example with 2 layers, 3 tokens, top-2, one byte an id: ids fill bytes 0 to 11, live_T
+        # bytes 12 to 14, padding_T bytes 15 to 17. The widest type stands first: all are aligned.
+        memory, views, start = packed.numpy(), [], 0
+        for part in parts:
+            view = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
+            view[...] = part
+            views.append(view)
+            start += part.nbytes
+        return cls(views[0], views[1], views[2], rows_T, mean_tokens, packed)
+
+    def on_device(
+        self, layer_numbers: list[int], device: Any, **microbatch: Any
+    ) -> MicrobatchRoutes:
+        """The routes as a microbatch that has not run yet; one copy, and no wait.
+
+        Args:
+            microbatch: further arguments of MicrobatchRoutes.
+        """
+        moved = self.packed.to(device, non_blocking=True, copy=True)
+        num_tokens, num_bytes = len(self.live_T), self.ids_LTK.nbytes
+        dtype = torch.uint8 if self.ids_LTK.dtype == np.uint8 else torch.int16
+        ids_LTK = moved[:num_bytes].view(dtype).reshape(self.ids_LTK.shape)
+        live_T, padding_T = moved[num_bytes:].view(torch.bool).split(num_tokens)
+        return MicrobatchRoutes(
+            dict(zip(layer_numbers, ids_LTK, strict=True)),
+            live_T=live_T if self.live_T.any() else None,
+            padding_T=padding_T,
+            mean_tokens=self.mean_tokens,
+            checked=True,  # the store, or RouteArrays, has checked the ids on the host
+            **microbatch,
+        )
+
+
+def read_routes(
+    source: RouteSource, rows_T: Tensor, layer_numbers: list[int], mean_tokens: float | None
+) -> HostRoutes:
+    """Read what one rank needs for one micro-batch: its layers, its tokens.
+
+    Args:
+        source: a rollout store, or arrays.
+        rows_T: int64 on the host, the row ids in the router's order, -1 for padding.
+        layer_numbers: the layers, Megatron's numbers, from 1.
+        mean_tokens: see HostRoutes.
+    """
+    trace = [source.info.moe_layers.index(number - 1) for number in layer_numbers]
+    ids_LTK, recorded_T = source.routes(rows_T.numpy(), trace)
+    padding_T = rows_T.numpy() == PADDING
+    ids_LTK[:, padding_T] = spread_padding(
+        int(padding_T.sum()), source.info.topk, source.info.num_experts
+    ).numpy()
+    if ids_LTK.dtype == np.uint16:
+        ids_LTK = ids_LTK.astype(np.int16)  # torch cannot gather with uint16; ids stay below 32768
+    live_T = ~recorded_T & ~padding_T
+    return HostRoutes.pack(ids_LTK, live_T, padding_T, rows_T.numpy(), mean_tokens)

@@ -1,0 +1,165 @@
+"""From row ids to the routes of one model chunk: its layers, this rank's tokens, its plan.
+
+Shape suffixes (docs/glossary.md): B, S, T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_r3.data.rollout import MoEShape
+from megatron_r3.replay.host_routes import RouteSource, read_routes
+from megatron_r3.replay.layers import local_routers, unwrapped
+from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode
+from megatron_r3.replay.planner import PLANNED_DISPATCHERS, Planner
+from megatron_r3.replay.rank_layout import RankLayout
+
+
+class ModelRoutes:
+    """Makes the routes of each micro-batch of one model chunk of this rank.
+
+    It holds for every layout of Megatron: pipeline stages and virtual stages (each chunk has its
+    own object), tensor and sequence parallelism, context parallelism, packed sequences, padding.
+
+    Making it is collective where experts are parallel: all ranks that share experts make theirs, in
+    the same order, because each makes a process group for its plans.
+
+    Args:
+        model: a model chunk, wrapped (DDP, Float16Module) or not. Its config has
+            `moe_router_replay`.
+        plan: whether each micro-batch gets a dispatch plan. None: as the config says
+            (`moe_router_replay_dispatch_plan`), where the dispatcher asks for one.
+
+    Attributes:
+        layout: which tokens of a batch this rank holds; `layout.split` splits a whole batch for
+            context parallelism as Megatron does.
+        layer_numbers: the MoE layers of the chunk, Megatron's numbers. Empty for a chunk without.
+
+    Raises:
+        ValueError: the chunk was built with `moe_router_replay` off.
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: bool | None = None) -> None:
+        module: Any = unwrapped(model)
+        routers = local_routers(module)
+        config = self.config = module.config
+        if routers and not config.moe_router_replay:
+            raise ValueError(
+                "this model was built with moe_router_replay off: set it in the TransformerConfig "
+                "before the model is built"
+            )
+        self.layer_numbers = sorted(routers)
+        self.layout = RankLayout(config.sequence_parallel)
+        asks = config.moe_token_dispatcher_type in PLANNED_DISPATCHERS
+        if plan is None:
+            plan = config.moe_router_replay_dispatch_plan and asks
+        if plan and not asks:
+            raise ValueError(
+                f"plan: the dispatcher {config.moe_token_dispatcher_type!r} asks for no plan"
+            )
+        self._planner = None
+        if plan and routers:
+            self._planner = Planner(config, self.layer_numbers)
+
+    def microbatch(
+        self,
+        source: RouteSource,
+        rows_BS: Tensor,
+        *,
+        mode: Mode = Mode.REPLAY,
+        counted_BS: Tensor | None = None,
+        mean_tokens: float | None = None,
+        with_plan: bool = True,
+    ) -> MicrobatchRoutes:
+        """The routes of one forward pass, on the model's device; one copy, and no wait.
+
+        With plans it is collective: the ranks that share experts call it for the same micro-batches
+        in the same order. It may run in a thread ahead of the forward pass.
+
+        Args:
+            source: a RolloutStore, or RouteArrays.
+            rows_BS: int64 on the host: for each token of this context-parallel rank's part the row
+                of its route in `source`, -1 for padding. A packed batch has B = 1.
+            mode: REPLAY takes the routes, OBSERVE only compares live routing with them.
+            counted_BS: bool on the host: the tokens that count in the mismatch, for example those
+                of responses. Tokens without a recorded route are left out. None: nothing is
+                counted.
+            mean_tokens: see MicrobatchRoutes; `layout.mean_tokens` works it out from the rows of
+                the whole batch.
+            with_plan: False leaves the plan out, for a pass that not all of these ranks make.
+
+        Raises:
+            ValueError: the source is for another model, or `rows_BS` is no int64 on the host.
+        """
+        if rows_BS.device.type != "cpu" or rows_BS.dtype != torch.int64 or rows_BS.dim() != 2:
+            raise ValueError(
+                "rows must be an int64 tensor [B, S] on the host; got "
+                f"{rows_BS.dtype} {tuple(rows_BS.shape)} on {rows_BS.device}"
+            )
+        self._refuse_another_model(source.info)
+        routes = read_routes(
+            source, self.layout.router_order(rows_BS), self.layer_numbers, mean_tokens
+        )
+        counted_T = None
+        if counted_BS is not None:
+            counted_T = self.layout.router_order(counted_BS).bool()
+            counted_T &= ~torch.from_numpy(routes.live_T) & ~torch.from_numpy(routes.padding_T)
+            counted_T = counted_T.cuda(non_blocking=True)
+        plan = self._planner.plan(routes) if self._planner and with_plan else None
+        return routes.on_device(
+            self.layer_numbers,
+            torch.device("cuda"),
+            mode=mode,
+            counted_T=counted_T,
+            plan=plan if mode is Mode.REPLAY else None,
+            verify_plan=self.config.moe_router_replay_verify_plan,
+        )
+
+    def _refuse_another_model(self, info: MoEShape) -> None:
+        """Compare what is known on this rank: experts, top-k, and this chunk's layers."""
+        config = self.config
+        ours, theirs = (
+            (config.num_moe_experts, config.moe_router_topk),
+            (
+                info.num_experts,
+                info.topk,
+            ),
+        )
+        if ours != theirs:
+            raise ValueError(
+                f"routes of top-{theirs[1]} of {theirs[0]} experts; this model has "
+                f"top-{ours[1]} of {ours[0]}"
+            )
+        missing = [n for n in self.layer_numbers if n - 1 not in info.moe_layers]
+        if missing:
+            raise ValueError(
+                f"no routes for the layers {missing} (Megatron's numbers, from 1) of this model "
+                f"chunk; there are routes for {[i + 1 for i in info.moe_layers]}"
+            )
+
+
+def router_mismatch(microbatches: Iterable[MicrobatchRoutes]) -> dict[int, tuple[int, int]]:
+    """How often live routers would have chosen otherwise, on this rank, by layer number.
+
+    Call it when the forward passes are over; it waits for the device once. Sum both numbers over
+    the ranks before you divide: ranks have different numbers of tokens.
+
+    Returns:
+        For each layer the number of counted tokens whose live choice is another set of experts, and
+        the number of counted tokens. Micro-batches without `counted_T` are left out.
+    """
+    pairs: dict[int, list[Tensor]] = {}
+    for microbatch in microbatches:
+        if microbatch.counted_T is None:
+            continue
+        counted = microbatch.counted_T.sum()
+        for number, mismatched in microbatch.mismatched.items():
+            pairs.setdefault(number, []).append(torch.stack([mismatched, counted]))
+    if not pairs:
+        return {}
+    sums = torch.stack([torch.stack(pairs[number]).sum(0) for number in sorted(pairs)]).tolist()
+    return {number: (wrong, of) for number, (wrong, of) in zip(sorted(pairs), sums, strict=True)}

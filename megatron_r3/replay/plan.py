@@ -1,0 +1,146 @@
+"""The dispatch plan: how many tokens go where in every MoE layer, from the routes alone.
+
+With live routing a layer learns its all-to-all sizes on the device: it sums the routing map,
+gathers the sums over the ranks that share its experts, copies them to the host and waits. Replayed
+routes are on the host before the step, and so the sizes of all layers can be worked out there, with
+one gather for a microbatch.
+
+The R ranks that share the experts form one group of expert-parallel size x expert-tensor-parallel
+size, in which the tensor-parallel rank counts fastest. Example of 2 x 2: the ranks 0 1 2 3 have the
+(expert, tensor) ranks (0, 0) (0, 1) (1, 0) (1, 1).
+
+Shape suffixes (docs/glossary.md): T, L, K, E, O, R.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.balance.places import LayerGuests
+
+
+class PlanError(RuntimeError):
+    """A plan that contradicts itself; the message names layer and rank."""
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Where a rank stands among the ranks that share its experts.
+
+    Attributes:
+        expert_size, expert_rank: size of the expert-parallel group, and this rank's place in it.
+        tensor_size, tensor_rank: the same of the expert-tensor-parallel group.
+    """
+
+    expert_size: int
+    expert_rank: int
+    tensor_size: int
+    tensor_rank: int
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group of all R ranks."""
+        return self.expert_rank * self.tensor_size + self.tensor_rank
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What one layer's dispatcher needs to know, on the host, int64.
+
+    The types are those that Megatron's MoEAlltoAllTokenDispatcher has after its copy to the host
+    (megatron/core/transformer/moe/token_dispatcher.py, `preprocess`).
+
+    Attributes:
+        input_splits, output_splits: `[expert_size]`, how many tokens this rank sends to, and
+            receives from, each expert-parallel rank.
+        output_splits_tp: `[tensor_size]`, how many tokens each expert-tensor-parallel rank
+            receives.
+        received: `[R, O]`, how many tokens each rank sends to each expert of this rank. Unlike in
+            the group, the tensor-parallel rank counts slowest here.
+        tokens_per_expert: `[O]`, how many tokens each expert of this rank receives.
+        rank_load: `[expert_size]`, how many (token, expert) pairs each expert-parallel rank
+            computes. No dispatcher needs it; it is what all ranks wait for.
+        guests: where hot experts have copies. Then the experts above are places, own experts and
+            guest slots; None in a layer whose slots are empty, or whose ranks have none.
+        load_at_home: `rank_load` as it would be without guests.
+    """
+
+    input_splits: np.ndarray
+    output_splits: np.ndarray
+    output_splits_tp: np.ndarray
+    received: Tensor
+    tokens_per_expert: Tensor
+    rank_load: np.ndarray
+    guests: LayerGuests | None = None
+    load_at_home: np.ndarray | None = None
+
+
+def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
+    """How many of this rank's tokens each layer sends to each expert, int32 `[L, E]`."""
+    num_layers = len(ids_LTK)
+    # One bincount for all layers: expert e of layer l is counted as number l * E + e. Example with
+    # E = 8: the ids 3 and 5 of layer 2 are counted as 19 and 21.
+    first_L = np.arange(num_layers, dtype=np.int32)[:, None, None] * num_experts
+    counts = np.bincount((ids_LTK + first_L).ravel(), minlength=num_layers * num_experts)
+    return counts.reshape(num_layers, num_experts).astype(np.int32)
+
+
+def layer_sizes(
+    counts_RLE: np.ndarray, ranks: ExpertRanks, layer_numbers: list[int]
+) -> dict[int, LayerSizes]:
+    """The sizes of every layer, by its number.
+
+    Args:
+        counts_RLE: every rank's `count_tokens`, in the order of the group; with guest slots, how
+            many tokens it sends to each place (`megatron_r3/balance/places.py`).
+        layer_numbers: Megatron's number of each of the L layers.
+
+    Raises:
+        PlanError: a rank sends more tokens in one layer than in another.
+    """
+    num_ranks, num_layers, num_experts = counts_RLE.shape
+    assert num_ranks == ranks.expert_size * ranks.tensor_size
+    _check(counts_RLE, layer_numbers)
+    num_local = num_experts // ranks.expert_size
+    first = ranks.expert_rank * num_local
+    counts_RLE = counts_RLE.astype(np.int64)
+    own_LE = counts_RLE[ranks.rank]
+    # Expert-parallel rank p owns the experts p * O to p * O + O - 1, so the sum over these is what
+    # this rank sends there. Example: O = 2 and counts 3 1 0 4 of 4 experts: 4 tokens to each.
+    input_splits = own_LE.reshape(num_layers, ranks.expert_size, num_local).sum(2)
+    # What arrives is in the columns of this rank's experts. Megatron's `preprocess` has them in the
+    # order [tensor-parallel rank, expert-parallel rank, expert of this rank], so here it is
+    # [layer, tensor-parallel rank, expert-parallel rank, expert of this rank].
+    counts_RLO = counts_RLE[:, :, first : first + num_local]
+    by_rank = counts_RLO.reshape(ranks.expert_size, ranks.tensor_size, num_layers, num_local)
+    received = np.ascontiguousarray(by_rank.transpose(2, 1, 0, 3))
+    per_rank = received.sum(3)
+    rank_load = counts_RLE.sum(0).reshape(num_layers, ranks.expert_size, num_local).sum(2)
+    return {
+        number: LayerSizes(
+            input_splits=input_splits[index],
+            output_splits=per_rank[index, ranks.tensor_rank],
+            output_splits_tp=per_rank[index].sum(1),
+            received=torch.from_numpy(received[index].reshape(num_ranks, num_local)),
+            tokens_per_expert=torch.from_numpy(received[index].sum((0, 1))),
+            rank_load=rank_load[index],
+        )
+        for index, number in enumerate(layer_numbers)
+    }
+
+
+def _check(counts_RLE: np.ndarray, layer_numbers: list[int]) -> None:
+    """Refuse layers of a rank that differ in their totals: each sends T * K pairs."""
+    totals_RL = counts_RLE.sum(2)
+    wrong = np.argwhere(totals_RL != totals_RL[:, :1])
+    if len(wrong):
+        rank, index = wrong[0]
+        raise PlanError(
+            f"dispatch plan: rank {rank} of the expert group sends {totals_RL[rank, index]} "
+            f"(token, expert) pairs in layer {layer_numbers[index]}, and "
+            f"{totals_RL[rank, 0]} in layer {layer_numbers[0]}"
+        )

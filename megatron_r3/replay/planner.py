@@ -1,0 +1,112 @@
+"""The dispatch plan of a model chunk: counts of its routes, gathered among its expert ranks.
+
+Shape suffixes (docs/glossary.md): E, I, K, L, R, T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron_r3.balance.moves import plan_moves, rank_load
+from megatron_r3.balance.places import place_tokens
+from megatron_r3.replay.plan import ExpertRanks, LayerSizes, count_tokens, layer_sizes
+
+# the token dispatchers that ask for a plan (patch 3); the flex dispatcher learns its sizes
+# in a kernel of its own
+PLANNED_DISPATCHERS = ("alltoall", "allgather")
+
+
+class PlannedRoutes(Protocol):
+    """What a planner reads of the routes of a micro-batch: `HostRoutes`, or `HostTargets`.
+
+    Attributes:
+        ids_LTK: expert ids on the host, of any integer dtype.
+        live_T: bool, True where a route is not known yet; of any shape.
+    """
+
+    @property
+    def ids_LTK(self) -> np.ndarray: ...  # noqa: D102
+
+    @property
+    def live_T(self) -> np.ndarray: ...  # noqa: D102
+
+
+class Planner:
+    """Plans the micro-batches of one model chunk together with the ranks that share its experts.
+
+    A plan costs one collective a micro-batch, on the host, also with guests: every rank works out
+    the same ones from the gathered counts. All of these ranks make their planners in the same
+    order, because a new planner makes a process group.
+
+    Args:
+        config: the model's TransformerConfig.
+        layer_numbers: the chunk's MoE layers, Megatron's numbers.
+    """
+
+    def __init__(self, config: Any, layer_numbers: list[int]) -> None:
+        from megatron.core import mpu
+
+        self.num_experts, self.layer_numbers = config.num_moe_experts, layer_numbers
+        # a tree without the patches of the group guests has no such field
+        self.slots = getattr(config, "moe_router_replay_guest_slots", 0)
+        if self.slots:
+            self.domain = config.moe_router_replay_guest_domain
+            self.least_tokens = config.moe_router_replay_guest_tokens
+        self.ranks = ExpertRanks(
+            mpu.get_expert_model_parallel_world_size(),
+            mpu.get_expert_model_parallel_rank(),
+            mpu.get_expert_tensor_parallel_world_size(),
+            mpu.get_expert_tensor_parallel_rank(),
+        )
+        group = mpu.get_expert_tensor_and_model_parallel_group()
+        self.size = group.size()
+        # The lookahead thread gathers while the training thread runs collectives of its own. In a
+        # shared group the two could pair up differently on two ranks, so the plan has its group.
+        if self.size > 1:
+            self.group = torch.distributed.new_group(
+                torch.distributed.get_process_group_ranks(group),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+
+    def plan(self, routes: PlannedRoutes) -> dict[int, LayerSizes] | None:
+        """The sizes of every layer; None if any rank has tokens whose route is not known yet."""
+        counts_LE = count_tokens(routes.ids_LTK, self.num_experts)
+        known = not routes.live_T.any()
+        # One message a rank: the counts of all layers, then 1 if all its routes are known.
+        # Example with 2 layers and 4 experts: [3 1 0 2  2 2 1 1  1].
+        gathered = self._gather(np.append(counts_LE.ravel(), np.int32(known)))
+        if not gathered[:, -1].all():
+            return None
+        counts_RLE = gathered[:, :-1].reshape(self.size, *counts_LE.shape)
+        if self.slots:
+            return self._with_guests(counts_RLE)
+        return layer_sizes(counts_RLE, self.ranks, self.layer_numbers)
+
+    def _with_guests(self, counts_RLE: np.ndarray) -> dict[int, LayerSizes]:
+        load_LE = counts_RLE.sum(0, dtype=np.int64)
+        moves = plan_moves(
+            load_LE, self.size, self.slots, domain=self.domain, least_tokens=self.least_tokens
+        )
+        counts_RLI, guests = place_tokens(counts_RLE, moves, self.slots, self.ranks.rank)
+        sizes = layer_sizes(counts_RLI, self.ranks, self.layer_numbers)
+        at_home_LR = rank_load(load_LE, self.size)
+        return {
+            number: replace(sizes[number], guests=of_layer, load_at_home=at_home_R)
+            for number, of_layer, at_home_R in zip(
+                self.layer_numbers, guests, at_home_LR, strict=True
+            )
+        }
+
+    def _gather(self, message: np.ndarray) -> np.ndarray:
+        if self.size == 1:
+            return message[None]
+        gathered = torch.empty(self.size, len(message), dtype=torch.int32)
+        torch.distributed.all_gather_into_tensor(
+            gathered.view(-1), torch.from_numpy(message), group=self.group
+        )
+        return gathered.numpy()

@@ -1,0 +1,197 @@
+"""Which Megatron configs can be replayed exactly, and why another one is refused.
+
+There are two lists. `refusals` names what is known to ignore the recorded routes, with the reasons.
+`KNOWN_NAMES` and `KNOWN_VALUES` name the options about routing that somebody has read in upstream's
+source. An option about routing that is set and is in neither list is refused too. A hash-routed
+layer, an expert that is offloaded or a megakernel would otherwise go past the recorded routes
+without a word. Whoever adds a release line reads what its new options do to a router, and adds each
+of them to the known names or to the refusals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from megatron_r3.balance.guest_refusals import guest_refusals
+
+# The fields of TransformerConfig and ModelParallelConfig, in core_v0.16.1 to main of 2026-08-22,
+# whose names match `_ABOUT_ROUTING`. Some of them cannot be replayed: those are in `refusals`.
+KNOWN_NAMES = frozenset(
+    """
+    expert_gtp_weight_remat_size expert_model_parallel_size
+    expert_tensor_parallel_num_weight_shards expert_tensor_parallel_size
+    inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
+    moe_apply_probs_on_input moe_aux_loss_coeff moe_combine_bwd_dtype moe_deepep_num_sms
+    moe_dispatch_fwd_dtype moe_enable_deepep moe_enable_routing_replay
+    moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_extended_tp
+    moe_ffn_hidden_size moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms
+    moe_grad_scale_func moe_grouped_gemm moe_hybridep_num_blocks_permute
+    moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
+    moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs
+    moe_input_jitter_eps moe_latent_size moe_layer_freq moe_layer_recompute
+    moe_mlp_glu_interleave_size moe_ncclep_static_shape moe_ncclep_zero_copy
+    moe_pad_expert_input_to_capacity moe_pad_experts_for_cuda_graph_inference
+    moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
+    moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size moe_per_layer_logging
+    moe_permute_fusion moe_permute_fusion_into_hybridep moe_router_bias_update_rate
+    moe_router_dtype moe_router_enable_expert_bias moe_router_force_biased
+    moe_router_force_load_balancing moe_router_fusion moe_router_group_topk
+    moe_router_load_balancing_type moe_router_num_groups moe_router_padding_for_fp8
+    moe_router_padding_for_quantization moe_router_pre_softmax
+    moe_router_quantile_balancing_ema moe_router_score_function moe_router_topk
+    moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate
+    moe_shared_expert_glu_interleave_size moe_shared_expert_intermediate_size
+    moe_shared_expert_overlap moe_single_grouped_bias moe_single_grouped_weight
+    moe_token_dispatcher_type moe_token_drop_policy moe_token_dropping
+    moe_use_grouped_tensor moe_use_legacy_grouped_gemm moe_z_loss_coeff num_moe_experts
+    overlap_dispatch_backward_with_experts_wgrad overlap_moe_expert_parallel_comm
+    use_grouped_gemm_for_shared_expert
+    """.split()
+)
+# Our own fields, which patch 1 declares.
+_OURS = re.compile("moe_router_replay")
+# Without the lookahead "mega" would match use_megatron_fsdp, which says nothing about routing.
+_ABOUT_ROUTING = re.compile("moe|expert|rout(er|ing)|hash|mega(?!tron)")
+
+# The values of the options that choose between ways to route. A new value is a new way.
+KNOWN_VALUES = {
+    "moe_router_load_balancing_type": (
+        *("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+        *("sinkhorn", "quantile_balancing"),  # known, and refused by `refusals`
+    ),
+    "moe_router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
+    "moe_token_dispatcher_type": ("allgather", "alltoall", "flex", "alltoall_seq"),
+    "moe_flex_dispatcher_backend": ("deepep", "hybridep", "ncclep"),
+    "moe_router_dtype": (None, "fp32", "fp64"),
+    # ours: a misspelt value must not mean one of the two
+    "moe_router_replay_aux_loss": ("replayed", "live"),
+    "moe_router_replay_expert_bias": ("replayed", "live"),
+    "moe_router_replay_missing": ("live", "error"),
+}
+
+
+# What a CUDA graph may capture and still leave the router out of it.
+_GRAPHS_WITHOUT_ROUTER = {"mlp", "mamba", "full_iteration_inference"}
+
+
+def refusals(config: Any, upstream: Any = None) -> list[str]:
+    """Why this config cannot be replayed exactly, and what to do; empty if it can be.
+
+    Args:
+        config: a TransformerConfig, a framework's subclass of it, or Megatron's parsed arguments
+            (the same names, except for `num_experts`).
+        upstream: the class TransformerConfig. Its defaults mean "not set" for every option, also
+            where `config` is of a subclass with other defaults, or has none (parsed arguments).
+    """
+
+    def given(name: str) -> Any:
+        return getattr(config, name, None)
+
+    balancing = given("moe_router_load_balancing_type")
+    balancing = balancing if isinstance(balancing, list) else [balancing]
+    unknown = unknown_options(config, upstream)
+    checks = [
+        (
+            not (given("num_moe_experts") or given("num_experts")),
+            "the model has no MoE layer (num_moe_experts is not set); drop the option",
+        ),
+        (
+            "sinkhorn" in balancing,
+            "sinkhorn routing does not go through top-k; use aux_loss, seq_aux_loss or none",
+        ),
+        (
+            "quantile_balancing" in balancing,
+            "quantile_balancing does not go through the replayed top-k; use another balancing "
+            "type or none",
+        ),
+        (  # 0.0 is a capacity too; below 0 is Megatron's word for none (TransformerConfig)
+            (given("moe_expert_capacity_factor") or 0) >= 0
+            and given("moe_expert_capacity_factor") is not None,
+            "moe_expert_capacity_factor drops tokens after the recorded experts were set; unset it",
+        ),
+        (
+            given("moe_expert_rank_capacity_factor") is not None,
+            "moe_expert_rank_capacity_factor drops tokens of a rank that has too many; unset it",
+        ),
+        (
+            given("moe_router_force_load_balancing"),
+            "moe_router_force_load_balancing replaces the logits; unset it",
+        ),
+        (  # 0.0 replaces them too
+            given("moe_router_force_biased") is not None,
+            "moe_router_force_biased replaces the logits; unset it",
+        ),
+        (
+            _captures_router(config),
+            "a CUDA graph that captures the router would repeat the routes of its first "
+            "microbatch; use cuda_graph_impl=transformer_engine for attn alone",
+        ),
+        (
+            given("moe_router_padding_for_quantization") or given("moe_router_padding_for_fp8"),
+            "moe_router_padding_for_quantization routes padding to experts that no rollout "
+            "recorded; unset it",
+        ),
+        (given("flextron"), "flextron puts a top-k of its own into the routers; unset it"),
+        (
+            given("transformer_impl") == "inference_optimized",
+            "transformer_impl=inference_optimized is not a training implementation",
+        ),
+        (
+            unknown,
+            f"{', '.join(unknown)}: nobody here has looked at what this does to a router, so it "
+            "could go past the recorded routes; unset it, or report it with your Megatron-LM "
+            "version to have it looked at",
+        ),
+    ]
+    return [reason for refused, reason in checks if refused] + guest_refusals(config)
+
+
+def _captures_router(config: Any) -> bool:
+    """Whether a CUDA graph captures the router: the routes of its first pass would be baked in.
+
+    The modules that a graph captures are in cuda_graph_modules from 0.18 on, and before that in
+    cuda_graph_scope. An empty list means whole layers.
+    """
+    implementation = getattr(config, "cuda_graph_impl", "none")
+    if implementation == "none":
+        return False
+    modules = getattr(config, "cuda_graph_modules", None) or getattr(
+        config, "cuda_graph_scope", None
+    )
+    names = {getattr(module, "name", module) for module in modules or []}
+    # A local graph of "attn" captures the whole layer, router included, in all but hybrid models
+    # (megatron/core/transformer/transformer_layer.py, create_mcore_cudagraph_manager).
+    attention = {"attn"} if implementation == "transformer_engine" else set()
+    return not names or bool(names - _GRAPHS_WITHOUT_ROUTER - attention)
+
+
+def unknown_options(config: Any, upstream: Any = None) -> list[str]:
+    """The options about routing that are set here and that nobody has read, as `name=value`.
+
+    Args:
+        config, upstream: as in `refusals`.
+    """
+    unknown = {}
+    for name, default in {**_defaults(config), **_defaults(upstream)}.items():
+        value = getattr(config, name, None)
+        if name in KNOWN_NAMES or _OURS.match(name) or not _ABOUT_ROUTING.search(name):
+            continue
+        if value is not None and value != default:
+            unknown[name] = [value]
+    for name, known_values in KNOWN_VALUES.items():
+        values = getattr(config, name, known_values[0])
+        values = values if isinstance(values, list) else [values]
+        unknown[name] = [value for value in values if value not in known_values]
+    return [f"{name}={value!r:.80}" for name, values in unknown.items() for value in values]
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """The default of each field of a dataclass; no defaults for an object of another kind."""
+    return {
+        field.name: field.default
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
+        for field in (dataclasses.fields(config) if dataclasses.is_dataclass(config) else ())
+    }

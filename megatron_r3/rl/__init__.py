@@ -1,0 +1,1 @@
+"""Megatron's own RL loop, with the routes that its engine sampled."""

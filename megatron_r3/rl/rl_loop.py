@@ -1,0 +1,268 @@
+"""Replay in Megatron's own RL loop: the old-policy pass and the update take the sampler's experts.
+
+The loop makes its batches and its losses itself. This file only stands around its forward steps: it
+takes the row ids of a micro-batch, makes the routes of this rank's layers and tokens active, and
+calls the loop's step. The pass of the reference model is live: its weights chose other experts.
+
+Shape suffixes (docs/glossary.md): B, S, T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.replay.active import WHY_UNTAKEN, replaying
+from megatron_r3.replay.layers import layers_with_gradients, unwrapped
+from megatron_r3.replay.microbatch import MicrobatchRoutes
+from megatron_r3.replay.model_routes import ModelRoutes
+from megatron_r3.replay.rows import PADDING
+from megatron_r3.rl.rl_options import LoopOptions
+from megatron_r3.rl.rl_store import write_collection
+from megatron_r3.rl.turns import TurnRoutes, read_turns
+from megatron_r3.train.metrics import StepMetrics
+from megatron_r3.train.mismatch import Places
+from megatron_r3.train.refuse import refuse_beside_children
+from megatron_r3.train.schedule import SOURCES
+from megatron_r3.train.witness import DispatchWitness
+
+ForwardStep = Callable[..., Any]
+OLD, UPDATE = "old pass", "update"
+
+
+class LoopReplay:
+    """Replay in the RL loop of this process.
+
+    Args:
+        options: what was asked for.
+        iteration: tells which iteration runs, from 0.
+        packing: tells how the loop has packed the collection; None where it has not.
+
+    Attributes:
+        turns: those of the last collection; None before the first one.
+    """
+
+    def __init__(
+        self, options: LoopOptions, iteration: Callable[[], int], packing: Callable[[], Any]
+    ) -> None:
+        self.options, self._iteration, self._packing = options, iteration, packing
+        self.turns: TurnRoutes | None = None
+        self.metrics = {
+            OLD: StepMetrics(options.num_layers, prefix=f"{OLD}: "),
+            UPDATE: StepMetrics(options.num_layers),
+        }
+        self._pass = UPDATE
+        self._witness: DispatchWitness | None = None
+        self._doors: WeakKeyDictionary[torch.nn.Module, ModelRoutes] = WeakKeyDictionary()
+        self._began = 0  # the iteration of the first update on the collection
+
+    def begin_collection(self, rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay:
+        """Take over the turns of a collection, the same on all ranks.
+
+        Args:
+            rows, rollouts: as `read_turns`, of all data-parallel ranks.
+        """
+        options = self.options
+        try:
+            first_group = self._iteration() * options.num_groups
+            turns = read_turns(rows, rollouts, options.group_size, first_group)
+            self.turns = TurnRoutes(options.shape, turns)
+            self._refuse_missing()
+            if torch.distributed.get_rank() == 0:
+                self._announce()
+                if options.store is not None:
+                    import megatron.core
+
+                    write_collection(options, self.turns, str(megatron.core.__version__))
+        except ValueError as error:
+            refuse_beside_children(str(error))
+        self._forget()
+        self._began = self._iteration()
+        if self._witness is not None:
+            self._witness.store = self.turns
+        return self
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """The row ids of turns `begin` to `end`, not packed, int64 `[B, S]`."""
+        assert self.turns is not None
+        return self.turns.rows(begin, end, self.options.seq_length)
+
+    def old_pass(self, forward_step: ForwardStep, packing: Any) -> ForwardStep:
+        """The forward step of the old policy's pass, replayed.
+
+        Args:
+            packing: the loop's packing context; None where samples are not packed.
+        """
+        if packing is not None:
+            self._check_bins(packing)
+
+        def step(data_iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
+            batch, rows_BS = self._batch(next(data_iterator), packing)
+            with self._replaying(OLD, model, rows_BS):
+                return forward_step(iter([batch]), model, *more, **options)
+
+        return step
+
+    def reference_pass(self, forward_step: ForwardStep, packing: Any) -> ForwardStep:
+        """The forward step of the reference model's pass, live."""
+
+        def step(data_iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
+            batch, _ = self._batch(next(data_iterator), packing)
+            with replaying(None):
+                return forward_step(iter([batch]), model, *more, **options)
+
+        return step
+
+    def update(self, forward_step: ForwardStep) -> ForwardStep:
+        """The script's forward step, replayed."""
+
+        def step(data_iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
+            batch, rows_BS = self._batch(next(data_iterator), self._packing())
+            with self._replaying(UPDATE, model, rows_BS):
+                return forward_step(iter([batch]), model, *more, **options)
+
+        return step
+
+    def log(self, iteration: int, writer: Any, wandb_writer: Any) -> str:
+        """What the last old-policy pass and the last step measured, for Megatron's log line.
+
+        All ranks call this together.
+
+        Args:
+            iteration: as Megatron counts when it logs, from 1.
+            writer, wandb_writer: Megatron's; None on a rank that has none.
+        """
+        lines = [m.log(iteration, writer, wandb_writer) for m in self.metrics.values()]
+        self._forget()
+        return "".join(lines)
+
+    def _forget(self) -> None:
+        """Drop what was measured and not logged; alarms remember what they have said."""
+        for metrics in self.metrics.values():
+            metrics.microbatches, metrics.dispatched = {}, [0, 0]
+
+    def _refuse_missing(self) -> None:
+        assert self.turns is not None
+        if self.options.refuse_missing and self.turns.without:
+            raise ValueError(
+                f"{self.turns.without[0].name}: the engine sent no routes, and "
+                "--moe-router-replay-missing is error: use an agent that keeps `routes` of the "
+                f"responses, or choose live ({len(self.turns.without)} such turns)"
+            )
+        if self.turns.turns and not self.turns.recorded_T.any():
+            raise ValueError(
+                "no turn of this collection has routes, so nothing would be replayed: use an agent "
+                "that keeps `routes` of the responses. Rollouts that come from a server of agents "
+                "(RemoteAgent) have lost them"
+            )
+
+    def _announce(self) -> None:
+        assert self.turns is not None
+        turns, recorded = self.turns, int(self.turns.recorded_T.sum())
+        print(
+            f"> rollouts: {len(turns.turns)} turns, {len(turns.tokens_T)} tokens to replay, "
+            f"{recorded} with recorded routes; {len(turns.without)} turns without routes",
+            flush=True,
+        )
+
+    def _batch(self, batch: Sequence[Tensor], packing: Any) -> tuple[list[Tensor], Tensor]:
+        """What the loop's step reads of a batch, and the row ids `[B, S]` of that batch."""
+        assert self.turns is not None, "a forward step of the RL loop before its first collection"
+        if packing is not None:
+            return [*batch], self._rows_of_bin(packing, int(batch[0]))
+        *fields, rows_BS = batch
+        self._check_tokens(rows_BS, fields[0])
+        return fields, rows_BS
+
+    def _rows_of_bin(self, packing: Any, number: int) -> Tensor:
+        assert self.turns is not None
+        info = packing.packing_info
+        turns, starts = info.bin_seq_indices[number], info.seq_starts[number]
+        return self.turns.rows_of_bin(turns, starts, packing.bin_size)
+
+    @contextmanager
+    def _replaying(self, which: str, model: Any, rows_BS: Tensor) -> Iterator[None]:
+        """Replay a forward pass; end the run if a layer has left its routes.
+
+        No schedule here runs a layer after the forward step: `refuse_in_loop` refuses such ones.
+        """
+        microbatch = self._microbatch(which, model, rows_BS)
+        with replaying(microbatch):
+            yield
+        if left := microbatch.untaken:
+            refuse_beside_children(
+                f"the routes of the layers {left} were given, and the forward pass took none of "
+                f"them. {WHY_UNTAKEN}",
+                speaks=True,
+            )
+
+    def _check_bins(self, packing: Any) -> None:
+        """Compare the tokens of all bins with their rows, once a collection."""
+        for number, tokens_S in enumerate(packing.packed_trajs.cpu()):
+            self._check_tokens(self._rows_of_bin(packing, number), tokens_S[None])
+
+    def _check_tokens(self, rows_BS: Tensor, tokens_BS: Tensor) -> None:
+        assert self.turns is not None
+        try:
+            self.turns.check_tokens(rows_BS, tokens_BS)
+        except ValueError as error:
+            refuse_beside_children(str(error), speaks=True)
+
+    def _microbatch(self, which: str, model: Any, rows_BS: Tensor) -> MicrobatchRoutes:
+        """The routes of one forward pass on this rank; collective, as `ModelRoutes` is."""
+        assert self.turns is not None
+        module: Any = unwrapped(model)
+        self._pass = which
+        # A later update has moved away from the collection, which is no fault of its rows. Not
+        # every iteration is logged: the first line of a collection may be of its second update.
+        self.metrics[UPDATE].begins_collection = self._iteration() == self._began
+        door = self._doors.get(module) or self._equip(module)
+        measures = self.options.measures(self._iteration())
+        try:
+            routes = door.microbatch(
+                self.turns,
+                rows_BS,
+                counted_BS=torch.ones_like(rows_BS, dtype=torch.bool) if measures else None,
+                mean_tokens=door.layout.mean_tokens(rows_BS),
+            )
+        except ValueError as error:
+            refuse_beside_children(str(error))
+        if which == OLD:  # without gradients, and yet with the bits of the update
+            routes.as_with_gradients = layers_with_gradients(module)
+        if measures:
+            self._watch(routes, door.layout.router_order(rows_BS).numpy())
+        return routes
+
+    def _equip(self, module: torch.nn.Module) -> ModelRoutes:
+        door = self._doors[module] = ModelRoutes(module)
+        if self.options.verify_dispatch:
+            if self._witness is None:
+                assert self.turns is not None
+                self._witness = DispatchWitness(self.turns)
+            self._witness.attach(module, self)
+        return door
+
+    def _watch(self, routes: MicrobatchRoutes, rows_T: np.ndarray) -> None:
+        """Have a micro-batch measured: what counts is rows of which a token was sampled."""
+        assert self.turns is not None
+        version_T = np.where(rows_T == PADDING, -1, self.turns.version_T[np.maximum(rows_T, 0)])
+        sampled_T = torch.from_numpy(version_T >= 0).cuda(non_blocking=True)
+        routes.watched_T = routes.counted_T
+        assert routes.watched_T is not None
+        routes.counted_T = routes.watched_T & sampled_T
+        first_T = self.turns.first_of(rows_T)
+        places = Places(rows_T - first_T, np.where(version_T >= 0, 0, -1), version_T)
+        self.metrics[self._pass].add(0, routes, places)
+        if self._witness is not None:
+            source_T = np.full_like(rows_T, SOURCES.index("rollout"))
+            self._witness.watch(routes, rows_T, source_T)
+
+    def add_dispatched(self, matched: int, total: int) -> None:
+        """Count what a witness has seen, in the pass that runs; a recompute is of the update."""
+        self.metrics[self._pass].add_dispatched(matched, total)

@@ -1,0 +1,158 @@
+"""What of Megatron's RL loop is refused with --moe-router-replay, before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.data.rollout import MoEShape
+from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.train.option_table import OPTIONS, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """What the replay in Megatron's RL loop is asked to do, and what it knows of the loop.
+
+    Attributes:
+        shape: of the model's MoE layers.
+        num_layers: decoder layers of the whole model.
+        seq_length: to which samples that are not packed are padded.
+        group_size, num_groups: rollouts of a group, groups of a collection.
+        refuse_missing: whether a turn without routes is refused.
+        verify_dispatch: whether what reached each expert is compared with what the engine sent.
+        mismatch_interval, log_interval: every how many iterations live and recorded choices are
+            compared (0 for never), and a line is logged.
+        store: the directory to which each collection is written; None for none.
+        sampling: temperature, top_p and top_k, as the engine is asked; max_tokens, which bounds a
+            whole sequence.
+        vocab_size: rows of the output layer.
+    """
+
+    shape: MoEShape
+    num_layers: int
+    seq_length: int
+    group_size: int
+    num_groups: int
+    refuse_missing: bool = False
+    verify_dispatch: bool = False
+    mismatch_interval: int = 1
+    log_interval: int = 1
+    store: Path | None = None
+    sampling: dict[str, Any]
+    vocab_size: int
+
+    @classmethod
+    def from_args(cls, args: Any) -> LoopOptions:
+        """Read Megatron's validated arguments."""
+        interval = args.moe_router_replay_log_mismatch_interval
+        return cls(
+            shape=MoEShape(args.num_experts, args.moe_router_topk, moe_layer_indices(args)),
+            num_layers=args.num_layers,
+            seq_length=args.seq_length,
+            group_size=args.grpo_group_size,
+            num_groups=args.grpo_prompts_per_step,
+            refuse_missing=args.moe_router_replay_missing == "error",
+            verify_dispatch=args.moe_router_replay_verify_dispatch,
+            mismatch_interval=args.log_interval if interval is None else interval,
+            log_interval=args.log_interval,
+            store=None if args.rl_write_rollouts is None else Path(args.rl_write_rollouts),
+            sampling={
+                # As megatron/rl/inference/megatron.py asks: a temperature of 0 is sent as 1, a
+                # top-p of 0 cuts nothing off, and a top-k is not sent.
+                "temperature": args.rl_default_temperature or 1.0,
+                "top_p": args.rl_default_top_p or 1.0,
+                "top_k": 0,
+                "max_tokens": args.inference_max_seq_length,
+            },
+            vocab_size=args.padded_vocab_size,
+        )
+
+    def measures(self, iteration: int) -> bool:
+        """Whether live and recorded choices are compared in this iteration, from 0."""
+        return all(
+            n and (iteration + 1) % n == 0 for n in (self.mismatch_interval, self.log_interval)
+        )
+
+
+def refuse_in_loop(args: Any) -> None:
+    """Refuse what would not replay in Megatron's RL loop; else have its engine record.
+
+    Args:
+        args: Megatron's arguments, with --perform-rl-step and --moe-router-replay.
+
+    Raises:
+        ValueError: all reasons in one message.
+    """
+
+    def given(name: str) -> Any:
+        return getattr(args, name, None)
+
+    checks = [
+        (
+            not _is_patched(),
+            "this tree has no patches of the group rl (core_r0.19.0 and main have them, and make "
+            "status shows which are in); collect rollouts, and train on them with --rollouts DIR",
+        ),
+        (
+            given("rl_training_cuda_graphs"),
+            "--rl-training-cuda-graphs captures the router, and a graph would repeat the routes of "
+            "its first micro-batch; leave it out",
+        ),
+        (
+            given("virtual_pipeline_model_parallel_size"),
+            "the RL loop takes the first model chunk of a rank alone; leave out virtual pipeline "
+            "stages",
+        ),
+        (
+            (given("context_parallel_size") or 1) > 1,
+            "the RL loop splits no sequences on 0.19.0, and on main nobody has shown replay with "
+            "its split; set --context-parallel-size 1",
+        ),
+        (
+            given("inference_dynamic_batching_async_sched_mode") == "async",
+            "an engine that schedules ahead (--inference-dynamic-batching-async-sched-mode async) "
+            "records no routes; use legacy",
+        ),
+        (
+            given("rl_durable_rollout_bank"),
+            "--rl-durable-rollout-bank writes rollouts without their routes, and what it gives "
+            "back could not be replayed; leave it out",
+        ),
+        (
+            given("mtp_num_layers"),
+            "nobody has shown replay in the RL loop with --mtp-num-layers; leave it out",
+        ),
+        (
+            given("moe_router_replay_guest_slots"),
+            "nobody has shown guests of hot experts in the RL loop; leave out "
+            "--moe-router-replay-guest-slots",
+        ),
+        (
+            given("overlap_moe_expert_parallel_comm"),
+            "nobody has shown replay in the RL loop with --overlap-moe-expert-parallel-comm, whose "
+            "layers run after the forward step; leave it out",
+        ),
+        (
+            given("use_megatron_fsdp") or given("use_torch_fsdp2"),
+            "replay was not proved on sharded modules; leave FSDP out",
+        ),
+    ]
+    reasons = [reason for refused, reason in checks if refused]
+    reasons += [
+        f"{flag(option.name)} is for the rollouts of a store (--rollouts); leave it out"
+        for option in OPTIONS
+        if option.is_of_store and given(option.name) is not None
+    ]
+    if reasons:
+        raise ValueError("--perform-rl-step with --moe-router-replay: " + "; ".join(reasons))
+    args.moe_enable_routing_replay = True
+
+
+def _is_patched() -> bool:
+    """Whether this tree's RL loop hands its turns to megatron_r3; the file is not imported."""
+    import megatron.core
+
+    loop = Path(megatron.core.__file__).parents[1] / "rl" / "rl_utils.py"
+    return loop.is_file() and "megatron_r3.seams.rl" in loop.read_text()

@@ -1,0 +1,188 @@
+"""A store that grows: the first rank looks for new shards and announces them; all ranks hear it.
+
+The first rank has a thread that looks at the directory, and a torch TCPStore, a small server of
+keys and values. What came with its first look has the key `0`, what came with the next one `1`, and
+so on. Whoever wants to know whether more has come asks for the next key: a rank, its lookahead, a
+dataloader worker. All of them take the same shards in the same order, and none of them asks the
+file system.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import threading
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_r3.data.store.files import POLL_S, allow_most_files
+from megatron_r3.data.store.follow import FollowedStore, Lookout, News
+from megatron_r3.data.store.index import Index
+from megatron_r3.data.store.schema import StoreError
+from megatron_r3.data.store.shard import Shard
+from megatron_r3.train.one_look import told_by_first
+
+ANSWER_S = 60.0  # how long the first rank may take to answer
+END_S = 10.0  # how long the end of the process waits for the thread
+
+
+def follow_together(directory: Path, wait_s: float, lookout: Lookout) -> FollowedStore:
+    """The store as all ranks see it. All of them call this together.
+
+    Args:
+        directory: of the store.
+        wait_s: see FollowedStore.
+        lookout: looks at the directory; used on the first rank.
+    """
+
+    def look() -> tuple[Index, Arriving]:
+        global _announcer
+        first = lookout.news()
+        if _announcer is not None:  # of an earlier training in this process
+            _announcer.end()
+        _announcer = Announcer(lookout, first.waiting)
+        return first.shards or Index.of([directory], []), _announcer.arriving
+
+    index, arriving = told_by_first(look)
+    return FollowedStore(directory, wait_s, arriving, index, _opened_here(index))
+
+
+def _opened_here(index: Index) -> list[Shard]:
+    """The first shards of an index, as many of them as this process has looked at.
+
+    The first rank has opened them all. A worker that was forked of it has those of that time.
+    """
+    opened: list[Shard] = []
+    looked = [] if _announcer is None else _announcer.lookout.shards
+    for number, identity in zip(index.table["number"].tolist(), index.identities(), strict=True):
+        # An Announcer of an earlier training in this process has shards of another directory.
+        if number >= len(looked) or looked[number].identity != identity:
+            break
+        if str(looked[number].path.parent) != index.directories[0]:
+            break
+        opened.append(looked[number])
+    return opened
+
+
+class Arriving:
+    """Hears of new shards, in any process of the training.
+
+    Args:
+        host, port: of the first rank's server.
+        waiting: what later shards wait for, by the first look.
+    """
+
+    def __init__(self, host: str, port: int, waiting: str = "") -> None:
+        self.host, self.port, self._waiting = host, port, waiting
+        self._heard = 0  # how many announcements
+        self._client: tuple[int, Any] | None = None  # with the process that it belongs to
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a spawned process gets; it connects for itself."""
+        return {**vars(self), "_client": None}
+
+    def news(self) -> News:
+        """The next shards that were announced.
+
+        Raises:
+            StoreError: the first rank has found a shard that cannot be used, or does not answer.
+        """
+        index: Index | None = None
+        try:
+            client = self._connected()
+            while index is None and client.check([str(self._heard)]):
+                text, _, packed = client.get(str(self._heard)).partition(b"\n")
+                said = json.loads(text)
+                if said["wrong"]:  # the last announcement: whoever asks again hears it again
+                    raise StoreError(said["wrong"])
+                index = Index.unpacked(packed) if packed else None
+                self._waiting, self._heard = said["waiting"], self._heard + 1
+        except RuntimeError as error:  # of torch, when it cannot reach the server
+            raise StoreError(
+                f"the first rank, at {self.host}, which looks for new shards, does not answer "
+                f"({str(error).splitlines()[0]}): did it end?"
+            ) from error
+        return News(index, [] if index is None else _opened_here(index), self._waiting)
+
+    def _connected(self) -> Any:
+        # A forked worker has its parent's client, whose connection the parent goes on to use.
+        if self._client is None or self._client[0] != os.getpid():
+            client = torch.distributed.TCPStore(
+                self.host, self.port, is_master=False, timeout=timedelta(seconds=ANSWER_S)
+            )
+            self._client = os.getpid(), client
+        return self._client[1]
+
+
+_announcer: Announcer | None = None  # of this process, if it is the first rank
+
+
+@atexit.register
+def end() -> None:
+    """End the thread of the Announcer: C++ ends a process with a thread that is inside of it."""
+    if _announcer is not None:
+        _announcer.end()
+
+
+class Announcer:
+    """Looks for new shards in a thread of the first rank, and announces them.
+
+    Args:
+        lookout: looks at the directory.
+        waiting: what later shards wait for, by the first look.
+
+    Attributes:
+        lookout: the same.
+        arriving: hears of what is announced.
+    """
+
+    def __init__(self, lookout: Lookout, waiting: str = "") -> None:
+        self.lookout, self._waiting, self._announced = lookout, waiting, 0
+        # the address by which the other ranks have found this one already (torch's env://)
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        allow_most_files()  # each rank and each of its workers has a connection
+        try:
+            self._server = torch.distributed.TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S)
+            )
+        except RuntimeError as error:
+            raise StoreError(
+                f"no server for the announcements of new shards can be reached at {host} "
+                f"({str(error).splitlines()[0]}): a free port of the first rank must be open to "
+                "all ranks; is MASTER_ADDR its address?"
+            ) from error
+        self.arriving = Arriving(host, self._server.port, waiting)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megatron_r3 announcer", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread after the look that it is at; wait for that, at most END_S."""
+        self._end.set()
+        self._thread.join(END_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._end.is_set():
+                news = self.lookout.news()
+                if news.shards is not None or news.waiting != self._waiting:
+                    self._announce(news.shards, news.waiting)
+                self._end.wait(POLL_S)
+        except ValueError as error:  # every rank that asks hears this from now on, and ends
+            self._announce(None, wrong=str(error))
+        except Exception as error:  # else nobody would see that the thread has ended
+            traceback.print_exc()
+            self._announce(None, wrong=f"the first rank cannot look for new shards: {error!r}")
+
+    def _announce(self, index: Index | None, waiting: str = "", wrong: str = "") -> None:
+        # Whoever reaches the port could set a key, so nothing here is pickled.
+        text = json.dumps({"waiting": waiting, "wrong": wrong}).encode()
+        announced = text + b"\n" + (b"" if index is None else index.packed())
+        self._server.set(str(self._announced), announced)  # type: ignore[arg-type]  # takes bytes
+        self._announced, self._waiting = self._announced + 1, waiting

@@ -1,0 +1,317 @@
+"""Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids.
+
+Shape suffixes (docs/glossary.md): M, N, T.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.data.store.schema import StoreError
+from megatron_r3.replay.rows import PADDING
+from megatron_r3.train.losses.advantages import ADVANTAGES, group_spread
+from megatron_r3.train.schedule import SOURCES, STORED, UseOfRollouts
+
+# what a rollout has for each input token, and what padding holds
+_FILL = {
+    "tokens": 0,
+    "labels": 0,
+    "rows": PADDING,
+    "loss_mask": 0.0,
+    "sampled_logprobs": 0.0,
+    "advantages": 0.0,
+    "document": 0,
+    "source": 0,
+    "turn": -1,
+    "version": -1,
+}
+SEQUENCE_FIELDS = (*_FILL, "position_ids")
+
+
+class RolloutDataset(torch.utils.data.Dataset):
+    """Sample i is rollout i - start modulo their number, in store order.
+
+    With mini-steps or epochs the schedule says which sample of the store it is instead. A training
+    input is tokens[:-1], so it has N - 1 tokens: exactly those that have routes.
+
+    Args:
+        store: the rollouts; none longer than `seq_length + 1` tokens.
+        use: what the training does with them.
+        num_samples: how many samples training will draw; more than there are rollouts is more
+            than one epoch.
+    """
+
+    def __init__(
+        self, store: RolloutStore, use: UseOfRollouts, num_samples: int | None = None
+    ) -> None:
+        self.store, self.use = store, use
+        self.num_samples = max(num_samples or 0, use.start + len(store))
+        self.reward = store.column("reward")
+        self.version = store.column("policy_version")
+        self.newest = store.newest_versions()
+        groups = store.groups()
+        self.advantage = self._advantages(groups)
+        self.uniform = group_spread(self.reward, groups) == 0
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """The fields of a sample. Position t predicts token t + 1.
+
+        Of length S, int64:
+        - `tokens`, `labels` (tokens t and t + 1), `position_ids`, `rows`
+        - `document`: the number of the rollout in the sample
+        - `source`: whose routes token t takes, an index of `SOURCES`
+        - `turn`: to which turn token t + 1 belongs, from 0 on, -1 where nobody sampled it
+        - `version`: which policy version sampled token t + 1, -1 where nobody sampled it
+
+        Of length S, float32, about token t + 1:
+        - `loss_mask`, `sampled_logprobs`, `advantages`
+
+        Of length M:
+        - `reward`, and `uniform`: whether all rewards of the rollout's group are equal
+
+        A scalar:
+        - `collection`: the number of the collection that the sample belongs to
+
+        Example: prompt [5, 6], response [7, 8], S = 4: tokens [5, 6, 7, 0], labels [6, 7, 8, 0],
+        loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
+        """
+        return self.of_store(self.use.schedule.in_store(index - self.use.start))
+
+    def of_store(self, sample: int) -> dict[str, Tensor]:
+        """The fields of a sample of the store; after the last one the first one comes again."""
+        return self._sample([sample % len(self.store)], [self.use.seq_length], sample)
+
+    def rollouts_of(self, samples: range) -> list[int]:
+        """The rollouts of some samples of the store."""
+        return [sample % len(self.store) for sample in samples]
+
+    @property
+    def num_in_store(self) -> int:
+        """How many samples the store has."""
+        return len(self.store)
+
+    def check_collection(self) -> None:
+        """Refuse a store that is too small for the mini-steps of one collection.
+
+        Raises:
+            StoreError: two mini-steps of a collection would use the same rollouts.
+        """
+        schedule = self.use.schedule
+        wanted = len(schedule.of_collection(0))
+        where = " ".join(map(str, self.store.directories))
+        if schedule.mini_steps > 1 and wanted > self.num_in_store:
+            raise StoreError(
+                f"{where}: has {self.num_in_store} samples, and a "
+                f"collection of {schedule.mini_steps} mini-steps of {schedule.batch} needs "
+                f"{wanted}: lower --global-batch-size or --rollouts-mini-steps, or give "
+                "--rollouts-epochs to use rollouts several times"
+            )
+
+    def _advantages(self, groups: np.ndarray) -> np.ndarray:
+        if self.use.advantages == STORED:
+            return self.store.column("advantage")
+        return ADVANTAGES[self.use.advantages](self.reward, groups)
+
+    def _sample(self, rollouts: list[int], lengths: list[int], sample: int) -> dict[str, Tensor]:
+        """These rollouts one after the other, each padded to its length."""
+        documents = [self._document(rollout, sample) for rollout in rollouts]
+        fields: dict[str, Tensor] = {}
+        for name, fill in _FILL.items():
+            values = np.full(self.use.seq_length, fill, documents[0][name].dtype)
+            start = 0
+            for number, (document, length) in enumerate(zip(documents, lengths, strict=False)):
+                value = number if name == "document" else document[name]
+                values[start : start + len(document["rows"])] = value
+                start += length
+            fields[name] = torch.from_numpy(values)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        fields["position_ids"] = torch.from_numpy(positions)
+        fields["reward"] = torch.from_numpy(self.reward[rollouts])
+        fields["uniform"] = torch.from_numpy(self.uniform[rollouts])
+        fields["collection"] = torch.tensor(self.use.schedule.collection_of(sample))
+        return fields
+
+    def _document(self, rollout: int, sample: int) -> dict[str, np.ndarray]:
+        fields = self.store.fields(rollout)
+        response = fields["response"][1:].astype(np.float32)
+        rows = self.store.row_ids(rollout)
+        source = self.use.stale_source if self._is_stale(rollout, sample) else self.use.source
+        source_T = np.full(len(rows), SOURCES.index(source), np.int64)
+        shard, index = self.store.find(rollout)
+        turn_N = np.full(len(rows) + 1, -1, np.int64)
+        for turn, (first, end) in enumerate(shard.turns(index).tolist()):
+            turn_N[first:end] = turn
+        if source == "rollout":  # where the engine returned no route the router chooses live
+            source_T[~fields["recorded"]] = SOURCES.index("live")
+        return {
+            "tokens": fields["tokens"][:-1].astype(np.int64),
+            "labels": fields["tokens"][1:].astype(np.int64),
+            "rows": rows,
+            "loss_mask": response,
+            "sampled_logprobs": fields["logprobs"][1:],
+            "advantages": response * self.advantage[rollout],
+            "document": np.zeros(len(rows), np.int64),
+            "source": source_T,
+            "turn": turn_N[1:],
+            "version": self.store.versions(rollout, fields["response"])[1:],
+        }
+
+    def _is_stale(self, rollout: int, sample: int) -> bool:
+        """Whether a rollout of a sample is too old to replay its own routes.
+
+        Its oldest span is compared with the newest span of any rollout up to the end of the
+        sample's collection. All ranks find the same, also in a store that grows: nobody asks for
+        what comes later.
+        """
+        if self.use.replay_max_lag is None:
+            return False
+        newest = int(self.newest[: self._end_of_collection(sample)].max())
+        return newest - int(self.version[rollout]) > self.use.replay_max_lag
+
+    def _end_of_collection(self, sample: int) -> int:
+        """The number of rollouts of the store up to the end of a sample's collection."""
+        schedule = self.use.schedule
+        return min(schedule.of_collection(schedule.collection_of(sample)).stop, len(self.store))
+
+
+class FollowedRollouts(RolloutDataset):
+    """A store that grows, whose rollouts are waited for.
+
+    Advantages are normalised over a whole group, so a group lies in one shard: a group whose second
+    half came with the next shard would have been normalised without that half.
+
+    Args:
+        num_samples: how many samples training will draw.
+    """
+
+    def __init__(self, store: RolloutStore, use: UseOfRollouts, num_samples: int) -> None:
+        super().__init__(store, use, num_samples)
+        self.num_samples = num_samples
+        self.reward = self.advantage = np.zeros(0, np.float32)
+        self.version = self.newest = np.zeros(0, np.int64)
+        self.uniform = np.zeros(0, bool)
+        self._num_shards = 0
+        self._groups: set[tuple[int, int]] = set()
+        self._take_new()
+
+    def of_store(self, sample: int) -> dict[str, Tensor]:
+        """The fields of a sample of the store; it is waited for.
+
+        Raises:
+            StoreError: the rollout does not come in time, or what comes cannot be used.
+        """
+        # Which routes are too old depends on the newest policy of the collection. It must be the
+        # whole one: ranks that see more or fewer shards would not agree on what is too old.
+        last = sample if self.use.replay_max_lag is None else self._end_of_collection(sample) - 1
+        self.store.wait_for(last)
+        self._take_new()
+        return self._sample([sample], [self.use.seq_length], sample)
+
+    def rollouts_of(self, samples: range) -> list[int]:
+        """The rollouts of some samples: the same numbers. They are waited for.
+
+        This rank may not have seen the last of them, which another rank was the one to use.
+
+        Raises:
+            StoreError: they do not come in time, or what comes cannot be used.
+        """
+        self.store.wait_for(samples.stop - 1)
+        self._take_new()
+        return list(samples)
+
+    def _end_of_collection(self, sample: int) -> int:
+        schedule = self.use.schedule
+        return schedule.of_collection(schedule.collection_of(sample)).stop
+
+    def _take_new(self) -> None:
+        for shard in self.store.shards[self._num_shards :]:
+            versions, groups = shard.tensors["policy_version"], shard.tensors["group"]
+            keys = {*zip(versions.tolist(), groups.tolist(), strict=True)}
+            if again := sorted(keys & self._groups):
+                version, group = again[0]
+                raise StoreError(
+                    f"{shard.path}: group {group} of policy version {version} began in an earlier "
+                    "shard: in a store that is followed, a group must lie in one shard"
+                )
+            # a group counts inside a policy version: number the pairs 0, 1, ...
+            number = np.unique(np.stack([versions, groups], 1), axis=0, return_inverse=True)[1]
+            reward = shard.tensors["reward"]
+            number = number.reshape(-1)
+            if self.use.advantages == STORED:
+                advantage = shard.extras.advantages_M()
+            else:
+                advantage = ADVANTAGES[self.use.advantages](reward, number)
+            self.uniform = np.append(self.uniform, group_spread(reward, number) == 0)
+            self.reward = np.append(self.reward, reward)
+            self.version = np.append(self.version, versions)
+            self.newest = np.append(self.newest, shard.extras.newest_version_M)
+            self.advantage = np.append(self.advantage, advantage)
+            self._groups |= keys
+            self._num_shards += 1
+
+
+class PackedRollouts(RolloutDataset):
+    """Sample i is pack i - start modulo their number: rollouts in store order, as many as fit.
+
+    Every rollout is padded on the right to a multiple of `align`, and a pack to S by a document of
+    padding alone.
+
+    Args:
+        align: what context parallelism splits a document into, 2 * CP, else 1; divides S.
+    """
+
+    def __init__(
+        self,
+        store: RolloutStore,
+        use: UseOfRollouts,
+        num_samples: int | None = None,
+        align: int = 1,
+    ) -> None:
+        super().__init__(store, use, num_samples)
+        seq_length, start = use.seq_length, use.start
+        assert seq_length % align == 0, f"{seq_length} is no multiple of {align}"
+        inputs = store.column("num_tokens") - 1
+        self.lengths = -(-inputs // align) * align  # rounded up: 13 becomes 16 with align 8
+        self.packs: list[list[int]] = []
+        room = 0
+        for rollout, length in enumerate(self.lengths.tolist()):
+            if length > room:
+                self.packs.append([])
+                room = seq_length
+            self.packs[-1].append(rollout)
+            room -= length
+        self.num_samples = max(num_samples or 0, start + len(self.packs))
+
+    def of_store(self, sample: int) -> dict[str, Tensor]:
+        """A RolloutDataset's fields, and cu_seqlens, int32 `[D + 1]`: where the documents begin.
+
+        Example with S = 64 and rollouts of 16 and 24 tokens: cu_seqlens is [0, 16, 40, 64], and the
+        third document is padding alone.
+        """
+        rollouts = self.packs[sample % len(self.packs)]
+        lengths = self.lengths[rollouts].tolist()
+        tail = self.use.seq_length - sum(lengths)
+        lengths += [tail] if tail else []
+        fields = self._sample(rollouts, lengths, sample)
+        fields["cu_seqlens"] = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+        return fields
+
+    @property
+    def num_in_store(self) -> int:
+        """How many packs the store has."""
+        return len(self.packs)
+
+    def rollouts_of(self, samples: range) -> list[int]:
+        """The rollouts of some packs."""
+        return [rollout for i in samples for rollout in self.packs[i % len(self.packs)]]
+
+    def _end_of_collection(self, sample: int) -> int:
+        schedule = self.use.schedule
+        samples = schedule.of_collection(schedule.collection_of(sample))
+        return self.packs[min(samples.stop, len(self.packs)) - 1][-1] + 1

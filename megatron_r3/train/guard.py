@@ -1,0 +1,232 @@
+"""The check of a step before its update: routes that were given were taken, and all is finite.
+
+`train_step` calls it after the last backward pass and before the optimizer. Megatron's own
+validation of losses and gradients does not look at the first iteration of a process
+(megatron/core/rerun_state_machine.py, `validate_result`), and names no rollout.
+
+A step costs one pass over its gradients, one all-reduce of three numbers and one wait of the host,
+right before the optimizer, which waits for the gradient's norm anyway.
+
+Shape suffixes (docs/glossary.md): B, S, J, V.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.replay.active import WHY_UNTAKEN
+from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode
+from megatron_r3.train.refuse import refuse
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """What the loss of one micro-batch was made of, until the step is looked at.
+
+    Attributes:
+        rows_BS: the row id of each position, on the host.
+        mask_BS: 1 on response tokens, else 0, on the host.
+        values_V: on the device: Megatron's loss of each position, which is minus its log-prob (0
+            outside the response), and then the policy loss. It is a copy, because schedules free
+            or change what they were given.
+    """
+
+    rows_BS: Tensor
+    mask_BS: Tensor
+    values_V: Tensor
+
+
+def _wrong_places(losses: list[_Loss]) -> tuple[Tensor, Tensor]:
+    """For each micro-batch the first value that is not finite: its place, and it; float64 `[J]`.
+
+    A place is an index of `values_V`; -1 says that all values are finite. The micro-batches of a
+    step have one shape, so all of them are looked at together, without a wait.
+    """
+    values_JV = torch.stack([loss.values_V for loss in losses])
+    wrong_JV = ~values_JV.isfinite()
+    first_J = wrong_JV.int().argmax(1)  # argmax of equal values is the first of them
+    places_J = torch.where(wrong_JV.any(1), first_J, -1)
+    return places_J.double(), values_JV.gather(1, first_J[:, None])[:, 0].double()
+
+
+class StepGuard:
+    """Collects what one step did on this rank, on the device, and looks at it once.
+
+    Args:
+        store: the rollouts, which an error names.
+        scaled: whether the loss is scaled (fp16). Megatron then skips a step whose gradients are
+            infinite, so the guard does not look at gradients.
+    """
+
+    def __init__(self, store: RolloutStore, scaled: bool) -> None:
+        self.store, self.scaled = store, scaled
+        self._losses: list[_Loss] = []
+        self._given: list[tuple[list[int], Counter[int]]] = []
+        self._rows: list[Tensor] = []
+
+    def add_routes(self, microbatch: MicrobatchRoutes) -> None:
+        """Watch whether the layers of a microbatch take its routes; the routes are not kept."""
+        if microbatch.mode is Mode.REPLAY:
+            self._given.append((sorted(microbatch.ids), microbatch.used))
+
+    def add_rows(self, rows_BS: Tensor) -> None:
+        """Keep which tokens a microbatch has, on the host, for an error that names them."""
+        self._rows.append(rows_BS)
+
+    def add_loss(
+        self, host: dict[str, Tensor], losses_BS: Tensor, mask_BS: Tensor, loss: Tensor
+    ) -> None:
+        """Keep a copy of what the loss of a micro-batch was made of; no wait.
+
+        Args:
+            host: the batch on the host, with `rows` and `loss_mask`.
+            losses_BS: minus the trainer's log-probs, before they are bounded.
+            mask_BS: 1 on response tokens, else 0; on the device, as the other two.
+            loss: the policy loss, a scalar.
+        """
+        with torch.no_grad():
+            response_BS = torch.where(mask_BS > 0, losses_BS.float(), 0.0)
+            values_V = torch.cat([response_BS.reshape(-1), loss.float()[None]])
+        self._losses.append(_Loss(host["rows"], host["loss_mask"], values_V))
+
+    def check(self, models: list[Any], iteration: int, same_everywhere: int) -> None:
+        """End training before the update, on all ranks, where one of them found something.
+
+        Args:
+            models: this rank's model chunks, with their gradients reduced.
+            iteration: the iteration that is about to update weights, from 1.
+            same_everywhere: a number that must be the same on all ranks.
+        """
+        losses, given, rows = self._losses, self._given, self._rows
+        self._losses, self._given, self._rows = [], [], []
+        device = torch.cuda.current_device()
+        untaken = next((left for layers, used in given if (left := _untaken(layers, used))), [])
+        gradient = self._largest_gradient(models, device)
+        nothing = gradient.new_zeros(0)
+        places_J, values_J = _wrong_places(losses) if losses else (nothing, nothing)
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        # What this rank found, as one number: 0 for nothing. The rank with the largest number
+        # speaks: untaken routes come before a loss, a loss before the gradients that it spoils,
+        # and among ranks that found the same the first rank comes first.
+        # Example with 4 ranks: rank 1 finds a gradient (4 - 1 = 3), rank 2 a loss (8 - 2 = 6).
+        weight = torch.where(torch.isfinite(gradient), 0, size - rank)
+        weight = torch.where((places_J >= 0).any(), 2 * size - rank, weight)
+        weight = torch.full_like(weight, 3 * size - rank) if untaken else weight
+        # One MAX over ranks finds the largest x and the largest -x, which is minus the smallest x:
+        # x is the same on all ranks if the two cancel.
+        same = torch.tensor([same_everywhere, -same_everywhere]).to(device, non_blocking=True)
+        over_ranks = torch.cat([weight.to(torch.int64)[None], same])
+        if size > 1:
+            torch.distributed.all_reduce(over_ranks, torch.distributed.ReduceOp.MAX)
+        on_device = torch.cat([over_ranks.double(), weight[None].double(), places_J, values_J])
+        on_host = on_device.cpu().numpy()  # the one wait
+        heaviest, most, minus_least, own = on_host[:4]
+        if most != -minus_least:
+            refuse(
+                f"{self.store.directories[0]}: the ranks do not see the same shards in this "
+                "store; was it changed while training runs, or is it another folder on "
+                "another node?",
+                speaks=rank == 0,
+            )
+        if heaviest:
+            places, values = np.split(on_host[4:], 2)
+            message = self._describe(untaken, losses, places, values, models, rows)
+            refuse(f"{message}. Iteration {iteration} changed no weight", heaviest == own)
+
+    def _largest_gradient(self, models: list[Any], device: Any) -> Tensor:
+        """The largest gradient of this rank, a scalar; NaN where any gradient is not finite."""
+        largest = [
+            torch.linalg.vector_norm(gradient, ord=float("inf")).float()
+            for model in models
+            for gradient in _gradient_buffers(model)
+            if gradient.numel()
+        ]
+        if self.scaled or not largest:
+            return torch.zeros((), device=device)
+        stacked = torch.stack(largest)
+        return torch.where(torch.isfinite(stacked).all(), stacked.max(), float("nan"))
+
+    def _describe(
+        self,
+        untaken: list[int],
+        losses: list[_Loss],
+        places: np.ndarray,
+        values: np.ndarray,
+        models: list[Any],
+        rows: list[Tensor],
+    ) -> str:
+        """What this rank found, for the user: the layers, the rollout and token, or the parameter.
+
+        Args:
+            places, values: of each micro-batch, as `_wrong_places` returns them.
+        """
+        if untaken:
+            return (
+                f"the routes of layers {untaken} were given, and no router took them. {WHY_UNTAKEN}"
+            )
+        for loss, place, value in zip(losses, places, values, strict=True):
+            if place < 0:
+                continue
+            of_token = place < loss.rows_BS.numel()
+            # The last value is the policy loss. Where it alone is not finite, the micro-batch is
+            # named by its first response token.
+            position = int(place) if of_token else int(loss.mask_BS.reshape(-1).argmax())
+            rollout, token = self.store.locate(int(loss.rows_BS.reshape(-1)[position]))
+            # position t of the input predicts token t + 1
+            name = f"{self.store.name(rollout)}, token {token + 1}"
+            if of_token:
+                return f"{name}: the trainer's log-prob is {-value:g}, which is not finite"
+            return (
+                f"the policy loss of a micro-batch is not finite; its first response is in {name}"
+            )
+        names = (name for model in models for name in _wrong_parameters(model))
+        return (
+            f"the gradient of {next(names, 'a parameter')} is not finite, in a step on "
+            f"{self._rollouts(rows)}"
+        )
+
+    def _rollouts(self, rows: list[Tensor]) -> str:
+        """The first and the last rollout that this rank used in the step."""
+        used = torch.cat([rows_BS.reshape(-1) for rows_BS in rows]) if rows else torch.zeros(0)
+        used = used[used >= 0]  # -1 is padding
+        if not len(used):
+            return f"rollouts of {self.store.directories[0]}"
+        first, last = (self.store.locate(int(row))[0] for row in (used.min(), used.max()))
+        return f"{self.store.name(first)} to {self.store.name(last)}"
+
+
+def _untaken(layers: list[int], used: Counter[int]) -> list[int]:
+    return [layer for layer in layers if not used[layer]]
+
+
+def _gradient_buffers(model: Any) -> list[Tensor]:
+    """The flat gradients of Megatron's DistributedDataParallel, else those of the parameters."""
+    flat: list[Any] = []
+    for name in ("buffers", "expert_parallel_buffers"):
+        # DistributedDataParallel has a list; torch's own Module has a method of the name `buffers`
+        held = getattr(model, name, None)
+        flat += held if isinstance(held, list) else []
+    if flat:
+        return [buffer.grad_data for buffer in flat]
+    gradients = (_gradient(parameter) for parameter in model.parameters())
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _gradient(parameter: Any) -> Tensor | None:
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
+def _wrong_parameters(model: Any) -> list[str]:
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if (gradient := _gradient(parameter)) is not None and not torch.isfinite(gradient).all()
+    ]

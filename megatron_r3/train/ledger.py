@@ -1,0 +1,193 @@
+"""Which rollouts a training has used: what its checkpoint remembers, and what a resume compares.
+
+The entries are plain dicts, lists and texts, so a Megatron without megatron_r3 loads a checkpoint
+that holds them (`progress.py` puts them there). The last entry is the store that is trained on now:
+
+    [{"directories": ["/data/rollouts/0"], "start": 0, "order": "single", "policies": ["5f0c..."],
+      "shards": [["shard-00000.safetensors", "9b1e...", 128], ...], "old_pass": "1f..."},
+     {"directories": ["/data/rollouts/1"], "start": 128, ...}]
+
+`start` is how many samples the training had consumed when it began with that store. Sample i of the
+training is then sample i - start of the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.data.store.schema import StoreError, StoreInfo
+from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.progress import Progress
+
+
+def policy_name(info: StoreInfo) -> str:
+    """16 hex digits for the policy that sampled; empty where the store does not tell it."""
+    if not any(info.policy):
+        return ""
+    return hashlib.sha256(repr(info.policy).encode()).hexdigest()[:16]
+
+
+class Ledger:
+    """What a training has used so far, this process's copy of it.
+
+    Attributes:
+        start: the sample of the training that is the first one of the store.
+        entries: what a checkpoint remembers.
+        old_pass: the number of the last pass of the old policy; empty before the first one.
+    """
+
+    def __init__(self, options: RolloutOptions, progress: Progress, store: RolloutStore) -> None:
+        self.options, self.progress, self.store = options, progress, store
+        self.start = 0
+        self.entries: list[dict[str, Any]] = []
+        self.old_pass = ""
+
+    def begin(self) -> str:
+        """Compare the store with what the loaded checkpoint has used; once, after it was loaded.
+
+        Returns:
+            What to tell the user, or nothing.
+
+        Raises:
+            StoreError: the store has lost or changed a shard since, the samples have another order
+                now, or another store comes from a policy that was trained on before.
+        """
+        consumed = self.progress.consumed_samples
+        remembered = self.progress.remembered() if consumed else []
+        notice = ""
+        if remembered and self._continues(remembered[-1]):
+            self._check_same(remembered[-1], consumed)
+            self.start = remembered[-1]["start"]
+            self.old_pass = remembered[-1].get("old_pass", "")
+            self.entries = remembered[:-1]
+        else:
+            self.start, self.entries = consumed, remembered
+            if remembered:
+                self._check_other(remembered)
+                notice = (
+                    f"another store than before: begins at its first rollout, sample {consumed}"
+                )
+            elif consumed:
+                notice = (
+                    "the checkpoint does not say which rollouts it was trained on: begins at the "
+                    f"first rollout, sample {consumed}"
+                )
+        self.entries.append({})
+        self.note()
+        return notice
+
+    def note(self) -> None:
+        """Write down the shards that are open, unless none came since the last call."""
+        index = self.store.index
+        # a shard never changes and is never taken away, so the number says whether any came
+        if len(self.entries[-1].get("shards", ())) == len(index.table):
+            return
+        rollouts = index.table["rollouts"].tolist()
+        self.entries[-1] = {
+            "directories": [*index.resolved],
+            "start": self.start,
+            "order": self.options.sample_order,
+            "policies": sorted({name for info in index.infos if (name := policy_name(info))}),
+            "shards": [*map(list, zip(index.names(), index.identities(), rollouts, strict=True))],
+            **({"old_pass": self.old_pass} if self.old_pass else {}),
+        }
+        self.progress.remember(self.entries)
+
+    def note_pass(self, number: str) -> None:
+        """Write down which pass of the old policy the updates from now on go on from."""
+        self.old_pass = self.entries[-1]["old_pass"] = number
+        self.progress.remember(self.entries)
+
+    def consumed(self) -> int:
+        """How many samples the training has drawn since it began with this store."""
+        return max(0, self.progress.consumed_samples - self.start)
+
+    def used(self, more: int = 0) -> int:
+        """How many samples of this store the training has used.
+
+        Args:
+            more: how many it draws now, beyond those of finished iterations.
+        """
+        return self.options.use.schedule.used(self.consumed() + more)
+
+    def _continues(self, last: dict[str, Any]) -> bool:
+        """Whether the store is meant to be the one that was used last, whole or not.
+
+        It is the same where a directory has the same path, and where a shard has the same content
+        although the store was moved.
+        """
+        paths = {*self.store.index.resolved}
+        identities = {identity for _, identity, _ in last["shards"]}
+        moved = not identities.isdisjoint(self.store.index.identities())
+        return moved or not paths.isdisjoint(last["directories"])
+
+    def _check_same(self, last: dict[str, Any], consumed: int) -> None:
+        where = " ".join(map(str, self.store.directories))
+        if consumed < last["start"]:
+            raise StoreError(
+                f"{where}: the checkpoint began with this store at sample {last['start']}, "
+                f"but only {consumed} samples are counted as used: begin anew with --finetune"
+            )
+        again = (
+            "train on the store as it was, or begin anew with --finetune; new rollouts belong into "
+            "another directory"
+        )
+        # A followed store may be a copy that is still under way: wait for what was there before.
+        if self.options.follow_s is not None:
+            self.store.wait_for(sum(rollouts for _, _, rollouts in last["shards"]) - 1)
+        now = self.store.index.identities()
+        for index, (name, identity, _) in enumerate(last["shards"]):
+            if index >= len(now):
+                raise StoreError(
+                    f"{where}: {name}, which the checkpoint was trained on, is gone: {again}"
+                )
+            if now[index] != identity:
+                raise StoreError(
+                    f"{self.store.shards[index].path}: this is not the {name} that the checkpoint "
+                    f"was trained on; it was changed, replaced or put in another place: {again}"
+                )
+        if last["order"] != self.options.sample_order:
+            raise StoreError(
+                f"{where}: the checkpoint took its samples as {last['order']}, this training as "
+                f"{self.options.sample_order}, so it would repeat some and leave others "
+                "out: give the earlier options again, or begin anew with --finetune"
+            )
+        rollouts = sum(rollouts for _, _, rollouts in last["shards"])
+        # Sample i is rollout i modulo the number of rollouts. Within the first epoch of a store
+        # that grew, the numbers name the same rollouts as before. Beyond it they do not: of 128
+        # rollouts sample 130 was rollout 2, of 256 it is rollout 130.
+        grown = len(now) > len(last["shards"])
+        used = self.options.use.schedule.used(consumed - last["start"])
+        in_order = last["order"].startswith("single") and "packs" not in last["order"]
+        whole_epoch = used > rollouts or not in_order
+        if grown and self.options.follow_s is None and whole_epoch:
+            raise StoreError(
+                f"{where}: the store has grown since the checkpoint, which had used all of "
+                f"it, or used it in packs or shuffled: sample numbers now name other "
+                f"rollouts; {again}"
+            )
+
+    def _check_other(self, remembered: list[dict[str, Any]]) -> None:
+        where = " ".join(map(str, self.store.directories))
+        if self.options.sample_order.startswith("cyclic"):
+            raise StoreError(
+                f"{where}: another store than the checkpoint's, with --dataloader-type cyclic: the "
+                "rest of a shuffled epoch would be drawn from it, some rollouts twice and some "
+                "never; use --dataloader-type single, or begin anew with --finetune"
+            )
+        if self.options.any_policy:
+            return
+        index = self.store.index
+        for place, info in enumerate(index.infos):
+            name = policy_name(info)
+            for entry in remembered:
+                if name and info.policy_stamp and name in entry["policies"]:
+                    before = entry["directories"][0]
+                    shard = self.store.shards[int((index.table["info"] == place).argmax())]
+                    raise StoreError(
+                        f"{shard.path}: sampled from the policy of {before}, which this training "
+                        "has updated since: sample from the new policy, or give "
+                        "--rollouts-policy any"
+                    )

@@ -1,0 +1,213 @@
+"""Prepare micro-batches ahead of the step, in a thread: read their routes, plan their dispatch.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.data.kept import KeptSets
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.replay.host_routes import (
+    HostRoutes,
+    read_routes,
+)
+from megatron_r3.replay.plan import LayerSizes
+from megatron_r3.replay.planner import Planner
+from megatron_r3.replay.rank_layout import RankLayout
+from megatron_r3.train.dataset import SEQUENCE_FIELDS
+from megatron_r3.train.old_policy import OldPolicy
+from megatron_r3.train.schedule import SOURCES
+
+DEPTH = 2  # prepared micro-batches that wait to be used
+_ROLLOUT, _OLD_POLICY, _LIVE = (SOURCES.index(name) for name in SOURCES)
+END_S = 2.0  # how long the end of the process waits for a micro-batch that is being prepared
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A micro-batch on the host: this rank's part of the batch, its routes, its plan.
+
+    Attributes:
+        batch: the fields that the model and the loss take.
+        rollouts: those of the whole micro-batch, by their index in the store.
+        routes: None where no layer replays or is compared.
+        plan: None where the dispatchers have to learn their sizes on the device.
+        kept: what the sampler kept when it drew each label, in the order of the batch; None where
+            it kept all tokens, or this rank computes no loss.
+    """
+
+    batch: dict[str, Tensor]
+    rollouts: list[int]
+    routes: HostRoutes | None
+    plan: dict[int, LayerSizes] | None
+    kept: KeptSets | None = None
+
+
+class Preparer:
+    """Makes what one model chunk of this rank needs of a batch, on the host.
+
+    Args:
+        store: the rollouts.
+        layout: which tokens of a batch this rank holds.
+        layer_numbers: the chunk's MoE layers, Megatron's numbers.
+        reads_routes: False where no layer replays or is compared.
+        planner: plans the dispatch; None where no dispatcher asks for a plan.
+        old: the old policy's routes, for tokens that take those; None where none of them are
+            recorded, because one update uses a collection: these tokens choose live, once.
+        reads_kept: whether the chunk's loss needs what the sampler kept of the vocabulary.
+        replays: whether routers take routes; else they are live, and only compared.
+    """
+
+    def __init__(
+        self,
+        store: RolloutStore,
+        layout: RankLayout,
+        layer_numbers: list[int],
+        *,
+        reads_routes: bool,
+        planner: Planner | None,
+        old: OldPolicy | None = None,
+        reads_kept: bool = False,
+        replays: bool = True,
+    ) -> None:
+        self.store, self.layout, self.layer_numbers = store, layout, layer_numbers
+        self.reads_routes, self.planner, self.old = reads_routes, planner, old
+        self.reads_kept, self.replays = reads_kept, replays
+
+    def prepare(
+        self, whole: dict[str, Tensor], with_plan: bool, for_old_pass: bool = False
+    ) -> Prepared:
+        """This rank's part of a whole batch.
+
+        Args:
+            with_plan: whether to plan the dispatch, where there is a planner.
+            for_old_pass: whether it is for the pass that records the old policy's routes.
+        """
+        batch = self.layout.split(whole, SEQUENCE_FIELDS)
+        rollouts = self.store.rollouts_of(whole["rows"].numpy())
+        kept = None
+        if self.reads_kept:
+            kept = self.store.kept_of_next(batch["rows"].reshape(-1).numpy())
+        if not self.reads_routes:
+            return Prepared(batch, rollouts, None, None, kept)
+        rows_T = self.layout.router_order(batch["rows"])
+        routes = self.read_routes(rows_T, self.layout.mean_tokens(whole["rows"]))
+        if self.replays:
+            source_T = self.layout.router_order(batch["source"]).numpy()
+            self._apply(source_T, routes, None if for_old_pass else int(whole["collection"].max()))
+        plan = self.planner.plan(routes) if with_plan and self.planner else None
+        return Prepared(batch, rollouts, routes, plan, kept)
+
+    def read_routes(self, rows_T: Tensor, mean_tokens: float) -> HostRoutes:
+        """The routes of these rows in this chunk's layers."""
+        return read_routes(self.store, rows_T, self.layer_numbers, mean_tokens)
+
+    def _apply(self, source_T: np.ndarray, routes: HostRoutes, collection: int | None) -> None:
+        """Give each token the routes of its source; `routes` has those of the rollouts.
+
+        Args:
+            source_T: indices of `SOURCES`.
+            routes: changed in place, in the packed memory.
+            collection: whose record has the old policy's routes. None: it is being made now.
+        """
+        live_T = source_T != _ROLLOUT
+        if collection is not None and self.old is not None and (source_T == _OLD_POLICY).any():
+            self.old.wait_for(collection)
+            self._take_old(routes, (source_T == _OLD_POLICY) & ~routes.padding_T)
+            live_T = source_T == _LIVE
+        routes.live_T[live_T & ~routes.padding_T] = True
+
+    def _take_old(self, routes: HostRoutes, here_T: np.ndarray) -> None:
+        """Write the old policy's routes of some tokens in the place of their rollouts' routes."""
+        assert self.old is not None
+        for index, layer in enumerate(self.layer_numbers):
+            routes.ids_LTK[index, here_T] = self.old.routes(layer, routes.rows_T[here_T])
+        routes.live_T[here_T] = False
+
+
+_alive: WeakSet[Lookahead] = WeakSet()
+
+
+@atexit.register
+def end_all() -> None:
+    """End the threads of all Lookaheads. Python calls this before it ends the process.
+
+    A thread that is still inside of torch then would be ended in the middle of C++ code, and C++
+    ends the process for it: "terminate called without an active exception", status 134, after a
+    training that went well.
+    """
+    for lookahead in list(_alive):
+        lookahead.end()
+
+
+class Lookahead:
+    """An iterator that prepares in a thread what another iterator brings, ahead of its use.
+
+    It stands inside Megatron's RerunDataIterator, which keeps what it was handed and hands it out
+    again where a step is run twice.
+
+    Args:
+        batches: what is prepared.
+        prepare: prepares one batch.
+        cancel: ends a wait inside `prepare`; called when the thread is to end.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        prepare: Callable[[Any], Prepared],
+        cancel: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._device = torch.cuda.current_device()
+        self._cancel = cancel
+        self._ending = False
+        # an item is a prepared micro-batch, or the exception that ended the thread
+        self._ready: queue.Queue[tuple[Prepared | None, BaseException | None]] = queue.Queue(DEPTH)
+        self._thread = threading.Thread(
+            target=self._run, args=(batches, prepare), name="megatron_r3 lookahead", daemon=True
+        )
+        _alive.add(self)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread when it has prepared what it is at; wait for that, at most END_S."""
+        self._ending = True
+        self._cancel()
+        deadline = time.monotonic() + END_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:  # the thread may wait for room in the queue
+                self._ready.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.01)
+
+    def __iter__(self) -> Lookahead:
+        return self
+
+    def __next__(self) -> Prepared:
+        prepared, error = self._ready.get()
+        if error is not None:
+            self._ready.put((None, error))  # the thread is over: the next call must end alike
+            raise error
+        assert prepared is not None
+        return prepared
+
+    def _run(self, batches: Iterator[Any], prepare: Callable[[Any], Prepared]) -> None:
+        try:
+            torch.cuda.set_device(self._device)  # a new thread starts with device 0
+            while not self._ending:
+                self._ready.put((prepare(next(batches)), None))
+        except BaseException as error:  # StopIteration too: the step must see the end
+            self._ready.put((None, error))

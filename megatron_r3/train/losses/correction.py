@@ -1,0 +1,111 @@
+"""Corrections for the difference between the old policy and the sampler, by name.
+
+A correction gives each token a weight, which multiplies the clipped gain outside of the min. It is
+computed from w = old / mu, so it is the same in all updates on a collection and has no gradient.
+
+Shape suffixes (docs/glossary.md): B, M, S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_r3.train.losses.terms import LOG_RATIO_BOUND, LossTerms
+
+LEVELS = ("token", "sequence")
+
+
+@dataclass(frozen=True)
+class CorrectionOptions:
+    """Which correction, of what, and with which bounds.
+
+    Attributes:
+        name: none, tis, icepop or mask.
+        level: "token", where w is that of each token, or "sequence", where w is the product over
+            the rollout's response tokens.
+        low, high: the bounds of w. tis reads only the upper one.
+    """
+
+    name: str = "none"
+    level: str = "token"
+    low: float = 0.5
+    high: float = 2.0
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What a correction gives for each token; no gradients.
+
+    Attributes:
+        weight_BS: what the gain is multiplied by.
+        mask_BS: the response tokens that still count in the average, 1 or 0.
+    """
+
+    weight_BS: Tensor
+    mask_BS: Tensor
+
+
+def _none(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
+    return Corrected(torch.ones_like(ratio_BS), terms.mask_BS)
+
+
+def tis(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
+    """min(w, C): truncated importance sampling.
+
+    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025),
+    https://fengyao.notion.site/off-policy-rl.
+    """
+    return Corrected(ratio_BS.clamp(max=options.high), terms.mask_BS)
+
+
+def icepop(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
+    """w where low <= w <= high, else 0; a token of weight 0 still counts in the average.
+
+    IcePop of Ring-1T, arXiv 2510.18855, section 3.2.
+    """
+    return Corrected(ratio_BS * _within(ratio_BS, options), terms.mask_BS)
+
+
+def mask(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
+    """1 where low <= w <= high; any other token leaves the loss, and the average too.
+
+    Masked importance sampling, as slime and "rejection sampling" of verl have it:
+    https://richardli.xyz/rl-collapse.
+    """
+    kept_BS = terms.mask_BS * _within(ratio_BS, options)
+    return Corrected(torch.ones_like(ratio_BS), kept_BS)
+
+
+CORRECTIONS: dict[str, Callable[[LossTerms, Tensor, CorrectionOptions], Corrected]] = {
+    "none": _none,
+    "tis": tis,
+    "icepop": icepop,
+    "mask": mask,
+}
+
+
+def correct(terms: LossTerms, options: CorrectionOptions) -> Corrected:
+    """The weights of one micro-batch.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    if options.level not in LEVELS:
+        raise ValueError(f"correction level {options.level!r}: expected one of {', '.join(LEVELS)}")
+    with torch.no_grad():
+        log_weight_BS = terms.log_weight_BS
+        if options.level == "sequence":
+            sums_M = terms.sequences.sums(log_weight_BS)
+            # A long response has a sum beyond the bound of one token: bound the product as well.
+            bounded_M = sums_M.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            log_weight_BS = terms.sequences.each(bounded_M)
+        return CORRECTIONS[options.name](terms, log_weight_BS.exp(), options)
+
+
+def _within(ratio_BS: Tensor, options: CorrectionOptions) -> Tensor:
+    # NaN is inside: a token whose log-prob is NaN must not leave the loss without a word.
+    return (~((ratio_BS < options.low) | (ratio_BS > options.high))).to(ratio_BS.dtype)

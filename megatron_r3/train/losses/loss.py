@@ -1,0 +1,135 @@
+"""The policy loss of one micro-batch, as a loss function of Megatron's schedules returns it.
+
+Only this module of the room asks Megatron for something: its context-parallel group.
+
+Shape suffixes (docs/glossary.md): B, S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megatron_r3.train.losses.aggregation import Average, average
+from megatron_r3.train.losses.agreement import agreement_sums
+from megatron_r3.train.losses.correction import Corrected, CorrectionOptions, correct
+from megatron_r3.train.losses.policy_loss import Clip, Gain, gain_of
+from megatron_r3.train.losses.terms import LossTerms, Sequences
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Which policy loss.
+
+    Attributes:
+        name: a name of `LOSSES`.
+        clip: of the policy ratio.
+        aggregation: a name of `AGGREGATIONS`.
+        fixed_length: tokens, by which the aggregation "fixed-length" divides; None for others.
+        correction: for the difference between the old policy and the sampler.
+    """
+
+    name: str = "grpo"
+    clip: Clip = field(default_factory=Clip)
+    aggregation: str = "token-mean"
+    fixed_length: int | None = None
+    correction: CorrectionOptions = field(default_factory=CorrectionOptions)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the loss of one micro-batch was made of, for the metrics.
+
+    Attributes:
+        agreement: of the trainer with the sampler, sums over response tokens (`agreement_sums`).
+    """
+
+    terms: LossTerms
+    gain: Gain
+    corrected: Corrected
+    average: Average
+    agreement: dict[str, Tensor]
+
+
+def update_of(terms: LossTerms, options: LossOptions) -> Update:
+    """The policy loss of one micro-batch on this rank, and what it was made of."""
+    gain = gain_of(options.name, terms, options.clip)
+    corrected = correct(terms, options.correction)
+    # Outside the mask a value may be anything: keep it, and its gradient, out of the sum.
+    counted_BS = corrected.mask_BS > 0
+    losses_BS = torch.where(counted_BS, -gain.value_BS * corrected.weight_BS, 0.0)
+    counted = terms  # whose lengths a loss may have summed over the ranks already
+    if corrected.mask_BS is not terms.mask_BS:
+        counted = replace(terms, mask_BS=corrected.mask_BS)
+    result = average(losses_BS, counted, options.aggregation, options.fixed_length)
+    agreement = agreement_sums(terms.logprobs_BS, terms.sampled_logprobs_BS, terms.mask_BS)
+    return Update(terms, gain, corrected, result, agreement)
+
+
+def terms_of(batch: dict[str, Tensor], output_BS: Tensor, old_BS: Tensor | None) -> LossTerms:
+    """The terms of one micro-batch.
+
+    Args:
+        batch: the fields of `megatron_r3.train.dataset`, on the device.
+        output_BS: the model's output on the last pipeline stage: Megatron's loss of each token,
+            -log p(label), float32.
+        old_BS: log-probs of the old policy. None: the trainer is its own old policy in this step,
+            so the ratio is 1.
+    """
+    logprobs_BS = -output_BS.float()
+    rewards = batch["reward"]  # [B, rollouts of a sample]
+    per_sample = rewards.shape[-1] if rewards.dim() > 1 else 1
+    first_B1 = torch.arange(len(logprobs_BS), device=rewards.device)[:, None] * per_sample
+    index_BS = first_B1 + batch["document"].clamp(0, per_sample - 1)
+    return LossTerms(
+        logprobs_BS,
+        logprobs_BS.detach() if old_BS is None else old_BS,
+        batch["sampled_logprobs"],
+        batch["advantages"],
+        batch["loss_mask"],
+        Sequences(index_BS, rewards.numel(), _context_parallel_group()),
+    )
+
+
+def policy_loss(
+    terms: LossTerms, rewards: Tensor, options: LossOptions, per_token: bool
+) -> tuple[Tensor, Tensor, dict[str, Tensor], Update]:
+    """The policy loss of one micro-batch.
+
+    Args:
+        rewards: of its rollouts.
+        per_token: --calculate-per-token-loss, with which Megatron divides the summed loss of a step
+            by its counts. Without it Megatron averages the averages of the micro-batches.
+
+    Returns:
+        The summed loss, what it is divided by (int32), the sums to report, each with the number by
+        which Megatron divides it, and what the loss was made of.
+    """
+    update = update_of(terms, options)
+    num_tokens = terms.mask_BS.sum()
+    mean = update.average
+    report = {
+        name.replace("_", " "): torch.stack([value, num_tokens])
+        for name, value in update.agreement.items()
+    }
+    # A correction may leave no token of a step: the mean of nothing is reported as 0, not as NaN.
+    report["policy loss"] = torch.stack([mean.sum.detach(), mean.count.clamp(min=1e-9)])
+    report["reward"] = torch.stack([rewards.sum(), torch.ones_like(rewards).sum()])
+    if per_token:
+        return mean.sum, mean.count.int(), report, update
+    # Megatron divides each rank's loss by the rank's own count and averages over context-parallel
+    # ranks, while a response lies unevenly on the ranks. So every rank returns the divisor of the
+    # whole micro-batch, and the average is multiplied back to a sum. Example: two ranks with sums
+    # 3 and 1 and a divisor of 8: (3 * 2 / 8 + 1 * 2 / 8) / 2 = (3 + 1) / 8.
+    group = terms.sequences.cp_group
+    size = 1 if group is None else torch.distributed.get_world_size(group)  # type: ignore[arg-type]
+    return mean.sum * size, mean.divisor().int(), report, update
+
+
+def _context_parallel_group() -> object | None:
+    from megatron.core import mpu
+
+    group = mpu.get_context_parallel_group()
+    return group if torch.distributed.get_world_size(group) > 1 else None

@@ -1,0 +1,207 @@
+"""Policy losses by name: each is a function from the terms of a micro-batch to the gain of tokens.
+
+A loss of your own is one function more, in a module that `--rollouts-loss-module` names:
+
+    from megatron_r3.train.losses.policy_loss import Gain, Clip, policy_loss_named
+    from megatron_r3.train.losses.terms import LossTerms
+
+    @policy_loss_named("reinforce")
+    def reinforce(terms: LossTerms, clip: Clip) -> Gain:
+        return Gain(terms.advantages_BS * terms.logprobs_BS, terms.log_ratio_BS.exp())
+
+It has no clip fractions unless it says what its clip range bounds (`Gain.clips`).
+
+Shape suffixes (docs/glossary.md): B, S.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_r3.train.losses.terms import LossTerms
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Where the policy ratio is clipped: 1 - low, 1 + high, and for A < 0 at `dual` (None: never).
+
+    Attributes:
+        low, high: above 0. A low of 1 is no bound, because a ratio is positive.
+        dual: the c of dual clip, above 1: a token with a negative advantage loses at most c |A|.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a loss gives for each token.
+
+    Attributes:
+        value_BS: what the update raises, with gradient; what it holds outside the mask is not used.
+        ratio_BS: the ratio that the loss compares with the clip range; for the metrics.
+        clips: what the clip range bounds; for the metrics. "gain": min() chooses between the gain
+            of the ratio and that of the clipped ratio, as in PPO. "weight": the ratio itself is
+            clipped. None: nothing, or nothing that the loss tells.
+    """
+
+    value_BS: Tensor
+    ratio_BS: Tensor
+    clips: Literal["gain", "weight"] | None = None
+
+
+PolicyLoss = Callable[[LossTerms, Clip], Gain]
+LOSSES: dict[str, PolicyLoss] = {}
+
+
+def policy_loss_named(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Put a loss into the table that `--rollouts-loss` chooses from.
+
+    Raises:
+        ValueError: another loss has this name.
+    """
+
+    def add(loss: PolicyLoss) -> PolicyLoss:
+        if LOSSES.setdefault(name, loss) is not loss:
+            raise ValueError(f"two policy losses are named {name!r}: give yours another name")
+        return loss
+
+    return add
+
+
+class LossError(ValueError):
+    """A loss that cannot be trained with; the message names the loss, its module and what to do."""
+
+
+_looked_at: set[str] = set()  # the losses whose first gain was right
+
+
+def gain_of(name: str, terms: LossTerms, clip: Clip) -> Gain:
+    """The gain of a loss. What a loss gives is looked at once, when it is first used.
+
+    Raises:
+        LossError: the loss raises, or gives what cannot be trained with.
+    """
+    loss = LOSSES[name]
+    where = f"--rollouts-loss {name} of the module {loss.__module__}"
+    try:
+        gain = loss(terms, clip)
+    except Exception as error:  # a user's loss may raise anything
+        if loss.__module__ == __name__:
+            raise  # one of ours: the traceback is needed
+        # Example: the frames are that of `gain_of`, the loss's own, and those of what it calls.
+        frames = traceback.extract_tb(error.__traceback__)[1:2]
+        line = "".join(f" in {frame.filename}, line {frame.lineno}" for frame in frames)
+        raise LossError(f"{where}: {type(error).__name__}{line}: {error}") from error
+    if name not in _looked_at:
+        if wrong := _wrong_gain(gain, terms):
+            raise LossError(f"{where}: it must return a Gain of megatron_r3: {wrong}")
+        _looked_at.add(name)
+    return gain
+
+
+def _wrong_gain(gain: object, terms: LossTerms) -> str:
+    """What is wrong with the gain of a loss; empty if nothing is. Nothing waits for the device."""
+    if not isinstance(gain, Gain):
+        return f"it returned {type(gain).__name__}"
+    shape = terms.logprobs_BS.shape
+    for field in ("value_BS", "ratio_BS"):
+        value = getattr(gain, field)
+        if not isinstance(value, Tensor):
+            return f"its {field} is {type(value).__name__}, not a tensor"
+        if value.shape != shape:
+            return (
+                f"its {field} has the shape {[*value.shape]}, not {[*shape]}, that of "
+                "terms.logprobs_BS: one value for each token"
+            )
+    if terms.logprobs_BS.requires_grad and not gain.value_BS.requires_grad:
+        return (
+            "its value_BS has no gradient, so nothing would be learned: compute it from "
+            "terms.logprobs_BS, without detach()"
+        )
+    return ""
+
+
+@policy_loss_named("grpo")
+def grpo(terms: LossTerms, clip: Clip) -> Gain:
+    """min(r A, clip(r, 1 - low, 1 + high) A) with r = pi / old of each token.
+
+    GRPO, arXiv 2402.03300, equation 3, without the KL term; it is PPO's objective (arXiv
+    1707.06347, equation 7). Two different bounds: "clip-higher" of DAPO, arXiv 2503.14476,
+    section 3.1. Dual clip: arXiv 1912.09729, equation 5.
+    """
+    ratio_BS = terms.log_ratio_BS.exp()
+    return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS, "gain")
+
+
+@policy_loss_named("gspo")
+def gspo(terms: LossTerms, clip: Clip) -> Gain:
+    """min(s A, clip(s, 1 - low, 1 + high) A) with s = exp(mean of log r over the response).
+
+    GSPO, arXiv 2507.18071, equations 5 to 7. The ratio belongs to the whole response. It is written
+    for each token, as GSPO-token of section 4.3, because a response may lie on several ranks: each
+    token has the value of s and, through its own log-prob, its part of the gradient of s.
+
+    Example: a response of 2 tokens with log r = (0.1, 0.3) has s = exp(0.2) at both tokens. The
+    mean over the two tokens has the value s, and its gradient is s / 2 of each log-prob: that of s.
+    """
+    own_BS = terms.logprobs_BS - terms.logprobs_BS.detach()  # 0, with the gradient of the log-prob
+    mean_BS = terms.sequence_mean(terms.log_ratio_BS)
+    ratio_BS = (mean_BS + torch.where(terms.mask_BS > 0, own_BS, 0.0)).exp()
+    return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS, "gain")
+
+
+@policy_loss_named("cispo")
+def cispo(terms: LossTerms, clip: Clip) -> Gain:
+    """sg(clip(r, 1 - low, 1 + high)) A log pi, where sg stops the gradient.
+
+    CISPO of MiniMax-M1, arXiv 2506.13585, equations 4 and 5. A clipped token keeps its gradient.
+    The paper bounds the weight above alone (section 3.1): that is a low of 1, the default.
+    The value is that of the weight alone, times A: a log-prob would make it incomparable.
+    """
+    ratio_BS = terms.log_ratio_BS.exp()
+    weight_BS = ratio_BS.detach().clamp(1.0 - clip.low, 1.0 + clip.high)
+    own_BS = terms.logprobs_BS - terms.logprobs_BS.detach()
+    one_BS = 1.0 + torch.where(terms.mask_BS > 0, own_BS, 0.0)
+    return Gain(weight_BS * terms.advantages_BS * one_BS, ratio_BS, "weight")
+
+
+def _clipped(ratio_BS: Tensor, advantages_BS: Tensor, clip: Clip) -> Tensor:
+    """min(r A, clip(r) A); with dual clip not below c A where A < 0."""
+    within_BS = ratio_BS.clamp(1.0 - clip.low, 1.0 + clip.high)
+    gain_BS = torch.minimum(ratio_BS * advantages_BS, within_BS * advantages_BS)
+    if clip.dual is None:
+        return gain_BS
+    floor_BS = torch.where(advantages_BS < 0, clip.dual * advantages_BS, -torch.inf)
+    return torch.maximum(gain_BS, floor_BS)
+
+
+def clipped_sums(gain: Gain, terms: LossTerms, clip: Clip) -> dict[str, Tensor]:
+    """How many response tokens the clip range bounds, and of how many; scalars, no gradient.
+
+    A ratio is low below 1 - low, and high above 1 + high. Where a loss clips the ratio itself, each
+    such token counts, and it still learns. Where a loss clips the gain, a low ratio counts with a
+    negative advantage and a high one with a positive advantage: only there does min() take the
+    clipped product, and the token learns nothing.
+
+    Returns:
+        `clip_low`, `clip_high` and `clippable`. Empty where the loss does not tell what it clips.
+    """
+    if gain.clips is None:
+        return {}
+    with torch.no_grad():
+        ratio_BS, advantages_BS, on_BS = gain.ratio_BS, terms.advantages_BS, terms.mask_BS > 0
+        low_BS = on_BS & (ratio_BS < 1.0 - clip.low)
+        high_BS = on_BS & (ratio_BS > 1.0 + clip.high)
+        if gain.clips == "gain":
+            low_BS, high_BS = low_BS & (advantages_BS < 0), high_BS & (advantages_BS > 0)
+        counts = {"clip_low": low_BS, "clip_high": high_BS, "clippable": on_BS}
+        return {name: which_BS.sum().float() for name, which_BS in counts.items()}

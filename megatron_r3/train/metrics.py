@@ -1,0 +1,195 @@
+"""Report how often the live router would have chosen otherwise, with Megatron's own writers.
+
+`training_log` asks for a report in every iteration. The counts stay on the device until then. They
+are summed over all ranks, so a share is exact in every layout. docs/metrics.md has the formulas.
+
+Shape suffixes (docs/glossary.md): J, T, Y.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_r3.data.truth import Alarm
+from megatron_r3.loop.run_directory import append_line
+from megatron_r3.train.mismatch import Places, StepAlarms, measure, scalars_of
+from megatron_r3.train.update_metrics import UpdateMetrics
+
+if TYPE_CHECKING:
+    from megatron_r3.replay.microbatch import MicrobatchRoutes
+
+
+EXPERT_LOAD = "expert load max/mean"
+WITHOUT_GUESTS = f"{EXPERT_LOAD} without guests"
+
+
+class StepMetrics:
+    """What one step measured on this rank, and its sums over all ranks.
+
+    Args:
+        num_layers: decoder layers of the whole model.
+        log_file: to which rank 0 appends a JSON line in each step; None for none.
+        prefix: of the names that are logged.
+
+    Attributes:
+        update: what the policy update did.
+        measures_update: whether that is reported for this step, the same on all ranks.
+        begins_collection: whether this is the first step on its collection. In later ones the
+            trainer has moved away from the rollouts, which is no fault of their rows: alarms look
+            at first steps only.
+    """
+
+    def __init__(self, num_layers: int, log_file: str | None = None, prefix: str = "") -> None:
+        self.num_layers, self.log_file, self.prefix = num_layers, log_file, prefix
+        self.update = UpdateMetrics()
+        self.measures_update = False
+        self.begins_collection = True
+        # by number of the model chunk
+        self.microbatches: dict[int, list[tuple[MicrobatchRoutes, Places]]] = {}
+        self.dispatched = [0, 0]
+        self.alarms = StepAlarms()
+        self._new_alarms: list[Alarm] = []
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Note that a micro-batch is there: at the first one a step starts."""
+        self._started = self._started or time.monotonic()
+
+    def add(self, chunk: int, microbatch: MicrobatchRoutes, places: Places) -> None:
+        """Keep a micro-batch until the report. Called in the order of the micro-batches."""
+        self.microbatches.setdefault(chunk, []).append((microbatch, places))
+
+    def log(
+        self, iteration: int, writer: Any, wandb_writer: Any, beside: Mapping[str, float] = {}
+    ) -> str:
+        """Write the shares of this step, and return them for Megatron's log line.
+
+        Args:
+            writer, wandb_writer: Megatron's; None on a rank that has none.
+            beside: what goes into the log file alone.
+        """
+        scalars = {f"{self.prefix}{name}": value for name, value in self.scalars().items()}
+        if writer is not None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb_writer is not None and scalars:
+            wandb_writer.log(scalars, iteration)
+        if torch.distributed.get_rank() == 0:
+            for alarm in self._new_alarms:
+                print(f"> rollouts: warning: iteration {iteration}: {alarm}", flush=True)
+        self._new_alarms = []
+        if self.log_file is not None and torch.distributed.get_rank() == 0:
+            line = {"iteration": iteration, **scalars, **beside}
+            if self._started:
+                line["update/seconds"] = time.monotonic() - self._started
+            append_line(Path(self.log_file), line)
+        self._started = 0.0
+        # The values of single layers, and all of the update, would make the line endless. Their
+        # names have a slash: `router mismatch/layer 1`. `expert load max/mean` has one too, and is
+        # of all layers.
+        return "".join(
+            f" {name}: {value:.4f} |"
+            for name, value in scalars.items()
+            if "/" not in name or name in (EXPERT_LOAD, WITHOUT_GUESTS)
+        )
+
+    def add_dispatched(self, matched: int, total: int) -> None:
+        """Count (token, expert) pairs: those that reached the recorded expert, and all of them."""
+        self.dispatched[0] += matched
+        self.dispatched[1] += total
+
+    def scalars(self) -> dict[str, float]:
+        """Return the shares of this step by name, and forget the step.
+
+        Empty where nothing was measured. All ranks call this function together, since it sums over
+        the ranks: every rank measures in the same iterations, also a rank without MoE layers.
+        """
+        from megatron.core import mpu
+
+        scalars = {}
+        if self.measures_update:
+            device = torch.device("cuda", torch.cuda.current_device())
+            values = self.update.values(device)
+            if "tokens" in values:  # the ranks of a tensor-parallel group all have the same ones
+                values["tokens"] /= mpu.get_tensor_model_parallel_world_size()
+            scalars = {f"update/{name}": value for name, value in values.items()}
+        self.measures_update = False
+        if not self.microbatches:
+            return scalars
+        everything = [pair for chunk in self.microbatches.values() for pair in chunk]
+        tables = measure(everything, self.num_layers)
+        scalars |= {**scalars_of(tables), **self._tokens()}
+        if tables.layers and self.begins_collection:
+            alarms, self._new_alarms = self.alarms.look(tables)
+            scalars["router mismatch/alarms"] = alarms
+        scalars |= self._expert_load()
+        matched, total = _sum_over_ranks(torch.tensor(self.dispatched)).tolist()
+        if total:
+            scalars["routes dispatched as recorded"] = matched / total
+        self.microbatches, self.dispatched = {}, [0, 0]
+        return scalars
+
+    def _expert_load(self) -> dict[str, float]:
+        """How much more the busiest rank computes than the mean, as the dispatch plans say.
+
+        The plans are on the host, so the device is not asked. The ranks that share experts have the
+        same plans: each group of them counts as often as it has ranks, and all have as many.
+        """
+        # sums of each layer: the busiest rank's load, that without guests, the mean; and how many
+        # plans had guest slots
+        sums_Y4 = torch.zeros(self.num_layers, 4, dtype=torch.float64)
+        for microbatch, _ in (pair for chunk in self.microbatches.values() for pair in chunk):
+            for number, sizes in (microbatch.plan or {}).items():
+                if len(sizes.rank_load) > 1:
+                    load, at_home, has_slots = sizes.rank_load, sizes.load_at_home, True
+                    if at_home is None:
+                        at_home, has_slots = load, False
+                    sums = (load.max(), at_home.max(), load.mean(), has_slots)
+                    sums_Y4[number - 1] += torch.tensor(sums, dtype=torch.float64)
+        sums_Y4 = _sum_over_ranks(sums_Y4).cpu()
+        rows = [("", sums_Y4.sum(0).tolist())]
+        rows += [(f"/layer {n}", sums) for n, sums in enumerate(sums_Y4.tolist(), start=1)]
+        found = {}
+        for layer, (busiest, at_home, mean, has_slots) in rows:
+            if mean:
+                found[f"{EXPERT_LOAD}{layer}"] = busiest / mean
+            if has_slots:
+                found[f"{WITHOUT_GUESTS}{layer}"] = at_home / mean
+        return found
+
+    def _tokens(self) -> dict[str, float]:
+        """The share of tokens that differ in any layer of any pipeline stage.
+
+        A token's layers lie on several stages, so the stages first agree on which tokens differ
+        (a maximum of 0 and 1 over them), and only then are tokens counted.
+        """
+        from megatron.core import mpu
+
+        chunks_of = ([one for one, _ in chunk] for chunk in self.microbatches.values())
+        microbatches = list(zip(*chunks_of, strict=True))
+        counted_JT = torch.stack([chunks[0].counted_T for chunks in microbatches])  # type: ignore[misc]
+        any_JT = torch.zeros_like(counted_JT, dtype=torch.int32)
+        measured = torch.zeros((), dtype=torch.int64)
+        for index, chunks in enumerate(microbatches):
+            for microbatch in chunks:
+                if microbatch.mismatched_T is not None:
+                    any_JT[index] |= microbatch.mismatched_T
+                    measured += 1
+        torch.distributed.all_reduce(
+            any_JT, torch.distributed.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group()
+        )
+        sums = torch.stack([any_JT.sum(), counted_JT.sum(), measured.to(any_JT.device)])
+        wrong, of, measured_somewhere = _sum_over_ranks(sums).tolist()
+        return {"token mismatch": wrong / of} if of and measured_somewhere else {}
+
+
+def _sum_over_ranks(counts: Tensor) -> Tensor:
+    counts = counts.to(torch.cuda.current_device())
+    torch.distributed.all_reduce(counts)
+    return counts

@@ -1,0 +1,211 @@
+"""Where the live router would have chosen otherwise: by layer, position, turn and policy version.
+
+The counts stay on the device until the report, are then summed over all ranks in one go, and are
+read with one wait. So every share is exact in every layout.
+
+Shape suffixes (docs/glossary.md): T, V, Y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.data.truth.alarms import Alarm, Limits, table_alarms
+from megatron_r3.data.truth.mismatch_tables import (
+    MOST_POSITIONS,
+    MOST_TURNS,
+    NONE,
+    Share,
+    Tables,
+    position_bins,
+    position_name,
+    turn_bins,
+    turn_name,
+)
+
+if TYPE_CHECKING:
+    from megatron_r3.replay.microbatch import MicrobatchRoutes
+
+MOST_LAGS = 5  # versions behind the newest of the step: 0, 1, 2, 3, and 4 or more together
+_PLACES = MOST_POSITIONS + MOST_TURNS + MOST_LAGS
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each token of a micro-batch stands, on the host, in the order of the router.
+
+    Attributes:
+        position_T: in its rollout.
+        turn_T: the turn of the token that it predicts, from 0 on; -1 for rows of prompts.
+        version_T: the policy version that sampled that token; -1 for rows of prompts.
+    """
+
+    position_T: np.ndarray
+    turn_T: np.ndarray
+    version_T: np.ndarray
+
+    @classmethod
+    def of(cls, batch: dict[str, Tensor], router_order: Callable[[Tensor], Tensor]) -> Places:
+        """From a batch `[B, S]` that is split already."""
+        names = ("position_ids", "turn", "version")
+        return cls(*(router_order(batch[name]).numpy() for name in names))
+
+
+Measured = Sequence[tuple["MicrobatchRoutes", Places]]
+
+
+def measure(measured: Measured, num_layers: int) -> Tables:
+    """The mismatch of a step, the same on all ranks, which call this together.
+
+    A rank without sequence parallelism has the tokens of its tensor-parallel neighbours too. They
+    count on each of them, in numerator and denominator alike.
+
+    Args:
+        measured: the micro-batches of this rank's model chunks.
+        num_layers: decoder layers of the whole model.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    newest = _newest(measured, device)
+    counts_Y4 = torch.zeros(num_layers, 4, dtype=torch.int64, device=device)
+    places_V2 = torch.zeros(_PLACES, 2, dtype=torch.int64, device=device)
+    for microbatch, places in measured:
+        assert microbatch.counted_T is not None
+        assert microbatch.watched_T is not None
+        tokens = torch.stack([microbatch.counted_T.sum(), microbatch.watched_T.sum()])
+        for number, mismatched in microbatch.mismatched.items():
+            wrong = torch.stack([mismatched, microbatch.mismatched_watched[number]])
+            counts_Y4[number - 1] += torch.cat([wrong, tokens])
+        if microbatch.mismatches_T is not None:
+            _add_places(places_V2, microbatch, places, newest)
+    # The newest version is the same on all ranks: the sum has it as often as there are ranks.
+    flat = torch.cat([counts_Y4.flatten(), places_V2.flatten(), newest[None]])
+    torch.distributed.all_reduce(flat)
+    numbers = flat.cpu().numpy()
+    of_layers = numbers[: 4 * num_layers].reshape(num_layers, 4)
+    of_places = numbers[4 * num_layers : -1].reshape(_PLACES, 2)
+    return _tables(of_layers, of_places, int(numbers[-1]) // torch.distributed.get_world_size())
+
+
+def _newest(measured: Measured, device: torch.device) -> Tensor:
+    """The newest policy version of the step on any rank, a scalar on the device."""
+    local = max((int(places.version_T.max(initial=-1)) for _, places in measured), default=-1)
+    newest = torch.tensor(local, dtype=torch.int64).to(device, non_blocking=True)
+    torch.distributed.all_reduce(newest, torch.distributed.ReduceOp.MAX)
+    return newest
+
+
+def _add_places(
+    places_V2: Tensor, microbatch: MicrobatchRoutes, places: Places, newest: Tensor
+) -> None:
+    """Add the (token, layer) pairs of a micro-batch: those that differ, and all of them."""
+    assert microbatch.mismatches_T is not None
+    assert microbatch.watched_T is not None
+    device = places_V2.device
+    host_T = np.stack([position_bins(places.position_T), turn_bins(places.turn_T)])
+    position_T, turn_T = torch.from_numpy(host_T).to(device, non_blocking=True)
+    version_T = torch.from_numpy(places.version_T).to(device, non_blocking=True)
+    lag_T = (newest - version_T).clamp(max=MOST_LAGS - 1)
+    all_T = microbatch.watched_T.long() * len(microbatch.mismatched)
+    pairs_T2 = torch.stack([microbatch.mismatches_T.long(), all_T], dim=1)
+    is_sampled_T = (turn_T >= 0).long()[:, None]
+    start = 0
+    for label_T, counted_T2, size in (
+        (position_T, pairs_T2, MOST_POSITIONS),
+        (turn_T.clamp(min=0), pairs_T2 * is_sampled_T, MOST_TURNS),
+        (lag_T, pairs_T2 * is_sampled_T, MOST_LAGS),
+    ):
+        places_V2[start : start + size].index_add_(0, label_T, counted_T2)
+        start += size
+
+
+def _tables(counts_Y4: np.ndarray, places_V2: np.ndarray, newest: int) -> Tables:
+    """Shares of counts.
+
+    Args:
+        counts_Y4: for each layer how many response tokens and how many of all tokens differ, and
+            how many there are.
+    """
+    num_moe = max(int((counts_Y4[:, 3] > 0).sum()), 1)
+
+    def shares(counts_V2: np.ndarray) -> dict[int, Share]:
+        return {
+            i: Share(wrong / of, of / num_moe)
+            for i, (wrong, of) in enumerate(counts_V2.tolist())
+            if of
+        }
+
+    ends = np.cumsum([MOST_POSITIONS, MOST_TURNS, MOST_LAGS])
+    positions, turns, lags = (shares(part) for part in np.split(places_V2, ends[:-1]))
+    prompts_Y2 = counts_Y4[:, [1, 3]] - counts_Y4[:, [0, 2]]
+    responses_Y2 = counts_Y4[:, [0, 2]]
+    first = int((counts_Y4[:, 3] > 0).argmax())
+    return Tables(
+        layers={
+            number + 1: Share(wrong / of, of)
+            for number, (wrong, of) in enumerate(responses_Y2.tolist())
+            if of
+        },
+        positions=positions,
+        turns=turns,
+        versions={newest - lag: share for lag, share in lags.items()},
+        prompts=_share(prompts_Y2.sum(0), num_moe),
+        responses=_share(responses_Y2.sum(0), num_moe),
+        first_prompts=_share(prompts_Y2[first]),
+        first_others=_share(responses_Y2[first]),
+    )
+
+
+def _share(wrong_and_of: np.ndarray, layers: int = 1) -> Share:
+    wrong, of = wrong_and_of.tolist()
+    return Share(wrong / of, of / layers) if of else NONE
+
+
+def scalars_of(tables: Tables) -> dict[str, float]:
+    """What is logged; empty where no router was asked, which is not a share of 0."""
+    if not tables.layers:
+        return {}
+    newest = max(tables.versions)
+    lags = {newest - version: share for version, share in tables.versions.items()}
+    named = {"router mismatch": tables.responses}
+    named |= {f"router mismatch/layer {n}": share for n, share in tables.layers.items()}
+    for number, share in tables.positions.items():
+        named[f"router mismatch/position {position_name(number)}"] = share
+    named["router mismatch/prompt"] = tables.prompts
+    for number, share in tables.turns.items():
+        named[f"router mismatch/turn {turn_name(number)}"] = share
+    for lag, share in sorted(lags.items()):
+        words = f"{lag} or more" if lag == MOST_LAGS - 1 else f"{lag}"
+        named[f"router mismatch/lag {words}"] = share
+    return {name: share.share for name, share in named.items() if share.rows}
+
+
+class StepAlarms:
+    """The alarms of the steps of a training, each said when it begins.
+
+    There is no floor: the trainer moves away from the rollouts while it learns from them, so shares
+    grow from step to step without a fault. Parts of the rows are compared with each other, in the
+    first step on each collection.
+    """
+
+    def __init__(self) -> None:
+        self._first_version: int | None = None
+        self._before: set[str] = set()
+
+    def look(self, tables: Tables) -> tuple[int, list[Alarm]]:
+        """How many alarms a step has, and those that the step measured before did not have."""
+        if not tables.layers:
+            return 0, []
+        if self._first_version is None:
+            self._first_version = min(tables.versions, default=0)
+        alarms = table_alarms(
+            tables, Limits(), first_version=self._first_version, model="the trainer"
+        )
+        new = [alarm for alarm in alarms if alarm.cause not in self._before]
+        self._before = {alarm.cause for alarm in alarms}
+        return len(alarms), new

@@ -1,0 +1,154 @@
+"""The pass of the old policy over a collection, before the first update on it.
+
+It is forward only, with the weights of that moment, in the layout of the training, and replayed
+as the updates will be. What it finds is kept by `OldPolicy`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.data.store.schema import StoreError
+from megatron_r3.replay.layers import local_routers, unwrapped
+from megatron_r3.train.dataset import RolloutDataset
+from megatron_r3.train.forward import forward_only
+from megatron_r3.train.ledger import Ledger
+from megatron_r3.train.old_policy import OldPolicy, collection_folder, remove_unneeded
+from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.refuse import refuse
+
+
+class OldPass:
+    """Runs the pass where a collection begins, and reads its record where a training is resumed.
+
+    Attributes:
+        policy: what the pass found.
+        data: the training's samples; set when they are made.
+    """
+
+    def __init__(self, options: RolloutOptions, store: RolloutStore, ledger: Ledger) -> None:
+        self.options, self.store, self.ledger = options, store, ledger
+        self.policy = OldPolicy()
+        self.data: RolloutDataset | None = None
+
+    def logprobs(self, host: dict[str, Tensor]) -> Tensor:
+        """The old policy's log-probs `[B, S]` of a micro-batch; both are on the host."""
+        return self.policy.logprobs(host["rows"])
+
+    def begin(self, models: list[Any], forward_step: Callable[..., Any]) -> None:
+        """Have the record of the collection of the step that begins.
+
+        Args:
+            models: this rank's model chunks.
+            forward_step: the forward step of the pass.
+        """
+        schedule = self.options.use.schedule
+        step, rest = divmod(self.ledger.consumed(), schedule.batch)
+        assert not rest, "the samples that were used are no whole steps"
+        place = schedule.place(step)
+        began_at = self.ledger.progress.iteration - step % schedule.steps
+        try:
+            if place.begins_collection:
+                self._run(models, forward_step, place.collection)
+                number = [secrets.token_hex(8)]
+                torch.distributed.broadcast_object_list(number, src=0)
+                self.ledger.note_pass(number[0])
+                self._write(place.collection, began_at)
+            elif self.policy.collection != place.collection:
+                self._read(models, place.collection, began_at)
+                if not self._reads_where_it_saves():
+                    torch.distributed.barrier()  # until all have read
+                    self._write(place.collection, began_at)  # for the checkpoints to come
+        except StoreError as error:
+            refuse(str(error))
+
+    def _run(self, models: list[Any], forward_step: Callable[..., Any], collection: int) -> None:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        options = self.options
+        self.policy.begin(collection)
+        forward_only(
+            models,
+            forward_step,
+            lambda: self._batches(collection),
+            num_microbatches=options.use.schedule.mini_steps * get_num_microbatches(),
+            seq_length=options.seq_length,
+            micro_batch_size=options.micro_batch_size,
+        )
+        self.policy.finish()
+
+    def _batches(self, collection: int) -> Iterator[dict[str, Tensor]]:
+        """This rank's micro-batches of a collection, in the order of its updates.
+
+        Example with 2 ranks and micro-batches of 2: rank 0 has the samples 0 1, 4 5, 8 9, ..., as
+        Megatron's MegatronPretrainingSampler shares them out.
+        """
+        from megatron.core import mpu
+
+        assert self.data is not None, "pretrain() has not asked for the training data"
+        size = self.options.micro_batch_size
+        ranks, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+        schedule = self.options.use.schedule
+        samples = schedule.of_collection(collection)
+        for first in range(samples.start + rank * size, samples.stop, ranks * size):
+            chosen = [schedule.mixed(i) for i in range(first, first + size)]
+            yield default_collate([self.data.of_store(i) for i in chosen])
+
+    def _write(self, collection: int, began_at: int) -> None:
+        if (directory := self.options.save_directory) is None:
+            return
+        folder, rank = collection_folder(directory, began_at), torch.distributed.get_rank()
+        self.policy.write(folder, rank, self._about(collection), self.ledger.old_pass)
+        if rank == 0:
+            steps = self.options.use.schedule.steps
+            remove_unneeded(directory, self.options.checkpoint_directories, began_at, steps)
+
+    def _reads_where_it_saves(self) -> bool:
+        saved, loaded = self.options.save_directory, self.options.load_directory
+        if saved is None or loaded is None:
+            return saved is loaded
+        return Path(saved).resolve() == Path(loaded).resolve()
+
+    def _read(self, models: list[Any], collection: int, began_at: int) -> None:
+        rows = [batch["rows"].reshape(-1).numpy() for batch in self._batches(collection)]
+        wanted = np.unique(np.concatenate(rows))
+        directory = self.options.load_directory
+        assert directory is not None, "a training that begins here begins with a collection"
+        folder = collection_folder(directory, began_at)
+        layers: list[int] = []
+        if self.options.takes_old_routes:
+            layers = [number for model in models for number in local_routers(unwrapped(model))]
+        about = self._about(collection)
+        wanted = wanted[wanted >= 0]
+        self.policy.read(folder, collection, wanted, layers, about, self.ledger.old_pass)
+
+    def _routes(self) -> str:
+        """Whose routes the pass replayed, as the updates on the collection must."""
+        use = self.options.use
+        if use.replay_max_lag is None or not self.options.replay:
+            return use.source
+        return f"{use.source}, {use.stale_source} beyond {use.replay_max_lag} versions"
+
+    def _about(self, collection: int) -> dict[str, str]:
+        """What tells the record of one collection from others."""
+        samples = self.options.use.schedule.of_collection(collection)
+        assert self.data is not None
+        rollouts = self.data.rollouts_of(range(samples.start, samples.stop))
+        shards = sorted({self.store.shard_of_rollout(rollout) for rollout in rollouts})
+        text = " ".join(self.store.shards[number].identity for number in shards)
+        return {
+            "order": self.options.sample_order,
+            "routes": self._routes(),
+            "rollouts": f"{min(rollouts)} to {max(rollouts)}",
+            "shards": hashlib.sha256(text.encode()).hexdigest()[:16],
+        }

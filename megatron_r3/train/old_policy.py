@@ -1,0 +1,281 @@
+"""What the old policy gave for the tokens of a collection: log-probs and, for R2, its routes.
+
+The old policy is the trainer as it was before the first optimizer step on the collection. A pass
+over the collection (`old_pass.py`) fills an `OldPolicy`; the updates read it by row id. Each rank
+keeps what its own tokens and layers need, on the host.
+
+Because the weights change between the pass and the last update, a training that is resumed in the
+middle of a collection cannot repeat the pass. So the record is written beside the checkpoints, into
+a folder for each collection, one file a rank. A file is read by row ids, so the ranks that read
+may be others, in another layout, than those that wrote.
+
+Shape suffixes (docs/glossary.md): B, K, S, T.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from torch import Tensor
+
+from megatron_r3.data.store.schema import StoreError
+
+FOLDER = "old-policy"
+
+
+class OldPolicy:
+    """The old policy's log-probs and routes of one collection, by row id, on the host.
+
+    Attributes:
+        collection: its number; None before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.collection: int | None = None
+        self._changed = threading.Condition()
+        self._ready = -1  # the last collection whose record is whole
+        self._cancelled = False
+        self._logprobs: list[tuple[Tensor, Tensor]] = []  # rows and values, until `finish`
+        self._routes: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._logprob_table = _Table(np.zeros(0, np.int64), np.zeros(0, np.float32))
+        self._route_tables: dict[int, _Table] = {}
+
+    def begin(self, collection: int) -> None:
+        """Forget the collection before, and take in another one."""
+        self.collection = collection
+        self._logprobs, self._routes, self._route_tables = [], {}, {}
+        self._logprob_table = _Table(np.zeros(0, np.int64), np.zeros(0, np.float32))
+
+    def add_logprobs(self, rows_BS: Tensor, logprobs_BS: Tensor) -> None:
+        """Take the log-probs of a micro-batch, without a wait.
+
+        Args:
+            rows_BS: on the host; -1 for padding.
+            logprobs_BS: float32, on the device.
+        """
+        self._logprobs.append((rows_BS.reshape(-1), logprobs_BS.detach().reshape(-1)))
+
+    def add_routes(self, rows_T: Tensor, ids: dict[int, Tensor]) -> None:
+        """Take the routes of a micro-batch, without a wait.
+
+        Args:
+            rows_T: on the host, in the router's order; -1 for padding.
+            ids: `[T, K]` of each layer number, on the device.
+        """
+        for layer, ids_TK in ids.items():
+            self._routes.setdefault(layer, []).append((rows_T, ids_TK.detach()))
+
+    def finish(self) -> None:
+        """Bring everything to the host."""
+        if self._logprobs:
+            self._logprob_table = _Table.of(self._logprobs)
+        self._route_tables = {layer: _Table.of(parts) for layer, parts in self._routes.items()}
+        self._logprobs, self._routes = [], {}
+        self._announce_whole()
+
+    def wait_for(self, collection: int) -> None:
+        """Return when the record of a collection is whole; called by the thread that prepares.
+
+        Example: while the last update on collection 3 runs, that thread comes to the first
+        micro-batch of collection 4, whose routes the next pass will record.
+
+        Raises:
+            CancelledError: the training ends.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._cancelled or self._ready >= collection)
+            if self._cancelled:
+                raise CancelledError
+
+    def cancel(self) -> None:
+        """End all waits, because the training ends."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def _announce_whole(self) -> None:
+        assert self.collection is not None
+        with self._changed:
+            self._ready = self.collection
+            self._changed.notify_all()
+
+    def logprobs(self, rows_BS: Tensor) -> Tensor:
+        """The log-probs `[B, S]` of these rows, float32 on the host; 0 for padding."""
+        return torch.from_numpy(self._logprob_table.of_rows(rows_BS.numpy(), "old log-probs"))
+
+    def routes(self, layer: int, rows_T: np.ndarray) -> np.ndarray:
+        """The ids `[T, K]` that a layer took for these rows; zeros for padding."""
+        return self._route_tables[layer].of_rows(rows_T, f"old routes of layer {layer}")
+
+    def write(self, folder: Path, rank: int, about: dict[str, str], number: str) -> None:
+        """Write this rank's record into a folder of the collection.
+
+        A file has its name only when it is whole.
+
+        Args:
+            number: of the pass, the same on all ranks, and another one for each pass.
+        """
+        tensors = {"logprob_rows": self._logprob_table.rows, "logprobs": self._logprob_table.values}
+        for layer, table in self._route_tables.items():
+            tensors |= {f"route_rows.{layer}": table.rows, f"routes.{layer}": table.values}
+        folder.mkdir(parents=True, exist_ok=True)
+        waiting = folder / f".rank-{rank:05d}.{os.getpid()}"
+        waiting.write_bytes(save(tensors, metadata=about | {"pass": number}))
+        os.replace(waiting, folder / f"rank-{rank:05d}.safetensors")
+
+    def read(
+        self,
+        folder: Path,
+        collection: int,
+        rows: np.ndarray,
+        layers: Sequence[int],
+        about: dict[str, str],
+        number: str,
+    ) -> None:
+        """Take in what the ranks of an interrupted training wrote for some rows.
+
+        Args:
+            rows: int64, sorted: the row ids that this rank will ask for.
+            layers: whose routes this rank will ask for.
+            about: what the files must say of the training that wrote them.
+            number: of the pass. Files of other passes are left alone: an earlier training may have
+                left them in the folder, for the same rollouts and from other weights.
+
+        Raises:
+            StoreError: there is no such folder, a file is damaged, or it is of another training.
+        """
+        self.begin(collection)
+        logprobs: list[_Table] = []
+        routes: dict[int, list[_Table]] = {}
+        for file in sorted(folder.glob("rank-*.safetensors")):
+            try:
+                with safe_open(file, framework="np") as held:
+                    told = held.metadata() or {}
+                    if told.pop("pass", "") != number:
+                        continue
+                    if told != about:
+                        raise StoreError(
+                            f"{file}: of another training: {_difference(told, about)}: bring back "
+                            "the folder that belongs to the checkpoint, or begin anew with "
+                            "--finetune"
+                        )
+                    for name in held.keys():  # noqa: SIM118  # not a dict
+                        if name == "logprob_rows":
+                            table = _Table(held.get_tensor(name), held.get_tensor("logprobs"))
+                            logprobs.append(table.only(rows))
+                        elif name.startswith("route_rows."):
+                            layer = int(name.rpartition(".")[2])
+                            table = _Table(
+                                held.get_tensor(name), held.get_tensor(f"routes.{layer}")
+                            )
+                            routes.setdefault(layer, []).append(table.only(rows))
+            except (SafetensorError, OSError) as error:
+                raise StoreError(f"{file}: cannot be read: {error}") from error
+        if not logprobs:
+            raise StoreError(
+                f"{folder}: has no record of the old policy from which the checkpoint went on. The "
+                "checkpoint lies in the middle of a collection, and the other updates on that "
+                "collection need the old policy's log-probs: bring the record back, go on from a "
+                "checkpoint between two collections, or begin anew with --finetune"
+            )
+        self._logprob_table = _Table.joined(logprobs)
+        self._route_tables = {layer: _Table.joined(routes.get(layer, [])) for layer in layers}
+        tables = {f"routes of layer {layer}": table for layer, table in self._route_tables.items()}
+        for what, table in {"log-probs": self._logprob_table, **tables}.items():
+            if missing := len(np.setdiff1d(rows, table.rows)):
+                raise StoreError(
+                    f"{folder}: {missing} of {len(rows)} tokens have no {what} in it: a file of "
+                    "it is missing; bring it back, or begin anew with --finetune"
+                )
+        self._announce_whole()
+
+
+class _Table:
+    """Values by row id; rows ascend."""
+
+    def __init__(self, rows: np.ndarray, values: np.ndarray) -> None:
+        self.rows, self.values = rows, values
+
+    @classmethod
+    def of(cls, parts: list[tuple[Tensor, Tensor]]) -> _Table:
+        """From the rows and values of micro-batches; padding is left out."""
+        rows = torch.cat([rows for rows, _ in parts]).numpy()
+        values = torch.cat([values for _, values in parts]).cpu().numpy()
+        return cls.joined([cls(rows[rows >= 0], values[rows >= 0])])
+
+    @classmethod
+    def joined(cls, tables: list[_Table]) -> _Table:
+        """One table; a row that several ranks had is taken once. Of no table it is empty."""
+        if not tables:
+            return cls(np.zeros(0, np.int64), np.zeros(0, np.float32))
+        rows, first = np.unique(np.concatenate([t.rows for t in tables]), return_index=True)
+        return cls(rows, np.concatenate([t.values for t in tables])[first])
+
+    def only(self, rows: np.ndarray) -> _Table:
+        """The part of the table that is of these rows."""
+        keep = np.isin(self.rows, rows)
+        return _Table(self.rows[keep], self.values[keep])
+
+    def of_rows(self, rows: np.ndarray, what: str) -> np.ndarray:
+        """The values of these rows, in their shape; zeros for -1."""
+        flat = rows.reshape(-1)
+        place = np.searchsorted(self.rows, flat)
+        place = np.minimum(place, max(len(self.rows) - 1, 0))
+        real = flat >= 0
+        assert len(self.rows) or not real.any(), f"no {what}: the old-policy pass did not run"
+        result = np.zeros((len(flat), *self.values.shape[1:]), self.values.dtype)
+        if len(self.rows):
+            wrong = real & (self.rows[place] != flat)
+            assert not wrong.any(), f"no {what} of row {flat[wrong][:1]}"
+            result[real] = self.values[place[real]]
+        return result.reshape(*rows.shape, *self.values.shape[1:])
+
+
+def collection_folder(directory: str | Path, began_at: int) -> Path:
+    """Where the record of the collection lies that began at an iteration, beside checkpoints."""
+    return Path(directory) / FOLDER / f"iter_{began_at:07d}"
+
+
+def remove_unneeded(
+    directory: str | Path, checkpoints: Sequence[str], began_at: int, steps: int
+) -> None:
+    """Remove the records of earlier collections that no checkpoint needs.
+
+    A checkpoint needs the record of the collection in whose middle it was saved. Example with 4
+    steps a collection: `iter_0000006` needs the record of iteration 4, and `iter_0000008` none.
+
+    Args:
+        directory: in which the records lie.
+        checkpoints: all directories in which checkpoints of the training lie.
+        began_at: the iteration at which the newest collection began.
+        steps: optimizer steps of a collection.
+    """
+    saved = [number for folder in checkpoints for number in _iterations(Path(folder))]
+    for number, path in _iterations(Path(directory) / FOLDER).items():
+        is_needed = any(number < iteration < number + steps for iteration in saved)
+        if number < began_at and not is_needed:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _iterations(directory: Path) -> dict[int, Path]:
+    paths = directory.glob("iter_*")
+    return {int(path.name[5:]): path for path in paths if re.fullmatch(r"iter_\d+", path.name)}
+
+
+def _difference(told: dict[str, str], expected: dict[str, str]) -> str:
+    return ", ".join(
+        f"{name} {json.dumps(told.get(name))} there, {json.dumps(value)} here"
+        for name, value in expected.items()
+        if told.get(name) != value
+    )

@@ -1,0 +1,260 @@
+"""Open the rollout stores of a training, and refuse shards that could not be trained on.
+
+The first rank opens a store, when the process group exists, and the others hear from it what is in
+there (`one_look.py`). Then all ranks read all bytes, each its share; with `--rollouts-check reads`,
+and of a store that grows (`announce.py`), each rank checks what it reads, as it reads it.
+
+A process that trains alone opens its store already when the arguments are checked, so that a wrong
+store costs no start-up.
+
+Shape suffixes (docs/glossary.md): C, M.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.data.fingerprint import policy_stamp
+from megatron_r3.data.store.follow import Lookout, open_stores
+from megatron_r3.data.store.index import numbered
+from megatron_r3.data.store.kinship import Versions
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.data.store.shard import Shard
+from megatron_r3.data.store.verify_shard import (
+    ReadChecks,
+    check_tokens,
+    refuse_missing,
+    verify_shard,
+)
+from megatron_r3.loop.published import published
+from megatron_r3.train.announce import follow_together
+from megatron_r3.train.one_look import Place, refuse_together, shared_out, told_by_first
+from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.policy_check import published_folder, version_of
+from megatron_r3.train.schedule import STORED
+
+# The shards of which this process has read every byte: their identity, size and time of change. A
+# shard that was replaced since is another one, and is read again.
+_verified: set[tuple[Any, ...]] = set()
+
+
+def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutStore:
+    """The store of these options, with every shard checked. All ranks call this together.
+
+    A training that publishes policies does not wait here for the first rollout: no sampler has a
+    policy before the model is loaded and published (seams/pretrain.py).
+
+    Args:
+        place: where this rank stands among those that share out the store; None while there is no
+            process group, for a process that trains alone.
+
+    Raises:
+        ValueError: a shard that cannot be read, or cannot be trained on as the options ask; or
+            nothing to replay. The message names the shard, and the rollout and token where there
+            is one.
+    """
+    follows, waits = options.follow_s is not None, options.publish is None
+    as_read, mixed = follows or options.checks_as_read, options.any_policy or follows
+    names, follow_s = list(options.directories), options.follow_s
+    versions = None if options.any_policy else Versions(partial(_is_published, options))
+    head = partial(_check_head, options, as_read, versions)
+    if place is None:
+        store = open_stores(names, mixed, follow_s, head, waits)
+    elif follow_s is not None:
+        directory = Path(names[0])
+        store = follow_together(directory, follow_s, Lookout(directory, mixed, head, follow_s))
+        if waits:
+            store.wait_for(0)
+    else:
+        opened: list[RolloutStore] = []
+
+        def look() -> Any:
+            opened.append(open_stores(names, mixed, check=head))
+            opened[0].groups()  # worked out once, for all
+            return opened[0].index
+
+        index = told_by_first(look)
+        store = opened[0] if opened else RolloutStore.told(index)
+    store.trained_on(_read_checks(options) if as_read else None)
+    if not as_read:
+        check = partial(_check_bytes, options)
+        if place is None:
+            for shard in store.shards:
+                check(shard)
+        else:
+            shared_out(store, place, check)
+        store.need_no_look()
+    if store.shards:
+        try:
+            check_use(options, store)
+        except ValueError as error:
+            if place is None:
+                raise
+            refuse_together(str(error))  # all ranks know it
+    return store
+
+
+def check_use(options: RolloutOptions, store: RolloutStore) -> None:
+    """Refuse a store without anything to replay, or to learn.
+
+    Raises:
+        ValueError: no token of the shards that are open has recorded routes; or each of their
+            rollouts is the only one of its prompt, and has an advantage of 0 by its group.
+    """
+    if options.replays_rollouts and not store.recorded_share():
+        raise ValueError(f"{options.where}: no token has recorded routes to replay")
+    name, alone = options.use.advantages, int(store.groups().max()) + 1 == len(store)
+    # the first shard of a store that grows may have lost all but one sample of a prompt
+    if name != STORED and alone and (len(store) > 1 or options.follow_s is None):
+        raise ValueError(
+            f"{options.where}: each rollout is the only one of its prompt, so every advantage is 0 "
+            f"(--rollouts-advantages {name}) and nothing would be learned: sample several of each "
+            f"prompt, or store advantages and give --rollouts-advantages {STORED}"
+        )
+
+
+def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
+    """What a user should know before training begins, a line each."""
+    lines = []
+    sampler, trainer = store.info.vocab_size, options.padded_vocab_size
+    if sampler and trainer and sampler > trainer:
+        lines.append(
+            f"warning: the sampler's softmax has {sampler} rows, the trainer's {trainer}: the rest "
+            "take no part in the trainer's softmax, so log-probs do not agree to the last digits"
+        )
+    sampling = store.info.sampling
+    names = ("temperature", "top_p", "top_k", "min_p")
+    if unsaid := [name for name in names if getattr(sampling, name) is None]:
+        lines.append(
+            f"the store does not say with which {', '.join(unsaid)} it was sampled; values that "
+            "change nothing are assumed"
+        )
+    if biased := sampling.unknown_to_the_loss(_all_have_kept(store)):
+        lines.append(
+            f"warning: sampled with {', '.join(biased)}, and trained on as --rollouts-sampling any "
+            "asks: the policy loss compares log-probs of two distributions"
+        )
+    if options.follow_s is None and _is_even(options, store):
+        lines.append(
+            "warning: every advantage is 0, so nothing will be learned: look at the rewards of "
+            "samples of one prompt (rollouts inspect)"
+        )
+    if options.reads_a_dataset:
+        lines.append(
+            "--data-path and --mock-data are not trained on; only validation and test read them"
+        )
+    return lines
+
+
+def _is_even(options: RolloutOptions, store: RolloutStore) -> bool:
+    """Whether every advantage is 0: by the store, or because no group has two different rewards."""
+    if options.use.advantages == STORED:
+        return not store.column("advantage").any()
+    groups = store.groups()
+    return bool(numbered(groups, store.column("reward")).max() == groups.max())
+
+
+def _has_kept(shard: Shard) -> bool:
+    """Whether every rollout of a shard says what the sampler kept."""
+    return bool((shard.extras.num_kept_M > 0).all())
+
+
+def _all_have_kept(store: RolloutStore) -> bool:
+    return bool((store.column("num_kept") > 0).all())
+
+
+def _refuse_mixed_versions(shard: Shard) -> None:
+    """Refuse a shard of several policy versions that has the router digests of one policy.
+
+    The routers of the trainer are compared with these digests. They would say nothing of the
+    tokens that other versions sampled, which would pass as those of the trainer's own policy.
+    """
+    version_M, newest_M = shard.tensors["policy_version"], shard.extras.newest_version_M
+    oldest, newest = int(version_M.argmin()), int(newest_M.argmax())
+    if not shard.info.router_fingerprint or version_M[oldest] == newest_M[newest]:
+        return
+    spans_C2 = shard.extras.versions_C2(newest)
+    token = "" if spans_C2 is None else f", from token {spans_C2[-1, 0]} on"
+    raise ValueError(
+        f"{shard.path}: rollout {newest}{token}: sampled with policy version {newest_M[newest]}, "
+        f"rollout {oldest} with version {version_M[oldest]}, and the shard has the router digests "
+        "of one policy, which say nothing of the others: to train on rollouts of several policies, "
+        "give --rollouts-policy any"
+    )
+
+
+def _is_published(options: RolloutOptions, shard: Shard) -> bool:
+    """Whether this training's own folder of a shard's version has the weights that sampled it."""
+    info, folder = shard.info, published_folder(options, shard)
+    if folder is not None:
+        return policy_stamp(folder) == info.policy_stamp
+    # One that --rollouts-publish-keep has removed cannot be asked any more. Example: a resumed
+    # training opens the shards of versions 0 to 9, and has the folders of 8 and 9.
+    there = [] if options.publish is None else published(options.publish.directory)
+    return bool(there) and version_of(shard) < min(there)
+
+
+def _check_head(
+    options: RolloutOptions, as_read: bool, versions: Versions | None, shard: Shard
+) -> None:
+    """Refuse a shard that cannot be trained on, by what is known without its tokens and routes.
+
+    Args:
+        versions: of the shards that were checked; None where any policy is taken.
+        as_read: whether nobody will read the whole shard before its rollouts are used. A shard of
+            an earlier megatron-r3 is then read whole here: parts of its rollouts have no checksums,
+            so a rank that reads them could not compare them.
+    """
+    if as_read and not shard.known.has_parts:
+        _check_bytes(options, shard)
+    biased = shard.info.sampling.unknown_to_the_loss(_has_kept(shard))
+    if biased and not options.any_sampling:
+        raise ValueError(
+            f"{shard.path}: sampled with {', '.join(biased)}, and it does not have what the loss "
+            "needs for that, the log-probs of the distribution that was drawn from and what was "
+            "kept of the vocabulary: the ratio would compare two distributions; sample again "
+            "without these settings or with an engine that returns both, or give "
+            "--rollouts-sampling any"
+        )
+    differences = options.shape_differences(shard.info)
+    if differences and (options.replay or not options.any_policy):
+        more = "" if options.replay else "; to train on its rollouts, give --rollouts-policy any"
+        raise ValueError(
+            f"{shard.path}: sampled from another model "
+            f"({shard.info.model or shard.info.engine}): {'; '.join(differences)}{more}"
+        )
+    if versions is not None:
+        _refuse_mixed_versions(shard)
+        versions.check(shard)
+    if options.use.advantages == STORED:
+        shard.extras.advantages_M()
+    longest = int(shard.tensors["num_tokens"].argmax())
+    # the last token of a rollout is predicted, and never an input
+    num_inputs = int(shard.tensors["num_tokens"][longest]) - 1
+    if num_inputs > options.seq_length:
+        raise ValueError(
+            f"{shard.path}: rollout {longest} has {num_inputs} input tokens, more than --seq-length"
+            f" {options.seq_length}: raise --seq-length, or leave long rollouts out of the store"
+        )
+
+
+def _read_checks(options: RolloutOptions) -> ReadChecks:
+    missing = options.replays_rollouts and options.refuse_missing
+    return ReadChecks(options.vocab_size or 0, missing)
+
+
+def _check_bytes(options: RolloutOptions, shard: Shard) -> None:
+    """Refuse a shard that is damaged, or whose tokens or missing rows cannot be trained on."""
+    known, checks = shard.known, _read_checks(options)
+    content = known.identity, known.size, known.mtime_ns
+    if content not in _verified:
+        verify_shard(shard, thorough=False)
+        _verified.add(content)
+    rollouts, sampler = range(shard.num_rollouts), shard.info.vocab_size
+    # `verify_shard` has compared the tokens with the sampler's vocabulary
+    if checks.vocab_size and not 0 < sampler <= checks.vocab_size:
+        check_tokens(shard, checks.vocab_size)
+    if checks.refuses_missing and known.recorded_rows < shard.num_rows:
+        refuse_missing(shard, rollouts, shard.tensors["recorded"])

@@ -1,0 +1,268 @@
+"""What a training on rollouts is asked to do: Megatron's arguments, read in one place.
+
+`RolloutOptions.from_args`, what it calls (`option_table.py`, `update_options.py`,
+`publish_options.py`) and `rl_options.py` are the only code of this room that reads `args`, except
+for what changes while training runs (`progress.py`). Everything else takes the options, so a test
+or another trainer can make them without a Megatron command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_r3.data.rollout import MoEShape
+from megatron_r3.replay.layers import hybrid_pattern, moe_layer_indices
+from megatron_r3.replay.planner import PLANNED_DISPATCHERS
+from megatron_r3.train.losses.loss import LossOptions
+from megatron_r3.train.option_table import refuse_options, value
+from megatron_r3.train.progress import checkpoint_directories
+from megatron_r3.train.publish_options import PublishOptions
+from megatron_r3.train.schedule import UseOfRollouts
+from megatron_r3.train.update_options import read_loss, read_use, refuse_update
+
+
+def document_multiple(context_parallel: int) -> int:
+    """To what multiple each rollout of a pack is padded.
+
+    Context parallelism cuts each document into 2 * CP pieces of one length: CP 4 pads a rollout of
+    13 tokens to 16.
+    """
+    return 2 * context_parallel if context_parallel > 1 else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """What a training on rollouts is asked to do, and what it has to know of the trainer.
+
+    Attributes:
+        directories: the rollout stores (--rollouts).
+        replay: whether the MoE layers take the recorded experts (--moe-router-replay).
+        any_policy: whether rollouts of another policy than the trainer's are taken.
+        any_sampling: whether rollouts are taken whose sampling the policy loss does not know.
+        follow_s: seconds to wait for a rollout of a store that grows; None for one that does not.
+        checks_as_read: whether each rank checks what it reads as it reads it, in the place of a
+            reading of the whole store before training.
+        max_lag: how many versions a rollout's policy may be behind the newest one; None for any.
+        pack: whether a sample is a pack of rollouts (THD).
+        loss: the policy loss.
+        trainer_is_old: whether the trainer, at the start of a collection, is the old policy; else
+            the sampler is.
+        use: in which order the rollouts are used, their advantages, whose routes they take.
+        save_directory, load_directory: of checkpoints; None where there is none.
+        checkpoint_directories: all directories in which a checkpoint of this training may lie.
+        publish: what is published for a sampler; None for nothing.
+        log_file: to which a JSON line is appended in each step; None for none.
+        refuse_missing: whether a token without a recorded route is refused.
+        use_plan: whether a token dispatcher of the model asks for dispatch plans.
+        verify_plan: whether each plan is compared with what the device counts.
+        verify_dispatch: whether what reached each expert is compared with the record.
+        mismatch_interval: every how many iterations live and recorded choices are compared; 0 for
+            never.
+        num_layers: decoder layers of the whole model.
+        moe_layers: the 0-based numbers of those that are MoE layers.
+        topk, num_experts: of a MoE layer; num_experts is 0 for a dense model.
+        vocab_size: token ids of the trainer are below it; None where it is not known yet.
+        padded_vocab_size: rows of the trainer's output layer; None where it is not known yet.
+        micro_batch_size: samples of a micro-batch.
+        context_parallel: the size of that group.
+        sequence_parallel: whether tensor parallelism splits the sequence outside of attention.
+        per_token_loss: --calculate-per-token-loss.
+        validate_loss: whether Megatron's rerun machine looks at the loss.
+        scaled_loss: whether the loss is scaled (fp16), so that Megatron itself skips steps whose
+            gradients are infinite.
+        sample_order: what decides which rollouts a sample of the training has, as text.
+        reads_a_dataset: whether --data-path or --mock-data is given.
+    """
+
+    directories: tuple[str, ...]
+    replay: bool
+    any_policy: bool = False
+    any_sampling: bool = False
+    follow_s: float | None = None
+    checks_as_read: bool = False
+    max_lag: int | None = None
+    pack: bool = False
+    loss: LossOptions = field(default_factory=LossOptions)
+    trainer_is_old: bool = False
+    use: UseOfRollouts
+    save_directory: str | None = None
+    load_directory: str | None = None
+    checkpoint_directories: tuple[str, ...] = ()
+    publish: PublishOptions | None = None
+    log_file: str | None = None
+    refuse_missing: bool = False
+    use_plan: bool = False
+    verify_plan: bool = False
+    verify_dispatch: bool = False
+    mismatch_interval: int = 1
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    topk: int
+    num_experts: int
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
+    micro_batch_size: int
+    context_parallel: int = 1
+    sequence_parallel: bool = False
+    per_token_loss: bool = False
+    validate_loss: bool = True
+    scaled_loss: bool = False
+    sample_order: str = "single"
+    reads_a_dataset: bool = False
+
+    @property
+    def where(self) -> str:
+        """The stores as the user named them, for an error."""
+        return f"--rollouts {' '.join(self.directories)}"
+
+    @property
+    def seq_length(self) -> int:
+        """To which samples are padded."""
+        return self.use.seq_length
+
+    @property
+    def replays_routes(self) -> bool:
+        """Whether MoE layers take any given routes; else they are live, and only compared."""
+        return self.replay and self.use.source != "live"
+
+    @property
+    def replays_rollouts(self) -> bool:
+        """Whether any token may replay the route that its rollout recorded."""
+        return self.replay and self.use.source == "rollout"
+
+    @property
+    def takes_old_routes(self) -> bool:
+        """Whether any token may replay the routes of the old policy."""
+        sources = {self.use.source}
+        if self.use.replay_max_lag is not None:
+            sources.add(self.use.stale_source)
+        return self.replays_routes and "old-policy" in sources
+
+    @property
+    def needs_old_pass(self) -> bool:
+        """Whether a pass over each collection comes before its first update.
+
+        With one update on a collection the trainer of that update is the old policy: its log-probs
+        are there without a pass, and its routes are those that it chooses in the update.
+        """
+        return self.use.schedule.steps > 1 and (self.trainer_is_old or self.takes_old_routes)
+
+    @property
+    def document_multiple(self) -> int:
+        """What the function of this name says for this training."""
+        return document_multiple(self.context_parallel)
+
+    def shape_differences(self, sampler: MoEShape) -> list[str]:
+        """In what the sampler's model differs from the trainer's; empty if the routes fit."""
+        pairs = {
+            "MoE layers (0-based)": (list(sampler.moe_layers), list(self.moe_layers)),
+            "topk": (sampler.topk, self.topk),
+            "experts": (sampler.num_experts, self.num_experts or None),
+        }
+        return [f"{name} {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
+
+    @classmethod
+    def from_args(cls, args: Any) -> RolloutOptions:
+        """Read Megatron's validated arguments.
+
+        Raises:
+            ValueError: options that do not go together. The message names both and says why.
+        """
+        _refuse_combinations(args)
+        interval = args.moe_router_replay_log_mismatch_interval
+        asks_for_plans = args.moe_token_dispatcher_type in PLANNED_DISPATCHERS
+        plan = args.moe_router_replay and args.moe_router_replay_dispatch_plan and asks_for_plans
+        # With the rerun machine disabled, validate_result ends the step with a traceback before the
+        # guard can name the rollout.
+        validates = getattr(args, "rerun_mode", "validate_results") != "disabled"
+        options = cls(
+            directories=tuple(args.rollouts),
+            replay=bool(args.moe_router_replay),
+            any_policy=value(args, "rollouts_policy") == "any",
+            any_sampling=value(args, "rollouts_sampling") == "any",
+            follow_s=args.rollouts_follow,
+            checks_as_read=value(args, "rollouts_check") == "reads",
+            max_lag=args.rollouts_max_lag,
+            pack=value(args, "rollouts_pack"),
+            loss=read_loss(args),
+            trainer_is_old=value(args, "rollouts_old_policy") == "trainer",
+            use=read_use(args),
+            save_directory=args.save,
+            load_directory=args.load,
+            checkpoint_directories=checkpoint_directories(args, args.save),
+            publish=PublishOptions.from_args(args),
+            log_file=args.rollouts_log,
+            refuse_missing=args.moe_router_replay_missing == "error",
+            use_plan=bool(plan),
+            verify_plan=args.moe_router_replay_verify_plan,
+            verify_dispatch=args.moe_router_replay_verify_dispatch,
+            mismatch_interval=args.log_interval if interval is None else interval,
+            num_layers=args.num_layers,
+            moe_layers=moe_layer_indices(args),
+            topk=args.moe_router_topk,
+            num_experts=args.num_experts or 0,
+            vocab_size=args.padded_vocab_size or args.vocab_size,
+            padded_vocab_size=args.padded_vocab_size,
+            micro_batch_size=args.micro_batch_size,
+            context_parallel=args.context_parallel_size,
+            sequence_parallel=args.sequence_parallel,
+            per_token_loss=args.calculate_per_token_loss,
+            validate_loss=bool(validates and args.check_for_nan_in_loss_and_grad),
+            scaled_loss=bool(getattr(args, "fp16", False)),
+            sample_order=_sample_order(args),
+            reads_a_dataset=bool(
+                getattr(args, "data_path", None) or getattr(args, "mock_data", False)
+            ),
+        )
+        if options.needs_old_pass and getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            raise ValueError(
+                "--reuse-grad-buf-for-mxfp8-param-ag not together with a pass of the old policy "
+                "(several updates on a collection, and --rollouts-old-policy trainer or "
+                "--moe-router-replay-source old-policy): the pass comes before Megatron copies the "
+                "weights into that buffer, and would run on gradients; leave the option out"
+            )
+        return options
+
+
+def _refuse_combinations(args: Any) -> None:
+    """Refuse option values, and options beside --rollouts, that could not train as they say."""
+    refuse_options(args)
+    refuse_update(args)
+    pattern = hybrid_pattern(args)
+    if args.rollouts_pack and {*pattern} & {*"MG"}:  # M is Mamba, G is a gated delta net
+        raise ValueError(
+            f"--rollouts-pack with the hybrid pattern {pattern}: the state of its recurrent layers "
+            "would run on from one rollout into the next; leave one of the two out"
+        )
+    # asked for by name: without --rollouts-check nobody expects a look at all of such a store
+    if args.rollouts_follow is not None and args.rollouts_check == "store":
+        raise ValueError(
+            "--rollouts-follow: not together with --rollouts-check store: of a store that grows "
+            "each rank checks what it reads, as it reads it; leave --rollouts-check out"
+        )
+
+
+def _sample_order(args: Any) -> str:
+    """What decides which rollouts a sample has.
+
+    A pack depends on how its rollouts are padded for context parallelism. A shuffled order
+    (cyclic) depends on how many samples are drawn, and on how the ranks share them out.
+    """
+    order = args.dataloader_type or "single"
+    if order != "single":
+        samples = args.train_samples or (args.train_iters or 0) * args.global_batch_size
+        order += (
+            f" over {samples} samples, "
+            f"{args.data_parallel_size} data-parallel ranks, micro-batches of "
+            f"{args.micro_batch_size}, data sharding {getattr(args, 'data_sharding', None)}"
+        )
+    if args.rollouts_pack:
+        multiple = document_multiple(args.context_parallel_size)
+        order += f", packs of {args.seq_length} aligned to {multiple}"
+    mini_steps, epochs = value(args, "rollouts_mini_steps"), value(args, "rollouts_epochs")
+    if mini_steps * epochs > 1:
+        order += f", {epochs} times {mini_steps} steps of {args.global_batch_size} on a collection"
+    if args.rollouts_shuffle is not None:
+        order += f", batches of {args.global_batch_size} mixed by seed {args.rollouts_shuffle}"
+    return str(order)

@@ -1,0 +1,148 @@
+"""Refuse rollouts that another policy sampled than the one that training starts from.
+
+The sampler's routers are stamped into a store (`megatron_r3.data.fingerprint`). The first time that a
+rollout of a stamped policy is used, the stamp is compared with this rank's own routers. After the
+first update the weights differ from those that sampled, so a stamp that was accepted once stays
+accepted; the age of a rollout is bounded by --rollouts-max-lag.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_r3.data.fingerprint import router_digest, router_fingerprint
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.data.store.shard import Shard
+from megatron_r3.loop.published import version_name
+from megatron_r3.train.ledger import Ledger
+from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.refuse import refuse
+
+
+class PolicyCheck:
+    """Compares the policies of rollouts with the routers of one model chunk of this rank.
+
+    Args:
+        routers: the chunk's routers by Megatron's layer number; empty where no router can be
+            compared, as in a dense model.
+    """
+
+    def __init__(
+        self,
+        options: RolloutOptions,
+        store: RolloutStore,
+        ledger: Ledger,
+        routers: dict[int, Any],
+    ) -> None:
+        self.options, self.store, self.ledger, self.routers = options, store, ledger, routers
+        self._accepted: set[tuple[str, ...]] | None = None  # stamps; None before the first check
+
+    def check(self, rollouts: list[int]) -> None:
+        """End training if one of these rollouts is too old, or of another policy.
+
+        Args:
+            rollouts: those of a micro-batch, by their index in the store.
+        """
+        self._check_lag(rollouts)
+        if not self.routers or self.options.any_policy:
+            return
+        if self._accepted is None:
+            self._accepted = self._used_before()
+        for number in sorted({self.store.shard_of_rollout(rollout) for rollout in rollouts}):
+            stamp = self.store.shards[number].info.router_fingerprint
+            if stamp and stamp not in self._accepted:
+                if not self._was_published(number, stamp):
+                    self._compare(stamp)
+                self._accepted.add(stamp)
+
+    def _check_lag(self, rollouts: list[int]) -> None:
+        """Refuse a rollout whose oldest span is too far behind the newest span of the store.
+
+        In a store that grows, the newest one is that of the shards which this rank has seen by
+        now: one rank may refuse a little before the others, and it ends the training for all.
+        """
+        max_lag, store = self.options.max_lag, self.store
+        if max_lag is None:
+            return
+        store.refresh()
+        newest = int(store.newest_versions().max())
+        for rollout in rollouts:
+            shard, index = store.find(rollout)
+            oldest = int(shard.tensors["policy_version"][index])
+            if newest - oldest > max_lag:
+                token = int(np.argmax(store.versions(rollout) == oldest))
+                refuse(
+                    f"{store.name(rollout)}: token {token} was sampled with policy version "
+                    f"{oldest}, which is more than --rollouts-max-lag {max_lag} behind version "
+                    f"{newest}: sample again, or raise --rollouts-max-lag"
+                )
+
+    def _was_published(self, number: int, stamp: tuple[str, ...]) -> bool:
+        """Whether this training has published the policy that sampled a shard.
+
+        With a sampler that is ahead of the trainer's last update, as many rollouts are of policies
+        that the trainer has updated since. A folder proves nothing by its name: the publisher has
+        compared those of the versions that the training has come by. Example: an interval of 2 and
+        iteration 5: versions 0, 1 and 2, after 0, 2 and 4 steps; version 3 is of another training.
+        """
+        shard, publish = self.store.shards[number], self.options.publish
+        folder = published_folder(self.options, shard)
+        if publish is None or folder is None:
+            return False
+        if version_of(shard) * publish.interval > self.ledger.progress.iteration:
+            return False
+        return router_fingerprint(folder, self.store.info.moe_layers) == stamp
+
+    def _used_before(self) -> set[tuple[str, ...]]:
+        """The stamps whose rollouts an interrupted training, resumed here, has begun to use.
+
+        Only rollouts of this store count: those of another store, which the checkpoint was trained
+        on before, say nothing about the policy that sampled these.
+        """
+        store, used = self.store, self.ledger.used()
+        if not used:
+            return set()
+        if self.options.pack:  # samples are packs, and all rollouts are of one policy
+            return {store.info.router_fingerprint}
+        if self.options.follow_s is not None:
+            store.wait_for(used - 1)
+        last = store.shards_of(store.row_ids(min(used, len(store)) - 1))[0]
+        index = store.index
+        infos = np.unique(index.table["info"][: last + 1]).tolist()
+        return {index.infos[place].router_fingerprint for place in infos}
+
+    def _compare(self, stamp: tuple[str, ...]) -> None:
+        for number, router in sorted(self.routers.items()):
+            trace = self.store.info.moe_layers.index(number - 1)
+            here = router_digest(router.weight)
+            if here != stamp[trace]:
+                refuse(
+                    f"{self.options.where}: sampled from another policy: the router of layer "
+                    f"{number} is {stamp[trace]} there, {here} here. Load the checkpoint that "
+                    "sampled (--load), sample again, or, to train on other policies' rollouts, "
+                    "give --rollouts-policy any",
+                    speaks=speaks_for_stage(),  # all its ranks hold the same routers
+                )
+
+
+def speaks_for_stage() -> bool:
+    """Whether this is the first rank of its pipeline stage, which speaks for all of them."""
+    from megatron.core import mpu
+
+    return not mpu.get_tensor_model_parallel_rank() and not mpu.get_data_parallel_rank(True)
+
+
+def version_of(shard: Shard) -> int:
+    """The policy version of a shard's first rollout; a stamped shard has no other."""
+    return int(shard.tensors["policy_version"][0])
+
+
+def published_folder(options: RolloutOptions, shard: Shard) -> Path | None:
+    """Where this training would have published the policy that sampled a shard; None if nowhere."""
+    if options.publish is None:
+        return None
+    folder = options.publish.directory / version_name(version_of(shard))
+    return folder if folder.is_dir() else None

@@ -1,0 +1,191 @@
+"""The distribution of the policy: the softmax over which the log-probs of response tokens are.
+
+A sampler divides its logits by a temperature, may leave tokens out (top-p, top-k), and knows no
+rows that the trainer pads its vocabulary with. The trainer's log-probs must be those of the same
+distribution. So Megatron's own loss of a language model gets other logits here: the loss stays
+Megatron's, with its tensor parallelism and its fused kernels.
+
+MTP heads compute their losses through the same method of the model. They have labels of their own,
+so what is to be done is attached to the labels of the main loss.
+
+Shape suffixes (docs/glossary.md): B, N, S, V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.data.kept import KeptSets
+from megatron_r3.train.refuse import refuse
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+_CHUNK = 1024  # tokens whose entropy is computed at once, which bounds the memory that it takes
+_NAME = "_megatron_r3_policy"
+
+
+@dataclass
+class Policy:
+    """How the logits of one micro-batch become a distribution.
+
+    Attributes:
+        temperature: what the logits are divided by.
+        vocab_size: rows of the output layer that the sampler has; the rows after them are left out.
+            None: all rows take part.
+        kept: the tokens that the sampler kept for each token, or None: it kept all.
+        measures_entropy: whether `entropy_BS` is wanted.
+        entropy_BS: the entropy of the distribution of each token, in nats; None until it is there.
+        used: whether the model has computed its loss with it.
+    """
+
+    temperature: float = 1.0
+    vocab_size: int | None = None
+    kept: KeptTokens | None = None
+    measures_entropy: bool = False
+    entropy_BS: Tensor | None = None
+    used: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the logits are taken as they are, and nothing is measured."""
+        return self.temperature == 1 and not (self.vocab_size or self.kept or self.measures_entropy)
+
+    def check_used(self) -> None:
+        """End training where the model has computed its loss without asking."""
+        if not self.is_plain and not self.used:
+            refuse(
+                "the model computes its loss in a way of its own, so its log-probs are not those "
+                "of the sampler's temperature and vocabulary: use a GPTModel or a hybrid model of "
+                "Megatron without a fused output layer"
+            )
+
+    def attach(self, labels_BS: Tensor) -> None:
+        """Have the loss of these labels computed in this way."""
+        setattr(labels_BS, _NAME, self)
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The tokens that the sampler kept, for the labels of one micro-batch.
+
+    Attributes:
+        places: int64, on the device: for each kept token the index of its label in `[B, S]`,
+            flattened.
+        ids: int64, on the device: the kept tokens.
+        limited_BS: bool, on the device: the labels that have a set; all others keep every token.
+    """
+
+    places: Tensor
+    ids: Tensor
+    limited_BS: Tensor
+
+    @classmethod
+    def of(cls, sets: KeptSets, shape: torch.Size) -> KeptTokens:
+        """The sets of the labels of a batch `[B, S]`, on the device; an empty set keeps all."""
+        places = np.repeat(np.arange(len(sets.sizes_N)), sets.sizes_N)
+        arrays = (places, sets.ids_V.astype(np.int64), sets.sizes_N > 0)
+        moved = [torch.from_numpy(array).cuda(non_blocking=True) for array in arrays]
+        return cls(moved[0], moved[1], moved[2].reshape(shape))
+
+
+def install(model: torch.nn.Module) -> None:
+    """Let a model's loss ask its labels how the logits become a distribution.
+
+    Args:
+        model: a LanguageModule of Megatron; a stage without an output layer is one too.
+    """
+    upstream: Loss = model.compute_language_model_loss  # type: ignore[assignment]
+    if getattr(upstream, _NAME, False):
+        return
+
+    def loss(labels: Tensor, logits: Tensor) -> Tensor:
+        policy: Policy | None = getattr(labels, _NAME, None)
+        if policy is None:
+            return upstream(labels, logits)
+        policy.used = True
+        logits = limited(logits, policy, _tensor_parallel_group())
+        if policy.measures_entropy:
+            policy.entropy_BS = entropy(logits, _tensor_parallel_group())
+        return upstream(labels, logits)
+
+    setattr(loss, _NAME, True)
+    model.compute_language_model_loss = loss  # type: ignore[assignment]
+
+
+def limited(logits: Tensor, policy: Policy, group: Any | None = None) -> Tensor:
+    """The logits of the policy: divided by the temperature, very low where a token is left out.
+
+    Args:
+        logits: `[S, B, rows of this rank]`; the ranks of the group have rows one after the other.
+        policy: see there.
+        group: the tensor-parallel group; None for one rank.
+    """
+    if policy.temperature != 1:
+        logits = logits.float() / policy.temperature
+    first = 0 if group is None else group.rank() * logits.shape[-1]
+    if policy.vocab_size is not None and first + logits.shape[-1] > policy.vocab_size:
+        row = torch.arange(first, first + logits.shape[-1], device=logits.device)
+        logits = logits.masked_fill(row >= policy.vocab_size, _least(logits))
+    if policy.kept is not None:
+        logits = logits.masked_fill(_left_out(logits, policy.kept, first), _least(logits))
+    return logits
+
+
+def _least(logits: Tensor) -> float:
+    """The logit of a token that is left out: its probability is exactly 0 in float32.
+
+    It is not -inf. A fused loss goes over the vocabulary block by block and subtracts the largest
+    logit so far: of a block that is left out as a whole, -inf - -inf would be NaN.
+    """
+    return torch.finfo(logits.dtype).min / 2
+
+
+def entropy(logits: Tensor, group: Any | None = None) -> Tensor:
+    """The entropy `[B, S]` of the distributions of `limited` logits, in nats; no gradient."""
+    with torch.no_grad():
+        rows = logits.detach().flatten(0, 1)
+        parts = [_entropy(chunk.float(), group) for chunk in rows.split(_CHUNK)]
+        return torch.cat(parts).reshape(logits.shape[:2]).transpose(0, 1)
+
+
+def _entropy(logits: Tensor, group: Any | None) -> Tensor:
+    """log Z - sum p x, with the sums over the rows of all ranks."""
+    most = _over_ranks(logits.max(-1).values, torch.distributed.ReduceOp.MAX, group)
+    shifted = logits - most[:, None]
+    weight = shifted.exp()
+    total = _over_ranks(weight.sum(-1), torch.distributed.ReduceOp.SUM, group)
+    # A row that is left out has weight 0, and no part in the sum.
+    products = torch.where(weight > 0, weight * shifted, 0.0)
+    product = _over_ranks(products.sum(-1), torch.distributed.ReduceOp.SUM, group)
+    return total.log() - product / total
+
+
+def _over_ranks(values: Tensor, operation: Any, group: Any | None) -> Tensor:
+    if group is not None:
+        torch.distributed.all_reduce(values, operation, group=group)
+    return values
+
+
+def _left_out(logits: Tensor, kept: KeptTokens, first: int) -> Tensor:
+    """True for the tokens that the sampler left out, `[S, B, rows of this rank]`."""
+    sequence, _, num_rows = logits.shape
+    limited_SB = kept.limited_BS.transpose(0, 1)[..., None]
+    out = limited_SB.expand(logits.shape).contiguous()
+    here = (kept.ids >= first) & (kept.ids < first + num_rows)
+    # a place counts [B, S] through, the logits are [S, B, rows]
+    row, column = kept.places[here] // sequence, kept.places[here] % sequence
+    out[column, row, kept.ids[here] - first] = False
+    return out
+
+
+def _tensor_parallel_group() -> Any | None:
+    from megatron.core import mpu
+
+    group = mpu.get_tensor_model_parallel_group()
+    return group if group.size() > 1 else None

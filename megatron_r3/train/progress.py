@@ -1,0 +1,114 @@
+"""How far a training is, and what its checkpoint remembers of the rollouts that it has used.
+
+Megatron keeps both in its arguments: it counts `curr_iteration` and `consumed_train_samples` there
+while it trains, and it saves the arguments in every checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+Entries = list[dict[str, Any]]  # what `megatron_r3.train.ledger` writes
+
+
+class Progress(Protocol):
+    """What a training on rollouts asks of the trainer while it runs.
+
+    Attributes:
+        iteration: the iteration that runs, from 0.
+        last_iteration: how many iterations the whole training has.
+        consumed_samples: the samples that finished iterations have used.
+    """
+
+    @property
+    def iteration(self) -> int: ...  # noqa: D102
+
+    @property
+    def last_iteration(self) -> int: ...  # noqa: D102
+
+    @property
+    def consumed_samples(self) -> int: ...  # noqa: D102
+
+    def remember(self, entries: Entries) -> None:
+        """Put the entries into every checkpoint from now on."""
+
+    def remembered(self) -> Entries:
+        """The entries of the checkpoint that was loaded; empty where it has none."""
+
+
+class MegatronProgress:
+    """The progress of `megatron.training`.
+
+    Args:
+        args: Megatron's arguments, which it updates while it trains.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    @property
+    def iteration(self) -> int:
+        """The iteration that runs, from 0."""
+        return int(self._args.curr_iteration)
+
+    @property
+    def last_iteration(self) -> int:
+        """How many iterations the whole training has.
+
+        Megatron works it out of --train-samples when it has made the model, and not before.
+        """
+        return int(self._args.train_iters or 0)
+
+    @property
+    def consumed_samples(self) -> int:
+        """The samples that finished iterations have used."""
+        return int(self._args.consumed_train_samples)
+
+    def remember(self, entries: Entries) -> None:
+        """Put the entries into Megatron's arguments, which are saved in every checkpoint."""
+        self._args.rollouts_used = entries
+
+    def remembered(self) -> Entries:
+        """The entries of the loaded checkpoint, the same on all ranks; empty where it has none.
+
+        The first rank reads the checkpoint's common part once more, because Megatron's
+        `load_checkpoint` keeps the saved arguments to itself, and tells the others.
+        """
+        entries: list[Any] = [None]
+        if torch.distributed.get_rank() == 0:
+            saved = next(_saved_arguments(self._args), None)
+            entries = [getattr(saved, "rollouts_used", None)]
+        torch.distributed.broadcast_object_list(entries, src=0)
+        return list(entries[0] or [])
+
+
+def checkpoint_directories(args: Any, base: str | None) -> tuple[str, ...]:
+    """The directories in which checkpoints lie, for Megatron's arguments.
+
+    Args:
+        base: --save or --load; None where it was not given.
+    """
+    named = [base, getattr(args, "non_persistent_global_ckpt_dir", None)]
+    if base is not None:
+        named.append(str(Path(base) / "non_persistent"))
+    return tuple(name for name in named if name is not None)
+
+
+def _saved_arguments(args: Any) -> Iterator[Any]:
+    """The arguments inside the checkpoint that was loaded, in either of Megatron's formats.
+
+    A distributed checkpoint has them in its common part. An older one has them beside the weights
+    of each rank: that file is mapped, so that no weight is read.
+    """
+    from megatron.core import dist_checkpointing
+
+    for folder in checkpoint_directories(args, args.load):
+        saved = Path(folder) / f"iter_{args.iteration:07d}"
+        if (saved / "metadata.json").exists():
+            yield dist_checkpointing.load_common_state_dict(str(saved)).get("args")
+        for file in sorted(saved.glob("mp_rank_00*/model_optim_rng.pt")):
+            yield torch.load(file, map_location="cpu", mmap=True, weights_only=False).get("args")

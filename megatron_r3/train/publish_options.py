@@ -1,0 +1,79 @@
+"""The options of publishing policies from inside training; and what is refused."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.train.option_table import value
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """What is published, and when.
+
+    Attributes:
+        directory: of the versions.
+        interval: optimizer steps from one version to the next.
+        like: the transformers directory whose config and tokenizer files a version gets.
+        keep: how many versions stay; 0 keeps all.
+    """
+
+    directory: Path
+    interval: int
+    like: Path
+    keep: int
+
+    @classmethod
+    def from_args(cls, args: Any) -> PublishOptions | None:
+        """Read Megatron's arguments; None if nothing is published.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        if args.rollouts_publish is None:
+            return None
+        steps = value(args, "rollouts_mini_steps") * value(args, "rollouts_epochs")
+        interval = args.rollouts_publish_interval or steps
+        if interval < 1 or interval % steps:
+            raise ValueError(
+                f"--rollouts-publish-interval {interval}: it must be a multiple of the {steps} "
+                "optimizer steps of a collection (--rollouts-mini-steps times --rollouts-epochs)"
+            )
+        iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+        if iterations and interval > iterations:
+            raise ValueError(
+                f"--rollouts-publish-interval {interval}: the training ends after {iterations} "
+                "optimizer steps, so no policy but the first one would be published: give fewer"
+            )
+        refuse_folder("--rollouts-publish", Path(args.rollouts_publish))
+        if args.rollouts_publish_like is None:
+            raise ValueError(
+                "--rollouts-publish needs --rollouts-publish-like HF_DIR, the transformers "
+                "directory with which training began: a policy gets its config and tokenizer"
+            )
+        like = Path(args.rollouts_publish_like)
+        if not (like / "config.json").is_file():
+            raise ValueError(f"--rollouts-publish-like {like}: no config.json")
+        keep = args.rollouts_publish_keep or 0
+        if keep < 0 or keep == 1:
+            raise ValueError(
+                f"--rollouts-publish-keep {keep}: it must be 2 or more, since a sampler may still "
+                "load the version before; or 0 to keep all"
+            )
+        return cls(Path(args.rollouts_publish), interval, like, keep)
+
+
+def refuse_folder(option: str, folder: Path) -> None:
+    """Refuse a folder in which nothing could be written later.
+
+    Raises:
+        ValueError: it is a file, or lies below one, or this user may not write there.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not there.is_dir():
+        raise ValueError(f"{option} {folder}: {there} is a file: name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {folder}: nothing can be written in {there}")

@@ -1,0 +1,46 @@
+"""A script's own forward step under --moe-router-replay without --rollouts.
+
+Such a script brings its own data, loss and routes, and enters `replaying(...)` around the model in
+its forward step. What nobody could see is a script that does not: every layer would be live, under
+an option that says the opposite.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_r3.replay.active import num_entered
+from megatron_r3.train.refuse import refuse
+
+ForwardStep = Callable[..., Any]
+
+
+def refuse_silence(forward_step: ForwardStep) -> ForwardStep:
+    """Wrap a forward step: each training pass of it must say which routes it takes.
+
+    A pass says so by entering `replaying` or `recording`, or by `begin`. A micro-batch without
+    routes enters `replaying(None)`. Evaluation is live and is not looked at.
+
+    Args:
+        forward_step: Megatron's, called with the data iterator and the model chunk.
+
+    Returns:
+        A function with the same signature, which Megatron looks at.
+    """
+
+    @functools.wraps(forward_step)
+    def watched(data_iterator: Any, model: Any, *more: Any, **kwargs: Any) -> Any:
+        before = num_entered()
+        result = forward_step(data_iterator, model, *more, **kwargs)
+        if model.training and num_entered() == before:
+            refuse(
+                "--moe-router-replay is on without --rollouts, and this script's forward step "
+                "replayed nothing, so that every layer was live: give --rollouts DIR, or enter "
+                "megatron_r3.replaying(...) around the model (replaying(None) for a "
+                "micro-batch without routes)"
+            )
+        return result
+
+    return watched

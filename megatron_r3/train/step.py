@@ -1,0 +1,418 @@
+"""The forward step on rollouts: a batch, its routes, the policy loss.
+
+Megatron's schedules call `RolloutStep` for each micro-batch of each model chunk. What belongs to a
+model chunk (its layers, its plans, the policies that it has accepted) is made when the chunk is
+first used, in one place: `RolloutStep._equip`.
+
+Shape suffixes (docs/glossary.md): B, S, T, V.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.data.store.schema import StoreError
+from megatron_r3.loop.publish import Publisher
+from megatron_r3.replay.layers import layers_with_gradients, local_routers, unwrapped
+from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode
+from megatron_r3.replay.planner import Planner
+from megatron_r3.replay.rank_layout import RankLayout
+from megatron_r3.train.forward import on_device, run_forward
+from megatron_r3.train.guard import StepGuard
+from megatron_r3.train.ledger import Ledger
+from megatron_r3.train.lookahead import Lookahead, Prepared, Preparer
+from megatron_r3.train.losses.loss import policy_loss, terms_of
+from megatron_r3.train.losses.policy_loss import LossError
+from megatron_r3.train.metrics import StepMetrics
+from megatron_r3.train.mismatch import Places
+from megatron_r3.train.old_pass import OldPass
+from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.policy_check import PolicyCheck, speaks_for_stage
+from megatron_r3.train.policy_head import KeptTokens, Policy, install
+from megatron_r3.train.progress import Progress
+from megatron_r3.train.refuse import refuse
+from megatron_r3.train.schedule import SOURCES
+from megatron_r3.train.witness import DispatchWitness
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The classes that a training is made of. A proof or a benchmark passes its own subclasses."""
+
+    preparer: type[Preparer] = Preparer
+    planner: type[Planner] = Planner
+    guard: type[StepGuard] = StepGuard
+    metrics: type[StepMetrics] = StepMetrics
+    old_pass: type[OldPass] = OldPass
+
+
+_parts = Parts()
+
+
+@contextmanager
+def made_of(parts: Parts) -> Iterator[None]:
+    """Have trainings that begin inside the block use these parts."""
+    global _parts
+    before, _parts = _parts, parts
+    try:
+        yield
+    finally:
+        _parts = before
+
+
+@dataclass
+class _Chunk:
+    """What belongs to one model chunk of this rank.
+
+    Attributes:
+        number: 0, 1, ... in the order in which chunks were first used.
+        layer_numbers: its MoE layers, Megatron's numbers; empty where no layer is compared.
+        has_plans: whether an iterator brings dispatch plans for it already.
+    """
+
+    number: int
+    layer_numbers: list[int]
+    preparer: Preparer
+    policies: PolicyCheck
+    has_plans: bool = False
+
+
+class RolloutStep:
+    """Megatron's forward step, and the check of the step before its update.
+
+    Args:
+        options: what was asked for.
+        store: the rollouts.
+        progress: how far the training is.
+        ledger: which rollouts the training has used.
+        evaluate: the script's own forward step, used for evaluation.
+        observe: lets a router without a hook answer to the active microbatch; called with the
+            router and its layer number where training routes live.
+    """
+
+    def __init__(
+        self,
+        options: RolloutOptions,
+        store: RolloutStore,
+        progress: Progress,
+        ledger: Ledger,
+        evaluate: Callable[..., Any],
+        observe: Callable[[Any, int], None],
+    ) -> None:
+        self.options, self.store, self.progress, self.ledger = options, store, progress, ledger
+        self._evaluate, self._observe = evaluate, observe
+        self._parts = _parts
+        self._guard = self._parts.guard(store, options.scaled_loss)
+        self.metrics = self._parts.metrics(options.num_layers, options.log_file)
+        self._layout = RankLayout(options.sequence_parallel)
+        self.old_pass = None
+        if options.needs_old_pass:
+            self.old_pass = self._parts.old_pass(options, store, ledger)
+        self.publisher = None
+        if options.publish is not None:
+            self.publisher = Publisher(options.publish, options, observe)
+        self._witness = None
+        if options.verify_dispatch:
+            old = None if self.old_pass is None else self.old_pass.policy
+            self._witness = DispatchWitness(store, old)
+        self._chunks: WeakKeyDictionary[torch.nn.Module, _Chunk] = WeakKeyDictionary()
+        self._first_iteration: int | None = None
+
+    def __call__(
+        self, data_iterator: Iterator[dict[str, Tensor]], model: Any, *more: Any, **kwargs: Any
+    ) -> Any:
+        """The output and the loss function of the next micro-batch."""
+        if not model.training:
+            return self._evaluate(data_iterator, model, *more, **kwargs)
+        assert not more, f"unexpected arguments of a forward step: {more} {kwargs}"
+        module = unwrapped(model)
+        chunk = self._chunk(module)
+        try:
+            prepared = self._next(data_iterator, chunk)
+            chunk.policies.check(prepared.rollouts)
+        except StoreError as error:
+            refuse(_message_of(error))
+        self.metrics.start()
+        host = prepared.batch
+        self._guard.add_rows(host["rows"])
+        measures = self._measures() or self.options.log_file is not None
+        self.metrics.measures_update |= measures
+        batch, policy = on_device(host), self._policy(prepared, measures)
+        policy.attach(batch["labels"])
+        # combined 1F1B asks for the nodes of the forward pass, and runs them after this call
+        forward = model.build_schedule_plan if kwargs.get("return_schedule_plan") else model
+        output = run_forward(forward, batch, host, self._microbatch(chunk, prepared))
+        return output, partial(self._loss, batch, host, policy)
+
+    def begin(self, models: list[Any]) -> None:
+        """Before a step: publish the policy, and let the old policy go over a new collection.
+
+        Both only where they are asked for. All ranks call this before the forward passes.
+        """
+        schedule = self.options.use.schedule
+        place = schedule.place(self.ledger.consumed() // schedule.batch)
+        self.metrics.begins_collection = place.begins_collection
+        if self.publisher is not None:
+            self.publisher.begin(models, self.progress.iteration)
+        if self.old_pass is not None:
+            self.old_pass.begin(models, self._old_forward)
+
+    def _old_forward(
+        self, data_iterator: Iterator[dict[str, Tensor]], model: Any
+    ) -> tuple[Any, Callable[..., Any]]:
+        """The forward step of the old-policy pass: live or replayed as the update will be."""
+        assert self.old_pass is not None
+        module = unwrapped(model)
+        chunk = self._chunk(module)
+        prepared = chunk.preparer.prepare(next(data_iterator), with_plan=False, for_old_pass=True)
+        chunk.policies.check(prepared.rollouts)
+        host, routes, microbatch = prepared.batch, prepared.routes, None
+        replays = self.options.replays_routes
+        # A fused router takes its experts in one order, with gradients and without.
+        if routes is not None and (
+            replays or not getattr(module.config, "moe_router_fusion", False)
+        ):
+            microbatch = routes.on_device(
+                chunk.layer_numbers,
+                torch.device("cuda"),
+                mode=Mode.REPLAY if replays else Mode.OBSERVE,
+                as_with_gradients=layers_with_gradients(module),
+            )
+        batch, policy = on_device(host), self._policy(prepared, False)
+        policy.attach(batch["labels"])
+        output = run_forward(model, batch, host, microbatch)
+        if routes is not None and microbatch is not None and self.options.takes_old_routes:
+            self.old_pass.policy.add_routes(torch.from_numpy(routes.rows_T), microbatch.ids)
+
+        def keep(output_BS: Tensor, non_loss_data: bool) -> None:
+            assert self.old_pass is not None
+            policy.check_used()
+            self.old_pass.policy.add_logprobs(host["rows"], -output_BS.float())
+
+        return output, keep
+
+    def check(self, models: list[Any]) -> None:
+        """Look at a step after its last backward pass. It ends training, or returns."""
+        try:
+            self.store.look()
+        except StoreError as error:
+            refuse(str(error))
+        self._guard.check(models, self.progress.iteration + 1, self._digest_of_used_shards())
+
+    def log(self, iteration: int, writer: Any, wandb_writer: Any, beside: dict[str, float]) -> str:
+        """After a step: log it, and publish the last policy. See `StepMetrics.log`."""
+        text = self.metrics.log(iteration, writer, wandb_writer, beside)
+        if self.publisher is not None and iteration == self.progress.last_iteration:
+            self.publisher.end(iteration)
+        return text
+
+    @cached_property
+    def _has_routes(self) -> bool:
+        """False for another model than the sampler's, which --rollouts-policy any may train."""
+        options = self.options
+        return bool(options.num_experts) and not options.shape_differences(self.store.info)
+
+    def _chunk(self, module: torch.nn.Module) -> _Chunk:
+        return self._chunks.get(module) or self._equip(module)
+
+    def _equip(self, module: torch.nn.Module) -> _Chunk:
+        """Make what belongs to a model chunk, and put hooks into its routers and experts."""
+        options = self.options
+        routers = local_routers(module) if self._has_routes else {}
+        layer_numbers = sorted(routers)
+        for number, router in routers.items():
+            if router.router_replay is None:  # training routes live: the router only observes
+                self._observe(router, number)
+        if self._witness is not None and self._has_routes:
+            self._witness.attach(module, self.metrics)
+        planner = None
+        if routers and options.use_plan:
+            planner = self._parts.planner(next(iter(routers.values())).config, layer_numbers)
+        computes_loss = bool(getattr(module, "post_process", False))
+        chunk = _Chunk(
+            number=len(self._chunks),
+            layer_numbers=layer_numbers,
+            preparer=self._parts.preparer(
+                self.store,
+                self._layout,
+                layer_numbers,
+                reads_routes=self._has_routes,
+                planner=planner,
+                old=None if self.old_pass is None else self.old_pass.policy,
+                reads_kept=(computes_loss and self.store.info.sampling.logprobs_of == "processed"),
+                replays=options.replays_routes,
+            ),
+            policies=PolicyCheck(options, self.store, self.ledger, routers),
+        )
+        self._chunks[module] = chunk
+        if computes_loss:
+            install(module)
+        return chunk
+
+    def _next(self, data_iterator: Any, chunk: _Chunk) -> Prepared:
+        """The next micro-batch, prepared ahead where Megatron's own iterator brings it.
+
+        The Lookahead goes inside Megatron's RerunDataIterator, which keeps what it hands out: a
+        step that is run again gets the same prepared micro-batches.
+
+        Only the first such iterator of a chunk gets dispatch plans. Two of them would gather in one
+        process group from two threads, in an order that differs from rank to rank. Other iterators
+        work without plans: the dispatchers then learn their sizes on the device.
+        """
+        from megatron.core.rerun_state_machine import RerunDataIterator
+
+        if isinstance(data_iterator, RerunDataIterator) and not isinstance(
+            data_iterator.iterable, Lookahead
+        ):
+            prepare = partial(chunk.preparer.prepare, with_plan=not chunk.has_plans)
+            chunk.has_plans = True
+            cancel = (lambda: None) if self.old_pass is None else self.old_pass.policy.cancel
+            data_iterator.iterable = Lookahead(data_iterator.iterable, prepare, cancel)
+        item = next(data_iterator)
+        if isinstance(item, Prepared):
+            return item
+        return chunk.preparer.prepare(item, with_plan=False)
+
+    def _microbatch(self, chunk: _Chunk, prepared: Prepared) -> MicrobatchRoutes | None:
+        """What the routers take or compare with; None where they do neither."""
+        routes, options = prepared.routes, self.options
+        if routes is None:
+            return None
+        counted_T = watched_T = None
+        if self._measures():
+            # What counts: response tokens whose route was recorded. Prompts are watched beside.
+            order = self._layout.router_order
+            places = Places.of(prepared.batch, order)
+            watched_T = torch.from_numpy(~(routes.live_T | routes.padding_T))
+            counted_T = order(prepared.batch["loss_mask"]).bool() & watched_T
+            counted_T, watched_T = torch.stack([counted_T, watched_T]).cuda(non_blocking=True)
+        replays = options.replays_routes
+        if not replays and counted_T is None:
+            return None
+        microbatch = routes.on_device(
+            chunk.layer_numbers,
+            torch.device("cuda"),
+            mode=Mode.REPLAY if replays else Mode.OBSERVE,
+            counted_T=counted_T,
+            watched_T=watched_T,
+            plan=prepared.plan,
+            verify_plan=options.verify_plan,
+        )
+        self._guard.add_routes(microbatch)
+        if counted_T is not None:
+            self.metrics.add(chunk.number, microbatch, places)
+            if self._witness is not None:
+                source_T = self._layout.router_order(prepared.batch["source"]).numpy()
+                if not replays:  # what routes live is compared with the rollouts
+                    source_T = np.full_like(source_T, SOURCES.index("rollout"))
+                self._witness.watch(microbatch, routes.rows_T, source_T)
+        return microbatch
+
+    def _measures(self) -> bool:
+        """Whether this iteration compares with live routing. The first one of a run always does,
+        unless nothing is to be compared at all.
+        """
+        iteration, interval = self.progress.iteration, self.options.mismatch_interval
+        if self._first_iteration is None:
+            self._first_iteration = iteration
+        if not interval:
+            return False
+        return iteration == self._first_iteration or (iteration + 1) % interval == 0
+
+    def _policy(self, prepared: Prepared, measures: bool) -> Policy:
+        """How the logits of a micro-batch become the distribution that the sampler drew from."""
+        info, rows = self.store.info, self.options.padded_vocab_size
+        kept, shape = prepared.kept, prepared.batch["labels"].shape
+        is_known = info.sampling.logprobs_of == "processed"
+        return Policy(
+            temperature=info.sampling.temperature or 1.0 if is_known else 1.0,
+            vocab_size=info.vocab_size if info.vocab_size and info.vocab_size != rows else None,
+            kept=None if kept is None or not len(kept.ids_V) else KeptTokens.of(kept, shape),
+            measures_entropy=measures,
+        )
+
+    def _loss(
+        self, batch: dict[str, Tensor], host: dict[str, Tensor], policy: Policy, output_BS: Tensor
+    ) -> Any:
+        """The policy loss, validated as pretrain_gpt.py validates its own loss.
+
+        Args:
+            batch, host: the batch on the device, and on the host.
+            policy: how the model was to compute the log-probs.
+        """
+        policy.check_used()
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+        options = self.options
+        terms = terms_of(batch, output_BS, self._old_logprobs(batch, host))
+        try:
+            loss, count, report, update = policy_loss(
+                terms, batch["reward"], options.loss, options.per_token_loss
+            )
+        except LossError as error:
+            refuse(str(error), speaks=speaks_for_stage())
+        if self.metrics.measures_update:
+            self.metrics.update.add(update, options.loss.clip, policy.entropy_BS, batch, host)
+        self._guard.add_loss(host, output_BS, batch["loss_mask"], loss)
+        if options.validate_loss:
+            for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+                get_rerun_state_machine().validate_result(
+                    result=loss,
+                    rejection_func=rejected,
+                    message=f"found {name} in the policy loss",
+                    tolerance=0.0,
+                    fatal=True,
+                )
+        return loss, count, report
+
+    def _old_logprobs(self, batch: dict[str, Tensor], host: dict[str, Tensor]) -> Tensor | None:
+        """The old policy's log-probs `[B, S]`; None: those of this very pass, so the ratio is 1."""
+        if not self.options.trainer_is_old:
+            return batch["sampled_logprobs"]
+        if self.old_pass is None:
+            return None
+        return self.old_pass.logprobs(host).cuda(non_blocking=True)
+
+    def _digest_of_used_shards(self) -> int:
+        """A digest, 52 bits long, of the shards whose rollouts were used until now, in order.
+
+        In a store that grows, ranks may know different numbers of shards, but the used shards must
+        be the same on all ranks. It has 52 bits because the ranks compare it in float64, which is
+        exact up to 2**53.
+        """
+        from megatron.core import mpu
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        store, used = self.store, len(self.store)
+        if self.options.follow_s is not None:
+            samples = get_num_microbatches() * self.options.micro_batch_size
+            used = self.ledger.used(samples * mpu.get_data_parallel_world_size())
+            try:
+                store.wait_for(used - 1)  # another rank has used it, so it is there
+            except StoreError as error:
+                refuse(str(error))
+            self.ledger.note()
+        identities = store.index.table["identity"][: store.shard_of_rollout(used - 1) + 1]
+        return int.from_bytes(hashlib.sha256(identities.tobytes()).digest()[:8], "big") >> 12
+
+
+def _message_of(error: StoreError) -> str:
+    """The message of an error, also of one that a dataloader worker raised.
+
+    torch raises a worker's exception again with the worker's whole traceback as its text:
+    "Caught StoreError in DataLoader worker process 0.\\nOriginal Traceback ...\\n
+    megatron_r3.data.store.schema.StoreError: DIR: rollout 8 did not come". The message stands behind
+    the last "StoreError: "; an error of this process is the message alone.
+    """
+    return str(error).strip().splitlines()[-1].rpartition("StoreError: ")[2]

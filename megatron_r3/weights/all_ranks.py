@@ -1,0 +1,113 @@
+"""What the ranks of a training do together: fail as one, and send tensors to each other.
+
+Without process groups there is one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_r3.data.untrusted import one_line
+
+T = TypeVar("T")
+
+
+def my_rank() -> int:
+    """This rank; 0 without process groups."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def everyones(value: T) -> list[T]:
+    """What each rank has given, by rank. All ranks call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree(error: Exception | None) -> None:
+    """Raise on all ranks, if something has failed on one. All ranks call it.
+
+    Args:
+        error: what failed on this rank; None if nothing did.
+
+    Raises:
+        ValueError: the reason of the first rank that failed; the same on every rank.
+    """
+    reasons = everyones(None if error is None else _reason(error))
+    if failed := [rank for rank, reason in enumerate(reasons) if reason is not None]:
+        where = f" (on rank {failed[0]})" if len(reasons) > 1 else ""
+        raise ValueError(f"{reasons[failed[0]]}{where}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = one_line(str(error), 1000)
+    # An error that is no user's mistake is named: its text alone may say nothing.
+    expected = isinstance(error, (ValueError, OSError)) and text
+    return text if expected else f"{type(error).__name__}: {text}"
+
+
+def together(step: Callable[[], T]) -> T:
+    """Run a step on all ranks; if it fails on one of them, all raise.
+
+    A rank that raised alone would leave the others waiting for it.
+
+    Args:
+        step: it does not communicate.
+
+    Returns:
+        What the step returned on this rank.
+
+    Raises:
+        ValueError: the step's reason on the first rank that failed; the same on every rank.
+    """
+    result: Any = None
+    failure = None
+    try:
+        result = step()
+    except Exception as error:
+        failure = error
+    agree(failure)
+    return result
+
+
+def on_first_rank(step: Callable[[], None]) -> None:
+    """`together` for a step that only rank 0 runs."""
+    together(lambda: step() if my_rank() == 0 else None)
+
+
+def send(tensors: Sequence[Tensor], to: int) -> None:
+    """Send tensors to a rank in one message; `receive` takes it there.
+
+    Args:
+        tensors: of any dtypes and devices; both ranks know their shapes.
+    """
+    # NCCL moves tensors of its GPU only, and gloo those of the host only.
+    parts = [tensor.to(_device()).contiguous().flatten().view(torch.uint8) for tensor in tensors]
+    dist.send(torch.cat(parts), to)
+
+
+def receive(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], sender: int) -> Iterator[Tensor]:
+    """The tensors that a rank sent, on the host, one by one.
+
+    Args:
+        shapes: shape and dtype of each tensor, in the order of `send`.
+    """
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
+    message = torch.empty(sum(sizes), dtype=torch.uint8, device=_device())
+    dist.recv(message, sender)
+    for part, (shape, dtype) in zip(message.cpu().split(sizes), shapes, strict=True):
+        # A clone begins at byte 0; torch refuses to view bytes from an odd one as another dtype.
+        yield part.clone().view(dtype).view(shape)
+
+
+def _device() -> torch.device:
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

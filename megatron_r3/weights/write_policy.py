@@ -1,0 +1,375 @@
+"""A Megatron model as a transformers directory, and back, in any parallel layout.
+
+All ranks call these functions, in or outside of a training. The files are the same, byte by byte,
+in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_r3.data.untrusted import quoted
+from megatron_r3.replay.layers import unwrapped
+from megatron_r3.weights.all_ranks import agree, everyones, my_rank, on_first_rank, together
+from megatron_r3.weights.directory import (
+    CONFIG,
+    INDEX,
+    Reading,
+    appearing,
+    check_target,
+    copy_beside_weights,
+    read_config,
+    sha256_of,
+    write_json,
+    write_tensors,
+    writing,
+)
+from megatron_r3.weights.families import family_named, family_of
+from megatron_r3.weights.family import (
+    EMBEDDING,
+    VOCABULARY,
+    Family,
+    Mapped,
+    ModelSettings,
+    check_described,
+    settings_of,
+)
+from megatron_r3.weights.gather import Plan, by_place, gather, plan_of
+from megatron_r3.weights.pieces import Piece, Place, pieces_of
+
+Finish = Callable[[Path, dict[str, str]], None]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """This rank's part of a model, and the family's view of the whole."""
+
+    config: Any
+    settings: ModelSettings
+    pieces: list[Piece]
+    family: Family
+    mapped: list[Mapped]
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file that this rank has written."""
+
+    name: str
+    names: list[str]  # of its tensors
+    size: int  # of its tensors, in bytes
+    sha256: str
+
+
+def write_policy(
+    models: Sequence[torch.nn.Module],
+    directory: Path,
+    family: Family | None = None,
+    like: Path | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    vocab_size: int | None = None,
+    finish: Finish | None = None,
+) -> int:
+    """Write a model as a transformers directory. All ranks call it.
+
+    The first file has the embedding, each layer has a file, the last file has what is left. A
+    layer is gathered and written by the first rank that holds a part of it. A rank needs memory for
+    its largest layer beside its part of the model.
+
+    Args:
+        models: this rank's model chunks, in Megatron's wrappers or without.
+        directory: on a file system that all ranks see. It is there whole afterwards, or not at all.
+        family: None means the one that `like` names, or else the one that accepts the model.
+        like: a transformers directory of the same model, whose config.json and tokenizer files are
+            copied. None: config.json is made by the family, and there is no tokenizer.
+        dtype: of the weights in the files.
+        vocab_size: where the padding of the vocabulary is cut off; it must be given.
+        finish: called on rank 0 with the folder and the SHA-256 of each file in it, before the
+            folder gets its name. It may write more files.
+
+    Returns:
+        How many bytes of weights were written, by all ranks.
+
+    Raises:
+        ValueError: `directory` is in use or cannot be written, a weight is not finite, `like`
+            describes another model, or the model cannot be moved. The same on every rank.
+    """
+
+    def prepare() -> tuple[_Model, dict[str, Any]]:
+        if my_rank() == 0:
+            check_target(directory)
+        if vocab_size is None:
+            raise ValueError("the vocabulary without padding (--vocab-size) must be known")
+        theirs = None if like is None else read_config(like)
+        chosen = family
+        if chosen is None and theirs is not None:
+            chosen = family_named(theirs.get("model_type"), like)
+        model = _model(models, chosen, vocab_size)
+        if like is not None and theirs is not None:
+            check_described(model.family, theirs, model.config, model.settings, like / CONFIG)
+            return model, {}
+        described = model.family.hf_config(model.config, model.settings)
+        described["dtype"] = str(dtype).removeprefix("torch.")
+        return model, described
+
+    _finish_updates(models)
+    model, described = together(prepare)
+    plan = _checked_plan(model)
+    with appearing(directory) as folder:
+        written = _write_files(model, plan, folder, directory, dtype)
+
+        def rest() -> None:
+            with writing(directory):
+                of_tensor = {name: file.name for file in written for name in file.names}
+                index = {
+                    "metadata": {"total_size": sum(file.size for file in written)},
+                    "weight_map": dict(sorted(of_tensor.items())),
+                }
+                write_json(folder / INDEX, index)
+                if like is not None:
+                    copy_beside_weights(like, folder)
+                else:
+                    write_json(folder / CONFIG, described)
+                if finish is not None:
+                    digests = {file.name: file.sha256 for file in written}
+                    others = (path for path in folder.iterdir() if path.name not in digests)
+                    digests |= {path.name: sha256_of(path) for path in others}
+                    finish(folder, dict(sorted(digests.items())))
+
+        on_first_rank(rest)
+    return sum(file.size for file in written)
+
+
+def read_policy(
+    models: Sequence[torch.nn.Module],
+    directory: Path,
+    family: Family | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """Load a transformers directory into a model. All ranks call it.
+
+    Each rank reads the tensors of which it holds a part, one at a time, twice: the first time to
+    check them, so that nothing is changed where something is wrong. An optimizer that keeps copies
+    of the weights must take them anew (`reload_model_params`).
+
+    Args:
+        models: this rank's model chunks, in Megatron's wrappers or without.
+        directory: all ranks see it.
+        family: None means the one that config.json names.
+        vocab_size: without padding, which becomes zeros. None: config.json says it.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape or dtype or is not finite, or config.json
+            describes another model. The same on every rank; the model is then unchanged.
+    """
+
+    def prepare() -> _Model:
+        theirs = read_config(directory)
+        where = directory / CONFIG
+        chosen = family or family_named(theirs.get("model_type"), where)
+        model = _model(models, chosen, vocab_size or _vocab_size(theirs, where))
+        check_described(chosen, theirs, model.config, model.settings, where)
+        return model
+
+    model = together(prepare)
+    _checked_plan(model)
+    with together(lambda: Reading(directory)) as reading:
+        together(lambda: _check_names(model, reading))
+        together(lambda: _load(model, reading, into_model=False))
+        together(lambda: _load(model, reading, into_model=True))
+
+
+def _model(
+    models: Sequence[torch.nn.Module], family: Family | None, vocab_size: int | None
+) -> _Model:
+    settings = settings_of(models[0], vocab_size)
+    chunk: Any = unwrapped(models[0])
+    config = chunk.config
+    if family is None:
+        family = family_of(config, settings)
+    family.check(config, settings)
+    return _Model(config, settings, pieces_of(models), family, family.tensors(config))
+
+
+def _finish_updates(models: Sequence[Any]) -> None:
+    """Have every rank hold the newest weights.
+
+    With --overlap-param-gather the ranks of a distributed optimizer update a part of the weights
+    each, and take the rest from each other only in the next forward pass. Megatron does this too
+    before it saves a checkpoint (`disable_forward_pre_hook` in
+    megatron/core/distributed/distributed_data_parallel.py).
+    """
+    for model in models:
+        settings = getattr(model, "ddp_config", None)
+        if settings is not None and settings.overlap_param_gather:
+            with torch.no_grad():
+                model.start_param_sync(force_sync=True)
+
+
+def _vocab_size(config: dict[str, Any], file: Path) -> int:
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{file}: vocab_size is {quoted(size)}; expected a number of tokens")
+    return size
+
+
+def _checked_plan(model: _Model) -> Plan:
+    """Which rank has what, once the model has exactly the tensors that the family maps."""
+    plan = plan_of(model.pieces)
+    mapped = {place for entry in model.mapped for place in entry.places}
+    if plan.keys() != mapped:
+        without_place = [str(place) for place in plan if place not in mapped]
+        missing = [str(place) for place in mapped if place not in plan]
+        raise ValueError(
+            f"not a plain {model.family.model_type} model (biases, MTP?): transformers has no "
+            f"place for {without_place[:3]}, the model has no {sorted(missing)[:3]}"
+        )
+    vocab_size = model.settings.vocab_size
+    rows = plan[EMBEDDING].shape[0]
+    if vocab_size is not None and rows < vocab_size:
+        raise ValueError(f"the model's embedding has {rows} rows for a vocabulary of {vocab_size}")
+    return plan
+
+
+def _files(mapped: Sequence[Mapped]) -> list[list[Mapped]]:
+    """The tensors of each file: the embedding, then each layer, then the rest."""
+
+    def number(entry: Mapped) -> tuple[int, str, int]:
+        first = entry.places[0]
+        if first == EMBEDDING:
+            return (0, "", 0)
+        if first.layer is None:
+            return (2, "", 0)
+        return (1, first.key.partition(".")[0], first.layer)  # "decoder" before "mtp"
+
+    files: dict[tuple[int, str, int], list[Mapped]] = {}
+    for entry in mapped:
+        files.setdefault(number(entry), []).append(entry)
+    return [files[key] for key in sorted(files)]
+
+
+def _write_files(
+    model: _Model, plan: Plan, folder: Path, directory: Path, dtype: torch.dtype
+) -> list[_File]:
+    """Write all files; each rank writes those of which it is the first holder.
+
+    Returns:
+        What all ranks have written, in the order of the files.
+
+    Raises:
+        ValueError: a file could not be written; the same on every rank.
+    """
+    pieces = by_place(model.pieces)
+    files = _files(model.mapped)
+    written: list[_File] = []
+    failure: Exception | None = None
+    for number, entries in enumerate(files, 1):
+        dtypes = {place: entry.dtype or dtype for entry in entries for place in entry.places}
+        # A rank that has failed still takes what the others send: they would wait for it.
+        wholes = gather(plan, pieces, list(dtypes), dtypes)
+        if wholes and failure is None:
+            file = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
+            try:
+                with writing(directory):
+                    written.append(_write_file(file, entries, wholes, model.settings.vocab_size))
+            except Exception as error:
+                failure = error
+        del wholes  # else they would be there beside the next file's
+    agree(failure)
+    everything = (file for files_of_rank in everyones(written) for file in files_of_rank)
+    return sorted(everything, key=lambda file: file.name)
+
+
+def _write_file(
+    file: Path, entries: Sequence[Mapped], wholes: dict[Place, Tensor], vocab_size: int | None
+) -> _File:
+    """Write the transformers tensors of Megatron's, which go from `wholes` one by one."""
+    tensors: dict[str, Tensor] = {}
+    for entry in entries:
+        parts = entry.to_hf([wholes.pop(place) for place in entry.places])
+        for name, tensor in zip(entry.names, parts, strict=True):
+            if entry.places[0] in VOCABULARY:
+                tensor = tensor[:vocab_size]
+            tensor = tensor.contiguous()
+            _refuse_non_finite(name, tensor, f"the model in {str(tensor.dtype)[6:]}")
+            tensors[name] = tensor
+    return _File(file.name, list(tensors), write_tensors(file, tensors), sha256_of(file))
+
+
+def _refuse_non_finite(name: str, tensor: Tensor, where: object) -> None:
+    # aminmax makes no copy, and a NaN is its result
+    if not all(bound.isfinite() for bound in tensor.aminmax()):
+        count = tensor.numel() - int(tensor.isfinite().sum())
+        raise ValueError(
+            f"{where}: {count} of the {tensor.numel()} values of {name} are not finite"
+        )
+
+
+def _check_names(model: _Model, reading: Reading) -> None:
+    """Refuse a directory that has other tensors than the family has."""
+    directory, theirs = reading.directory, reading.names
+    names = {name for entry in model.mapped for name in entry.names}
+    others = sorted(theirs - names)
+    if without_place := [n for n in others if not model.family.is_left_out(n, model.config)]:
+        raise ValueError(f"{directory}: the model has no place for {without_place[:3]}")
+    for entry in model.mapped:
+        for name in entry.names:
+            if name not in theirs:
+                of = ", ".join(str(place) for place in entry.places[:3])
+                raise ValueError(f"{directory}: no tensor {name} (of Megatron's {of})")
+
+
+def _load(model: _Model, reading: Reading, into_model: bool) -> None:
+    """Read what this rank's pieces need, and check it.
+
+    Args:
+        into_model: whether the pieces are changed too.
+    """
+    pieces = by_place(model.pieces)
+    for entry in model.mapped:
+        if not any(place in pieces for place in entry.places):
+            continue
+        parts = [reading.tensor(name) for name in entry.names]
+        for name, part in zip(entry.names, parts, strict=True):
+            _refuse_non_finite(name, part, reading.directory)
+        wholes = _to_megatron(entry, parts, reading.directory)
+        for place, whole in zip(entry.places, wholes, strict=True):
+            if place in VOCABULARY and whole.shape[0] != (size := model.settings.vocab_size):
+                raise ValueError(
+                    f"{reading.directory}: {entry.names[0]} has {whole.shape[0]} rows for a "
+                    f"vocabulary of {size}"
+                )
+            for piece in pieces.get(place, ()):
+                tensor = _cut(whole, piece, entry, reading)
+                if into_model:
+                    piece.tensor.copy_(tensor)
+
+
+def _to_megatron(entry: Mapped, parts: list[Tensor], directory: Path) -> list[Tensor]:
+    try:
+        return entry.to_megatron(parts)
+    except RuntimeError as error:  # how torch refuses to join what does not fit
+        shapes = {name: tuple(part.shape) for name, part in zip(entry.names, parts, strict=True)}
+        raise ValueError(
+            f"{directory}: {shapes} do not make Megatron's {entry.places[0]}: other model arguments"
+        ) from error
+
+
+def _cut(whole: Tensor, piece: Piece, entry: Mapped, reading: Reading) -> Tensor:
+    """The part of a whole tensor that a piece is."""
+    if piece.place in VOCABULARY and (rows := piece.shape[0] - whole.shape[0]) > 0:
+        whole = torch.nn.functional.pad(whole, (0, 0, 0, rows))
+    if tuple(whole.shape) != piece.shape:
+        raise ValueError(
+            f"{reading.directory}: {list(entry.names)} make {tuple(whole.shape)}; Megatron's "
+            f"{piece.place} is {piece.shape}: other model arguments"
+        )
+    for axis, (begin, size) in enumerate(zip(piece.offset, piece.tensor.shape, strict=True)):
+        whole = whole.narrow(axis, begin, size)
+    return whole

@@ -1,0 +1,270 @@
+"""Recorded responses to a store, a store to parquet and back.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from engine_server import CONFIG, DATA
+from stored import GROUPED_ROLLOUTS, INFO
+
+from megatron_r3.cli import main
+from megatron_r3.data import engines
+from megatron_r3.data.engines.shape import ModelShape
+from megatron_r3.data.store import RolloutStore, write_shard
+
+ZEROS = DATA.parent / "reject-vllm-0.24.0-qwen3moe-fp32-all-zero" / "14_p12_g10_n2.json"
+
+
+def payload(path: str | Path) -> dict:
+    """A recorded line; all of them ask for the same sampling."""
+    line = json.loads((DATA / f"{path}.json").read_text())
+    return {**line, "request": {**line["request"], "temperature": 1.0, "max_tokens": 40}}
+
+
+def convert(lines: list[dict], *more: str) -> int:
+    Path("raw.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    arguments = ["--engine", "vllm", "--model", "config.json", "--out", "store"]
+    return main(["rollouts", "convert", "responses", "raw.jsonl", *arguments, *more])
+
+
+def test_responses(folder, capsys):
+    two, three = payload("14_p12_g10_n2"), payload("15_batch3_lists")
+    lines = [
+        {**two, "reward": [0.5, -1]},
+        {**three, "reward": [1, 2, 3]},
+        {**two, "reward": [7, 8]},
+    ]
+    assert convert(lines, "--shard-size", "3", "--policy-version", "4") == 0
+    assert capsys.readouterr().out == "store has 7 rollouts\n"
+    store = RolloutStore(["store"])
+    store.verify()
+    assert [shard.num_rollouts for shard in store.shards] == [5, 2]  # of two and three groups
+    assert store.column("reward").tolist() == [0.5, -1, 1, 2, 3, 7, 8]
+    assert store.column("group").tolist() == [0, 0, 1, 2, 3, 4, 4]
+    assert store.column("sample").tolist() == [0, 1, 0, 0, 0, 0, 1]
+    assert {*store.column("policy_version").tolist()} == {4}
+    shape = ModelShape.from_hf_config(CONFIG)
+    expected = engines.decode("vllm", three["response"], three["request"], shape, "")[1]
+    got = store.rollout(3)
+    assert np.array_equal(got.routes.ids_LTK, expected.routes.ids_LTK)
+    assert np.array_equal(got.logprobs_N, expected.logprobs_N)
+
+
+def test_groups_that_are_given_count_their_samples_on(folder):
+    two, chat = payload("14_p12_g10_n2"), payload("19_chat_turn1")
+    (folder / "scores.py").write_text(
+        "def f(sample):\n"
+        "    assert sample.finish_reason == 'length' and sample.response_text\n"
+        "    return sample.fields['weight'] * 100 + sample.group * 10 + sample.sample\n"
+    )
+    lines = [{**two, "group": 5, "weight": 1}, {**chat, "group": 6, "weight": 2}]
+    lines += [{**two, "group": 5, "weight": 3}]
+    assert convert(lines, "--reward", "scores:f") == 0
+    assert RolloutStore(["store"]).column("reward").tolist() == [150, 151, 260, 352, 353]
+
+
+def test_a_group_stays_in_one_shard(folder):
+    two, chat = payload("14_p12_g10_n2"), payload("19_chat_turn1")
+    lines = [{**one, "reward": [0] * len(one["response"]["choices"])} for one in (two, two, chat)]
+    lines = [{**line, "group": group} for line, group in zip(lines, (5, 5, 6), strict=True)]
+    assert convert(lines, "--shard-size", "1") == 0
+    groups = [shard.tensors["group"].tolist() for shard in RolloutStore(["store"]).shards]
+    assert groups == [[5, 5, 5, 5], [6]]
+
+
+def test_what_cannot_be_decoded(folder, capsys):
+    two, zeros = payload("14_p12_g10_n2"), json.loads(ZEROS.read_text())
+    zeros["request"] |= {"max_tokens": 40}
+    lines = [{**two, "reward": [1, 2]}, {**zeros, "reward": [1, 2]}]
+    assert convert(lines) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: raw.jsonl, line 2, choice 0: the engine did not capture")
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "raw.jsonl"]
+    assert convert(lines, "--skip-refused") == 0
+    output = capsys.readouterr()
+    assert output.out == "store has 2 rollouts; lines left out: 1\n"
+    assert output.err.startswith("left out: raw.jsonl, line 2, choice 0: ")
+    assert convert(lines, "--skip-refused") == 1
+    assert "store: exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": None}, "line 1: the line has no `reward`"),
+        ({"reward": 1}, "line 1: `reward` has 1 numbers for 2 choices"),
+        ({"reward": [1, "x"]}, "line 1, choice 1: `reward` is 'x'"),
+        ({"reward": [1, 1e39]}, "finite, in float32"),
+        ({"group": "x"}, "`group` must be a whole number"),
+        ({"request": 3}, "`request` must be the JSON object"),
+        ({"response": {"choices": [3, 4]}}, "a choice is not an object"),
+    ],
+)
+def test_wrong_lines(folder, capsys, change, message):
+    line = {**payload("14_p12_g10_n2"), "reward": [1, 2]}
+    assert convert([{**line, **change}]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: raw.jsonl, line 1")
+    assert message in error
+    assert not Path("store").exists()
+
+
+REWARD = """
+def text(sample):
+    return float("42" in sample.response_text)
+def whole(sample):
+    return float("42" in str(sample.message)) + len(sample.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"content": None, "tool_calls": [{"function": {"arguments": '{"x": 42}'}}]}, "tool_calls"),
+        ({"content": None, "reasoning": "so it is 42"}, "reasoning beside its content"),
+        ({"content": "4", "reasoning_content": "42"}, "reasoning_content"),
+        ({"content": None, "refusal": "42?"}, "refusal"),
+    ],
+)
+def test_a_reward_sees_all_that_the_model_wrote(folder, capsys, change, message):
+    (folder / "seen_rewards.py").write_text(REWARD)
+    line = payload("19_chat_turn1")
+    parts = line["response"]["choices"][0]["message"]
+    parts |= {"content": "42", "reasoning": None, "tool_calls": []}
+    assert convert([line], "--reward", "seen_rewards:text", "--out", "whole") == 0
+    parts |= change
+    assert convert([line], "--reward", "seen_rewards:text") == 1
+    error = capsys.readouterr().err
+    assert "line 1, choice 0: the reward seen_rewards:text raised RewardError: " in error
+    assert f"the message has {message}" in error
+    assert "read sample.message instead" in error
+    assert not Path("store").exists()
+    assert convert([line], "--reward", "seen_rewards:whole") == 0
+    assert RolloutStore(["store"]).column("reward").tolist() == [1 + len({*parts} & SEEN)]
+
+
+# what of a message is the model's own: annotations, for example, are not
+SEEN = {*("content", "reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")}
+
+
+def test_a_response_without_text_has_no_text_to_reward(folder, capsys):
+    (folder / "seen_rewards.py").write_text(REWARD)
+    line = payload("03_p5_g1")
+    assert convert([line], "--reward", "seen_rewards:text", "--out", "whole") == 0
+    del line["response"]["choices"][0]["text"]
+    assert convert([line], "--reward", "seen_rewards:text") == 1
+    assert "the engine sent no text: read sample.response_tokens" in capsys.readouterr().err
+
+
+def test_no_lines_and_no_json(folder, capsys):
+    assert convert([]) == 1
+    assert "no responses to store" in capsys.readouterr().err
+    Path("bad.jsonl").write_text("{")
+    arguments = ["--engine", "vllm", "--model", "config.json", "--out", "store"]
+    assert main(["rollouts", "convert", "responses", "bad.jsonl", *arguments]) == 1
+    assert "bad.jsonl, line 1: not JSON" in capsys.readouterr().err
+    assert main(["rollouts", "convert", "responses", "none.jsonl", *arguments]) == 1
+    assert "none.jsonl" in capsys.readouterr().err
+
+
+def back(table: pa.Table, out: str = "new") -> int:
+    pq.write_table(table, "new.parquet")
+    arguments = ["new.parquet", "--store", "store", "--out", out]
+    return main(["rollouts", "convert", "from-parquet", *arguments])
+
+
+def test_a_row_a_rollout(store, capsys):
+    rows = pq.read_table("r.parquet").to_pylist()
+    assert len(rows) == 5
+    for row, rollout in zip(rows, GROUPED_ROLLOUTS, strict=True):
+        assert row["tokens"] == rollout.tokens_N.tolist()
+        assert row["response"] == rollout.response_N.tolist()
+        assert row["logprobs"] == rollout.logprobs_N.tolist()
+        assert row["recorded"] == [True] * (len(rollout.tokens_N) - 1)
+        assert (row["reward"], row["group"], row["sample"]) == (
+            rollout.reward,
+            rollout.group,
+            rollout.sample,
+        )
+        assert (row["policy_version"], row["prompt_length"]) == (7, 2)
+        assert (row["engine"], row["model"]) == ("vllm", "tiny")
+    assert sorted(p.name for p in store.iterdir()) == ["config.json", "r.parquet", "store"]
+
+
+def test_new_rewards_in_any_order_make_a_new_store(store, capsys):
+    table = pq.read_table("r.parquet").take([4, 0, 3, 1, 2])
+    reward = [value.as_py() * 2 for value in table["reward"]]
+    table = table.set_column(table.schema.get_field_index("reward"), "reward", [reward])
+    assert back(table.drop_columns(["logprobs", "engine"])) == 0
+    assert "rewards that changed: 4\n" in capsys.readouterr().out  # twice 0 is 0
+    new = RolloutStore(["new"])
+    assert new.column("reward").tolist() == [0, 2, 4, 6, 8]
+    assert new.info == INFO
+    for index, rollout in enumerate(GROUPED_ROLLOUTS):
+        assert np.array_equal(new.rollout(index).routes.ids_LTK, rollout.routes.ids_LTK)
+    for a, b in zip(RolloutStore(["store"]).shards, new.shards, strict=True):
+        different = {n for n in a.tensors if not np.array_equal(a.tensors[n], b.tensors[n])}
+        assert different == {"reward"}
+    assert back(table) == 1
+    assert "new: exists already" in capsys.readouterr().err
+
+
+def test_tables_of_something_else_are_refused(store, capsys):
+    table = pq.read_table("r.parquet")
+    nan = table.set_column(table.schema.get_field_index("reward"), "reward", [[1.0] * 4 + [None]])
+    tokens = [[1, 2]] * 5
+    tables = {
+        "no row for store/shard-00001.safetensors: rollout 2, which is": table.slice(0, 4),
+        "rows 0 and 5 are both policy_version 7, group 0, sample 0": pa.concat_tables(
+            [table, table.slice(0, 1)]
+        ),
+        "no column sample, reward": table.drop_columns(["sample", "reward"]),
+        "has reward None; a reward is a number": nan,
+        "row 0, policy_version 7, group 0, sample 0, has other tokens": table.set_column(
+            table.schema.get_field_index("tokens"), "tokens", [tokens]
+        ),
+    }
+    for message, wrong in tables.items():
+        assert back(wrong) == 1
+        assert message in capsys.readouterr().err
+    write_shard(store / "longer", INFO, GROUPED_ROLLOUTS[:1])
+    pq.write_table(table, "new.parquet")
+    arguments = ["new.parquet", "--store", "longer", "--out", "new"]
+    assert main(["rollouts", "convert", "from-parquet", *arguments]) == 1
+    assert "longer has no rollout policy_version 7, group 0, sample 1" in capsys.readouterr().err
+    Path("new.parquet").write_bytes(b"PAR1")
+    assert main(["rollouts", "convert", "from-parquet", *arguments]) == 1
+    assert "not a readable parquet file" in capsys.readouterr().err
+    assert not Path("new").exists()
+    assert not [p for p in store.iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "extra"),
+    [
+        ("pyarrow", ["convert", "to-parquet", "store", "--out", "x"], "parquet"),
+        (
+            "httpx",
+            "collect --engine vllm --url http://127.0.0.1:9 --prompts p --out o --n 1 "
+            "--reward a:b --model config.json".split(),
+            "collect",
+        ),
+    ],
+)
+def test_without_the_extra(store, module, arguments, extra):
+    code = f"import sys; sys.modules[{module!r}] = None; from megatron_r3.cli import main; "
+    code += f"sys.exit(main(['rollouts', *{arguments!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"pip install 'megatron-r3[{extra}]'" in done.stderr
+    assert done.stderr.count("\n") == 1

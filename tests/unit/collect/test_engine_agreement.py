@@ -1,0 +1,223 @@
+"""What another implementation of the model says about a store's routes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from megatron_r3.cli import main
+from megatron_r3.data.engines.transformers import capture_routes
+from megatron_r3.data.fingerprint import policy_stamp
+from megatron_r3.data.store import Rollout, RolloutStore, StoreInfo, write_shard
+from megatron_r3.replay.routes import Routes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        mlp_only_layers=[0],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def store(
+    model: Path, folder: Path, shift: int, shift_ids: int = 0, wrong_rows: int | None = None
+) -> Path:
+    """Four rollouts with transformers' own routes, each id moved on by `shift`.
+
+    `shift_ids` is added to each token id afterwards. Each `wrong_rows`-th row has other experts.
+    """
+    network = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    rollouts = []
+    for sample in range(4):
+        ids = torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(sample))
+        with torch.no_grad(), capture_routes(network) as captured:
+            logits = network(ids[:, :-1]).logits[0]
+        chosen = (captured.take()[0].numpy() + shift) % 8
+        if wrong_rows:
+            chosen[:, ::wrong_rows] = (chosen[:, ::wrong_rows] + 1 + sample) % 8
+        routes = Routes.from_array(chosen, 8)
+        logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        response = np.arange(20) >= 5
+        given = np.where(response, np.append(0.0, logprobs.numpy()), 0).astype(np.float32)
+        tokens = (ids[0].numpy() + shift_ids).astype(np.int32)
+        rollouts.append(Rollout(tokens, response, given, 0.0, 0, 0, routes, sample))
+    write_shard(folder, StoreInfo(8, 2, (1, 2), "transformers", "5"), rollouts)
+    return folder
+
+
+def test_its_own_routes_agree(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = store(model, tmp_path / "right", 0)
+    assert main(["rollouts", "inspect", str(directory), "--model", str(model)]) == 0
+    out, err = capsys.readouterr()
+    assert "4 rollouts, 60 sampled tokens" in out
+    assert "1.000 1.000" in out
+    assert "0.00000, 0.00000" in out
+    assert "warning" not in err
+
+
+def test_other_routes_are_flagged(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = store(model, tmp_path / "wrong", 3)
+    argv = ["rollouts", "inspect", str(directory), "--model", str(model), "--agreement", "2"]
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert "2 rollouts, 30 sampled tokens" in out
+    assert err.count("warning: ") == 1
+    assert f"warning: {directory}: renumbered experts: with one new number for each expert" in err
+    assert "no floor: what was measured is not kept" in out
+    assert not (tmp_path / "floors").exists()
+    assert main([*argv, "--fail-on-alarm"]) == 1
+    assert main([*argv[:3], "--fail-on-alarm"]) == 1
+    assert "--fail-on-alarm needs --model HF_DIR" in capsys.readouterr().err
+
+
+def test_the_first_collection_makes_the_floor(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", str(model), "--fail-on-alarm"]
+    first = store(model, tmp_path / "first", 0)
+    assert main(["rollouts", "inspect", str(first), *argv]) == 0
+    (path,) = (tmp_path / "floors").iterdir()
+    assert path.name == "qwen3_moe-2x8-top-2-transformers-float32.json"
+    floor = json.loads(path.read_text())
+    assert (floor["engine_version"], floor["version"], floor["rows"]) == ("5", 0, 4 * 19)
+    assert floor["tables"]["layers"] == {"1": [0.0, 76], "2": [0.0, 76]}
+    out = capsys.readouterr().out
+    assert f"floor: {path}, written now" in out
+    assert "layer           1: 0.0 %, 2: 0.0 %" in out
+    second = store(model, tmp_path / "second", 0)
+    assert main(["rollouts", "inspect", str(second), *argv, "--json"]) == 0
+    (numbers,) = json.loads(capsys.readouterr().out)
+    assert numbers["truth"]["floor"]["rows"] == 4 * 19
+    assert numbers["truth"]["alarms"] == []
+    # one row in four is wrong, which no alarm without a floor notices
+    third = store(model, tmp_path / "third", 0, wrong_rows=4)
+    assert main(["rollouts", "inspect", str(third), *argv]) == 1
+    out, err = capsys.readouterr()
+    assert "the engine computes another model: 2 of 2 layers are too high: 2" in err
+    assert "(floor 0.0 %)" in err
+    assert f"floor: {path}\n" in out
+    path.unlink()
+    assert main(["rollouts", "inspect", str(third), *argv]) == 0
+    path.write_text("{")
+    assert main(["rollouts", "inspect", str(third), *argv]) == 1
+    assert f"error: {path}: is no floor " in capsys.readouterr().err
+
+
+def test_a_floor_that_cannot_be_written_is_a_warning(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = store(model, tmp_path / "right", 0)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "mkstemp", read_only)
+    argv = ["rollouts", "inspect", str(directory), "--model", str(model), "--fail-on-alarm"]
+    assert main(argv) == 0
+    err = capsys.readouterr().err
+    assert f"warning: {tmp_path}/floors/" in err
+    assert "the floor cannot be written: Read-only file system" in err
+
+
+def test_the_weights_before_the_last_update(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store's routes are those of the weights before; the model is the new one."""
+    directory = store(model, tmp_path / "old", 0)
+    network = transformers.AutoModelForCausalLM.from_pretrained(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += 0.3 * weight.std() * torch.randn(weight.shape) if weight.dim() > 1 else 0
+    network.save_pretrained(tmp_path / "new")
+    argv = ["rollouts", "inspect", str(directory), "--model", str(tmp_path / "new")]
+    assert main([*argv, "--model-before", str(model)]) == 0
+    err = capsys.readouterr().err
+    assert f"warning: {directory}: weights of another version: all rows are those of the" in err
+    assert main(["rollouts", "inspect", str(directory), "--model-before", str(model)]) == 1
+    assert "--model-before needs --model HF_DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of_model", [0, 1])
+def test_a_store_of_several_policies_is_compared_with_the_models_own(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], of_model: int
+) -> None:
+    """Version 0 has the model's routes, version 1 has others; the stamp says whose they are."""
+    for version, shift in enumerate((0, 3)):
+        made = RolloutStore([store(model, tmp_path / f"{version}", shift)])
+        rollouts = [replace(made.rollout(i), policy_version=version) for i in range(4)]
+        stamp = policy_stamp(model) if version == of_model else "of another"
+        write_shard(tmp_path / "both", replace(made.info, policy_stamp=stamp), rollouts)
+    capsys.readouterr()
+    argv = ["rollouts", "inspect", str(tmp_path / "both"), "--model", str(model)]
+    assert main([*argv, "--fail-on-alarm"]) == of_model
+    out, err = capsys.readouterr()
+    assert f"4 rollouts, 60 sampled tokens, of policy version {of_model}\n" in out
+    later = f"{model} sampled policy version 0: later versions are not compared\n"
+    assert (later in err) == (of_model == 0)
+    (agree,) = [line.split()[-2:] for line in out.splitlines() if "same routes, by layer" in line]
+    assert (agree == ["1.000", "1.000"]) == (of_model == 0)
+
+
+def test_another_model_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = store(model, tmp_path / "right", 0)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    capsys.readouterr()  # transformers' progress
+    assert main(["rollouts", "inspect", str(directory), "--model", str(empty)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {empty}: transformers cannot load it: ")
+    assert error.count("\n") == 1
+    for wrong in ({"num_experts": "x"}, {"hidden_size": [1]}, {"num_attention_heads": 0}):
+        config = json.loads((model / "config.json").read_text())
+        (empty / "config.json").write_text(json.dumps({**config, **wrong}))
+        shutil.copy(model / "model.safetensors", empty)
+        assert main(["rollouts", "inspect", str(directory), "--model", str(empty)]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {empty}: transformers cannot load it: ")
+        assert error.isprintable()
+
+
+def test_tokens_outside_the_models_vocabulary(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = store(model, tmp_path / "right", 0, shift_ids=7)
+    assert main(["rollouts", "inspect", str(directory), "--model", str(model)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    path = f"{directory}/shard-00000.safetensors"
+    assert error.endswith(
+        f"error: {model}: {path}: rollout 0: token 5 is id 66; the vocabulary has ids 0 to 63"
+    )

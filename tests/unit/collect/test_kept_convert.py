@@ -1,0 +1,190 @@
+"""Kept sets, version spans and advantages through `rollouts convert` and `rollouts inspect`.
+
+Shape suffixes (docs/glossary.md): C, N, V.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_r3.cli import main
+from megatron_r3.data.store import RolloutStore, write_shard
+from tests.unit.data.store.test_extras import ALL, CUT
+
+DATA = Path(__file__).parents[2] / "data/sglang/sglang-0.5.23-qwen3moe-fp32"
+RECORDED = json.loads((DATA / "kept_and_versions.json").read_text())
+CONFIG = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 16,
+    "num_experts_per_tok": 4, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 512,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def store(folder):
+    write_shard(folder / "store", CUT, ALL[:3])
+    write_shard(folder / "store", CUT, ALL[3:])
+    return folder / "store"
+
+
+def convert(lines: list[dict], *more: str) -> int:
+    Path("r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = "rollouts convert responses r.jsonl --engine sglang --model config.json --out new"
+    return main([*arguments.split(), *more])
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+# -- responses
+
+
+def test_a_recorded_response_keeps_its_sets_and_versions(folder):
+    assert convert([{**RECORDED, "reward": 1.0}]) == 0
+    store = RolloutStore(["new"])
+    store.verify()
+    assert store.info.sampling.logprobs_of == "processed"
+    assert store.column("policy_version").tolist() == [3]
+    assert store.versions(0).tolist() == [-1] * 4 + [3] + [4] * 39
+    masks = RECORDED["response"]["meta_info"]["output_token_sampling_mask"]
+    kept = store.kept(0)
+    assert [kept.of(4 + i).tolist() for i in range(40)] == [sorted(mask) for mask in masks]
+
+
+def test_another_policy_version_than_the_engines_is_refused(folder, capsys):
+    line = {**RECORDED, "reward": 1.0}
+    assert convert([line], "--policy-version", "7") == 1
+    assert error_of(capsys).endswith(
+        "r.jsonl, line 1, choice 0: the engine's versions [3, 4] sampled it, and --policy-version "
+        "says 7: leave --policy-version out, and the versions are the engine's"
+    )
+    assert not Path("new").exists()
+    assert convert([line], "--policy-version", "3") == 0
+
+
+def of_version(version: str) -> dict:
+    line = json.loads(json.dumps({**RECORDED, "reward": 1.0}))
+    meta = line["response"]["meta_info"]
+    meta |= {"weight_version": version, "weight_versions": None}
+    return line
+
+
+def test_one_version_names_the_policy_if_it_is_a_number(folder):
+    assert convert([of_version("4"), of_version("default"), {**RECORDED, "reward": 0.0}]) == 0
+    store = RolloutStore(["new"], mixed_policies=True)
+    assert store.column("policy_version").tolist() == [4, 0, 3]
+
+
+def test_responses_with_and_without_masks_are_not_one_store(folder, capsys):
+    bare = of_version("4")
+    del bare["response"]["meta_info"]["output_token_sampling_mask"]
+    assert convert([{**RECORDED, "reward": 1.0}, bare]) == 1
+    assert "logprobs_of not said, and processed in r.jsonl, line 1" in error_of(capsys)
+
+
+# -- tables
+
+
+def test_a_table_has_them_and_a_plain_store_has_no_such_columns(store, folder):
+    assert main("rollouts convert to-parquet store --out t.parquet".split()) == 0
+    table = pq.read_table("t.parquet").to_pylist()
+    for row, rollout in zip(table, ALL, strict=True):
+        assert row["advantage"] == rollout.advantage
+        if rollout.kept is None:
+            assert (row["kept_sizes"], row["kept_ids"], row["versions"]) == (None, None, None)
+            continue
+        assert row["kept_sizes"] == rollout.kept.sizes_N.tolist()
+        assert row["kept_ids"] == rollout.kept.ids_V.tolist()
+        assert row["versions"] == rollout.versions_C2.tolist()
+    plain = [replace(r, kept=None, versions_C2=None, advantage=None) for r in ALL]
+    write_shard(folder / "plain", CUT, plain)
+    assert main("rollouts convert to-parquet plain --out p.parquet".split()) == 0
+    names = pq.read_schema("p.parquet").names
+    assert not {"advantage", "kept_sizes", "kept_ids", "versions"} & {*names}
+
+
+def back(table: pa.Table) -> int:
+    pq.write_table(table, "n.parquet")
+    return main("rollouts convert from-parquet n.parquet --store store --out new".split())
+
+
+def test_new_rewards_come_with_new_advantages(store, capsys):
+    assert main("rollouts convert to-parquet store --out t.parquet".split()) == 0
+    table = pq.read_table("t.parquet")
+    new = [0.5, None, 0.25, -1.0, 2.0]
+    column = table.schema.get_field_index("advantage")
+    assert back(table.set_column(column, "advantage", pa.array(new, pa.float64()))) == 0
+    got, old = RolloutStore(["new"]), RolloutStore(["store"])
+    got.verify()
+    for index, advantage in enumerate(new):
+        rollout, before = got.rollout(index), old.rollout(index)
+        assert rollout.advantage == advantage
+        assert (rollout.kept is None) == (before.kept is None)
+        if before.kept is not None:
+            assert np.array_equal(rollout.kept.ids_V, before.kept.ids_V)
+            assert np.array_equal(rollout.versions_C2, before.versions_C2)
+    capsys.readouterr()
+
+
+def test_old_advantages_beside_new_rewards_are_refused(store, capsys):
+    assert main("rollouts convert to-parquet store --out t.parquet".split()) == 0
+    table = pq.read_table("t.parquet")
+    assert back(table.drop_columns(["advantage"])) == 1
+    assert "no column advantage: the store has advantages, which are of the old rew" in error_of(
+        capsys
+    )
+    column = table.schema.get_field_index("advantage")
+    infinite = pa.array([float("inf")] * 5)
+    assert back(table.set_column(column, "advantage", infinite)) == 1
+    assert "has advantage inf; a reward is finite, in float32" in error_of(capsys)
+    reward = table.schema.get_field_index("reward")
+    scored = table.set_column(reward, "reward", pa.array([3.0 + i for i in range(5)]))
+    assert back(scored) == 1
+    assert "changed and none of their advantages, which are of the old" in error_of(capsys)
+    assert not Path("new").exists()
+    # a new advantage in one group says nothing of the others
+    old, groups = (table.column(name).to_pylist() for name in ("advantage", "group"))
+    stale = [9.0 if group == groups[-1] else a for a, group in zip(old, groups, strict=True)]
+    assert back(scored.set_column(column, "advantage", pa.array(stale, pa.float64()))) == 1
+    assert f"of group {groups[0]} changed and none of their" in error_of(capsys)
+    # what is taken: another advantage in each group, none at all, or the old rewards
+    for number, column_of in enumerate(([9.0] * 5, [None] * 5)):
+        taken = scored.set_column(column, "advantage", pa.array(column_of, pa.float64()))
+        pq.write_table(taken, "n.parquet")
+        out = f"taken-{number}"
+        assert (
+            main(f"rollouts convert from-parquet n.parquet --store store --out {out}".split()) == 0
+        )
+    assert back(table) == 0
+
+
+# -- inspect
+
+
+def test_inspect_shows_them(store, capsys):
+    assert main(["rollouts", "inspect", "store"]) == 0
+    shown = capsys.readouterr().out
+    sampled = sum(int(rollout.response_N.sum()) for rollout in ALL)
+    kept = sum(int(rollout.response_N.sum()) for rollout in ALL if rollout.kept)
+    ids = sum(len(rollout.kept.ids_V) for rollout in ALL if rollout.kept)
+    newer = sum(int((RolloutStore(["store"]).versions(i) == 9).sum()) for i in range(5))
+    for version, share in ((7, 1 - newer / sampled), (9, newer / sampled)):
+        assert re.search(rf"^ +{version} .* {share:.1%} ", shown, re.MULTILINE)
+    assert f"of {kept / sampled:.1%} of the sampled tokens, mean size {ids / kept:.1f}" in shown
+    assert "of 80.0%" in shown
+    assert "log-probs processed" in shown

@@ -1,0 +1,248 @@
+"""SGLang: /generate and OpenAI's routes, 0.5.7 to 0.5.23.
+
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+
+import engine_bodies as made
+import numpy as np
+import pytest
+
+from megatron_r3.data import engines
+from megatron_r3.data.engines.shape import EngineError, ModelShape
+
+
+def decode(body, request, shape=made.SHAPE, **options):
+    return engines.decode("sglang", body, request, shape, "request 7", **options)
+
+
+def with_text(body, text):
+    body = copy.deepcopy(body)
+    (body.get("sglext") or body["meta_info"])["routed_experts"] = text
+    return body
+
+
+@pytest.mark.parametrize("make", [made.sglang, made.sglang_openai])
+def test_both_routes_decode(make):
+    rows = made.made_rows()
+    body, request = make(rows)
+    for response in (body, [body]) if make is made.sglang else (body,):
+        (sample,) = decode(response, request)
+        assert sample.tokens_N.tolist() == made.PROMPT + made.RESPONSE
+        assert sample.spans_U2.tolist() == [[6, 10]]
+        assert made.logprobs_of(sample).tolist() == made.LOGPROBS
+        assert sample.routes.ids_LTK.dtype == np.uint8
+        assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
+
+
+def test_two_prompts_of_two_samples_each():
+    rows = [made.made_rows(seed=i) for i in range(4)]
+    request = {
+        "input_ids": [made.PROMPT, made.PROMPT[::-1]],
+        "sampling_params": {"n": 2},
+        "return_routed_experts": True,
+    }
+    body = made.sent([made.sglang_item(each) for each in rows])
+    samples = decode(body, request)
+    assert [sample.group for sample in samples] == [0, 0, 1, 1]
+    for sample, each in zip(samples, rows, strict=True):
+        assert (sample.routes.ids_LTK == made.moe_ids(each)).all()
+    request["sampling_params"] = [{"n": 2}, {"n": 2}]
+    assert len(decode(body, request)) == 4
+    request["sampling_params"][1]["n"] = 1
+    with pytest.raises(EngineError, match="n differs"):
+        decode(body, request)
+    with pytest.raises(EngineError, match="3 samples; the request asks for 4"):
+        decode(body[:3], {**request, "sampling_params": {"n": 2}})
+
+
+@pytest.mark.parametrize("honoured", [True, False])
+@pytest.mark.parametrize("start", [0, 1, 5, 6])
+def test_a_start_is_honoured_or_ignored(start, honoured):
+    """0.5.12 on sends rows from the start, 0.5.8-0.5.11 all of them, and neither says which."""
+    rows = made.made_rows()
+    body, request = made.sglang(rows)
+    body = with_text(body, made.int32_text(rows[start:] if honoured else rows))
+    request["routed_experts_start_len"] = start
+    (increment,) = engines.decode_increments("sglang", body, request, made.SHAPE, "request 7")
+    assert increment.start == start
+    assert (increment.routes.ids_LTK == made.moe_ids(rows)[:, start:]).all()
+    if start:
+        with pytest.raises(EngineError, match=f"start at token {start}: stitch"):
+            decode(body, request)
+
+
+def test_rows_that_fit_neither_start_are_refused():
+    rows = made.made_rows()
+    body, request = made.sglang(rows)
+    request["routed_experts_start_len"] = 4
+    for wrong, cause in (
+        (rows[3:], "cached prefix"),
+        (rows[5:], "cached prefix"),
+        (rows[:0], "cached prefix"),
+        (np.concatenate([rows, rows[:1]]), "cut off after they were sampled"),
+    ):
+        expected = f"{len(wrong)} rows of .* 10 tokens have 5 from token 4 on, or 9 from token 0 on"
+        with pytest.raises(EngineError, match=f"{expected}.*{cause}"):
+            decode(with_text(body, made.int32_text(wrong)), request)
+    with pytest.raises(EngineError, match="expected a start from 0 to 6"):
+        decode(
+            with_text(body, made.int32_text(rows[7:])), {**request, "routed_experts_start_len": 7}
+        )
+
+
+@pytest.mark.parametrize("make", [made.sglang, made.sglang_openai])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: made.int32_text(rows)[:-1], "not whole base64"),
+        (lambda rows: made.int32_text(rows)[:-4], "no whole number of <i4"),
+        (lambda rows: made.int32_text(rows[:, :3]), "no whole number of rows"),
+        (
+            lambda rows: base64.b64encode(rows.astype("<i8").tobytes()).decode(),
+            "18 rows of",
+        ),
+        (
+            lambda rows: base64.b64encode(rows.astype("u1").tobytes()).decode(),
+            "no whole number of rows",
+        ),
+        (lambda rows: base64.b64encode(rows.astype(">i4").tobytes()).decode(), "outside 0..15"),
+        # bare bytes have no axes: zeros of the dense layers tell that these are swapped
+        (lambda rows: made.int32_text(rows.transpose(1, 0, 2)), "which is dense"),
+        (lambda rows: rows.tolist(), "base64 text; got list"),
+        (lambda rows: None, "no routed_experts"),
+    ],
+)
+def test_wrong_routes_are_refused(make, change, message):
+    rows = made.made_rows()
+    body, request = make(rows)
+    with pytest.raises(EngineError, match=f"request 7, choice 0: .*{message}"):
+        decode(with_text(body, change(rows)), request)
+
+
+@pytest.mark.parametrize(
+    ("row", "layer", "ids", "message"),
+    [
+        (3, 1, [1, 2, 3, 16], r"outside 0\.\.15 at MoE layer 0, token 3"),
+        (4, 2, [1, 2, -1, 3], r"outside 0\.\.15 at MoE layer 1, token 4"),
+        (8, 4, [5, 6, 7, 5], "twice in one row at MoE layer 2, token 8"),
+        (5, 4, [0, 0, 0, 0], "did not capture routes: 1 of 27 rows.* token 5, hidden layer 4"),
+        (2, 3, [1, 2, 3, 4], "hidden layer 3, which is dense"),
+    ],
+)
+def test_wrong_ids_are_refused(row, layer, ids, message):
+    rows = made.made_rows()
+    rows[row, layer] = ids
+    with pytest.raises(EngineError, match=message):
+        decode(*made.sglang(rows))
+    body, request = made.sglang(rows)  # a late start names the same token
+    body = with_text(body, made.int32_text(rows[2:]))
+    with pytest.raises(EngineError, match=message.replace("of 27", "of 21")):
+        decode(body, {**request, "routed_experts_start_len": 2})
+
+
+def test_openai_routes_hold_the_first_choice_only():
+    body, request = made.sglang_openai(made.made_rows())
+    second = {**body["choices"][0], "index": 1}
+    two = {**body, "choices": [*body["choices"], second]}
+    with pytest.raises(EngineError, match="only the first of 2 choices has routes"):
+        decode(two, {**request, "n": 2})
+    for i, choice in enumerate(two["choices"]):  # return_meta_info, from 0.5.18
+        choice["meta_info"] = made.sglang_item(made.made_rows(seed=i))["meta_info"]
+    samples = decode(two, {**request, "n": 2})
+    for i, sample in enumerate(samples):
+        assert (sample.routes.ids_LTK == made.moe_ids(made.made_rows(seed=i))).all()
+
+
+def test_ids_beside_the_routes():
+    """0.5.23: return_input_ids_in_sglext and return_output_ids_in_sglext, of a chat."""
+    body, request = made.sglang_openai(made.made_rows())
+    choice = body["choices"][0]
+    body["sglext"]["input_ids"] = choice.pop("prompt_token_ids")
+    body["sglext"]["output_ids"] = [choice.pop("token_ids")]
+    choice["logprobs"] = {"content": [{"logprob": value} for value in made.LOGPROBS]}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+    assert decode(body, chat)[0].tokens_N.tolist() == made.PROMPT + made.RESPONSE
+    del body["sglext"]["output_ids"]
+    with pytest.raises(EngineError, match="no output_ids; ask with return_token_ids"):
+        decode(body, chat)
+    assert request["prompt"] == made.PROMPT
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"finish_reason": {"type": "abort", "message": "start too high"}}, "start too high"),
+        ({"num_retractions": 2}, "retracted 2 times"),
+        ({"prompt_tokens": 7}, "7 prompt tokens; 6 were sent"),
+        ({"output_token_logprobs": [[-1.0, 21, None]]}, "not those of output_ids"),
+        (
+            {"output_token_logprobs": []},
+            "no token was sampled; .*max_new_tokens",
+        ),
+        ({"output_token_logprobs": [None] * 4}, "must be a list of .log-prob, token id, text"),
+        ({"output_token_logprobs": [["a", 21, None]] * 4}, "a list of numbers; got str"),
+        (
+            {"output_token_logprobs": [[None, t, None] for t in made.RESPONSE]},
+            "a response token has no log-prob",
+        ),
+    ],
+)
+def test_unusable_samples_are_refused(change, message):
+    body, request = made.sglang(made.made_rows())
+    body["meta_info"].update(change)
+    with pytest.raises(EngineError, match=f"request 7, choice 0: .*{message}"):
+        decode(body, request)
+
+
+def test_retracted_samples_on_request():
+    body, request = made.sglang(made.made_rows())
+    body["meta_info"]["num_retractions"] = 1
+    assert len(decode(body, request, accept_retracted=True)) == 1
+    del body["meta_info"]["num_retractions"]
+    body["meta_info"]["total_retractions"] = 1  # its name in 0.5.9
+    with pytest.raises(EngineError, match="retracted 1 times"):
+        decode(body, request)
+
+
+@pytest.mark.parametrize("version", [None, "", "0.5.7", "0.5.9.post1", "main"])
+def test_physical_ids_are_refused(version):
+    body, request = made.sglang(made.made_rows())
+    with pytest.raises(EngineError, match=r"with EPLB SGLang .* physical"):
+        decode(body, request, eplb=True, version=version)
+    for new in ("0.5.10", "0.5.10.post1", "0.5.23", "0.6.0"):
+        assert decode(body, request, eplb=True, version=new)
+    assert decode(body, request, version=version)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("data: {}", "streamed"),
+        ({"error": {"message": "no such model"}}, "no such model"),
+        ({"object": "error", "message": "bad start", "code": 400}, "bad start"),
+        ({}, "no choices"),
+        ([{}], "meta_info"),
+        ([3], "meta_info"),
+        (None, "NoneType samples"),
+        ([], "0 samples"),
+    ],
+)
+def test_bodies_that_are_none(body, message):
+    request = made.sglang(made.made_rows())[1]
+    with pytest.raises(EngineError, match=f"request 7.*{message}"):
+        decode(body, request)
+
+
+def test_another_models_shape_is_refused():
+    body, request = made.sglang(made.made_rows())
+    with pytest.raises(EngineError, match="rows of 6 layers and top-4: is --model"):
+        decode(body, request, ModelShape(16, 4, (1, 2, 4), 6))
+    with pytest.raises(EngineError, match="hidden layer 2, which is dense"):
+        decode(body, request, ModelShape(16, 4, (1, 4), 5))
+    with pytest.raises(EngineError, match="did not capture routes"):
+        decode(body, request, ModelShape(16, 4, (0, 1, 2, 4), 5))

@@ -1,0 +1,287 @@
+"""What no sampler returns: impossible log-probs, foreign tokens, more than asked, another model's.
+
+Each engine's body is taken whole, and one value of it changed.
+
+Shape suffixes (docs/glossary.md): G, N.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from typing import Any
+
+import engine_bodies as made
+import numpy as np
+import pytest
+
+from megatron_r3.data import engines
+from megatron_r3.data.engines import EngineError, stitch
+from megatron_r3.data.engines import body as common
+from tests.unit.data.engines.test_fuzz import ENGINES, NO_DENSE
+from tests.unit.data.engines.test_vllm import ALL, QWEN, load
+
+IMPOSSIBLE = {
+    5.0: "is 5: a probability above 1 (logits, not log-probs?)",
+    1e-4: "is 0.0001: a probability above 1",
+    -65.0: "is -65, below -64: the policy cannot have drawn the token",
+    -1e30: "is -1e+30, below -64",
+    -9999.0: "is -9999, which vLLM sends in place of -inf",
+    float("nan"): "is nan, which is not finite",
+    float("-inf"): "is -inf, which is not finite",
+}
+MOST = ("max_tokens", "max_new_tokens", "max_completion_tokens")
+
+
+def shape_of(name: str, vocab_size: int | None = None) -> Any:
+    return replace(NO_DENSE if name == "vllm-0.21" else made.SHAPE, vocab_size=vocab_size)
+
+
+def decode(name: str, body: Any, request: dict[str, Any], vocab_size: int | None = None) -> Any:
+    (one,) = engines.decode(
+        ENGINES[name][0], body, request, shape_of(name, vocab_size), "request 7"
+    )
+    return one
+
+
+def with_logprob(name: str, value: float) -> tuple[Any, dict[str, Any]]:
+    """The body whose third sampled token, token 8, has this log-prob."""
+    before, made.LOGPROBS = made.LOGPROBS, [*made.LOGPROBS[:2], value, made.LOGPROBS[3]]
+    try:
+        return ENGINES[name][1](made.made_rows())
+    finally:
+        made.LOGPROBS = before
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("value", IMPOSSIBLE)
+def test_impossible_logprobs_are_refused(name, value):
+    with pytest.raises(EngineError) as caught:
+        decode(name, *with_logprob(name, value))
+    assert "request 7, choice 0: the log-prob of token 8 " in str(caught.value)
+    assert IMPOSSIBLE[value] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("value", [0.0, 1e-6, -63.9])
+def test_possible_ones_are_not(name, value):
+    assert decode(name, *with_logprob(name, value)).logprobs_N[8] == np.float32(value)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("vocab_size", "token"), [(24, 9), (16, 5)])
+def test_tokens_outside_the_vocabulary_are_refused(name, vocab_size, token):
+    """Token 9, the last one sampled, is id 24; token 5, the prompt's last, is id 16."""
+    body, request = ENGINES[name][1](made.made_rows())
+    decode(name, body, request, 25)
+    decode(name, body, request, None)
+    with pytest.raises(EngineError) as caught:
+        decode(name, body, request, vocab_size)
+    assert f"token {token} is id {vocab_size}; the vocabulary has ids 0 to" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("option", MOST)
+@pytest.mark.parametrize("nested", [False, True])
+def test_more_tokens_than_asked_are_refused(name, option, nested):
+    body, request = ENGINES[name][1](made.made_rows())
+    params = {k: v for k, v in request.get("sampling_params", {}).items() if k not in MOST}
+    request = {k: v for k, v in request.items() if k not in MOST}
+
+    def asking(most: int) -> dict[str, Any]:
+        if nested:
+            return {**request, "sampling_params": {**params, option: most}}
+        return {**request, "sampling_params": params, option: most}
+
+    decode(name, body, asking(4))
+    with pytest.raises(EngineError, match="4 response tokens; at most 3 were asked for"):
+        decode(name, body, asking(3))
+    with pytest.raises(EngineError, match=f"{option} must be a whole number"):
+        decode(name, body, asking("4"))
+
+
+def test_the_larger_of_two_limits_counts_and_each_prompt_has_its_own():
+    assert common.most_tokens({"max_tokens": 3, "max_completion_tokens": 9}) == 9
+    assert common.most_tokens({"sampling_params": [{"max_new_tokens": 3}, None]}) == 3
+    assert common.most_tokens({"sampling_params": {}}) is None
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-stream", "vllm-0.21", "sglang-openai", "megatron"])
+def test_a_response_of_another_model_is_refused(name):
+    body, request = ENGINES[name][1](made.made_rows())
+    request["model"] = "tiny"
+    decode(name, body, request)  # it names none; Megatron's server calls each "EMPTY"
+    if name == "vllm-stream":
+        events = body.replace('"choices"', '"model": "tiny", "choices"')
+        other = body.replace('"choices"', '"model": "large\\u001b", "choices"')
+        with pytest.raises(EngineError, match="are of two models"):
+            decode(name, events.replace('"tiny"', '"other"', 1), request)
+    else:
+        events, other = {**body, "model": "tiny"}, {**body, "model": "large\x1b"}
+    decode(name, events, request)
+    with pytest.raises(EngineError) as caught:
+        decode(name, other, request)
+    message = "request 7: the response names the model 'large\\x1b'; the request asked for 'tiny'"
+    assert str(caught.value) == message
+    del request["model"]
+    decode(name, other, request)
+
+
+def named(names: list[Any], chat: bool = False) -> tuple[Any, dict[str, Any]]:
+    """A response whose log-probs name these tokens."""
+    body, request = made.vllm(made.made_rows())
+    pairs = zip(names, made.LOGPROBS, strict=False)
+    body["choices"][0]["logprobs"] = (
+        {"content": [{"token": name, "logprob": value} for name, value in pairs]}
+        if chat
+        else {"tokens": names, "token_logprobs": made.LOGPROBS}
+    )
+    return body, request
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_logprobs_of_other_tokens_are_refused(chat):
+    right = [f"token_id:{token}" for token in made.RESPONSE]
+    decode("vllm", *named(right, chat))
+    decode("vllm", *named(["a", "token", "", None], chat))  # texts tell nothing
+    for wrong in (
+        ["token_id:21", "token_id:22", "token_id:24", "token_id:23"],
+        [*right[:2], *"ab"],
+    ):
+        if wrong[2] == "a":
+            wrong[1] = "token_id:7"
+        with pytest.raises(EngineError) as caught:
+            decode("vllm", *named(wrong, chat))
+        index, got = (7, 7) if wrong[2] == "a" else (8, 24)
+        assert str(caught.value) == (
+            f"request 7, choice 0: the log-prob of token {index} is that of id {got}; the response "
+            f"has id {made.RESPONSE[index - 6]} there"
+        )
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_names_of_more_or_fewer_tokens_are_refused(count):
+    right = [f"token_id:{token}" for token in [*made.RESPONSE, 25]]
+    with pytest.raises(EngineError, match=f"log-probs of {count} tokens; the response has 4"):
+        decode("vllm", *named(right[:count]))
+
+
+def test_a_recorded_stream_names_its_tokens():
+    payload = load("vllm-0.30.0-qwen3moe-dense0-bf16", "24_generate_tito_stream")
+    text, request = payload["response"]["_raw_text"], payload["request"]
+    shape = replace(ALL, moe_layers=(1, 2, 3), vocab_size=512)
+    (sample,) = engines.decode("vllm", text, request, shape, "request 7")
+    token = int(sample.tokens_N[-1])
+    assert text.count(f'"token_id:{token}"') == 1 or text.count(f'"token":"token_id:{token}"')
+    wrong = text.replace(f"token_id:{token}", f"token_id:{token + 1}")
+    with pytest.raises(EngineError, match=f"is that of id {token + 1}; the response has id"):
+        engines.decode("vllm", wrong, request, shape, "request 7")
+
+
+def test_a_line_end_inside_a_text_of_a_stream_is_no_end_of_an_event():
+    text, request = made.vllm_stream(made.made_rows())
+    text = text.replace('"choices"', '"note": "a\u2028b\x85", "choices"')
+    decode("vllm-stream", text, request)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+@pytest.mark.parametrize("name", ["vllm", "vllm-stream", "vllm-python", "sglang", "megatron"])
+def test_what_an_engine_gave_up_is_refused(name, reason):
+    body, request = ENGINES[name][1](made.made_rows())
+    if name == "vllm-stream":
+        body = body.replace('"length"', f'"{reason}"')
+    elif name == "vllm-python":
+        body.outputs[0].finish_reason = reason
+    elif name == "sglang":
+        body["meta_info"]["finish_reason"] = {"type": reason, "message": "no\x1b[2J\nroom"}
+    else:
+        body["choices"][0]["finish_reason"] = reason
+    with pytest.raises(EngineError) as caught:
+        decode(name, body, request)
+    told = ": no\\x1b[2J room" if name == "sglang" else ""
+    message = f"request 7, choice 0: the engine ended the response with {reason!r}, half-way{told}"
+    assert str(caught.value) == message
+
+
+def test_real_requests_say_how_many_tokens_they_want():
+    """Negative control of the limits on recorded responses: one token less is refused."""
+    payload = load(QWEN, "14_p12_g10_n2")
+    request = {**payload["request"], "max_tokens": 9}
+    with pytest.raises(EngineError, match="choice 0: 10 response tokens; at most 9 were"):
+        engines.decode("vllm", payload["response"], request, ALL, "request 7")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"error": {"message": "\x1b[31mred\nand more" + "!" * 9000}},
+        {"error": ["\x1b", 10**4000]},
+        {"detail": "\x1b[31mred"},
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "megatron"])
+def test_what_a_server_says_is_one_short_line(engine, error):
+    with pytest.raises(EngineError) as caught:
+        engines.decode(engine, error, {"prompt": [1]}, made.SHAPE, "request 7")
+    message = str(caught.value)
+    assert message.startswith("request 7: the server refused the request: ")
+    assert message.isprintable()
+    assert len(message) < 600
+
+
+def test_values_of_any_size_are_named_in_a_short_line():
+    """Python prints no whole number of 5000 digits: the error would be another one."""
+    body, request = made.vllm(made.made_rows())
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for value in (10**5000, -(10**5000), deep, "\x1b" * 10**6, {"a": deep}):
+        for wrong in ({"n": value}, {"max_tokens": value}, {"routed_experts_prompt_start": value}):
+            with pytest.raises(EngineError) as caught:
+                engines.decode("vllm", body, {**request, **wrong}, made.SHAPE, "request 7")
+            assert len(str(caught.value)) < 300
+            assert str(caught.value).isprintable()
+
+
+def test_versions_that_a_server_makes_up():
+    for version in ("²·³", "9" * 5000 + ".1", "\x1b[2J", "1", "0.5.9"):
+        with pytest.raises(EngineError) as caught:
+            common.refuse_physical_ids("SGLang", version, (0, 5, 10))
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 300
+    common.refuse_physical_ids("SGLang", "0.5.10", (0, 5, 10))
+
+
+def test_stitched_increments_and_samples_are_checked_again():
+    body, request = made.vllm(made.made_rows())
+    (one,) = engines.decode_increments("vllm", body, request, made.SHAPE, "turn 1")
+    wrong = replace(one, logprobs_G=np.array([-1, -1, -9999, -1], np.float32))
+    with pytest.raises(EngineError, match="turn 1, choice 0: the log-prob of token 8 is -9999"):
+        stitch([wrong], "conversation")
+    with pytest.raises(EngineError, match="turn 1, choice 0: token 0 is id -1"):
+        stitch([replace(one, tokens_N=one.tokens_N * 0 - 1)], "conversation")
+    with pytest.raises(EngineError, match=r"^token 0 is id -1"):
+        replace(one, tokens_N=one.tokens_N * 0 - 1).check()
+    whole = one.whole()
+    assert whole.wrong_parts() is None
+    wrong = replace(whole, logprobs_N=np.where(whole.response_N, 5, 0).astype(np.float32))
+    assert str(wrong.wrong_parts()).startswith("token 6: its log-prob is 5: a probability above 1")
+    wrong = replace(whole, tokens_N=whole.tokens_N * 0 - 1)
+    assert str(wrong.wrong_parts()).startswith("token 0 is id -1")
+
+
+def test_routes_of_a_python_object_are_read_with_its_limit():
+    response, request = made.vllm_python(made.made_rows())
+    with pytest.raises(EngineError, match="4 response tokens; at most 2 were asked for"):
+        engines.decode("vllm", response, {**request, "max_tokens": 2}, made.SHAPE, "request 7")
+
+
+def test_json_that_is_deep_or_endless_in_an_event_is_refused():
+    text, request = made.vllm_stream(made.made_rows())
+    for inside in ("[" * 5000 + "]" * 5000, "9" * 5000, '"' + base64.b64encode(b"x").decode()):
+        wrong = text.replace('"usage": null', f'"usage": {inside}', 1)
+        assert wrong != text
+        with pytest.raises(EngineError, match="request 7: event 0: "):
+            engines.decode("vllm", wrong, request, made.SHAPE, "request 7")
+    assert json.loads(text.split("\n")[0][5:])["usage"] is None

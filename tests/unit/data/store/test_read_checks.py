@@ -1,0 +1,190 @@
+"""A wrong value is refused by whoever reads it, where nobody has verified the shard before.
+
+Each shard here is whole, with checksums that fit: only its meaning is wrong.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from stored import INFO, ROLLOUTS, make_rollout, rewrite
+
+from megatron_r3.data.store import RolloutStore, StoreError, write_shard
+from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
+
+SHARD = "shard-00000.safetensors"  # rollouts of 5 and 9 tokens: 14 tokens, 12 rows
+OTHERS = (0, 2, 3, 4)  # the rollouts without the fault, of both shards
+
+
+def trained_on(directory, checks, told=False):
+    store = RolloutStore([directory])
+    store = RolloutStore.told(store.index) if told else store
+    store.trained_on(checks)
+    return store
+
+
+def changed(path, name, place, value):
+    tensor = load_file(path)[name]
+    tensor[place] = value
+    rewrite(path, **{name: tensor})
+
+
+SAMPLED = "rollout 1: its `turns` and its `response` name different tokens"
+TOKENS = [  # tensor, place and value, in rollout 1
+    ("logprobs", 8, np.nan, "rollout 1: token 3: its log-prob is nan, which is not finite"),
+    ("logprobs", 8, -9999, "rollout 1: token 3: its log-prob is -9999, which vLLM sends"),
+    ("logprobs", 13, 5, "rollout 1: token 8: its log-prob is 5: a probability above 1"),
+    ("logprobs", 6, -1, "rollout 1: token 1: its log-prob is -1; it was not sampled, so 0"),
+    ("tokens", 9, -7, "rollout 1: token 4 is id -7; the vocabulary has ids 0 to 2147483647"),
+    ("response", 5, 1, "rollout 1: its first token cannot be sampled"),
+    ("response", 8, 2, "rollout 1: response must be 0 or 1"),
+    ("recorded", 7, 2, "rollout 1: recorded must be 0 or 1"),
+    ("response", 8, 0, SAMPLED),
+    ("turns", 2, 3, SAMPLED),
+    ("turns", 3, 12, SAMPLED),
+]
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize(("name", "place", "value", "message"), TOKENS)
+def test_wrong_values_of_a_token(store_dir, name, place, value, message, told):
+    path = store_dir / SHARD
+    changed(path, name, place, value)
+    if name == "response" and value == 0:  # a token that was not sampled has the log-prob 0
+        changed(path, "logprobs", place, 0)
+    store = trained_on(store_dir, ReadChecks(), told)
+    for rollout in OTHERS:
+        store.fields(rollout)
+        store.rollout(rollout)
+    for read in (store.fields, store.rollout):
+        with pytest.raises(StoreError) as refusal:
+            read(1)
+        assert str(refusal.value).startswith(f"{path}: {message}")
+    # control: it is what a verification of the whole shard refuses, and the check that refuses it
+    with pytest.raises(StoreError) as refusal:
+        verify_shard(store.shards[0])
+    assert str(refusal.value).startswith(f"{path}: {message}")
+    unchecked = trained_on(store_dir, None, told)
+    for rollout in (1, *OTHERS):
+        unchecked.fields(rollout)
+
+
+def of_vocabulary(directory, sampler):
+    """A shard whose rollout 1 has id 70 as its token 4, by a sampler with this vocabulary."""
+    info = replace(INFO, vocab_size=sampler)
+    first, second = (make_rollout(n, seed=n, sample=n) for n in (5, 9))
+    second.tokens_N[4] = 70
+    write_shard(directory, info, [first, second])
+    return directory / SHARD
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trainer", "refused"),
+    [
+        (0, 0, False),
+        (0, 71, False),
+        (0, 70, True),
+        (80, 0, False),
+        (80, 80, False),
+        (80, 64, True),
+        (71, 72, False),
+    ],
+)
+def test_the_vocabulary_of_the_trainer(tmp_path, sampler, trainer, refused):
+    path = of_vocabulary(tmp_path / "s", sampler)
+    store = trained_on(tmp_path / "s", ReadChecks(vocab_size=trainer))
+    store.fields(0)
+    trained_on(tmp_path / "s", None).fields(1)  # control
+    if not refused:
+        store.fields(1)
+        return
+    with pytest.raises(StoreError) as refusal:
+        store.fields(1)
+    most = f"the vocabulary has ids 0 to {trainer - 1}"
+    assert str(refusal.value).startswith(f"{path}: rollout 1: token 4 is id 70; {most}")
+
+
+def test_the_vocabulary_of_the_sampler(tmp_path):
+    """The trainer's is larger, and the shard says itself that the id is impossible."""
+    path = of_vocabulary(tmp_path / "s", 80)
+    rewrite(path, replace(INFO, vocab_size=64))
+    store = trained_on(tmp_path / "s", ReadChecks(vocab_size=128))
+    store.fields(0)
+    with pytest.raises(StoreError, match=r"rollout 1: token 4 is id 70; .* ids 0 to 63"):
+        store.fields(1)
+    trained_on(tmp_path / "s", None).fields(1)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_row_without_routes(store_dir, refuses):
+    path = store_dir / SHARD
+    changed(path, "recorded", 7, 0)  # row 3 of rollout 1
+    store = trained_on(store_dir, ReadChecks(refuses_missing=refuses))
+    for rollout in OTHERS:
+        store.fields(rollout)
+    if not refuses:
+        assert store.fields(1)["recorded"].tolist() == [True] * 3 + [False] + [True] * 4
+        return
+    with pytest.raises(StoreError) as refusal:
+        store.fields(1)
+    assert str(refusal.value).startswith(f"{path}: rollout 1, token 3 has no recorded routes")
+    trained_on(store_dir, None).fields(1)
+
+
+ROUTES = {  # expert ids of row 6, which is row 2 of rollout 1, in the layer 1
+    (3, 3, 4, 5): "an expert twice in one row",
+    (3, 16, 4, 5): "an expert id outside 0..15",
+    (3, 255, 4, 5): "an expert id outside 0..15",
+}
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("ids", ROUTES)
+def test_wrong_ids_are_refused_by_whoever_reads_their_row_and_layer(store_dir, ids, told):
+    path = store_dir / SHARD
+    whole_LTK = load_file(path)["routes"]
+    changed(path, "routes", (1, 6), ids)
+    store = trained_on(store_dir, ReadChecks(), told)
+    unchecked = trained_on(store_dir, None, told)
+    rows_T = np.arange(12)
+    for rows, layers in (
+        ([6], [1]),
+        ([4, 5, 6, 7], [0, 1, 2]),
+        ([11, 6, -1, 6, 0], [2, 1]),
+        (rows_T, [1]),
+        ([6, 13], [1]),  # row 13 is of the second shard
+    ):
+        with pytest.raises(StoreError) as refusal:
+            store.routes(np.array(rows), layers)
+        fault = f"{ROUTES[ids]} at MoE layer 1, token 2: {[*ids]} (1 such rows)"
+        assert str(refusal.value) == f"{path}: rollout 1: {fault}"
+        unchecked.routes(np.array(rows), layers)
+    with pytest.raises(ValueError, match=r"rollout 1: an expert .* at MoE layer 1, token 2"):
+        verify_shard(store.shards[0])
+    # control: other rows of this layer and part, and this row in other layers
+    for rows, layers in ((np.delete(rows_T, 6), [0, 1, 2]), (rows_T, [0, 2])):
+        ids_LTK, _ = store.routes(rows, layers)
+        assert np.array_equal(ids_LTK, whole_LTK[layers][:, rows])
+    store.fields(1)  # reads no routes
+
+
+def test_wrong_ids_of_a_row_that_was_not_recorded(store_dir):
+    """Nobody uses them: they are no fault, for a reader as for a verification."""
+    path = store_dir / SHARD
+    changed(path, "routes", (1, 6), (3, 3, 4, 255))
+    changed(path, "recorded", 6, 0)
+    store = trained_on(store_dir, ReadChecks())
+    _, recorded_T = store.routes(np.arange(12), [0, 1, 2])
+    assert np.flatnonzero(~recorded_T).tolist() == [6]
+    verify_shard(store.shards[0], thorough=False)
+
+
+def test_a_store_without_faults_is_read_with_all_checks(store_dir):
+    store = trained_on(store_dir, ReadChecks(vocab_size=50, refuses_missing=True))
+    for index, wanted in enumerate(ROLLOUTS):
+        got = store.rollout(index)
+        assert np.array_equal(got.tokens_N, wanted.tokens_N)
+        assert np.array_equal(got.routes.ids_LTK, wanted.routes.ids_LTK)

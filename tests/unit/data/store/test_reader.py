@@ -1,0 +1,211 @@
+"""The store: what goes in comes out, and what is damaged or foreign is refused by name.
+
+Shape suffixes (docs/glossary.md): K, L, N, T.
+"""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from stored import INFO, OTHER, ROLLOUTS, make_rollout, opened, rewrite
+
+from megatron_r3.data.store import RolloutStore, StoreError, write_shard
+from megatron_r3.replay.routes import RoutesError
+from megatron_r3.train.dataset import RolloutDataset
+from megatron_r3.train.schedule import Schedule, UseOfRollouts
+
+
+def test_round_trip_over_shards(store_dir):
+    store = RolloutStore([store_dir])
+    assert store.info == INFO
+    assert len(store) == 5
+    for index, expected in enumerate(ROLLOUTS):
+        got = store.rollout(index)
+        for name in ("tokens_N", "response_N", "logprobs_N", "spans_U2"):
+            assert np.array_equal(getattr(got, name), getattr(expected, name))
+        assert np.array_equal(got.routes.ids_LTK, expected.routes.ids_LTK)
+        assert (got.reward, got.group, got.policy_version) == (
+            pytest.approx(expected.reward),
+            expected.group,
+            7,
+        )
+
+
+def test_routes_by_row_in_any_order_layers_and_with_padding(store_dir):
+    store = RolloutStore([store_dir])
+    rows = np.concatenate([store.row_ids(3)[::-1], [-1], store.row_ids(0), store.row_ids(4)[1:2]])
+    ids, recorded = store.routes(rows, [2, 0])
+    want = np.concatenate(
+        [
+            ROLLOUTS[3].routes.ids_LTK[:, ::-1],
+            np.zeros((3, 1, 4)),
+            ROLLOUTS[0].routes.ids_LTK,
+            ROLLOUTS[4].routes.ids_LTK[:, 1:2],
+        ],
+        axis=1,
+    )
+    assert np.array_equal(ids, want[[2, 0]])
+    assert np.array_equal(recorded, rows >= 0)
+    for rollout in range(5):
+        for token, row in enumerate(store.row_ids(rollout)):
+            assert store.locate(row) == (rollout, token)
+
+
+def test_uint16_above_256_experts(tmp_path):
+    info = replace(INFO, num_experts=300)
+    rollout = make_rollout(6, experts=300)
+    assert rollout.routes.ids_LTK.max() > 255
+    write_shard(tmp_path, info, [rollout])
+    store = RolloutStore([tmp_path])
+    assert np.array_equal(store.rollout(0).routes.ids_LTK, rollout.routes.ids_LTK)
+
+
+def test_every_flipped_bit_and_every_truncation_is_refused(store_dir):
+    path = store_dir / "shard-00001.safetensors"
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for position in sorted({0, 8, len(whole) - 1, *rng.integers(0, len(whole), 60).tolist()}):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        with pytest.raises(StoreError, match="shard-00001"):
+            opened(store_dir)
+    for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(StoreError, match="shard-00001"):
+            opened(store_dir)
+    path.write_bytes(whole)
+    assert len(opened(store_dir)) == 5
+
+
+def test_mutated_shards_are_the_same_or_refused(store_dir):
+    """Some of a shard's bytes changed, cut, repeated or moved: never other rollouts."""
+    path = store_dir / "shard-00001.safetensors"
+    whole, rng = path.read_bytes(), np.random.default_rng(1)
+    kept, errors = 0, []
+    for _ in range(1500):
+        data = bytearray(whole)
+        for _ in range(int(rng.integers(1, 4))):
+            at, size = int(rng.integers(len(data))), int(rng.integers(1, 40))
+            piece = data[int(rng.integers(len(data))) :][:size]
+            kind = rng.integers(4)
+            if kind == 0:
+                data[at : at + size] = rng.bytes(size)
+            elif kind == 1:
+                del data[at : at + size]
+            elif kind == 2:
+                data[at:at] = piece
+            else:
+                data[at : at + len(piece)] = piece
+        path.write_bytes(data)
+        try:
+            store = opened(store_dir)
+        except (StoreError, RoutesError) as error:
+            errors.append(str(error))
+            continue
+        kept += 1
+        for index in range(2, 5):
+            got, want = store.rollout(index), ROLLOUTS[index]
+            assert np.array_equal(got.tokens_N, want.tokens_N)
+            assert np.array_equal(got.routes.ids_LTK, want.routes.ids_LTK)
+    assert kept < 50, "hardly any mutation was noticed"
+    assert [e for e in errors if not e.startswith(f"{path}: ") or not e.isprintable()] == []
+
+
+def test_ids_out_of_range_and_twice_name_file_rollout_layer_token(store_dir):
+    path = store_dir / "shard-00000.safetensors"
+    routes = load_file(path)["routes"]
+    wrong = routes.copy()
+    wrong[1, 4 + 3, 0] = 16  # the second rollout's rows begin at 4
+    rewrite(path, routes=wrong)
+    with pytest.raises(ValueError, match=r"00000.*: rollout 1: .*0\.\.15 at MoE layer 1, token 3"):
+        opened(store_dir)
+    wrong = routes.copy()
+    wrong[2, 1, 0] = wrong[2, 1, 1]
+    rewrite(path, routes=wrong)
+    with pytest.raises(ValueError, match=r"rollout 0: .*twice.* at MoE layer 2, token 1"):
+        opened(store_dir)
+
+
+def test_a_store_named_twice(store_dir):
+    with pytest.raises(StoreError, match="named twice"):
+        RolloutStore([store_dir, f"{store_dir}/../{store_dir.name}"])
+
+
+def test_policies_mix_only_on_request(tmp_path):
+    write_shard(tmp_path / "a", INFO, ROLLOUTS[:1])
+    write_shard(tmp_path / "b", replace(INFO, router_fingerprint=OTHER), ROLLOUTS[:1])
+    assert len(RolloutStore([tmp_path / "a", tmp_path / "b"], mixed_policies=True)) == 2
+
+
+def test_stores_of_different_models_do_not_mix(tmp_path):
+    write_shard(tmp_path / "a", INFO, ROLLOUTS[:1])
+    write_shard(tmp_path / "b", replace(INFO, router_fingerprint=OTHER), ROLLOUTS[:1])
+    with pytest.raises(StoreError, match=r"b/shard-00000.*: does not belong to .*a/shard-00000"):
+        RolloutStore([tmp_path / "a", tmp_path / "b"])
+
+
+def test_groups_of_two_collections_are_not_mixed(tmp_path):
+    for number, name in enumerate(("a", "b")):
+        scored = [replace(rollout, reward=float(number)) for rollout in ROLLOUTS]
+        write_shard(tmp_path / name, INFO, scored[:2])
+        write_shard(tmp_path / name, INFO, scored[2:3])  # another shard, the same group 1
+    write_shard(tmp_path / "b", INFO, [replace(ROLLOUTS[0], policy_version=8)])
+    groups = RolloutStore([tmp_path / "a", tmp_path / "b"]).groups().tolist()
+    assert [r.group for r in ROLLOUTS[:3]] == [1, 1, 1]
+    assert len({*groups[:3]}) == len({*groups[3:6]}) == 1
+    assert len({groups[0], groups[3], groups[6]}) == 3
+
+
+def test_missing_empty_and_foreign_directories(tmp_path):
+    with pytest.raises(StoreError, match="no such rollout store"):
+        RolloutStore([tmp_path / "none"])
+    with pytest.raises(StoreError, match="not a rollout store"):
+        RolloutStore([tmp_path])
+    save_file({"x": np.zeros(3)}, tmp_path / "shard-00000.safetensors")
+    with pytest.raises(StoreError, match="not a rollout shard"):
+        RolloutStore([tmp_path])
+
+
+def test_samples_align_inputs_with_what_they_predict(store_dir):
+    store = RolloutStore([store_dir])
+    dataset = RolloutDataset(store, UseOfRollouts(16, Schedule(1)), num_samples=8)
+    assert len(dataset) == 8
+    for index in (0, 3, 7):
+        sample, rollout = dataset[index], ROLLOUTS[index % 5]
+        inputs = len(rollout.tokens_N) - 1
+        assert sample["tokens"][:inputs].tolist() == rollout.tokens_N[:-1].tolist()
+        assert sample["labels"][:inputs].tolist() == rollout.tokens_N[1:].tolist()
+        assert sample["loss_mask"][:inputs].bool().tolist() == rollout.response_N[1:].tolist()
+        assert sample["sampled_logprobs"][:inputs].tolist() == rollout.logprobs_N[1:].tolist()
+        assert sample["rows"][:inputs].tolist() == store.row_ids(index % 5).tolist()
+        assert (sample["rows"][inputs:] == -1).all()
+        assert sample["loss_mask"][inputs:].sum() == 0
+        rewards = [other.reward for other in ROLLOUTS if other.group == rollout.group]
+        advantage = (rollout.reward - np.mean(rewards)) / np.std(rewards)
+        expected = np.where(rollout.response_N[1:], advantage, 0)
+        assert np.allclose(sample["advantages"][:inputs], expected, atol=1e-4)
+        assert (sample["advantages"][inputs:] == 0).all()
+
+
+def test_a_rank_reads_its_layers_and_the_blocks_of_its_rows_and_no_other_byte(store_dir):
+    store = RolloutStore([store_dir])
+    rows = np.concatenate([store.row_ids(1)[2:5], store.row_ids(3)[8:], [-1, -1]])
+    store.routes(np.random.default_rng(0).permutation(rows), [0, 2])
+    assert sum(shard.bytes_read for shard in store.shards) == 2 * (8 + 11) * 4
+    again = pickle.loads(pickle.dumps(store.shards[0]))
+    assert again.bytes_read == 0
+    rows = np.arange(3)
+    mine, theirs = (shard.read_routes(rows, [1]) for shard in (again, store.shards[0]))
+    assert np.array_equal(mine, theirs)
+
+
+def test_no_layer_at_all_needs_no_routes(store_dir):
+    """A chunk of a model may have dense layers alone."""
+    store = RolloutStore([store_dir])
+    for rows in (store.row_ids(0), store.row_ids(1)[1:3]):
+        ids_LTK, recorded_T = store.routes(rows, [])
+        assert ids_LTK.shape == (0, len(rows), 4)
+        assert recorded_T.all()

@@ -1,0 +1,397 @@
+"""Each alarm, with its fault injected into the routes of a real model; healthy rows raise none.
+
+Shape suffixes (docs/glossary.md): E, K, L, N, T, U.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sampled import (
+    EXPERTS,
+    LAYERS,
+    PROMPT,
+    Run,
+    compared,
+    first_turn,
+    moved,
+    noisy_routers,
+    rollouts,
+    run,
+    tiny_model,
+    with_rows,
+)
+
+from megatron_r3.data.rollout import Rollout
+from megatron_r3.data.truth import Compared, Floor, Limits, Report, examine
+from megatron_r3.replay.routes import Routes
+
+NAMES = (1, 2, 3, 5)  # the hidden layers, say
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A model in float32, which is the trainer, and in bfloat16, which samples.
+
+    Attributes:
+        given: rollouts without routes.
+        live: what the trainer does with them.
+        healthy: rollouts of the sampler beside it.
+    """
+
+    model: Any
+    sampler: Any
+    given: list[Rollout]
+    live: list[Run]
+    healthy: list[Compared]
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    torch.set_num_threads(1)
+    model = tiny_model()
+    sampler = copy.deepcopy(model).bfloat16()
+    given = rollouts()
+    live = [run(model, one) for one in given]
+    return Rig(model, sampler, given, live, compared(given, [run(sampler, r) for r in given], live))
+
+
+def examined(given: Sequence[Compared], **more: Any) -> Report:
+    return examine(given, NAMES, **more)
+
+
+def the_alarm(given: Sequence[Compared], cause: str, **more: Any) -> str:
+    """The evidence of the only alarm, which has this cause."""
+    (alarm,) = examined(given, **more).alarms
+    assert alarm.cause == cause, str(alarm)
+    assert alarm.action
+    return alarm.evidence
+
+
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+def changed(given: Sequence[Compared], change: Change, every: int = 1) -> list[Compared]:
+    """Each n-th rollout with other recorded routes."""
+    return [
+        with_rows(one, change(one.rollout.routes.ids_LTK.copy())) if i % every == 0 else one
+        for i, one in enumerate(given)
+    ]
+
+
+def test_a_healthy_sampler_raises_none(rig: Rig) -> None:
+    report = examined(rig.healthy)
+    assert report.alarms == []
+    assert all(0 < share.share < 0.1 for share in report.tables.layers.values())
+    assert report.may_be_floor
+    for size in (1, 2, 4):
+        for first in range(0, len(rig.healthy) - size + 1):
+            assert examined(rig.healthy[first : first + size]).alarms == []
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.05, 0.1])
+def test_noise_in_the_routers_raises_none(rig: Rig, scale: float) -> None:
+    """The last of them changes a third of all (token, layer) pairs."""
+    with noisy_routers(rig.model, scale):
+        noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
+    report = examined(noisy)
+    assert report.alarms == []
+    assert report.tables.all_rows.share > 0.05
+
+
+def test_strong_noise_raises_what_it_is_unless_the_limit_allows_it(rig: Rig) -> None:
+    with noisy_routers(rig.model, 0.4):
+        noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
+    evidence = the_alarm(noisy, "the engine computes another model")
+    assert evidence.startswith("4 of 4 layers are too high: 6")
+    assert not examined(noisy).may_be_floor
+    assert examined(noisy, limits=Limits(mismatch=0.9)).alarms == []
+
+
+def test_rows_of_zeros(rig: Rig) -> None:
+    zeros = changed(rig.healthy, np.zeros_like, every=5)
+    evidence = the_alarm(zeros, "zeros")
+    rows = sum(one.num_rows for one in zeros[::5])
+    assert f"{rows} of {sum(one.num_rows for one in zeros)} rows" in evidence
+    assert "the first is token 0 of rollout 0: [0, 0, 0, 0] and 3 other layers" in evidence
+
+
+def test_one_row_for_all_tokens(rig: Rig) -> None:
+    def constant(ids_LTK: np.ndarray) -> np.ndarray:
+        ids_LTK[:] = np.arange(4)
+        return ids_LTK
+
+    evidence = the_alarm(changed(rig.healthy, constant), "one constant row")
+    assert evidence.startswith("100.0 % of the rows are [0, 1, 2, 3] and 3 other layers")
+
+
+def test_rows_that_stay_the_same_from_a_position_on(rig: Rig) -> None:
+    def stuck(ids_LTK: np.ndarray) -> np.ndarray:
+        ids_LTK[:, 40:] = ids_LTK[:, 39:40]
+        return ids_LTK
+
+    evidence = the_alarm(changed(rig.healthy, stuck, every=4), "stale padded rows")
+    assert "in 3 of 10 rollouts" in evidence
+    assert "the rows from 40 on are all the same as row 39" in evidence
+
+
+def test_rows_that_are_those_of_another_place(rig: Rig) -> None:
+    def padded(ids_LTK: np.ndarray) -> np.ndarray:
+        ids_LTK[:, 45:] = ids_LTK[:, 5 : ids_LTK.shape[1] - 40]
+        return ids_LTK
+
+    evidence = the_alarm(changed(rig.healthy, padded), "stale padded rows")
+    assert "the rows from 45 on are copies of the rows from 5 on of the same rollout" in evidence
+
+
+def test_tokens_that_repeat_are_no_stale_rows(rig: Rig) -> None:
+    """Control: a rollout of one token again and again has the same row everywhere, live too."""
+    given = [replace(one, tokens_N=np.full_like(one.tokens_N, 7)) for one in rig.given[:2]]
+    given += rig.given[2:]
+    live = [run(rig.model, one) for one in given]
+    repeated = compared(given, [run(rig.sampler, one) for one in given], live)
+    same_T = (repeated[0].codes_LT[:, 1:] == repeated[0].codes_LT[:, :-1]).all(0)
+    assert same_T.sum() > 4, "no row repeats: this is no control"
+    assert examined(repeated).alarms == []
+
+
+@pytest.mark.parametrize("tokens", [1, -1, 3])
+def test_shifted_rows(rig: Rig, tokens: int) -> None:
+    shifted = changed(rig.healthy, lambda ids_LTK: np.roll(ids_LTK, tokens, 1))
+    evidence = the_alarm(shifted, "shifted rows")
+    number = abs(tokens)
+    which = f"{number} token{'s' if number > 1 else ''} {'earlier' if tokens > 0 else 'later'}"
+    assert f"in all parts each row is that of another token, {which}: 9" in evidence
+
+
+def test_shifted_rows_of_some_rollouts(rig: Rig) -> None:
+    evidence = the_alarm(
+        changed(rig.healthy, lambda ids_LTK: np.roll(ids_LTK, 1, 1), every=5), "shifted rows"
+    )
+    assert "in 2 of 10 rollouts, the first is rollout 0" in evidence
+
+
+def test_shifted_rows_show_in_noise(rig: Rig) -> None:
+    with noisy_routers(rig.model, 0.1):
+        noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
+    the_alarm(changed(noisy, lambda ids_LTK: np.roll(ids_LTK, 1, 1)), "shifted rows")
+
+
+def test_rows_that_are_lost_at_the_border_of_a_turn(rig: Rig) -> None:
+    """Joined turns without the row that the next prefill brings: all later rows move up."""
+
+    def lost(one: Compared) -> Compared:
+        ids_LTK = one.rollout.routes.ids_LTK.copy()
+        first, end = one.rollout.spans_U2[0].tolist()
+        ids_LTK[:, end - 1 : -1] = ids_LTK[:, end:]
+        assert first == first_turn(one)
+        return with_rows(one, ids_LTK)
+
+    evidence = the_alarm([lost(one) for one in rig.healthy], "turn border")
+    assert "from the text before turn 2 on each row is that of another token, 1 token later" in (
+        evidence
+    )
+    assert evidence.endswith("and the prompts fit")
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [(0, "the last row of each prompt"), (1, "the row of each turn's last token")],
+)
+def test_single_rows_at_the_border_of_a_turn(rig: Rig, end: int, words: str) -> None:
+    """The row before each turn, or that of its last token, is that of another rollout."""
+
+    def wrong(number: int) -> Compared:
+        one, other = rig.healthy[number], rig.healthy[number - 1]
+        ids_LTK = one.rollout.routes.ids_LTK.copy()
+        rows = one.rollout.spans_U2[:, end] - 1
+        rows = rows[rows < one.num_rows]
+        ids_LTK[:, rows] = other.rollout.routes.ids_LTK[:, rows - 5]
+        return with_rows(one, ids_LTK)
+
+    evidence = the_alarm([wrong(i) for i in range(len(rig.healthy))], "turn border")
+    assert words in evidence
+
+
+def test_layers_in_another_order(rig: Rig) -> None:
+    evidence = the_alarm(
+        changed(rig.healthy, lambda ids_LTK: ids_LTK[[1, 0, 2, 3]]), "wrong layer order"
+    )
+    assert evidence.startswith("recorded layer 1 has those of 2, 2 has those of 1 (")
+
+
+def test_layers_that_are_all_one_too_far(rig: Rig) -> None:
+    evidence = the_alarm(
+        changed(rig.healthy, lambda ids_LTK: np.roll(ids_LTK, 1, 0)), "wrong layer order"
+    )
+    assert "1 has those of 5, 2 has those of 1, 3 has those of 2, 5 has those of 3" in evidence
+
+
+def test_experts_with_other_numbers(rig: Rig) -> None:
+    number_E = np.random.default_rng(0).permutation(EXPERTS).astype(np.uint8)
+    evidence = the_alarm(
+        changed(rig.healthy, lambda ids_LTK: number_E[ids_LTK]), "renumbered experts"
+    )
+    assert "(4 of 4 layers)" in evidence
+
+
+def test_rows_of_another_rollout(rig: Rig) -> None:
+    first, second, *others = rig.healthy
+    rows = first.num_rows  # the shorter one
+    swapped = second.rollout.routes.ids_LTK.copy()
+    swapped[:, :rows] = first.rollout.routes.ids_LTK
+    given = [
+        with_rows(first, second.rollout.routes.ids_LTK[:, :rows]),
+        with_rows(second, swapped),
+        *others,
+    ]
+    evidence = the_alarm(given, "rows of another rollout")
+    assert "in 2 of 10 rollouts; the rows of rollout 0 agree with rollout 1 in 9" in evidence
+
+
+def test_a_prefix_cache_from_before_the_update(rig: Rig) -> None:
+    """Keys, values and rows of the prompt are those of the weights before the update."""
+    new = moved(rig.model, 0.05)
+    given = [replace(one, policy_version=1) for one in rig.given]
+    live = [run(new, one) for one in given]
+    stale = compared(given, [run(new, one, PROMPT, rig.model) for one in given], live)
+    before = [replace(o, before_LTK=r.ids_LTK) for o, r in zip(stale, rig.live, strict=True)]
+    evidence = the_alarm(before, "old KV after an update")
+    assert evidence.startswith("the rows of prompts are those of the weights before the update: ")
+    assert examined(stale).alarms == [], "docs/truth.md says that shares alone miss it"
+    # control: a cache that was flushed
+    fresh = compared(given, live, live)
+    flushed = [replace(o, before_LTK=r.ids_LTK) for o, r in zip(fresh, rig.live, strict=True)]
+    assert examined(flushed).alarms == []
+
+
+def rows_of_old_prompts(rig: Rig, new: Any, version: int) -> list[Compared]:
+    """The engine kept the rows of prompts, and not their keys and values."""
+    given = [replace(one, policy_version=version) for one in rollouts(10, turns=1)]
+    old, live = [run(rig.model, r) for r in given], [run(new, r) for r in given]
+    return [
+        with_rows(one, np.where(one.part_T[:, None] == 0, there.ids_LTK, here.ids_LTK))
+        for one, there, here in zip(compared(given, live, live), old, live, strict=True)
+    ]
+
+
+def test_old_rows_of_prompts_without_the_weights_before(rig: Rig) -> None:
+    new = moved(rig.model, 0.05)
+    evidence = the_alarm(rows_of_old_prompts(rig, new, 1), "old KV after an update")
+    assert "of the rows of prompts differ, and 0.0 % of those of sampled tokens" in evidence
+    assert evidence.endswith("at policy version 1")
+    # there was no update before the first collection: it is another fault
+    the_alarm(rows_of_old_prompts(rig, new, 0), "rows of prompts")
+
+
+def test_an_update_that_the_engine_did_not_take(rig: Rig) -> None:
+    new = moved(rig.model, 0.02)
+    given = [replace(one, policy_version=1) for one in rig.given]
+    live = [run(new, one) for one in given]
+    old = compared(given, rig.live, live)
+    before = [replace(o, before_LTK=r.ids_LTK) for o, r in zip(old, rig.live, strict=True)]
+    evidence = the_alarm(before, "weights of another version")
+    assert evidence.startswith("all rows are those of the weights before the update: 0.0 %")
+
+
+def test_a_version_that_was_sampled_by_other_weights(rig: Rig) -> None:
+    """The model is that of version 1, and the newest rollouts are not its own."""
+    new = moved(rig.model, 0.1)
+    half = len(rig.given) // 2
+    given = [replace(one, policy_version=1 + (i < half)) for i, one in enumerate(rig.given)]
+    recorded = [run(new if i < half else rig.sampler, one) for i, one in enumerate(rig.given)]
+    evidence = the_alarm(compared(given, recorded, rig.live), "weights of another version")
+    assert "differ at policy version 2, the newest, and " in evidence
+    # control: older rollouts differ, which they may
+    given = [replace(one, policy_version=2 - (i < half)) for i, one in enumerate(rig.given)]
+    assert examined(compared(given, recorded, rig.live)).alarms == []
+
+
+def wrong_rotary(model: Any) -> Any:
+    """The model as an engine computes it whose rotary kernel is wrong."""
+    other = copy.deepcopy(model)
+    other.model.rotary_emb.inv_freq *= 3
+    return other
+
+
+def test_an_engine_that_computes_the_model_wrongly(rig: Rig) -> None:
+    engine = wrong_rotary(rig.model)
+    wrong = compared(rig.given, [run(engine, one) for one in rig.given], rig.live)
+    evidence = the_alarm(wrong, "the engine computes another model", model="DIR")
+    assert "layers are too high: " in evidence
+    assert "; mean |dlogp| " in evidence
+
+
+def floor_of(rig: Rig) -> Floor:
+    report = examined(rig.healthy)
+    return Floor("m", "vllm", "0", "float32", 0, 700, report.newest)
+
+
+def test_a_floor_finds_smaller_faults(rig: Rig) -> None:
+    with noisy_routers(rig.model, 0.1):
+        noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
+    assert examined(noisy).alarms == []
+    evidence = the_alarm(noisy, "the engine computes another model", floor=floor_of(rig))
+    assert "(floor " in evidence
+    # control: the same sampler again
+    assert examined(rig.healthy, floor=floor_of(rig)).alarms == []
+    for first in range(0, 10, 2):
+        assert examined(rig.healthy[first : first + 2], floor=floor_of(rig)).alarms == []
+
+
+def test_rows_that_are_wrong_from_a_position_on(rig: Rig) -> None:
+    """Rows of a request that is not there, from token 48 on."""
+    rng = np.random.default_rng(0)
+
+    def foreign(ids_LTK: np.ndarray) -> np.ndarray:
+        shape = (*ids_LTK[:, 48:].shape[:2], EXPERTS)
+        ids_LTK[:, 48:] = rng.random(shape).argsort(-1)[..., : ids_LTK.shape[-1]]
+        return ids_LTK
+
+    given = changed(rig.healthy, foreign)
+    causes = {alarm.cause for alarm in examined(given).alarms}
+    assert causes <= {"rows from a position on", "turn border"}
+    assert causes
+
+
+def test_one_layer_of_one_expert_is_no_fault() -> None:
+    """Top-1 of 2 experts in one layer: rows repeat by chance, and nothing is wrong."""
+    rng = np.random.default_rng(0)
+    given = []
+    for one in rollouts():
+        live_LTK = rng.integers(0, 2, (1, len(one.tokens_N) - 1, 1))
+        flipped = np.where(rng.random(live_LTK.shape) < 0.1, 1 - live_LTK, live_LTK)
+        routes = Routes.from_array(flipped, 2)
+        given.append(Compared(replace(one, routes=routes), live_LTK))
+    assert examine(given, [0]).alarms == []
+
+
+def test_missing_rows_are_not_compared(rig: Rig) -> None:
+    def unrecorded(one: Compared) -> Compared:
+        routes = one.rollout.routes
+        ids_LTK = routes.ids_LTK.copy()
+        recorded_T = np.arange(one.num_rows) < 30
+        ids_LTK[:, ~recorded_T] = 0
+        routes = replace(routes, ids_LTK=ids_LTK, recorded_T=recorded_T)
+        return replace(one, rollout=replace(one.rollout, routes=routes))
+
+    report = examined([unrecorded(one) for one in rig.healthy])
+    assert report.alarms == []
+    assert report.tables.all_rows.rows == 30 * len(rig.healthy)
+
+
+def test_other_routes_than_those_of_the_rollout_are_refused(rig: Rig) -> None:
+    one = rig.healthy[0]
+    with pytest.raises(ValueError, match=r"rollout 0: live routes \(4, 5, 4\), recorded ones"):
+        replace(one, live_LTK=one.live_LTK[:, :5])
+    with pytest.raises(ValueError, match=r"rollout 0: .* log-probs"):
+        replace(one, logprobs_T=np.zeros(3))
+    with pytest.raises(ValueError, match="no rollouts"):
+        examine([], range(LAYERS))

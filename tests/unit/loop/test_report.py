@@ -1,0 +1,453 @@
+"""The report of runs: its numbers are those of the files, several runs side by side, one page.
+
+Shape suffixes (docs/glossary.md): N.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import tokenizers
+from html_page import Page, chart, outside, report
+from online_run import change, event_with, lines_of, make_run
+from stored import INFO, make_rollout
+
+from megatron_r3.cli import main
+from megatron_r3.data.store import write_shard
+from megatron_r3.loop.report import read_runs
+from megatron_r3.loop.report_charts import Trace, lines
+from megatron_r3.loop.report_numbers import (
+    Line,
+    groups_of,
+    line_of,
+    pauses,
+    stage_times,
+    thirds,
+    wall_seconds,
+)
+from megatron_r3.loop.report_tables import duration
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "online", steps=12, restarts=True)
+
+
+@pytest.fixture(scope="module")
+def text(run: Path) -> str:
+    assert main(["rl", "report", str(run)]) == 0
+    return (run / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """live-0 and live-1, of which one is shorter, beside one run with replay, r3-0."""
+    folder = tmp_path_factory.mktemp("compared")
+    runs = [
+        make_run(folder / "live-0", 10, replay=False, seed=1),
+        make_run(folder / "live-1", 8, replay=False, seed=2),
+        make_run(folder / "r3-0", 10, seed=3),
+    ]
+    return folder, report(*runs, out=folder / "page.html")
+
+
+# -- the page and the files
+
+
+DRIFTING = {"KL from sampler to trainer (k3)", "Extreme tokens, F(2)", "Router mismatch", "Loss"}
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("Reward", "update/reward mean"),
+        ("Entropy", "update/entropy"),
+        ("Response length", "update/response length"),
+        ("KL from sampler to trainer (k3)", "update/sampler k3 kl"),
+        ("Extreme tokens, F(2)", "update/sampler extreme"),
+        ("Router mismatch", "router mismatch"),
+        ("Policy lag", "update/policy lag"),
+        ("Learning rate", "update/learning rate"),
+        ("Gradient norm", "update/gradient norm"),
+        ("Loss", "update/loss"),
+        ("Seconds of a step", "update/seconds"),
+    ],
+)
+def test_curves_of_steps_are_those_of_the_file(run: Path, text: str, title: str, name: str) -> None:
+    lines = lines_of(run / "metrics.jsonl")
+    line, *firsts = chart(text, title)["lines"]
+    for first in firsts:  # mini-steps are told apart: of two on a collection the first
+        assert first["name"] == "online, first steps"
+        assert (first["x"], first["mean"]) == (line["x"][::2], line["mean"][::2])
+    teeth = "The teeth are the 2 steps on each collection"
+    figure = text.partition(f"<h3>{title}</h3>")[2].partition("</figure>")[0]
+    assert (teeth in figure) == bool(firsts) == (title in DRIFTING)
+    assert line["x"] == [one["iteration"] for one in lines]
+    assert line["mean"] == pytest.approx([one[name] for one in lines], rel=1e-5)  # six digits
+    other = [one["token mismatch"] for one in lines]  # the control: another curve differs
+    assert line["mean"] != pytest.approx(other, rel=1e-5)
+
+
+def test_curves_of_events_are_those_of_the_files(run: Path, text: str) -> None:
+    events = lines_of(run / "events" / "collector.jsonl")
+    pushed = [event for event in events if event["event"] == "pushed"]
+    line, limit = chart(text, "Check of each push")["lines"]
+    assert line["mean"] == [event["abs_dlogp"] for event in pushed]
+    assert limit["mean"] == [0.02] * len(pushed)
+    collected = [event for event in events if event["event"] == "collected"]
+    (line,) = chart(text, "Reward of each collection")["lines"]
+    assert line["mean"] == pytest.approx([event["reward"] for event in collected], rel=1e-5)
+    (line,) = chart(text, "Load of the busiest expert")["lines"]
+    assert line["mean"] == [max(event["expert_load"]) for event in collected]
+    (line,) = chart(text, "Truth test of each collection")["lines"]
+    examined = [event["mismatch"] for event in events if event["event"] == "examined"]
+    assert line["mean"] == pytest.approx(examined, rel=1e-5)
+    stages = chart(text, "Where the time goes")["lines"]
+    assert stages[0]["mean"] == [event["seconds"] for event in collected]
+    assert stages[1]["mean"] == [event["seconds"] for event in pushed]
+
+
+def test_maps_have_the_values_of_each_layer(run: Path, text: str) -> None:
+    lines = lines_of(run / "metrics.jsonl")
+    data = chart(text, "Router mismatch by layer")
+    assert data["layers"] == [1, 2, 3, 4]
+    for layer, cells in zip(data["layers"], data["cells"], strict=True):
+        assert cells == [one[f"router mismatch/layer {layer}"] for one in lines]
+
+
+def test_lines_are_drawn_where_the_script_looks_for_them(text: str) -> None:
+    """The cross hair stands on the drawn point: the same x in the SVG and from limits and box."""
+    data = chart(text, "Reward")
+    figure = text.partition("<h3>Reward</h3>")[2].partition("</figure>")[0]
+    drawn = re.search(r'<g class="g0 line">\s*<path d="([^"]*)"', figure)
+    assert drawn is not None
+    points = [tuple(map(float, p)) for p in re.findall(r"[ML] ([\d.]+) ([\d.]+)", drawn[1])]
+    (line,) = data["lines"]
+    left, _, right, _ = data["box"]
+    first, last = data["limits"]
+    assert len(points) == len(line["x"])
+    for x, (at, _) in zip(line["x"], points, strict=True):
+        assert left + (x - first) / (last - first) * (right - left) == pytest.approx(at, abs=0.1)
+    # and higher values are drawn higher, in proportion: y falls as the value rises
+    values, heights = line["mean"], [y for _, y in points]
+    slope = (heights[1] - heights[0]) / (values[1] - values[0])
+    assert slope < 0
+    for value, y in zip(values, heights, strict=True):
+        assert heights[0] + slope * (value - values[0]) == pytest.approx(y, abs=0.1)
+
+
+def test_tables_say_what_the_files_say(run: Path, text: str) -> None:
+    page = Page(text)
+    collected = [
+        event
+        for event in lines_of(run / "events" / "collector.jsonl")
+        if event["event"] == "collected"
+    ]
+    assert page.row("model") == ["qwen3_moe, 4 layers, hidden size 32, 16 experts, top-2"]
+    assert page.row("layout") == ["2 processes, EP2"]
+    assert page.row("sampler") == [
+        "embedded (transformers), new weights in place, made worse on purpose: router_noise 0.7"
+    ]
+    assert page.row("training options") == ["--moe-router-replay --rollouts-loss grpo --lr 4e-4"]
+    assert page.row("replay") == ["on: routes from rollout (R3)"]
+    assert page.row("device") == ["cpu"]
+    assert page.row("steps") == ["12"]
+    assert page.row("policy versions") == ["6"]
+    assert page.row("rollouts") == [str(64 * 6)]
+    assert page.row("tokens") == [f"{sum(event['tokens'] for event in collected):,}"]
+    reward = [line["update/reward mean"] for line in lines_of(run / "metrics.jsonl")]
+    assert page.row("Reward") == [f"{fmean(reward[:4]):.3g} → {fmean(reward[-4:]):.3g}"]
+    k3 = [line["update/sampler k3 kl"] for line in lines_of(run / "metrics.jsonl")][::2]
+    shown = f"{fmean(k3[:2]):.3g} → {fmean(k3[-2:]):.3g}"
+    assert page.row("k3, first step of each collection") == [shown]
+    assert page.row("KL from sampler to trainer (k3)") != [shown]
+    (pushes,) = [table for table in page.tables if table[0][0] == "version"]
+    assert [row[0] for row in pushes[1:]] == [*"012345"]
+    assert {row[-1] for row in pushes[1:]} == {"✓ yes"}
+    assert "the trainer died once (exit status -9)" in page.text
+    assert 'engine = "embedded"' in page.text
+
+
+# -- several runs
+
+
+def test_runs_stand_side_by_side(compared: tuple[Path, str]) -> None:
+    folder, text = compared
+    page = Page(text)
+    assert "live (mean of 2)" in page.text
+    assert [row for table in page.tables for row in table if row[0] == "runs"] == [
+        ["runs", "live-0, live-1", "r3-0"]
+    ]
+    assert page.row("device") == ["cpu"]  # the same for both
+    off = "off: the trainer chose its experts live"
+    assert page.row("replay") == [off, "on: routes from rollout (R3)"]
+    assert page.text.count(f"replay is {off}; with --moe-router-replay") == 2  # of two seeds
+    assert page.row("training options") == [
+        "--rollouts-loss grpo --lr 4e-4",
+        "--moe-router-replay --rollouts-loss grpo --lr 4e-4",
+    ]
+    live, replayed = chart(text, "Reward")["lines"]
+    assert (live["name"], live["group"]) == ("live", 0)
+    assert (replayed["name"], replayed["group"]) == ("r3-0", 1)
+    of_r3 = lines_of(folder / "r3-0" / "metrics.jsonl")
+    assert replayed["mean"] == [line["update/reward mean"] for line in of_r3]
+    boxes = [tag for tag, attributes in page.tags if attributes.get("type") == "checkbox"]
+    assert len(boxes) == 2
+    maps = [c for c in page.script_data if "layers" in c and c["xName"] == "step"]
+    assert len(maps) == 2
+    assert maps[0]["limits"] == maps[1]["limits"]  # though one ends two steps earlier
+
+
+def test_seeds_are_a_mean_with_a_band(compared: tuple[Path, str]) -> None:
+    folder, text = compared
+    seeds = [
+        [line["update/entropy"] for line in lines_of(folder / f"live-{seed}" / "metrics.jsonl")]
+        for seed in (0, 1)
+    ]
+    live = chart(text, "Entropy")["lines"][0]
+    pairs = [*zip(*seeds, strict=False)]  # zip ends with the shorter seed
+    assert live["x"] == [*range(1, 9)]
+    assert live["mean"] == pytest.approx([fmean(pair) for pair in pairs], rel=1e-5)
+    assert live["low"] == [min(pair) for pair in pairs]
+    assert live["high"] == [max(pair) for pair in pairs]
+    assert "live: the seeds have 10, 8 steps" in Page(text).text
+
+
+def test_names_and_groups(tmp_path: Path) -> None:
+    paths = [
+        make_run(tmp_path / name, 2)
+        for name in ("noise/live-0", "noise/live-1", "fp8/live-0", "fp8/live-1", "fp8/run-7")
+    ]
+    groups = groups_of(read_runs(paths))
+    assert [(group.name, len(group.runs)) for group in groups] == [
+        ("noise/live", 2),
+        ("fp8/live", 2),
+        ("fp8/run-7", 1),
+    ]
+    assert read_runs(paths[:1])[0].name == "live-0"
+
+
+def test_several_runs_need_a_name_for_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(tmp_path / name, 2) for name in "ab"]
+    assert main(["rl", "report", *map(str, runs)]) == 1
+    assert "--out FILE" in capsys.readouterr().err
+    assert main(["rl", "report", *map(str, runs[:1] * 2), "--out", str(tmp_path / "p")]) == 1
+    assert "given twice" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for place, reason in (("no/p", "No such file or directory"), ("file/p", "Not a directory")):
+        assert main(["rl", "report", str(runs[0]), "--out", str(tmp_path / place)]) == 1
+        told = capsys.readouterr().err  # and not the temporary file beside it
+        assert f"{reason}: '{tmp_path / place}'" in told
+
+
+def test_long_runs_are_drawn_as_means_with_their_extremes() -> None:
+    curve = {float(step): 1.0 for step in range(1, 1001)} | {500.0: 9.0}
+    line = line_of([curve])
+    assert line is not None
+    assert (len(line.x), line.each) == (100, 10)
+    assert max(line.high) == 9.0  # a single step is not lost
+    assert max(line.mean) == pytest.approx(1.8)
+    assert line_of([{}]) is None
+    assert line_of([{1.0: 2.0}, {2.0: 2.0}]) is None
+    assert thirds({1.0: 1.0, 2.0: 2.0, 3.0: 9.0, 4.0: 3.0, 5.0: 5.0, 6.0: 7.0}) == (1.5, 6.0)
+    assert thirds({}) is None
+
+
+def test_wide_ranges_have_a_logarithmic_axis_and_zeros_are_on_it() -> None:
+    def ticks(*values: float) -> list[str]:
+        line = Line([1.0, 2.0, 3.0], [*values], [*values], [*values])
+        drawn = lines([Trace(0, "a", line)], "step", from_zero=True, log=True)
+        return re.findall(r"<text[^>]*>([^<]*)</text>", drawn.svg)
+
+    assert {"0.001", "0.01", "0.1", "1"} <= set(ticks(0.001, 0.01, 1.0))
+    assert {"0", "1e-06", "0.1"} <= set(ticks(0.0, 2e-6, 0.3))
+    assert {"0.00", "0.20"} <= set(ticks(0.1, 0.2, 0.3))  # the control: a linear axis
+
+
+def test_times_by_stage_are_the_time_on_the_clock(run: Path) -> None:
+    (one,) = read_runs([run])
+    times = stage_times(one)
+    clock = [event["time"] for event in one.of("collected")]
+    for collection in range(1, 6):
+        whole = sum(curve[collection] for curve in times.values())
+        assert whole == pytest.approx(clock[collection] - clock[collection - 1], abs=1e-3)
+    assert times["the rest"][3] > 8  # the restart
+
+
+def test_a_fall_that_comes_from_the_learning_rate_is_no_agreement_gained(
+    run: Path, tmp_path: Path
+) -> None:
+    level = make_run(tmp_path / "level", 12)
+    change(
+        level / "metrics.jsonl",
+        lambda lines: [line.update({"update/learning rate": 1e-4}) for line in lines],
+    )
+    said = "smaller steps alone bring k3 and the mismatch down, so a fall is no gain in agreement"
+    assert said in Page(report(run, out=tmp_path / "a.html")).text
+    assert said not in Page(report(level, out=tmp_path / "b.html")).text
+
+
+def test_peaks_have_the_reasons_that_are_known(run: Path, tmp_path: Path) -> None:
+    said = "Known reasons for a peak: the trainer died in collection 3."
+    assert said in Page(report(run, out=tmp_path / "a.html")).text
+    quiet = make_run(tmp_path / "quiet", 12)
+    text = Page(report(quiet, out=tmp_path / "b.html")).text
+    assert "Known reasons" not in text
+    assert "a single peak" not in text
+    for step in (4, 8, 12):  # two steps on a collection; the last one is before no collection
+        (quiet / "checkpoints" / f"iter_{step:07d}").mkdir(parents=True)
+    text = Page(report(quiet, out=tmp_path / "b.html")).text
+    assert "a checkpoint was written before collections 2, 4." in text
+
+
+def test_the_time_between_a_stop_and_the_next_start_is_no_wall_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 12)
+    before = wall_seconds(read_runs([run])[0])
+    supervisor = run / "events" / "supervisor.jsonl"
+    later = lines_of(supervisor)[-1]["time"] + 86400
+    parts = ("sampler", "collector", "trainer")
+    again = [{"time": later, "event": "started", "part": part} for part in parts]
+    ended = [{"time": later + 5, "event": "ended", "part": p, "status": 0} for p in parts[1:]]
+    change(supervisor, lambda lines: lines.extend([*again, *ended]))
+    again_read = read_runs([run])[0]
+    assert wall_seconds(again_read) == pytest.approx(before + 5)
+    assert len(pauses(again_read)) == 1
+    # the control: a part that died, and was started again three seconds later, is no stop
+    assert pauses(read_runs([make_run(tmp_path / "died", 12, restarts=True)])[0]) == []
+
+
+def test_short_times_are_milliseconds() -> None:
+    assert [duration(s) for s in (0.00914, 0.31, 1.0, 12.34)] == ["9 ms", "310 ms", "1 s", "12.3 s"]
+
+
+def test_prompts_and_answers_are_those_of_the_store(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    assert "Prompts and answers" not in Page(report(run, out=tmp_path / "page.html")).text
+    made = [make_rollout(9, i, group=i // 8, reward=i / 128, sample=i % 8) for i in range(128)]
+    write_shard(run / "rollouts", INFO, made)  # two collections of 64
+    page = Page(report(run, out=tmp_path / "page.html"))
+    (table,) = [table for table in page.tables if table[0][:2] == ["collection", "prompt"]]
+    shown = [made[i] for i in (0, 16, 32, 48, 64, 80, 96, 112)]
+    cut = made[0].prompt_length
+    words = [" ".join(map(str, one.tokens_N.tolist())) for one in shown]
+    assert [f"{row[1]} {row[2]}" for row in table[1:]] == words
+    assert [len(row[1].split()) for row in table[1:]] == [one.prompt_length for one in shown]
+    assert 0 < cut < 9
+    assert [row[0] for row in table[1:]] == [*"00001111"]
+    assert [row[3] for row in table[1:]] == [f"{one.reward:.3g}" for one in shown]
+    # the control: the policy's tokenizer makes texts of them
+    vocabulary = {f"t{n}": n for n in range(256)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.save(str(run / "policies" / "v000000" / "tokenizer.json"))
+    page = Page(report(run, out=tmp_path / "page.html"))
+    (table,) = [table for table in page.tables if table[0][:2] == ["collection", "prompt"]]
+    assert table[1][1].split() == [f"t{n}" for n in made[0].tokens_N[:cut].tolist()]
+
+
+def test_live_training_need_not_dispatch_as_recorded(compared: tuple[Path, str]) -> None:
+    folder, text = compared
+    dispatched = read_runs([folder / "live-0"])[0].metrics["routes dispatched as recorded"]
+    assert max(dispatched.values()) < 1
+    assert "Nothing alarming" in Page(text).text
+    assert "Look at this first" not in Page(text).text
+
+
+# -- the page as a file
+
+
+HOSTILE = '</script><img src="http://e.example" onerror=alert(1)>&amp;'
+
+
+def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
+    assert ("img", {"src": "x"}) in Page('<img src="x">').tags  # the control: the parser sees one
+    runs = [make_run(tmp_path / name, 4) for name in ("<img src=x onerror=alert(1)>", "b")]
+    run = runs[0]
+    with (run / "config.toml").open("a") as file:
+        file.write(f"# {HOSTILE}\n")
+    config = run / "policies" / "v000000" / "config.json"
+    config.write_text(json.dumps({"model_type": HOSTILE}))
+    change(run / "events/collector.jsonl", event_with("pushed", 0, how=HOSTILE))
+    change(run / "events/trainer.jsonl", event_with("published", 0, device=HOSTILE))
+    change(run / "events/supervisor.jsonl", event_with("started", 0, part=HOSTILE))
+    change(run / "events/supervisor.jsonl", event_with("ended", 0, event="died", part=HOSTILE))
+    failed = {"time": 1, "event": "failed", "collection": 0, "reason": HOSTILE}
+    change(run / "events/collector.jsonl", lambda lines: lines.append(failed))
+    change(run / "metrics.jsonl", lambda lines: lines[0].update({HOSTILE: math.inf}))
+    text = report(*runs, out=tmp_path / "page.html")
+    page = Page(text)
+    tags = [tag for tag, _ in page.tags]
+    assert "img" not in tags
+    assert tags.count("script") == 2
+    assert not [a for _, attributes in page.tags for a in attributes if a.startswith("on")]
+    assert page.text.count(HOSTILE) >= 7
+    names = {line["name"] for data in page.script_data for line in data.get("lines", ())}
+    assert "<img src=x onerror=alert(1)>" in names
+
+
+def test_the_page_needs_nothing_from_outside(text: str, compared: tuple[Path, str]) -> None:
+    for page in (text, compared[1]):
+        assert outside(page) == []
+        assert "default-src 'none'" in page
+    for wrong in (
+        '<script src="https://cdn.example/plot.js"></script>',
+        '<link href="//fonts.example/a.css">',
+        "<style>@import 'a.css'; p { background: url(a.png) }</style>",
+        "<script>fetch('http://example.com')</script>",
+    ):
+        assert outside(wrong) != []
+
+
+def test_ids_of_a_page_differ(text: str) -> None:
+    ids = [attributes["id"] for _, attributes in Page(text).tags if "id" in attributes]
+    assert len(ids) > 100
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', text))
+    assert used <= set(ids)
+
+
+def test_every_colour_is_one_of_the_style(text: str) -> None:
+    assert "#0102" not in text
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    defined = set(re.findall(r"(--\w+):", style)) | {"--c"}
+    assert set(re.findall(r"var\((--\w+)\)", text)) <= defined
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 2)
+    (run / "metrics.jsonl").unlink()
+    (run / "events" / "collector.jsonl").unlink()
+    page = Page(report(run, out=tmp_path / "page.html"))
+    assert "metrics.jsonl has no step yet" in page.text
+    assert page.row("rollouts") == ["not recorded"]
+    assert "Nothing of this was recorded." in page.text
+    assert "No push is recorded" in page.text
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", 2)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["rl", "report", str(run)]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_the_parser_needs_nothing_heavy() -> None:
+    code = (
+        "import sys, argparse; from megatron_r3.loop.rl_cli import add_rl;"
+        "add_rl(argparse.ArgumentParser().add_subparsers());"
+        "print(sorted({'matplotlib', 'numpy', 'torch'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

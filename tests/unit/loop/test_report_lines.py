@@ -1,0 +1,189 @@
+"""The report of runs: lines that are not what they must be, and what a reader must not miss."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from html_page import Page, chart, report
+from online_run import change, event_with, make_run
+
+from megatron_r3.cli import main
+from megatron_r3.loop.report import FIELDS, read_runs
+from megatron_r3.loop.report_numbers import (
+    notes_of,
+    warnings_of,
+)
+from megatron_r3.loop.run_directory import RunDirectory
+
+pytest.importorskip("matplotlib")
+
+
+# -- lines that are not what they must be
+
+
+METRIC = '{"iteration": 3, "update/entropy": 0.1}'
+BAD = [
+    ("metrics.jsonl", "[1]", "expected a JSON object"),
+    ("metrics.jsonl", '{"update/entropy": 0.1}', "whole number as iteration, got None"),
+    ("metrics.jsonl", METRIC.replace("3", "-3"), "whole number as iteration, got -3"),
+    ("metrics.jsonl", METRIC.replace("3", "true"), "whole number as iteration, got True"),
+    ("metrics.jsonl", METRIC.replace("0.1", '"0.1"'), "a number as 'update/entropy', got '0.1'"),
+    ("metrics.jsonl", METRIC.replace("update/entropy", "router mismatch/layer x"), "layer x"),
+    ("metrics.jsonl", "nonsense", "not JSON"),
+    ("metrics.jsonl", '{"iteration": 3, "a{"iteration": 3}', "not JSON"),
+    ("metrics.jsonl", "", "not JSON"),
+    ("events/trainer.jsonl", '{"event": "published", "version": 3}', "'time', got nothing"),
+    ("events/trainer.jsonl", '{"time": 1, "event": "published"}', "'version', got nothing"),
+    ("events/trainer.jsonl", '{"time": 1, "event": 5}', "a text as 'event', got 5"),
+    (
+        "events/collector.jsonl",
+        '{"time": 1, "event": "pushed", "version": 1, "verified": 1}',
+        "true or false as 'verified', got 1",
+    ),
+    (
+        "events/collector.jsonl",
+        '{"time": 1, "event": "waited", "for": "policy 1", "seconds": -1}',
+        "at least 0 as 'seconds', got -1",
+    ),
+    ("events/supervisor.jsonl", '{"time": NaN, "event": "ended"}', "'time', got nan"),
+]
+
+
+@pytest.mark.parametrize(("file", "line", "expected"), BAD)
+def test_a_bad_line_is_refused_with_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, line: str, expected: str
+) -> None:
+    run = make_run(tmp_path / "run", 4)
+    read_runs([run])  # the control: the run is good
+    lines = (run / file).read_text().splitlines()
+    (run / file).write_text("\n".join([*lines[:1], line, *lines[1:], ""]))
+    (run / "report.html").write_text("an older page")
+    assert main(["rl", "report", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {run / file}, line 2: ")
+    assert expected in error
+    assert error.count("\n") == 1
+    assert (run / "report.html").read_text() == "an older page"
+    assert not list(run.glob(".report*"))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["rl", "report", str(tmp_path / "empty")]) == 1
+    assert "neither metrics.jsonl nor events" in capsys.readouterr().err
+    assert main(["rl", "report", str(tmp_path / "gone")]) == 1
+    assert "is no directory" in capsys.readouterr().err
+    run = make_run(tmp_path / "run", 2)
+    (run / "config.toml").write_text("[run")
+    assert main(["rl", "report", str(run)]) == 1
+    assert f"{run / 'config.toml'}: not TOML" in capsys.readouterr().err
+
+
+def test_lines_that_were_cut_off_are_left_out_and_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    metrics, events = run / "metrics.jsonl", run / "events" / "collector.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole[:-20])
+    events.write_text(events.read_text() + '{"time": 17')
+    # a part that was killed, and started again
+    RunDirectory(run).note("collector", "waited", seconds=1.5, **{"for": "policy 2"})
+    (one,) = read_runs([run])
+    assert one.steps == 3
+    assert any("metrics.jsonl: line 4, the last one, is cut off" in note for note in one.notes)
+    assert any("collector.jsonl: line 9 is cut off" in note for note in one.notes)
+    assert [event["seconds"] for event in one.of("waited")][-1] == 1.5
+    text = report(run, out=tmp_path / "page.html")
+    assert "line 4, the last one, is cut off and was left out" in Page(text).text
+    assert chart(text, "Reward")["lines"][0]["x"] == [1, 2, 3]
+    metrics.write_text(whole.rstrip("\n"))  # the control: a whole line without its end
+    assert read_runs([run])[0].steps == 4
+
+
+def test_steps_of_a_trainer_that_was_started_again_come_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    change(run / "metrics.jsonl", lambda lines: lines.append(dict(lines[3])))
+    (one,) = read_runs([run])
+    assert one.steps == 4
+    assert "1 steps were logged twice (4 to 4), with equal values" in one.notes[0]
+    last = {"iteration": 4, "update/entropy": 0.5}
+    change(run / "metrics.jsonl", lambda lines: lines.append(last))
+    (one,) = read_runs([run])
+    assert "in 1 of them with other values" in one.notes[0]
+    assert one.metrics["update/entropy"][4] == 0.5
+
+
+def test_what_is_not_finite_or_unknown_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    change(run / "metrics.jsonl", lambda lines: lines[1].update({"update/entropy": math.nan}))
+    change(run / "events/trainer.jsonl", lambda lines: lines.append({"time": 1, "event": "sang"}))
+    change(run / "events/collector.jsonl", lambda lines: lines.pop(2))
+    (one,) = read_runs([run])
+    assert [*one.metrics["update/entropy"]] == [1, 3, 4]
+    assert "update/entropy is not finite in 1 lines, which are left out" in one.notes
+    assert "trainer.jsonl: 1 events 'sang' are unknown, and were left out" in one.notes
+    assert "1 collections have no event, the first of them is 0" in " ".join(notes_of(one))
+
+
+# -- what a reader must not miss
+
+
+@pytest.mark.parametrize(
+    ("file", "how", "expected"),
+    [
+        (
+            "events/collector.jsonl",
+            event_with("pushed", 1, verified=False, abs_dlogp=0.65),
+            "the push of version 1 was not verified: |dlogp| is 0.65, the limit is 0.02",
+        ),
+        (
+            "events/collector.jsonl",
+            event_with("collected", 1, version=9),
+            "1 collections were sampled by a version whose push is not recorded as verified",
+        ),
+        (
+            "events/collector.jsonl",
+            event_with("examined", 1, alarms=["shifted rows: by one token"]),
+            "rollouts of version 1 were not stored: shifted rows: by one token",
+        ),
+        (
+            "metrics.jsonl",
+            event_with("", 2, **{"routes dispatched as recorded": 0.999996}),
+            "routes dispatched as recorded is below 1 in 1 steps with replay, first in 3",
+        ),
+        (
+            "metrics.jsonl",
+            event_with("", 1, **{"router mismatch/layer 2": 0.75}),
+            "router mismatch is above one half in layer 2 in 1 steps, first in 2",
+        ),
+        ("metrics.jsonl", event_with("", 1, **{"bounded ratio": 0.1}), "bounded ratio is above 0"),
+        (
+            "events/supervisor.jsonl",
+            event_with("ended", 0, event="died", status=1),
+            "the trainer died once (exit status 1)",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_first(
+    tmp_path: Path, file: str, how: Callable[[list[dict[str, Any]]], None], expected: str
+) -> None:
+    run = make_run(tmp_path / "run", 4)
+    assert warnings_of(read_runs([run])[0]) == []
+    change(run / file, how)
+    warnings = warnings_of(read_runs([run])[0])
+    assert any(warning.startswith(expected) for warning in warnings), warnings
+
+
+def test_every_field_of_an_event_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "report.md").read_text()
+    rows = re.findall(r"^\| (`[a-z`, ]+) \| (.*) \| (.*)\|$", text, re.MULTILINE)
+    documented = {
+        kind: (set(re.findall(r"`(\w+)`", must)), set(re.findall(r"`(\w+)`", may)))
+        for kinds, must, may in rows
+        for kind in re.findall(r"`(\w+)`", kinds)
+    }
+    assert documented == {kind: (set(must), set(may)) for kind, (must, may) in FIELDS.items()}

@@ -1,0 +1,75 @@
+"""The plan against what every rank would count for itself."""
+
+import numpy as np
+import pytest
+
+from megatron_r3.replay.plan import ExpertRanks, PlanError, count_tokens, layer_sizes
+
+L, K, E = 3, 2, 8
+LAYERS = [2, 4, 5]
+
+
+def routes(tokens, seed):
+    scores = np.random.default_rng(seed).random((L, tokens, E))
+    return np.argsort(scores, axis=-1)[..., :K].astype(np.uint8)
+
+
+def test_counts_are_those_of_a_loop():
+    ids = routes(37, 0)
+    want = [[(layer == expert).sum() for expert in range(E)] for layer in ids]
+    assert np.array_equal(count_tokens(ids, E), want)
+    assert count_tokens(ids[:, :0], E).sum() == 0
+    assert count_tokens(ids[:0], E).shape == (0, E)
+    many = np.full((1, 3, 1), 300, np.int16)
+    assert count_tokens(many, 512)[0, 300] == 3
+
+
+@pytest.mark.parametrize(("expert_size", "tensor_size"), [(1, 1), (4, 1), (2, 2), (1, 2), (8, 1)])
+def test_sizes_are_what_really_travels(expert_size, tensor_size):
+    size = expert_size * tensor_size
+    ids = [routes(5 + 3 * rank, rank) for rank in range(size)]
+    counts = np.stack([count_tokens(i, E) for i in ids])
+    local = E // expert_size
+    owner = lambda expert: expert // local  # noqa: E731
+    for me in range(size):
+        expert_rank, tensor_rank = divmod(me, tensor_size)
+        ranks = ExpertRanks(expert_size, expert_rank, tensor_size, tensor_rank)
+        assert ranks.rank == me
+        for index, number in enumerate(LAYERS):
+            got = layer_sizes(counts, ranks, LAYERS)[number]
+            mine = ids[me][index].ravel()
+            # an all-to-all runs among ranks of one tensor rank, a gather among those of one expert
+            sent = [(owner(mine) == other).sum() for other in range(expert_size)]
+            assert got.input_splits.tolist() == sent
+
+            def arrive(rank, index=index, me=me):
+                all_ids = ids[rank][index].ravel()
+                return all_ids[owner(all_ids) == me // tensor_size]
+
+            from_peers = [len(arrive(p * tensor_size + tensor_rank)) for p in range(expert_size)]
+            assert got.output_splits.tolist() == from_peers
+            gathered = [
+                sum(len(arrive(p * tensor_size + t)) for p in range(expert_size))
+                for t in range(tensor_size)
+            ]
+            assert got.output_splits_tp.tolist() == gathered
+            order = [p * tensor_size + t for t in range(tensor_size) for p in range(expert_size)]
+            first = expert_rank * local
+            received = [
+                [(arrive(rank) == first + expert).sum() for expert in range(local)]
+                for rank in order
+            ]
+            assert got.received.tolist() == received
+            assert got.tokens_per_expert.tolist() == np.sum(received, axis=0).tolist()
+            everything = np.concatenate([ids[rank][index].ravel() for rank in range(size)])
+            of_ranks = [(owner(everything) == other).sum() for other in range(expert_size)]
+            assert got.rank_load.tolist() == of_ranks
+
+
+def test_a_changed_count_is_named():
+    counts = np.stack([count_tokens(routes(9, rank), E) for rank in range(4)])
+    ranks = ExpertRanks(4, 0, 1, 0)
+    layer_sizes(counts, ranks, LAYERS)
+    counts[2, 1, 5] += 1
+    with pytest.raises(PlanError, match=r"rank 2 .* sends 19 .* in layer 4, and 18 in layer 2"):
+        layer_sizes(counts, ranks, LAYERS)

@@ -1,0 +1,210 @@
+"""What cannot be replayed exactly is refused: what is known, with its reason; the rest, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_r3.replay.replayable import refusals, unknown_options
+
+GOOD: dict[str, Any] = {"num_moe_experts": 8, "moe_router_load_balancing_type": "aux_loss"}
+
+WRONG: dict[str, dict[str, Any]] = {
+    "no MoE layer": {"num_moe_experts": None},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+    "quantile_balancing": {"moe_router_load_balancing_type": ["quantile_balancing"]},
+    "capacity_factor": {"moe_expert_capacity_factor": 0.0},
+    "expert_rank_capacity_factor": {"moe_expert_rank_capacity_factor": 1.0},
+    "force_load_balancing": {"moe_router_force_load_balancing": True},
+    "force_biased": {"moe_router_force_biased": 0.0},
+    "CUDA graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
+    "padding_for_quantization": {"moe_router_padding_for_quantization": True},
+    "flextron": {"flextron": True},
+    "inference_optimized": {"transformer_impl": "inference_optimized"},
+}
+
+
+def test_an_ordinary_config_is_accepted() -> None:
+    assert refusals(SimpleNamespace(**GOOD)) == []
+    live = {"moe_router_replay_aux_loss": "live", "moe_router_replay_missing": "error"}
+    assert refusals(SimpleNamespace(**GOOD, **live)) == []
+    # Megatron's word for none: TransformerConfig makes None of it
+    assert refusals(SimpleNamespace(**GOOD, moe_expert_capacity_factor=-1.0)) == []
+
+
+@pytest.mark.parametrize("name", ["aux_loss", "expert_bias", "missing"])
+def test_a_misspelt_choice_is_refused(name: str) -> None:
+    option = f"moe_router_replay_{name}"
+    (refusal,) = refusals(SimpleNamespace(**GOOD, **{option: "lives"}))
+    assert refusal.startswith(f"{option}='lives'")
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_refused_with_the_reason(reason: str) -> None:
+    (refusal,) = refusals(SimpleNamespace(**{**GOOD, **WRONG[reason]}))
+    assert reason in refusal
+
+
+GUESTS: dict[str, Any] = {
+    **GOOD,
+    "moe_router_replay_dispatch_plan": True,
+    "moe_router_replay_guest_slots": 2,
+    "moe_router_replay_guest_tokens": 1024,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_model_parallel_size": 8,
+    "cuda_graph_impl": "none",
+}
+WRONG_GUESTS: dict[str, dict[str, Any]] = {
+    "guest_slots -1: it must be 0 or more": {"moe_router_replay_guest_slots": -1},
+    "guest_tokens 0: it must be 1 or more": {"moe_router_replay_guest_tokens": 0},
+    "one rank has all experts": {"expert_model_parallel_size": 1},
+    "guest_domain 1: a guest is on another rank": {"moe_router_replay_guest_domain": 1},
+    "guest_domain 3: 8 ranks are no whole number": {"moe_router_replay_guest_domain": 3},
+    "leave the plan on": {"moe_router_replay_dispatch_plan": False},
+    "the dispatcher 'flex' sends tokens": {"moe_token_dispatcher_type": "flex"},
+    "expert tensor parallelism": {"expert_tensor_parallel_size": 2},
+    "guest_domain does nothing without moe_router_replay_guest_slots": {
+        "moe_router_replay_guest_slots": 0,
+        "moe_router_replay_guest_domain": 4,
+    },
+    "guest_tokens does nothing without moe_router_replay_guest_slots": {
+        "moe_router_replay_guest_slots": 0,
+        "moe_router_replay_guest_tokens": 512,
+    },
+    "a CUDA graph would repeat the guests": {
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_modules": ["attn"],
+    },
+    "no rank has the whole weights of its experts": {"expert_gtp_weight_remat_size": 2},
+    **{
+        f"not proved with {name}: ": {name: True}
+        for name in (
+            *("fp8", "fp4", "quant_recipe", "gradient_accumulation_fusion", "add_bias_linear"),
+            *("moe_use_legacy_grouped_gemm", "use_transformer_engine_op_fuser"),
+            *("moe_single_grouped_weight", "moe_use_grouped_tensor", "moe_apply_probs_on_input"),
+            *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "cpu_offloading"),
+            *("overlap_dispatch_backward_with_experts_wgrad", "use_megatron_fsdp"),
+            *("fine_grained_activation_offloading", "use_torch_fsdp2"),
+        )
+    },
+}
+
+
+def test_guests_are_accepted() -> None:
+    assert refusals(SimpleNamespace(**GUESTS)) == []
+    assert refusals(SimpleNamespace(**GUESTS, moe_grouped_gemm=True)) == []
+    for domain in (4, 8, 16):
+        assert refusals(SimpleNamespace(**GUESTS, moe_router_replay_guest_domain=domain)) == []
+
+
+@pytest.mark.parametrize("reason", WRONG_GUESTS)
+def test_guests_are_refused_with_the_reason(reason: str) -> None:
+    (refusal,) = refusals(SimpleNamespace(**{**GUESTS, **WRONG_GUESTS[reason]}))
+    assert reason in refusal
+
+
+def test_every_refusal_is_in_the_list() -> None:
+    everything = {name: value for wrong in WRONG.values() for name, value in wrong.items()}
+    everything["moe_router_load_balancing_type"] = ["sinkhorn", "quantile_balancing"]
+    assert len(refusals(SimpleNamespace(**everything))) == len(WRONG)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        {"cuda_graph_modules": []},
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_modules": ["attn"]},  # of GPT layers it holds the MoE part too
+        {"cuda_graph_scope": ["attn"]},
+    ],
+)
+def test_whole_layer_graphs_are_refused(graph: dict[str, Any]) -> None:
+    (refusal,) = refusals(SimpleNamespace(**GOOD, **{"cuda_graph_impl": "local", **graph}))
+    assert "a CUDA graph that captures the router" in refusal
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},  # 0.16, 0.17
+        {"cuda_graph_impl": "local", "cuda_graph_modules": ["mlp", "mamba"]},
+    ],
+)
+def test_a_graph_without_a_router_is_accepted(graph: dict[str, Any]) -> None:
+    assert refusals(SimpleNamespace(**GOOD, **graph)) == []
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["moe_router"]},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["full"]},
+    ],
+)
+def test_graphs_of_older_lines_that_hold_the_router_are_refused(graph: dict[str, Any]) -> None:
+    (refusal,) = refusals(SimpleNamespace(**GOOD, **graph))
+    assert "a CUDA graph that captures the router" in refusal
+
+
+@dataclass
+class Newer:
+    """A config of a Megatron-LM that nobody here has seen."""
+
+    num_moe_experts: int = 8
+    moe_router_load_balancing_type: Any = "aux_loss"
+    moe_router_score_function: str = "softmax"
+    moe_token_dispatcher_type: str = "alltoall"
+    moe_router_topk: int = 2
+    moe_n_hash_layers: int = 0
+    offload_cold_experts: bool = False
+    use_mega_kernel: bool = False
+    routing_scheme: str | None = None
+    hidden_size: int = 8
+    use_megatron_fsdp: bool = False
+    moe_layer_list: list[int] = field(default_factory=list)
+
+
+NEW = {
+    "moe_n_hash_layers=3": {"moe_n_hash_layers": 3},
+    "offload_cold_experts=True": {"offload_cold_experts": True},
+    "use_mega_kernel=True": {"use_mega_kernel": True},
+    "routing_scheme='hash'": {"routing_scheme": "hash"},
+    "moe_layer_list=[1]": {"moe_layer_list": [1]},
+    "moe_router_score_function='tanh'": {"moe_router_score_function": "tanh"},
+    "moe_token_dispatcher_type='rdma'": {"moe_token_dispatcher_type": "rdma"},
+    "moe_router_load_balancing_type='new'": {"moe_router_load_balancing_type": ["none", "new"]},
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_an_option_that_nobody_has_looked_at_is_refused_by_name(name: str) -> None:
+    (reason,) = refusals(Newer(**NEW[name]))
+    assert reason.startswith(f"{name}: nobody here has looked at")
+    assert "report it with your Megatron-LM version" in reason
+
+
+def test_known_options_and_those_about_something_else_are_accepted() -> None:
+    assert refusals(Newer()) == []
+    assert refusals(Newer(moe_router_topk=4, hidden_size=16, use_megatron_fsdp=True)) == []
+
+
+def test_arguments_are_compared_with_the_defaults_of_the_config() -> None:
+    given = SimpleNamespace(**{f.name: getattr(Newer(), f.name) for f in fields(Newer)})
+    assert unknown_options(given, Newer) == []
+    given.moe_n_hash_layers = 3
+    assert unknown_options(given, Newer) == ["moe_n_hash_layers=3"]
+    assert unknown_options(given) == []  # control: without the defaults nobody can tell
+
+
+def test_a_framework_cannot_turn_an_unknown_option_on_by_its_own_default() -> None:
+    @dataclass
+    class Framework(Newer):
+        moe_n_hash_layers: int = 3
+
+    assert unknown_options(Framework(), Newer) == ["moe_n_hash_layers=3"]
+    assert unknown_options(Framework(moe_n_hash_layers=0), Newer) == []

@@ -1,0 +1,313 @@
+"""Options of the policy update that could not do what they say, and what is refused of them."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+from training_arguments import TOKENS, TRAINER, update_options_of
+
+from megatron_r3.train import update_options
+
+AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3}
+
+
+def aux_losses(kinds: object, coefficients: object) -> dict[str, object]:
+    return {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": coefficients}
+
+
+UNWRITABLE = str(Path(update_options.__file__).resolve())
+NAN, INFINITE = float("nan"), float("inf")
+PACK = {"rollouts_pack": True, "micro_batch_size": 1}
+REFUSED: list[tuple[dict[str, object], str]] = [
+    *(
+        ({"rollouts_clip_eps": bad}, "--rollouts-clip-eps .*: it must be above 0 and at most 1")
+        for bad in (0.0, -0.1, 1.5, NAN)
+    ),
+    *(
+        (
+            {"rollouts_clip_eps_high": bad},
+            "--rollouts-clip-eps-high .*: it must be a finite number above 0",
+        )
+        for bad in (0.0, -1.0, NAN, INFINITE)
+    ),
+    *(
+        ({"rollouts_dual_clip": bad}, "--rollouts-dual-clip .*: it must be a finite number above 1")
+        for bad in (1.0, 0.5, -3.0, NAN, INFINITE)
+    ),
+    ({"rollouts_dual_clip": 3.0, "rollouts_loss": "cispo"}, "-dual-clip 3: not together with"),
+    ({"rollouts_log": "no-such-folder/log.jsonl"}, "--rollouts-log .*: there is no such folder"),
+    ({"rollouts_log": f"{__file__}/log"}, "--rollouts-log .*py/log: there is no such folder"),
+    ({"rollouts_log": "."}, r"--rollouts-log \.: it is a folder; name a file in it"),
+    ({"rollouts_log": UNWRITABLE}, "--rollouts-log .*options.py: it cannot be written; name ano"),
+    ({"rollouts_loss": "ppo"}, "--rollouts-loss ppo: it must be one of grpo, gspo, cispo"),
+    ({"rollouts_old_policy": "both"}, "--rollouts-old-policy both: .* sampler, trainer"),
+    ({"rollouts_aggregation": "mean"}, "--rollouts-aggregation mean: it must be one of token-mean"),
+    ({"rollouts_fixed_length": 9}, "-length 9 needs --rollouts-aggregation fixed-"),
+    (
+        {"rollouts_fixed_length": 0, "rollouts_aggregation": "fixed-length"},
+        "--rollouts-fixed-length 0: it must be 1 or more tokens",
+    ),
+    (
+        {"rollouts_aggregation": "fixed-length", **PACK},
+        "--rollouts-aggregation fixed-length with --rollouts-pack needs --rollouts-fixed-length",
+    ),
+    *(
+        (
+            {**change, **TOKENS, **more},
+            f"{refused}: .*--calculate-per-token-loss and {option}: .* by {divisor} instead",
+        )
+        for change, refused, divisor in (
+            *(
+                (
+                    {"rollouts_aggregation": n},
+                    f"--rollouts-aggregation {n}",
+                    "the number of rollouts",
+                )
+                for n in ("sequence-mean", "fixed-length")
+            ),
+            (
+                {"rollouts_correction": "mask", **TRAINER},
+                "--rollouts-correction mask",
+                "the tokens that are left",
+            ),
+        )
+        for more, option in (
+            ({"moe_aux_loss_coeff": 1e-3}, "--moe-aux-loss-coeff"),
+            (
+                {
+                    "moe_aux_loss_coeff": [0.0, 1e-3],
+                    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+                },
+                "--moe-aux-loss-coeff",
+            ),
+            ({"moe_z_loss_coeff": 1e-3}, "--moe-z-loss-coeff"),
+            ({"mtp_num_layers": 1}, "--mtp-loss-scaling-factor"),
+        )
+    ),
+    ({"rollouts_advantages": "gae"}, "--rollouts-advantages gae: .*group-centred, stored"),
+    ({"rollouts_correction": "clip", **TRAINER}, "--rollouts-correction clip: .*icepop, mask"),
+    ({"rollouts_correction": "tis"}, "--rollouts-correction tis needs --rollouts-old-policy tr"),
+    (
+        {"rollouts_correction": "tis", "rollouts_old_policy": "sampler"},
+        "--rollouts-correction tis needs --rollouts-old-policy trainer",
+    ),
+    (
+        {"rollouts_correction_level": "token"},
+        "token needs --rollouts-correction tis or icepop",
+    ),
+    ({"rollouts_correction_bounds": [2.0]}, "-bounds 2 needs --rollouts-correction tis or"),
+    (
+        {"rollouts_correction": "tis", "rollouts_correction_level": "turn", **TRAINER},
+        "--rollouts-correction-level turn: it must be one of token, sequence",
+    ),
+    *(
+        (
+            {"rollouts_correction": name, "rollouts_correction_bounds": bounds, **TRAINER},
+            f"--rollouts-correction-bounds: {name} takes {count}",
+        )
+        for name, bounds, count in (
+            ("tis", [0.5, 2.0], "one number, the upper bound"),
+            ("icepop", [2.0], "a lower and an upper bound"),
+            ("mask", [0.1, 0.5, 2.0], "a lower and an upper bound"),
+        )
+    ),
+    *(
+        (
+            {"rollouts_correction": "mask", "rollouts_correction_bounds": bounds, **TRAINER},
+            "--rollouts-correction-bounds .*: bounds must be finite, and 0 <= lower < upper",
+        )
+        for bounds in ([2.0, 0.5], [1.0, 1.0], [-1.0, 1.0], [0.5, INFINITE], [NAN, 1.0])
+    ),
+    ({"rollouts_log": "/no/such/folder/log"}, "--rollouts-log /no/.*: there is no such folder"),
+    ({"rollouts_mini_steps": 0}, "--rollouts-mini-steps 0: it must be 1 or more"),
+    ({"rollouts_epochs": -1}, "--rollouts-epochs -1: it must be 1 or more"),
+    (
+        {"rollouts_epochs": 2, "dataloader_type": "cyclic"},
+        "--rollouts-epochs 2 needs --dataloader",
+    ),
+    ({"rollouts_shuffle": -1, **TOKENS}, "--rollouts-shuffle -1: it must be 0 or more"),
+    (
+        {"rollouts_shuffle": 1, **TOKENS, "dataloader_type": "cyclic"},
+        "--rollouts-shuffle 1 needs --dataloader-type single: a global batch",
+    ),
+    (
+        {"rollouts_shuffle": 1, **TOKENS, "rampup_batch_size": [4, 4, 64]},
+        "--rollouts-shuffle 1: not together with --rampup-batch-size 4 4 64: a global batch has",
+    ),
+    (
+        {"rollouts_shuffle": 1, "micro_batch_size": 2},
+        "--rollouts-shuffle 1 needs --calculate-per-token-loss, .*: here 2 rollouts are averaged",
+    ),
+    (
+        {"rollouts_shuffle": 1, "micro_batch_size": 1, "rollouts_pack": True},
+        "--rollouts-shuffle 1 needs --calculate-per-token-loss, .*: here those of a pack are",
+    ),
+    (
+        {"rollouts_shuffle": 1, **TOKENS, **AUX},
+        "--rollouts-shuffle 1: not together with --moe-router-load-balancing-type aux_loss and",
+    ),
+    *(
+        (
+            {"rollouts_shuffle": 1, **TOKENS, **aux_losses(kinds, coefficients)},
+            f"not together with --moe-router-load-balancing-type {named} and --moe-aux-loss-coeff",
+        )
+        for kinds, coefficients, named in (
+            (["seq_aux_loss", "global_aux_loss"], [0.0, 1e-3], "global_aux_loss"),
+            (["aux_loss", "aux_loss"], [1e-3, 0.0], "aux_loss"),
+        )
+    ),
+    (
+        {"rollouts_mini_steps": 2, "rampup_batch_size": [4, 4, 64]},
+        "--rollouts-mini-steps 2: not together with --rampup-batch-size",
+    ),
+    (
+        {"rollouts_epochs": 2, "decrease_batch_size_if_needed": True},
+        "--rollouts-epochs 2: not together with --decrease-batch-size-if-needed: a global batch",
+    ),
+    ({"moe_router_replay_source": "r2"}, "--moe-router-replay-source r2: it must be one of"),
+    (
+        {"moe_router_replay_stale_source": "rollout", "moe_router_replay_max_lag": 1},
+        "--moe-router-replay-stale-source rollout: it must be one of old-policy, live",
+    ),
+    *(
+        ({name: value, "moe_router_replay": False}, f"--{name.replace('_', '-')} {value} needs --m")
+        for name, value in (
+            ("moe_router_replay_source", "live"),
+            ("moe_router_replay_max_lag", 1),
+            ("moe_router_replay_stale_source", "live"),
+            ("moe_router_replay_missing", "error"),
+            ("moe_router_replay_aux_loss", "live"),
+            ("moe_router_replay_expert_bias", "live"),
+            ("moe_router_replay_guest_slots", 2),
+            ("moe_router_replay_guest_domain", 8),
+            ("moe_router_replay_guest_tokens", 512),
+        )
+    ),
+    *(
+        (
+            {name: value, "moe_router_replay_source": "live"},
+            f"{flag}: not together with --moe-router-replay-source live: no route is replayed",
+        )
+        for name, value, flag in (
+            ("moe_router_replay_aux_loss", "live", "--moe-router-replay-aux-loss live"),
+            ("moe_router_replay_verify_plan", True, "--moe-router-replay-verify-plan"),
+            ("moe_router_replay_dispatch_plan", False, "--no-moe-router-replay-dispatch-plan"),
+            ("moe_router_replay_fused_gate", False, "--no-moe-router-replay-fused-gate"),
+        )
+    ),
+    (
+        {"moe_router_replay_missing": "error", "moe_router_replay_source": "old-policy"},
+        "--moe-router-replay-missing error needs --moe-router-replay-source rollout: no roll",
+    ),
+    (
+        {"moe_router_replay_verify_plan": True, "moe_router_replay_dispatch_plan": False},
+        "--moe-router-replay-verify-plan needs --moe-router-replay-dispatch-plan",
+    ),
+    (
+        {
+            "moe_router_replay_verify_dispatch": True,
+            "moe_router_replay_log_mismatch_interval": 0,
+        },
+        "-verify-dispatch: not together with .*-log-mismatch-interval 0: nothing is compared",
+    ),
+    *(
+        (
+            {f"moe_router_replay_guest_{name}": value, "moe_router_replay_guest_slots": 0},
+            f"--moe-router-replay-guest-{name} {value} needs --moe-router-replay-guest-slots",
+        )
+        for name, value in (("domain", 8), ("tokens", 512))
+    ),
+    ({"moe_router_replay_max_lag": -1}, "--moe-router-replay-max-lag -1: it must be 0 or more"),
+    (
+        {"moe_router_replay_max_lag": 1, "moe_router_replay_source": "live"},
+        "--moe-router-replay-max-lag 1 needs --moe-router-replay-source rollout: no rollout's",
+    ),
+    (
+        {"moe_router_replay_stale_source": "live"},
+        "-stale-source live needs --moe-router-replay-max-lag",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 4, **TOKENS},
+        {"micro_batch_size": 1, "rollouts_pack": True, **TOKENS},
+        {**TOKENS, **aux_losses("aux_loss", 0.0)},
+        {**TOKENS, **aux_losses("seq_aux_loss", 1e-3)},
+        {**TOKENS, **aux_losses(["seq_aux_loss", "aux_loss"], [1e-3, 0.0])},
+        {**TOKENS, **aux_losses("none", 1e-3)},
+    ],
+)
+def test_a_shuffle_that_changes_no_loss_is_taken(change: dict[str, object]) -> None:
+    assert update_options_of(rollouts_shuffle=3, **change).use.schedule.seed == 3
+
+
+@pytest.fixture(autouse=True)
+def _unwritable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests as root may write everywhere, but for this file."""
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != UNWRITABLE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"moe_router_replay_source": "old-policy", "moe_router_replay_aux_loss": "live"},
+        {"moe_router_replay_missing": "error", "moe_router_replay_verify_plan": True},
+        {"moe_router_replay_verify_dispatch": True, "moe_router_replay_source": "live"},
+        {"moe_router_replay_verify_dispatch": True, "moe_router_replay": False},
+        {"moe_router_replay_guest_domain": 8, "moe_router_replay_guest_slots": 2},
+        {"rollouts_log": __file__},
+        {"rollouts_log": "log-of-a-training"},
+    ],
+)
+def test_options_that_do_something_are_taken(change: dict[str, object]) -> None:
+    update_options_of(**change)
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_what_could_not_do_what_it_says_is_refused(change: dict[str, object], message: str) -> None:
+    update_options_of()  # the same arguments without the change are taken
+    with pytest.raises(ValueError, match=message) as refusal:
+        update_options_of(**change)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"moe_aux_loss_coeff": 1e-3, "moe_router_load_balancing_type": "none", **TOKENS},
+        {"moe_aux_loss_coeff": 1e-3},  # Megatron divides the policy loss alone
+        {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.0, **TOKENS},
+        TOKENS,
+    ],
+)
+def test_an_average_over_rollouts_goes_with_other_losses_that_it_does_not_scale(
+    change: dict[str, object],
+) -> None:
+    assert update_options_of(rollouts_aggregation="sequence-mean", **change).loss
+    assert update_options_of(rollouts_correction="mask", **TRAINER, **change).loss
+    assert update_options_of(moe_z_loss_coeff=1.0, **TOKENS).loss.aggregation == "token-mean"
+    zero_weight = update_options_of(
+        rollouts_correction="icepop", **TRAINER, moe_z_loss_coeff=1.0, **TOKENS
+    )
+    assert zero_weight.loss.correction.name == "icepop"  # its tokens stay in the divisor
+
+
+def test_every_refusal_is_tried() -> None:
+    """Each `raise` of the module is the end of one case above, or of one with a user's module."""
+    file = update_options.__file__
+    raised = set()
+    modules = ("no_such_module", "json")  # the second one registers no loss
+    for change, _ in [*REFUSED, *(({"rollouts_loss_module": name}, "") for name in modules)]:
+        with pytest.raises(ValueError) as refusal:
+            update_options_of(**change)
+        raised |= {e.lineno + 1 for e in refusal.traceback if str(e.path) == file}
+    tree = ast.parse(Path(file).read_text())
+    lines = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Raise)}
+    assert lines <= raised
