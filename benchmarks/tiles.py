@@ -4,12 +4,12 @@
     python -m benchmarks.tiles --out RESULTS --device cpu --rehearse
 
 RESULTS is a folder. For each model, and for the forward and the backward kernel apart, it times
-programs of different sizes (megatron_r3/replay/gate/tile_table.py) in turn with the size that the rule
-gives, with cold caches. Each candidate must first compute what the plain reference computes. The
-fastest is proposed if its time differs from that of the rule at the most tokens by more than the
-interval of the ratio is wide, and if the rule is nowhere told to be faster; else the rule's own
+programs of different sizes (megatron_r3/replay/gate/tile_table.py) in turn with the size that the
+rule gives, with cold caches. Each candidate must first compute what the plain reference computes.
+The fastest is proposed if its time differs from that of the rule at the most tokens by more than
+the interval of the ratio is wide, and if the rule is nowhere told to be faster; else the rule's own
 size is. The proposal is RESULTS/tiles.json. MEGATRON_R3_TILES=RESULTS/tiles.json makes the kernels
-use it at once; a copy of it as megatron_r3/replay/gate/tile_table.json makes it the table of the package.
+use it at once; a copy of it as megatron_r3/replay/gate/tile_table.json makes it ours.
 
 A rehearsal runs two small candidates in Triton's interpreter; its times say nothing, and its
 proposal is for a GPU named "cpu", which no kernel on a GPU asks for. The exit status is 1 if a

@@ -41,7 +41,7 @@ def serve(
     Raises:
         ServerError: the server does not come up; the message has the end of its log.
     """
-    script = ROOT / "megatron_r3" / "serve.py"
+    script = ROOT / "megatron_r3" / "loop" / "serve.py"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr"]
     words += ["127.0.0.1", "--nproc-per-node", str(pipeline_stages)]
     words += ["-m", "megatron_r3.cpu", str(script)]

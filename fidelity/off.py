@@ -17,22 +17,27 @@ from fidelity import core_only
 from fidelity.models import MODELS, VOCAB_SIZE
 
 # what runs an unpatched tree on the CPU too, and knows nothing of replay
-_SEEN = tuple(f"megatron_r3.{name}" for name in ("cpu", "ending", "launch", "pretrain"))
+_SEEN = ("cpu", "replay.ending", "train.launch", "train.pretrain_gpt")
+
+
+def _is_hidden(name: str) -> bool:
+    room = name.removeprefix("megatron_r3.")
+    is_ours = room != name
+    return is_ours and not room.startswith(_SEEN) and room not in ("replay", "train")
 
 
 class _Hidden(importlib.abc.MetaPathFinder):
     """Hides megatron_r3 from imports, except for what also runs an unpatched tree."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name.startswith("megatron_r3") and not name.startswith(_SEEN):
+        if name == "megatron_r3" or _is_hidden(name):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def hide_megatron_r3() -> None:
     """Make every import of megatron_r3 fail from now on."""
-    for name in [n for n in sys.modules if n.startswith("megatron_r3.")]:
-        if not name.startswith(_SEEN):
-            del sys.modules[name]
+    for name in filter(_is_hidden, list(sys.modules)):
+        del sys.modules[name]
     sys.meta_path.insert(0, _Hidden())
 
 

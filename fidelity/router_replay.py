@@ -68,7 +68,7 @@ def _assert_not_both(model: torch.nn.Module) -> None:
     """
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_r3.train.launch import engine_records
+    from megatron_r3.seams.option import engine_records
 
     config = getattr(model, "module", model).config
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

@@ -74,7 +74,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--repo",
         type=Path,
         help="a clone of Megatron-LM: the kit then has the line's tag with its own pretrain_gpt.py "
-        "(default: the sources on PyPI, which have no such script; megatron_r3/train/pretrain_gpt.py runs)",
+        "(default: the sources on PyPI, which have no such script; ours runs in its place)",
     )
     parser.add_argument(
         "--demo",

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except (ValueError, OSError) as error:
         # Imported here because it imports numpy, which takes longer than most commands on patches.
-        from megatron_r3.data.untrusted import one_line
+        from megatron_r3.replay.words import one_line
 
         print(f"error: {one_line(str(error))}", file=sys.stderr)
     except KeyboardInterrupt:

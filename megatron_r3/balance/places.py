@@ -16,13 +16,16 @@ Shape suffixes (docs/glossary.md): E, I, L, R, T, V.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.balance.moves import Moves
+from megatron_r3.balance.moves import Moves, plan_moves, rank_load
+from megatron_r3.replay.plan import ExpertRanks, LayerSizes, layer_sizes
+from megatron_r3.replay.planner import SizesOf
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,30 @@ def place_tokens(
             expert_of_slot=experts[visiting].tolist(),
         )
     return counts_LIR.transpose(2, 0, 1), guests
+
+
+def sizes_with_guests(config: Any) -> SizesOf:
+    """What plans a micro-batch with the guests that a config asks for.
+
+    Every rank works out the same guests from the gathered counts, so they cost no collective.
+    """
+    slots = config.moe_router_replay_guest_slots
+    domain, least = config.moe_router_replay_guest_domain, config.moe_router_replay_guest_tokens
+
+    def sizes_of(
+        counts_RLE: np.ndarray, ranks: ExpertRanks, layer_numbers: list[int]
+    ) -> dict[int, LayerSizes]:
+        load_LE, size = counts_RLE.sum(0, dtype=np.int64), len(counts_RLE)
+        moves = plan_moves(load_LE, size, slots, domain=domain, least_tokens=least)
+        counts_RLI, guests = place_tokens(counts_RLE, moves, slots, ranks.rank)
+        sizes = layer_sizes(counts_RLI, ranks, layer_numbers)
+        at_home_LR = rank_load(load_LE, size)
+        return {
+            number: replace(sizes[number], guests=of_layer, load_at_home=at_home_R)
+            for number, of_layer, at_home_R in zip(layer_numbers, guests, at_home_LR, strict=True)
+        }
+
+    return sizes_of
 
 
 def _pinned(numbers: np.ndarray) -> Tensor:

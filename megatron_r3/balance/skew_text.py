@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.balance.skew import ORDERS
-from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.words import one_line
 
 _WORDS = {"store": "store order", "shuffled": "shuffled"}
 

@@ -11,7 +11,8 @@ from typing import Any
 from megatron_r3.collect.engine import NoAnswer
 from megatron_r3.collect.http_body import CutShort, beginning_of, body_of
 from megatron_r3.data.engines.shape import EngineError
-from megatron_r3.data.untrusted import one_line, read_json
+from megatron_r3.data.untrusted import read_json
+from megatron_r3.replay.words import one_line
 
 try:
     import httpx

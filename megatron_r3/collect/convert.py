@@ -28,8 +28,8 @@ from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.rollout import Rollout
 from megatron_r3.data.store import StoreInfo, write_shard
 from megatron_r3.data.store.schema import SamplingSettings
-from megatron_r3.data.untrusted import quoted, said
 from megatron_r3.data.values import wrong_name, wrong_text
+from megatron_r3.replay.words import quoted, said
 
 
 @dataclass(frozen=True)

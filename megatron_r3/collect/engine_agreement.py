@@ -22,8 +22,8 @@ from megatron_r3.data.truth import (
     Report,
     write_floor,
 )
-from megatron_r3.data.untrusted import one_line
 from megatron_r3.data.values import wrong_token
+from megatron_r3.replay.words import one_line
 
 
 @dataclass(frozen=True)

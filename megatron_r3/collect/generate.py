@@ -29,8 +29,8 @@ from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.engines.transformers import capture_routes
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.rollout import UNKNOWN_POLICY, UNREWARDED, Rollout
-from megatron_r3.data.untrusted import one_line
 from megatron_r3.replay.routes import Routes
+from megatron_r3.replay.words import one_line
 
 try:
     import transformers

@@ -14,7 +14,7 @@ from typing import Protocol
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt
 from megatron_r3.data.engines.shape import EngineError, ModelShape
-from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.words import one_line
 
 # Bytes of a generous answer. Real ones are a tenth of it.
 _OF_ANY_ANSWER = 1 << 20  # names, times, counts: whatever a server sends beside its tokens

@@ -15,8 +15,8 @@ import numpy as np
 
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.data.store.expert_load import count_rows
-from megatron_r3.data.untrusted import one_line
 from megatron_r3.data.values import wrong_logprob
+from megatron_r3.replay.words import one_line
 
 CHUNK_ROWS = 1 << 15  # read at a time
 BARS, PLAIN_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # the second for terminals without UTF-8

@@ -22,7 +22,7 @@ from megatron_r3.collect.reward import checked_reward
 from megatron_r3.collect.writing import new_store, writing
 from megatron_r3.data.store import Rollout, RolloutStore, StoreError, write_shard
 from megatron_r3.data.store.shard import Shard
-from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.words import one_line
 
 try:
     import pyarrow as pa

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.words import one_line
 
 try:
     from tqdm import tqdm

@@ -14,8 +14,9 @@ import numpy as np
 
 from megatron_r3.data.engines.body import refuse_other_parts
 from megatron_r3.data.engines.shape import EngineError
-from megatron_r3.data.untrusted import one_line, read_json
+from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import MOST_TOKEN_ID, wrong_token
+from megatron_r3.replay.words import one_line
 
 
 class PromptError(ValueError):

@@ -14,7 +14,8 @@ from megatron_r3.data.engines import body as bodies
 from megatron_r3.data.engines.shape import EngineError, naming
 from megatron_r3.data.engines.vllm import joined_stream
 from megatron_r3.data.store.schema import SamplingSettings
-from megatron_r3.data.untrusted import quoted, read_json
+from megatron_r3.data.untrusted import read_json
+from megatron_r3.replay.words import quoted
 
 # Bytes of one line. 16 samples of 32,768 tokens of a model with 94 layers and top-8 are half of it.
 _MOST_BYTES = 1 << 30

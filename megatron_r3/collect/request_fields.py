@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_r3.data.engines.shape import EngineError
-from megatron_r3.data.untrusted import quoted
+from megatron_r3.replay.words import quoted
 
 # what a store records (`store.schema.SamplingSettings`)
 _RECORDED = {"temperature", "top_p", "top_k", "min_p"}

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.data.rollout import Rollout
-from megatron_r3.data.untrusted import one_line, quoted
 from megatron_r3.data.values import wrong_reward
+from megatron_r3.replay.words import one_line, quoted
 
 # What a server's parsers take out of the text that the model wrote; names differ by engine.
 BESIDE_CONTENT = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")

@@ -227,7 +227,7 @@ def _add_shard_size(parser: argparse.ArgumentParser) -> None:
 def run_collect(args: argparse.Namespace) -> int:
     """Collect, then print what the store has; 128 and the signal's number after a signal."""
     from megatron_r3.collect.signals import Interrupted, raising
-    from megatron_r3.data.untrusted import one_line
+    from megatron_r3.replay.words import one_line
 
     try:
         with raising():
@@ -310,7 +310,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     import json
 
     from megatron_r3.collect.inspect import histogram, inspect_store, store_warnings, table
-    from megatron_r3.data.untrusted import one_line
+    from megatron_r3.replay.words import one_line
 
     for option, value in vars(args).items():
         if option in ("fail_on_alarm", "model_before") and value and not args.model:
@@ -342,7 +342,7 @@ def _compare_with_model(
     from megatron_r3.collect.engine_agreement import compare_store, keep_floor
     from megatron_r3.data.store import RolloutStore
     from megatron_r3.data.truth import FloorError, examine, floor_path, mismatch_text, read_floor
-    from megatron_r3.data.untrusted import one_line
+    from megatron_r3.replay.words import one_line
 
     alarms, warnings, texts = [], [], []
     for directory, numbers in zip(args.stores, stores, strict=True):
@@ -374,7 +374,7 @@ def _compare_with_model(
 def run_verify(args: argparse.Namespace) -> int:
     """Print a line for each store that is whole."""
     from megatron_r3.collect.verify_store import read_policies, verify_store
-    from megatron_r3.data.untrusted import one_line
+    from megatron_r3.replay.words import one_line
 
     policies = read_policies(args.model) if args.model else None
     for directory in args.stores:

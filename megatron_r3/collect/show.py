@@ -37,7 +37,7 @@ def add_show(commands: Any) -> None:
 def run_show(args: argparse.Namespace) -> int:
     """Print the rollouts that were asked for."""
     from megatron_r3.data.store import RolloutStore
-    from megatron_r3.data.untrusted import one_line
+    from megatron_r3.replay.words import one_line
 
     store = RolloutStore([args.store], mixed_policies=True)
     numbers = [_number(store, text) for text in args.rollouts]
@@ -120,7 +120,7 @@ def _lines(rollout: Rollout, tokenizer: Any) -> Iterator[tuple[str, str]]:
 
 
 def _part(title: str, tokens_N: Any, tokenizer: Any) -> Iterator[tuple[str, str]]:
-    from megatron_r3.data.untrusted import one_line
+    from megatron_r3.replay.words import one_line
 
     yield title, f"{len(tokens_N)} tokens: {' '.join(map(str, tokens_N.tolist()))}"
     if tokenizer is not None:

@@ -15,8 +15,8 @@ from megatron_r3.data.store import RolloutStore, StoreError
 from megatron_r3.data.store.kinship import Versions
 from megatron_r3.data.store.shard import Shard
 from megatron_r3.data.store.verify_shard import check_tokens
-from megatron_r3.data.untrusted import one_line
-from megatron_r3.loop.published import published, version_name
+from megatron_r3.replay.words import one_line
+from megatron_r3.train.publish_options import published, version_name
 
 Policies = Model | Callable[[int], Model | None]  # one model, or that of a policy version
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_r3.collect.prompts import Prompt
 from megatron_r3.data.store import Rollout, StoreError, StoreInfo, write_shard
-from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.words import one_line
 
 CheckRollouts = Callable[[Sequence[Rollout], StoreInfo], None]
 

@@ -11,17 +11,13 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from megatron_r3.data.kept import KeptSets
-from megatron_r3.data.untrusted import quoted
 from megatron_r3.data.values import wrong_logprob, wrong_name, wrong_reward, wrong_token
 from megatron_r3.replay.routes import Routes
-
-MOST_EXPERTS = 32_768  # of one MoE layer: expert ids are int16 on a device (`routes.id_dtype`)
+from megatron_r3.replay.words import must_be, quoted
 
 # What a decoder cannot know. NaN and -1, not 0: a store refuses both, so a rollout that nobody
 # rewarded or named is never trained on by mistake.
@@ -31,41 +27,6 @@ UNKNOWN_POLICY = -1
 
 class RolloutError(ValueError):
     """A rollout that no store may hold; the message names the field and the token."""
-
-
-@dataclass(frozen=True)
-class MoEShape:
-    """The MoE layers of a model: all that is needed to read routes.
-
-    Attributes:
-        num_experts: E, the experts of one MoE layer.
-        topk: K, how many of them one token takes.
-        moe_layers: the 0-based hidden layers that have a router, ascending. Routes count MoE layers
-            instead: with `moe_layers` (1, 2, 4), layer 2 of `Routes.ids_LTK` is hidden layer 4.
-    """
-
-    num_experts: int
-    topk: int
-    moe_layers: tuple[int, ...]
-
-    def wrong_shape(self) -> str | None:
-        """Why no model has this shape, in a few words; None if one can have it."""
-        wrong = wrong_whole("num_experts", self.num_experts, 1, MOST_EXPERTS)
-        wrong = wrong or wrong_whole("topk", self.topk, 1, self.num_experts)
-        if wrong is not None:
-            return wrong
-        layers = self.moe_layers
-        whole = isinstance(layers, tuple) and all(type(layer) is int for layer in layers)
-        if (
-            whole
-            and layers
-            and layers[0] >= 0
-            and layers[-1] < 2**31
-            and all(layer < following for layer, following in pairwise(layers))
-        ):
-            return None
-        expected = "the numbers of hidden layers, from 0 on, ascending"
-        return must_be("moe_layers", expected, layers)
 
 
 @dataclass(frozen=True)
@@ -276,15 +237,3 @@ def sampled_tokens(turns_U2: np.ndarray, num_tokens: int) -> np.ndarray | None:
     np.add.at(steps, turns_U2[:, 0], 1)
     np.add.at(steps, turns_U2[:, 1], -1)
     return steps.cumsum()[:-1].astype(bool)
-
-
-def wrong_whole(name: str, value: Any, least: int, most: int) -> str | None:
-    """Why `value` is no whole number of this range (True and 4.0 are none); None if it is one."""
-    if type(value) is int and least <= value <= most:
-        return None
-    return must_be(name, f"a whole number from {least} to {most}", value)
-
-
-def must_be(name: str, expected: str, got: Any) -> str:
-    """The words of an error about a field."""
-    return f"{name} must be {expected}; got {quoted(list(got) if isinstance(got, tuple) else got)}"

@@ -1,18 +1,19 @@
-"""What comes from outside: JSON of bounded size and depth, and text that a terminal may show.
+"""What comes from outside: JSON of bounded size and depth.
 
 Responses of servers, headers of shards, model configs and lines of prompts are written by somebody
 else. Python's own JSON parser recurses once for each bracket, so a long run of brackets can exhaust
-its stack, and its errors do not name a file. A terminal obeys control characters in what it shows.
+its stack, and its errors do not name a file.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import reprlib
 from typing import Any
 
 import numpy as np
+
+from megatron_r3.replay.words import one_line
 
 MOST_DEPTH = 64  # brackets inside brackets; the deepest real body (vLLM's chat log-probs) has 9
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -56,34 +57,3 @@ def _depth(data: bytes) -> int:
     steps = np.frombuffer(brackets, np.uint8)
     opens = (steps == ord("[")) | (steps == ord("{"))
     return int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
-
-
-def one_line(text: str, most: int = 4000) -> str:
-    """The first `most` characters of a text from outside, as one line that a terminal can show.
-
-    Line ends become spaces. Other characters that are not printable (escape sequences, marks that
-    turn the direction of writing) are spelled out: the character ESC becomes `\\x1b`.
-    """
-    text = text if len(text) <= most else f"{text[:most]}..."
-    text = " ".join(text.split())
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def quoted(value: Any, most: int = 80) -> str:
-    """The beginning of `repr(value)`, as one line; it never raises.
-
-    It is safe for a whole number of 5,000 digits, which Python refuses to print, for a list that
-    contains itself, and for a text of a gigabyte, which `repr` would copy before it could be cut.
-    """
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = most
-    short.maxlist = short.maxtuple = short.maxdict = 20
-    try:
-        return one_line(short.repr(value), most)
-    except Exception:  # the `__repr__` of another library's object may raise anything
-        return f"a {type(value).__name__}"
-
-
-def said(value: Any, most: int = 500) -> str:
-    """What a server wrote for people: a text is shown as it is, any other value is quoted."""
-    return one_line(value, most) if isinstance(value, str) else quoted(value, most)

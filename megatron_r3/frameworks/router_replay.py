@@ -380,7 +380,7 @@ def _choose_ours(config: Any) -> None:
         raise ValueError(
             f"{asked[0]}: with overlap_moe_expert_parallel_comm the layers do not run in the "
             "forward pass of their block, where megatron_r3 looks at the action of RouterReplay; "
-            "turn the overlap off, or call megatron_r3.replay.active.replaying around the forward step"
+            "turn the overlap off, or call megatron_r3.replaying around the forward step"
         )
     for name in asked:
         setattr(config, name, False)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from megatron_r3.data.untrusted import one_line, quoted
 from megatron_r3.loop.config_tables import (
     ENGINES,
     Degrading,
@@ -27,6 +26,7 @@ from megatron_r3.loop.config_tables import (
 )
 from megatron_r3.loop.run_directory import RunDirectory
 from megatron_r3.replay.ending import not_patched
+from megatron_r3.replay.words import one_line, quoted
 
 if sys.version_info >= (3, 11):
     import tomllib

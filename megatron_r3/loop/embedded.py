@@ -30,10 +30,11 @@ from megatron_r3.collect.generate import SampleRequest, Transformers
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.request_fields import PLAIN, refuse_other_fields
 from megatron_r3.data.engines.shape import EngineError, ModelShape
-from megatron_r3.data.untrusted import one_line, read_json
+from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import wrong_token
 from megatron_r3.loop.config_tables import Degrading
 from megatron_r3.loop.degrade import Degraded
+from megatron_r3.replay.words import one_line
 
 _LARGEST_BODY = 1 << 28
 

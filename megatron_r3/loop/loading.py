@@ -17,9 +17,9 @@ from typing import Any
 from megatron_r3.collect.client import Client
 from megatron_r3.collect.engine import NoAnswer
 from megatron_r3.data.engines.shape import EngineError
-from megatron_r3.data.untrusted import one_line, quoted
 from megatron_r3.loop.processes import filled_in, start, stop
 from megatron_r3.loop.published import PublishedPolicy
+from megatron_r3.replay.words import one_line, quoted
 
 MOST_BYTES = 1 << 28
 POLL_S = 0.2

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_r3.data.engines.body import bare_array, integer_array, number_array
 from megatron_r3.data.engines.shape import EngineError, ModelShape
-from megatron_r3.data.untrusted import said
+from megatron_r3.replay.words import said
 
 
 @dataclass(frozen=True)

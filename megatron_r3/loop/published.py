@@ -10,37 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_r3.data.untrusted import one_line, quoted, read_json
+from megatron_r3.data.untrusted import read_json
 from megatron_r3.loop.probe import Probe
+from megatron_r3.replay.words import one_line, quoted
+from megatron_r3.train.publish_options import published, version_name
 
 MANIFEST = "policy.json"
 FORMAT = 1
 POLL_S = 0.1  # between two looks for a version
-_NAME = re.compile(r"v(\d{6,})")
 _PIECE = 1 << 22  # bytes of a file that are digested at a time
 
 
 class PolicyError(ValueError):
     """A published policy that cannot be used; the message names its directory."""
-
-
-def version_name(version: int) -> str:
-    """The directory of a version: v000003."""
-    return f"v{version:06d}"
-
-
-def published(directory: Path) -> list[int]:
-    """The versions that are there, ascending; empty if there is no such directory yet."""
-    if not directory.is_dir():
-        return []
-    found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
-    return sorted(int(name[1]) for name in found if name)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import numpy as np
 
 from megatron_r3.collect.client import Client
 from megatron_r3.data.engines.shape import EngineError, ModelShape
-from megatron_r3.data.untrusted import quoted
 from megatron_r3.loop.loading import MOST_BYTES, Loader, LoadError
 from megatron_r3.loop.probe import Difference, Probe, difference, same_experts
 from megatron_r3.loop.probe_requests import Asked, probe_request, read_answer
 from megatron_r3.loop.published import PublishedPolicy
 from megatron_r3.loop.push_floor import Floor, still_before
+from megatron_r3.replay.words import quoted
 
 
 class PushError(LoadError):

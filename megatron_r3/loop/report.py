@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.data.untrusted import one_line, quoted, read_json
+from megatron_r3.data.untrusted import read_json
 from megatron_r3.loop.report_facts import facts_of
+from megatron_r3.replay.words import one_line, quoted
 
 # A value by the number of its step, collection or version. All three count up.
 Curve = dict[float, float]

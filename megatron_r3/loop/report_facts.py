@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.data.untrusted import one_line, quoted, read_json
+from megatron_r3.data.untrusted import read_json
+from megatron_r3.replay.words import one_line, quoted
 
 if sys.version_info >= (3, 11):
     import tomllib

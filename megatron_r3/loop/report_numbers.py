@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from megatron_r3.data.untrusted import one_line
 from megatron_r3.loop.report import LAYER, Curve, Run
 from megatron_r3.loop.report_facts import OPTIONS
+from megatron_r3.replay.words import one_line
 
 MOST_POINTS = 100  # of a line; a longer one is drawn as means over neighbouring points
 STAGES = ("sampling", "pushing weights", "waiting for a policy", "the rest")

@@ -6,11 +6,11 @@ import html
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from megatron_r3.data.untrusted import one_line
 from megatron_r3.loop import report_numbers as numbers
 from megatron_r3.loop.report import SECONDS, Curve, Event, Run
 from megatron_r3.loop.report_facts import OPTIONS
 from megatron_r3.loop.report_numbers import Group, metric, of_events
+from megatron_r3.replay.words import one_line
 
 NOT_RECORDED = '<span class="soft">not recorded</span>'
 K3 = metric("update/sampler k3 kl")

@@ -183,10 +183,10 @@ def _report(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a run is not what it must be, matplotlib is missing, or --out is.
     """
-    from megatron_r3.data.untrusted import one_line
     from megatron_r3.loop.report import read_runs
     from megatron_r3.loop.report_charts import check_matplotlib
     from megatron_r3.loop.report_page import page, write_page
+    from megatron_r3.replay.words import one_line
 
     if args.out is None and len(args.runs) > 1:
         raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_r3.data.store.files import append_line
 from megatron_r3.data.untrusted import read_json
 
 if sys.version_info >= (3, 11):
@@ -122,17 +122,3 @@ class RunDirectory:
                 continue
             if isinstance(event, dict):
                 yield event
-
-
-def append_line(file: Path, value: dict[str, Any]) -> None:
-    """Append a JSON object as a line of its own.
-
-    A writer that was killed may have left half a line: then the new one begins a new line.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a+b") as opened:
-        cut_off = b""
-        if opened.seek(0, 2):
-            opened.seek(-1, 2)
-            cut_off = b"" if opened.read(1) == b"\n" else b"\n"
-        opened.write(cut_off + json.dumps(value).encode() + b"\n")

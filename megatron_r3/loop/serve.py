@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
-from megatron_r3.data.untrusted import one_line
 from megatron_r3.replay.ending import why_unpatched
-from megatron_r3.train.launch import build_model, engine_records, initialize
+from megatron_r3.replay.words import one_line
+from megatron_r3.seams.option import engine_records
+from megatron_r3.train.launch import build_model, initialize
 from megatron_r3.weights.checkpoint import check_load, load_whole
 
 

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.data.rollout import MoEShape
 from megatron_r3.replay.microbatch import MicrobatchRoutes
-from megatron_r3.replay.routes import Routes
+from megatron_r3.replay.routes import MoEShape, Routes
 from megatron_r3.replay.rows import PADDING, spread_padding
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.data.rollout import MoEShape
 from megatron_r3.replay.host_routes import RouteSource, read_routes
 from megatron_r3.replay.layers import local_routers, unwrapped
 from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode
 from megatron_r3.replay.planner import PLANNED_DISPATCHERS, Planner
 from megatron_r3.replay.rank_layout import RankLayout
+from megatron_r3.replay.routes import MoEShape
 
 
 class ModelRoutes:

@@ -15,12 +15,11 @@ Shape suffixes (docs/glossary.md): T, L, K, E, O, R.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from megatron_r3.balance.places import LayerGuests
 
 
 class PlanError(RuntimeError):
@@ -64,8 +63,9 @@ class LayerSizes:
         tokens_per_expert: `[O]`, how many tokens each expert of this rank receives.
         rank_load: `[expert_size]`, how many (token, expert) pairs each expert-parallel rank
             computes. No dispatcher needs it; it is what all ranks wait for.
-        guests: where hot experts have copies. Then the experts above are places, own experts and
-            guest slots; None in a layer whose slots are empty, or whose ranks have none.
+        guests: where hot experts have copies (`megatron_r3/balance/places.py`). Then the experts
+            above are places, own experts and guest slots; None in a layer whose slots are empty, or
+            whose ranks have none.
         load_at_home: `rank_load` as it would be without guests.
     """
 
@@ -75,7 +75,7 @@ class LayerSizes:
     received: Tensor
     tokens_per_expert: Tensor
     rank_load: np.ndarray
-    guests: LayerGuests | None = None
+    guests: Any = None
     load_at_home: np.ndarray | None = None
 
 

@@ -1,23 +1,26 @@
 """The dispatch plan of a model chunk: counts of its routes, gathered among its expert ranks.
 
-Shape suffixes (docs/glossary.md): E, I, K, L, R, T.
+Shape suffixes (docs/glossary.md): E, K, L, R, T.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from megatron_r3.balance.moves import plan_moves, rank_load
-from megatron_r3.balance.places import place_tokens
 from megatron_r3.replay.plan import ExpertRanks, LayerSizes, count_tokens, layer_sizes
 
 # the token dispatchers that ask for a plan (patch 3); the flex dispatcher learns its sizes
 # in a kernel of its own
 PLANNED_DISPATCHERS = ("alltoall", "allgather")
+# from every rank's counts `[R, L, E]` to the sizes of each layer, as `layer_sizes`
+SizesOf = Callable[[np.ndarray, ExpertRanks, list[int]], dict[int, LayerSizes]]
+# What plans otherwise where an option is set: a function of the config. Guests are planned so
+# (seams/guests.py).
+OTHER_SIZES: dict[str, Callable[[Any], SizesOf]] = {}
 
 
 class PlannedRoutes(Protocol):
@@ -38,9 +41,8 @@ class PlannedRoutes(Protocol):
 class Planner:
     """Plans the micro-batches of one model chunk together with the ranks that share its experts.
 
-    A plan costs one collective a micro-batch, on the host, also with guests: every rank works out
-    the same ones from the gathered counts. All of these ranks make their planners in the same
-    order, because a new planner makes a process group.
+    A plan costs one collective a micro-batch, on the host. All of these ranks make their planners
+    in the same order, because a new planner makes a process group.
 
     Args:
         config: the model's TransformerConfig.
@@ -51,11 +53,8 @@ class Planner:
         from megatron.core import mpu
 
         self.num_experts, self.layer_numbers = config.num_moe_experts, layer_numbers
-        # a tree without the patches of the group guests has no such field
-        self.slots = getattr(config, "moe_router_replay_guest_slots", 0)
-        if self.slots:
-            self.domain = config.moe_router_replay_guest_domain
-            self.least_tokens = config.moe_router_replay_guest_tokens
+        others = (of for option, of in OTHER_SIZES.items() if getattr(config, option, None))
+        self._sizes_of: SizesOf = next((of(config) for of in others), layer_sizes)
         self.ranks = ExpertRanks(
             mpu.get_expert_model_parallel_world_size(),
             mpu.get_expert_model_parallel_rank(),
@@ -83,24 +82,7 @@ class Planner:
         if not gathered[:, -1].all():
             return None
         counts_RLE = gathered[:, :-1].reshape(self.size, *counts_LE.shape)
-        if self.slots:
-            return self._with_guests(counts_RLE)
-        return layer_sizes(counts_RLE, self.ranks, self.layer_numbers)
-
-    def _with_guests(self, counts_RLE: np.ndarray) -> dict[int, LayerSizes]:
-        load_LE = counts_RLE.sum(0, dtype=np.int64)
-        moves = plan_moves(
-            load_LE, self.size, self.slots, domain=self.domain, least_tokens=self.least_tokens
-        )
-        counts_RLI, guests = place_tokens(counts_RLE, moves, self.slots, self.ranks.rank)
-        sizes = layer_sizes(counts_RLI, self.ranks, self.layer_numbers)
-        at_home_LR = rank_load(load_LE, self.size)
-        return {
-            number: replace(sizes[number], guests=of_layer, load_at_home=at_home_R)
-            for number, of_layer, at_home_R in zip(
-                self.layer_numbers, guests, at_home_LR, strict=True
-            )
-        }
+        return self._sizes_of(counts_RLE, self.ranks, self.layer_numbers)
 
     def _gather(self, message: np.ndarray) -> np.ndarray:
         if self.size == 1:

@@ -14,8 +14,6 @@ import dataclasses
 import re
 from typing import Any
 
-from megatron_r3.balance.guest_refusals import guest_refusals
-
 # The fields of TransformerConfig and ModelParallelConfig, in core_v0.16.1 to main of 2026-08-22,
 # whose names match `_ABOUT_ROUTING`. Some of them cannot be replayed: those are in `refusals`.
 KNOWN_NAMES = frozenset(
@@ -145,7 +143,7 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
             "version to have it looked at",
         ),
     ]
-    return [reason for refused, reason in checks if refused] + guest_refusals(config)
+    return [reason for refused, reason in checks if refused]
 
 
 def _captures_router(config: Any) -> bool:

@@ -10,15 +10,54 @@ Shape suffixes (docs/glossary.md): T, L, K.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron_r3.replay.words import must_be, wrong_whole
+
+MOST_EXPERTS = 32_768  # of one MoE layer: expert ids are int16 on a device
 _BLOCK_ROWS = 1 << 15  # rows that are compared at a time, so that they stay in the cache
 
 
 class RoutesError(ValueError):
     """Routes that must not be trained on; the message names layer, token and what was expected."""
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """The MoE layers of a model: all that is needed to read routes.
+
+    Attributes:
+        num_experts: E, the experts of one MoE layer.
+        topk: K, how many of them one token takes.
+        moe_layers: the 0-based hidden layers that have a router, ascending. Routes count MoE layers
+            instead: with `moe_layers` (1, 2, 4), layer 2 of `Routes.ids_LTK` is hidden layer 4.
+    """
+
+    num_experts: int
+    topk: int
+    moe_layers: tuple[int, ...]
+
+    def wrong_shape(self) -> str | None:
+        """Why no model has this shape, in a few words; None if one can have it."""
+        wrong = wrong_whole("num_experts", self.num_experts, 1, MOST_EXPERTS)
+        wrong = wrong or wrong_whole("topk", self.topk, 1, self.num_experts)
+        if wrong is not None:
+            return wrong
+        layers = self.moe_layers
+        whole = isinstance(layers, tuple) and all(type(layer) is int for layer in layers)
+        if (
+            whole
+            and layers
+            and layers[0] >= 0
+            and layers[-1] < 2**31
+            and all(layer < following for layer, following in pairwise(layers))
+        ):
+            return None
+        expected = "the numbers of hidden layers, from 0 on, ascending"
+        return must_be("moe_layers", expected, layers)
 
 
 class Origin(NamedTuple):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.data.rollout import MoEShape
 from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.replay.routes import MoEShape
 from megatron_r3.train.option_table import OPTIONS, flag
 
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from megatron_r3.data.engines.megatron import routes_array
-from megatron_r3.data.rollout import MoEShape, Rollout, turns_of
-from megatron_r3.data.untrusted import quoted
-from megatron_r3.replay.routes import Routes, id_dtype
+from megatron_r3.data.rollout import Rollout, turns_of
+from megatron_r3.replay.routes import MoEShape, Routes, id_dtype
 from megatron_r3.replay.rows import PADDING
+from megatron_r3.replay.words import quoted
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,7 @@ def check_args(args: Any) -> None:
     if not args.moe_router_replay and all(one is None for one in given):
         return
     # imported here, because every training passes through this file, and most need none of it
-    from megatron_r3.replay.replayable import refusals
-    from megatron_r3.rl.rl_options import refuse_in_loop
-    from megatron_r3.seams.option import absent_patches
+    from megatron_r3.seams.option import all_refusals
     from megatron_r3.train.open_store import open_store
     from megatron_r3.train.options import RolloutOptions
     from megatron_r3.train.refuse import refuse
@@ -45,13 +43,14 @@ def check_args(args: Any) -> None:
     if args.moe_router_replay:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        reasons = refusals(args, TransformerConfig) + absent_patches(args)
-        if reasons:
+        if reasons := all_refusals(args, TransformerConfig):
             refuse("--moe-router-replay: " + "; ".join(reasons))
     in_loop = args.rollouts is None and getattr(args, "perform_rl_step", False)
     try:
         BY_NAME["rl_write_rollouts"].refuse(args, look)
         if in_loop and args.moe_router_replay:
+            from megatron_r3.seams.rl import refuse_in_loop
+
             refuse_in_loop(args)
         elif args.rollouts is None:
             refuse_without_rollouts(args)

@@ -23,10 +23,16 @@ import torch
 from torch import Tensor
 
 from megatron_r3.balance.experts import checked_weights, compute_with_guests, expert_weights
+from megatron_r3.balance.guest_refusals import guest_refusals
 from megatron_r3.balance.parameters import parameters_are_there, wait_for_parameters
-from megatron_r3.balance.places import own_places
+from megatron_r3.balance.places import own_places, sizes_with_guests
 from megatron_r3.balance.travel import Departure, Return, Slots, Stay, Trip
 from megatron_r3.replay.microbatch import ACTIVE, MicrobatchRoutes
+from megatron_r3.replay.planner import OTHER_SIZES
+
+__all__ = ["GuestLayer", "guest_refusals"]
+
+OTHER_SIZES["moe_router_replay_guest_slots"] = sizes_with_guests
 
 
 class GuestLayer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -11,7 +12,8 @@ import torch
 
 from megatron_r3.replay.replayable import refusals
 from megatron_r3.seams import deferred
-from megatron_r3.train.launch import engine_records
+
+_OF_GUESTS = "moe_router_replay_guest_"
 
 
 def prepare_config(config: Any) -> None:
@@ -37,7 +39,7 @@ def check_config(config: Any) -> None:
     # Imported here: Megatron calls this while that module's class makes an object.
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    reasons = refusals(config, TransformerConfig) + absent_patches(config)
+    reasons = all_refusals(config, TransformerConfig)
     if replaced_by := _module_that_replaced_routing():
         reasons.append(
             f"{replaced_by} has replaced TopKRouter.routing, and what it put there asks for no "
@@ -45,6 +47,22 @@ def check_config(config: Any) -> None:
         )
     if reasons:
         raise ValueError("moe_router_replay: " + "; ".join(reasons))
+
+
+def all_refusals(config: Any, upstream: Any) -> list[str]:
+    """`refusals`, what this tree lacks, and what an extra refuses that the config asks for.
+
+    Args:
+        config: a TransformerConfig, or Megatron's parsed arguments.
+        upstream: the class TransformerConfig.
+    """
+    reasons = refusals(config, upstream) + absent_patches(config)
+    of_guests = [f for f in dataclasses.fields(upstream) if f.name.startswith(_OF_GUESTS)]
+    if any(getattr(config, field.name, field.default) != field.default for field in of_guests):
+        from megatron_r3.seams.guests import guest_refusals
+
+        reasons += guest_refusals(config)
+    return reasons
 
 
 def absent_patches(config: Any) -> list[str]:
@@ -78,6 +96,13 @@ def absent_patches(config: Any) -> list[str]:
         ),
     ]
     return [reason for refused, reason in checks if refused]
+
+
+def engine_records() -> bool:
+    """Whether this tree has the patch "Record the routing of the model that samples"."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    return getattr(RouterReplay, "recorded_by_model", False)
 
 
 def _flex_keeps_the_map() -> bool:

@@ -31,7 +31,7 @@ from megatron_r3.train.options import RolloutOptions
 from megatron_r3.train.progress import MegatronProgress
 from megatron_r3.train.refuse import refuse
 from megatron_r3.train.script_step import refuse_silence
-from megatron_r3.train.step import RolloutStep
+from megatron_r3.train.step import RolloutStep, StepHook
 
 Provider = Callable[..., Any]
 
@@ -58,15 +58,29 @@ def use_rollouts(
         store = open_store(options, place_of_this_rank(options.micro_batch_size))
         progress = MegatronProgress(args)
         ledger = Ledger(options, progress, store)
-        _step = RolloutStep(options, store, progress, ledger, forward_step, observe)
+        hooks = _hooks(options)
+        _step = RolloutStep(options, store, progress, ledger, forward_step, observe, hooks)
     except ValueError as error:
         refuse(str(error))
     if store.shards:
         _announce(options, store)
-    if (publisher := _step.publisher) is not None:
+
+    def begin(models: list[Any]) -> None:
+        for hook in hooks:
+            hook.begin(models, args.iteration)
+
+    if hooks:
         # As soon as the checkpoint is loaded, since the first rollout waits for the first policy.
-        watch_models(lambda models: publisher.begin(models, args.iteration))
+        watch_models(begin)
     return _provider(_step, provider, args.eval_iters), _step
+
+
+def _hooks(options: RolloutOptions) -> list[StepHook]:
+    if options.publish is None:
+        return []
+    from megatron_r3.loop.publish import Publisher
+
+    return [Publisher(options.publish, options, observe)]
 
 
 def begin_step(models: list[Any]) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_r3.rl.rl_loop import LoopReplay
-from megatron_r3.rl.rl_options import LoopOptions
+from megatron_r3.rl.rl_options import LoopOptions, refuse_in_loop
 from megatron_r3.train.refuse import refuse
+
+__all__ = ["begin_collection", "log_step", "refuse_in_loop", "use_loop"]
 
 _replay: LoopReplay | None = None  # of the RL loop that runs in this process
 

@@ -146,13 +146,6 @@ def watch_models(on_models: OnModels) -> None:
     training.setup_model_and_optimizer = watched
 
 
-def engine_records() -> bool:
-    """Whether this tree has the patch "Record the routing of the model that samples"."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    return getattr(RouterReplay, "recorded_by_model", False)
-
-
 def _builder_config(args: Any) -> Any:
     """The config that builds the model from 0.19 on; None for earlier releases."""
     from megatron.training import argument_utils

@@ -28,11 +28,11 @@ from megatron_r3.data.store.verify_shard import (
     refuse_missing,
     verify_shard,
 )
-from megatron_r3.loop.published import published
 from megatron_r3.train.announce import follow_together
 from megatron_r3.train.one_look import Place, refuse_together, shared_out, told_by_first
 from megatron_r3.train.options import RolloutOptions
 from megatron_r3.train.policy_check import published_folder, version_of
+from megatron_r3.train.publish_options import published
 from megatron_r3.train.schedule import STORED
 
 # The shards of which this process has read every byte: their identity, size and time of change. A

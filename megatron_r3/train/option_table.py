@@ -13,7 +13,6 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from megatron_r3.balance.moves import LEAST_TOKENS
 from megatron_r3.train.losses.advantages import ADVANTAGES
 from megatron_r3.train.losses.aggregation import AGGREGATIONS
 from megatron_r3.train.losses.correction import CORRECTIONS, LEVELS
@@ -208,7 +207,7 @@ OPTIONS = (
         usual="all ranks that share experts", metavar="N", kind=int, field=True,
         needs=(_REPLAY, Rule("moe_router_replay_guest_slots")), not_with=(_NO_ROUTE,),
         group="guests"),
-    Option("moe_router_replay_guest_tokens", "no copy for fewer tokens", default=LEAST_TOKENS,
+    Option("moe_router_replay_guest_tokens", "no copy for fewer tokens", default=1024,
         metavar="N", kind=int, field=True, needs=(_REPLAY, Rule("moe_router_replay_guest_slots")),
         not_with=(_NO_ROUTE,), group="guests"),
     Option("moe_router_replay_verify_plan",

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_r3.data.rollout import MoEShape
 from megatron_r3.replay.layers import hybrid_pattern, moe_layer_indices
 from megatron_r3.replay.planner import PLANNED_DISPATCHERS
+from megatron_r3.replay.routes import MoEShape
 from megatron_r3.train.losses.loss import LossOptions
 from megatron_r3.train.option_table import refuse_options, value
 from megatron_r3.train.progress import checkpoint_directories

@@ -1,7 +1,7 @@
 """Refuse rollouts that another policy sampled than the one that training starts from.
 
-The sampler's routers are stamped into a store (`megatron_r3.data.fingerprint`). The first time that a
-rollout of a stamped policy is used, the stamp is compared with this rank's own routers. After the
+The sampler's routers are stamped into a store (`megatron_r3.data.fingerprint`). The first time that
+a rollout of a stamped policy is used, the stamp is compared with this rank's own routers. After the
 first update the weights differ from those that sampled, so a stamp that was accepted once stays
 accepted; the age of a rollout is bounded by --rollouts-max-lag.
 """
@@ -16,9 +16,9 @@ import numpy as np
 from megatron_r3.data.fingerprint import router_digest, router_fingerprint
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.shard import Shard
-from megatron_r3.loop.published import version_name
 from megatron_r3.train.ledger import Ledger
 from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.publish_options import version_name
 from megatron_r3.train.refuse import refuse
 
 

@@ -1,6 +1,6 @@
 """A training script on rollouts, for a tree that has no pretrain_gpt.py (the one on PyPI).
 
-    torchrun ... -m megatron_r3.train.pretrain_gpt <Megatron's arguments> --eval-iters 0 --rollouts DIR
+    torchrun ... -m megatron_r3.train.pretrain_gpt <your arguments> --eval-iters 0 --rollouts DIR
 
 The tree must be patched: its `pretrain()` then takes data and loss from the rollouts. This script
 has no data of its own: without --rollouts, or with --eval-iters other than 0, it ends with one line

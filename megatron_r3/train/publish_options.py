@@ -1,13 +1,16 @@
-"""The options of publishing policies from inside training; and what is refused."""
+"""Policies that a training publishes: the options, what is refused, the names of the versions."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_r3.train.option_table import value
+
+_NAME = re.compile(r"v(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -77,3 +80,16 @@ def refuse_folder(option: str, folder: Path) -> None:
         raise ValueError(f"{option} {folder}: {there} is a file: name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"{option} {folder}: nothing can be written in {there}")
+
+
+def version_name(version: int) -> str:
+    """The directory of a version: v000003."""
+    return f"v{version:06d}"
+
+
+def published(directory: Path) -> list[int]:
+    """The versions that are there, ascending; empty if there is no such directory yet."""
+    if not directory.is_dir():
+        return []
+    found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
+    return sorted(int(name[1]) for name in found if name)

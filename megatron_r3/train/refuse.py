@@ -8,8 +8,8 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from megatron_r3.data.untrusted import one_line
 from megatron_r3.replay.ending import say_last
+from megatron_r3.replay.words import one_line
 
 SILENCE_S = 30.0  # how long the other ranks wait
 

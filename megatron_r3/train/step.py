@@ -10,11 +10,11 @@ Shape suffixes (docs/glossary.md): B, S, T, V.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError
-from megatron_r3.loop.publish import Publisher
 from megatron_r3.replay.layers import layers_with_gradients, local_routers, unwrapped
 from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode
 from megatron_r3.replay.planner import Planner
@@ -71,6 +70,16 @@ def made_of(parts: Parts) -> Iterator[None]:
         _parts = before
 
 
+class StepHook(Protocol):
+    """What hangs on a training without being a part of it: publishing (loop/publish.py)."""
+
+    def begin(self, models: list[Any], iteration: int) -> None:
+        """Before the forward passes of a step, on all ranks."""
+
+    def end(self, iteration: int) -> None:
+        """After the last step, on all ranks."""
+
+
 @dataclass
 class _Chunk:
     """What belongs to one model chunk of this rank.
@@ -99,6 +108,7 @@ class RolloutStep:
         evaluate: the script's own forward step, used for evaluation.
         observe: lets a router without a hook answer to the active microbatch; called with the
             router and its layer number where training routes live.
+        hooks: what else begins with a step.
     """
 
     def __init__(
@@ -109,7 +119,9 @@ class RolloutStep:
         ledger: Ledger,
         evaluate: Callable[..., Any],
         observe: Callable[[Any, int], None],
+        hooks: Sequence[StepHook] = (),
     ) -> None:
+        self.hooks = hooks
         self.options, self.store, self.progress, self.ledger = options, store, progress, ledger
         self._evaluate, self._observe = evaluate, observe
         self._parts = _parts
@@ -119,9 +131,6 @@ class RolloutStep:
         self.old_pass = None
         if options.needs_old_pass:
             self.old_pass = self._parts.old_pass(options, store, ledger)
-        self.publisher = None
-        if options.publish is not None:
-            self.publisher = Publisher(options.publish, options, observe)
         self._witness = None
         if options.verify_dispatch:
             old = None if self.old_pass is None else self.old_pass.policy
@@ -156,15 +165,15 @@ class RolloutStep:
         return output, partial(self._loss, batch, host, policy)
 
     def begin(self, models: list[Any]) -> None:
-        """Before a step: publish the policy, and let the old policy go over a new collection.
+        """Before a step: let the hooks begin, and the old policy go over a new collection.
 
-        Both only where they are asked for. All ranks call this before the forward passes.
+        All ranks call this before the forward passes.
         """
         schedule = self.options.use.schedule
         place = schedule.place(self.ledger.consumed() // schedule.batch)
         self.metrics.begins_collection = place.begins_collection
-        if self.publisher is not None:
-            self.publisher.begin(models, self.progress.iteration)
+        for hook in self.hooks:
+            hook.begin(models, self.progress.iteration)
         if self.old_pass is not None:
             self.old_pass.begin(models, self._old_forward)
 
@@ -211,10 +220,11 @@ class RolloutStep:
         self._guard.check(models, self.progress.iteration + 1, self._digest_of_used_shards())
 
     def log(self, iteration: int, writer: Any, wandb_writer: Any, beside: dict[str, float]) -> str:
-        """After a step: log it, and publish the last policy. See `StepMetrics.log`."""
+        """After a step: log it, and end the hooks after the last one. See `StepMetrics.log`."""
         text = self.metrics.log(iteration, writer, wandb_writer, beside)
-        if self.publisher is not None and iteration == self.progress.last_iteration:
-            self.publisher.end(iteration)
+        if iteration == self.progress.last_iteration:
+            for hook in self.hooks:
+                hook.end(iteration)
         return text
 
     @cached_property
@@ -412,7 +422,7 @@ def _message_of(error: StoreError) -> str:
 
     torch raises a worker's exception again with the worker's whole traceback as its text:
     "Caught StoreError in DataLoader worker process 0.\\nOriginal Traceback ...\\n
-    megatron_r3.data.store.schema.StoreError: DIR: rollout 8 did not come". The message stands behind
-    the last "StoreError: "; an error of this process is the message alone.
+    megatron_r3.data.store.schema.StoreError: DIR: rollout 8 did not come". The message stands
+    behind the last "StoreError: "; an error of this process is the message alone.
     """
     return str(error).strip().splitlines()[-1].rpartition("StoreError: ")[2]

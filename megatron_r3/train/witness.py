@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.data.rollout import MoEShape, Rollout
+from megatron_r3.data.rollout import Rollout
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.replay.active import active_microbatch
 from megatron_r3.replay.layers import local_moe_layers
 from megatron_r3.replay.microbatch import MicrobatchRoutes
+from megatron_r3.replay.routes import MoEShape
 from megatron_r3.replay.rows import PADDING
 from megatron_r3.train.old_policy import OldPolicy
 from megatron_r3.train.refuse import refuse

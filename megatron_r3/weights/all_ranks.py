@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.words import one_line
 
 T = TypeVar("T")
 

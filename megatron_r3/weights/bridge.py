@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from megatron_r3.data.untrusted import one_line, quoted
 from megatron_r3.replay.layers import unwrapped
+from megatron_r3.replay.words import one_line, quoted
 from megatron_r3.weights import bridge_mbridge, bridge_megatron_bridge
 from megatron_r3.weights.all_ranks import everyones, my_rank, together
 from megatron_r3.weights.bridge_checks import rope_of

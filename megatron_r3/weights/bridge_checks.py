@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_r3.data.untrusted import quoted
 from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.replay.words import quoted
 from megatron_r3.weights.family import ModelSettings
 from megatron_r3.weights.known import BALANCING, defaults, routes_itself
 

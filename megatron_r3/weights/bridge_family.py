@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.words import one_line
 from megatron_r3.weights.bridge_checks import compare_models
 from megatron_r3.weights.directory import Reading
 from megatron_r3.weights.families import FAMILIES

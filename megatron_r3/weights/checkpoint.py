@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_r3.data.untrusted import one_line
 from megatron_r3.replay.layers import unwrapped
+from megatron_r3.replay.words import one_line
 from megatron_r3.train.launch import built_from
 from megatron_r3.weights.all_ranks import everyones, my_rank, together
 from megatron_r3.weights.family import VOCABULARY

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_r3.data.untrusted import one_line, quoted, read_json
+from megatron_r3.data.untrusted import read_json
+from megatron_r3.replay.words import one_line, quoted
 from megatron_r3.weights.all_ranks import my_rank, on_first_rank, together
 
 CONFIG = "config.json"

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_r3.data.untrusted import one_line
 from megatron_r3.replay.layers import unwrapped
+from megatron_r3.replay.words import one_line
 from megatron_r3.train.launch import build_models, initialize
 from megatron_r3.weights.all_ranks import my_rank, on_first_rank, together
 from megatron_r3.weights.bridge import BRIDGES, CHOICES, OPTION, choose, chosen_family

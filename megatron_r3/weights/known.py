@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megatron_r3.data.untrusted import quoted
+from megatron_r3.replay.words import quoted
 
 # Fields of TransformerConfig and MLATransformerConfig, and arguments that build a model, of
 # core_v0.16.1 to main of 2026-08-22. The same weights compute the same with any value of these, up

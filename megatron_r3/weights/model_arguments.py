@@ -12,7 +12,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from megatron_r3.data.untrusted import one_line
+from megatron_r3.replay.words import one_line
 from megatron_r3.weights.directory import CONFIG, read_config
 from megatron_r3.weights.families import family_named
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.data.untrusted import quoted
 from megatron_r3.replay.layers import unwrapped
+from megatron_r3.replay.words import quoted
 from megatron_r3.weights.all_ranks import agree, everyones, my_rank, on_first_rank, together
 from megatron_r3.weights.directory import (
     CONFIG,

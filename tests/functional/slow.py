@@ -36,7 +36,7 @@ SLOW = (
     "unit/fuzz/",
     "unit/gpu_kit/",
     "unit/launch/",
-    "unit/online/test_report.py",
+    "unit/loop/test_report.py",
 )
 
 

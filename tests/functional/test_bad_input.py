@@ -48,6 +48,8 @@ OPTIONS = {
     "moe_expert_capacity_factor": ["--moe-expert-capacity-factor", "1.5"],
     "moe_router_force_load_balancing": ["--moe-router-force-load-balancing"],
     "moe_router_force_biased": ["--moe-router-force-biased", "0.5"],
+    # what an extra refuses: tests/unit/balance/test_guest_refusals.py
+    "one rank has all experts": ["--moe-router-replay-guest-slots", "2"],
 }
 
 

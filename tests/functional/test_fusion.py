@@ -1,7 +1,7 @@
 """Replay under moe_router_fusion: the one-kernel gate in real routers, and without a GPU none.
 
-The kernel itself is tested in tests/unit/replay/gate/test_interpreted.py. Here its torch reference runs
-where the kernel would, so that the seam around it is the one that a GPU has.
+The kernel itself is tested in tests/unit/replay/gate/test_interpreted.py. Here its torch reference
+runs where the kernel would, so that the seam around it is the one that a GPU has.
 
 Shape suffixes (docs/glossary.md): K, T.
 """

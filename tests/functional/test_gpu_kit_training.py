@@ -20,7 +20,7 @@ from gpu_kit.training import main
 from gpu_kit.training_load import load_local_checkpoints
 from gpu_kit.training_runs import REHEARSAL, Place, RunFailed, write_stores
 
-SCRIPT = Path(__file__).parents[2] / "megatron_r3" / "pretrain.py"
+SCRIPT = Path(__file__).parents[2] / "megatron_r3" / "train" / "pretrain_gpt.py"
 
 
 def arguments(tree: Path, policy: Policy, out: Path, cases: str) -> list[str]:

@@ -18,7 +18,7 @@ def run(tree: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "1"]
     return subprocess.run(
-        [*command, "-m", "megatron_r3.cpu", str(ROOT / "megatron_r3" / "pretrain.py"), *argv],
+        [*command, "-m", "megatron_r3.cpu", str(ROOT / "megatron_r3/train/pretrain_gpt.py"), *argv],
         env={**os.environ, "PYTHONPATH": f"{tree}:{ROOT}", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Inputs for the gate kernel, and how far it may be from the float64 reference.
 
 The kernel runs natively on a CUDA device. Elsewhere it runs under Triton's interpreter, if
-TRITON_INTERPRET=1 was set before Triton was imported. tests/unit/replay/gate/test_interpreted.py sets it.
+TRITON_INTERPRET=1 was set before Triton was imported, as by
+tests/unit/replay/gate/test_interpreted.py.
 
 Shape suffixes (docs/glossary.md): T, K, E.
 """
@@ -28,7 +29,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 needs_a_way_to_run = pytest.mark.skipif(
     not INTERPRETED and DEVICE == "cpu",
-    reason="no CUDA device here, and no TRITON_INTERPRET=1 (tests/unit/replay/gate/test_interpreted.py)",
+    reason="no CUDA device here, and no TRITON_INTERPRET=1 (unit/replay/gate/test_interpreted.py)",
 )
 # name -> options
 FUNCTIONS: dict[str, dict[str, Any]] = {

@@ -133,7 +133,10 @@ RUN_BY = [
         r"torchrun .*hf\.py .*--hf-bridge\b",
         "tests/clients/test_bridge_weights.py::test_a_model_that_is_no_family_of_ours",
     ),
-    (r"torchrun .*-m megatron_r3\.serve\b", "tests/functional/test_serve.py::test_collect_stores"),
+    (
+        r"torchrun .*-m megatron_r3\.loop\.serve\b",
+        "tests/functional/test_serve.py::test_collect_stores",
+    ),
     (
         r"torchrun .*demo/own_loop\.py\b",
         "tests/functional/test_docs_example.py::test_the_whole_program_trains",

@@ -109,7 +109,7 @@ def test_every_logged_name_is_documented() -> None:
     documented = set(re.findall(r"^\| `([^`]+)`", table, re.MULTILINE))
     ones = torch.ones(1, 1)
     names = {name.replace("_", " ") for name in agreement_sums(-ones, -ones, ones)}
-    source = "".join(p.read_text() for p in (ROOT / "megatron_r3" / "training").rglob("*.py"))
+    source = "".join(p.read_text() for p in (ROOT / "megatron_r3" / "train").rglob("*.py"))
     constants = {
         node.value
         for node in ast.walk(ast.parse((ROOT / "megatron_r3/train/metrics.py").read_text()))

@@ -19,8 +19,8 @@ import numpy as np
 import pybase64
 
 from megatron_r3.data.engines.shape import EngineError
-from megatron_r3.data.untrusted import quoted, said
 from megatron_r3.data.values import MOST_TOKEN_ID
+from megatron_r3.replay.words import quoted, said
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 _MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.kept import KeptSets
-from megatron_r3.data.untrusted import quoted
+from megatron_r3.replay.words import quoted
 
 _WHOLE = re.compile("[0-9]{1,18}")
 

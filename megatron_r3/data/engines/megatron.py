@@ -35,7 +35,7 @@ from megatron_r3.data.engines.body import (
 from megatron_r3.data.engines.checks import checked_routes, checked_tokens
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
-from megatron_r3.data.untrusted import quoted, said
+from megatron_r3.replay.words import quoted, said
 
 # A choice of /v1/completions from 0.18 on, without what is not read here:
 #

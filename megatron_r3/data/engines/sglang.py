@@ -47,7 +47,7 @@ from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.drawn import kept_sets, version_spans
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.data.kept import KeptSets
-from megatron_r3.data.untrusted import quoted
+from megatron_r3.replay.words import quoted
 
 # A sample of /generate, and a response of /v1/completions, without what is not read here:
 #

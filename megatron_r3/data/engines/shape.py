@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.data.rollout import MOST_EXPERTS, MoEShape
-from megatron_r3.data.untrusted import quoted, read_json
+from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import MOST_TOKEN_ID
-from megatron_r3.replay.routes import RoutesError
+from megatron_r3.replay.routes import MOST_EXPERTS, MoEShape, RoutesError
+from megatron_r3.replay.words import quoted
 
 
 class EngineError(ValueError):

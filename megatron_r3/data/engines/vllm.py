@@ -41,8 +41,9 @@ from megatron_r3.data.engines.checks import checked_routes, checked_tokens
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.drawn import kept_sets, version_spans
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
-from megatron_r3.data.untrusted import quoted, read_json, said
+from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.routes import Routes
+from megatron_r3.replay.words import quoted, said
 
 # A response of /v1/completions, without what is not read here; "k05VTVBZ" is how base64 of a .npy
 # begins:

@@ -26,8 +26,9 @@ from megatron_r3.data.store.schema import (
     StoreError,
     StoreInfo,
 )
-from megatron_r3.data.untrusted import quoted, read_json
+from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.routes import id_dtype
+from megatron_r3.replay.words import quoted
 
 # The tensors of a shard and their types (docs/rollout-store.md).
 PER_ROLLOUT = {

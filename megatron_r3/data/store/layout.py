@@ -14,7 +14,8 @@ import numpy as np
 
 from megatron_r3.data.store.files import HeldFile
 from megatron_r3.data.store.schema import StoreError
-from megatron_r3.data.untrusted import quoted, read_json
+from megatron_r3.data.untrusted import read_json
+from megatron_r3.replay.words import quoted
 
 # safetensors' names of the types that a shard's tensors have
 DTYPES: dict[str, type] = {

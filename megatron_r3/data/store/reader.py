@@ -29,7 +29,7 @@ from megatron_r3.replay.routes import Routes
 class RolloutStore:
     """Every rollout of one or several store directories, as they are when this object is made.
 
-    A shard that is written later is not seen; `megatron_r3.data.store.follow` has a store that grows.
+    A shard that is written later is not seen; `follow.py` has a store that grows.
 
     Args:
         directories: stores of the same model. Their rollouts follow each other in this order.

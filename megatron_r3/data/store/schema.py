@@ -6,9 +6,9 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from megatron_r3.data.rollout import MoEShape, must_be, wrong_whole
-from megatron_r3.data.untrusted import quoted
 from megatron_r3.data.values import wrong_text
+from megatron_r3.replay.routes import MoEShape
+from megatron_r3.replay.words import must_be, quoted, wrong_whole
 
 FORMAT = "megatron-r3 rollouts"
 FORMAT_VERSION = 3

@@ -10,7 +10,8 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from megatron_r3.data.rollout import MOST_EXPERTS, Rollout, versions_of
+from megatron_r3.data.rollout import Rollout, versions_of
+from megatron_r3.replay.routes import MOST_EXPERTS
 
 NO_TURN = -1
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.data.truth.mismatch_tables import Tables
-from megatron_r3.data.untrusted import one_line, read_json
+from megatron_r3.data.untrusted import read_json
+from megatron_r3.replay.words import one_line
 
 FORMAT = 1
 _MOST_BYTES = 1 << 22

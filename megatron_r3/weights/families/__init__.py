@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_r3.data.untrusted import quoted
+from megatron_r3.replay.words import quoted
 from megatron_r3.weights.families.deepseek_v3 import DeepseekV3
 from megatron_r3.weights.families.glm4_moe import Glm4Moe
 from megatron_r3.weights.families.gpt_oss import GptOss

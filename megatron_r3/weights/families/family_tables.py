@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from megatron_r3.data.engines.shape import ModelShape
-from megatron_r3.data.untrusted import quoted
 from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.replay.words import quoted
 from megatron_r3.weights.family import Mapped, ModelSettings, refuse
 from megatron_r3.weights.known import (
     BALANCING,

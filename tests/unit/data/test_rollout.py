@@ -14,14 +14,13 @@ from megatron_r3.data.engines import EngineError, Increment, ModelShape
 from megatron_r3.data.rollout import (
     UNKNOWN_POLICY,
     UNREWARDED,
-    MoEShape,
     Rollout,
     RolloutError,
     sampled_tokens,
     turns_of,
 )
 from megatron_r3.data.store import RolloutStore, StoreError, StoreInfo, write_shard
-from megatron_r3.replay.routes import Routes
+from megatron_r3.replay.routes import MoEShape, Routes
 
 SHAPE = ModelShape(16, 4, (1, 2, 3), 4)
 INFO = StoreInfo.of_model(SHAPE, "vllm", "0.30.0", vocab_size=500)

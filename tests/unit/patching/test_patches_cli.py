@@ -4,7 +4,7 @@ import pytest
 from patching_upstream import LINE, PACKAGE, README, ROUTER, TAG, run_cli
 
 from megatron_r3.cli import main
-from megatron_r3.patching import cli as commands
+from megatron_r3.patching import patches_cli as commands
 
 
 @pytest.fixture

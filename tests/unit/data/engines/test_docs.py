@@ -17,7 +17,7 @@ from tiny_models import qwen
 from megatron_r3.data.rollout import Rollout
 from megatron_r3.data.store import RolloutStore
 
-PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
+PAGE = Path(__file__).parents[4] / "docs" / "engines.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 HOOKS = next(block for block in BLOCKS if "capture_routes" in block)
 BLOCKS.remove(HOOKS)

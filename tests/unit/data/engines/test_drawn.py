@@ -279,7 +279,7 @@ def test_no_other_decoder_invents_sets():
 
 def test_a_real_response_with_masks_and_two_versions():
     """Recorded from SGLang 0.5.23, whose weights became version 4 after the first token."""
-    data = Path(__file__).parents[2] / "data/sglang/sglang-0.5.23-qwen3moe-fp32"
+    data = Path(__file__).parents[3] / "data/sglang/sglang-0.5.23-qwen3moe-fp32"
     recorded = json.loads((data / "kept_and_versions.json").read_text())
     shape = ModelShape(16, 4, (0, 1, 2, 3), 4)
     (rollout,) = decode("sglang", recorded["response"], recorded["request"], shape, "recorded")

@@ -18,7 +18,7 @@ import pytest
 from megatron_r3.data import engines
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 
-DATA = Path(__file__).parents[2] / "data" / "sglang"
+DATA = Path(__file__).parents[3] / "data" / "sglang"
 QWEN = "sglang-0.5.23-qwen3moe-bf16"
 REJECT = "reject-sglang-0.5.23-qwen3moe-dense0-fp32"
 ALL = ModelShape(16, 4, (0, 1, 2, 3), 4)

@@ -20,7 +20,7 @@ from megatron_r3.data import engines
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.engines.vllm import decode_routes
 
-DATA = Path(__file__).parents[2] / "data" / "vllm"
+DATA = Path(__file__).parents[3] / "data" / "vllm"
 ALL = ModelShape(16, 4, (0, 1, 2, 3), 4)
 DENSE0 = ModelShape(16, 4, (1, 2, 3), 4)
 QWEN = "vllm-0.30.0-qwen3moe-bf16"

@@ -29,7 +29,7 @@ from megatron_r3.replay.gate import (
     substitute_gate,
 )
 
-BODIES = sorted((Path(__file__).parents[2] / "gpu").glob("test_gate_kernel*.py"))
+BODIES = sorted((Path(__file__).parents[3] / "gpu").glob("test_gate_kernel*.py"))
 FUNCTIONS: list[dict[str, Any]] = [
     {},
     {"use_pre_softmax": True},

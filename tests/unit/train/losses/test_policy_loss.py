@@ -168,10 +168,10 @@ WRONG: dict[str, tuple[Callable[[LossTerms], object], str]] = {
         lambda terms: Gain(terms.logprobs_BS.detach(), terms.log_ratio_BS),
         r"its value_BS has no gradient, .*without detach\(\)",
     ),
-    "raising": (raising, r"KeyError in .*test_policy.py, line \d+: 'x'"),
+    "raising": (raising, r"KeyError in .*test_policy_loss.py, line \d+: 'x'"),
     "broken": (
         lambda terms: Gain(terms.logprobs_BS[:, ::2] + terms.logprobs_BS, terms.log_ratio_BS),
-        r"RuntimeError in .*test_policy.py, line \d+: The size of tensor a",
+        r"RuntimeError in .*test_policy_loss.py, line \d+: The size of tensor a",
     ),
 }
 
