@@ -8,6 +8,10 @@
         loss = model(tokens, position_ids, attention_mask, labels=labels).mean()
     loss.backward()
 
+R3 itself is four rooms, each built on those before it: `replay`, `data` (rollouts), `train` (a
+training on rollouts), `seams` (what the patches call). All other rooms stand around these four,
+which know none of them.
+
 These names are imported when they are asked for: a patched Megatron-LM with all options off, and
 `megatron-r3 --version`, import no torch. docs/integrate.md says how each is used.
 """
