@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections import Counter
@@ -177,6 +178,8 @@ class _Layer:
 
 def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
     """The parts of a training whose steps go the ways in turn."""
+    from megatron_r3.balance.places import sizes_with_guests
+    from megatron_r3.replay.plan import layer_sizes
     from megatron_r3.replay.planner import Planner
     from megatron_r3.train.lookahead import Prepared, Preparer
     from megatron_r3.train.step import Parts
@@ -184,13 +187,15 @@ def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
     class TurnedPlanner(Planner):
         way = EMPTY
 
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            self.all_slots, self.least = self.slots, self.least_tokens
+        def __init__(self, config: Any, *given: Any) -> None:
+            super().__init__(config, *given)
+            never = copy.copy(config)
+            never.moe_router_replay_guest_tokens = NEVER
+            of_guests = self._sizes_of
+            self.ways = {OFF: layer_sizes, EMPTY: sizes_with_guests(never), GUESTS: of_guests}
 
         def plan(self, routes: Any) -> Any:
-            self.slots = 0 if self.way == OFF else self.all_slots
-            self.least_tokens = self.least if self.way == GUESTS else NEVER
+            self._sizes_of = self.ways[self.way]
             begin = time.thread_time()
             plan = super().plan(routes)
             spent.planning_s[self.way] += time.thread_time() - begin

@@ -2,7 +2,7 @@
 
     python -m benchmarks.publish --out build/bench/publish.json [--rounds 5] [--only PP2]
 
-Models of several sizes are written as transformers directories (`weights/policy.py`), in one
+Models of several sizes are written as transformers directories (`weights/write_policy.py`), in one
 process and by the ranks of several layouts. The table has the seconds of a write, the part of the
 model that a rank holds, and the memory by which its resident memory grew beside that, on the rank
 where it grew most, also in files of a layer. Exit status 1: a rank needed more than MOST layers,

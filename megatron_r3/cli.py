@@ -13,6 +13,7 @@ import megatron_r3
 from megatron_r3.collect.rollouts_cli import add_rollouts
 from megatron_r3.loop.rl_cli import add_rl
 from megatron_r3.patching.patches_cli import add_commands
+from megatron_r3.replay.words import one_line
 
 DESCRIPTION = (
     "Rollout Routing Replay (R3) for Megatron-LM: patch a Megatron-LM tree, collect and inspect "
@@ -36,9 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except (ValueError, OSError) as error:
-        # Imported here because it imports numpy, which takes longer than most commands on patches.
-        from megatron_r3.replay.words import one_line
-
         print(f"error: {one_line(str(error))}", file=sys.stderr)
     except KeyboardInterrupt:
         # Every command either has done nothing yet or goes on from where it was stopped.

@@ -27,7 +27,7 @@ class RunFailed(ValueError):
 def run(config: Config) -> None:
     """Run a run to its end, and print a line for each collection.
 
-    Whoever calls this sees to it that signals raise (cli.py). A run that is over starts no part.
+    Whoever calls this sees to it that signals raise (rl_cli.py). A run that is over starts no part.
 
     Raises:
         RunFailed: a part refused something, or died too often.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.train.option_table import value
-
 _NAME = re.compile(r"v(\d{6,})")
 
 
@@ -38,6 +36,9 @@ class PublishOptions:
         """
         if args.rollouts_publish is None:
             return None
+        # imported here: whoever only asks which versions are there needs no torch
+        from megatron_r3.train.option_table import value
+
         steps = value(args, "rollouts_mini_steps") * value(args, "rollouts_epochs")
         interval = args.rollouts_publish_interval or steps
         if interval < 1 or interval % steps:

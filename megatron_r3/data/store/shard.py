@@ -37,8 +37,8 @@ class Shard:
     """A shard's tensors by name (docs/rollout-store.md), and what its store says.
 
     All reads are from the file that was opened, even if another file has its name by then. What is
-    read is compared with its checksums; `verify.py` reads everything. A shard that another process
-    has looked at is opened when something in the file is first asked for.
+    read is compared with its checksums; `verify_shard.py` reads all of it. A shard that another
+    process has looked at is opened when something in the file is first asked for.
 
     Args:
         path: of the file.

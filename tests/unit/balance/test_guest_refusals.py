@@ -1,4 +1,4 @@
-"""What guests are refused with; that a tree asks: tests/functional/test_guests.py."""
+"""What guests are refused with; that a tree asks: tests/functional/test_bad_input.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_r3.balance.guest_refusals import guest_refusals
+from megatron_r3.balance.moves import LEAST_TOKENS
+from megatron_r3.train.option_table import BY_NAME
 
 GUESTS: dict[str, Any] = {
     "moe_router_replay_dispatch_plan": True,
@@ -54,6 +56,7 @@ WRONG_GUESTS: dict[str, dict[str, Any]] = {
 
 
 def test_guests_are_accepted() -> None:
+    assert BY_NAME["moe_router_replay_guest_tokens"].default == LEAST_TOKENS
     assert guest_refusals(SimpleNamespace(**GUESTS)) == []
     assert guest_refusals(SimpleNamespace(**GUESTS, moe_grouped_gemm=True)) == []
     for domain in (4, 8, 16):
