@@ -10,7 +10,7 @@
 
 R3 itself is four rooms, each built on those before it: `replay`, `data` (rollouts), `train` (a
 training on rollouts), `seams` (what the patches call). All other rooms stand around these four.
-No file of the four knows them, but for three seams, by which they hang on the four.
+Three files of `seams` call them where an option asks for it; no other file of the four does.
 
 These names are imported when they are asked for: a patched Megatron-LM with all options off, and
 `megatron-r3 --version`, import no torch. docs/integrate.md says how each is used.

@@ -1,7 +1,7 @@
-"""The record of one sampled sequence, and the shape of the model that sampled it.
+"""The record of one sampled sequence.
 
 A `Rollout` is the only record between an engine and the trainer: a decoder in `engines/` makes it
-out of a response, `rollouts/` adds the reward and the name, `store/` writes it and reads it back.
+out of a response, `collect/` adds the reward and the name, `store/` writes it and reads it back.
 
 Shape suffixes (docs/glossary.md): C, N, U.
 """

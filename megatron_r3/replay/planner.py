@@ -18,8 +18,9 @@ from megatron_r3.replay.plan import ExpertRanks, LayerSizes, count_tokens, layer
 PLANNED_DISPATCHERS = ("alltoall", "allgather")
 # from every rank's counts `[R, L, E]` to the sizes of each layer, as `layer_sizes`
 SizesOf = Callable[[np.ndarray, ExpertRanks, list[int]], dict[int, LayerSizes]]
-# What plans otherwise where an option is set: a function of the config. Guests are planned so
-# (seams/guests.py).
+# For an option that changes what is planned: from the config to what plans in the place of
+# `layer_sizes`. seams/guests.py adds that of guests; whoever makes a layer with guests has imported
+# that file, so no such layer is planned without them.
 OTHER_SIZES: dict[str, Callable[[Any], SizesOf]] = {}
 
 

@@ -1,4 +1,4 @@
-"""Routes: the expert ids that a rollout's tokens took, in a checked container.
+"""Routes: the expert ids that a rollout's tokens took, and the shape of a model's MoE layers.
 
 A route is a set: the order of the ids inside K carries no meaning, but it is kept, so that what was
 recorded live is replayed to the last bit. An id is one byte up to 256 experts (384 bytes a token

@@ -50,13 +50,14 @@ def check_config(config: Any) -> None:
 
 
 def all_refusals(config: Any, upstream: Any) -> list[str]:
-    """`refusals`, what this tree lacks, and what an extra refuses that the config asks for.
+    """Every reason to refuse a config: R3's own, patches that this tree lacks, and those of guests.
 
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments.
         upstream: the class TransformerConfig.
     """
     reasons = refusals(config, upstream) + absent_patches(config)
+    # guests are imported where one of their options is set, and nowhere else
     of_guests = [f for f in dataclasses.fields(upstream) if f.name.startswith(_OF_GUESTS)]
     if any(getattr(config, field.name, field.default) != field.default for field in of_guests):
         from megatron_r3.seams.guests import guest_refusals

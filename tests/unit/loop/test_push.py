@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from published import publish, save_model, served
+from slow import slow_except
 
 from megatron_r3.collect.client import Client
 from megatron_r3.data.engines.shape import EngineError, ModelShape
@@ -120,12 +121,13 @@ def test_a_right_push_is_accepted_and_its_floor_is_that_of_rounding(policies):
     assert len(floor.before) == 3
 
 
+@pytest.mark.parametrize("times", slow_except([3, 10], 3))
 @pytest.mark.parametrize("fault", [not_loaded, expert_swapped, router_stale])
-def test_a_wrong_push_is_stopped_each_time(policies, fault):
+def test_a_wrong_push_is_stopped_each_time(policies, fault, times):
     first, second = read_policy(policies, 0), read_policy(policies, 1)
     sampler, stopped = Wrong(), 0
     with served(sampler) as url:
-        for index in range(4):
+        for index in range(times):
             floor = Floor()
             sampler.change = None
             push(url, first, floor)
@@ -133,7 +135,7 @@ def test_a_wrong_push_is_stopped_each_time(policies, fault):
             with pytest.raises(PushError, match="does not compute it"):
                 push(url, second, floor)
             stopped += 1
-    assert stopped == 4
+    assert stopped == times
 
 
 class KeepsKeys(EmbeddedSampler):
@@ -152,9 +154,10 @@ class KeepsKeys(EmbeddedSampler):
         )}  # fmt: skip
 
 
-def test_keys_and_values_of_older_weights_are_found(policies):
+@pytest.mark.parametrize("times", slow_except([3, 10], 3))
+def test_keys_and_values_of_older_weights_are_found_each_time(policies, times):
     first, second = read_policy(policies, 0), read_policy(policies, 1)
-    for _ in range(3):
+    for _ in range(times):
         floor = Floor()
         with served(KeepsKeys()) as url:
             push(url, first, floor)

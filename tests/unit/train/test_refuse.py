@@ -30,11 +30,12 @@ def ended(how: str, path, wait_s: float = 10) -> subprocess.CompletedProcess:
     ) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
+        error = process.stderr.readline()  # it has refused; what follows is how it ends
         try:
             status = process.wait(wait_s)
         finally:
             os.kill(child, signal.SIGKILL)
-        error = process.stderr.read()
+        error += process.stderr.read()
     return subprocess.CompletedProcess(command, status, "", error)
 
 
