@@ -8,28 +8,29 @@ Shape suffixes (docs/glossary.md): N.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from forked import Forked
 from stored import make_rollout
 from training_arguments import ARGUMENTS, MODEL
 
+from fidelity.rig.rank_process import RankError, RankProcess
 from megatron_r3.data.store import RolloutStore, StoreInfo, write_shard
 from megatron_r3.train import announce, refuse
 from megatron_r3.train.one_look import Place
 from megatron_r3.train.open_store import open_store
 from megatron_r3.train.options import RolloutOptions
 
+ENDS_S = 60.0  # how long an answer may take on a busy machine
 UNSTAMPED = StoreInfo(16, 4, (1, 2, 5), "vllm", "0.30.0")
 
 
@@ -83,8 +84,8 @@ class Follower:
         self.store.wait_for(10**6)
 
 
-def follow(rank: int, count: int, folder: Path, follow_s: float) -> None:
-    """A rank: open the store, and do what each line of standard input says."""
+def follow(count: int, folder: Path, follow_s: float, commands: Connection, rank: int) -> None:
+    """A rank: open the store, and do what comes through the pipe."""
     refuse.SILENCE_S = 1.0
     rendezvous = torch.distributed.FileStore(str(folder.parent / "rendezvous"), count)
     torch.distributed.init_process_group("gloo", store=rendezvous, rank=rank, world_size=count)
@@ -106,9 +107,9 @@ def follow(rank: int, count: int, folder: Path, follow_s: float) -> None:
     os.open, os.listdir = count_open, count_listdir
     store = open_store(options, Place(rank, count, 0, 1, 1))
     follower = Follower(store)
-    print(json.dumps({"rollouts": len(store)}), flush=True)
-    for line in sys.stdin:
-        name, *given = json.loads(line)
+    commands.send({"rollouts": len(store)})
+    while True:
+        name, *given = commands.recv()
         said: dict[str, Any] = {}
         try:
             said["result"] = getattr(follower, name)(*given)
@@ -116,7 +117,7 @@ def follow(rank: int, count: int, folder: Path, follow_s: float) -> None:
             said["error"] = str(error)
         said |= {"rollouts": len(store), "names": store.index.names(), **seen}
         said |= {"identities": store.index.identities(), "groups": store.groups().tolist()}
-        print(json.dumps(said), flush=True)
+        commands.send(said)
 
 
 class Ranks:
@@ -129,16 +130,16 @@ class Ranks:
     """
 
     def __init__(self, folder: Path, count: int, follow_s: float) -> None:
-        self.processes = [
-            Forked(
-                *(follow, rank, count, folder, follow_s),
-                env={"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"},
-                errors=folder.parent / f"rank{rank}.log",
-            )
-            for rank in range(count)
-        ]
-        self._watchdog = Timer(90, self.kill)
-        self._watchdog.start()
+        self.commands: list[Connection] = []
+        self.processes: list[RankProcess] = []
+        for rank in range(count):
+            ours, theirs = Pipe()
+            fn = partial(follow, count, folder, follow_s, theirs)
+            env = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+            log = folder.parent / f"rank{rank}.log"
+            self.processes.append(RankProcess(fn, rank, 0, env, log, ENDS_S))
+            self.commands.append(ours)
+            theirs.close()
 
     def begun(self) -> Ranks:
         """Wait until all of them have opened the store."""
@@ -147,17 +148,17 @@ class Ranks:
         return self
 
     def _answer(self, rank: int) -> dict[str, Any]:
-        process = self.processes[rank]
-        if not (line := process.stdout.readline()):
-            raise AssertionError(f"rank {rank} ended: {process.errors()}")
-        answer: dict[str, Any] = json.loads(line)
+        ours, ends = self.commands[rank], self.processes[rank].pipe
+        ready = wait([ours, ends], ENDS_S)
+        assert ready, f"rank {rank}: no answer in {ENDS_S} s"
+        if ours not in ready:
+            self.processes[rank].result()  # raises what ended it
+        answer: dict[str, Any] = ours.recv()
         return answer
 
     def tell(self, rank: int, *command: object) -> None:
         """Have a rank do something, and go on here."""
-        stdin = self.processes[rank].stdin
-        stdin.write(json.dumps(command) + "\n")
-        stdin.flush()
+        self.commands[rank].send(command)
 
     def ask(self, rank: int, *command: object) -> dict[str, Any]:
         """What a rank says when it has done something."""
@@ -173,14 +174,10 @@ class Ranks:
         meanwhile()
         return [self._answer(rank) for rank in range(len(self.processes))]
 
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-
     def end(self) -> None:
-        self._watchdog.cancel()
-        for process in self.processes:
-            process.close()
+        for process, commands in zip(self.processes, self.commands, strict=True):
+            process.end()
+            commands.close()
 
 
 Begin = Callable[..., Ranks]
@@ -305,9 +302,10 @@ def test_a_damaged_head_of_the_first_shard_ends_all_ranks(tmp_path: Path, begin:
     (tmp_path / "s").mkdir()
     path = damaged(tmp_path / "s", 0)
     ranks = begin()
-    statuses = [process.wait() for process in ranks.processes]
-    outputs = [process.errors() for process in ranks.processes]
-    assert statuses == [1, 1], outputs
+    for process in ranks.processes:
+        with pytest.raises(RankError, match="SystemExit: 1"):
+            process.result()
+    outputs = [process.log.read_text() for process in ranks.processes]
     assert [line for line in outputs[0].splitlines() if line.startswith(f"error: {path}: ")]
     assert "error:" not in outputs[1]
 
@@ -347,8 +345,7 @@ def test_a_first_rank_that_is_gone_does_not_answer(folder: Path, begin: Begin) -
     write(folder, 1)
     ranks.ask_all("wait", 3)
     ranks.ask_all("leave")
-    ranks.processes[0].kill()
-    ranks.processes[0].wait()
+    ranks.processes[0].end()
     for command in (("wait", 4), ("wait", 4), ("ask_anew",)):
         said = ranks.ask(1, *command)["error"]
         assert said.startswith("the first rank, at 127.0.0.1, which looks for new shards, does not")

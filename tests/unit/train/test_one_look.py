@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked import Forked
 from stored import INFO, files_open, make_rollout
 from training_arguments import ARGUMENTS, MODEL
 
+from fidelity.rig.rank_process import RankError, RankProcess
 from megatron_r3.data.store import RolloutStore, StoreError, write_shard
 from megatron_r3.train import refuse
 from megatron_r3.train.one_look import Place
@@ -27,10 +26,10 @@ SHARDS = 6
 
 
 def open_and_read(
-    rank: int, folder: Path, rendezvous: Path, data_size: int, reads: list[int]
-) -> None:
-    """A rank of two: open the store, read rollouts, and print what both looked at."""
-    refuse.SILENCE_S = 3.0  # a peer that is gone ends a process of gloo's by SIGABRT
+    folder: Path, rendezvous: Path, data_size: int, reads: list[int], rank: int
+) -> dict[str, Any]:
+    """A rank of two: open the store, read rollouts, and tell what both looked at."""
+    refuse.SILENCE_S = 3.0
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.FileStore(str(rendezvous), 2), rank=rank, world_size=2
     )
@@ -58,27 +57,32 @@ def open_and_read(
     os.open, os.listdir, os.stat, os.fstat = opened, listed, stat, fstat
     told = {"before": before, "after": seen, "rollouts": len(store)}
     told |= {"recorded": store.recorded_share(), "groups": store.groups().tolist()}
-    print(json.dumps({**told, "reward": store.column("reward").tolist()}))
+    return {**told, "reward": store.column("reward").tolist()}
 
 
-def ranks(folder: Path, *reads: list[int], data_size: int = 2) -> list[tuple[int, str, str]]:
-    """Open the store in two ranks, and read rollouts: status, output and errors of each."""
+def ranks(folder: Path, *reads: list[int], data_size: int = 2) -> list[tuple[Any, str]]:
+    """Open the store in two ranks, and read rollouts: what each told, or its error; its log."""
     logs = folder.parent
     started = [
-        Forked(
-            *(open_and_read, rank, folder, logs / "rendezvous", data_size, rollouts),
-            env={"LOCAL_RANK": str(rank)},
-            errors=logs / f"rank{rank}.log",
+        RankProcess(
+            partial(open_and_read, folder, logs / "rendezvous", data_size, rollouts),
+            *(rank, 0, {"LOCAL_RANK": str(rank)}, logs / f"rank{rank}.log", 120),
         )
         for rank, rollouts in enumerate(reads or ([], []))
     ]
-    outputs = [(process.stdout.read(), process.wait(120)) for process in started]
-    for process in started:
-        process.close()
-    return [
-        (status, out, process.errors())
-        for process, (out, status) in zip(started, outputs, strict=True)
-    ]
+    try:
+        return [(_told(process), process.log.read_text()) for process in started]
+    finally:
+        for process in started:
+            process.end()
+
+
+def _told(process: RankProcess) -> Any:
+    assert process.pipe.poll(120), process.log_tail()
+    try:
+        return process.result()
+    except RankError as error:
+        return error.text
 
 
 @pytest.fixture
@@ -92,7 +96,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 def test_one_rank_looks_and_each_opens_what_it_reads(shards: Path) -> None:
-    first, second = (json.loads(out) for _, out, _ in ranks(shards, [0, 1], [0, 1, 11, 2, 3, 2]))
+    first, second = (told for told, _ in ranks(shards, [0, 1], [0, 1, 11, 2, 3, 2]))
     assert sorted(first["before"]["open"]) == [f"shard-0000{i}.safetensors" for i in range(SHARDS)]
     assert (first["before"]["listdir"], second["before"]["listdir"]) == (1, 0)
     # the second rank has opened what it verifies, shards 1, 3 and 5, and reads shards 0, 1 and 5
@@ -111,9 +115,8 @@ def test_one_rank_looks_and_each_opens_what_it_reads(shards: Path) -> None:
 
 def test_places_that_leave_shards_unread_end_all_ranks(shards: Path) -> None:
     """A third rank would read what is left, and there is none."""
-    for status, _, said in ranks(shards, [], [], data_size=3):
-        assert status != 0
-        assert "the places of the ranks leave shards unread" in said
+    for error, _ in ranks(shards, [], [], data_size=3):
+        assert "the places of the ranks leave shards unread" in error
 
 
 def damage(path: Path) -> None:
@@ -127,8 +130,9 @@ def test_a_damaged_shard_ends_all_ranks_with_one_message(shards: Path, number: i
     """Shard 2 is read by the first rank, shard 3 by the second one."""
     path = shards / f"shard-0000{number}.safetensors"
     damage(path)
-    (status, _, said), (other, _, silent) = ranks(shards)
-    assert (status, other) == (1, 1), said
+    (error, said), (other, silent) = ranks(shards)
+    assert "SystemExit: 1" in error
+    assert "SystemExit: 1" in other
     errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert f"{path}: rollout 1: checksum of the routes of MoE layer 2 differs" in errors[0]
@@ -136,8 +140,9 @@ def test_a_damaged_shard_ends_all_ranks_with_one_message(shards: Path, number: i
 
 
 def test_a_store_that_only_the_first_rank_sees_ends_all(tmp_path: Path) -> None:
-    (status, _, said), (other, _, silent) = ranks(tmp_path / "nothing")
-    assert (status, other) == (1, 1), said
+    (error, said), (other, silent) = ranks(tmp_path / "nothing")
+    assert "SystemExit: 1" in error
+    assert "SystemExit: 1" in other
     assert f"error: {tmp_path / 'nothing'}: no such rollout store" in said
     assert "error:" not in silent
 
