@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.data.store.files import append_line
-from megatron_r3.data.untrusted import read_json
+from megatron_r3.data.json_lines import append_line, whole_lines
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -111,14 +110,5 @@ class RunDirectory:
             yield
 
     def read_events(self, part: str) -> Iterator[dict[str, Any]]:
-        """The events of a part so far. A line that a kill cut off is left out."""
-        file = self.events(part)
-        if not file.exists():
-            return
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
-            try:
-                event = read_json(line, f"{file}, line {number + 1}")
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event
+        """The events of a part so far."""
+        return whole_lines(self.events(part))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_r3.data.store.files import append_line
+from megatron_r3.data.json_lines import append_line
 from megatron_r3.data.truth import Alarm
 from megatron_r3.train.mismatch import Places, StepAlarms, measure, scalars_of
 from megatron_r3.train.update_metrics import UpdateMetrics

@@ -8,7 +8,6 @@ renamed or lost in between is noticed.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import resource
@@ -17,7 +16,6 @@ import time
 from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -259,17 +257,3 @@ def allow_most_files() -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def append_line(file: Path, value: dict[str, Any]) -> None:
-    """Append a JSON object as a line of its own.
-
-    A writer that was killed may have left half a line: then the new one begins a new line.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a+b") as opened:
-        cut_off = b""
-        if opened.seek(0, 2):
-            opened.seek(-1, 2)
-            cut_off = b"" if opened.read(1) == b"\n" else b"\n"
-        opened.write(cut_off + json.dumps(value).encode() + b"\n")

@@ -14,9 +14,9 @@ import pytest
 from published import save_model, write_run
 
 from megatron_r3.cli import main
+from megatron_r3.data.json_lines import append_line, whole_lines
 from megatron_r3.loop import supervisor
 from megatron_r3.loop.config import ConfigError, read_config
-from megatron_r3.loop.run_directory import append_line
 from megatron_r3.loop.trainer import (
     printed_command,
     run_trainer,
@@ -285,6 +285,8 @@ def test_a_line_that_a_kill_cut_off_is_left_alone(tmp_path):
         opened.write('{"a":')
     append_line(file, {"a": 2})
     assert file.read_text().splitlines() == ['{"a": 1}', '{"a":', '{"a": 2}']
+    assert [*whole_lines(file)] == [{"a": 1}, {"a": 2}]
+    assert [*whole_lines(tmp_path / "nothing")] == []
 
 
 def test_what_a_part_has_started_dies_with_it(tmp_path):
