@@ -189,7 +189,7 @@ def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
 
         def __init__(self, config: Any, *given: Any) -> None:
             super().__init__(config, *given)
-            never = copy.copy(config)
+            never = copy.copy(config)  # there are slots, and no expert is worth one
             never.moe_router_replay_guest_tokens = NEVER
             of_guests = self._sizes_of
             self.ways = {OFF: layer_sizes, EMPTY: sizes_with_guests(never), GUESTS: of_guests}
