@@ -351,7 +351,8 @@ class Held:
             if type(routes) is MicrobatchRoutes:
                 live_T = routes.live_T
                 masks = [live_T] if isinstance(live_T, torch.Tensor) else [*(live_T or {}).values()]
-                for tensor in (*routes.ids.values(), *masks, routes.padding_T, routes.counted_T):
+                counted_T = None if routes.tally is None else routes.tally.counted_T
+                for tensor in (*routes.ids.values(), *masks, routes.padding_T, counted_T):
                     self._add(found, tensor)
         self.most = max(self.most, sum(found.values()))
 

@@ -80,8 +80,8 @@ def _check(stack: Stack, recompute: bool, tolerances: tuple[float, float]) -> Fo
         loss, microbatch = _checked_step(stack, name, recompute)
         loss_error, gradient_error = _distance(loss, first), _distance(stack.gradient(), gradient)
         mismatched = None
-        if microbatch is not None and way.counted:
-            mismatched = sum(int(count) for count in microbatch.mismatched.values())
+        if microbatch is not None and microbatch.tally is not None:
+            mismatched = sum(int(count) for count in microbatch.tally.mismatched.values())
         allowed = tolerances[0] if way.fused or repeat > 0 else 0.0
         found[name] = {
             "loss_error": loss_error,

@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.layers_config import Model, Sizes, make_config, make_model
 from megatron_r3.replay.active import MicrobatchRoutes, recording, replaying
 from megatron_r3.replay.plan import ExpertRanks, count_tokens, layer_sizes
+from megatron_r3.replay.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -153,15 +154,14 @@ class Stack:
         """New routes of one microbatch, still being copied to the device, as in a training."""
         if not way.replays:
             return None
-        microbatch = MicrobatchRoutes(
+        return MicrobatchRoutes(
             self._on_device(),
-            counted_T=self._all_T if way.counted else None,
+            tally=Tally(self._all_T) if way.counted else None,
             padding_T=~self._all_T,
             mean_tokens=float(len(self._all_T)),
             checked=True,  # as in a training, where the reader of the store has checked the ids
+            plan=self._plan if way.plan else None,
         )
-        microbatch.plan = self._plan if way.plan else None
-        return microbatch
 
     def step(self, way: Way, recompute: bool) -> tuple[Tensor, MicrobatchRoutes | None]:
         """Run forward and backward; return the loss, on the device, and the microbatch.

@@ -19,7 +19,7 @@ import torch
 
 from fidelity.gradients import Piece
 from megatron_r3.data.store.reader import RolloutStore
-from megatron_r3.replay.host_routes import HostRoutes, read_routes
+from megatron_r3.replay.host_routes import HostRoutes
 from megatron_r3.replay.layers import local_moe_layers, local_routers
 from megatron_r3.train.lookahead import Preparer
 from megatron_r3.train.metrics import StepMetrics
@@ -128,11 +128,11 @@ def watched_parts(
     class PhasedPreparer(Preparer):
         num_read = 0
 
-        def read_routes(self, rows_T: torch.Tensor, mean_tokens: float) -> HostRoutes:
+        def read_routes(self, rows_BS: torch.Tensor, mean_tokens: float) -> HostRoutes:
             phase = self.num_read // (reads * get_num_microbatches())
             self.num_read += 1
-            store = opened[min(phase, len(opened) - 1)]
-            return read_routes(store, rows_T, self.layer_numbers, mean_tokens)
+            assert self.routes is not None
+            return self.routes.read(opened[min(phase, len(opened) - 1)], rows_BS, mean_tokens)
 
     class KeptMetrics(StepMetrics):
         def scalars(self) -> dict[str, float]:

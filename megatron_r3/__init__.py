@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode, ReplayError
     from megatron_r3.replay.model_routes import ModelRoutes, router_mismatch
     from megatron_r3.replay.rank_layout import RankLayout
+    from megatron_r3.replay.tally import Tally
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "ReplayError",
     "RouteArrays",
     "RouteSource",
+    "Tally",
     "begin",
     "end",
     "local_routers",
@@ -46,7 +48,7 @@ __all__ = [
     "replaying",
     "router_mismatch",
 ]
-_MODULES = ("active", "host_routes", "layers", "microbatch", "model_routes", "rank_layout")
+_MODULES = ("active", "host_routes", "layers", "microbatch", "model_routes", "rank_layout", "tally")
 
 
 def __getattr__(name: str) -> Any:

@@ -46,6 +46,7 @@ from megatron_r3.replay.ending import why_unpatched
 from megatron_r3.replay.microbatch import ACTIVE, MicrobatchRoutes, ReplayError
 from megatron_r3.replay.plan import LayerSizes
 from megatron_r3.replay.planner import PLANNED_DISPATCHERS, Planner
+from megatron_r3.replay.tally import Tally
 
 # The classes whose forward pass is that of a block of layers, in 0.16 to main. The second and third
 # are one class from 0.18 on, under its new and its old name.
@@ -159,9 +160,9 @@ class _Mismatch:
     wanted: bool = False
     sums: dict[int, Tensor] = field(default_factory=dict)  # layer: int64 [differing, compared]
 
-    def add(self, routes: TargetRoutes, microbatch: MicrobatchRoutes) -> None:
+    def add(self, routes: TargetRoutes, tally: Tally) -> None:
         for layer, compared in zip(routes.layers, routes.counted_tokens(), strict=True):
-            pair = torch.stack([microbatch.mismatched[layer], compared])
+            pair = torch.stack([tally.mismatched[layer], compared])
             before = self.sums.get(layer)
             self.sums[layer] = pair if before is None else before + pair
 
@@ -259,7 +260,8 @@ def _forward_pass(block: Any, hooks: list[BoundTargets]) -> Iterator[None]:
         if microbatch.untaken:
             raise ReplayError(f"no router took the targets of layers {microbatch.untaken}")
         if _mismatch.wanted:
-            _mismatch.add(routes, microbatch)
+            assert microbatch.tally is not None
+            _mismatch.add(routes, microbatch.tally)
     else:
         raise ReplayError(
             f"a forward pass began with the action {action}: recomputes replay by themselves, and "

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_r3.replay.microbatch import MicrobatchRoutes, ReplayError
 from megatron_r3.replay.rows import spread_padding
+from megatron_r3.replay.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -88,16 +89,16 @@ class TargetRoutes:
         Args:
             counts: whether to count where the live choice differs from a used row's route.
         """
-        bad_LT, counted_T = self.bad_LT, None
+        bad_LT, tally = self.bad_LT, None
         if counts:
             unused_T = self.unused_T
             everything_T = torch.ones_like(self.ids_LTK[0, :, 0], dtype=torch.bool)
-            counted_T = everything_T if unused_T is None else ~unused_T
+            tally = Tally(everything_T if unused_T is None else ~unused_T)
         return MicrobatchRoutes(
             dict(zip(self.layers, self.ids_LTK, strict=True)),
             live_T=None if bad_LT is None else dict(zip(self.layers, bad_LT, strict=True)),
             padding_T=self.unused_T,
-            counted_T=counted_T,
+            tally=tally,
             checked=True,  # the rows that could be wrong are live
         )
 

@@ -128,6 +128,11 @@ class HostRoutes:
             start += part.nbytes
         return cls(views[0], views[1], views[2], rows_T, mean_tokens, packed)
 
+    @property
+    def recorded_T(self) -> Tensor:
+        """Tokens whose route was recorded, bool on the host; no padding is among them."""
+        return torch.from_numpy(~(self.live_T | self.padding_T))
+
     def on_device(
         self, layer_numbers: list[int], device: Any, **microbatch: Any
     ) -> MicrobatchRoutes:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_r3.replay.gate.reference import replayed_topk
 from megatron_r3.replay.plan import LayerSizes
+from megatron_r3.replay.tally import Tally
 
 LiveTopk = Callable[[], tuple[Tensor, Tensor]]  # a router's own choice: scores and ids `[T, K]`
 
@@ -115,10 +116,6 @@ class MicrobatchRoutes:
             route in some layers only, a dict has the mask of each such layer by its number; in a
             layer that the dict lacks, every token has a route. None means that every token has a
             recorded route in every layer.
-        counted_T: bool, True for tokens that count in the mismatch statistics. A token that chooses
-            live in a layer is not counted there. None means that nothing is measured.
-        watched_T: bool, True for further tokens whose mismatch is wanted, those of `counted_T`
-            included. None means that only counted tokens are looked at.
         padding_T: bool, True for padding tokens, which are left out of the router's load. Padding
             needs valid routes too (`rows.spread_padding` makes them). None means that the padding
             mask that the model was given is used.
@@ -134,33 +131,22 @@ class MicrobatchRoutes:
             off. Megatron does that only where gradients are on, and sums over experts round by
             their order. With the layers that have gradients on in the forward pass of a training
             step, a forward-only pass gives the bits of the step that follows it.
+        tally: counts where the live choice differs. None means that nothing is compared.
 
     Attributes:
-        mismatched: for each layer the number of counted tokens whose live choice is another set of
-            experts than the given one; int64 scalars on the device. A layer is counted once.
-        mismatched_T: bool, True for counted tokens that mismatch in any layer of this rank. None
-            until a layer was counted.
-        mismatched_watched: the same as `mismatched` for watched tokens; empty without them.
-        mismatches_T: in how many layers of this rank each watched token mismatches, int16. None
-            without watched tokens, and until a layer was counted.
         used: how often each layer took its routes, recomputes included.
     """
 
     ids: dict[int, Tensor]
     mode: Mode = field(default=Mode.REPLAY, kw_only=True)
     live_T: Tensor | Mapping[int, Tensor] | None = field(default=None, kw_only=True)
-    counted_T: Tensor | None = field(default=None, kw_only=True)
-    watched_T: Tensor | None = field(default=None, kw_only=True)
     padding_T: Tensor | None = field(default=None, kw_only=True)
     mean_tokens: float | None = field(default=None, kw_only=True)
     plan: dict[int, LayerSizes] | None = field(default=None, kw_only=True)
     verify_plan: bool = field(default=False, kw_only=True)
     checked: bool = field(default=False, kw_only=True)
     as_with_gradients: Collection[int] = field(default=(), kw_only=True)
-    mismatched: dict[int, Tensor] = field(default_factory=dict, init=False)
-    mismatched_T: Tensor | None = field(default=None, init=False)
-    mismatched_watched: dict[int, Tensor] = field(default_factory=dict, init=False)
-    mismatches_T: Tensor | None = field(default=None, init=False)
+    tally: Tally | None = field(default=None, kw_only=True)
     used: Counter[int] = field(default_factory=Counter, init=False)
     # The number of the forward pass in which each layer asked for the first time, 0 outside of any.
     # The pass itself would hold this object, in a circle: the routes of every micro-batch would
@@ -184,8 +170,13 @@ class MicrobatchRoutes:
                     "expected a tensor [T, K] on the model's device (torch.as_tensor(ids).cuda())"
                 )
         self.ids, self._given = dict(self.ids), dict(self.ids)
-        for name in ("live_T", "counted_T", "watched_T", "padding_T"):
-            given = getattr(self, name)
+        tally = self.tally
+        for name, given in (
+            ("live_T", self.live_T),
+            ("padding_T", self.padding_T),
+            ("counted_T", None if tally is None else tally.counted_T),
+            ("watched_T", None if tally is None else tally.watched_T),
+        ):
             for mask_T in given.values() if isinstance(given, Mapping) else [given]:
                 is_tensor = isinstance(mask_T, Tensor) and mask_T.dtype == torch.bool
                 if mask_T is not None and not (is_tensor and mask_T.dim() == 1):
@@ -193,16 +184,20 @@ class MicrobatchRoutes:
                         f"MicrobatchRoutes: {name} is {_described(mask_T)}; expected a bool tensor "
                         "[T], True or False for each token of this rank"
                     )
-        assert self.watched_T is None or self.counted_T is not None
 
     def fresh(self) -> MicrobatchRoutes:
         """The same routes for another forward pass: no token has chosen, nothing is counted."""
-        return replace(self, ids=self._given or self.ids)
+        return replace(self, ids=self._given or self.ids, tally=self.tally and self.tally.fresh())
 
     def stop_recording(self) -> None:
         """Turn what was recorded into routes to replay."""
         assert self.mode is Mode.RECORD
         self.mode = Mode.REPLAY
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a layer makes its live choice in its first pass: for tokens, or to compare."""
+        return self.live_T is not None or self.tally is not None
 
     @property
     def untaken(self) -> list[int]:
@@ -240,7 +235,7 @@ class MicrobatchRoutes:
             self._compare(layer_number, ids_TK, chosen_TK)
             return values_TK, chosen_TK
         if layer_number not in self._first_pass:
-            if self.live_T is not None or self.counted_T is not None:
+            if self.chooses:
                 ids_TK = self._choose_live(layer_number, ids_TK, live_topk)
             self._first_pass[layer_number] = _number(ACTIVE.get())
         return replayed_topk(scores_TE, ids_TK)
@@ -251,9 +246,9 @@ class MicrobatchRoutes:
         """What a gate needs to choose and count by itself; afterwards it calls `end_layer`.
 
         Returns:
-            The layer's ids `[T, K]`, and in its first pass `live_T` and which tokens to compare:
-            `watched_T`, or else `counted_T`. In a recompute both are None: the live tokens have
-            their choice in the ids already.
+            The layer's ids `[T, K]`, and in its first pass `live_T` and the tokens `[T]` that
+            `tally` compares. In a recompute both are None: the live tokens have their choice in the
+            ids already.
 
         Raises:
             ReplayError: as `topk`.
@@ -261,7 +256,7 @@ class MicrobatchRoutes:
         ids_TK = self._take(layer_number, logits_TE.shape, topk)
         if layer_number in self._first_pass:
             return ids_TK, None, None
-        compared_T = None if layer_number in self.mismatched else self._compared_T
+        compared_T = self.tally.compared_in(layer_number) if self.tally else None
         return ids_TK, self._live_in(layer_number), compared_T
 
     def end_layer(self, layer_number: int, ids_TK: Tensor, differs_T: Tensor | None) -> None:
@@ -274,8 +269,8 @@ class MicrobatchRoutes:
         """
         self.ids[layer_number] = ids_TK
         self._first_pass[layer_number] = _number(ACTIVE.get())
-        if differs_T is not None:
-            self._count(layer_number, differs_T)
+        if differs_T is not None and self.tally is not None:
+            self.tally.add(layer_number, differs_T)
 
     def raise_wrong_ids(self) -> None:
         """Read what the check of the ids found on the device, unless that was read before.
@@ -315,9 +310,8 @@ class MicrobatchRoutes:
         active = ACTIVE.get()
         # Example: an old-policy pass and the training pass share one object. The first choice of a
         # token without a route would be replayed in the second pass, and its mismatch reported.
-        chooses = self.live_T is not None or self.counted_T is not None
         number = _number(active)
-        if chooses and self._first_pass.get(layer_number, number) != number:
+        if self.chooses and self._first_pass.get(layer_number, number) != number:
             raise ReplayError(
                 f"layer {layer_number} took these routes in an earlier forward pass, whose choice "
                 "for tokens without a recorded route would be repeated, and whose mismatch would "
@@ -397,25 +391,9 @@ class MicrobatchRoutes:
 
     def _compare(self, layer_number: int, ids_TK: Tensor, chosen_TK: Tensor) -> None:
         """Count the tokens whose live choice is another set of experts."""
-        if self._compared_T is None or layer_number in self.mismatched:
+        compared_T = None if self.tally is None else self.tally.compared_in(layer_number)
+        if self.tally is None or compared_T is None:
             return
         with torch.no_grad():
             same_TK = ids_TK.long().sort(dim=1).values == chosen_TK.sort(dim=1).values
-            self._count(layer_number, ~same_TK.all(dim=1) & self._compared_T)
-
-    @property
-    def _compared_T(self) -> Tensor | None:
-        """The tokens whose live choice is compared; None if there are none."""
-        return self.counted_T if self.watched_T is None else self.watched_T
-
-    def _count(self, layer_number: int, differs_T: Tensor) -> None:
-        if self.watched_T is not None:
-            assert self.counted_T is not None
-            self.mismatched_watched[layer_number] = differs_T.sum()
-            before_T = self.mismatches_T
-            once_T = differs_T.to(torch.int16)
-            self.mismatches_T = once_T if before_T is None else before_T + once_T
-            differs_T = differs_T & self.counted_T
-        self.mismatched[layer_number] = differs_T.sum()
-        any_T = self.mismatched_T
-        self.mismatched_T = differs_T if any_T is None else any_T | differs_T
+            self.tally.add(layer_number, ~same_TK.all(dim=1) & compared_T)

@@ -5,18 +5,20 @@ Shape suffixes (docs/glossary.md): B, S, T.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_r3.replay.host_routes import RouteSource, read_routes
+from megatron_r3.replay.host_routes import HostRoutes, RouteSource, read_routes
 from megatron_r3.replay.layers import local_routers, unwrapped
 from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode
+from megatron_r3.replay.plan import LayerSizes
 from megatron_r3.replay.planner import PLANNED_DISPATCHERS, Planner
 from megatron_r3.replay.rank_layout import RankLayout
 from megatron_r3.replay.routes import MoEShape
+from megatron_r3.replay.tally import Tally
 
 
 class ModelRoutes:
@@ -25,14 +27,18 @@ class ModelRoutes:
     It holds for every layout of Megatron: pipeline stages and virtual stages (each chunk has its
     own object), tensor and sequence parallelism, context parallelism, packed sequences, padding.
 
+    `microbatch` does all of it. A training does it in two halves: `read` and `plan` work on the
+    host, in a thread ahead of the forward pass, and `activate` brings the result to the device.
+
     Making it is collective where experts are parallel: all ranks that share experts make theirs, in
     the same order, because each makes a process group for its plans.
 
     Args:
-        model: a model chunk, wrapped (DDP, Float16Module) or not. Its config has
-            `moe_router_replay`.
+        model: a model chunk, wrapped (DDP, Float16Module) or not. Its routers have the hook that
+            `moe_router_replay` gives them.
         plan: whether each micro-batch gets a dispatch plan. None: as the config says
             (`moe_router_replay_dispatch_plan`), where the dispatcher asks for one.
+        planner: the class of what makes the plans.
 
     Attributes:
         layout: which tokens of a batch this rank holds; `layout.split` splits a whole batch for
@@ -43,11 +49,14 @@ class ModelRoutes:
         ValueError: the chunk was built with `moe_router_replay` off.
     """
 
-    def __init__(self, model: torch.nn.Module, plan: bool | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, plan: bool | None = None, planner: type[Planner] = Planner
+    ) -> None:
         module: Any = unwrapped(model)
         routers = local_routers(module)
         config = self.config = module.config
-        if routers and not config.moe_router_replay:
+        # upstream's RouterReplay has no `has_routes`
+        if not all(hasattr(router.router_replay, "has_routes") for router in routers.values()):
             raise ValueError(
                 "this model was built with moe_router_replay off: set it in the TransformerConfig "
                 "before the model is built"
@@ -61,9 +70,7 @@ class ModelRoutes:
             raise ValueError(
                 f"plan: the dispatcher {config.moe_token_dispatcher_type!r} asks for no plan"
             )
-        self._planner = None
-        if plan and routers:
-            self._planner = Planner(config, self.layer_numbers)
+        self._planner = planner(config, self.layer_numbers) if plan and routers else None
 
     def microbatch(
         self,
@@ -95,40 +102,67 @@ class ModelRoutes:
         Raises:
             ValueError: the source is for another model, or `rows_BS` is no int64 on the host.
         """
+        routes = self.read(source, rows_BS, mean_tokens)
+        tally = None
+        if counted_BS is not None:
+            counted_T = self.layout.router_order(counted_BS).bool() & routes.recorded_T
+            tally = Tally(counted_T.cuda(non_blocking=True))
+        plan = self.plan(routes) if with_plan else None
+        return self.activate(routes, plan, mode=mode, tally=tally)
+
+    def read(
+        self, source: RouteSource, rows_BS: Tensor, mean_tokens: float | None = None
+    ) -> HostRoutes:
+        """Read the routes of these rows in this chunk's layers, on the host.
+
+        Args and errors are those of `microbatch`.
+        """
         if rows_BS.device.type != "cpu" or rows_BS.dtype != torch.int64 or rows_BS.dim() != 2:
             raise ValueError(
                 "rows must be an int64 tensor [B, S] on the host; got "
                 f"{rows_BS.dtype} {tuple(rows_BS.shape)} on {rows_BS.device}"
             )
         self._refuse_another_model(source.info)
-        routes = read_routes(
-            source, self.layout.router_order(rows_BS), self.layer_numbers, mean_tokens
-        )
-        counted_T = None
-        if counted_BS is not None:
-            counted_T = self.layout.router_order(counted_BS).bool()
-            counted_T &= ~torch.from_numpy(routes.live_T) & ~torch.from_numpy(routes.padding_T)
-            counted_T = counted_T.cuda(non_blocking=True)
-        plan = self._planner.plan(routes) if self._planner and with_plan else None
+        rows_T = self.layout.router_order(rows_BS)
+        return read_routes(source, rows_T, self.layer_numbers, mean_tokens)
+
+    def plan(self, routes: HostRoutes) -> dict[int, LayerSizes] | None:
+        """The dispatch sizes of each layer; None where no dispatcher asks for them.
+
+        It is collective among the ranks that share experts.
+        """
+        return self._planner.plan(routes) if self._planner else None
+
+    def activate(
+        self,
+        routes: HostRoutes,
+        plan: dict[int, LayerSizes] | None = None,
+        *,
+        mode: Mode = Mode.REPLAY,
+        tally: Tally | None = None,
+        as_with_gradients: Collection[int] = (),
+    ) -> MicrobatchRoutes:
+        """Bring what was read to the device; one copy, and no wait.
+
+        Args:
+            plan: of these routes; only REPLAY uses one.
+            mode, tally, as_with_gradients: see MicrobatchRoutes.
+        """
         return routes.on_device(
             self.layer_numbers,
             torch.device("cuda"),
             mode=mode,
-            counted_T=counted_T,
+            tally=tally,
             plan=plan if mode is Mode.REPLAY else None,
-            verify_plan=self.config.moe_router_replay_verify_plan,
+            verify_plan=getattr(self.config, "moe_router_replay_verify_plan", False),
+            as_with_gradients=as_with_gradients,
         )
 
     def _refuse_another_model(self, info: MoEShape) -> None:
         """Compare what is known on this rank: experts, top-k, and this chunk's layers."""
         config = self.config
-        ours, theirs = (
-            (config.num_moe_experts, config.moe_router_topk),
-            (
-                info.num_experts,
-                info.topk,
-            ),
-        )
+        ours = (config.num_moe_experts, config.moe_router_topk)
+        theirs = (info.num_experts, info.topk)
         if ours != theirs:
             raise ValueError(
                 f"routes of top-{theirs[1]} of {theirs[0]} experts; this model has "
@@ -150,14 +184,12 @@ def router_mismatch(microbatches: Iterable[MicrobatchRoutes]) -> dict[int, tuple
 
     Returns:
         For each layer the number of counted tokens whose live choice is another set of experts, and
-        the number of counted tokens. Micro-batches without `counted_T` are left out.
+        the number of counted tokens. Micro-batches without a tally are left out.
     """
     pairs: dict[int, list[Tensor]] = {}
-    for microbatch in microbatches:
-        if microbatch.counted_T is None:
-            continue
-        counted = microbatch.counted_T.sum()
-        for number, mismatched in microbatch.mismatched.items():
+    for tally in (one.tally for one in microbatches if one.tally is not None):
+        counted = tally.counted_T.sum()
+        for number, mismatched in tally.mismatched.items():
             pairs.setdefault(number, []).append(torch.stack([mismatched, counted]))
     if not pairs:
         return {}

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_r3.replay.active import WHY_UNTAKEN, replaying
+from megatron_r3.replay.host_routes import HostRoutes
 from megatron_r3.replay.layers import layers_with_gradients, unwrapped
 from megatron_r3.replay.microbatch import MicrobatchRoutes
 from megatron_r3.replay.model_routes import ModelRoutes
 from megatron_r3.replay.rows import PADDING
+from megatron_r3.replay.tally import Tally
 from megatron_r3.rl.rl_options import LoopOptions
 from megatron_r3.rl.rl_store import write_collection
 from megatron_r3.rl.turns import TurnRoutes, read_turns
@@ -223,21 +225,26 @@ class LoopReplay:
         # every iteration is logged: the first line of a collection may be of its second update.
         self.metrics[UPDATE].begins_collection = self._iteration() == self._began
         door = self._doors.get(module) or self._equip(module)
-        measures = self.options.measures(self._iteration())
         try:
-            routes = door.microbatch(
-                self.turns,
-                rows_BS,
-                counted_BS=torch.ones_like(rows_BS, dtype=torch.bool) if measures else None,
-                mean_tokens=door.layout.mean_tokens(rows_BS),
-            )
+            routes = door.read(self.turns, rows_BS, door.layout.mean_tokens(rows_BS))
         except ValueError as error:
             refuse_beside_children(str(error))
-        if which == OLD:  # without gradients, and yet with the bits of the update
-            routes.as_with_gradients = layers_with_gradients(module)
-        if measures:
-            self._watch(routes, door.layout.router_order(rows_BS).numpy())
-        return routes
+        tally, places = None, None
+        if self.options.measures(self._iteration()):
+            tally, places = self._measured(routes)
+        microbatch = door.activate(
+            routes,
+            door.plan(routes),
+            tally=tally,
+            # the old pass has no gradients, and yet the bits of the update
+            as_with_gradients=layers_with_gradients(module) if which == OLD else (),
+        )
+        if places is not None:
+            self.metrics[which].add(0, microbatch, places)
+            if self._witness is not None:
+                source_T = np.full_like(routes.rows_T, SOURCES.index("rollout"))
+                self._witness.watch(microbatch, routes.rows_T, source_T)
+        return microbatch
 
     def _equip(self, module: torch.nn.Module) -> ModelRoutes:
         door = self._doors[module] = ModelRoutes(module)
@@ -248,20 +255,18 @@ class LoopReplay:
             self._witness.attach(module, self)
         return door
 
-    def _watch(self, routes: MicrobatchRoutes, rows_T: np.ndarray) -> None:
-        """Have a micro-batch measured: what counts is rows of which a token was sampled."""
+    def _measured(self, routes: HostRoutes) -> tuple[Tally, Places]:
+        """What is compared in a micro-batch, where: what counts is rows whose token was sampled."""
         assert self.turns is not None
+        rows_T = routes.rows_T
         version_T = np.where(rows_T == PADDING, -1, self.turns.version_T[np.maximum(rows_T, 0)])
-        sampled_T = torch.from_numpy(version_T >= 0).cuda(non_blocking=True)
-        routes.watched_T = routes.counted_T
-        assert routes.watched_T is not None
-        routes.counted_T = routes.watched_T & sampled_T
+        watched_T = routes.recorded_T
+        counted_T = watched_T & torch.from_numpy(version_T >= 0)
         first_T = self.turns.first_of(rows_T)
-        places = Places(rows_T - first_T, np.where(version_T >= 0, 0, -1), version_T)
-        self.metrics[self._pass].add(0, routes, places)
-        if self._witness is not None:
-            source_T = np.full_like(rows_T, SOURCES.index("rollout"))
-            self._witness.watch(routes, rows_T, source_T)
+        return (
+            Tally(*torch.stack([counted_T, watched_T]).cuda(non_blocking=True)),
+            Places(rows_T - first_T, np.where(version_T >= 0, 0, -1), version_T),
+        )
 
     def add_dispatched(self, matched: int, total: int) -> None:
         """Count what a witness has seen, in the pass that runs; a recompute is of the update."""

@@ -158,8 +158,8 @@ class RouterHook:
         if microbatch is None or too_large or logits_TE.dtype == torch.float64:
             return None
         # The kernel chooses and counts by a top-k over all experts, which knows no groups.
-        chooses = microbatch.live_T is not None or microbatch.counted_T is not None
-        if not has_kernel(logits_TE.device) or (chooses and options["group_topk"] is not None):
+        grouped = options["group_topk"] is not None
+        if not has_kernel(logits_TE.device) or (microbatch.chooses and grouped):
             return None
         assert self.layer_number is not None, "the router has no layer number yet"
         ids_TK, live_T, counted_T = microbatch.begin_layer(self.layer_number, logits_TE, topk)

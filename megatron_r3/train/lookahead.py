@@ -20,12 +20,9 @@ from torch import Tensor
 
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.store.reader import RolloutStore
-from megatron_r3.replay.host_routes import (
-    HostRoutes,
-    read_routes,
-)
+from megatron_r3.replay.host_routes import HostRoutes
+from megatron_r3.replay.model_routes import ModelRoutes
 from megatron_r3.replay.plan import LayerSizes
-from megatron_r3.replay.planner import Planner
 from megatron_r3.replay.rank_layout import RankLayout
 from megatron_r3.train.dataset import SEQUENCE_FIELDS
 from megatron_r3.train.old_policy import OldPolicy
@@ -62,9 +59,7 @@ class Preparer:
     Args:
         store: the rollouts.
         layout: which tokens of a batch this rank holds.
-        layer_numbers: the chunk's MoE layers, Megatron's numbers.
-        reads_routes: False where no layer replays or is compared.
-        planner: plans the dispatch; None where no dispatcher asks for a plan.
+        routes: reads and plans the chunk's routes; None where no layer replays or is compared.
         old: the old policy's routes, for tokens that take those; None where none of them are
             recorded, because one update uses a collection: these tokens choose live, once.
         reads_kept: whether the chunk's loss needs what the sampler kept of the vocabulary.
@@ -75,16 +70,13 @@ class Preparer:
         self,
         store: RolloutStore,
         layout: RankLayout,
-        layer_numbers: list[int],
+        routes: ModelRoutes | None,
         *,
-        reads_routes: bool,
-        planner: Planner | None,
         old: OldPolicy | None = None,
         reads_kept: bool = False,
         replays: bool = True,
     ) -> None:
-        self.store, self.layout, self.layer_numbers = store, layout, layer_numbers
-        self.reads_routes, self.planner, self.old = reads_routes, planner, old
+        self.store, self.layout, self.routes, self.old = store, layout, routes, old
         self.reads_kept, self.replays = reads_kept, replays
 
     def prepare(
@@ -93,7 +85,7 @@ class Preparer:
         """This rank's part of a whole batch.
 
         Args:
-            with_plan: whether to plan the dispatch, where there is a planner.
+            with_plan: whether to plan the dispatch, where a dispatcher asks for a plan.
             for_old_pass: whether it is for the pass that records the old policy's routes.
         """
         batch = self.layout.split(whole, SEQUENCE_FIELDS)
@@ -101,19 +93,19 @@ class Preparer:
         kept = None
         if self.reads_kept:
             kept = self.store.kept_of_next(batch["rows"].reshape(-1).numpy())
-        if not self.reads_routes:
+        if self.routes is None:
             return Prepared(batch, rollouts, None, None, kept)
-        rows_T = self.layout.router_order(batch["rows"])
-        routes = self.read_routes(rows_T, self.layout.mean_tokens(whole["rows"]))
+        routes = self.read_routes(batch["rows"], self.layout.mean_tokens(whole["rows"]))
         if self.replays:
             source_T = self.layout.router_order(batch["source"]).numpy()
             self._apply(source_T, routes, None if for_old_pass else int(whole["collection"].max()))
-        plan = self.planner.plan(routes) if with_plan and self.planner else None
+        plan = self.routes.plan(routes) if with_plan else None
         return Prepared(batch, rollouts, routes, plan, kept)
 
-    def read_routes(self, rows_T: Tensor, mean_tokens: float) -> HostRoutes:
+    def read_routes(self, rows_BS: Tensor, mean_tokens: float) -> HostRoutes:
         """The routes of these rows in this chunk's layers."""
-        return read_routes(self.store, rows_T, self.layer_numbers, mean_tokens)
+        assert self.routes is not None
+        return self.routes.read(self.store, rows_BS, mean_tokens)
 
     def _apply(self, source_T: np.ndarray, routes: HostRoutes, collection: int | None) -> None:
         """Give each token the routes of its source; `routes` has those of the rollouts.
@@ -133,7 +125,8 @@ class Preparer:
     def _take_old(self, routes: HostRoutes, here_T: np.ndarray) -> None:
         """Write the old policy's routes of some tokens in the place of their rollouts' routes."""
         assert self.old is not None
-        for index, layer in enumerate(self.layer_numbers):
+        assert self.routes is not None
+        for index, layer in enumerate(self.routes.layer_numbers):
             routes.ids_LTK[index, here_T] = self.old.routes(layer, routes.rows_T[here_T])
         routes.live_T[here_T] = False
 

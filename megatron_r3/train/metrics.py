@@ -171,15 +171,15 @@ class StepMetrics:
         """
         from megatron.core import mpu
 
-        chunks_of = ([one for one, _ in chunk] for chunk in self.microbatches.values())
-        microbatches = list(zip(*chunks_of, strict=True))
-        counted_JT = torch.stack([chunks[0].counted_T for chunks in microbatches])  # type: ignore[misc]
+        chunks_of = ([one.tally for one, _ in chunk] for chunk in self.microbatches.values())
+        tallies: list[tuple[Any, ...]] = list(zip(*chunks_of, strict=True))
+        counted_JT = torch.stack([chunks[0].counted_T for chunks in tallies])
         any_JT = torch.zeros_like(counted_JT, dtype=torch.int32)
         measured = torch.zeros((), dtype=torch.int64)
-        for index, chunks in enumerate(microbatches):
-            for microbatch in chunks:
-                if microbatch.mismatched_T is not None:
-                    any_JT[index] |= microbatch.mismatched_T
+        for index, chunks in enumerate(tallies):
+            for tally in chunks:
+                if tally.mismatched_T is not None:
+                    any_JT[index] |= tally.mismatched_T
                     measured += 1
         torch.distributed.all_reduce(
             any_JT, torch.distributed.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group()

@@ -31,6 +31,7 @@ from megatron_r3.data.truth.mismatch_tables import (
 
 if TYPE_CHECKING:
     from megatron_r3.replay.microbatch import MicrobatchRoutes
+    from megatron_r3.replay.tally import Tally
 
 MOST_LAGS = 5  # versions behind the newest of the step: 0, 1, 2, 3, and 4 or more together
 _PLACES = MOST_POSITIONS + MOST_TURNS + MOST_LAGS
@@ -75,14 +76,15 @@ def measure(measured: Measured, num_layers: int) -> Tables:
     counts_Y4 = torch.zeros(num_layers, 4, dtype=torch.int64, device=device)
     places_V2 = torch.zeros(_PLACES, 2, dtype=torch.int64, device=device)
     for microbatch, places in measured:
-        assert microbatch.counted_T is not None
-        assert microbatch.watched_T is not None
-        tokens = torch.stack([microbatch.counted_T.sum(), microbatch.watched_T.sum()])
-        for number, mismatched in microbatch.mismatched.items():
-            wrong = torch.stack([mismatched, microbatch.mismatched_watched[number]])
+        tally = microbatch.tally
+        assert tally is not None
+        assert tally.watched_T is not None
+        tokens = torch.stack([tally.counted_T.sum(), tally.watched_T.sum()])
+        for number, mismatched in tally.mismatched.items():
+            wrong = torch.stack([mismatched, tally.mismatched_watched[number]])
             counts_Y4[number - 1] += torch.cat([wrong, tokens])
-        if microbatch.mismatches_T is not None:
-            _add_places(places_V2, microbatch, places, newest)
+        if tally.mismatches_T is not None:
+            _add_places(places_V2, tally, places, newest)
     # The newest version is the same on all ranks: the sum has it as often as there are ranks.
     flat = torch.cat([counts_Y4.flatten(), places_V2.flatten(), newest[None]])
     torch.distributed.all_reduce(flat)
@@ -100,19 +102,17 @@ def _newest(measured: Measured, device: torch.device) -> Tensor:
     return newest
 
 
-def _add_places(
-    places_V2: Tensor, microbatch: MicrobatchRoutes, places: Places, newest: Tensor
-) -> None:
+def _add_places(places_V2: Tensor, tally: Tally, places: Places, newest: Tensor) -> None:
     """Add the (token, layer) pairs of a micro-batch: those that differ, and all of them."""
-    assert microbatch.mismatches_T is not None
-    assert microbatch.watched_T is not None
+    assert tally.mismatches_T is not None
+    assert tally.watched_T is not None
     device = places_V2.device
     host_T = np.stack([position_bins(places.position_T), turn_bins(places.turn_T)])
     position_T, turn_T = torch.from_numpy(host_T).to(device, non_blocking=True)
     version_T = torch.from_numpy(places.version_T).to(device, non_blocking=True)
     lag_T = (newest - version_T).clamp(max=MOST_LAGS - 1)
-    all_T = microbatch.watched_T.long() * len(microbatch.mismatched)
-    pairs_T2 = torch.stack([microbatch.mismatches_T.long(), all_T], dim=1)
+    all_T = tally.watched_T.long() * len(tally.mismatched)
+    pairs_T2 = torch.stack([tally.mismatches_T.long(), all_T], dim=1)
     is_sampled_T = (turn_T >= 0).long()[:, None]
     start = 0
     for label_T, counted_T2, size in (

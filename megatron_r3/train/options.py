@@ -55,7 +55,6 @@ class RolloutOptions:
         log_file: to which a JSON line is appended in each step; None for none.
         refuse_missing: whether a token without a recorded route is refused.
         use_plan: whether a token dispatcher of the model asks for dispatch plans.
-        verify_plan: whether each plan is compared with what the device counts.
         verify_dispatch: whether what reached each expert is compared with the record.
         mismatch_interval: every how many iterations live and recorded choices are compared; 0 for
             never.
@@ -93,7 +92,6 @@ class RolloutOptions:
     log_file: str | None = None
     refuse_missing: bool = False
     use_plan: bool = False
-    verify_plan: bool = False
     verify_dispatch: bool = False
     mismatch_interval: int = 1
     num_layers: int
@@ -195,7 +193,6 @@ class RolloutOptions:
             log_file=args.rollouts_log,
             refuse_missing=args.moe_router_replay_missing == "error",
             use_plan=bool(plan),
-            verify_plan=args.moe_router_replay_verify_plan,
             verify_dispatch=args.moe_router_replay_verify_dispatch,
             mismatch_interval=args.log_interval if interval is None else interval,
             num_layers=args.num_layers,

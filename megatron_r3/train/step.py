@@ -25,8 +25,10 @@ from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.replay.layers import layers_with_gradients, local_routers, unwrapped
 from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode
+from megatron_r3.replay.model_routes import ModelRoutes
 from megatron_r3.replay.planner import Planner
 from megatron_r3.replay.rank_layout import RankLayout
+from megatron_r3.replay.tally import Tally
 from megatron_r3.train.forward import on_device, run_forward
 from megatron_r3.train.guard import StepGuard
 from megatron_r3.train.ledger import Ledger
@@ -86,12 +88,12 @@ class _Chunk:
 
     Attributes:
         number: 0, 1, ... in the order in which chunks were first used.
-        layer_numbers: its MoE layers, Megatron's numbers; empty where no layer is compared.
+        routes: makes those of its micro-batches; None where no layer is compared.
         has_plans: whether an iterator brings dispatch plans for it already.
     """
 
     number: int
-    layer_numbers: list[int]
+    routes: ModelRoutes | None
     preparer: Preparer
     policies: PolicyCheck
     has_plans: bool = False
@@ -189,12 +191,10 @@ class RolloutStep:
         host, routes, microbatch = prepared.batch, prepared.routes, None
         replays = self.options.replays_routes
         # A fused router takes its experts in one order, with gradients and without.
-        if routes is not None and (
-            replays or not getattr(module.config, "moe_router_fusion", False)
-        ):
-            microbatch = routes.on_device(
-                chunk.layer_numbers,
-                torch.device("cuda"),
+        fused = not replays and getattr(module.config, "moe_router_fusion", False)
+        if routes is not None and chunk.routes is not None and not fused:
+            microbatch = chunk.routes.activate(
+                routes,
                 mode=Mode.REPLAY if replays else Mode.OBSERVE,
                 as_with_gradients=layers_with_gradients(module),
             )
@@ -238,27 +238,23 @@ class RolloutStep:
 
     def _equip(self, module: torch.nn.Module) -> _Chunk:
         """Make what belongs to a model chunk, and put hooks into its routers and experts."""
-        options = self.options
+        options, routes = self.options, None
         routers = local_routers(module) if self._has_routes else {}
-        layer_numbers = sorted(routers)
         for number, router in routers.items():
             if router.router_replay is None:  # training routes live: the router only observes
                 self._observe(router, number)
-        if self._witness is not None and self._has_routes:
-            self._witness.attach(module, self.metrics)
-        planner = None
-        if routers and options.use_plan:
-            planner = self._parts.planner(next(iter(routers.values())).config, layer_numbers)
+        if self._has_routes:
+            routes = ModelRoutes(module, options.use_plan, self._parts.planner)
+            if self._witness is not None:
+                self._witness.attach(module, self.metrics)
         computes_loss = bool(getattr(module, "post_process", False))
         chunk = _Chunk(
             number=len(self._chunks),
-            layer_numbers=layer_numbers,
+            routes=routes,
             preparer=self._parts.preparer(
                 self.store,
                 self._layout,
-                layer_numbers,
-                reads_routes=self._has_routes,
-                planner=planner,
+                routes,
                 old=None if self.old_pass is None else self.old_pass.policy,
                 reads_kept=(computes_loss and self.store.info.sampling.logprobs_of == "processed"),
                 replays=options.replays_routes,
@@ -297,30 +293,23 @@ class RolloutStep:
     def _microbatch(self, chunk: _Chunk, prepared: Prepared) -> MicrobatchRoutes | None:
         """What the routers take or compare with; None where they do neither."""
         routes, options = prepared.routes, self.options
-        if routes is None:
+        if routes is None or chunk.routes is None:
             return None
-        counted_T = watched_T = None
+        tally = None
         if self._measures():
             # What counts: response tokens whose route was recorded. Prompts are watched beside.
             order = self._layout.router_order
             places = Places.of(prepared.batch, order)
-            watched_T = torch.from_numpy(~(routes.live_T | routes.padding_T))
+            watched_T = routes.recorded_T
             counted_T = order(prepared.batch["loss_mask"]).bool() & watched_T
-            counted_T, watched_T = torch.stack([counted_T, watched_T]).cuda(non_blocking=True)
+            tally = Tally(*torch.stack([counted_T, watched_T]).cuda(non_blocking=True))
         replays = options.replays_routes
-        if not replays and counted_T is None:
+        if not replays and tally is None:
             return None
-        microbatch = routes.on_device(
-            chunk.layer_numbers,
-            torch.device("cuda"),
-            mode=Mode.REPLAY if replays else Mode.OBSERVE,
-            counted_T=counted_T,
-            watched_T=watched_T,
-            plan=prepared.plan,
-            verify_plan=options.verify_plan,
-        )
+        mode = Mode.REPLAY if replays else Mode.OBSERVE
+        microbatch = chunk.routes.activate(routes, prepared.plan, mode=mode, tally=tally)
         self._guard.add_routes(microbatch)
-        if counted_T is not None:
+        if tally is not None:
             self.metrics.add(chunk.number, microbatch, places)
             if self._witness is not None:
                 source_T = self._layout.router_order(prepared.batch["source"]).numpy()

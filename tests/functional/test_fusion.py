@@ -28,6 +28,7 @@ from megatron_r3.replay.gate import (
     replayed_gate_reference,
     substitute_gate,
 )
+from megatron_r3.replay.tally import Tally
 
 RECOMPUTE = {
     "recompute_granularity": "full",
@@ -109,7 +110,8 @@ def pass_through(options: dict[str, Any], fused: bool, routes: Any, shift: int =
     microbatch = MicrobatchRoutes(
         {n: ids.clone() for n, ids in routes.items()},
         live_T=tokens % 5 == 0,
-        counted_T=(tokens % 3 != 0) & (tokens % 5 != 0),  # a live token has nothing to compare
+        # a live token has nothing to compare
+        tally=Tally((tokens % 3 != 0) & (tokens % 5 != 0)),
     )
     if not fused:
         return *tiny.loss_and_gradients(gpt, replaying(microbatch)), microbatch, routes, []
@@ -139,7 +141,7 @@ def compare(rank: int, options: dict[str, Any]) -> dict[str, Any]:
             for n in routes
         ),
         "mismatched": {
-            n: (int(c), int(fused.mismatched[n])) for n, c in unfused.mismatched.items()
+            n: (int(c), int(fused.tally.mismatched[n])) for n, c in unfused.tally.mismatched.items()
         },
         "calls": len(calls),
         "wrong": furthest(gradients, wrong),

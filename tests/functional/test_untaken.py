@@ -16,6 +16,7 @@ from tiny import BATCH, SEQUENCE, batch, config, loss_and_gradients, model, star
 
 from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay.active import MicrobatchRoutes, Mode, ReplayError, recording, replaying
+from megatron_r3.replay.tally import Tally
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TOKENS = BATCH * SEQUENCE
@@ -284,7 +285,7 @@ def a_second_epoch(rank: int) -> dict[str, Any]:
     before = {layer: some.clone() for layer, some in ids.items()}
     live_T = torch.arange(TOKENS) % 3 == 0
     counted_T = torch.ones(TOKENS, dtype=torch.bool)
-    first = MicrobatchRoutes(ids, live_T=live_T, counted_T=counted_T)
+    first = MicrobatchRoutes(ids, live_T=live_T, tally=Tally(counted_T))
     loss_and_gradients(gpt, replaying(first))
     with torch.no_grad():  # an update after which routers choose otherwise
         for name, parameter in gpt.named_parameters():
@@ -293,7 +294,7 @@ def a_second_epoch(rank: int) -> dict[str, Any]:
     again = refusal(lambda: loss_and_gradients(gpt, replaying(first)))
     second = first.fresh()
     loss_and_gradients(gpt, replaying(second))
-    new = MicrobatchRoutes(before, live_T=live_T, counted_T=counted_T)
+    new = MicrobatchRoutes(before, live_T=live_T, tally=Tally(counted_T))
     loss_and_gradients(gpt, replaying(new))
     return {
         "used again": again,
@@ -302,8 +303,8 @@ def a_second_epoch(rank: int) -> dict[str, Any]:
         "the first pass chose otherwise": any(
             not torch.equal(second.ids[n], first.ids[n]) for n in ids
         ),
-        "fresh measures anew": {n: int(c) for n, c in second.mismatched.items()}
-        == {n: int(c) for n, c in new.mismatched.items()},
+        "fresh measures anew": {n: int(c) for n, c in second.tally.mismatched.items()}
+        == {n: int(c) for n, c in new.tally.mismatched.items()},
         "used": dict(first.used),
     }
 

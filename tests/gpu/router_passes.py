@@ -20,6 +20,7 @@ import torch
 from benchmarks.layers_model import start
 from benchmarks.waits import WAITS, instrument
 from megatron_r3.replay.active import MicrobatchRoutes, bind_to_microbatch, replaying
+from megatron_r3.replay.tally import Tally
 
 CUDA = torch.cuda.is_available()
 TOKENS, EXPERTS, TOPK = 512, 8, 2
@@ -41,7 +42,7 @@ def microbatch(checked: bool) -> MicrobatchRoutes:
     return MicrobatchRoutes(
         {1: torch.rand(TOKENS, EXPERTS, device="cuda").topk(TOPK, dim=1).indices.to(torch.uint8)},
         live_T=tokens % 7 == 0,
-        counted_T=tokens % 5 == 0,
+        tally=Tally(tokens % 5 == 0),
         padding_T=tokens > TOKENS - 20,
         mean_tokens=float(TOKENS - 20),
         checked=checked,

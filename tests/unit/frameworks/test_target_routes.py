@@ -32,7 +32,7 @@ def test_good_targets_are_routes_in_the_order_of_the_layers() -> None:
     assert made.bad_LT is None
     microbatch = made.microbatch(counts=False)
     assert microbatch.live_T is None
-    assert microbatch.counted_T is None
+    assert microbatch.tally is None
     assert microbatch.checked
 
 
@@ -59,7 +59,7 @@ def test_unused_rows_are_padding_with_spread_experts_and_never_bad() -> None:
         assert ids_TK[3].tolist() == [1, 2, 3]  # row 3 of the spread: experts 9, 10, 11 modulo 8
     microbatch = made.microbatch(counts=True)
     assert torch.equal(microbatch.padding_T, unused_T)
-    assert torch.equal(microbatch.counted_T, ~unused_T)
+    assert torch.equal(microbatch.tally.counted_T, ~unused_T)
     assert made.counted_tokens().tolist() == [1, 2]
 
 

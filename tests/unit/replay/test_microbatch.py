@@ -8,6 +8,7 @@ import torch
 from some_routes import E, K, T, chosen, scores, some_routes
 
 from megatron_r3.replay.active import MicrobatchRoutes, Mode, ReplayError, recording, replaying
+from megatron_r3.replay.tally import Tally
 
 IDS = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 0], [1, 3, 5]], dtype=torch.uint8)
 
@@ -52,10 +53,16 @@ def test_ids_that_are_no_dict_are_an_error(ids):
 def test_masks_that_are_no_bool_tensor_of_tokens_are_an_error(name):
     right = torch.ones(T, dtype=torch.bool)
     others = {"counted_T": right} if name == "watched_T" else {}
+
+    def given(mask):
+        if name in ("counted_T", "watched_T"):
+            return MicrobatchRoutes({1: some_routes()}, tally=Tally(**others | {name: mask}))
+        return MicrobatchRoutes({1: some_routes()}, **{name: mask})
+
     for mask in (right.int(), right.numpy(), right[:, None]):
         with pytest.raises(ReplayError, match=f"{name} is .*; expected a bool tensor"):
-            MicrobatchRoutes({1: some_routes()}, **others | {name: mask})
-    chosen(MicrobatchRoutes({1: some_routes()}, **others | {name: right}), scores())
+            given(mask)
+    chosen(given(right), scores())
 
 
 def test_missing_rows_are_live_once_and_then_kept():
@@ -106,9 +113,9 @@ def test_a_token_that_chose_live_is_not_counted_as_a_mismatch():
     live_T[2] = True
     s = scores()
     ids = s.topk(K, dim=1, largest=False).indices
-    microbatch = MicrobatchRoutes({1: ids}, live_T=live_T, counted_T=everything_T)
+    microbatch = MicrobatchRoutes({1: ids}, live_T=live_T, tally=Tally(everything_T))
     chosen(microbatch, s)
-    assert microbatch.mismatched[1].item() == T - 1
+    assert microbatch.tally.mismatched[1].item() == T - 1
 
 
 def test_watched_tokens_are_counted_beside_the_counted_ones():
@@ -120,32 +127,33 @@ def test_watched_tokens_are_counted_beside_the_counted_ones():
     ids = {layer: right.clone() for layer in bad}
     for layer, at in bad.items():
         ids[layer][at] = wrong[at]
-    microbatch = MicrobatchRoutes(ids, counted_T=counted, watched_T=watched)
+    tally = Tally(counted, watched)
+    microbatch = MicrobatchRoutes(ids, tally=tally)
     for layer in (1, 2, 1, 2):  # the second time is a recompute
         chosen(microbatch, s, layer)
-    assert {layer: int(n) for layer, n in microbatch.mismatched.items()} == {1: 1, 2: 1}
-    assert {layer: int(n) for layer, n in microbatch.mismatched_watched.items()} == {1: 2, 2: 2}
-    assert microbatch.mismatches_T.tolist() == [2, 0, 1, 1, 0, 0]
-    assert microbatch.mismatched_T.tolist() == [False, False, True, True, False, False]
+    assert {layer: int(n) for layer, n in tally.mismatched.items()} == {1: 1, 2: 1}
+    assert {layer: int(n) for layer, n in tally.mismatched_watched.items()} == {1: 2, 2: 2}
+    assert tally.mismatches_T.tolist() == [2, 0, 1, 1, 0, 0]
+    assert tally.mismatched_T.tolist() == [False, False, True, True, False, False]
     # a gate that compares by itself gets the wider mask, and says what differs
-    gate = MicrobatchRoutes(ids, counted_T=counted, watched_T=watched)
+    gate = MicrobatchRoutes(ids, tally=tally.fresh())
     for layer, at in bad.items():
         taken, _, compared = gate.begin_layer(layer, s, K)
         differs = torch.zeros(T, dtype=torch.bool)
         differs[at] = True
         gate.end_layer(layer, taken, differs & compared)
         assert gate.begin_layer(layer, s, K)[2] is None
-    assert gate.mismatches_T.tolist() == microbatch.mismatches_T.tolist()
-    assert gate.mismatched == microbatch.mismatched
-    assert gate.fresh().watched_T is watched
-    assert gate.fresh().mismatches_T is None
+    assert gate.tally.mismatches_T.tolist() == tally.mismatches_T.tolist()
+    assert gate.tally.mismatched == tally.mismatched
+    assert gate.fresh().tally.watched_T is watched
+    assert gate.fresh().tally.mismatches_T is None
 
 
 def test_observing_stays_live():
     ids, s = some_routes(), scores()
-    microbatch = MicrobatchRoutes({1: ids}, counted_T=torch.ones(T).bool(), mode=Mode.OBSERVE)
+    microbatch = MicrobatchRoutes({1: ids}, tally=Tally(torch.ones(T).bool()), mode=Mode.OBSERVE)
     assert torch.equal(chosen(microbatch, s), s.topk(K, dim=1).indices.sort(dim=1).values)
-    assert microbatch.mismatched[1] > 0
+    assert microbatch.tally.mismatched[1] > 0
 
 
 def test_wrong_ids_name_layer_and_token():
@@ -194,15 +202,15 @@ def test_a_route_mismatches_if_its_set_of_experts_is_another_one(mode):
     chosen_TK[3] = torch.tensor([0, 2, 4])  # not counted
     counted_T = torch.tensor([True, True, True, False])
     watched_T = torch.ones(4, dtype=torch.bool)
-    masks = {"counted_T": counted_T, "watched_T": watched_T}
-    microbatch = MicrobatchRoutes({1: IDS, 2: IDS}, mode=mode, **masks)
+    tally = Tally(counted_T, watched_T)
+    microbatch = MicrobatchRoutes({1: IDS, 2: IDS}, mode=mode, tally=tally)
     chosen(microbatch, choosing(chosen_TK))
     chosen(microbatch, choosing(IDS), layer=2)
     chosen(microbatch, choosing(chosen_TK))  # a recompute
-    assert microbatch.mismatched == {1: 2, 2: 0}
-    assert microbatch.mismatched_T.tolist() == [False, True, True, False]
-    assert microbatch.mismatched_watched == {1: 3, 2: 0}
-    assert microbatch.mismatches_T.tolist() == [0, 1, 1, 1]
+    assert tally.mismatched == {1: 2, 2: 0}
+    assert tally.mismatched_T.tolist() == [False, True, True, False]
+    assert tally.mismatched_watched == {1: 3, 2: 0}
+    assert tally.mismatches_T.tolist() == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("row", [[0, 1, 8], [-1, 1, 2], [3, 3, 1], [7, 0, 7]])

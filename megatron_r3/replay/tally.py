@@ -1,0 +1,68 @@
+"""How often live routers would have chosen other experts in one forward pass.
+
+Shape suffixes (docs/glossary.md): T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Tally:
+    """Which tokens of a micro-batch are compared with the live choice, and how many differ.
+
+    Everything stays on the device until somebody asks. Each layer is counted once, in the first
+    pass of that layer; a recompute is not counted again.
+
+    Args:
+        counted_T: bool, True for tokens that count in the mismatch. A token that chooses live in a
+            layer never differs there.
+        watched_T: bool, True for further tokens whose mismatch is wanted, those of `counted_T`
+            included. None means that only counted tokens are looked at.
+
+    Attributes:
+        mismatched: for each layer the number of counted tokens whose live choice is another set of
+            experts than the given one; int64 scalars.
+        mismatched_T: bool, True for counted tokens that mismatch in any layer of this rank. None
+            until a layer was counted.
+        mismatched_watched: the same as `mismatched` for watched tokens; empty without them.
+        mismatches_T: in how many layers of this rank each watched token mismatches, int16. None
+            without watched tokens, and until a layer was counted.
+    """
+
+    counted_T: Tensor
+    watched_T: Tensor | None = None
+    mismatched: dict[int, Tensor] = field(default_factory=dict, init=False)
+    mismatched_T: Tensor | None = field(default=None, init=False)
+    mismatched_watched: dict[int, Tensor] = field(default_factory=dict, init=False)
+    mismatches_T: Tensor | None = field(default=None, init=False)
+
+    def fresh(self) -> Tally:
+        """The same tokens for another forward pass: nothing is counted."""
+        return Tally(self.counted_T, self.watched_T)
+
+    def compared_in(self, layer_number: int) -> Tensor | None:
+        """The tokens `[T]` to compare in this layer; None if it was counted before."""
+        if layer_number in self.mismatched:
+            return None
+        return self.counted_T if self.watched_T is None else self.watched_T
+
+    def add(self, layer_number: int, differs_T: Tensor) -> None:
+        """Count a layer.
+
+        Args:
+            differs_T: bool, the compared tokens whose live choice is another set of experts.
+        """
+        if self.watched_T is not None:
+            self.mismatched_watched[layer_number] = differs_T.sum()
+            before_T = self.mismatches_T
+            once_T = differs_T.to(torch.int16)
+            self.mismatches_T = once_T if before_T is None else before_T + once_T
+            differs_T = differs_T & self.counted_T
+        self.mismatched[layer_number] = differs_T.sum()
+        any_T = self.mismatched_T
+        self.mismatched_T = differs_T if any_T is None else any_T | differs_T
