@@ -56,7 +56,7 @@ IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
 # what `make clients` and `make bench-clients` take from PyPI (frameworks/verl.py knows no other versions of verl)
 CLIENTS  := verl==0.8.0 verl==0.9.0 verl==0.9.1 ms-swift==4.6.0 mbridge==0.15.1 megatron-bridge==0.3.1
-# what is not on PyPI: clones, whose pinned commits are in fidelity/clients/sources.py; without one its tests are skipped
+# what is not on PyPI: clones, whose pinned commits are in proof/fidelity/clients/sources.py; without one its tests are skipped
 SKYRL    ?=
 NEMO_RL  ?=
 BRIDGE   ?=
@@ -103,7 +103,7 @@ status:  ## show which release MEGATRON=DIR is, or is close to, whether it is pa
 
 check: setup  ## test the patched MEGATRON=DIR itself: option off, replay, upstream's own router tests (ONLY=: some, unrecorded)
 	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m fidelity.check "$(MEGATRON)" $(if $(ONLY),--only "$(ONLY)")
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.fidelity.check "$(MEGATRON)" $(if $(ONLY),--only "$(ONLY)")
 
 verify: setup  ## check the patches of every release line against the commits in REPO=CLONE (LINE=)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
@@ -115,11 +115,11 @@ export: setup  ## write the commits of MEGATRON=DIR as patches (LINE=; CHECK=1: 
 
 trees: setup  ## try the patches on every tree that the docs name, and write docs/trees.json (REPO=CLONE)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
-	@$(VENV)/bin/python -m fidelity.pinned_trees --repo "$(REPO)"
+	@$(VENV)/bin/python -m proof.fidelity.pinned_trees --repo "$(REPO)"
 
 upstream: setup  ## run Megatron's own tests with the patches that Megatron could take, and theirs (REPO=CLONE, LINE=, ONLY=)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m fidelity.upstream_fixes --repo "$(REPO)" \
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.fidelity.upstream_fixes --repo "$(REPO)" \
 		$(if $(LINE),--line $(LINE)) $(if $(ONLY),--only $(ONLY))
 
 bump: setup  ## start a release line: carry the patches of OLD=LINE to NEW=TAG of REPO=CLONE (LINE=)
@@ -139,15 +139,15 @@ online: megatron  ## reinforcement learning in a loop: sample, train, publish, v
 # A run takes about one core, and has a sampler, a collector and a trainer that wait for each other.
 compare: megatron  ## run the loop live, with R3, R2, TIS and GSPO under four mismatches (ONLY=REGIME[/ARM], JOBS=)
 	$(R3) apply $(TREE)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m comparison.run --megatron $(TREE) --out $(BUILD)/comparison \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.comparison.run --megatron $(TREE) --out $(BUILD)/comparison \
 		--jobs $(or $(JOBS),$(shell nproc)) --only "$(ONLY)"
 
 fidelity: megatron  ## compare every layout and schedule with one process (MEGATRON=DIR: on a real checkout; ONLY=)
-	$(VENV)/bin/python -m fidelity.run --out $(BUILD)/fidelity$(if $(ONLY),-only).json \
+	$(VENV)/bin/python -m proof.fidelity.run --out $(BUILD)/fidelity$(if $(ONLY),-only).json \
 		$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(ONLY),--only "$(ONLY)")
 
 matrix: setup  ## test every release line: apply, export, option off, replay (REPO=CLONE: on the real commits; LINE=)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fidelity.matrix --out $(BUILD)/matrix.json \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.fidelity.matrix --out $(BUILD)/matrix.json \
 		$(if $(REPO),--repo "$(REPO)") $(if $(LINE),--line "$(LINE)")
 
 # These packages require inference servers and CUDA kernels. So their wheels are installed without what
@@ -166,41 +166,41 @@ clients: megatron $(BUILD)/clients/.done  ## run the code of RL frameworks on me
 		$(VENV)/bin/python -m pytest tests/clients $(if $(ONLY),-k "$(ONLY)")
 
 bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: live, replay, with a plan (ONLY=CASE)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
 		--rounds $(ROUNDS) --only "$(ONLY)"
 
 bench-update: megatron  ## measure what the pass of the old policy costs a collection of mini-steps (ONLY=CASE)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.update --out $(BUILD)/bench/update.json \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.update --out $(BUILD)/bench/update.json \
 		--rounds $(ROUNDS) --only "$(ONLY)"
 
 bench-clients: megatron $(BUILD)/clients/.done  ## measure replay of verl, of upstream and of SkyRL (SKYRL=CLONE) beside ours
-	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients $(VENV)/bin/python -m benchmarks.clients \
+	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients $(VENV)/bin/python -m proof.benchmarks.clients \
 		--out $(BUILD)/bench/clients.json --rounds $(ROUNDS) --skyrl "$(SKYRL)" --only "$(ONLY)"
 
 bench-store: setup  ## measure routes on their way from a response to a rank, here and in other frameworks (TOKENS=)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.store --out $(BUILD)/bench/store.json \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.store --out $(BUILD)/bench/store.json \
 		--rounds $(ROUNDS) --tokens $(TOKENS)
 
 bench-balance: megatron  ## measure what guest experts do to the load and to a step (ONLY=CASE)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.balance --out $(BUILD)/bench/balance.json \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.balance --out $(BUILD)/bench/balance.json \
 		--rounds $(ROUNDS) --only "$(ONLY)"
 
 bench-balance-simulated: setup  ## work out what guest experts do on more ranks, for made-up rollouts (ONLY=CASE)
-	$(VENV)/bin/python -m benchmarks.balance_simulated --out $(BUILD)/bench/balance-simulated.json --only "$(ONLY)"
+	$(VENV)/bin/python -m proof.benchmarks.balance_simulated --out $(BUILD)/bench/balance-simulated.json --only "$(ONLY)"
 
 bench-scale: setup  ## count and time what opening, reading and planning cost as a job and its store grow (SHARDS=, STARTUP=)
-	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.scale --out $(BUILD)/bench/scale.json \
+	PYTHONPATH=. $(VENV)/bin/python -m proof.benchmarks.scale --out $(BUILD)/bench/scale.json \
 		$(if $(SHARDS),--shards $(SHARDS)) $(if $(STARTUP),--startup $(STARTUP))
 
 bench-publish: megatron  ## measure time and memory of writing a policy by the ranks of a training (ONLY=LAYOUT)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.publish --out $(BUILD)/bench/publish.json \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.publish --out $(BUILD)/bench/publish.json \
 		--rounds $(ROUNDS) --only "$(ONLY)"
 
 # A rehearsal has a folder of its own, so that it leaves a kit that was built for a machine as it is.
 gpu-kit: KIT := $(BUILD)/gpu-kit$(if $(REHEARSE),-rehearsal)
 gpu-kit: megatron  ## build what runs on a GPU machine without a network (REPO=CLONE; REHEARSE=1: run it tiny, on the CPU)
-	$(VENV)/bin/python -m gpu_kit.build --out $(KIT) $(if $(REPO),--repo "$(REPO)") $(if $(REHEARSE),--rehearse)
-	$(if $(REHEARSE),$(VENV)/bin/python -m gpu_kit.rehearse $(KIT))
+	$(VENV)/bin/python -m proof.gpu_kit.build --out $(KIT) $(if $(REPO),--repo "$(REPO)") $(if $(REHEARSE),--rehearse)
+	$(if $(REHEARSE),$(VENV)/bin/python -m proof.gpu_kit.rehearse $(KIT))
 
 image:  ## build the image (BASE_IMAGE=, MEGATRON_SOURCE=git or pypi, MEGATRON_VERSION=, MEGATRON=DIR, TAG=)
 	$(IMAGE) build
@@ -228,11 +228,11 @@ test-all: lint megatron  ## run lint, then all tests: those of the tools, of eng
 	$(PYTEST)
 
 mutants: megatron  ## put faults into the package, one at a time, and see which tests notice (ONLY=TEXT, UNIT=1, JOBS=)
-	$(VENV)/bin/python -m fidelity.mutants --jobs $(or $(JOBS),$(shell nproc)) --out $(BUILD)/mutants.json \
+	$(VENV)/bin/python -m proof.fidelity.mutants --jobs $(or $(JOBS),$(shell nproc)) --out $(BUILD)/mutants.json \
 		$(if $(ONLY),--only "$(ONLY)") $(if $(UNIT),--unit)
 
 fuzz: megatron  ## try bad input; fails if a result is neither right nor one clear line (TRIES=, SEED=, ONLY=CLASS)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m fuzz.run --tries $(TRIES) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)")
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.fuzz.run --tries $(TRIES) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)")
 
 lint: setup  ## check formatting, style and types
 	$(VENV)/bin/ruff format --check .

@@ -9,12 +9,18 @@ import pytest
 from once import Once
 from slow import SLOW
 
-from fidelity.rig.worker import TreeWorker
-from fidelity.trees import patched_copy, unpatched_copy
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.trees import patched_copy, unpatched_copy
 
 # What every rank needs, imported once before the ranks are forked. The modules of the tests, which
 # the ranks import, import pytest.
-PRELOAD = ("megatron.training", "pytest", "demo.pretrain", "fidelity.update", "megatron_r3.cli")
+PRELOAD = (
+    "megatron.training",
+    "pytest",
+    "demo.pretrain",
+    "proof.fidelity.update",
+    "megatron_r3.cli",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -56,7 +56,7 @@ def no_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
     """
     from megatron.training import get_args
 
-    # Imported here: `fidelity/off.py` takes `forward_step` from this file where all else of
+    # Imported here: `proof/fidelity/off.py` takes `forward_step` from this file where all else of
     # megatron_r3 but `launch` and `cpu` is hidden.
     from megatron_r3.train.refuse import refuse
 

@@ -3,7 +3,8 @@
 An option that is in no list is taken for one that changes the model: a checkpoint is not loaded
 where it has another value, and a model that has it set is not moved. So a newer Megatron's option
 cannot go past these checks. Whoever adds a release line reads what its new options do, and adds
-those that change nothing to CHANGE_NOTHING. fidelity/model_options.py names what nobody has read.
+those that change nothing to CHANGE_NOTHING. proof/fidelity/model_options.py names what nobody has
+read.
 """
 
 from __future__ import annotations

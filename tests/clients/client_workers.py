@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fidelity.clients.sources import PINS, take_from_clone
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.clients.sources import PINS, take_from_clone
+from proof.fidelity.rig.worker import TreeWorker
 
 HERE = Path(__file__).parent
 

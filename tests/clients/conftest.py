@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from client_workers import from_clone, worker_with
 
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 VERSIONS = ("0.8.0", "0.9.0", "0.9.1")

@@ -17,9 +17,9 @@ from once import Once
 from safetensors.torch import load_file, save_file
 from training import Policy, make_policy, steps_on, stores, train
 
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.loop.published import published, read_policy, version_name
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 TOLERANCE, OTHER = 1e-4, 1e-2
 VERSIONS = {"mbridge": "0.15.1", "megatron-bridge": "0.3.1"}

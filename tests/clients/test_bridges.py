@@ -31,8 +31,8 @@ from replay_layouts import (
 from tiny import BATCH, SEQUENCE, start
 from watch import maps_of, watched_plans
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3 import ModelRoutes, RouteArrays, local_routers, replaying
+from proof.fidelity.rig.worker import TreeWorker
 
 
 @pytest.fixture(

@@ -19,7 +19,7 @@ from router_replay_client import (
     step_dropped_in,
 )
 
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 
 # With context parallelism ms-swift's template pads each sample; there is no template here.

@@ -6,7 +6,7 @@ import pytest
 from framework_cases import CASES
 from router_replay_client import check, check_off
 
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 
 @pytest.mark.parametrize("case", CASES)

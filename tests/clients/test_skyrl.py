@@ -10,7 +10,7 @@ import torch
 from framework_cases import CASES, Data
 from router_replay_client import by_itself, check, check_off, step_dropped_in
 
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 
 # SkyRL has no sentinel for a row without a route: its padding rows are routes.

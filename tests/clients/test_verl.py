@@ -10,7 +10,7 @@ import torch
 from replay_layouts import LAYERS, RECOMPUTE
 from verl_engine import LAYOUTS, Engine, Passes
 
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 MATRIX = ("1", "EP2", "TP2 SP EP2", "PP2", "PP2 VPP2", "CP2")
 

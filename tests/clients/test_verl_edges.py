@@ -14,8 +14,8 @@ from tiny import config, model
 from verl_engine import LAYOUTS, Engine
 from watch import watched_plans
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3 import ReplayError, local_routers
+from proof.fidelity.rig.worker import TreeWorker
 
 
 def refusal(what: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 ROOT = Path(__file__).parents[2]
 ADAPTER = "megatron_r3.frameworks.verl"

@@ -1,8 +1,8 @@
 """One rank of verl's own Megatron engine on a tiny model: batches, passes, controls.
 
-`fidelity.clients.verl_engine` says how the engine is made; what its `__init__` does for replay is
-done here, in its order. Shims: the device is the CPU, and for interleaved stages all sequences have
-one length, because gloo cannot exchange shapes there.
+`proof.fidelity.clients.verl_engine` says how the engine is made; what its `__init__` does for
+replay is done here, in its order. Shims: the device is the CPU, and for interleaved stages all
+sequences have one length, because gloo cannot exchange shapes there.
 
 Shape suffixes (docs/glossary.md): E, K, T.
 """
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from replay_layouts import EXPERTS, LAYERS, TOPK, make_chunks
 
-from fidelity.clients.verl_engine import (
+from megatron_r3 import local_routers
+from proof.fidelity.clients.verl_engine import (
     ask_for_replay,
     bare_engine,
     jagged,
     put_on_cpu,
     trainer_batch,
 )
-from megatron_r3 import local_routers
 
 LENGTHS, RESPONSES = [9, 14, 6, 11], [4, 6, 3, 5]  # of the samples; two in a micro-batch
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

@@ -9,7 +9,7 @@ from once import Once
 from training import Policy, export, make_policy
 
 from demo.model import arguments
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """A policy update of one process, each rollout alone, its loss as the papers write it.
 
-As `fidelity/reference.py`, which has one loss, but with the losses of `fidelity/policy_loss.py`.
-Megatron is imported only inside the functions that ranks run.
+As `proof/fidelity/reference.py`, which has one loss, but with the losses of
+`proof/fidelity/policy_loss.py`. Megatron is imported only inside the functions that ranks run.
 
 Shape suffixes (docs/glossary.md): G, T.
 """
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fidelity.gradients import Piece, collect
-from fidelity.policy_loss import Expected, Response, advantages, expected
-from fidelity.reference import build_and_save, nll
-from fidelity.rollouts import Sampled
 from megatron_r3.train.losses.loss import LossOptions
+from proof.fidelity.gradients import Piece, collect
+from proof.fidelity.policy_loss import Expected, Response, advantages, expected
+from proof.fidelity.reference import build_and_save, nll
+from proof.fidelity.rollouts import Sampled
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from stored import block_sums, metadata_of, part_sums
 from training import STEP, Policy, changed_store, parse, train, unread_options
 
 from demo.model import arguments
-from fidelity import model_options
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import RolloutStore, SamplingSettings, write_shard
 from megatron_r3.data.store.shard import Shard
 from megatron_r3.replay.routes import Routes
 from megatron_r3.train.option_table import NOT_WITH_ROLLOUTS
+from proof.fidelity import model_options
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 ROOT = Path(__file__).parents[2]
 

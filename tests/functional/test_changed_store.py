@@ -16,10 +16,10 @@ import pytest
 import torch
 from training import Policy, parts, steps_on
 
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import write_shard
 from megatron_r3.train import launch
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 
 def replaced(store: Path, other: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_make import ROOT, contents
 
-from fidelity import check
 from megatron_r3.cli import main
+from proof.fidelity import check
 
 MOE = "megatron/core/transformer/moe"
 FEW = ("apply again", "RouterReplay", "record, replay", "upstream's tests")

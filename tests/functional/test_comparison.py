@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from comparison.measure import VALUES, half
-from comparison.table import pairs
 from megatron_r3.cpu.ranks import free_port
+from proof.comparison.measure import VALUES, half
+from proof.comparison.table import pairs
 
 REPO = Path(__file__).parents[2]
 COLLECTIONS = 2
@@ -23,9 +23,9 @@ COLLECTIONS = 2
 
 @pytest.fixture(scope="module")
 def command(patched_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """`python -m comparison.run` of live and R3 under noise, with a policy that is made fast."""
+    """`proof.comparison.run` of live and R3 under noise, with a policy that is made fast."""
     out = tmp_path_factory.mktemp("comparison")
-    words = [sys.executable, "-m", "comparison.run", "--megatron", str(patched_tree)]
+    words = [sys.executable, "-m", "proof.comparison.run", "--megatron", str(patched_tree)]
     words += ["--out", str(out), "--jobs", "2", "--only", "noise/live,noise/r3", "--seeds", "1"]
     words += ["--collections", str(COLLECTIONS), "--first-port", str(free_port())]
     words += ["--learn", "--wrong-labels 0 --train-iters 40 --lr 3e-3 --lr-warmup-iters 5"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import SEQUENCE, SHAPE, VOCABULARY, batch, model, start
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.cpu import NotEmulated
+from proof.fidelity.rig.worker import TreeWorker
 
 HYBRID = "*E*E"
 Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]

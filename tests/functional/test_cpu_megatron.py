@@ -13,9 +13,9 @@ import pytest
 import torch
 from tiny import SHAPE
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.cpu.attention import thd_index, zigzag
 from megatron_r3.cpu.errors import NotEmulated
+from proof.fidelity.rig.worker import TreeWorker
 
 SEQUENCE, VOCABULARY = 16, 64
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.cpu import device
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 
 def failing(rank: int) -> None:

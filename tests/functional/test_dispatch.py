@@ -17,11 +17,11 @@ from slow import slow_except
 from training import Policy, train
 from watch import watched_plans
 
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.replay.plan import LayerSizes
 from megatron_r3.replay.routes import Routes
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 EP2 = ["--expert-model-parallel-size", "2"]
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from tiny import BATCH, SEQUENCE, config, model, start
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3 import ModelRoutes
+from proof.fidelity.rig.worker import TreeWorker
 
 ROOT = Path(__file__).parents[2]
 LAYERS, EXPERTS, TOPK = 4, 8, 2

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiny import BATCH, SEQUENCE, batch, config, loss_and_gradients, model, start
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay.active import MicrobatchRoutes, active_microbatch, recording, replaying
+from proof.fidelity.rig.worker import TreeWorker
 
 RECOMPUTE = {
     "none": {},

@@ -15,8 +15,8 @@ from slow import slow_except
 from training import Policy, train
 
 from demo.task import SEQ_LENGTH
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import RolloutStore
+from proof.fidelity.rig.worker import TreeWorker
 
 NAME = "expert load max/mean"
 EXPERTS, TOPK, LAYERS, MICRO_BATCH, ROLLOUTS = 16, 4, 4, 4, 32

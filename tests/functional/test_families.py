@@ -18,10 +18,10 @@ from family_models import MODELS, Computed, checks, compute, load, make, move, r
 from once import Once
 from safetensors.torch import load_file
 
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.weights.families import FAMILIES
 from megatron_r3.weights.families.family_tables import Described, Number
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 NO_Q_LORA = "deepseek_v3 without q_lora"
 WHOLE = [name for name in MODELS if name != NO_Q_LORA]

@@ -26,7 +26,6 @@ from served_families import SERVED, flipped, kinds_of, make, swap_experts
 
 from demo import vllm_server
 from demo.server_process import run_server
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.collect.client import Client
 from megatron_r3.collect.generate import load_model
 from megatron_r3.data.engines.shape import ModelShape
@@ -35,6 +34,7 @@ from megatron_r3.loop.probe import Probe, abs_dlogp, same_experts
 from megatron_r3.loop.published import PublishedPolicy, version_name
 from megatron_r3.loop.push import Pusher
 from megatron_r3.loop.push_floor import Floor
+from proof.fidelity.rig.worker import TreeWorker
 
 # How much further from float32 vLLM may be than transformers in bfloat16 is. A probe has 256
 # tokens, so that one near tie more is a share of 0.004.

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from slow import slow_except
 
-import fidelity.table
-from fidelity.cases import CASES, Case
-from fidelity.models import MODELS, Model
-from fidelity.rig.worker import TreeWorker
-from fidelity.rollouts import make_rollouts, write_stores
-from fidelity.run import run
-from fidelity.table import Table, passed
+import proof.fidelity.table
+from proof.fidelity.cases import CASES, Case
+from proof.fidelity.models import MODELS, Model
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.rollouts import make_rollouts, write_stores
+from proof.fidelity.run import run
+from proof.fidelity.table import Table, passed
 
 QUICK = [case for case in CASES if case.quick and not case.script]  # PyPI has no script
 # Other tests of `make test` are about these, or another case has the same layout and more; folding
@@ -65,7 +65,7 @@ def test_a_wrong_reference_shows(
     def other_stores(model: Model, rollouts: object, folder: Path) -> dict[str, Path]:
         return write_stores(other, make_rollouts(other), folder)
 
-    monkeypatch.setattr(fidelity.table, "write_stores", other_stores)
+    monkeypatch.setattr(proof.fidelity.table, "write_stores", other_stores)
     row = Table(patched, tmp_path, "mixed").row(Case("mixed", 1))
     assert "error" not in row
     assert not passed(row)

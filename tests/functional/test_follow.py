@@ -13,8 +13,8 @@ from safetensors import safe_open
 from slow import slow_except
 from training import Policy, fails, parts, same, steps_on, train
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import Rollout, StoreInfo, write_shard
+from proof.fidelity.rig.worker import TreeWorker
 
 EP2 = ["--expert-model-parallel-size", "2"]
 

@@ -17,8 +17,6 @@ import torch
 from tiny import BATCH, SEQUENCE, batch, config, model, start
 from training import arguments, train
 
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3 import (
     ModelRoutes,
     RouteArrays,
@@ -29,6 +27,8 @@ from megatron_r3 import (
 )
 from megatron_r3.replay.active import active_microbatch
 from megatron_r3.replay.microbatch import MicrobatchRoutes, ReplayError
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 LENGTHS = (11, 16)  # tokens of the two sequences; the rest is padding

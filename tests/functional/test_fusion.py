@@ -19,7 +19,6 @@ import torch
 from training import Policy, train
 
 from demo.report import measured
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay.active import MicrobatchRoutes, recording, replaying
 from megatron_r3.replay.gate import (
     GateInputs,
@@ -29,6 +28,7 @@ from megatron_r3.replay.gate import (
     substitute_gate,
 )
 from megatron_r3.replay.tally import Tally
+from proof.fidelity.rig.worker import TreeWorker
 
 RECOMPUTE = {
     "recompute_granularity": "full",

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay.active import MicrobatchRoutes, replaying
 from megatron_r3.seams.router import RouterHook
+from proof.fidelity.rig.worker import TreeWorker
 
 T, E = 40, 16
 CASES = {

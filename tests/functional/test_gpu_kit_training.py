@@ -13,12 +13,12 @@ import pytest
 import torch
 from training import Policy, train
 
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
-from gpu_kit import training_judge as judge
-from gpu_kit.training import main
-from gpu_kit.training_load import load_local_checkpoints
-from gpu_kit.training_runs import REHEARSAL, Place, RunFailed, write_stores
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
+from proof.gpu_kit import training_judge as judge
+from proof.gpu_kit.training import main
+from proof.gpu_kit.training_load import load_local_checkpoints
+from proof.gpu_kit.training_runs import REHEARSAL, Place, RunFailed, write_stores
 
 SCRIPT = Path(__file__).parents[2] / "megatron_r3" / "train" / "pretrain_gpt.py"
 

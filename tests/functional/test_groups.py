@@ -12,9 +12,9 @@ from training import Policy, parse, same, steps_on, stores, train
 
 from demo import megatron_server
 from demo.model import arguments
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.versions import patches_folder
+from proof.fidelity.rig.worker import TreeWorker
 
 EP2 = ["--expert-model-parallel-size", "2", "--moe-router-replay-verify-dispatch"]
 

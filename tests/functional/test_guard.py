@@ -16,10 +16,10 @@ import pytest
 import torch
 from training import STEP, Policy, parts, steps_on, train
 
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.train import launch
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 PP2 = ["--pipeline-model-parallel-size", "2"]
 OVERLAP = ["--bf16", "--overlap-moe-expert-parallel-comm", "--expert-model-parallel-size", "2"]

@@ -22,10 +22,10 @@ from slow import slow_except
 from training import STEP, Policy, gradients, same, train
 
 from demo.model import arguments
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import Rollout, RolloutStore, write_shard
 from megatron_r3.replay.routes import Routes
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 LAYERS, EXPERTS = 4, 16
 GUESTS = "--moe-router-replay-guest-slots 2 --moe-router-replay-guest-tokens 1"

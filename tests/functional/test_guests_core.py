@@ -17,8 +17,8 @@ import torch
 from skewed_routes import Gradients, furthest, skewed
 from training import same
 
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 SLOTS = {"moe_router_replay_guest_slots": 2, "moe_router_replay_guest_tokens": 1}
 

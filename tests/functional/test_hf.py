@@ -17,9 +17,9 @@ from tiny import VOCABULARY, batch, config, model, start
 from training import Policy, export
 
 from demo.model import arguments
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.fingerprint import router_digest, router_fingerprint
 from megatron_r3.weights.write_policy import read_policy, write_policy
+from proof.fidelity.rig.worker import TreeWorker
 
 ONE = ["--micro-batch-size", "1"]
 

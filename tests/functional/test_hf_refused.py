@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from training import Policy, export, trained_with
 
 from demo.model import arguments
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 ONE = ["--micro-batch-size", "1"]
 EP2 = ["--expert-model-parallel-size", "2"]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tiny import batch, config, loss_and_gradients, model, start
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay.active import MicrobatchRoutes, replaying
 from megatron_r3.replay.rows import spread_padding
+from proof.fidelity.rig.worker import TreeWorker
 
 T, E, K, H = 48, 8, 2, 32
 BALANCED: dict[str, Any] = {

@@ -19,10 +19,10 @@ import torch
 from loss_cases import CORRECTIONS, LOSSES, lay_out, responses
 from split_losses import FIELDS, Part, losses_of
 
-from fidelity.policy_loss import expected
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.train.losses.aggregation import AGGREGATIONS
 from megatron_r3.train.losses.loss import LossOptions
+from proof.fidelity.policy_loss import expected
+from proof.fidelity.rig.worker import TreeWorker
 
 TOLERANCE = 2e-5
 OPTIONS = {

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fidelity import line_checks
-from fidelity.line_checks import Checked
-from fidelity.matrix import CHECKS, IN_TESTS, NOTHING, checks_of, line_of, main
-from fidelity.trees import ROOT
 from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.cleanroom import resolve
 from megatron_r3.patching.fetch import tree_folder
 from megatron_r3.patching.versions import patches_folder, read_versions
+from proof.fidelity import line_checks
+from proof.fidelity.line_checks import Checked
+from proof.fidelity.matrix import CHECKS, IN_TESTS, NOTHING, checks_of, line_of, main
+from proof.fidelity.trees import ROOT
 
 LINE = "core_r0.19.0"
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 from training import PART, Policy, steps_on, stores, train
 
-from fidelity.policy_loss import advantages
-from fidelity.reference import nll
-from fidelity.rig.worker import TreeWorker
-from fidelity.rollouts import Sampled
 from megatron_r3.data.store import Rollout, RolloutStore
+from proof.fidelity.policy_loss import advantages
+from proof.fidelity.reference import nll
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.rollouts import Sampled
 
 # SGD, because the first steps of Adam divide a gradient by itself and hide its size
 PLAIN = ["--optimizer", "sgd", "--sgd-momentum", "0", "--clip-grad", "0", "--lr", "0.05"]

@@ -20,11 +20,11 @@ import pytest
 from slow import slow_except
 from training import Policy, train
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import Rollout, RolloutStore, StoreInfo, write_shard
 from megatron_r3.replay.routes import Routes
 from megatron_r3.train.dataset import PackedRollouts
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
+from proof.fidelity.rig.worker import TreeWorker
 
 EXPERTS, SEQUENCE = 16, 64
 LAYOUTS = {

@@ -18,7 +18,7 @@ from slow import slow_except
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import Policy, train
 
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 READS = ["item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"]
 QUIET = ["--train-iters", "6", "--log-interval", "6", "--moe-router-replay-log-mismatch-interval"]

@@ -16,10 +16,10 @@ import torch
 from slow import slow_except
 from training import Policy, fails, parts, resumed, same, steps_on, stores, train
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import write_shard
 from megatron_r3.replay.routes import Routes
 from megatron_r3.train.schedule import SOURCES
+from proof.fidelity.rig.worker import TreeWorker
 
 TRAINER = ["--rollouts-old-policy", "trainer"]
 TWO = [*TRAINER, "--rollouts-mini-steps", "2"]

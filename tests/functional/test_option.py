@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tiny import config, start
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.seams import option
+from proof.fidelity.rig.worker import TreeWorker
 
 # Of each field: its default, a flag of it, and the value that the flag gives.
 OPTIONS: dict[str, tuple[Any, list[str], Any]] = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import BATCH, SEQUENCE, VOCABULARY, batch, config, model, start
 
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 TEMPERATURE, SAMPLERS_ROWS = 0.7, VOCABULARY - 3  # the last rows are the trainer's padding
 SEVERAL = {"tensor_model_parallel_size": 2}

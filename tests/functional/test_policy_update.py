@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 from policy_reference import Recipe, Update, make_updates
 
-from fidelity.cases import CP2, EP2, PACK, PP2, TP2
-from fidelity.gradients import assemble
-from fidelity.judge import gradient_error
-from fidelity.layout import run_layout
-from fidelity.models import MODELS
-from fidelity.observe import RankResult
-from fidelity.rig.worker import TreeWorker
-from fidelity.rollouts import NUM_ROLLOUTS, Sampled, make_rollouts, write_stores
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.train.dataset import PackedRollouts
 from megatron_r3.train.losses.correction import CorrectionOptions
 from megatron_r3.train.losses.loss import LossOptions
 from megatron_r3.train.losses.policy_loss import Clip
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
+from proof.fidelity.cases import CP2, EP2, PACK, PP2, TP2
+from proof.fidelity.gradients import assemble
+from proof.fidelity.judge import gradient_error
+from proof.fidelity.layout import run_layout
+from proof.fidelity.models import MODELS
+from proof.fidelity.observe import RankResult
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.rollouts import NUM_ROLLOUTS, Sampled, make_rollouts, write_stores
 
 MODEL = MODELS["base"]
 PER_TOKEN = "--calculate-per-token-loss"

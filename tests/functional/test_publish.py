@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from slow import slow_except
 from training import Policy, fails, resumed, steps_on, stores, train
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.fingerprint import router_fingerprint
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.loop.probe import difference
 from megatron_r3.loop.published import PublishedPolicy, published, read_policy, version_name
+from proof.fidelity.rig.worker import TreeWorker
 
 LAYOUTS = {
     "TP2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),

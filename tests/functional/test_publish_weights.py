@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from training import Policy, export
 
 from demo.model import arguments
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 Saved = tuple[Path, Path]  # Megatron's checkpoint, and the policy that one process wrote
 

@@ -11,8 +11,8 @@ from once import Once
 from training import PART, Policy, fails, parts, resumed, same, steps_on, stores, train
 
 from demo.report import series_of
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import RolloutStore, write_shard
+from proof.fidelity.rig.worker import TreeWorker
 
 FOREIGN = ("0" * 16,) * 4
 

@@ -1,7 +1,7 @@
 """Megatron's own RL loop replays what its engine sampled, in every layout.
 
 Run these with `--megatron CLONE` (a clone at core_v0.19.0 or main): megatron-core from PyPI has no
-RL loop. They need the packages that fidelity/rl_loop.py names.
+RL loop. They need the packages that proof/fidelity/rl_loop.py names.
 
 Shape suffixes (docs/glossary.md): K, L, N, T.
 """
@@ -22,15 +22,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fidelity import rl_loop
-from fidelity.gradients import assemble
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
-from fidelity.rl_loop import Seen
 from megatron_r3.cli import main
 from megatron_r3.cpu import CPU_ARGS
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.rl.rl_loop import OLD, UPDATE
+from proof.fidelity import rl_loop
+from proof.fidelity.gradients import assemble
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.rl_loop import Seen
 
 NEEDED = "einops xxhash zmq msgpack quart hypercorn openai orjson h2 fastapi uvicorn pydantic"
 REPLAY = ["--moe-router-replay", "--moe-router-replay-verify-dispatch"]
@@ -240,7 +240,13 @@ def free_port() -> None:
 
 def sampled(tree: Path, folder: Path, argv: list[str]) -> str:
     """Run train_rl.py with its engine; its log."""
-    command = [sys.executable, "-m", "fidelity.rl_loop", str(folder), str(tree / "train_rl.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "proof.fidelity.rl_loop",
+        str(folder),
+        str(tree / "train_rl.py"),
+    ]
     root = str(Path(rl_loop.__file__).parents[1])
     path = os.pathsep.join([str(tree), root, os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(

@@ -11,9 +11,9 @@ from slow import slow_except
 from stored import rewrite
 from training import Policy, parts, same, steps_on, stores, train
 
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import RolloutStore, write_shard
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 READS = ("--rollouts-check", "reads")
 PP2 = ("--pipeline-model-parallel-size", "2")

@@ -22,8 +22,8 @@ from replay_layouts import (
 )
 from slow import slow_except
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3 import local_routers
+from proof.fidelity.rig.worker import TreeWorker
 
 
 def reference(rank: int) -> Step:

@@ -21,9 +21,9 @@ from router_targets import (
 )
 from tiny import config, loss_and_gradients, model, start
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3 import MicrobatchRoutes, local_routers, replaying
 from megatron_r3.replay.active import active_microbatch
+from proof.fidelity.rig.worker import TreeWorker
 
 # -- several models, several passes
 

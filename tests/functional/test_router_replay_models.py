@@ -13,8 +13,8 @@ from router_targets import ASKED, FULL, clear, equal, give, targets, wanted_maps
 from tiny import SEQUENCE, config, loss_and_gradients, model, start
 from watch import maps_of
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3 import local_routers
+from proof.fidelity.rig.worker import TreeWorker
 
 
 def mtp(rank: int) -> dict[str, Any]:

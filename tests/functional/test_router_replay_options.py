@@ -14,8 +14,8 @@ from router_targets import ASKED, EXPERTS, FULL, TOKENS, clear, equal, give, tar
 from tiny import config, loss_and_gradients, model, start
 from watch import maps_of, watched_plans
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3 import MicrobatchRoutes, local_routers, replaying
+from proof.fidelity.rig.worker import TreeWorker
 
 # -- rows that are no routes
 

@@ -14,10 +14,10 @@ from training import Policy, differences, import_weights, train
 
 from demo import task
 from demo.model import arguments
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.cli import main
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.train.losses.advantages import group_normalised
+from proof.fidelity.rig.worker import TreeWorker
 
 LAYOUTS = {
     "1": (1, []),

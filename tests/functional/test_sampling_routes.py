@@ -13,10 +13,10 @@ import pytest
 from training import Policy
 
 from demo.model import arguments
-from fidelity import sampling
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
-from fidelity.sampling import RECORD, Sampled
+from proof.fidelity import sampling
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.sampling import RECORD, Sampled
 
 ONE = ["--micro-batch-size", "1", "--moe-router-load-balancing-type", "none"]
 LAYOUTS = {

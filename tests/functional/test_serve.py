@@ -16,11 +16,11 @@ from training import Policy, trained_with
 
 from demo import megatron_server, task
 from demo.model import arguments
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.cli import main
 from megatron_r3.data.engines import decode
 from megatron_r3.data.engines.shape import ModelShape
 from megatron_r3.data.store import RolloutStore
+from proof.fidelity.rig.worker import TreeWorker
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import torch
 from slow import slow_except
 from training import Policy, fails, same, train
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.train.schedule import Schedule
+from proof.fidelity.rig.worker import TreeWorker
 
 SEED, BATCH, ROLLOUTS = 3, 16, 32
 EP2 = ["--expert-model-parallel-size", "2"]

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from training import Policy, parts, steps_on, train
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.data.store import RolloutStore, write_shard
+from proof.fidelity.rig.worker import TreeWorker
 
 STEPS = 2
 TWO = ["--rollouts-old-policy", "trainer", "--rollouts-mini-steps", str(STEPS)]

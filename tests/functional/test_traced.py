@@ -8,10 +8,10 @@ import pytest
 from slow import slow_except
 from training import Policy, changed_store, train
 
-from fidelity import traced
-from fidelity.rig.worker import TreeWorker
-from fidelity.rollouts import shift_token
 from megatron_r3.data.store import RolloutStore
+from proof.fidelity import traced
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.rollouts import shift_token
 
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"
 # ranks, arguments, how often a layer routes each token

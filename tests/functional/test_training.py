@@ -17,10 +17,10 @@ from training import Policy, changed_store, train
 
 from demo.model import arguments
 from demo.report import measured, series_of
-from fidelity.rig.worker import TreeWorker
-from fidelity.rollouts import CONTROLS
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.replay.routes import Routes
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.rollouts import CONTROLS
 
 EP2 = ["--expert-model-parallel-size", "2"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform"]

@@ -14,9 +14,9 @@ import pytest
 import torch
 from tiny import BATCH, SEQUENCE, batch, config, loss_and_gradients, model, start
 
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.replay.active import MicrobatchRoutes, Mode, ReplayError, recording, replaying
 from megatron_r3.replay.tally import Tally
+from proof.fidelity.rig.worker import TreeWorker
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TOKENS = BATCH * SEQUENCE

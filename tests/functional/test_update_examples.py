@@ -9,7 +9,7 @@ import pytest
 import torch
 from training import Policy, steps_on, stores, train
 
-from fidelity.rig.worker import TreeWorker
+from proof.fidelity.rig.worker import TreeWorker
 
 PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 

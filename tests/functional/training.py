@@ -20,13 +20,13 @@ import torch
 
 from demo import task
 from demo.model import arguments
-from fidelity.off import hide_megatron_r3, weights
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.cli import main
 from megatron_r3.data.store import Rollout, RolloutStore, StoreInfo, write_shard
 from megatron_r3.replay.routes import Routes
 from megatron_r3.train import launch
+from proof.fidelity.off import hide_megatron_r3, weights
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 STEP = ["--micro-batch-size", "4", "--global-batch-size", "32", "--train-iters", "1"]
 STEP += ["--lr", "1e-3", "--moe-router-load-balancing-type", "none", "--calculate-per-token-loss"]

@@ -2,7 +2,7 @@
 
 The router is that of the patched Megatron-LM that is importable, so what runs is what the patches
 call, in the order in which they call it. On a CUDA device any wait is an error. On a CPU nothing
-waits, so the reads are counted that would wait on a GPU (`benchmarks.waits`). The script is a
+waits, so the reads are counted that would wait on a GPU (`proof.benchmarks.waits`). The script is a
 process of its own, because it imports Megatron and instruments torch.
 
 Shape suffixes (docs/glossary.md): T.
@@ -17,10 +17,10 @@ from typing import Any
 import tiny
 import torch
 
-from benchmarks.layers_model import start
-from benchmarks.waits import WAITS, instrument
 from megatron_r3.replay.active import MicrobatchRoutes, bind_to_microbatch, replaying
 from megatron_r3.replay.tally import Tally
+from proof.benchmarks.layers_model import start
+from proof.benchmarks.waits import WAITS, instrument
 
 CUDA = torch.cuda.is_available()
 TOKENS, EXPERTS, TOPK = 512, 8, 2

@@ -14,7 +14,7 @@ import pytest
 from megatron_r3.cli import main
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "proof/benchmarks/README.md")
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 

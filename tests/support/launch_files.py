@@ -1,4 +1,4 @@
-"""The files of launch/, and the `megatron-r3 rl` commands in them."""
+"""The files of docker/launch/, and the `megatron-r3 rl` commands in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from megatron_r3.loop.rl_cli import add_rl
 
-LAUNCH = Path(__file__).parents[2] / "launch"
+LAUNCH = Path(__file__).parents[2] / "docker" / "launch"
 SLURM = LAUNCH / "slurm.sh"
 KUBERNETES = (LAUNCH / "kubernetes.yaml").read_text()
 JOBSET = (LAUNCH / "jobset.yaml").read_text()

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fidelity.rl_loop import sent
 from megatron_r3.replay.routes import MoEShape
 from megatron_r3.rl.turns import Turn, read_turns
+from proof.fidelity.rl_loop import sent
 
 SHAPE = MoEShape(num_experts=8, topk=2, moe_layers=(0, 1, 2))
 

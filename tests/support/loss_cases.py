@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fidelity.policy_loss import Response
 from megatron_r3.train.losses.correction import CorrectionOptions
 from megatron_r3.train.losses.loss import LossOptions
 from megatron_r3.train.losses.policy_loss import Clip
 from megatron_r3.train.losses.terms import LossTerms, Sequences
+from proof.fidelity.policy_loss import Response
 
 ADVANTAGES = (-1.7, 0.0, 0.4, 2.0)
 # With clip ranges that some of the ratios of `responses` leave, also those of whole sequences.

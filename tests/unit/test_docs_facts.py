@@ -134,7 +134,7 @@ def test_every_logged_name_is_documented() -> None:
 
 # -- paths, links, imports, numbers
 
-PLACES = (ROOT, ROOT / "megatron_r3", ROOT / "benchmarks")
+PLACES = (ROOT, ROOT / "megatron_r3", ROOT / "proof" / "benchmarks")
 # made by a command, or of Megatron-LM, or of a server, or in a reader's folder
 ELSEWHERE = re.compile(
     r"build/|megatron/|/|~|https?:|pretrain_gpt\.py|train_rl\.py|run\.toml|\$|iter_|"

@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("megatron_r3", "fidelity", "benchmarks", "demo", "comparison", "fuzz", "gpu_kit", "tests")
+ROOMS = ("megatron_r3", "proof", "demo", "tests")
 Trees = Mapping[str, ast.Module]  # of each file, by its path below ROOT
 
 
@@ -65,14 +65,14 @@ KNOW_MEGATRON = {*"seams train frameworks weights rl cpu loop".split()}
 LOOK_AT_MEGATRON = {
     f"megatron_r3/replay/{name}.py" for name in ("layers", "planner", "rank_layout")
 }
+PROOF = {"fidelity", "benchmarks", "comparison", "fuzz", "gpu_kit"}
+PROOF_ON_TOP = {"comparison", "fuzz", "gpu_kit"}
 # what the product, the proof and the benchmarks must run without
 FORBIDDEN = {
-    "megatron_r3": {
-        *("fidelity", "demo", "comparison", "benchmarks", "tests", "fuzz", "docker", "gpu_kit"),
-    },
-    "fidelity": {"demo", "comparison", "benchmarks", "tests", "fuzz", "gpu_kit"},
-    "benchmarks": {"demo", "comparison", "tests", "fuzz", "gpu_kit"},
-    "comparison": {"tests", "fuzz", "gpu_kit"},
+    "megatron_r3": {"proof", "demo", "tests", "docker"},
+    "proof.fidelity": {"demo", "tests", *(f"proof.{part}" for part in PROOF - {"fidelity"})},
+    "proof.benchmarks": {"demo", "tests", *(f"proof.{part}" for part in PROOF_ON_TOP)},
+    "proof.comparison": {"tests", "proof.fuzz", "proof.gpu_kit"},
 }
 
 
@@ -95,6 +95,11 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
             yield from (str(arg.value) for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def part_of(module: str) -> str:
+    """Of `proof.fuzz.run.main`: proof.fuzz."""
+    return ".".join(module.split(".")[:2])
 
 
 def room_of(module: str) -> str:
@@ -120,7 +125,8 @@ def wrong_imports(trees: Trees) -> list[str]:
             )
             may_know = room in KNOW_MEGATRON or file in LOOK_AT_MEGATRON
             knows = target == "megatron" and top == "megatron_r3" and not may_know
-            if upward or knows or target in FORBIDDEN.get(top, ()):
+            forbidden = FORBIDDEN.get(top) or FORBIDDEN.get(part_of(module), set())
+            if upward or knows or {target, part_of(name)} & forbidden:
                 wrong.append(f"{file} imports {name}")
     return wrong
 
@@ -164,7 +170,7 @@ def test_a_name_alone_says_which_file_is_meant() -> None:
 
 def test_what_an_image_runs_imports_no_package_called_tests() -> None:
     """Megatron-LM has a package `tests`, which hides ours in an image of a checkout."""
-    trees = parsed("tests/functional", "tests/support", "tests/gpu", "fidelity", "demo")
+    trees = parsed("tests/functional", "tests/support", "tests/gpu", "proof/fidelity", "demo")
     assert [f for f, tree in trees.items() for i in imports(tree) if i.startswith("tests.")] == []
     assert any(i.startswith("tests.") for t in parsed("tests/unit").values() for i in imports(t))
 
@@ -192,8 +198,10 @@ def test_wrong_imports_are_found() -> None:
     assert wrong(megatron_r3__seams__a="import megatron.core") == []
     assert wrong(megatron_r3__replay__layers="import megatron.core") == []
     assert wrong(megatron_r3__replay__a="import megatron.core") != []
-    borrows = wrong(fidelity__a="from demo.model import arguments")
-    assert borrows == ["fidelity/a.py imports demo.model.arguments"]
+    borrows = wrong(proof__fidelity__a="from demo.model import arguments")
+    assert borrows == ["proof/fidelity/a.py imports demo.model.arguments"]
+    assert wrong(proof__fidelity__a="from proof.fuzz import run") != []
+    assert wrong(proof__fuzz__a="from proof.fidelity import run") == []
     assert "FLOORS" in wrong(megatron_r3__cellar="x = 1")[0]
 
 

@@ -1,8 +1,8 @@
 """How large a program of the gate kernels is: from measurements of this GPU, or else by a rule.
 
 A program has some rows of logits and some warps; which ones are fastest depends on the GPU, on the
-kernel and on the shape. `tile_table.json`, beside this file, holds what `benchmarks.tiles` has
-measured, one entry for each kernel, shape and GPU:
+kernel and on the shape. `tile_table.json`, beside this file, holds what `proof.benchmarks.tiles`
+has measured, one entry for each kernel, shape and GPU:
 
     {"gpu": "NVIDIA H200", "kernel": "forward", "words": 4, "topk": 8, "dtype": "bfloat16",
      "rows": 8, "num_warps": 1, "measured": {...}}

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import balance, balance_simulated
-from benchmarks.balance import CASES, write_store
-from benchmarks.balance_simulated import DEEPSEEK, Parts, Shape, chances, draw_loads, simulate
 from megatron_r3.data.store import RolloutStore
+from proof.benchmarks import balance, balance_simulated
+from proof.benchmarks.balance import CASES, write_store
+from proof.benchmarks.balance_simulated import DEEPSEEK, Parts, Shape, chances, draw_loads, simulate
 
 CI = Path(__file__).parents[3] / ".ci" / "run"
 

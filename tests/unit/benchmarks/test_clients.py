@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import clients
-from benchmarks.clients import _line, compared, faults, run_rounds, summarise
-from benchmarks.clients_model import EXPERTS, LAYERS, MICROBATCHES, TOPK, Batch
-from benchmarks.clients_ranks import WAYS, Case, Held, Seen
-from benchmarks.interval import LOOKS
-from benchmarks.report import clients_part
-from benchmarks.waits import COPIES, GATHERED, GATHERS, PLANS, WAITS
+from proof.benchmarks import clients
+from proof.benchmarks.clients import _line, compared, faults, run_rounds, summarise
+from proof.benchmarks.clients_model import EXPERTS, LAYERS, MICROBATCHES, TOPK, Batch
+from proof.benchmarks.clients_ranks import WAYS, Case, Held, Seen
+from proof.benchmarks.interval import LOOKS
+from proof.benchmarks.report import clients_part
+from proof.benchmarks.waits import COPIES, GATHERED, GATHERS, PLANS, WAITS
 
 
 class Ranks:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.dispatch import _counts_hold, _line, summarise
-from benchmarks.dispatch_ranks import MODES, Rounds
-from benchmarks.interval import LOOKS
-from benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
+from proof.benchmarks.dispatch import _counts_hold, _line, summarise
+from proof.benchmarks.dispatch_ranks import MODES, Rounds
+from proof.benchmarks.interval import LOOKS
+from proof.benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 
 
 def steps(most: int, slow: dict[str, float], spread: float) -> tuple[Rounds, list[str]]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.interval import CONFIDENCE, LOOKS, enough, median_of, shown, turn
+from proof.benchmarks.interval import CONFIDENCE, LOOKS, enough, median_of, shown, turn
 
 
 def test_interval_of_ten_values() -> None:

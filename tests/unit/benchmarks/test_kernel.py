@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kernel` runs without a GPU, and on little more than torch.
+"""`python -m proof.benchmarks.kernel` runs without a GPU, and on little more than torch.
 
 Shape suffixes (docs/glossary.md): E, T.
 """
@@ -14,8 +14,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import kernel
-from benchmarks.machine import write_results
 from megatron_r3.replay.gate import (
     GateInputs,
     GateOptions,
@@ -23,6 +21,8 @@ from megatron_r3.replay.gate import (
     replayed_gate_reference,
     substitute_gate,
 )
+from proof.benchmarks import kernel
+from proof.benchmarks.machine import write_results
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,7 +32,7 @@ def test_a_rehearsal_times_every_way_and_pass(tmp_path: Path) -> None:
     blocked = ("safetensors", "pybase64", "zlib_ng", "tqdm", "transformers")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
-        "from benchmarks.kernel import main\n"
+        "from proof.benchmarks.kernel import main\n"
         f"sys.exit(main({argv(tmp_path / 'kernel.json')}))"
     )
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.layers`: what it compares, when it stops, what it skips.
+"""`python -m proof.benchmarks.layers`: what it compares, when it stops, what it skips.
 
 Steps of Megatron's layers are run by `make gpu-kit REHEARSE=1`; here a stand-in takes them.
 
@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import layers, layers_measure
-from benchmarks.layers_measure import check, timed
-from benchmarks.layers_model import LIVE_FUSED, WAYS, Way, ways_of
-from benchmarks.machine import no_transformer_engine
 from megatron_r3.replay.gate import GateInputs, GateOptions, replayed_gate
+from proof.benchmarks import layers, layers_measure
+from proof.benchmarks.layers_measure import check, timed
+from proof.benchmarks.layers_model import LIVE_FUSED, WAYS, Way, ways_of
+from proof.benchmarks.machine import no_transformer_engine
 
 GROUPED = SimpleNamespace(moe_router_group_topk=4)
 PLAIN = SimpleNamespace(moe_router_group_topk=None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.publish import LAYOUTS, SLACK, _line, main, memory_holds, summarise
+from proof.benchmarks.publish import LAYOUTS, SLACK, _line, main, memory_holds, summarise
 
 CI = Path(__file__).parents[3] / ".ci" / "run"
 LAYER = 100_000_000

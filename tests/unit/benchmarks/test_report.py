@@ -1,4 +1,4 @@
-"""The documents are what `python -m benchmarks.report` makes of the recorded results.
+"""The documents are what `python -m proof.benchmarks.report` makes of the recorded results.
 
 No run on a GPU is recorded yet, so its text is tested on results files that are made up here, in
 the shape in which the benchmarks write them.
@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
-from benchmarks.interval import median_of
-from benchmarks.report import NOTHING, documents, status
-from benchmarks.report_gpu import read_run, section
-from benchmarks.waits import COPIES, WAITS
+from proof.benchmarks import report
+from proof.benchmarks.interval import median_of
+from proof.benchmarks.report import NOTHING, documents, status
+from proof.benchmarks.report_gpu import read_run, section
+from proof.benchmarks.waits import COPIES, WAITS
 
 ROOT = Path(__file__).parents[3]
+RESULTS = "proof/benchmarks/results"
 GPU = "nvidia-h200-2026-12-01.json"
 MACHINE = {"device": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "rehearsal": False}
 
@@ -35,14 +36,14 @@ def wrong_documents(root: Path) -> list[str]:
 
 def copied(tmp_path: Path, **records: Any) -> Path:
     """A checkout's documents and results, and a results file of a GPU if there are records."""
-    for name in ("README.md", "docs/gpu.md", "benchmarks/README.md"):
+    for name in ("README.md", "docs/gpu.md", "proof/benchmarks/README.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
-    for path in (tmp_path / "benchmarks" / "results").glob("nvidia-*"):
+    shutil.copytree(ROOT / RESULTS, tmp_path / RESULTS)
+    for path in (tmp_path / RESULTS).glob("nvidia-*"):
         path.unlink()
     if records:
-        (tmp_path / "benchmarks" / "results" / GPU).write_text(json.dumps(records))
+        (tmp_path / RESULTS / GPU).write_text(json.dumps(records))
     return tmp_path
 
 
@@ -64,7 +65,7 @@ def test_a_document_that_was_changed_by_hand_is_found(tmp_path: Path) -> None:
     changes = {
         "README.md": ("| **run on** | CPU", "| **run on** | CUDA, CPU"),
         "docs/gpu.md": (NOTHING, "All was run on a GPU."),
-        "benchmarks/README.md": ("| 4 | full | plan |", "| 4 | full | plan, faster |"),
+        "proof/benchmarks/README.md": ("| 4 | full | plan |", "| 4 | full | plan, faster |"),
     }
     for name, (old, new) in changes.items():
         before = (root / name).read_text()
@@ -76,7 +77,7 @@ def test_a_document_that_was_changed_by_hand_is_found(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = copied(tmp_path, **everything())
-    argv = [sys.executable, "-m", "benchmarks.report", "--root", str(root)]
+    argv = [sys.executable, "-m", "proof.benchmarks.report", "--root", str(root)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "README.md" in done.stdout
@@ -240,7 +241,7 @@ def test_a_ratio_that_does_not_tell_is_not_told(tmp_path: Path) -> None:
     assert "| at most 0.97 | cannot tell (0.900 to 1.040) (" in gpu
     records["layers"]["rows"][1]["ratio"] = 0.9
     records["kernel"]["rows"][0]["of_te"] = median_of([0.9, 1.04] * 8).record()
-    (tmp_path / "benchmarks" / "results" / GPU).write_text(json.dumps(records))
+    (tmp_path / RESULTS / GPU).write_text(json.dumps(records))
     _, gpu = texts(tmp_path)
     assert "| at most 0.97 | no interval recorded (" in gpu
     assert "| at most 0.67 | cannot tell in 1 cases |" in gpu
@@ -250,7 +251,7 @@ def test_the_newest_run_on_a_gpu_counts_in_the_readme(tmp_path: Path) -> None:
     root = copied(tmp_path, **everything())
     older = {"kernel": everything()["kernel"]}
     older["kernel"]["rows"][0]["agrees"] = False
-    (root / "benchmarks" / "results" / "nvidia-h200-2026-11-30.json").write_text(json.dumps(older))
+    (root / RESULTS / "nvidia-h200-2026-11-30.json").write_text(json.dumps(older))
     readme, gpu = texts(root)
     assert gpu.index("### NVIDIA H200, 2026-12-01") < gpu.index("### NVIDIA H200, 2026-11-30")
     assert "2026-11-30" not in readme
@@ -291,7 +292,7 @@ def test_the_command_refuses_in_one_line(
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert (root / "README.md").read_text() == before
-    (root / "benchmarks" / "results" / GPU).unlink()
+    (root / RESULTS / GPU).unlink()
     (root / "docs" / "gpu.md").write_text("# no marker\n")
     assert report.main(["--root", str(root)]) == 1
     assert "gpu.md: expected once the line" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scale
+from proof.benchmarks import scale
 
 
 def test_what_is_asked_of_files_is_counted(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import store
-from benchmarks.interval import LOOKS
-from benchmarks.store import BASE, Seconds, Way, run_rounds, summarise
+from proof.benchmarks import store
+from proof.benchmarks.interval import LOOKS
+from proof.benchmarks.store import BASE, Seconds, Way, run_rounds, summarise
 
 
 def rows_of(slow: float, most: int = 32) -> tuple[list[dict[str, Any]], list[str]]:

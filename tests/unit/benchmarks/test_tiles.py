@@ -1,4 +1,4 @@
-"""`python -m benchmarks.tiles`: what it proposes, and that the kernels then use it."""
+"""`python -m proof.benchmarks.tiles`: what it proposes, and that the kernels then use it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tiles import LANE, best, candidates
 from megatron_r3.replay.gate.tile_table import Tile, read_table, rule
+from proof.benchmarks.tiles import LANE, best, candidates
 
 ROOT = Path(__file__).parents[3]
 RULE, OTHER, THIRD = Tile(8, 1), Tile(8, 2), Tile(16, 2)
@@ -54,7 +54,7 @@ def test_candidates_fill_their_lanes(words: int) -> None:
 
 
 def tuned(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "benchmarks.tiles", "--out", str(out), "--device", "cpu"]
+    argv = [sys.executable, "-m", "proof.benchmarks.tiles", "--out", str(out), "--device", "cpu"]
     argv += ["--rehearse", "--models", "Qwen3-30B-A3B", *more]
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
 
@@ -87,7 +87,7 @@ def test_a_candidate_that_is_wrong_is_an_error(tmp_path: Path) -> None:
         "    out = right(inputs, options)\n"
         "    return out._replace(probs_TE=1.05 * out.probs_TE)\n"
         "gate.replayed_gate_triton = wrong\n"
-        "from benchmarks.tiles import main\n"
+        "from proof.benchmarks.tiles import main\n"
         f"argv = ['--out', {str(tmp_path)!r}, '--device', 'cpu', '--rehearse']\n"
         "sys.exit(main([*argv, '--models', 'Qwen3-30B-A3B']))"
     )

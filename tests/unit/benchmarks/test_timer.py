@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-import benchmarks.timer
-from benchmarks.timer import Timer, cell, ratio
+import proof.benchmarks.timer
+from proof.benchmarks.timer import Timer, cell, ratio
 
 
 def test_a_real_difference_stops_early_and_none_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of calls that say themselves how long they took."""
-    monkeypatch.setattr(benchmarks.timer, "_host_us", lambda call: call())
+    monkeypatch.setattr(proof.benchmarks.timer, "_host_us", lambda call: call())
     timer = Timer("cpu", 16)
     draw = random.Random(0)
     calls = {"slow": lambda: draw.uniform(3, 5), "fast": lambda: draw.uniform(1, 2)}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.dispatch_ranks import Rounds
-from benchmarks.update import CASES, _line, counts_hold, main, summarise
-from benchmarks.update_ranks import PASSES, R2, SAMPLER, TRAINER, WAYS
-from benchmarks.waits import WAITS
+from proof.benchmarks.dispatch_ranks import Rounds
+from proof.benchmarks.update import CASES, _line, counts_hold, main, summarise
+from proof.benchmarks.update_ranks import PASSES, R2, SAMPLER, TRAINER, WAYS
+from proof.benchmarks.waits import WAITS
 
 CI = Path(__file__).parents[3] / ".ci" / "run"
 

@@ -11,12 +11,12 @@ import pytest
 from published import make_tree
 from training_arguments import ARGUMENTS
 
-from comparison.arms import ARMS, COLLECTIONS, REGIMES, SEEDS, Run, dtype_of, runs_of
-from comparison.config import PROMPTS, write_config
-from comparison.policy import DTYPES, StartingPolicy, _with_dtype
 from megatron_r3.loop.config import Config, ConfigError, read_config
 from megatron_r3.loop.trainer import trainer_command
 from megatron_r3.train.update_options import read_loss, read_use, refuse_update
+from proof.comparison.arms import ARMS, COLLECTIONS, REGIMES, SEEDS, Run, dtype_of, runs_of
+from proof.comparison.config import PROMPTS, write_config
+from proof.comparison.policy import DTYPES, StartingPolicy, _with_dtype
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_the_loop_takes_the_config_of_every_run(start: StartingPolicy) -> None:
 
 
 def test_the_control_of_that_check(start: StartingPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comparison.config.MINI_STEPS", 3)
+    monkeypatch.setattr("proof.comparison.config.MINI_STEPS", 3)
     with pytest.raises(ConfigError, match="make 2 optimizer steps"):
         words_of(config_of(start, "noise", "live"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from online_run import make_run
 
-from comparison.measure import METRICS, VALUES, half, measured, window_ends, windows
+from proof.comparison.measure import METRICS, VALUES, half, measured, window_ends, windows
 
 
 def lines_of(file: Path) -> list[dict]:

@@ -1,4 +1,4 @@
-"""docs/comparison.md is what `python -m comparison.report` makes of the recorded comparison.
+"""docs/comparison.md is what `python -m proof.comparison.report` makes of the recorded comparison.
 
 What the page says of results is tested on records that are made up here.
 """
@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comparison import report
-from comparison.arms import REGIMES, runs_of
-from comparison.measure import VALUES, half
-from comparison.picture import lines_of, smooth
-from comparison.report import NOTHING, document, read_record
-from comparison.run import as_json
-from comparison.table import claim, holds, pairs, summary, verdict
+from proof.comparison import report
+from proof.comparison.arms import REGIMES, runs_of
+from proof.comparison.measure import VALUES, half
+from proof.comparison.picture import lines_of, smooth
+from proof.comparison.report import NOTHING, document, read_record
+from proof.comparison.run import as_json
+from proof.comparison.table import claim, holds, pairs, summary, verdict
 
 ROOT = Path(__file__).parents[3]
+RESULTS = "proof/benchmarks/results"
 FACTS = {"date": "2026-12-01", "processor": "made up", "machine": "x86_64", "cores": 2}
 FACTS |= {"load": 0.1, "python": "3.11.2", "torch": "2.13.0", "collections": 12}
 
@@ -51,7 +52,7 @@ def made_up(only: str = "", seeds: int = 3, **changes: float) -> dict[str, Any]:
 def recorded(tmp_path: Path, record: dict[str, Any] | None) -> Path:
     """A checkout's page, and a record beside it."""
     (tmp_path / "docs").mkdir()
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / RESULTS).mkdir(parents=True)
     shutil.copy(ROOT / "docs" / "comparison.md", tmp_path / "docs")
     if record is not None:
         (tmp_path / "record.json").write_text(as_json(record))
@@ -86,7 +87,7 @@ def test_without_a_record_the_page_says_so(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     root = recorded(tmp_path, made_up())
-    argv = [sys.executable, "-m", "comparison.report", "--root", str(root)]
+    argv = [sys.executable, "-m", "proof.comparison.report", "--root", str(root)]
     argv += ["--record", str(root / "record.json")]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -96,7 +97,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert made.count("| live |") == 3 * 4  # three tables in each of four regimes
     assert made.count("| no mismatch |") == 3 * 2  # in the control, and with staleness alone
     assert (root / "docs" / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    results = json.loads((root / "benchmarks" / "results" / "comparison.json").read_text())
+    results = json.loads((root / RESULTS / "comparison.json").read_text())
     assert results == json.loads(json.dumps(made_up()))
 
 
@@ -115,7 +116,7 @@ def test_the_readme_says_what_was_recorded() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     found = re.search(r"k3 is at least (\d+) times lower, in each seed", text)
     assert found is not None
-    record = read_record(ROOT / "benchmarks" / "results" / "comparison.json")
+    record = read_record(ROOT / RESULTS / "comparison.json")
     both = list(pairs(record, "noise"))
     assert holds(record)
     assert len(both) == 3

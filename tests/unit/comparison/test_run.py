@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from online_run import make_run
 
-from comparison import jobs
-from comparison.arms import ARMS, REGIMES, Run
-from comparison.jobs import Job, run_all
-from comparison.run import RESULT, _finish, collected, is_complete, main
+from proof.comparison import jobs
+from proof.comparison.arms import ARMS, REGIMES, Run
+from proof.comparison.jobs import Job, run_all
+from proof.comparison.run import RESULT, _finish, collected, is_complete, main
 
 HELD = {"policies", "checkpoints", "rollouts"}
 

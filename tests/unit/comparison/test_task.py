@@ -8,8 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from comparison.task import EOS, MAX_ANSWER, SEQ_LENGTH, VOCAB_SIZE, problem, reward, write_prompts
 from megatron_r3.collect.reward import RewardSample
+from proof.comparison.task import (
+    EOS,
+    MAX_ANSWER,
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    problem,
+    reward,
+    write_prompts,
+)
 
 
 def reward_of(prompt: list[int], response: list[int]) -> float:

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fidelity.rig.forkserver import run_ranks
 from megatron_r3.cpu import NotEmulated, deep_ep
+from proof.fidelity.rig.forkserver import run_ranks
 
 RANKS, EXPERTS, HIDDEN = 2, 6, 4
 LOCAL = EXPERTS // RANKS

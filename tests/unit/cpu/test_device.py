@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fidelity.rig.forkserver import run_ranks
 from megatron_r3.cpu import InstallError, NotEmulated, cuda_table, device
+from proof.fidelity.rig.forkserver import run_ranks
 
 
 def in_layer(case: Callable[[], Any]) -> Any:

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fidelity.rig import forkserver
-from fidelity.rig.forkserver import run_ranks
-from fidelity.rig.rank_process import RankError, RankTimeout
+from proof.fidelity.rig import forkserver
+from proof.fidelity.rig.forkserver import run_ranks
+from proof.fidelity.rig.rank_process import RankError, RankTimeout
 
 
 def gone(pid: int) -> bool:

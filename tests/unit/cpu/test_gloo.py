@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fidelity.rig.forkserver import run_ranks
 from megatron_r3.cpu import NotEmulated, gloo
+from proof.fidelity.rig.forkserver import run_ranks
 
 SIZES = [3, 0, 2]
 

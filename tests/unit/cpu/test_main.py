@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fidelity.rig.forkserver import run_ranks
-from fidelity.rig.rank_process import RankError
-from fidelity.rig.worker import TreeWorker
 from megatron_r3.cpu import CPU_ARGS, InstallError
 from megatron_r3.cpu import __main__ as cli
 from megatron_r3.cpu.attention import zigzag
 from megatron_r3.cpu.errors import _SIGNS, is_users_mistake, lacking
+from proof.fidelity.rig.forkserver import run_ranks
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 REPO = Path(cli.__file__).parents[2]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fidelity import check
-from fidelity.upstream import FOLDER, Outcomes
+from proof.fidelity import check
+from proof.fidelity.upstream import FOLDER, Outcomes
 
 PASS: Outcomes = {"a": ("passed", ""), "b": ("failed", "no GPU")}
 NONE: Outcomes = {"a": ("error", "no Transformer Engine")}

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from fidelity.gradients import Piece, assemble, of_step
-from fidelity.judge import Judge, gradient_error
-from fidelity.layout import RankResult
-from fidelity.models import MODELS
-from fidelity.observe import Observed
-from fidelity.reference import Reference, Wrong
-from fidelity.rollouts import CONTROLS, make_rollouts
-from fidelity.table import passed
+from proof.fidelity.gradients import Piece, assemble, of_step
+from proof.fidelity.judge import Judge, gradient_error
+from proof.fidelity.layout import RankResult
+from proof.fidelity.models import MODELS
+from proof.fidelity.observe import Observed
+from proof.fidelity.reference import Reference, Wrong
+from proof.fidelity.rollouts import CONTROLS, make_rollouts
+from proof.fidelity.table import passed
 
 ROLLOUTS = make_rollouts(MODELS["moonlight"])
 ROUTES = np.concatenate([r.routes_LTK for r in ROLLOUTS], axis=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fidelity.model_options import options, unread
+from proof.fidelity.model_options import options, unread
 
 FIELDS = "class TransformerConfig(ModelParallelConfig):\n    num_layers: int = 0\n"
 BUILDER = "def core_transformer_config_from_args(args, kind=None):\n    return kind(args.swiglu)\n"

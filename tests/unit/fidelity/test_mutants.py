@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from slow import SLOW
 
-from fidelity import mutants
-from fidelity.mutants import Fault, main, outcome, place_of, read_faults, table
+from proof.fidelity import mutants
+from proof.fidelity.mutants import Fault, main, outcome, place_of, read_faults, table
 
 FAULTS = read_faults()
 BOTH = Fault("room", "both", "effect", "old", "new", ("unit",), ("functional",))

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fidelity import pinned_trees
-from fidelity.pinned_trees import HEAD, RECORD, digests, main, row_of, trees_of, tried
 from megatron_r3.patching.repository import OwnRepository
 from megatron_r3.patching.versions import patches_folder, read_versions
+from proof.fidelity import pinned_trees
+from proof.fidelity.pinned_trees import HEAD, RECORD, digests, main, row_of, trees_of, tried
 
 ROOT = Path(__file__).parents[3]
 VERSIONS = read_versions(patches_folder())

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fidelity.cases import CASES
-from fidelity.models import MODELS
-from fidelity.update import Update
+from proof.fidelity.cases import CASES
+from proof.fidelity.models import MODELS
+from proof.fidelity.update import Update
 
 TWO = Update(mini_steps=2, old="trainer", source="old-policy")
 

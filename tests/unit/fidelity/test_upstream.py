@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fidelity import upstream
-from fidelity.rig.forkserver import run_ranks
-from fidelity.rig.rank_process import RankError, RankTimeout
-from fidelity.upstream import Outcomes, Recorder, Suite, differing, read_records
+from proof.fidelity import upstream
+from proof.fidelity.rig.forkserver import run_ranks
+from proof.fidelity.rig.rank_process import RankError, RankTimeout
+from proof.fidelity.upstream import Outcomes, Recorder, Suite, differing, read_records
 
 FILE = "test_file.py"
 LATE = "no result: exit status 1\n--- log of rank 1\n..F.Timeout (0:01:00)!"

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from fidelity.upstream_fixes import COLUMNS, GROUPS, LINES, chosen, diffs_of, judged, touched
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import read_series
 from megatron_r3.patching.versions import patches_folder, read_versions
+from proof.fidelity.upstream_fixes import COLUMNS, GROUPS, LINES, chosen, diffs_of, judged, touched
 
 NAMES = re.compile(rb"R3|megatron_r3|moe_router_replay|[Rr]ollout")
 

@@ -16,8 +16,22 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import command, configs, outcome, pool, prompts, responses, run, shards, signals, trees
-from fuzz.outcome import (
+from megatron_r3.data import rollout
+from megatron_r3.data.engines import conversation
+from megatron_r3.data.store import reader
+from proof.fuzz import (
+    command,
+    configs,
+    outcome,
+    pool,
+    prompts,
+    responses,
+    run,
+    shards,
+    signals,
+    trees,
+)
+from proof.fuzz.outcome import (
     BAD_MESSAGE,
     CRASH,
     FAULTS,
@@ -32,9 +46,6 @@ from fuzz.outcome import (
     judged,
     noted,
 )
-from megatron_r3.data import rollout
-from megatron_r3.data.engines import conversation
-from megatron_r3.data.store import reader
 
 CHEAP = ("shards", "responses", "prompts", "configs")
 

@@ -15,16 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
-from gpu_kit import session
-from gpu_kit.session import LEFT, MARK, main, outcome
-from gpu_kit.steps import Step
+from proof.gpu_kit import session
+from proof.gpu_kit.session import LEFT, MARK, main, outcome
+from proof.gpu_kit.steps import Step
 
 ROOT = Path(__file__).parents[3]
 # a step: its first word says what it does, and each of its cases is recorded as a real step does it
 STEP = """
 import subprocess, sys, time
 from pathlib import Path
-from benchmarks.machine import write_results
+from proof.benchmarks.machine import write_results
 what, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
 with Path(out.parent, "ran").open("a") as ran:
     print(what, file=ran)
@@ -57,7 +57,7 @@ def into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     checkout = tmp_path / "into" / "kit" / "checkout"
     checkout.mkdir(parents=True)
     (checkout / "fake_step.py").write_text(STEP)
-    (checkout / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (checkout / "proof").symlink_to(ROOT / "proof")
     (checkout.parent / "kit.json").write_text('{"script": "tree/pretrain_gpt.py", "commit": "c0"}')
     (tmp_path / "into" / "te").mkdir()
     (tmp_path / "into" / "te-build").mkdir()
@@ -153,7 +153,7 @@ def test_a_later_call_runs_what_has_no_result(into: Path, tmp_path: Path) -> Non
 
 def test_a_session_that_is_killed_keeps_its_results(into: Path) -> None:
     program = (
-        "import sys; from gpu_kit import session; from gpu_kit.steps import Step\n"
+        "import sys; from gpu_kit import session; from proof.gpu_kit.steps import Step\n"
         "session.machine_facts = lambda device: {'gpu': 'NVIDIA X'}\n"
         "steps = [Step(w, 'fake_step', w, 60) for w in ('passes', 'hangs')]\n"
         "sys.exit(session.main(['--into', sys.argv[1]], steps))"
@@ -213,7 +213,8 @@ def test_a_rehearsal_runs_no_step_that_needs_transformer_engine(into: Path) -> N
 
 def test_steps_after_the_tuning_use_its_tiles_and_a_suffix_names_the_records(into: Path) -> None:
     text = (
-        "import os, sys; from pathlib import Path; from benchmarks.machine import write_results\n"
+        "import os, sys; from pathlib import Path\n"
+        "from proof.benchmarks.machine import write_results\n"
         "tiles = os.environ.get('MEGATRON_R3_TILES')\n"
         "out = Path(sys.argv[sys.argv.index('--out') + 1])\n"
         "write_results(out, 'kernel', {'gpu': 'NVIDIA X', 'tiles': tiles})\n"

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from gpu_kit import te
-from gpu_kit.packages import SECTIONS, read_table
-from gpu_kit.rehearse import complaints
-from gpu_kit.steps import EXPECTED_SKIPS, STEPS, Places
-from gpu_kit.tests_gpu import counted
+from proof.gpu_kit import te
+from proof.gpu_kit.packages import SECTIONS, read_table
+from proof.gpu_kit.rehearse import complaints
+from proof.gpu_kit.steps import EXPECTED_SKIPS, STEPS, Places
+from proof.gpu_kit.tests_gpu import counted
 
 CALL_S = 570  # of each of the three calls: ten minutes, less what the end of a call takes
 UNPACK_S = 45
@@ -86,7 +86,7 @@ def test_a_rehearsal_may_skip_exactly_what_is_listed() -> None:
     rows = rehearsed()
     rows["te-gate"]["status"] = "passed"
     (line,) = complaints(rows)
-    assert line == "te-gate is in EXPECTED_SKIPS of gpu_kit/steps.py, and was not skipped"
+    assert line == "te-gate is in EXPECTED_SKIPS of proof/gpu_kit/steps.py, and was not skipped"
     rows = rehearsed()
     rows["layers"]["skipped_cases"]["fused"] = "why"
     assert complaints(rows) == ["layers/fused was skipped"]

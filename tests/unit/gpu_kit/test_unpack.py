@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_kit import build, unpack
+from proof.gpu_kit import build, unpack
 
 # stands where the kit's session is: says how it was called, and from where
 SESSION = """
@@ -29,10 +29,10 @@ PART = 6000
 def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with `run` and some parts, as make gpu-kit leaves it; the packages are none."""
     checkout = tmp_path / "checkout"
-    (checkout / "gpu_kit").mkdir(parents=True)
+    (checkout / "proof" / "gpu_kit").mkdir(parents=True)
     # without it Python would take a whole package of this name from further down its path
-    (checkout / "gpu_kit" / "__init__.py").touch()
-    (checkout / "gpu_kit" / "session.py").write_text(SESSION)
+    (checkout / "proof" / "__init__.py").touch()
+    (checkout / "proof" / "gpu_kit" / "session.py").write_text(SESSION)
     # does not compress, so that there are several parts
     noise = bytes((i * i * 7 + i // 251) % 256 for i in range(3 * PART))
     (checkout / "noise").write_bytes(noise)

@@ -1,4 +1,4 @@
-"""launch/: the Slurm script and the Kubernetes jobs give commands that there are.
+"""docker/launch/: the Slurm script and the Kubernetes jobs give commands that there are.
 
 What is not seen here is in docs/launch.md: a Slurm cluster ran the script, no Kubernetes cluster
 ran the jobs. The JobSet: test_jobset.py. Several jobs of Slurm: test_slurm_parts.py.

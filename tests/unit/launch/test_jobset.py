@@ -1,4 +1,4 @@
-"""launch/jobset.yaml: its fields are those of JobSet and Kubernetes, its pods those of the Jobs.
+"""docker/launch/jobset.yaml: fields are those of JobSet and Kubernetes, its pods those of the Jobs.
 
 The models of Kubeflow Trainer have the fields and types of JobSet, of Job and of all that is in
 them, made from JobSet's own Go types. They ignore a field that they do not know, so what they read
@@ -103,7 +103,7 @@ def renamed(value: Any, names: dict[str, str]) -> Any:
 
 
 def shared(text: str = KUBERNETES) -> set[tuple[str, str]]:
-    """What `kubectl apply -f launch/kubernetes.yaml -l part=shared` takes."""
+    """What `kubectl apply -f docker/launch/kubernetes.yaml -l part=shared` takes."""
     return {
         key
         for key, resource in resources(text).items()
@@ -141,5 +141,5 @@ def test_the_set_takes_the_volume_and_the_network_policy_alone() -> None:
         ("PersistentVolumeClaim", "megatron-r3"),
         ("NetworkPolicy", "megatron-r3-sampler"),
     }
-    assert "kubectl apply -f launch/kubernetes.yaml -l part=shared\n" in JOBSET
+    assert "kubectl apply -f docker/launch/kubernetes.yaml -l part=shared\n" in JOBSET
     assert not shared(KUBERNETES.replace("part: shared", "part: own"))

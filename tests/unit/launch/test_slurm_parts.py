@@ -1,4 +1,4 @@
-"""launch/slurm.sh, run by bash: which part of a run goes to which node of which job.
+"""docker/launch/slurm.sh, run by bash: which part of a run goes to which node of which job.
 
 The programs of Slurm are stand-ins here: `scontrol` says which nodes there are, and `srun` notes
 what it is given and runs the step once for each node.

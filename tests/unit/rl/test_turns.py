@@ -13,8 +13,8 @@ import pytest
 import torch
 from loop_turns import SHAPE, read, rollout, routes_of
 
-from fidelity.rl_loop import sent
 from megatron_r3.rl.turns import TurnRoutes
+from proof.fidelity.rl_loop import sent
 
 
 def routes(*rollouts: SimpleNamespace) -> TurnRoutes:

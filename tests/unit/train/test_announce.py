@@ -23,12 +23,12 @@ import torch
 from stored import make_rollout
 from training_arguments import ARGUMENTS, MODEL
 
-from fidelity.rig.rank_process import RankError, RankProcess
 from megatron_r3.data.store import RolloutStore, StoreInfo, write_shard
 from megatron_r3.train import announce, refuse
 from megatron_r3.train.one_look import Place
 from megatron_r3.train.open_store import open_store
 from megatron_r3.train.options import RolloutOptions
+from proof.fidelity.rig.rank_process import RankError, RankProcess
 
 ENDS_S = 60.0  # how long an answer may take on a busy machine
 UNSTAMPED = StoreInfo(16, 4, (1, 2, 5), "vllm", "0.30.0")

@@ -15,12 +15,12 @@ import torch
 from stored import INFO, files_open, make_rollout
 from training_arguments import ARGUMENTS, MODEL
 
-from fidelity.rig.rank_process import RankError, RankProcess
 from megatron_r3.data.store import RolloutStore, StoreError, write_shard
 from megatron_r3.train import refuse
 from megatron_r3.train.one_look import Place
 from megatron_r3.train.open_store import open_store
 from megatron_r3.train.options import RolloutOptions
+from proof.fidelity.rig.rank_process import RankError, RankProcess
 
 SHARDS = 6
 

@@ -1,6 +1,6 @@
 """Every loss, correction and average against the papers' equations, in float64; and controls.
 
-`fidelity/policy_loss.py` has the equations. No `.float()` lies in the way: the loss keeps the
+`proof/fidelity/policy_loss.py` has the equations. No `.float()` lies in the way: the loss keeps the
 dtype of its log-probs. (`terms_of`, which makes float32 of Megatron's output, and `agreement_sums`
 are not part of it.)
 
@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import CORRECTIONS, LOSSES, LaidOut, lay_out, responses
 
-from fidelity.policy_loss import Expected, Response, expected
 from megatron_r3.train.losses.aggregation import AGGREGATIONS
 from megatron_r3.train.losses.correction import CorrectionOptions
 from megatron_r3.train.losses.loss import LossOptions, policy_loss, update_of
 from megatron_r3.train.losses.policy_loss import Clip
 from megatron_r3.train.losses.terms import LossTerms, Sequences
+from proof.fidelity.policy_loss import Expected, Response, expected
 
 TOLERANCE = 1e-6
 

@@ -1,0 +1,190 @@
+"""Weights and map of replayed experts, as one kernel and otherwise.
+
+    python -m proof.benchmarks.kernel --out build/bench/kernel.json [--megatron DIR]
+    python -m proof.benchmarks.kernel --out build/bench/kernel.json --device cpu --rehearse
+
+It times, forward and backward, the kernel and four ways to compare it with: (a) the chain of torch
+calls that Megatron-LM runs under replay (with --megatron Megatron's own function); (b) that chain
+under torch.compile; (c) Transformer Engine's fused gate, where it is installed: its top-k is live,
+over all experts, and for a model with groups of experts also with its groups; (d) copies of the
+same bytes. All are timed in turn in one run, with the caches flushed before each call, until the
+kernel's ratios to (a), (c) and (d) can be told from 1, or to the largest number of rounds. A ratio
+is the median over rounds, with its interval at 99 %; one that does not differ from 1 by more than
+its interval is wide is shown with "cannot tell". The benchmark needs torch and Triton alone. A
+rehearsal runs the plain reference on tiny shapes; its times say nothing. The exit status is 1 if
+two ways do not agree.
+
+Shape suffixes (docs/glossary.md): T, E.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_r3.replay.gate.tile_table import VARIABLE
+from proof.benchmarks.interval import LOOKS
+from proof.benchmarks.kernel_ways import (
+    FLOOR,
+    KERNEL,
+    MODELS,
+    OF_OTHERS,
+    TE,
+    UNFUSED,
+    Inputs,
+    agree,
+    floor,
+    replay_of,
+    ways,
+)
+from proof.benchmarks.machine import device_of, machine_of, write_results
+from proof.benchmarks.timer import Timer, Times, cell, ratio
+
+TOKENS = (1024, 4096, 16384, 65536)
+# a ratio below 1 is a way that is faster than the one it is compared with
+RATIOS = {"of_unfused": UNFUSED, "of_te": TE, "of_copies": FLOOR}
+HEAD = (
+    f"{'model':14} {'dtype':8} {'tokens':>6} {'pass':8} {'':21} {'us':>9} {'10%':>9} {'90%':>9} "
+    f"{'host us':>8} {'of (a)':>28} {'of (c)':>28} {'of copies':>28}"
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time every model, number of tokens, way and pass; write after each of them."""
+    args = _arguments(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("error: no CUDA device here; --device cpu --rehearse runs it all", file=sys.stderr)
+        return 2
+    # 1 GiB is many times the cache of any GPU
+    most, flush, tokens = (3, 1 << 10, (8, 33)) if args.rehearse else (LOOKS[-1], 1 << 30, TOKENS)
+    timer = Timer(args.device, flush)
+    rows: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {"rehearsal": args.rehearse, "most rounds": most, "rows": rows}
+    settings["tiles"] = os.environ.get(VARIABLE)  # another table than that of the package
+    record = {**machine_of(), **device_of(args.device), **settings}
+    print(HEAD, flush=True)
+    for name in args.models or MODELS:
+        for num_tokens in tokens:
+            inputs = Inputs(MODELS[name], num_tokens, args.device)
+            for row in timed(inputs, timer, args, most):
+                rows.append({"model": name, "tokens": num_tokens, **row})
+                print(_line(rows[-1]), flush=True)
+            written = write_results(args.out, "kernel", record)
+    print(f"written: {written}")
+    for way, reason in sorted({(r["way"], r["skipped"]) for r in rows if "skipped" in r}):
+        print(f"skipped: {way}: {reason}")
+    wrong = [row for row in rows if not row.get("agrees", True)]
+    for row in wrong:
+        what = (
+            "replayed, not what it computes" if row["way"] in OF_OTHERS else "not what (a) computes"
+        )
+        print(f"error: {row['model']}, {row['way']}: {what}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kernel", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="a file or a folder to write to")
+    parser.add_argument("--megatron", type=Path, help="a Megatron-LM tree whose function (a) calls")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, to see that it runs")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all")
+    args = parser.parse_args(argv)
+    if args.device == "cpu" and not args.rehearse:
+        parser.error("--device cpu: only with --rehearse, there is no kernel on a CPU")
+    return args
+
+
+def timed(
+    inputs: Inputs, timer: Timer, args: argparse.Namespace, most: int
+) -> list[dict[str, Any]]:
+    """A row for each way and pass, with its ratios; and one for each way that did not run."""
+    compiler = "aot_eager" if args.rehearse else "inductor"
+    calls: dict[str, dict[str, Any]] = {
+        direction: {FLOOR: call} for direction, call in floor(inputs).items()
+    }
+    outputs, rows = {}, []
+    for name, gate in ways(inputs, args.megatron, compiler).items():
+        try:
+            if isinstance(gate, str):
+                raise RuntimeError(gate)
+            outputs[name] = _outputs(gate, inputs, calls, name)
+        except Exception as error:  # what Transformer Engine refuses is not known in advance
+            if name not in OF_OTHERS:
+                raise
+            rows.append({"way": name, "skipped": " ".join(str(error).split())})
+    for direction, of_pass in calls.items():
+        others = [other for other in (UNFUSED, FLOOR, TE) if other in of_pass]
+        compared = [(KERNEL, other) for other in others]
+        times = timer.in_turn(of_pass, compared, most)
+        for name, times_us in times.items():
+            found = {key: _found(times, name, of) for key, of in RATIOS.items()}
+            host_us = timer.on_host(of_pass[name], 3 if args.rehearse else 50)
+            agrees = name == FLOOR or _checked(name, outputs, inputs)
+            row: dict[str, Any] = {
+                "pass": direction,
+                "way": name,
+                **_spread(times_us),
+                "host_us": host_us,
+            }
+            rows.append({**row, **found, "agrees": agrees})
+    dtype = str(inputs.model.dtype).removeprefix("torch.")
+    return [{"dtype": dtype, **row} for row in rows]
+
+
+def _outputs(
+    gate: Any, inputs: Inputs, calls: dict[str, dict[str, Any]], name: str
+) -> tuple[torch.Tensor, ...]:
+    """Run both passes once, add them to `calls`, and return probabilities, gradient and map."""
+    probs_TE, map_TE = gate(inputs.logits_TE)
+
+    def backward() -> torch.Tensor:
+        (gradient_TE,) = torch.autograd.grad(
+            probs_TE, inputs.logits_TE, inputs.upstream_TE, retain_graph=True
+        )
+        return gradient_TE
+
+    gradient_TE = backward()
+    calls["forward"][name] = lambda: gate(inputs.logits_TE)
+    calls["backward"][name] = backward
+    return probs_TE.detach(), gradient_TE, map_TE
+
+
+def _found(times: Times, name: str, of: str) -> dict[str, Any] | None:
+    return ratio(times, name, of).record() if of in times else None
+
+
+def _spread(times_us: list[float]) -> dict[str, float]:
+    """The median, and the 10th and 90th percentile, of microseconds."""
+    deciles = statistics.quantiles(times_us, n=10, method="inclusive")
+    return {"us": statistics.median(times_us), "low_us": deciles[0], "high_us": deciles[-1]}
+
+
+def _checked(name: str, outputs: dict[str, tuple[torch.Tensor, ...]], inputs: Inputs) -> bool:
+    """Whether a way computes what (a) computes.
+
+    Transformer Engine's top-k is live, so its experts are others than the recorded ones. The
+    kernel then replays the experts that Transformer Engine chose, and must get its weights.
+    """
+    if name not in OF_OTHERS:
+        return agree(outputs[name], outputs[UNFUSED], inputs.upstream_TE)
+    return agree(replay_of(outputs[name][2], inputs), outputs[name], inputs.upstream_TE)
+
+
+def _line(row: dict[str, Any]) -> str:
+    line = f"{row['model']:14} {row['dtype']:8} {row['tokens']:>6} "
+    if "skipped" in row:
+        return f"{line}{'':8} {row['way']:21} skipped: {row['skipped']}"
+    line += f"{row['pass']:8} {row['way']:21} {row['us']:>9.1f} {row['low_us']:>9.1f} "
+    line += f"{row['high_us']:>9.1f} {row['host_us']:>8.1f}"
+    return line + "".join(f" {cell(row[name]):>28}" for name in RATIOS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""What layers.py measures of a step: loss, gradients, time, memory, waits, copies."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_r3.replay.gate import GateInputs, GateOptions, GateOutput, gate_for, substitute_gate
+from proof.benchmarks.interval import LOOKS, enough, median_of
+from proof.benchmarks.layers_model import Stack
+from proof.benchmarks.waits import COPIES, WAITS, instrument, mark_host
+
+Found = dict[str, dict[str, Any]]  # what was measured, by the name of the way
+PER_LAYER, PAGEABLE = "host waits per layer", "pageable copies to the device"
+SYNCHRONISE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+TO_HOST = "Memcpy DtoH"
+# CUDA may make the host wait in such a copy, if it is larger than 64 KiB, without any of the calls
+# above
+FROM_PAGEABLE = "Memcpy HtoD (Pageable"
+
+
+@contextmanager
+def _counted_calls(counts: Counter[str], stack: Stack) -> Iterator[None]:
+    """Until the block ends, count the passes of all routers, and the calls of the fused gate."""
+    gate = gate_for(stack.routers[0].weight.device)
+
+    def counted(inputs: GateInputs, options: GateOptions) -> GateOutput:
+        counts["gate"] += 1
+        return gate(inputs, options)
+
+    def passed(*_: Any) -> None:
+        counts["routers"] += 1
+
+    hooks = [router.register_forward_pre_hook(passed) for router in stack.routers]
+    try:
+        with substitute_gate(counted):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check(stack: Stack, recompute: bool, tolerances: tuple[float, float]) -> Found:
+    """Compare what every way computes with what live computes.
+
+    Deterministic algorithms of torch are on here, so that torch adds all sums in one order; they
+    are off when steps are timed. A step of live is taken twice: if its two losses are the same to
+    the bit, as without Transformer Engine they are, those of unfused replay must be too.
+
+    Args:
+        tolerances: how far a loss may be from that of live as a share of it, for a fused way and
+            where two live steps differ; and the same of router gradients.
+
+    Returns:
+        For each way how far loss and router gradients are from those of live, how far two live
+        steps are from each other ("repeat_error"), how many tokens live routers would have sent
+        elsewhere ("mismatched", None for a way that does not count them), and "agrees".
+
+    Raises:
+        AssertionError: a step did not run as its name says.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return _check(stack, recompute, tolerances)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _check(stack: Stack, recompute: bool, tolerances: tuple[float, float]) -> Found:
+    first, gradient = _checked_step(stack, "live", recompute)[0], stack.gradient()
+    repeat = _distance(_checked_step(stack, "live", recompute)[0], first)
+    found = {}
+    for name, way in stack.ways.items():
+        loss, microbatch = _checked_step(stack, name, recompute)
+        loss_error, gradient_error = _distance(loss, first), _distance(stack.gradient(), gradient)
+        mismatched = None
+        if microbatch is not None and microbatch.tally is not None:
+            mismatched = sum(int(count) for count in microbatch.tally.mismatched.values())
+        allowed = tolerances[0] if way.fused or repeat > 0 else 0.0
+        found[name] = {
+            "loss_error": loss_error,
+            "repeat_error": repeat,
+            "gradient_error": gradient_error,
+            "mismatched": mismatched,
+            "agrees": loss_error <= allowed and gradient_error <= tolerances[1],
+        }
+        if way.fused and not way.replays:
+            # Another top-k, which takes other experts among equal bfloat16 logits. So only the
+            # loss, which few of them change, is compared.
+            found[name]["agrees"] = loss_error <= 10 * tolerances[0]
+    return found
+
+
+def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    norm = torch.linalg.vector_norm
+    return (norm(got - want) / norm(want)).item()
+
+
+def _checked_step(stack: Stack, name: str, recompute: bool) -> tuple[torch.Tensor, Any]:
+    """A step, of which the passes of routers and of the fused gate are counted."""
+    calls: Counter[str] = Counter()
+    way = stack.ways[name]
+    with _counted_calls(calls, stack):
+        loss, microbatch = stack.step(way, recompute)
+    passes = stack.sizes.layers * (1 + recompute)
+    gates = passes * (way.fused and way.replays)
+    assert calls["routers"] == passes, f"{name}: {calls['routers']} passes, not {passes}"
+    assert calls["gate"] == gates, f"{name}: {calls['gate']} fused gates, not {gates}"
+    return loss, microbatch
+
+
+def timed(
+    stack: Stack, recompute: bool, most: int, seconds: float, keep: Callable[[Found], None]
+) -> None:
+    """Step times of each way, each next to a step of the way that it is compared with.
+
+    Every round takes all ways in turn. In odd rounds the way goes before its neighbour, in even
+    rounds after it, so that a machine that slows down or speeds up favours neither. Two rounds
+    before the ones that count warm up. It stops when every way but live, which is compared with
+    itself, can be told from its neighbour, after `most` rounds, or when the next rounds would end
+    later than `seconds` from now.
+
+    Args:
+        keep: gets what was found so far, at each look.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in stack.ways}
+    began = time.perf_counter()
+    for number in range(most + 2):
+        for name, way in stack.ways.items():
+            span_s = [0.0, 0.0]
+            for place in (0, 1) if number % 2 else (1, 0):
+                chosen = stack.ways[(name, way.beside)[place]]
+                span_s[place] = _timed_step(stack, chosen, recompute)
+            if number >= 2:
+                pairs[name].append((span_s[0], span_s[1]))
+        done, spent = number - 1, time.perf_counter() - began
+        late = spent * (done + 3) / (done + 2) > seconds  # where one more round would end
+        told = [[a / b for a, b in of_way] for name, of_way in pairs.items() if name != "live"]
+        stop = done >= 1 and (late or enough(told, most))
+        if stop or done in LOOKS:
+            keep({name: _summary(of_way) for name, of_way in pairs.items()})
+        if stop:
+            return
+
+
+def _timed_step(stack: Stack, way: Any, recompute: bool) -> float:
+    begin = time.perf_counter()
+    stack.step(way, recompute)
+    if stack.cuda:
+        torch.cuda.synchronize()  # and so the next step begins with an empty queue
+    return time.perf_counter() - begin
+
+
+def _summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """The median time of steps, and the median ratio to their neighbours with its interval."""
+    times_ms = sorted(1e3 * step_s for step_s, _ in pairs)
+    ratio = median_of([step_s / neighbour_s for step_s, neighbour_s in pairs])
+    spread = {"low_ms": times_ms[0], "high_ms": times_ms[-1]}  # the fastest and the slowest
+    return {"step_ms": statistics.median(times_ms), **spread, "ratio": ratio.record()}
+
+
+def peak_memory(stack: Stack, recompute: bool) -> Found:
+    """The most memory that a step of each way allocates: in all, and above what it began with."""
+    memory = {}
+    for name, way in stack.ways.items():
+        stack.gpt.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        stack.step(way, recompute)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+        memory[name] = {"peak_mb": peak / 2**20, "step_mb": (peak - before) / 2**20}
+    return memory
+
+
+class Waits:
+    """Counts host waits and copies to the host of single steps.
+
+    On CUDA these are what the profiler sees in the whole step. On a CPU they are what the code of
+    MoE layers would do on CUDA (see `proof.benchmarks.waits`); torch stays instrumented from then
+    on.
+
+    Attributes:
+        broken: what the profiler does not see, so that its counts would mean nothing; or None.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.broken = _broken_profiler() if stack.cuda else None
+        self._count = _profiled if stack.cuda else _instrumented(stack)
+
+    def count(self, recompute: bool) -> Found:
+        """The counts of a step of each way, and waits for each pass of a MoE layer.
+
+        They are None, all of them, if the profiler is broken.
+        """
+        if self.broken:
+            none = dict.fromkeys((WAITS, PER_LAYER, COPIES, PAGEABLE))
+            return {name: dict(none) for name in self.stack.ways}
+        counts: Found = {}
+        for name, way in self.stack.ways.items():
+
+            def step(way: Any = way) -> None:
+                self.stack.step(way, recompute)
+
+            counts[name] = self._count(step)
+            passes = self.stack.sizes.layers * (1 + recompute)
+            counts[name][PER_LAYER] = counts[name][WAITS] / passes
+        return counts
+
+
+def _instrumented(stack: Stack) -> Callable[[Callable[[], None]], dict[str, int]]:
+    counts: Counter[str] = Counter()
+    instrument(counts)
+    # `instrument` knows of a tensor whether it is on the host only if it saw how it was made, so
+    # the plan is made again
+    stack.plan()
+    for layer in stack.layers:
+        for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+            if hasattr(layer.token_dispatcher, name):
+                # Megatron makes it on `permute_idx_device`: the CPU without moe_permute_fusion
+                mark_host(getattr(layer.token_dispatcher, name))
+
+    def counted(step: Callable[[], None]) -> dict[str, int]:
+        counts.clear()
+        step()
+        return {WAITS: counts[WAITS], COPIES: counts[COPIES]}
+
+    return counted
+
+
+def _broken_profiler() -> str | None:
+    """What the profiler misses of one read of one number, beside an empty profile."""
+    one = torch.ones(1, device="cuda")
+    _profile(lambda: None)  # the first profile also has the start of the profiler's own parts
+    read = _profile(lambda: one.item())
+    read.subtract(_profile(lambda: None))
+    if read[WAITS] >= 1 and read[COPIES] == 1:
+        return None
+    return f"the profiler sees {read[WAITS]} waits and {read[COPIES]} copies where a number is read"
+
+
+def _profiled(step: Callable[[], None]) -> dict[str, int]:
+    """Waits and copies of a step, less those of an empty profile."""
+    nothing = _profile(lambda: None)
+    seen = _profile(step)
+    seen.subtract(nothing)
+    return dict(seen)
+
+
+def _profile(step: Callable[[], Any]) -> Counter[str]:
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        step()
+    counts = Counter({WAITS: 0, COPIES: 0, PAGEABLE: 0} | dict.fromkeys(SYNCHRONISE, 0))
+    for event in profiled.events():
+        if event.name in SYNCHRONISE:
+            counts.update((WAITS, event.name))
+        elif event.name.startswith(TO_HOST):
+            counts.update((COPIES,))
+        elif event.name.startswith(FROM_PAGEABLE):
+            counts.update((PAGEABLE,))
+    return counts

@@ -1,0 +1,224 @@
+"""What layers.py runs: a stack of Megatron's MoE layers, and the ways to take a step.
+
+Megatron is imported inside the functions, because the command line says from which tree.
+
+Shape suffixes (docs/glossary.md): E, K, L, T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_r3.replay.active import MicrobatchRoutes, recording, replaying
+from megatron_r3.replay.plan import ExpertRanks, count_tokens, layer_sizes
+from megatron_r3.replay.tally import Tally
+from proof.benchmarks.layers_config import Model, Sizes, make_config, make_model
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is routed, and which way it is compared with.
+
+    Attributes:
+        beside: the name of the way that it is compared with, whose steps stand next to its own.
+        replays: the routers take the recorded routes. False: they are live.
+        plan: the dispatcher takes its split sizes from a plan.
+        fused: the routers try the fused gate; of a live way, Transformer Engine's fused top-k.
+        counted: the mismatch with live routing is measured for every token.
+    """
+
+    beside: str
+    replays: bool = True
+    plan: bool = False
+    fused: bool = False
+    counted: bool = False
+
+
+# the way "live" is compared with itself: that is what two equal steps differ by
+WAYS = {
+    "live": Way("live", replays=False),
+    "replay": Way("live"),
+    "plan": Way("live", plan=True),
+    "plan, fused": Way("live", plan=True, fused=True),
+    "plan, counted": Way("plan", plan=True, counted=True),
+    "fused, counted": Way("plan, fused", plan=True, fused=True, counted=True),
+}
+# what a training with Transformer Engine and --moe-router-fusion runs without replay
+LIVE_FUSED = "live, fused"
+TE_WAYS = {
+    LIVE_FUSED: Way("live", replays=False, fused=True),
+    "plan, fused": Way(LIVE_FUSED, plan=True, fused=True),
+}
+
+
+def ways_of(config: Any, spec: str) -> tuple[dict[str, Way], dict[str, str]]:
+    """The ways that a model has, and why it has not the others, by name."""
+    ways, skipped = dict(WAYS), {}
+    if spec == "te":
+        ways |= TE_WAYS
+    else:
+        skipped[LIVE_FUSED] = "the fused live router is Transformer Engine's"
+    if config.moe_router_group_topk:
+        del ways["fused, counted"]
+        skipped["fused, counted"] = "the fused gate counts over all experts, and knows no groups"
+    return ways, skipped
+
+
+def start(cuda: bool) -> None:
+    """Make process groups of one rank, and the random streams."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if cuda:
+        torch.cuda.set_device(0)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)  # port 0: any free one
+    backend = "nccl" if cuda else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(
+        expert_tensor_parallel_size=1, create_gloo_process_groups=False
+    )
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+
+
+class Stack:
+    """A model, one batch, and the routes that its live routers take for it.
+
+    One model serves all ways, because two do not fit on every GPU. A step changes only what is read
+    at each pass: full recompute and the fused live router in the config, and whether the hook of a
+    router tries the fused gate.
+
+    Attributes:
+        ways: by name; `skipped` says why the model has not the others.
+        route_bytes: how many bytes the ids of one microbatch take on the device: uint8, or int16
+            above 256 experts.
+        route_bytes_measured: how much more the allocator of CUDA has given out when they are there
+            (it rounds up to 512 bytes); None on a CPU.
+    """
+
+    def __init__(self, model: Model, sizes: Sizes, spec: str, cuda: bool) -> None:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        self.sizes, self.spec, self.cuda = sizes, spec, cuda
+        self.config = make_config(model, sizes, spec, cuda)
+        assert self.config.moe_router_replay_fused_gate
+        # else live routers would take Transformer Engine's fused gate, where it is installed
+        self.config.moe_router_fusion = False
+        self.ways, self.skipped = ways_of(self.config, spec)
+        self.gpt = make_model(model, sizes, self.config, spec)
+        self.layers = [m for m in self.gpt.modules() if isinstance(m, MoELayer)]
+        self.routers = [layer.router for layer in self.layers]
+        assert len(self.routers) == sizes.layers
+        assert all(router.router_replay.fused for router in self.routers)
+        grouped = type(self.layers[0].experts).__name__ == "TEGroupedMLP"
+        assert grouped == (spec == "te"), "the experts are not those of the spec"
+        self._batch = _batch(sizes)
+
+    def record(self) -> None:
+        """Keep what the live routers choose. Call it once, before the first replayed step."""
+        tokens, positions, labels = self._batch
+        with torch.no_grad(), recording() as recorded:
+            self.gpt(tokens, positions, None, labels=labels)
+        self._numbers = sorted(recorded.ids)
+        ids_LTK = torch.stack([recorded.ids[number] for number in self._numbers]).cpu()
+        # one byte for an id, as in a store, if there are so few experts
+        ids_LTK = ids_LTK.to(torch.uint8 if self.sizes.experts <= 256 else torch.int16)
+        self._ids_LTK = ids_LTK.pin_memory()  # only pinned memory is copied without waiting
+        self._all_T = torch.ones(ids_LTK.shape[1], dtype=torch.bool).cuda()
+        before = torch.cuda.memory_allocated() if self.cuda else 0
+        moved = self._on_device()
+        self.route_bytes = sum(ids.nbytes for ids in moved.values())
+        self.route_bytes_measured = torch.cuda.memory_allocated() - before if self.cuda else None
+        self.plan()
+
+    def plan(self) -> None:
+        """Work out the dispatch plan from the routes, as a training does ahead of a step."""
+        # one rank has all experts: the counts of its own tokens are the counts of all ranks
+        counts_LE = count_tokens(self._ids_LTK.numpy(), self.sizes.experts)
+        alone = ExpertRanks(expert_size=1, expert_rank=0, tensor_size=1, tensor_rank=0)
+        self._plan = layer_sizes(counts_LE[None], alone, self._numbers)
+
+    def _on_device(self) -> dict[int, Tensor]:
+        """The ids by layer, moved in one copy as `HostRoutes.on_device` moves them.
+
+        That function is not called, because it needs the packages of the store.
+        """
+        moved = self._ids_LTK.to(torch.device("cuda"), non_blocking=True, copy=True)
+        return dict(zip(self._numbers, moved, strict=True))
+
+    def microbatch(self, way: Way) -> MicrobatchRoutes | None:
+        """New routes of one microbatch, still being copied to the device, as in a training."""
+        if not way.replays:
+            return None
+        return MicrobatchRoutes(
+            self._on_device(),
+            tally=Tally(self._all_T) if way.counted else None,
+            padding_T=~self._all_T,
+            mean_tokens=float(len(self._all_T)),
+            checked=True,  # as in a training, where the reader of the store has checked the ids
+            plan=self._plan if way.plan else None,
+        )
+
+    def step(self, way: Way, recompute: bool) -> tuple[Tensor, MicrobatchRoutes | None]:
+        """Run forward and backward; return the loss, on the device, and the microbatch.
+
+        The microbatch is None for a live way. After the step it holds what was counted.
+        """
+        self.config.recompute_granularity = "full" if recompute else None
+        self.config.moe_router_fusion = way.fused and not way.replays
+        for router in self.routers:
+            router.router_replay.fused = way.fused
+        self.gpt.zero_grad(set_to_none=True)
+        tokens, positions, labels = self._batch
+        microbatch = self.microbatch(way)
+        with replaying(microbatch):
+            loss: Tensor = self.gpt(tokens, positions, None, labels=labels).mean()
+        loss.backward()
+        return loss.detach(), microbatch
+
+    def gradient(self) -> Tensor:
+        """The gradients of all routers' weights, after a step."""
+        return torch.stack([router.weight.grad.float() for router in self.routers])
+
+    def described(self) -> dict[str, Any]:
+        """What the record of a run says of the model."""
+        parameters = sum(parameter.numel() for parameter in self.gpt.parameters())
+        experts = type(self.layers[0].experts).__name__
+        dtype = str(self.config.params_dtype).removeprefix("torch.")
+        sizes = {**asdict(self.sizes), "dtype": dtype, "parameters": parameters}
+        tokens = self.sizes.sequence * self.sizes.batch
+        routes = {
+            "measured bytes": self.route_bytes_measured,
+            "bytes per token": self.route_bytes / tokens,
+            # what int64 would take: not measured, it is 8 bytes for each id
+            "int64 bytes per token": 8 * self.sizes.layers * self.sizes.topk,
+        }
+        about = {"spec": self.spec, "experts_module": experts, "attention": self._attention()}
+        return {
+            "sizes": sizes,
+            **about,
+            "route_bytes": self.route_bytes,
+            "routes": routes,
+            "ways_skipped": self.skipped,
+        }
+
+    def _attention(self) -> dict[str, str] | str:
+        """What computes attention; with Transformer Engine the backends that it has chosen."""
+        if self.spec == "local":
+            return type(self.gpt.decoder.layers[0].self_attention.core_attention).__name__
+        from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
+
+        return {n: str(v) for n, v in _attention_backends.items() if n != "attention_params"}
+
+
+def _batch(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens, position ids, labels `[B, S]`."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (sizes.batch, sizes.sequence + 1)
+    ids = torch.randint(0, sizes.vocabulary, shape, generator=generator).cuda()
+    positions = torch.arange(sizes.sequence).expand(sizes.batch, -1).cuda()
+    return ids[:, :-1].contiguous(), positions, ids[:, 1:].contiguous()

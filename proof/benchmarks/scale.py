@@ -1,0 +1,353 @@
+"""`make bench-scale`: what opening, reading and planning cost as a job and its store grow.
+
+    python -m proof.benchmarks.scale --out build/bench/scale.json [--shards 8] [--startup 1000]
+
+One process plays each of 1,024 ranks in turn (PP4 x CP2 x EP8 x DP16) on a store of the shape of
+Qwen3-30B-A3B: opens, stats and bytes are counted, not timed. Start-up is CPU time of a first rank
+and of one that is told, each in a process of its own, for stores of growing length. Reading and
+planning are CPU time too. The gather of a plan is timed in real processes (`scale_ranks.py`).
+Growth is the exponent of a fitted power.
+
+Shape suffixes (docs/glossary.md): E, K, L, R, T.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from megatron_r3.data.store import Rollout, RolloutStore, write_shard
+from megatron_r3.data.store.part_sums import Sums
+from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
+from megatron_r3.replay.plan import ExpertRanks, count_tokens, layer_sizes
+from megatron_r3.replay.routes import Routes
+from megatron_r3.train.one_look import Place
+from proof.benchmarks.command import Command
+from proof.benchmarks.machine import machine_at_start, write_results
+from proof.benchmarks.scale_ranks import gather_times
+from proof.benchmarks.store import EXPERTS, INFO, LAYERS, TOPK
+
+ROLLOUTS = 64  # of a shard
+TOKENS, SEQUENCE = 2000, 2048  # of a rollout, and to what it is padded
+# The ranks that share experts have rollouts of their own: EP8 x DP16 are 128 data-parallel ranks.
+PP, CP, DP = 4, 2, 128
+MODEL_LAYERS, MODEL_TOKENS, ACTIVE, PEAK, UTILISATION = 58, 16384, 37e9, 989e12, 0.4
+GATHER_RANKS = (2, 4, 8, 16)
+STEP_ROLLOUTS = 512  # of a global batch
+COUNTED = ("opens", "stats", "listings", "bytes")
+
+
+def write_store(folder: Path, shards: int, tokens: int) -> None:
+    """Shards of 64 rollouts of so many tokens; nothing is synced to the disk."""
+    rng = np.random.default_rng(0)
+    known = np.argsort(rng.random((512, EXPERTS)), axis=-1)[:, :TOPK].astype(np.uint8)
+    routes = Routes.from_array(known[rng.integers(0, 512, (LAYERS, tokens - 1))], EXPERTS)
+    response = np.arange(tokens) >= 1
+    logprobs, ids = np.where(response, -0.5, 0).astype(np.float32), np.arange(tokens, dtype="i4")
+    with mock.patch("os.fsync"):
+        for shard in range(shards):
+            numbers = range(shard * ROLLOUTS, (shard + 1) * ROLLOUTS)
+            rollouts = [
+                Rollout(ids, response, logprobs, 1.0, n // 8, 0, routes, n % 8) for n in numbers
+            ]
+            write_shard(folder, INFO, rollouts)
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Counts of what this process asks of files inside the block, and the bytes that it reads."""
+    counts = dict.fromkeys(COUNTED, 0)
+
+    def count(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*given: Any, **named: Any) -> Any:
+            answer = real(*given, **named)
+            counts[name] += answer if name == "bytes" else 1
+            return answer
+
+        return counting
+
+    names = {"open": "opens", "stat": "stats", "lstat": "stats", "fstat": "stats"}
+    names |= {"listdir": "listings", "scandir": "listings", "preadv": "bytes"}
+    patches = [mock.patch.object(os, n, count(what, getattr(os, n))) for n, what in names.items()]
+    for patch in patches:
+        patch.start()
+    try:
+        yield counts
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def play(folder: Path) -> list[dict[str, Any]]:
+    """What 1,024 ranks ask of one store, before the first step and in the steps."""
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    ranks = [(data, peer) for data in range(DP) for peer in range(CP * PP)]
+    pairs, used_bytes, steps = 0, 0, dict.fromkeys(COUNTED, 0)
+    with counted() as start:
+        first = RolloutStore([folder])
+    for data, peer in ranks:
+        store = RolloutStore.told(first.index) if data or peer else first
+        with counted() as mine:
+            store.trained_on(None)
+            for number in Place(data, DP, peer, CP * PP, 1).shards(store.index.first_rollout()):
+                verify_shard(store.shards[number], thorough=False)
+            store.need_no_look()
+        start = {name: start[name] + mine[name] for name in start}
+        with counted() as mine:
+            used_bytes += _steps_of(store, data, peer)
+        steps = {name: steps[name] + mine[name] for name in steps}
+        pairs += len({store.shard_of_rollout(i) for i in range(data, len(store), DP)})
+    shards, limit = len(first.shards), pairs + len(first.shards)
+    path = len(folder.resolve().parts)  # each part is looked at once, for symbolic links
+    rows = [
+        ("opens, of used shards x ranks + shards", start["opens"] + steps["opens"], limit, 1.0),
+        ("stats, of the same + the path", start["stats"] + steps["stats"], limit + path, 1.0),
+        ("listings of the directory", start["listings"] + steps["listings"], 1, 1.0),
+        ("bytes before the first step, of the store", start["bytes"], size, 1.1),
+        ("bytes in the steps, of what is used", steps["bytes"], used_bytes, 1.05),
+    ]
+    print(f"{len(ranks)} ranks played on {shards} shards, {size / 1e9:.2f} GB")
+    return [
+        {"what": what, "count": count, "of": of, "ratio": count / of, "most": most}
+        for what, count, of, most in rows
+    ]
+
+
+def _steps_of(store: RolloutStore, data: int, peer: int) -> int:
+    """Read what a rank reads of its rollouts, step by step; return the bytes that it uses."""
+    used = 0
+    for first in range(0, len(store), STEP_ROLLOUTS):
+        for rollout in range(first + data, min(first + STEP_ROLLOUTS, len(store)), DP):
+            store.fields(rollout)
+            rows, layers = _slice(store, rollout, peer)
+            store.routes(rows, layers)
+            of_tokens = 9 * TOKENS + TOKENS - 1  # token, response, log-prob; recorded
+            used += of_tokens + len(rows) * (len(layers) * TOPK + 1)
+        store.look()
+    return used
+
+
+def _slice(store: RolloutStore, rollout: int, peer: int) -> tuple[np.ndarray, range]:
+    """The rows and layers of a rollout that one of the 8 ranks of PP4 x CP2 needs."""
+    stage, piece = divmod(peer, CP)
+    chunk, rows = SEQUENCE // (2 * CP), store.row_ids(rollout)
+    parts = [rows[place * chunk :][:chunk] for place in (piece, 2 * CP - 1 - piece)]
+    return np.concatenate(parts), range(stage * LAYERS // PP, (stage + 1) * LAYERS // PP)
+
+
+def reading(folder: Path) -> dict[str, float]:
+    """CPU time of reading a rank's slices: without checks, with the sums, with the values too."""
+    store = RolloutStore([folder])
+
+    def read() -> None:
+        for rollout in range(0, len(store), 4):
+            store.fields(rollout)
+            store.routes(*_slice(store, rollout, 2))
+
+    store.trained_on(None)
+    seconds: dict[str, list[float]] = {"nothing": [], "sums": [], "sums and values": []}
+    for _ in range(9):  # in turn, so that a slow moment of the machine meets all three
+        with (
+            mock.patch.object(Sums, "compare_rows"),
+            mock.patch.object(Sums, "compare_tokens"),
+            mock.patch.object(Sums, "widened", lambda _, *rows: rows),
+        ):
+            seconds["nothing"].append(_cpu(read)[0])
+        seconds["sums"].append(_cpu(read)[0])
+        store.trained_on(ReadChecks(151936))
+        seconds["sums and values"].append(_cpu(read)[0])
+        store.trained_on(None)
+    found = {name: float(np.median(times)) for name, times in seconds.items()}
+    tokens = len(range(0, len(store), 4)) * TOKENS
+    for name, taken in found.items():
+        print(f"reading, {name} compared: {1e6 * taken / tokens:.3f} s for 1e6 tokens")
+    return {name: taken / tokens for name, taken in found.items()}
+
+
+def _cpu(run: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.process_time()
+    answer = run()
+    return time.process_time() - begin, answer
+
+
+def _first(folder: Path, into: Path) -> float:
+    """CPU time of a first rank; what it would send is left in a file."""
+    seconds, store = _cpu(partial(RolloutStore, [folder]))
+    more, sent = _cpu(lambda: store.groups() is not None and pickle.dumps(store.index, 5))
+    into.write_bytes(sent)
+    return seconds + more
+
+
+def _other(sent: Path) -> float:
+    """CPU time of a rank that is told, up to what training asks of a store at first."""
+    data = sent.read_bytes()
+
+    def told() -> None:
+        store = RolloutStore.told(pickle.loads(data))
+        store.trained_on(None)
+        for name in ("reward", "policy_version", "num_tokens"):
+            store.column(name)
+        store.groups(), store.newest_versions(), store.index.identities()
+
+    return _cpu(told)[0]
+
+
+def _in_new_process(run: Callable[..., Any], *given: Any) -> Any:
+    """What a function returns in a process of its own, as it is when a training starts."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(run, *given).result()
+
+
+def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """The p of costs = c * sizes ** p that fits best. Example: 1 2 4 and 3 6 12 have 1."""
+    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+
+
+def startup(folder: Path, most: int) -> list[dict[str, Any]]:
+    """CPU time of opening stores of 1/4, 1/2 and all of `most` shards."""
+    rows: list[dict[str, Any]] = []
+    write_store(folder / "all", most, 3)
+    for shards in (most // 4, most // 2, most):
+        part, sent = folder / str(shards), folder / f"{shards}.index"
+        part.mkdir()
+        for path in sorted((folder / "all").iterdir())[:shards]:
+            os.link(path, part / path.name)
+        looked = min(_in_new_process(_first, part, sent) for _ in range(3))
+        told = min(_in_new_process(_other, sent) for _ in range(3))
+        size = sent.stat().st_size
+        rows.append({"shards": shards, "first_s": looked, "other_s": told, "index": size})
+        print(f"{shards} shards: first {looked:.3f} s, other {told:.4f} s, index {size} bytes")
+    return rows
+
+
+def memory(folder: Path) -> list[dict[str, Any]]:
+    """What Python and numpy hold of an open store of 4 shards, by the tokens of a rollout."""
+    rows = []
+    for tokens in (50, 200, 800):
+        write_store(folder / str(tokens), 4, tokens)
+        tracemalloc.start()
+        store = RolloutStore([folder / str(tokens)])
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        rows.append({"tokens": tokens * len(store), "held": held})
+        print(f"{tokens * len(store)} tokens: {held} bytes held")
+    return rows
+
+
+def planning() -> list[dict[str, Any]]:
+    """CPU time of planning a micro-batch of a model with 58 MoE layers on one rank."""
+    rng, rows = np.random.default_rng(0), []
+    base = {"ep": 64, "experts": 256, "layers": MODEL_LAYERS, "tokens": MODEL_TOKENS}
+    cases = [base]
+    cases += [{**base, "ep": ep} for ep in (2, 8, 32, 128, 256)]
+    cases += [{**base, "experts": experts} for experts in (64, 128, 512)]
+    cases += [{**base, "layers": layers} for layers in (15, 29)]
+    cases += [{**base, "tokens": tokens} for tokens in (4096, 8192)]
+    for case in cases:
+        ep, experts, layers, tokens = case.values()
+        first = rng.integers(0, experts, (layers, tokens, 1))
+        ids_LTK = ((first + np.arange(TOPK)) % experts).astype(np.uint8 if experts < 257 else "i2")
+        count = partial(count_tokens, ids_LTK, experts)
+        count_s, counts_LE = min((_cpu(count) for _ in range(3)), key=lambda timed: timed[0])
+        counts_RLE = np.broadcast_to(counts_LE, (ep, *counts_LE.shape)).copy()
+        ranks, numbers = ExpertRanks(ep, 0, 1, 0), [*range(1, layers + 1)]
+        plan = partial(layer_sizes, counts_RLE, ranks, numbers)
+        sizes_s = min(_cpu(plan)[0] for _ in range(3))
+        row = {**case, "count_ms": 1e3 * count_s, "sizes_ms": 1e3 * sizes_s}
+        row |= {"ms": row["count_ms"] + row["sizes_ms"], "gathered": counts_RLE.nbytes}
+        rows.append(row)
+        print(
+            f"EP{ep} x {experts} experts x {layers} layers x {tokens} tokens: "
+            f"{row['ms']:.1f} ms, {row['gathered']} bytes gathered"
+        )
+    return rows
+
+
+def growth(record: dict[str, Any]) -> dict[str, float]:
+    """The exponents: 1 is linear."""
+    base = record["planning"][0]
+    found = {
+        "first rank, by shards": exponent(*_pairs(record["startup"], "shards", "first_s")),
+        "other ranks, by shards": exponent(*_pairs(record["startup"], "shards", "other_s")),
+        "memory, by tokens": exponent(*_pairs(record["memory"], "tokens", "held")),
+        "the gather of a plan, by ranks": exponent(*_pairs(record["gather"], "ranks", "ms")),
+    }
+    for name, cost in (("ep", "sizes"), ("experts", ""), ("layers", ""), ("tokens", "")):
+        others = [other for other in ("ep", "experts", "layers", "tokens") if other != name]
+        of_it = [r for r in record["planning"] if all(r[other] == base[other] for other in others)]
+        key = f"{cost}_ms" if cost else "ms"
+        what = "split sizes" if cost else "planning"
+        found[f"{what}, by {name.upper() if name == 'ep' else name}"] = exponent(
+            *_pairs(of_it, name, key)
+        )
+    return found
+
+
+def conclude(record: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """What was to be shown: in words, what was found, and the most that it may be."""
+    last, step = record["startup"][-1], 6 * MODEL_TOKENS * ACTIVE / (PEAK * UTILISATION)
+    plan = record["planning"][0]
+    held = [row["held"] for row in record["memory"]]
+    scale = 10_000 / last["shards"]
+    shown = [(row["what"], row["ratio"], row["most"]) for row in record["play"]]
+    return [
+        *shown,
+        (f"first rank, s for 10,000 shards (x {scale:g})", scale * last["first_s"], 2.0),
+        (f"other ranks, s for 10,000 shards (x {scale:g})", scale * last["other_s"], 0.05),
+        ("memory with 16 times the tokens, by that without", held[-1] / held[0], 1.05),
+        ("planning, of an estimated micro-batch on an H200", plan["ms"] / 1e3 / step, 0.05),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, write the file."""
+    command = Command("scale", __doc__)
+    command.add_argument("--shards", type=int, default=8, help="that 1,024 ranks read (default 8)")
+    command.add_argument("--startup", type=int, default=1000, help="that are opened (default 1000)")
+    args = command.parse(argv)
+    if args.shards < 2 or args.startup < 4:
+        command.error("--shards: at least 2; --startup: at least 4")
+    record: dict[str, Any] = machine_at_start()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="scale-", dir=args.out.parent) as folder:
+        write_store(Path(folder) / "played", args.shards, TOKENS)
+        record["play"] = play(Path(folder) / "played")
+        record["reading"] = reading(Path(folder) / "played")
+        record["startup"] = startup(Path(folder) / "startup", args.startup)
+        record["memory"] = memory(Path(folder))
+    record["planning"] = planning()
+    record["gather"] = gather_times(GATHER_RANKS, MODEL_LAYERS * 256)
+    record["growth"] = growth(record)
+    record["shown"] = [
+        {"what": what, "found": found, "most": most, "shown": bool(found <= most)}
+        for what, found, most in conclude(record)
+    ]
+    for name, power in record["growth"].items():
+        print(f"growth: {name}: {power:.2f}")
+    for row in record["shown"]:
+        word = "shown" if row["shown"] else "NOT SHOWN"
+        print(f"{word}: {row['what']}: {row['found']:.4g}, at most {row['most']:g}")
+    write_results(args.out, "scale", record)
+    return 0
+
+
+def _pairs(rows: Sequence[dict[str, Any]], *names: str) -> list[list[float]]:
+    return [[row[name] for row in rows] for name in names]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Times calls on a GPU with cold caches, in turn, until their ratios can be told from 1."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from proof.benchmarks.interval import LOOKS, Median, enough, median_of, shown, turn
+
+Call = Callable[[], Any]
+Times = dict[str, list[float]]  # microseconds of each round, by the name of the call
+
+
+class Timer:
+    """Times calls with cold caches, on a GPU or, in a rehearsal, on a CPU.
+
+    Before each call it writes `flush_bytes`, which leaves nothing of the call's data in the caches.
+    The write also keeps the GPU busy while the host launches the call, so that what is measured is
+    the time of the GPU, with the gaps between kernels, and not the time of the host.
+    """
+
+    def __init__(self, device: str, flush_bytes: int) -> None:
+        self.cuda = device == "cuda"
+        self.flush = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
+
+    def in_turn(
+        self, calls: Mapping[str, Call], compared: Sequence[tuple[str, str]], most: int
+    ) -> Times:
+        """Time all calls in turn, round after round.
+
+        Calls of one round are neighbours, so that their ratio is one of equal conditions. Their
+        order changes from round to round (`turn`), so that a GPU which slows down favours none.
+
+        Args:
+            calls: what to time. Each is called three times before, to warm up.
+            compared: pairs of names whose ratios decide when it is enough.
+            most: the number of rounds after which it stops, although it cannot tell.
+        """
+        for call in calls.values():
+            for _ in range(3):
+                call()
+        times: Times = {name: [] for name in calls}
+        rounds = 0
+        for look in [*(look for look in LOOKS if look < most), most]:
+            self._rounds(calls, times, range(rounds, look))
+            rounds = look
+            if enough([ratios(times, *pair) for pair in compared], most):
+                break
+        return times
+
+    def _rounds(self, calls: Mapping[str, Call], times: Times, rounds: range) -> None:
+        spans: list[tuple[str, Any, Any]] = []
+        for number in rounds:
+            for name in turn(list(calls), number):
+                self.flush.zero_()
+                if not self.cuda:
+                    times[name].append(_host_us(calls[name]))
+                    continue
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                calls[name]()
+                end.record()
+                spans.append((name, start, end))
+        if spans:
+            torch.cuda.synchronize()  # once, at the end: the host must stay ahead of the GPU
+        for name, start, end in spans:
+            times[name].append(1e3 * start.elapsed_time(end))
+
+    def on_host(self, call: Call, repeats: int) -> float:
+        """Microseconds that the host spends on a call whose kernels it does not wait for."""
+        times_us = []
+        for _ in range(repeats):
+            if self.cuda:
+                torch.cuda.synchronize()  # an empty queue, so that no launch waits for room in it
+            times_us.append(_host_us(call))
+        return statistics.median(times_us)
+
+
+def ratios(times: Times, name: str, other: str) -> list[float]:
+    """The time of one call by that of another, in each round."""
+    return [one / two for one, two in zip(times[name], times[other], strict=True)]
+
+
+def ratio(times: Times, name: str, other: str) -> Median:
+    """The median of these ratios, and its interval."""
+    return median_of(ratios(times, name, other))
+
+
+def cell(found: Mapping[str, Any] | None) -> str:
+    """A ratio for a table, from `Median.record`; "-" for None."""
+    return "-" if found is None else shown(found)
+
+
+def _host_us(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start)

@@ -1,0 +1,225 @@
+"""`make check MEGATRON=DIR`: test a patched tree, above all one that is no release.
+
+    python -m proof.fidelity.check DIR [--only TEXT] [--patches DIR]
+
+The checks run on two copies of the files that are in DIR now: as they are, and with the patches
+taken back. Exit status 0 says that every check passed; the record of DIR then has today's date and
+a digest of the files, unless --only left some checks out. 1 says that a check failed, 2 that DIR
+cannot be checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import megatron_r3
+from megatron_r3.patching.apply import apply_series, revert_series
+from megatron_r3.patching.git import PatchingError, names
+from megatron_r3.patching.record import (
+    NAME,
+    CheckedOn,
+    Record,
+    files_digest,
+    read_record,
+    record_path,
+    write_record,
+)
+from megatron_r3.patching.tree import TreeState, TreeStatus, identify
+from megatron_r3.patching.versions import patches_folder, read_versions
+from megatron_r3.patching.write import locked
+from proof.fidelity import line_checks
+from proof.fidelity.line_checks import Copies, files_and_modes
+from proof.fidelity.record_replay import LAYOUTS, record_and_replay
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.upstream import FOLDER, MOE, Outcomes, Suite, counts, differing, why
+
+# What is copied of a tree: the package, the scripts beside it, and what upstream's unit tests need.
+# A checkout may hold data and checkpoints too.
+COPIED = ("megatron", "tests/unit_tests", "tests/test_utils", "tests/__init__.py")
+Outcome = tuple[bool | None, str]  # whether it holds, and what was seen; None: nothing to run
+Checks = dict[str, Callable[[Copies], Outcome]]
+TESTS = tuple(f"{MOE}/test_{name}.py" for name in ("router_replay", "routers", "moe_layer"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check one tree and record it."""
+    parser = argparse.ArgumentParser(prog="check", description=str(__doc__).splitlines()[0])
+    parser.add_argument("tree", type=Path, metavar="DIR", help="a patched Megatron-LM tree")
+    parser.add_argument("--only", default="", help="checks with this in their name; unrecorded")
+    parser.add_argument("--patches", type=Path, help="folder of patches (default: patches/)")
+    args = parser.parse_args(argv)
+    begin = time.monotonic()
+    checks = {name: check for name, check in CHECKS.items() if args.only in name}
+    if not checks:
+        parser.error(f"no check has {args.only!r} in its name: {', '.join(CHECKS)}")
+    try:
+        patches = args.patches or patches_folder()
+        status = _applied(args.tree, patches)
+        with tempfile.TemporaryDirectory(prefix="check-") as folder:
+            name = f"{status.line.name}, {' or '.join(status.names)}"
+            print(f"checking {status.root} ({name})")
+            copies = make_copies(status, patches, Path(folder))
+            digest = files_digest(copies.patched)
+            with copies:
+                failed, not_run = run(checks, copies)
+        seconds = f"{time.monotonic() - begin:.0f} s"
+        whole = checks.keys() == CHECKS.keys()
+        if failed or whole:
+            today = datetime.now(timezone.utc).date().isoformat()
+            passed = CheckedOn(today, digest, megatron_r3.__version__, tuple(not_run))
+            remember(status.root, None if failed else passed)
+    except (PatchingError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if failed:
+        print(f"FAILED in {seconds}: {', '.join(failed)}; do not train on this tree")
+        return 1
+    recorded = f"recorded in {record_path(status.root)}" if whole else "not recorded: not all ran"
+    num = len(checks) - len(not_run)
+    print(f"{num} of {len(CHECKS)} checks passed in {seconds}; {recorded}")
+    return 0
+
+
+def _applied(root: Path, patches: Path) -> TreeStatus:
+    """The status of a patched tree.
+
+    Raises:
+        PatchingError: the tree is in another state.
+    """
+    status = identify(root, read_versions(patches))
+    if status.state is not TreeState.APPLIED:
+        raise PatchingError(
+            f"{status.root} is {status.state.value}; what is checked is a patched tree: "
+            f"make apply MEGATRON={status.root} first"
+        )
+    return status
+
+
+def make_copies(status: TreeStatus, patches: Path, folder: Path) -> Copies:
+    """A copy of a patched tree, and another one with the patches taken back."""
+    copies = Copies(status.line, ", ".join(status.names), folder)
+    for path in (*COPIED, *(script.name for script in status.root.glob("*.py"))):
+        source, target = status.root / path, copies.patched / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, target, symlinks=True, ignore=ignore)
+        elif source.is_file():
+            shutil.copy2(source, target)
+    write_record(copies.patched, Record(status.unreleased))
+    shutil.copytree(copies.patched, copies.unpatched, symlinks=True)
+    revert_series(copies.unpatched, patches)
+    return copies
+
+
+def run(checks: Checks, copies: Copies) -> tuple[list[str], list[str]]:
+    """Run the checks and print a row for each; return those that fail, and those with nothing."""
+    failed: dict[str, str] = {}
+    not_run: list[str] = []
+    for name, check in checks.items():
+        begin = time.monotonic()
+        print(f"{name:18}", end="", flush=True)
+        passed, detail = check(copies)
+        word = "not run" if passed is None else "ok" if passed else "FAILED"
+        first = detail.partition("\n")[0]
+        print(f"{word:8} {time.monotonic() - begin:4.0f} s  {first:.160}", flush=True)
+        if passed is None:
+            not_run.append(name)
+        elif not passed:
+            failed[name] = detail
+    for name, detail in failed.items():
+        print(f"\nFAILED {name}:\n{detail}")
+    return list(failed), not_run
+
+
+def again(copies: Copies) -> Outcome:
+    """The patches apply to the reverted copy again, and give every byte that was checked."""
+    third = copies.folder / "again"
+    shutil.copytree(copies.unpatched, third, symlinks=True)
+    try:
+        record = read_record(copies.patched)
+        groups = record.tree.groups if record and record.tree else ()
+        options = {"line": copies.line.name, "unreleased": True, "groups": groups}
+        applied = apply_series(third, copies.line.folder.parent, **options)
+    except PatchingError as error:
+        return False, str(error)
+    want, got = (
+        {path: file for path, file in files_and_modes(tree).items() if path != f".{NAME}"}
+        for tree in (copies.patched, third)
+    )
+    differ = [path for path in want.keys() | got.keys() if want.get(path) != got.get(path)]
+    if differ:
+        return False, f"other files than those of the tree: {names(sorted(differ))}"
+    return True, f"{len(applied.files)} files, every byte"
+
+
+def record_replay(copies: Copies) -> Outcome:
+    """What is recorded live is replayed, bitwise; other routes show."""
+    for name, (ranks, arguments) in LAYOUTS.items():
+        try:
+            worker = copies.worker(copies.patched)
+            wrong = worker.run(record_and_replay, ranks, arguments, timeout_s=180)
+        except RankError as error:
+            return False, f"{name}: {error}"
+        if any(wrong):
+            return False, f"{name}: does not hold: {wrong}"
+    return True, ", ".join(LAYOUTS)
+
+
+def upstreams_tests(copies: Copies) -> Outcome:
+    """Upstream's own tests of routers end alike on the unpatched and on the patched copy."""
+    files = [file for file in TESTS if (copies.patched / FOLDER / file).is_file()]
+    if not files:
+        return None, f"the tree has no {FOLDER / MOE}; packages of PyPI have none"
+    suites = [
+        Suite(copies.worker(tree), copies.folder) for tree in (copies.unpatched, copies.patched)
+    ]
+    said, wrong, passes, first = [], [], 0, ""
+    for file in files:
+        with ThreadPoolExecutor() as pool:  # the two trees have a process each
+            unpatched, patched = pool.map(lambda suite, f=file: suite.run(f, 1), suites)
+        said.append(f"{Path(file).name} {_counted(unpatched)}")
+        passes += counts(unpatched)["passed"]
+        first = first or why(unpatched, next(iter(unpatched), file), "the first")
+        for test in differing(unpatched, patched):
+            both = (why(unpatched, test, "unpatched"), why(patched, test, "patched"))
+            wrong.append("\n".join((test, *both)))
+    if wrong:
+        return False, "\n".join(wrong)
+    if not passes:  # Transformer Engine is missing, for example, and a fixture needs it
+        return None, f"no test passes on the unpatched tree either; {first.strip()}"
+    return True, f"alike: {'; '.join(said)}"
+
+
+def _counted(outcomes: Outcomes) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(counts(outcomes).items()))
+
+
+CHECKS: Checks = {
+    "apply again": again,
+    "off": line_checks.off,
+    "RouterReplay": line_checks.router_replay,
+    "record, replay": record_replay,
+    "replay": line_checks.replay,
+    "upstream's tests": upstreams_tests,
+}
+
+
+def remember(root: Path, checked: CheckedOn | None) -> None:
+    """Write into the record of `root` what was checked; None: its files failed a check."""
+    with locked(root):
+        record = read_record(root) or Record()
+        write_record(root, replace(record, checked=checked))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""What is checked on every release line; each check says whether it holds, and what it saw."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from megatron_r3.patching.apply import apply_series, revert_series
+from megatron_r3.patching.export import reexport
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.series import read_series
+from megatron_r3.patching.verify import verify_tree
+from megatron_r3.patching.versions import KnownTree, Line
+from proof.fidelity.cases import CASES
+from proof.fidelity.model_options import options, unread
+from proof.fidelity.off import Weights, train_off
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.router_replay import use_router_replay
+from proof.fidelity.table import Table, passed
+from proof.fidelity.trees import training_or_core, unpatched_copy
+
+Result = tuple[bool, str]
+C = TypeVar("C", bound="Copies")
+
+LAYOUTS_OFF = {
+    "1 process": (1, ""),
+    "EP2": (2, "--expert-model-parallel-size 2"),
+    "EP2, all-gather": (2, "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+}
+
+
+class Copies:
+    """An unpatched and a patched copy of one tree, and a process that runs on each.
+
+    Args:
+        line: the release line whose patches are in the patched copy.
+        name: what the tree is called.
+        folder: of the copies, which are its `unpatched` and `patched`.
+    """
+
+    def __init__(self, line: Line, name: str, folder: Path) -> None:
+        self.line, self.name, self.folder = line, name, folder
+        self.unpatched, self.patched = folder / "unpatched", folder / "patched"
+        self._workers: dict[Path, TreeWorker] = {}
+        self._open = ExitStack()
+
+    def worker(self, tree: Path) -> TreeWorker:
+        """The process that has imported this copy."""
+        if tree not in self._workers:
+            worker = TreeWorker(tree, preload=[training_or_core(tree)])
+            self._workers[tree] = self._open.enter_context(worker)
+        return self._workers[tree]
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+
+class Checked(Copies):
+    """One known tree, whose patched copy `_applies` patches.
+
+    Args:
+        source: a git repository that holds `commit`, the tree's files.
+        folder: for the copies.
+    """
+
+    def __init__(
+        self, line: Line, tree: KnownTree, source: Path, commit: str, folder: Path
+    ) -> None:
+        super().__init__(line, tree.name, folder)
+        self.tree, self.source, self.commit = tree, source, commit
+        self.patches = line.folder.parent
+        for copy in (self.unpatched, self.patched):
+            unpatched_copy(source, copy, commit)
+
+
+def _applies(checked: Checked) -> Result:
+    """The series applies and reverts exactly; the patched copy stays for the other checks."""
+    try:
+        verified = verify_tree(checked.source, checked.line, checked.tree)
+        before = files_and_modes(checked.patched)
+        applied = apply_series(checked.patched, checked.patches, line=checked.line.name)
+        patched = files_and_modes(checked.patched)
+        if apply_series(checked.patched, checked.patches).files:
+            return False, "a second apply changed files"
+        revert_series(checked.patched, checked.patches)
+        if files_and_modes(checked.patched) != before:
+            return False, "a revert does not give the tree back"
+        apply_series(checked.patched, checked.patches)
+    except PatchingError as error:
+        return False, str(error)
+    if verified is None or files_and_modes(checked.patched) != patched or patched == before:
+        return False, "the tree is not the known one, or applying it again gives another"
+    return True, f"{verified.num_patches} patches, {len(applied.files)} files"
+
+
+def files_and_modes(root: Path) -> dict[str, tuple[int, str]]:
+    """Mode and digest of every file."""
+    return {
+        str(path.relative_to(root)): (
+            path.stat().st_mode,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def _exports(checked: Checked) -> Result:
+    """A patch that is committed on the tree and exported again is the same, byte for byte.
+
+    Where the tree has another base of a file than the patches name, a patch of that file cannot be:
+    it names the ids of the other base. `_applies` has compared what it gives.
+    """
+    try:
+        series = read_series(checked.line.folder)
+        again = reexport(checked.source, checked.commit, series, checked.tree)
+    except PatchingError as error:
+        return False, str(error)
+    other_base = [
+        patch.file.name
+        for patch in series.patches
+        if any(change.path in (checked.tree.blobs or {}) for change in patch.changes)
+    ]
+    same = {n: data for n, data in again.items() if n not in other_base}
+    differ = [n for n, data in same.items() if (checked.line.folder / n).read_bytes() != data]
+    skipped = len(series.patches) - len(again)
+    detail = (
+        f"{len(same)} patches, {skipped} without files in this tree, {len(again) - len(same)} on "
+        "another base"
+    )
+    return bool(again) and not differ, f"differ: {', '.join(differ)}" if differ else detail
+
+
+def _options(checked: Checked) -> Result:
+    """Of every option that says what a model is, it is known whether it changes the model."""
+    if names := unread(checked.unpatched):
+        return False, f"nobody has read what these do to a model: {', '.join(names)}"
+    return True, f"{len({*options(checked.unpatched)})} options"
+
+
+def off(checked: Copies) -> Result:
+    """Without our options and megatron_r3, weights are bitwise those of the unpatched tree."""
+    unpatched, patched = checked.worker(checked.unpatched), checked.worker(checked.patched)
+    for name, (ranks, arguments) in LAYOUTS_OFF.items():
+        try:
+            want = unpatched.run(train_off, ranks, arguments, timeout_s=180)
+            got = patched.run(train_off, ranks, arguments, timeout_s=180)
+        except RankError as error:
+            return False, f"{name}: {error}"
+        if not all(_equal(one, other) for one, other in zip(want, got, strict=True)):
+            return False, f"{name}: other weights than on the unpatched tree"
+        if any(_equal((before,), (after,)) for before, after in got):
+            return False, f"{name}: the same weights after the training: nothing was trained"
+    return True, ", ".join(LAYOUTS_OFF)
+
+
+def _equal(one: Sequence[Weights], other: Sequence[Weights]) -> bool:
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def router_replay(checked: Copies) -> Result:
+    """Code for upstream's RouterReplay runs on the patched tree."""
+    try:
+        checked.worker(checked.patched).run(use_router_replay, 1, timeout_s=180)
+    except RankError as error:
+        return False, str(error)
+    return True, "records, replays, recomputes"
+
+
+def replay(checked: Copies) -> Result:
+    """The quick cases of the fidelity table, with their controls."""
+    table = Table(checked.worker(checked.patched), checked.folder, checked.name)
+    cases = [c for c in CASES if c.quick and c.runs_on(checked.patched, checked.line.name)]
+    rows = [table.row(case) for case in cases]
+    failed = [f"{row['case']}: {row.get('error', row)}" for row in rows if not passed(row)]
+    detail = ", ".join(case.name for case in cases)
+    return bool(cases) and not failed, "\n".join(failed) or f"{len(cases)} cases: {detail}"
+
+
+CHECKS: dict[str, Callable[[Checked], Result]] = {
+    "apply, revert": _applies,
+    "export": _exports,
+    "options": _options,
+    "off": off,
+    "RouterReplay": router_replay,
+    "replay": replay,
+}

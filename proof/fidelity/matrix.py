@@ -1,0 +1,162 @@
+"""`make matrix`: every release line, every check, a table and build/matrix.json.
+
+    python -m proof.fidelity.matrix --out build/matrix.json [--repo CLONE] [--line LINE] [--jobs N]
+
+Without --repo the trees are those of the package index. With it they are the commits of
+versions.toml, main and upstream's own pretrain_gpt.py included. Of each line the first such tree is
+checked, which is its newest; with --line every one. The cases of replay and the engine are left out
+on the default tree, where `make test-all` runs them, unless --repo or --line asks for a tree. Trees
+are checked side by side, because many checks leave a core idle. Exit status 0 says that every check
+passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from megatron_r3.patching.cleanroom import find_git_dirs, has_commit, resolve
+from megatron_r3.patching.fetch import fetch_tree
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.versions import (
+    KnownTree,
+    Line,
+    Versions,
+    patches_folder,
+    read_versions,
+)
+from proof.fidelity.engine_check import engine
+from proof.fidelity.line_checks import CHECKS as CHECKS_OF_TRAINING
+from proof.fidelity.line_checks import Checked, Result
+from proof.fidelity.trees import ROOT
+
+# A check that gives None is about something that the line does not have.
+CHECKS: dict[str, Callable[[Checked], Result | None]] = {**CHECKS_OF_TRAINING, "engine": engine}
+IN_TESTS = ("replay", "engine")
+NOTHING = "the line has nothing of the kind"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the checks of the lines that were asked for."""
+    parser = argparse.ArgumentParser(prog="matrix", description=__doc__.splitlines()[0])
+    parser.add_argument("--repo", type=Path, help="a clone of Megatron-LM with the release tags")
+    parser.add_argument("--line", default="", help="one release line only")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="how many trees are checked at a time (default: the number of cores)",
+    )
+    args = parser.parse_args(argv)
+    begin = time.monotonic()
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: it must be 1 or more")
+    try:
+        versions = read_versions(patches_folder())
+        trees = [*_trees(versions, args.line, args.repo)]
+        if not trees:
+            where = "has no commit" if args.repo else "is not on PyPI: give --repo CLONE"
+            raise PatchingError(f"nothing to check: {args.line or 'every line'} {where}")
+    except PatchingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{'release line':14} {'tree':18}" + "".join(f"{name:>16}" for name in CHECKS))
+    results = []
+    # A process that was forked from one with threads may wait for ever, so these are spawned.
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(args.jobs, len(trees)), spawned) as pool:
+        asked = bool(args.line or args.repo)
+        checks = [[*CHECKS] if asked else checks_of(versions, tree) for _, tree, *_ in trees]
+        for row in pool.map(_run, *zip(*trees, strict=True), checks):
+            results += row
+            print(line_of(row), flush=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    failed = [result for result in results if not result["passed"]]
+    for result in failed:
+        print(f"\nFAILED {result['check']} on {result['tree']}:\n{result['detail']}")
+    print(
+        f"{len(results) - len(failed)} of {len(results)} checks passed on {len(trees)} trees "
+        f"in {time.monotonic() - begin:.0f} s: {args.out}"
+    )
+    return 1 if failed else 0
+
+
+def _trees(
+    versions: Versions, only: str, repo: Path | None
+) -> Iterator[tuple[Line, KnownTree, Path, str]]:
+    """Each tree to check: its line, the git repository that holds it, and its commit there.
+
+    The older releases of a line differ from its newest in a few lines: without `only` they would
+    double the time of CI for nothing.
+    """
+    if repo is not None:
+        find_git_dirs(repo)
+    for line in [versions.line(only)] if only else versions.lines:
+        trees = [tree for tree in line.trees if (tree.pypi if repo is None else tree.commit)]
+        for tree in trees if only else trees[:1]:
+            if repo is None:
+                source = fetch_tree(tree, ROOT / "build")
+                yield line, tree, source, resolve(source, "HEAD")
+            else:
+                if not has_commit(repo, tree.commit):
+                    raise PatchingError(
+                        f"{repo} does not hold {tree.name} ({tree.commit[:12]}): git fetch --tags"
+                    )
+                yield line, tree, repo, tree.commit
+
+
+def checks_of(versions: Versions, tree: KnownTree) -> list[str]:
+    """The checks of a tree that nobody asked for by name."""
+    in_tests = IN_TESTS if tree == versions.default else ()
+    return [name for name in CHECKS if name not in in_tests]
+
+
+def _run(
+    line: Line, tree: KnownTree, source: Path, commit: str, names: list[str]
+) -> list[dict[str, object]]:
+    """The results of the checks of these names on one tree."""
+    results: list[dict[str, object]] = []
+    with ExitStack() as open_:
+        folder = open_.enter_context(tempfile.TemporaryDirectory(prefix="matrix-"))
+        checked = open_.enter_context(Checked(line, tree, source, commit, Path(folder)))
+        for name in names:
+            begin = time.monotonic()
+            passed, detail = CHECKS[name](checked) or (True, NOTHING)
+            results.append(
+                {
+                    "line": line.name,
+                    "tree": tree.name,
+                    "check": name,
+                    "passed": passed,
+                    "seconds": round(time.monotonic() - begin, 1),
+                    "detail": detail,
+                }
+            )
+    return results
+
+
+def line_of(row: list[dict[str, object]]) -> str:
+    """The line of the table that shows the results of one tree."""
+    cells = (
+        f"{'none':>16}"
+        if r["detail"] == NOTHING
+        else f"{'ok' if r['passed'] else 'FAILED':>8} {r['seconds']:5.0f} s"
+        for r in row
+    )
+    left_out = [f"{'make test-all':>16}"] * (len(CHECKS) - len(row))
+    return f"{row[0]['line']:14} {row[0]['tree']:18}" + "".join([*cells, *left_out])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

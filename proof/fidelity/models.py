@@ -1,0 +1,100 @@
+"""The tiny models of the table, as Megatron arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_r3.cpu import CPU_ARGS
+from proof.fidelity.update import Update
+
+SEQ_LENGTH = 32
+VOCAB_SIZE = 63  # 64 with the NullTokenizer of 0.17, and after padding everywhere
+EXPERTS, TOPK = 8, 2
+ONE_STEP, TWO_STEPS = Update(), Update(mini_steps=2, old="trainer")
+
+COMMON = f"""
+--hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+--ffn-hidden-size 64 --normalization RMSNorm --swiglu --disable-bias-linear
+--position-embedding-type rope --untie-embeddings-and-output-weights
+--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size 16
+--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none
+--attention-dropout 0 --hidden-dropout 0 --calculate-per-token-loss
+--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}
+--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 16
+--num-workers 0 --seed 1234 --eval-interval 1000 --init-method-std 0.1 --ckpt-format torch_dist
+""".split()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, its rollouts, and the update on them.
+
+    Attributes:
+        arguments: what differs from the common ones.
+        moe_layers: 0-based, among the decoder layers.
+        holes: share of the rows that the sampler did not return.
+        hot: the first so many experts are in more routes than the others.
+        multiple: every rollout has a multiple of this many input tokens.
+        tolerance: relative, of loss and gradients, in another layout.
+        update: what a training does with the rollouts.
+    """
+
+    arguments: str
+    moe_layers: tuple[int, ...]
+    holes: float = 0.0
+    hot: int = 0
+    multiple: int = 1
+    tolerance: float = 2e-5
+    update: Update = ONE_STEP
+
+    def argv(self) -> list[str]:
+        """The whole of its arguments on a machine without a GPU."""
+        return [*CPU_ARGS, *COMMON, *self.arguments.split()]
+
+
+FOUR = tuple(range(4))
+# A rounding to bfloat16 changes a value by up to 2^-9 of it, and some hundred roundings lie behind
+# a gradient: their errors add up to some sqrt(100) * 2^-9 = 2e-2 of it.
+BF16 = 5e-2
+
+MODELS = {
+    "base": Model("--num-layers 4", FOUR),
+    "even": Model("--num-layers 4", FOUR, multiple=8),
+    "holes": Model("--num-layers 4", FOUR, holes=0.3),
+    "six": Model("--num-layers 6", tuple(range(6))),
+    "moonlight": Model("--num-layers 5 --moe-layer-freq ([0]+[1]*4)", (1, 2, 3, 4)),
+    "interleaved": Model("--num-layers 4 --moe-layer-freq 2", (0, 2)),
+    "mtp": Model("--num-layers 4 --mtp-num-layers 1", FOUR),
+    # upstream weighs the MTP loss by each context-parallel rank's own number of tokens
+    "mtp no loss": Model("--num-layers 4 --mtp-num-layers 1 --mtp-loss-scaling-factor 0", FOUR),
+    "hybrid": Model(
+        "--hybrid-layer-pattern *E*-*E*E --spec megatron_r3.cpu.hybrid_spec spec", (1, 5, 7)
+    ),
+    "shared": Model(
+        "--num-layers 4 --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap", FOUR
+    ),
+    "deepseek": Model(
+        "--num-layers 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 "
+        "--moe-router-dtype fp32",
+        FOUR,
+    ),
+    # auxiliary losses couple the rollouts of a micro-batch, so cases of this model have one rollout
+    # in each micro-batch, as the reference has
+    "balanced": Model(
+        "--num-layers 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1 1 "
+        "--moe-z-loss-coeff 0.1",
+        FOUR,
+    ),
+    "bf16": Model("--num-layers 4 --bf16", FOUR, tolerance=BF16),
+    "bf16 fp32 router": Model(
+        "--num-layers 4 --bf16 --moe-router-dtype fp32", FOUR, tolerance=BF16
+    ),
+    "bf16 mtp": Model("--num-layers 4 --bf16 --mtp-num-layers 1", FOUR, tolerance=BF16),
+    "mini-steps": Model("--num-layers 4", FOUR, update=TWO_STEPS),
+    "R2": Model("--num-layers 4", FOUR, update=replace(TWO_STEPS, source="old-policy")),
+    "temperature": Model("--num-layers 4", FOUR, update=Update(temperature=0.7)),
+}
+# the first two experts are hot: their rank has the most tokens
+MODELS |= {f"{name}, skewed": replace(model, hot=2) for name, model in MODELS.items()}

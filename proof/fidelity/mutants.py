@@ -1,0 +1,236 @@
+"""`make mutants`: put faults into the package, one at a time, and see which tests notice.
+
+    python -m proof.fidelity.mutants [--only TEXT ...] [--unit] [--jobs N] [--out FILE.json]
+
+The faults are in `tests/mutants/ROOM.toml`: a text of the package and what it becomes, what that
+does to a user, and the tests that must notice it. A fault is kept by its text, not by file and
+line: it moves with the code, and a text that is gone, or is there twice, is an error. Each fault is
+put into a copy of what is committed or staged. The unit tests come first; if all of them pass, the
+functional ones run (not with --unit). Before that, the same tests must pass without a fault.
+
+    caught by unit tests      a fault that milliseconds find
+    caught by functional      one that needs ranks and a patched tree
+    survived                  nobody noticed: the exit status is 1
+    cannot be seen            survived, and the file says why
+
+Tests that hang for LIMIT_S seconds have noticed. Only tests that `make test` runs are asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import tomllib
+
+ROOT = Path(__file__).parents[2]
+FAULTS = ROOT / "tests" / "mutants"
+LIMIT_S = 600
+COLUMNS = ("unit", "functional", "survived", "unseen")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        room: the file that it is in.
+        name: what it is, unique in its room.
+        effect: what it does to a user.
+        old, new: a text that the package has once, and what it becomes.
+        tests, functional: paths of pytest: unit tests, and tests that run patched trees.
+        unseen: why no test can notice it; empty for a fault that must be noticed.
+    """
+
+    room: str
+    name: str
+    effect: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    functional: tuple[str, ...]
+    unseen: str = ""
+
+
+def read_faults(folder: Path = FAULTS) -> list[Fault]:
+    """The faults of all rooms.
+
+    Raises:
+        ValueError: a fault lacks a field, or has the name of another one in its room.
+    """
+    faults: dict[tuple[str, str], Fault] = {}
+    for file in sorted(folder.glob("*.toml")):
+        room = tomllib.loads(file.read_text())
+        for entry in room["mutant"]:
+            lists = {key: tuple(entry.get(key, room[key])) for key in ("tests", "functional")}
+            try:
+                fault = Fault(**{**entry, **lists, "room": file.stem})
+            except TypeError as error:
+                raise ValueError(f"{file.name}: {entry.get('name')}: {error}") from error
+            if faults.setdefault((fault.room, fault.name), fault) is not fault:
+                raise ValueError(f"{file.name}: two faults are called {fault.name!r}")
+    return list(faults.values())
+
+
+def place_of(fault: Fault, root: Path = ROOT) -> Path:
+    """The file of the package that has the fault's text, relative to `root`.
+
+    Raises:
+        ValueError: none has it, or it is there more than once.
+    """
+    files = sorted((root / "megatron_r3").rglob("*.py"))
+    found = [file for file in files for _ in range(file.read_text().count(fault.old))]
+    if len(found) != 1:
+        where = ", ".join(str(file.relative_to(root)) for file in found) or "nowhere"
+        raise ValueError(f"{fault.room}: {fault.name}: its text must be there once; it is {where}")
+    return found[0].relative_to(root)
+
+
+class Copy:
+    """A copy of the repository, in which faults come and go.
+
+    Args:
+        folder: an empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        command = ["git", "checkout-index", "--all", f"--prefix={folder}/"]
+        subprocess.run(command, cwd=ROOT, check=True)
+        (folder / "build").symlink_to(ROOT / "build")
+        self.writes = 0
+
+    def write(self, file: Path, text: str) -> None:
+        """Write a file whose .pyc, if there is one, is of another text.
+
+        Python takes a .pyc whose source has the same size and the same second. `2 * x` and `3 * x`
+        have the same size, and a small test takes less than a second: so each write has a second of
+        its own.
+        """
+        file.write_text(text)
+        self.writes += 1
+        os.utime(file, (self.writes, self.writes))
+
+    def notices(self, fault: Fault | None, tests: Sequence[str]) -> bool:
+        """Whether tests fail, or hang, with this fault; None runs them without one.
+
+        Raises:
+            ValueError: pytest did not run the tests.
+        """
+        if not tests:
+            return False
+        file = None if fault is None else self.folder / place_of(fault, self.folder)
+        whole = "" if file is None else file.read_text()
+        if file is not None and fault is not None:
+            self.write(file, whole.replace(fault.old, fault.new))
+        options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
+        command = [sys.executable, "-m", "pytest", *options, *tests]
+        env = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                command, cwd=self.folder, env=env, capture_output=True, timeout=LIMIT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return True
+        finally:
+            if file is not None:
+                self.write(file, whole)
+        # 2: a test file could not be imported; 5: `make test` runs none of the tests
+        if done.returncode not in (0, 1, 2, 5):
+            raise ValueError(f"{' '.join(command)}: {done.stdout.decode(errors='replace')[-500:]}")
+        return done.returncode in (1, 2)
+
+
+def outcome(copy: Copy, fault: Fault, unit_alone: bool) -> str:
+    """Which tests noticed a fault: one of COLUMNS."""
+    if copy.notices(fault, fault.tests):
+        return "unit"
+    if not unit_alone and copy.notices(fault, fault.functional):
+        return "functional"
+    return "unseen" if fault.unseen else "survived"
+
+
+def run(faults: Sequence[Fault], jobs: int, unit_alone: bool) -> Iterator[tuple[Fault, str]]:
+    """How each fault ended; in the order of `faults`.
+
+    Raises:
+        ValueError: tests fail without a fault.
+    """
+    free: SimpleQueue[Copy] = SimpleQueue()
+
+    def in_a_copy(ask: Callable[[Copy], T]) -> T:
+        copy = free.get()
+        try:
+            return ask(copy)
+        finally:
+            free.put(copy)
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        for number in range(jobs):
+            (folder := Path(scratch) / str(number)).mkdir()
+            free.put(Copy(folder))
+        with ThreadPoolExecutor(jobs) as pool:
+            groups = {f.tests for f in faults}
+            groups |= set() if unit_alone else {f.functional for f in faults}
+            fail = pool.map(lambda t: in_a_copy(lambda copy: copy.notices(None, t)), groups)
+            for tests, fails in zip(groups, fail, strict=True):
+                if fails:
+                    raise ValueError(f"{' '.join(tests)}: these tests fail without a fault")
+            ends = pool.map(lambda f: in_a_copy(lambda copy: outcome(copy, f, unit_alone)), faults)
+            yield from zip(faults, ends, strict=True)
+
+
+def table(ended: Sequence[tuple[Fault, str]]) -> str:
+    """How many faults of each room ended in which way."""
+    rooms = dict.fromkeys(fault.room for fault, _ in ended)
+    lines = [f"{'room':12} {'faults':>7} " + " ".join(f"{name:>10}" for name in COLUMNS)]
+    for room in [*rooms, "all"]:
+        here = [how for fault, how in ended if room in (fault.room, "all")]
+        numbers = " ".join(f"{here.count(name):10}" for name in COLUMNS)
+        lines.append(f"{room:12} {len(here):7} {numbers}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Try the faults; return 1 if one survived that can be seen."""
+    parser = argparse.ArgumentParser(prog="mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[""], help="rooms or names with this text")
+    parser.add_argument("--unit", action="store_true", help="leave the functional tests out")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    args = parser.parse_args(argv)
+    try:
+        faults = [
+            fault
+            for fault in read_faults()
+            if any(text in f"{fault.room}: {fault.name}" for text in args.only)
+        ]
+        if not faults:
+            raise ValueError(f"--only {' '.join(args.only)}: no fault has it in its name")
+        ended = []
+        for fault, how in run(faults, args.jobs, args.unit):
+            ended.append((fault, how))
+            print(f"{how:11} {fault.room}: {fault.name}", flush=True)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"\n{table(ended)}")
+    if args.out:
+        rows = [{**asdict(fault), "caught": how} for fault, how in ended]
+        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return 1 if any(how == "survived" for _, how in ended) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

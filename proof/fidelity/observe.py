@@ -1,0 +1,184 @@
+"""What one rank shows of its training: what reached each expert, losses, gradients, metrics.
+
+What reached an expert is seen at the expert: the hidden states that it got. Neither the router, nor
+the dispatcher, nor the replay is asked. Megatron is imported only inside the functions that ranks
+run.
+
+Shape suffixes (docs/glossary.md): B, H, P, S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_r3.data.store.reader import RolloutStore
+from megatron_r3.replay.host_routes import HostRoutes
+from megatron_r3.replay.layers import local_moe_layers, local_routers
+from megatron_r3.train.lookahead import Preparer
+from megatron_r3.train.metrics import StepMetrics
+from megatron_r3.train.step import Parts
+from proof.fidelity.gradients import Piece
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one call of a layer's local experts got.
+
+    Attributes:
+        hidden_PH: float32.
+        experts_P: global expert ids.
+        shard: which part of each expert this rank holds (expert tensor parallelism).
+        grad: False for the first pass of a recomputed layer, and for a forward-only pass.
+        guests: how many of the experts had been copied here from another rank.
+    """
+
+    layer: int
+    hidden_PH: np.ndarray
+    experts_P: np.ndarray
+    shard: int
+    grad: bool
+    guests: int = 0
+
+
+class Observer:
+    """Hooks in front of the experts of every decoder MoE layer of a rank.
+
+    Attributes:
+        seen: what the training passes of each phase brought; evaluation is left out.
+    """
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.seen: dict[str, list[Observed]] = {}
+
+    def attach(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Watch these model chunks."""
+        for model in models:
+            for layer in local_moe_layers(model).values():
+                if getattr(layer, "guests", None) is not None:
+                    layer.guests.watchers.append(partial(self._see, layer))
+                else:
+                    layer.experts.register_forward_pre_hook(self._hook(layer))
+        return models
+
+    def _hook(self, layer: Any) -> Any:
+        def before_experts(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._see(layer, inputs[0], inputs[1], layer.local_expert_indices)
+
+        return before_experts
+
+    def _see(self, layer: Any, hidden_PH: torch.Tensor, counts: Any, experts: list[int]) -> None:
+        """Keep what came; `experts` are those of the counts, -1 where there is none."""
+        from megatron.core import mpu
+
+        if not layer.training:
+            return
+        per_expert = torch.as_tensor(counts).cpu().numpy()
+        hidden = hidden_PH.detach()[: int(per_expert.sum())]
+        observed = Observed(
+            layer=layer.layer_number,
+            hidden_PH=hidden.float().cpu().numpy().copy(),
+            experts_P=np.repeat(experts, per_expert),
+            shard=mpu.get_expert_tensor_parallel_rank(),
+            grad=torch.is_grad_enabled(),
+            guests=sum(e >= 0 for e in experts) - len(layer.local_expert_indices),
+        )
+        self.seen.setdefault(self.phase, []).append(observed)
+
+
+@dataclass
+class RankResult:
+    """What one rank saw, by phase: `right`, and each control.
+
+    Attributes:
+        losses: of several steps the mean; empty where the rank has no last pipeline stage.
+        dispatched: the witness's own metric, where this rank was told it.
+        biases: the expert bias of each layer after the first step.
+    """
+
+    seen: dict[str, list[Observed]] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, list[Piece]] = field(default_factory=dict)
+    dispatched: dict[str, float] = field(default_factory=dict)
+    biases: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+def watched_parts(
+    stores: dict[str, Path], reads: int, result: RankResult, observer: Observer
+) -> Parts:
+    """The parts of a training whose phases each read their routes from their own store.
+
+    Everything but the routes stays that of the first store. Micro-batches are read ahead of their
+    step, so a phase is known by how many were read. The result keeps what
+    --moe-router-replay-verify-dispatch reports of each step.
+
+    Args:
+        reads: how often a phase reads each micro-batch.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    opened = [RolloutStore([folder]) for folder in stores.values()]
+
+    class PhasedPreparer(Preparer):
+        num_read = 0
+
+        def read_routes(self, rows_BS: torch.Tensor, mean_tokens: float) -> HostRoutes:
+            phase = self.num_read // (reads * get_num_microbatches())
+            self.num_read += 1
+            assert self.routes is not None
+            return self.routes.read(opened[min(phase, len(opened) - 1)], rows_BS, mean_tokens)
+
+    class KeptMetrics(StepMetrics):
+        def scalars(self) -> dict[str, float]:
+            scalars = super().scalars()
+            share = scalars.get("routes dispatched as recorded")
+            if share is not None:  # the least of all steps of a phase
+                before = result.dispatched.get(observer.phase, share)
+                result.dispatched[observer.phase] = min(before, share)
+            return scalars
+
+    return Parts(preparer=PhasedPreparer, metrics=KeptMetrics)
+
+
+def forward_only(args: Any, forward_step: Any, data: Any, model: Any) -> Any:
+    """Run forward over the next batch; return an iterator that brings the same batch again."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import (
+        RerunDataIterator,
+        RerunMode,
+        get_rerun_state_machine,
+    )
+
+    machine = get_rerun_state_machine()
+    batches = [next(data) for _ in range(get_num_microbatches())]
+    mode = machine.get_mode()
+    machine.set_mode(RerunMode.DISABLED)  # as Megatron's own evaluate() does
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=True,
+        )
+    machine.set_mode(mode)
+    return RerunDataIterator(iter(batches))
+
+
+def biases(models: list[torch.nn.Module]) -> dict[int, np.ndarray]:
+    """The expert bias of every local layer that has one."""
+    routers = [item for model in models for item in local_routers(model).items()]
+    return {
+        number: router.expert_bias.cpu().numpy().copy()
+        for number, router in routers
+        if router.expert_bias is not None
+    }

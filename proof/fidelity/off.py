@@ -1,0 +1,117 @@
+"""Train a few steps on the script's own data, while every import of megatron_r3 fails.
+
+Megatron is imported only inside the functions that ranks run.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from proof.fidelity import core_only
+from proof.fidelity.models import MODELS, VOCAB_SIZE
+
+# what runs an unpatched tree on the CPU too, and knows nothing of replay
+_SEEN = ("cpu", "replay.ending", "train.launch", "train.pretrain_gpt")
+
+
+def _is_hidden(name: str) -> bool:
+    room = name.removeprefix("megatron_r3.")
+    is_ours = room != name
+    return is_ours and not room.startswith(_SEEN) and room not in ("replay", "train")
+
+
+class _Hidden(importlib.abc.MetaPathFinder):
+    """Hides megatron_r3 from imports, except for what also runs an unpatched tree."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "megatron_r3" or _is_hidden(name):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def hide_megatron_r3() -> None:
+    """Make every import of megatron_r3 fail from now on."""
+    for name in filter(_is_hidden, list(sys.modules)):
+        del sys.modules[name]
+        parent, _, child = name.rpartition(".")
+        if parent in sys.modules:  # `from megatron_r3.train import step` would find it there
+            vars(sys.modules[parent]).pop(child, None)
+    sys.meta_path.insert(0, _Hidden())
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def weights(models: Sequence[torch.nn.Module]) -> Weights:
+    """Every parameter of this rank, by chunk and name."""
+    return {
+        f"{chunk}.{name}": parameter.detach().clone()
+        for chunk, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    }
+
+
+STEPS = 3
+# every loss and count that the router patches touch
+_ARGUMENTS = """--micro-batch-size 2 --global-batch-size 8 --lr 1e-3
+--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss
+--moe-aux-loss-coeff 1e-2 1e-2 1e-2 --moe-z-loss-coeff 1e-3
+--moe-router-score-function sigmoid --moe-router-enable-expert-bias
+--recompute-granularity selective --recompute-modules moe
+"""
+
+
+def train_off(rank: int, arguments: str) -> tuple[Weights, Weights]:
+    """Train a tiny model without any option of ours; this rank's weights before and after it.
+
+    Args:
+        arguments: of the layout.
+    """
+    argv = [*MODELS["base"].argv(), *shlex.split(_ARGUMENTS), *shlex.split(arguments)]
+    argv += ["--train-iters", str(STEPS), "--eval-iters", "0", "--seed", "7"]
+    if core_only.is_core_only():
+        hide_megatron_r3()
+        return _train_core_only(argv)
+    from megatron_r3.train import launch
+
+    hide_megatron_r3()
+    from proof.fidelity.script import datasets, forward_step
+
+    sys.argv = ["off.py", *argv]
+    models: list[torch.nn.Module] = []
+    before: Weights = {}
+
+    def begin(made: list[torch.nn.Module]) -> None:
+        models.extend(made)
+        before.update(weights(made))
+
+    launch.train(datasets, forward_step, begin)
+    return before, weights(models)
+
+
+def _train_core_only(argv: list[str]) -> tuple[Weights, Weights]:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    args = core_only.initialize(argv)
+    models = core_only.wrap(args, core_only.build_chunks(args))
+    before = weights(models)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), models)
+    batches = torch.Generator().manual_seed(0)
+
+    def forward_step(data: Any, model: torch.nn.Module) -> Any:
+        shape = (args.micro_batch_size, args.seq_length + 1)
+        ids = torch.randint(0, VOCAB_SIZE, shape, generator=batches)
+        positions = torch.arange(args.seq_length)[None].expand(args.micro_batch_size, -1)
+        output = model(ids[:, :-1], positions, None, labels=ids[:, 1:])
+        return output, lambda losses: (losses.sum(), torch.tensor(losses.numel()).int(), {})
+
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        core_only.forward_backward(args, models, forward_step, None)
+        optimizer.step()
+    return before, weights(models)

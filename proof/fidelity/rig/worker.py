@@ -1,0 +1,259 @@
+"""A process that has imported one Megatron tree, and forks the ranks of each case from it.
+
+Two trees cannot be imported in one process; a test session has one worker for each.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_r3
+from megatron_r3.cpu import InstallError, install
+from proof.fidelity.rig.forkserver import run_ranks
+from proof.fidelity.rig.rank_process import RankError, die_with_parent, to_bytes
+
+IMPORT_S = 600.0  # how long importing a tree may take, on a busy machine
+REPLY_S = 30.0  # how long a reply may take beyond the time of the case
+END_S = 10.0  # how long ending may take before the worker is killed
+# A training imports these in its course, if they are installed. That takes more than a second in
+# each rank of each case; a rank has them at once if its worker imported them before the fork.
+COMMON = (
+    "transformers.models.auto.tokenization_auto",
+    "torch.utils.tensorboard",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.tokenizers",
+    "megatron_r3.seams.pretrain",
+    "megatron_r3.weights.hf",
+)
+
+
+class WorkerError(RuntimeError):
+    """The worker of a tree has ended by itself; the message has the end of its log."""
+
+
+class TreeWorker:
+    """Run functions on N ranks with the Megatron of `tree`, imported once.
+
+    Use it as a context manager: `with TreeWorker(tree) as worker: worker.run(case, 2)`.
+
+    Args:
+        tree: a Megatron-LM checkout or the unpacked sources of megatron-core.
+        preload: more modules to import before the first case.
+        env: more environment variables, for the worker and its ranks.
+    """
+
+    def __init__(
+        self, tree: Path, preload: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> None:
+        self.tree = tree.resolve()
+        self._folder = tempfile.TemporaryDirectory(prefix="worker-")
+        self._log = Path(self._folder.name) / "worker.log"
+        self._pipe, its_end = Pipe()
+        with its_end, self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                # With -c there is no main module that multiprocessing could import again in the
+                # processes that a rank spawns (every checkpoint spawns one, for its queue); with -m
+                # each of them would import this module, and torch with it.
+                [
+                    *(sys.executable, "-c", f"import {__name__} as worker; worker.main()"),
+                    *(str(its_end.fileno()), str(os.getpid())),
+                ],
+                pass_fds=[its_end.fileno()],
+                start_new_session=True,  # so that Ctrl-C reaches this process alone
+                cwd=self._folder.name,  # a folder in which an import finds nothing
+                env=_environment(self.tree, {**os.environ, **(env or {})}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._ask((str(self.tree), tuple(preload)), IMPORT_S)
+        except InstallError:
+            self.close()
+            raise
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout_s: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        log_dir: Path | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `fn(rank, *args, **kwargs)` on every rank; return their results in rank order.
+
+        Args:
+            fn: a function at the top of a module, which the ranks import by its name. If the caller
+                imports that module too, it must import Megatron inside of the function only.
+            world_size: how many ranks.
+            args: more arguments; they must pickle, and so must the result.
+            timeout_s: seconds after which the ranks are killed.
+            env: more environment variables for the ranks.
+            log_dir: the folder for the output of the ranks. None: the output is thrown away.
+            kwargs: more arguments, by name; they must pickle too.
+
+        Raises:
+            RankError: a rank failed, or did not end in time (RankTimeout). The worker can be used
+                again.
+            WorkerError: the worker itself has ended.
+        """
+        call = pickle.dumps((fn, args, kwargs))
+        settings = {"timeout_s": timeout_s, "env": env, "log_dir": log_dir}
+        request = (call, _import_folder(fn), world_size, settings)
+        results = self._ask(request, timeout_s + REPLY_S)
+        # a rank whose script ended itself, by sys.exit(0), has no result
+        return [None if result is None else pickle.loads(result) for result in results]
+
+    def close(self) -> None:
+        """End the process and the ranks that it runs."""
+        self._pipe.close()
+        self._process.terminate()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> TreeWorker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _ask(self, request: Any, timeout_s: float) -> Any:
+        """The answer to one request. If none comes in time, the worker is ended."""
+        try:
+            self._pipe.send(request)
+            if not self._pipe.poll(timeout_s):
+                raise TimeoutError(f"no answer in {timeout_s} s")
+            answer = self._pipe.recv()
+        except BaseException as error:
+            log = self._log.read_text(errors="replace")[-4000:]
+            self.close()
+            if isinstance(error, (OSError, EOFError)):
+                raise WorkerError(f"the worker of {self.tree} has gone:\n{log}") from error
+            raise
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _environment(tree: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a worker: no Megatron on the path but this tree, and one thread.
+
+    One thread, because a fork copies no others.
+    """
+    repository = Path(megatron_r3.__file__).parents[1]
+    entries = [Path(entry) for entry in given.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    others = [entry.resolve() for entry in entries if not (entry / "megatron" / "core").is_dir()]
+    path = os.pathsep.join(str(entry) for entry in (tree, repository, *others))
+    return {**given, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def _import_folder(fn: Callable[..., Any]) -> str:
+    """The folder that must be on sys.path for the module of `fn` to be importable by its name.
+
+    For `tests.unit.case` in /repo/tests/unit/case.py that is /repo; for a package's `__init__.py`
+    it is one folder further up.
+    """
+    if fn.__module__ == "__main__":
+        raise ValueError(f"the ranks cannot import {fn.__name__}: put it into a module")
+    file = Path(inspect.getfile(fn)).resolve()
+    inside_package = fn.__module__.count(".") + (file.name == "__init__.py")
+    return str(file.parents[inside_package])
+
+
+def _call(rank: int, call: bytes, folder: str) -> bytes:
+    """In a rank: import the function, call it, and pickle its result for the caller of `run`."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+    fn, args, kwargs = pickle.loads(call)
+    return to_bytes(fn(rank, *args, **kwargs))
+
+
+def _import_tree(tree: str, preload: Sequence[str]) -> None:
+    """Import Megatron and the modules to preload, and check that it is the Megatron of the tree."""
+    install()
+    for name in preload:
+        importlib.import_module(name)
+    if "megatron.training" in preload:
+        for name in COMMON:
+            with suppress(ImportError):
+                importlib.import_module(name)
+        _read_docstrings_once()
+    core = Path(str(importlib.import_module("megatron.core").__file__))
+    if Path(tree) not in core.resolve().parents:
+        raise InstallError(f"{tree} has no megatron.core: it was imported from {core.parent}")
+
+
+def _read_docstrings_once() -> None:
+    """Read the texts of Megatron's options before the ranks are forked.
+
+    Megatron parses the sources of its dataclasses for the help texts of its options, twice in each
+    training: a fifth of the time of a training of one step, by cProfile.
+    """
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    read, known = ArgumentGroupFactory._get_field_docstrings, {}
+
+    def docstrings(self: Any, config: type) -> dict[str, str]:
+        if config not in known:
+            known[config] = read(self, config)
+        return dict(known[config])
+
+    ArgumentGroupFactory._get_field_docstrings = docstrings
+    add_megatron_arguments(ArgumentParser())
+
+
+def _answer(request: Any) -> Any:
+    """The results of one case, or the error that `run` will raise."""
+    call, folder, world_size, settings = request
+    try:
+        return run_ranks(lambda rank: _call(rank, call, folder), world_size, **settings)
+    except (RankError, OSError) as error:
+        return error
+
+
+def serve(pipe: Connection) -> None:
+    """Import the tree that the first request names; then run one case for each request."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # run_ranks then ends the ranks
+    with suppress(EOFError):
+        try:
+            _import_tree(*pipe.recv())
+        except InstallError as error:
+            pipe.send(error)
+            return
+        # A full collection in a rank would look through all that was imported, a tenth of a second
+        # each time, and copy the pages that it shares with this process.
+        gc.freeze()
+        pipe.send(None)
+        while True:
+            pipe.send(_answer(pipe.recv()))
+
+
+def main() -> None:
+    """Be a worker: the arguments are the number of its pipe, and the process id of its parent."""
+    die_with_parent(int(sys.argv[2]))
+    serve(Connection(int(sys.argv[1])))

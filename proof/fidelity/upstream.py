@@ -1,0 +1,327 @@
+"""Megatron-LM's own MoE unit tests, on a tree and on a patched copy: all must end alike on both.
+
+    python -m proof.fidelity.upstream --megatron DIR [--ranks 1 2 4] [--only TEXT ...]
+        [--out FILE.json]
+
+DIR is a checkout of Megatron-LM with its tests; what is committed in it is tested. Its tests are
+for GPUs: many cannot pass on a CPU, without Transformer Engine, or with so few ranks. Such a test
+must fail on both trees. The exit status is 0 if tests passed and no outcome differs.
+
+All files take hours; `make check` runs three of them on one rank, by the `Suite` below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from proof.fidelity.rig.rank_process import RankError, RankTimeout
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.trees import patched_copy, unpatched_copy
+
+FOLDER, MOE = Path("tests/unit_tests"), "transformer/moe"
+DOWNLOADER = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+OUTCOMES = ("passed", "skipped", "failed", "error", "hung", "died")  # from good to bad
+TEST_S = 60  # seconds after which a test counts as hung
+# Tests for one set of ranks. Some tests leave process groups and their threads behind, so that new
+# ranks are forked for the next tests.
+BATCH = 25
+COLUMNS = " ".join(f"{name:>7}" for name in OUTCOMES)
+HEAD = f"{'':64} {'unpatched':{len(COLUMNS)}}   patched\n{'file':58} ranks {COLUMNS}   {COLUMNS}"
+
+Outcomes = dict[str, tuple[str, str]]  # of each test id: how it ended, and why
+Row = dict[str, Any]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the chosen files on both trees; return 1 if an outcome differs or nothing passed."""
+    doc = str(__doc__).splitlines()[0]
+    parser = argparse.ArgumentParser(prog="proof.fidelity.upstream", description=doc)
+    parser.add_argument("--megatron", type=Path, required=True, help="a Megatron-LM checkout")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="how many")
+    parser.add_argument("--only", nargs="+", default=[""], help="files with one of these in them")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="upstream-") as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        tree, name = unpatched_copy(args.megatron, folder / "unpatched")
+        found = sorted(f"{MOE}/{path.name}" for path in (tree / FOLDER / MOE).glob("test_*.py"))
+        files = [file for file in found if any(text in file for text in args.only)]
+        if not files:
+            parser.error(f"{args.megatron} has no such tests in {FOLDER / MOE}")
+        trees = {"unpatched": tree, "patched": patched_copy(tree, folder / "patched")}
+        suites = {
+            label: Suite(stack.enter_context(TreeWorker(path, ["megatron.training"])), folder)
+            for label, path in trees.items()
+        }
+        rows = run(suites, files, args.ranks, args.out)
+    total = len({test for row in rows for test in row["unpatched"]})
+    passes = sum(counts(row["unpatched"])["passed"] for row in rows)
+    differ = sum(len(row["differ"]) for row in rows)
+    print(f"{total} tests of {name}: {passes} passes unpatched, {differ} outcomes differ patched")
+    return 1 if differ or not passes else 0
+
+
+def run(
+    suites: dict[str, Suite], files: list[str], ranks: list[int], out: Path | None
+) -> list[Row]:
+    """The rows of some files. Each is printed, and written to `out`, as soon as it is there."""
+    print(HEAD, flush=True)
+    rows: list[Row] = []
+    for world_size in ranks:
+        for file in files:
+            begin = time.monotonic()
+            row: Row = {"file": file, "ranks": world_size}
+            row |= {label: suite.run(file, world_size) for label, suite in suites.items()}
+            row["differ"] = differing(row["unpatched"], row["patched"])
+            print(f"{_line(row)}   {time.monotonic() - begin:.0f} s", flush=True)
+            for test in row["differ"]:
+                print(f"  {test}", *(why(row[label], test, label) for label in suites), sep="\n")
+            rows.append(row)
+            if out:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
+
+
+def differing(unpatched: Outcomes, patched: Outcomes) -> list[str]:
+    """The ids of tests that ended in another way on one tree, or that only one tree has."""
+    return sorted(
+        test
+        for test in unpatched.keys() | patched.keys()
+        if unpatched.get(test, ("",))[0] != patched.get(test, ("",))[0]
+    )
+
+
+def read_records(files: Iterable[Path]) -> tuple[list[str], Outcomes]:
+    """Read what the Recorders of all ranks wrote: the ids they collected, and how tests ended.
+
+    A test has ended if it has ended on all ranks; its outcome is then the worst of all ranks.
+    """
+    collected: dict[str, None] = {}
+    ended: list[Outcomes] = []
+    for file in files:
+        lines = file.read_text().splitlines() if file.exists() else []
+        ended.append({})
+        for record in map(json.loads, lines):
+            if isinstance(record, list):
+                collected |= dict.fromkeys(record)
+            else:
+                ended[-1][record["id"]] = record["outcome"], record["why"]
+    on_all = [test for test in ended[0] if all(test in rank for rank in ended)]
+    return list(collected), {
+        test: max((rank[test] for rank in ended), key=lambda end: OUTCOMES.index(end[0]))
+        for test in on_all
+    }
+
+
+class Suite:
+    """The tests of one tree.
+
+    Args:
+        worker: runs functions on ranks that have imported the tree.
+        folder: for the records, and for what the tests write.
+    """
+
+    def __init__(self, worker: TreeWorker, folder: Path) -> None:
+        self.worker, self.folder = worker, folder
+
+    def run(self, file: str, world_size: int) -> Outcomes:
+        """How each test of a file ended. Fresh ranks go on after a batch, a hang or a death."""
+        outcomes: Outcomes = {}
+        while True:
+            error: RankError | None = None
+            with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+                here = Path(scratch)
+                call = (as_rank, world_size, self.worker.tree, file, here, set(outcomes))
+                try:
+                    self.worker.run(*call, timeout_s=BATCH * TEST_S)
+                except RankError as failure:
+                    error = failure
+                records = [here / f"rank{rank}.jsonl" for rank in range(world_size)]
+                collected, ended = read_records(records)
+            outcomes |= ended
+            running = [test for test in collected[:BATCH] if test not in ended]
+            if running and error is None:
+                error = RankError(0, "not every rank has this test")
+            if error:
+                outcomes[running[0] if running else file] = _ending(error), error.text[-4000:]
+            if outcomes.keys() >= set(collected):
+                return outcomes
+
+
+def _ending(error: RankError) -> str:
+    """The outcome of the test in which the ranks ended: it hung, or it killed them."""
+    late = isinstance(error, RankTimeout) or "Timeout (0:" in error.text
+    return "hung" if late else "died"
+
+
+def as_rank(rank: int, tree: Path, file: str, folder: Path, done: Collection[str]) -> None:
+    """Run a file's tests with pytest on one rank, as torchrun would; leave out those in `done`."""
+    import pytest
+
+    os.chdir(tree)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    dist.init_process_group = _with_gloo(dist.init_process_group)
+    # Upstream's conftest.py downloads data sets into /opt. The MoE tests do not read them.
+    downloader: Any = sys.modules.setdefault(DOWNLOADER, ModuleType(DOWNLOADER))
+    downloader.download_and_extract_asset = lambda assets_dir: None
+    options = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "-o", "addopts=", "-s", "-q"]
+    options += ["-W", "ignore", "--tb=short", f"--basetemp={folder / f'rank{rank}'}"]
+    world_size = int(os.environ["WORLD_SIZE"])
+    files = [folder / f"rank{r}.jsonl" for r in range(world_size)]
+    # Upstream's test objects call a barrier when they are deleted. If the garbage collector chose
+    # the moment, some ranks would wait there while others are elsewhere: see `_tidy_up`.
+    gc.freeze()
+    gc.disable()
+    recorder = Recorder(files, rank, done, _tidy_up)
+    status = pytest.main([*options, str(FOLDER / file)], plugins=[recorder])
+    if not recorder.records.exists():
+        raise RuntimeError(f"pytest ended with {status!r} before it had any test")
+
+
+def _with_gloo(init: Callable[..., None]) -> Callable[..., None]:
+    """A function like `init_process_group` that takes gloo, whatever backend it is asked for."""
+
+    def with_gloo(
+        backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any
+    ) -> None:
+        init("gloo", *args, **kwargs)
+
+    return with_gloo
+
+
+def _tidy_up() -> None:
+    """Delete the objects of the last test, and end process groups that Megatron has dropped.
+
+    The threads of such a group would go on polling, and take the cores from the next tests.
+    """
+    from megatron.core import parallel_state
+
+    gc.collect()
+    if dist.is_initialized() and not parallel_state.model_parallel_is_initialized():
+        for group in list(distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+
+class Recorder:
+    """A pytest plugin that writes how each test ended, and lets the ranks begin tests together.
+
+    Otherwise a rank whose test failed would go on to the next test, and answer the collectives of
+    ranks that are still in the first one. What comes of that is chance.
+
+    Args:
+        files: the file of each rank.
+        rank: the number of this rank.
+        done: the ids of tests to leave out.
+        between: called before each test, when all ranks have ended the test before it.
+    """
+
+    def __init__(
+        self,
+        files: list[Path],
+        rank: int,
+        done: Collection[str] = (),
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.records, self.done, self.between = files[rank], done, between
+        self._peers = [file for file in files if file != self.records]
+        self._lines = 0
+        self._end = OUTCOMES[0], ""
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Record a file that cannot be imported like a test, as it has none."""
+        if report.failed:
+            self._write({"id": report.nodeid, "outcome": "error", "why": _reason(report)})
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Leave out the tests that are done, record the others, and keep one batch of them."""
+        items[:] = [item for item in items if item.nodeid not in self.done]
+        self._write([item.nodeid for item in items])
+        del items[BATCH:]
+
+    def pytest_runtest_logstart(self) -> None:
+        """Wait for the other ranks, then begin. A test that hangs prints its stack and exits."""
+        while any(_count_lines(peer) < self._lines for peer in self._peers):
+            time.sleep(0.005)
+        self._end = OUTCOMES[0], ""
+        faulthandler.dump_traceback_later(TEST_S, exit=True, file=2)
+        self.between()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Keep the worst outcome of set-up, call and tear-down."""
+        outcome = report.outcome
+        if outcome == "failed" and report.when != "call":
+            outcome = "error"
+        if OUTCOMES.index(outcome) > OUTCOMES.index(self._end[0]):
+            self._end = outcome, _reason(report)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Record how the test ended."""
+        faulthandler.cancel_dump_traceback_later()
+        self._write({"id": nodeid, "outcome": self._end[0], "why": self._end[1]})
+
+    def _write(self, record: object) -> None:
+        with self.records.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self._lines += 1
+
+
+def _reason(report: Any) -> str:
+    """The first line of an error, or why a test was skipped."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash:
+        return crash.message.partition("\n")[0][:300]
+    text = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+    return str(text).strip().rpartition("\n")[2][:300]
+
+
+def _count_lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def counts(outcomes: Outcomes) -> Counter[str]:
+    """How many tests ended in each way."""
+    return Counter(outcome for outcome, _ in outcomes.values())
+
+
+def _line(row: Row) -> str:
+    head = f"{row['file']:58} {row['ranks']:>5}"
+    for label in ("unpatched", "patched"):
+        ended = counts(row[label])
+        head += " " + " ".join(f"{ended[name] or '-':>7}" for name in OUTCOMES) + "  "
+    return head + (f" DIFFER: {len(row['differ'])}" if row["differ"] else " same")
+
+
+def why(outcomes: Outcomes, test: str, label: str) -> str:
+    """How a test ended on the tree that is called `label`, and why."""
+    outcome, reason = outcomes.get(test, ("not reached", ""))
+    return f"    {label}: {outcome} {reason.strip()}"
+
+
+if __name__ == "__main__":
+    # The ranks import `as_rank` by the name of its module, which must not be __main__ for that.
+    from proof.fidelity import upstream
+
+    sys.exit(upstream.main())

@@ -1,0 +1,191 @@
+"""Tries on config.json: other numbers, other types, noise, and numbers that would fill the memory.
+
+Which layers of a config are MoE layers is worked out a second time here (`meant`), for three
+families of models and after docs/engines.md, to compare it with what the product reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from megatron_r3.collect.prompt_plan import read_model
+from megatron_r3.data.engines.shape import ModelShape
+from proof.fuzz.outcome import Kind, Verdict, judged, note
+
+ODD: list[Any] = [
+    None, True, False, 0, 1, -1, 3, 2**31, 4_000_000_000, 2**63, 2**70, 10**400, 1.5, 4.0, math.nan,
+    math.inf, "", "4", "\x1b[2J", "\ud800", "x" * 5000, [], {}, [[]], [1], ["dense"], [0, 1, 0, 1],
+    [True] * 4, ["sparse"] * 4, ["dense"] * 4, [None] * 4, ["\x1b[2J"] * 4, [1, 2, 3, 9], [-1],
+    [4_000_000_000], [{}], {"0": 1}, ["sparse"] * 400, [1.5],
+]  # fmt: skip
+_STEP = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 512,
+}  # fmt: skip
+_FIRST = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 4, "n_routed_experts": 64,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 1, "moe_layer_freq": 1, "vocab_size": 512,
+}  # fmt: skip
+_EVERY = {
+    "model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "vocab_size": 100,
+}  # fmt: skip
+_FAMILIES: list[dict[str, Any]] = [_STEP, _FIRST, _EVERY]
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TEXTS = (
+    "", "null", "[]", "3", "{", "[" * 100_000, '{"a":' * 100_000, "{}", "\ufeff{}", "\0", "NaN",
+    '{"num_hidden_layers": ' + "9" * 5000 + "}", "<html>", "{'model_type': 'mixtral'}", '"\x1b[2J"',
+)  # fmt: skip
+Meaning = tuple[int, tuple[int, ...], int, int, int | None]
+
+
+def prepare(shared: Path) -> None:
+    """Prepare nothing: every try writes its own config."""
+
+
+def attempt(rng: random.Random, folder: Path, state: None) -> Verdict:
+    """Write a config with something wrong in it, and read the model and its shape."""
+    config = {
+        "architectures": ["A"],
+        "hidden_size": 64,
+        **json.loads(json.dumps(rng.choice(_FAMILIES))),
+    }
+    must = False
+    chance = rng.random()
+    if chance < 0.05:
+        must, change = True, "nothing is changed"
+    elif chance < 0.2:
+        change = _possible(config, rng)
+    else:
+        change = " and ".join(_change(config, rng) for _ in range(rng.choice((1, 1, 2))))
+    text = json.dumps(config)
+    if chance > 0.95:
+        text = rng.choice(_TEXTS)
+        change = f"text: {text!a:.40}"
+    data = text.encode(errors="surrogatepass")
+    if 0.85 < chance <= 0.95:
+        changed = bytearray(data)
+        changed[rng.randrange(len(data))] = rng.choice((0, 0x22, 0x31, 0x39, 0x7B, 0xFF, 0x2D))
+        data, change = bytes(changed), "noise"
+    note(folder, change)
+    path = folder / "config.json"
+    path.write_bytes(data)
+    given = rng.choice((path, folder))
+    expected = meant(data)
+
+    def difference(got: tuple[Any, ...]) -> str | None:
+        if expected is None:
+            return f"accepted as {str(got)[:200]!a}, and no model is so: {data[:300]!a}"
+        return None if got == expected else f"{got}, not {expected}"
+
+    return judged(lambda: _read(given), difference, [str(path)], must)
+
+
+def _read(path: Path) -> Meaning:
+    model = read_model(path)
+    assert model.shape == ModelShape.from_hf_config(path)
+    assert not model.router_fingerprint
+    shape = model.shape
+    return (
+        shape.num_hidden_layers,
+        shape.moe_layers,
+        shape.num_experts,
+        shape.topk,
+        model.vocab_size,
+    )
+
+
+def meant(data: bytes) -> Meaning | None:
+    """Layers, MoE layers, experts, top-k and vocabulary.
+
+    None means that no model has such a config. A vocabulary of None means that the config has none.
+    """
+    try:
+        config = json.loads(data.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    layers = _whole(config.get("num_hidden_layers"), 1, 10_000)
+    topk = _whole(config.get("num_experts_per_tok"), 1, 32_768)
+    experts = {str(config[name]): config[name] for name in _EXPERTS if config.get(name) is not None}
+    vocabulary = config.get("vocab_size")
+    known = vocabulary is None or _whole(vocabulary, 1, 2**31) is not None
+    if layers is None or topk is None or len(experts) != 1 or not known:
+        return None
+    count = _whole(next(iter(experts.values())), 1, 32_768)
+    moe = _moe(config, layers)
+    if count is None or topk > count or not moe:
+        return None
+    return layers, moe, count, topk, vocabulary
+
+
+def _whole(value: Any, least: int, most: int) -> int | None:
+    return value if type(value) is int and least <= value <= most else None
+
+
+def _moe(config: dict[str, Any], layers: int) -> tuple[int, ...] | None:
+    names = config.get("mlp_layer_types")
+    if names is not None:
+        if not isinstance(names, list) or len(names) != layers:
+            return None
+        if any(name not in ("dense", "sparse") for name in names):
+            return None
+        return tuple(i for i in range(layers) if names[i] == "sparse")
+    kind = config.get("model_type")
+    if kind == "qwen3_moe":
+        step = config.get("decoder_sparse_step")
+        step = 1 if step is None else _whole(step, 1, 10_000)
+        dense = config.get("mlp_only_layers")
+        dense = [] if dense is None else dense
+        listed = isinstance(dense, list) and all(
+            type(layer) is int and layer >= 0 for layer in dense
+        )
+        if step is None or not listed:
+            return None
+        return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
+    if kind == "deepseek_v3":
+        first = _whole(config.get("first_k_dense_replace"), 0, 10_000)
+        frequency = config.get("moe_layer_freq")
+        if isinstance(frequency, list):
+            if first is None or len(frequency) != layers:
+                return None
+            if any(not isinstance(flag, int) or flag not in (0, 1) for flag in frequency):
+                return None
+            return tuple(i for i in range(first, layers) if frequency[i])
+        step = 1 if frequency is None else _whole(frequency, 1, 10_000)
+        if first is None or step is None:
+            return None
+        return tuple(i for i in range(first, layers) if i % step == 0)
+    return tuple(range(layers)) if kind == "mixtral" else None
+
+
+def _possible(config: dict[str, Any], rng: random.Random) -> str:
+    """Set other numbers, most of which are possible; return what was changed."""
+    name = rng.choice([key for key, value in config.items() if type(value) is int])
+    config[name] = rng.choice((1, 2, 3, 5, 8, 61, 256))
+    if config["model_type"] == "qwen3_moe" and rng.random() < 0.3:
+        config["mlp_only_layers"] = [rng.randrange(5) for _ in range(2)]
+    if rng.random() < 0.2:
+        types = [rng.choice(("dense", "sparse")) for _ in range(config["num_hidden_layers"])]
+        config["mlp_layer_types"] = types
+    return f"another number: {name}"
+
+
+def _change(config: dict[str, Any], rng: random.Random) -> str:
+    name = rng.choice([*config, "mlp_layer_types", "num_experts", "moe_layer_freq"])
+    kind = rng.choice(("typed", "typed", "typed", "missing", "named"))
+    if kind == "typed" or name not in config:
+        config[name] = rng.choice(ODD)
+        return f"typed: {name}"
+    value = config.pop(name)
+    if kind == "named":
+        config[f"{name}_"] = value
+    return f"{kind}: {name}"
+
+
+KIND = Kind("configs", 80, 30.0, 256, prepare, attempt)

@@ -1,0 +1,151 @@
+"""The kit's trainings: a tree's own training script, replayed, on one rank.
+
+    python -m proof.gpu_kit.training --cases exactness,recorded --tree TREE --store DIR \\
+        --checkpoint DIR --script TREE/pretrain_gpt.py --out RESULTS
+    python -m proof.gpu_kit.training --cases all ... --device cpu --rehearse
+
+TREE is a patched Megatron-LM of 0.19; DIR are the demo's rollout store and checkpoint. Each case
+writes its rows as they come into a file of RESULTS (proof/benchmarks/machine.py), under the name
+`training CASE`. On a GPU the layers are Transformer Engine's (--spec te) or Megatron's own (--spec
+local); a rehearsal trains Megatron's own on the CPU, tiny. Exit status: 0 if every row shows what
+it must, 1 if one does not, 77 if there is no row, 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from proof.benchmarks.machine import device_of, machine_of, write_results
+from proof.gpu_kit.training_cases import CASES, Rows
+from proof.gpu_kit.training_runs import ON_GPU, REHEARSAL, Place, write_stores
+
+SKIPPED = 77
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the cases that were asked for."""
+    args = _arguments(argv)
+    missing = _missing(args)
+    if missing:
+        print(f"skipped: {missing}")
+        return SKIPPED
+    scale = REHEARSAL if args.rehearse else ON_GPU
+    args.out.mkdir(parents=True, exist_ok=True)
+    about = {**machine_of(), **device_of(args.device), "rehearsal": args.rehearse}
+    about |= {"spec": args.spec, "script": args.script.name}
+    with tempfile.TemporaryDirectory(prefix="training-") as scratch:
+        folder = Path(scratch)
+        try:
+            stores = write_stores(args.store, folder, scale.rollouts)
+        except ValueError as error:  # a StoreError too
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        place = Place(
+            tree=args.tree.resolve(),
+            script=args.script.resolve(),
+            checkpoint=args.checkpoint.resolve(),
+            stores=stores,
+            folder=folder,
+            te=args.spec == "te",
+            cpu=args.device == "cpu",
+            scale=scale,
+        )
+        rows = [
+            row for case in args.cases for row in run(case, CASES[case](place), args.out, about)
+        ]
+    if all("skipped" in row for row in rows):
+        print("skipped: no row of these cases can be had here")
+        return SKIPPED
+    failed = [row for row in rows if not row.get("ok", True)]
+    done = sum("ok" in row for row in rows)
+    print(f"{done - len(failed)} of {done} rows show what they must: {args.out}")
+    return 1 if failed else 0
+
+
+def run(case: str, rows: Rows, out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run one case; print and record each row as it comes."""
+    known: list[dict[str, Any]] = []
+    begin = time.monotonic()
+    for name, fields in rows:
+        known.append({"row": name, **fields})
+        record = {**about, "seconds": round(time.monotonic() - begin, 1), "rows": known}
+        write_results(out, f"training {case}", record)
+        if "skipped" in fields:
+            print(f"skipped: {case}, {name}: {fields['skipped']}", flush=True)
+            continue
+        print(
+            f"{'ok    ' if fields['ok'] else 'FAILED'} {case}, {name}: {_told(fields)}", flush=True
+        )
+    return known
+
+
+def _told(fields: dict[str, Any]) -> str:
+    hidden = ("ok", "ratios", "seconds", "losses")
+    # of an error the last line says most; the record has all of it
+    short = {**fields, **({"error": fields["error"].splitlines()[-1]} if "error" in fields else {})}
+    told = [f"{name} {value}" for name, value in short.items() if name not in hidden]
+    for name, ratio in fields.get("ratios", {}).items():
+        tells = "" if ratio["tells"] else " (cannot tell)"
+        told.append(f"{name} {ratio['median']:.3f}{tells}")
+    return ", ".join(told)
+
+
+def _missing(args: argparse.Namespace) -> str:
+    """Why none of it can run here; empty where it can."""
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            return "no CUDA device here; --device cpu --rehearse runs it all"
+    if args.spec == "te" and importlib.util.find_spec("transformer_engine_torch") is None:
+        return "no Transformer Engine here; --spec local trains Megatron's own layers"
+    return ""
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="training", description=str(__doc__).splitlines()[0])
+    add = parser.add_argument
+    add("--cases", required=True, help=f"all, or some of {','.join(CASES)}")
+    add("--tree", type=Path, required=True, help="a patched Megatron-LM of 0.19")
+    add("--store", type=Path, required=True, help="the demo's rollout store")
+    add("--checkpoint", type=Path, required=True, help="the demo's checkpoint")
+    add("--script", type=Path, required=True, help="a training script, such as pretrain_gpt.py")
+    add("--out", type=Path, required=True, help="the folder to record in")
+    add("--spec", choices=("te", "local"), help="the layers (default: te, local in a rehearsal)")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--rehearse", action="store_true", help="tiny, to see that it runs")
+    args = parser.parse_args(argv)
+    if (args.device == "cpu") != args.rehearse:
+        parser.error("--device cpu and --rehearse go together")
+    args.spec = args.spec or ("local" if args.rehearse else "te")
+    if args.rehearse and args.spec == "te":
+        parser.error("--spec te: Transformer Engine has no layers for a CPU; give --spec local")
+    args.cases = [*CASES] if args.cases == "all" else args.cases.split(",")
+    if unknown := [case for case in args.cases if case not in CASES]:
+        parser.error(f"--cases {unknown[0]}: one of {', '.join(CASES)}, or all")
+    for name, file in (
+        ("--tree", args.tree / "megatron" / "core"),
+        ("--store", args.store),
+        ("--checkpoint", args.checkpoint),
+        ("--script", args.script),
+    ):
+        if not file.exists():
+            parser.error(f"{name}: there is no {file}")
+    if (
+        "moe_router_replay"
+        not in (
+            args.tree / "megatron" / "core" / "transformer" / "transformer_config.py"
+        ).read_text()
+    ):
+        parser.error(f"--tree {args.tree}: it is not patched; run megatron-r3 apply {args.tree}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""What the trainings of a case must show. Plain functions of what was seen, so that tests can lie.
+
+Every function returns the fields of a row. `ok` says whether the row shows all that it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from proof.benchmarks.interval import median_of
+from proof.fidelity.judge import gradient_error
+from proof.fidelity.models import BF16
+from proof.gpu_kit.training_rank import Seen, Step
+
+# The sampler and the trainer compute the same model, so log-probs of a token differ by rounding to
+# bfloat16. A weight that was not loaded, or in the wrong place, makes them differ by 1 and more.
+LOGPROB = 0.05
+# The loss is a mean over many tokens of ratio times advantage, both near 1.
+LOSS = 2e-3
+# Four micro-batches' gradients, each rounded to bfloat16 (2^-9 of its value) before it is added
+ROUNDED = 2e-2
+WARM_UP = 2  # steps of each way before times count
+
+
+def dispatched(seen: Seen) -> float:
+    """The share of (token, expert) pairs of all steps that reached the recorded expert."""
+    pairs = [step.dispatched for step in seen.steps if step.dispatched is not None]
+    total = sum(of for _, of in pairs)
+    return sum(matched for matched, _ in pairs) / total if total else 0.0
+
+
+def pairs(seen: Seen) -> int:
+    """How many pairs the last step counted, in all passes."""
+    return seen.steps[-1].dispatched[1] if seen.steps and seen.steps[-1].dispatched else 0
+
+
+def trained(seen: Seen, experts: str = "", sampled: bool = True) -> dict[str, Any]:
+    """Whether all losses and gradients are finite, and the layers are those that were meant.
+
+    Args:
+        experts: the class that the experts must have; empty for any.
+        sampled: whether the model, with these routes, is the one that sampled.
+    """
+    losses = [value for step in seen.steps for value in step.losses.values()]
+    finite = all(torch.isfinite(torch.tensor(losses)).tolist()) and bool(losses)
+    finite = finite and all(step.finite for step in seen.steps)
+    apart = max((step.losses.get("abs dlogp", 0.0) for step in seen.steps), default=0.0)
+    return {
+        "ok": finite and (apart <= LOGPROB or not sampled) and experts in ("", seen.experts),
+        "finite": finite,
+        "logprob_difference": apart,
+        "experts": seen.experts,
+        "attention": seen.attention,
+    }
+
+
+def replayed(seen: Seen, experts: str = "", sampled: bool = True) -> dict[str, Any]:
+    """A replayed training: every recorded token reached the recorded experts."""
+    row = trained(seen, experts, sampled) | {"dispatched": dispatched(seen), "pairs": pairs(seen)}
+    return row | {"ok": row["ok"] and row["dispatched"] == 1.0}
+
+
+def live(seen: Seen, experts: str = "") -> dict[str, Any]:
+    """A live training, the control: some tokens must have missed the experts of the store."""
+    row = trained(seen, experts) | {"dispatched": dispatched(seen), "pairs": pairs(seen)}
+    return row | {"ok": row["ok"] and 0.0 < row["dispatched"] < 1.0}
+
+
+def same(one: Step, other: Step) -> bool:
+    """Whether losses and gradients of two steps are the same to the last bit."""
+    return (
+        bool(one.gradients)
+        and one.losses == other.losses
+        and one.gradients.keys() == other.gradients.keys()
+        and all(torch.equal(g, other.gradients[name]) for name, g in one.gradients.items())
+    )
+
+
+def recorded(seen: Seen) -> dict[str, Any]:
+    """Steps that recorded, replayed that, and replayed it with the route of one token changed."""
+    first, again, changed = seen.steps
+    row = trained(seen)
+    row |= {"bitwise": same(first, again), "control_differs": not same(first, changed)}
+    row["gradients"] = len(first.gradients)
+    return row | {"ok": row["ok"] and row["bitwise"] and row["control_differs"]}
+
+
+def compared(seen: Seen, base: Seen, tolerance: float = BF16) -> dict[str, Any]:
+    """A replayed training beside another one that computes the same."""
+    last, other = seen.steps[-1], base.steps[-1]
+    error = gradient_error(last.gradients, other.gradients) if other.gradients else float("inf")
+    loss = abs(last.losses["policy loss"] - other.losses["policy loss"])
+    row = replayed(seen, sampled=False) | {"gradient_error": error, "loss_difference": loss}
+    row["bitwise"] = same(last, other)
+    return row | {"ok": row["ok"] and error <= tolerance and loss <= LOSS, "tolerance": tolerance}
+
+
+def recomputed(seen: Seen, base: Seen, passes: int, bitwise: bool, by: str) -> dict[str, Any]:
+    """A training with recompute beside one without.
+
+    Args:
+        passes: how often the experts run in it for each time that they run without.
+        bitwise: whether the gradients must be the same to the last bit.
+        by: the name in `Seen.counts` of what must have bound the recompute; empty for any.
+    """
+    row = compared(seen, base)
+    row |= {"passes": pairs(seen) / max(pairs(base), 1), "bound": seen.counts}
+    enough = row["passes"] == passes and (not by or seen.counts.get(by, 0) > 0)
+    return row | {"ok": row["ok"] and enough and (row["bitwise"] or not bitwise)}
+
+
+def unbound(seen: Seen, base: Seen, tolerance: float = BF16) -> dict[str, Any]:
+    """The control of `recomputed`: the binding was undone, and both counts and gradients show it.
+
+    The recompute has no micro-batch then, routes live, and is not counted.
+    """
+    error = gradient_error(seen.steps[-1].gradients, base.steps[-1].gradients)
+    passes = pairs(seen) / max(pairs(base), 1)
+    shows = error > tolerance and passes == 1.0
+    return {"ok": shows, "gradient_error": error, "passes": passes, "control": True}
+
+
+def times(seen: Seen, ways: Sequence[str], pairs_wanted: int) -> dict[str, Any]:
+    """Ratios of neighbouring steps of one process that goes through the ways in turn.
+
+    Args:
+        ways: of one turn, the first is the one that others are compared with.
+        pairs_wanted: how many turns follow the turns that warm up.
+    """
+    seconds = [step.seconds for step in seen.steps]
+    turns = [seconds[i : i + len(ways)] for i in range(0, len(seconds), len(ways))][WARM_UP:]
+    ratios = {
+        f"{way} / {ways[0]}": median_of([turn[i] / turn[0] for turn in turns]).record()
+        for i, way in enumerate(ways)
+        if i
+    }
+    row = trained(seen) | {"ratios": ratios, "seconds": dict(zip(ways, turns[-1], strict=True))}
+    return row | {"ok": row["ok"] and len(turns) == pairs_wanted}
+
+
+def refused(reason: str, expected: str) -> dict[str, Any]:
+    """A command line that must be refused, for one reason."""
+    said = reason[max(reason.find("error:"), 0) :]  # behind Megatron's warnings
+    return {"ok": expected in said, "refused": said[-500:]}
+
+
+def fused_wgrad(seen: Seen, base: Seen, fused: bool) -> dict[str, Any]:
+    """A training with gradient accumulation fusion, or without it, beside one without it.
+
+    Without it each micro-batch's gradient is rounded to bfloat16 before it is added.
+    """
+    row = compared(seen, base, ROUNDED) | {"fused_modules": seen.fused_wgrad}
+    row["stand_in_calls"] = seen.counts.get("stand_in", 0)
+    as_meant = (row["fused_modules"] > 0) == fused == (row["stand_in_calls"] > 0)
+    return row | {"ok": row["ok"] and as_meant}
+
+
+def graphed(seen: Seen, base: Seen) -> dict[str, Any]:
+    """A training with CUDA graphs beside one without: its last step ran from graphs."""
+    row = compared(seen, base) | {"graphs": seen.counts.get("graphs", 0)}
+    losses = [step.losses["policy loss"] for step in seen.steps]
+    row["losses"] = losses
+    steady = max(losses) - min(losses) <= LOSS  # eager steps first, then steps from graphs
+    return row | {"ok": row["ok"] and row["graphs"] > 0 and steady}
+
+
+def gated(seen: Seen, base: Seen) -> dict[str, Any]:
+    """A training with the fused gate beside one without: the gate was really called."""
+    row = compared(seen, base) | {"gate_calls": seen.counts.get("gate", 0)}
+    apart = row["gate_calls"] > 0 and not base.counts.get("gate", 0)
+    return row | {"ok": row["ok"] and apart}
