@@ -8,8 +8,6 @@ Shape suffixes (docs/glossary.md): C, N, V.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +20,7 @@ from megatron_r3.collect.reward import checked_reward
 from megatron_r3.collect.writing import new_store, writing
 from megatron_r3.data.store import Rollout, RolloutStore, StoreError, write_shard
 from megatron_r3.data.store.shard import Shard
+from megatron_r3.data.whole_file import whole_file
 from megatron_r3.replay.words import one_line
 
 try:
@@ -68,22 +67,12 @@ def to_parquet(directory: Path, path: Path) -> int:
     """
     store = RolloutStore([directory], mixed_policies=True)
     with writing(path):
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
-        # Beside `path`, to be renamed when it is whole: a rename does not cross file systems.
-        descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
-        os.close(descriptor)
-        try:
-            schema = _schema(store)
-            with pq.ParquetWriter(name, schema) as writer:
-                first = 0
-                for shard in store.shards:
-                    rows = [_row(store, shard, i, first + i) for i in range(shard.num_rollouts)]
-                    writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-                    first += shard.num_rollouts
-            os.chmod(name, 0o644)  # mkstemp made it readable for its owner alone
-            os.replace(name, path)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        schema, first = _schema(store), 0
+        with whole_file(path) as file, pq.ParquetWriter(file, schema) as writer:
+            for shard in store.shards:
+                rows = [_row(store, shard, i, first + i) for i in range(shard.num_rollouts)]
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                first += shard.num_rollouts
     return len(store)
 
 

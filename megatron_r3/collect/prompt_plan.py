@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from megatron_r3.collect.prompts import Prompt
 from megatron_r3.collect.reward import RewardFunction
+from megatron_r3.data.digest import digest_number
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.fingerprint import policy_stamp, router_fingerprint
 from megatron_r3.data.store import Rollout, SamplingSettings, StoreInfo
@@ -72,7 +72,7 @@ class Sampling:
             return None
         # A digest, so that no two samples have neighbouring seeds, which some generators mix badly.
         name = f"{self.seed} {policy_version} {group} {sample}".encode()
-        return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
+        return digest_number(name, 31)
 
 
 def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampling:

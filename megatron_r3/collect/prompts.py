@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_r3.data.digest import digest_number
 from megatron_r3.data.engines.body import refuse_other_parts
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import MOST_TOKEN_ID, wrong_token
 from megatron_r3.replay.words import one_line
+
+_BITS = 63  # of a digest, as a number that int64 can hold
 
 
 class PromptError(ValueError):
@@ -98,7 +100,7 @@ def prompt_digest(content: list[int] | str | list[dict[str, Any]]) -> int:
     elif content and isinstance(content[0], dict):
         kind = "messages"
     data = json.dumps([kind, content], sort_keys=True, separators=(",", ":"))
-    return _number_of(data.encode()) or 1
+    return digest_number(data.encode(), _BITS) or 1
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -169,14 +171,9 @@ def _group(fields: Mapping[str, Any], number: int, where: str) -> int:
     if value is None:
         return number
     if name == "id" and isinstance(value, str):
-        return _number_of(value.encode(errors="surrogatepass"))
+        return digest_number(value.encode(errors="surrogatepass"), _BITS)
     if type(value) is not int or not -(2**63) <= value < 2**63:
         raise PromptError(
             f"{where}: `{name}` must be a whole number of 64 bits; got {one_line(repr(value), 80)}"
         )
     return value
-
-
-def _number_of(data: bytes) -> int:
-    """The first 63 bits of a SHA-256, a number that int64 can hold."""
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 1

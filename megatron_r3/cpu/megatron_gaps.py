@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import importlib
 import importlib.util
 import logging
@@ -24,6 +23,8 @@ from typing import Any
 import torch
 import torch._dynamo.config
 import typing_extensions
+
+from megatron_r3.data.digest import short_digest
 
 _INDEX_BUILDER = "helpers_cpp"
 
@@ -218,7 +219,7 @@ def _library_of(source: Path) -> Path:
     For example `~/.cache/megatron_r3/helpers_cpp-0123456789abcdef/helpers_cpp.cpython-311-...so`.
     """
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    key = hashlib.sha256(source.read_bytes() + suffix.encode()).hexdigest()[:16]
+    key = short_digest(source.read_bytes() + suffix.encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "megatron_r3" / f"{_INDEX_BUILDER}-{key}" / f"{_INDEX_BUILDER}{suffix}"
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from megatron_r3.data.digest import short_digest
 from megatron_r3.data.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def router_digest(weight_EH: Tensor) -> str:
     import torch  # the caller has it already
 
     as_bytes = weight_EH.detach().to(torch.bfloat16).cpu().contiguous().view(torch.uint8)
-    return hashlib.sha256(as_bytes.numpy().tobytes()).hexdigest()[:16]
+    return short_digest(as_bytes.numpy().tobytes())
 
 
 def router_fingerprint(directory: Path, moe_layers: tuple[int, ...]) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ def router_fingerprint(directory: Path, moe_layers: tuple[int, ...]) -> tuple[st
         name = f"model.layers.{layer}.mlp.gate.weight"
         if name not in tensors:
             raise ValueError(f"{directory}: no tensor {name} in its *.safetensors")
-        digests.append(hashlib.sha256(_as_bfloat16(tensors[name])).hexdigest()[:16])
+        digests.append(short_digest(_as_bfloat16(tensors[name])))
     return tuple(digests)
 
 

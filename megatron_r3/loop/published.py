@@ -8,13 +8,12 @@ file, and the trainer's probe: what it computes on fixed tokens with these weigh
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_r3.data.digest import file_digest, short_digest
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.loop.probe import Probe
 from megatron_r3.replay.words import one_line, quoted
@@ -51,8 +50,7 @@ class PublishedPolicy:
     @property
     def digest(self) -> str:
         """16 hex digits for the content of all files."""
-        text = json.dumps(self.files, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return short_digest(json.dumps(self.files, sort_keys=True))
 
     @property
     def name(self) -> str:
@@ -93,7 +91,13 @@ class PublishedPolicy:
             what = "is missing" if name in self.files else "was not published with it"
             raise PolicyError(f"{self.path / name}: {what}; {_PUBLISH_AGAIN}")
         for name, digest in self.files.items():
-            if file_digest(self.path / name) != digest:
+            try:
+                is_same = file_digest(self.path / name) == digest
+            except OSError as error:
+                raise PolicyError(
+                    f"{self.path / name}: cannot be read ({error.strerror})"
+                ) from error
+            if not is_same:
                 raise PolicyError(
                     f"{self.path / name}: its bytes are not those that the trainer wrote; "
                     f"{_PUBLISH_AGAIN}"
@@ -147,24 +151,3 @@ def wait_for_policy(directory: Path, version: int, wait_s: float) -> PublishedPo
             )
         time.sleep(POLL_S)
     return read_policy(directory, version)
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file.
-
-    Raises:
-        PolicyError: it cannot be read.
-    """
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-    except OSError as error:
-        raise PolicyError(f"{path}: cannot be read ({error.strerror})") from error
-    return digest.hexdigest()
-
-
-def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of some files of a folder, by name."""
-    return {name: file_digest(folder / name) for name in sorted(names)}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.data.json_lines import append_line, whole_lines
+from megatron_r3.data.whole_file import write_whole
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -68,13 +67,7 @@ class RunDirectory:
         """
         content = file.read_bytes()
         if not self.config.exists() or self._is_longer(content):
-            self.path.mkdir(parents=True, exist_ok=True)
-            # A name of its own: in containers, parts that begin at once have one process id.
-            handle, copy = tempfile.mkstemp(dir=self.path, prefix=".config-")
-            with os.fdopen(handle, "wb") as file_of_copy:
-                file_of_copy.write(content)
-            os.chmod(copy, 0o644)  # mkstemp's own mode is for this user alone
-            os.rename(copy, self.config)  # whole or not at all
+            write_whole(self.config, content)
         if self.config.read_bytes() != content:
             raise ValueError(
                 f"{file}: {self.path} has a run of another config ({self.config}): give another "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
+from megatron_r3.data.digest import file_digest
 from megatron_r3.patching.cleanroom import clean_room
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.repository import OwnRepository, new_folder
@@ -111,7 +111,7 @@ def _download(tree: KnownTree, folder: Path) -> Path:
     files = list((folder / "sdist").iterdir())
     if len(files) != 1 or not files[0].name.endswith(".tar.gz"):
         raise PatchingError(f"{tree.pypi}: pip gave {[f.name for f in files]}, not one .tar.gz")
-    digest = hashlib.sha256(files[0].read_bytes()).hexdigest()
+    digest = file_digest(files[0])
     if digest != tree.sdist_sha256:
         raise PatchingError(f"{files[0].name}: sha256 is {digest}, not {tree.sdist_sha256}")
     return files[0]

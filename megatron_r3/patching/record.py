@@ -13,7 +13,6 @@ itself, so that a record which was edited by hand is refused as a whole.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -23,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_r3.data.digest import digest
 from megatron_r3.patching.cleanroom import find_git_dirs
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import Blobs, Series
@@ -155,7 +155,7 @@ def _parse(data: Any) -> Record:
 
 def _digest(data: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in data.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return digest(json.dumps(rest, sort_keys=True))
 
 
 def write_record(root: Path, record: Record) -> None:
@@ -175,6 +175,7 @@ def write_record(root: Path, record: Record) -> None:
     data = json.loads(json.dumps(data))  # tuples are lists from here on, as they are in the file
     data["digest"] = _digest(data)
     path = record_path(root)
+    # The name is the same in every run: what a killed run has left is written over by the next.
     waiting = path.with_name(f"{path.name}-new")
     try:
         waiting.unlink(missing_ok=True)
@@ -204,19 +205,15 @@ def remove_record(root: Path) -> None:
 
 def series_digest(series: Series) -> str:
     """What tells two versions of a series apart: every byte that the patches change."""
-    digest = hashlib.sha256()
-    for patch in series.patches:
-        for change in patch.changes:
-            digest.update(b"%d " % len(change.diff) + change.diff)
-    return digest.hexdigest()
+    diffs = [change.diff for patch in series.patches for change in patch.changes]
+    return digest(b"".join(b"%d " % len(diff) + diff for diff in diffs))
 
 
 def files_digest(root: Path) -> str:
     """A digest of the files that a check runs: every Python file of `megatron/`, and the script."""
-    digest = hashlib.sha256()
+    texts = []
     for path in sorted([*(root / "megatron").rglob("*.py"), root / "pretrain_gpt.py"]):
         if path.is_file():
             data = path.read_bytes()
-            head = f"{path.relative_to(root).as_posix()}\n{len(data)}\n"
-            digest.update(os.fsencode(head) + data)
-    return digest.hexdigest()
+            texts.append(os.fsencode(f"{path.relative_to(root).as_posix()}\n{len(data)}\n") + data)
+    return digest(b"".join(texts))

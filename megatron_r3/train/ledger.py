@@ -13,9 +13,9 @@ training is then sample i - start of the store.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
+from megatron_r3.data.digest import short_digest
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError, StoreInfo
 from megatron_r3.train.options import RolloutOptions
@@ -26,7 +26,7 @@ def policy_name(info: StoreInfo) -> str:
     """16 hex digits for the policy that sampled; empty where the store does not tell it."""
     if not any(info.policy):
         return ""
-    return hashlib.sha256(repr(info.policy).encode()).hexdigest()[:16]
+    return short_digest(repr(info.policy))
 
 
 class Ledger:

@@ -6,7 +6,6 @@ as the updates will be. What it finds is kept by `OldPolicy`.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from megatron_r3.data.digest import short_digest
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.replay.layers import local_routers, unwrapped
@@ -150,5 +150,5 @@ class OldPass:
             "order": self.options.sample_order,
             "routes": self._routes(),
             "rollouts": f"{min(rollouts)} to {max(rollouts)}",
-            "shards": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "shards": short_digest(text),
         }

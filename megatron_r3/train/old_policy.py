@@ -15,7 +15,6 @@ Shape suffixes (docs/glossary.md): B, K, S, T.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import threading
@@ -30,6 +29,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from megatron_r3.data.store.schema import StoreError
+from megatron_r3.data.whole_file import write_whole
 
 FOLDER = "old-policy"
 
@@ -129,10 +129,8 @@ class OldPolicy:
         tensors = {"logprob_rows": self._logprob_table.rows, "logprobs": self._logprob_table.values}
         for layer, table in self._route_tables.items():
             tensors |= {f"route_rows.{layer}": table.rows, f"routes.{layer}": table.values}
-        folder.mkdir(parents=True, exist_ok=True)
-        waiting = folder / f".rank-{rank:05d}.{os.getpid()}"
-        waiting.write_bytes(save(tensors, metadata=about | {"pass": number}))
-        os.replace(waiting, folder / f"rank-{rank:05d}.safetensors")
+        data = save(tensors, metadata=about | {"pass": number})
+        write_whole(folder / f"rank-{rank:05d}.safetensors", data)
 
     def read(
         self,

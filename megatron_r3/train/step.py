@@ -9,7 +9,6 @@ Shape suffixes (docs/glossary.md): B, S, T, V.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_r3.data.digest import digest_number
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.replay.layers import layers_with_gradients, local_routers, unwrapped
@@ -403,7 +403,7 @@ class RolloutStep:
                 refuse(str(error))
             self.ledger.note()
         identities = store.index.table["identity"][: store.shard_of_rollout(used - 1) + 1]
-        return int.from_bytes(hashlib.sha256(identities.tobytes()).digest()[:8], "big") >> 12
+        return digest_number(identities.tobytes(), 52)
 
 
 def _message_of(error: StoreError) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -241,12 +240,3 @@ def copy_beside_weights(source: Path, target: Path) -> None:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
-
-
-def sha256_of(file: Path) -> str:
-    """The SHA-256 of a file, in hex digits."""
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while data := opened.read(1 << 22):
-            digest.update(data)
-    return digest.hexdigest()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_r3.data.digest import file_digest
 from megatron_r3.replay.layers import unwrapped
 from megatron_r3.replay.words import quoted
 from megatron_r3.weights.all_ranks import agree, everyones, my_rank, on_first_rank, together
@@ -25,7 +26,6 @@ from megatron_r3.weights.directory import (
     check_target,
     copy_beside_weights,
     read_config,
-    sha256_of,
     write_json,
     write_tensors,
     writing,
@@ -139,7 +139,7 @@ def write_policy(
                 if finish is not None:
                     digests = {file.name: file.sha256 for file in written}
                     others = (path for path in folder.iterdir() if path.name not in digests)
-                    digests |= {path.name: sha256_of(path) for path in others}
+                    digests |= {path.name: file_digest(path) for path in others}
                     finish(folder, dict(sorted(digests.items())))
 
         on_first_rank(rest)
@@ -299,7 +299,7 @@ def _write_file(
             tensor = tensor.contiguous()
             _refuse_non_finite(name, tensor, f"the model in {str(tensor.dtype)[6:]}")
             tensors[name] = tensor
-    return _File(file.name, list(tensors), write_tensors(file, tensors), sha256_of(file))
+    return _File(file.name, list(tensors), write_tensors(file, tensors), file_digest(file))
 
 
 def _refuse_non_finite(name: str, tensor: Tensor, where: object) -> None:

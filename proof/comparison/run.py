@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.process import Failed
+from megatron_r3.data.whole_file import write_whole
 from proof.benchmarks.machine import device_of, machine_at_start
 from proof.comparison.arms import COLLECTIONS, SEEDS, runs_of
 from proof.comparison.config import MINI_STEPS, write_config
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         print("stopped; the same command goes on", file=sys.stderr)
         return 130
     record = {**machine, **collected(out, args.collections, made_of)}
-    _write(out / "comparison.json", record)
+    write_whole(out / "comparison.json", as_json(record))
     print(f"{summary(record)}\n\n{out / 'comparison.json'}; {time.monotonic() - began:.0f} s")
     for key, reason in failed.items():
         print(f"error: {key}: {reason}", file=sys.stderr)
@@ -147,7 +148,7 @@ def _finish(job: Job, seconds: float, collections: int, made_of: str) -> None:
     """
     found = measured(job.directory, collections, MINI_STEPS)
     result = {"digest": job.digest, "made_of": made_of, "seconds": round(seconds), **found}
-    _write(job.directory / RESULT, result)
+    write_whole(job.directory / RESULT, as_json(result))
     _remove_what_takes_room(job)
 
 
@@ -181,14 +182,6 @@ def collected(out: Path, collections: int, made_of: str) -> dict[str, Any]:
         "collections": collections,
         "runs": runs,
     }
-
-
-def _write(file: Path, record: dict[str, Any]) -> None:
-    """Write JSON, whole or not at all; of a record each run is a line."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(f"{file.name}.new")
-    new.write_text(as_json(record))
-    new.replace(file)
 
 
 def as_json(record: dict[str, Any]) -> str:

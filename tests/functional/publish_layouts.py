@@ -15,7 +15,7 @@ import torch
 from tiny import SEQUENCE, config, start
 
 from demo.task import VOCAB_SIZE
-from megatron_r3.weights.directory import sha256_of
+from megatron_r3.data.digest import file_digest
 
 # Less than the model has rows for: the last rows of the vocabulary are padding.
 VOCABULARY, PADDED = 61, 64
@@ -172,7 +172,7 @@ def write_after_training(rank: int, argv: list[str], out: Path, like: Path | Non
     told: list[str] = []
 
     def finish(folder: Path, digests: dict[str, str]) -> None:
-        assert all(sha256_of(folder / name) == digest for name, digest in digests.items())
+        assert all(file_digest(folder / name) == digest for name, digest in digests.items())
         told.extend(digests)
         (folder / "policy.json").write_text("{}")
 

@@ -17,11 +17,12 @@ import torch
 from tiny_models import qwen
 
 from megatron_r3.collect.generate import load_model
+from megatron_r3.data.digest import file_digests
 from megatron_r3.data.engines.transformers import capture_routes
 from megatron_r3.loop.config_tables import Degrading
 from megatron_r3.loop.embedded import EmbeddedSampler, server
 from megatron_r3.loop.probe import Probe, probe_tokens
-from megatron_r3.loop.published import MANIFEST, PublishedPolicy, digests_of, version_name
+from megatron_r3.loop.published import MANIFEST, PublishedPolicy, version_name
 
 VOCABULARY = 64
 
@@ -72,7 +73,7 @@ def publish(policies: Path, version: int, seed: int, dtype: torch.dtype = torch.
 
 def add_manifest(folder: Path, version: int) -> Path:
     """Make a policy of a transformers directory."""
-    files = digests_of(folder, (path.name for path in folder.iterdir()))
+    files = file_digests(folder, (path.name for path in folder.iterdir()))
     made = PublishedPolicy(folder, version, version, files, probe_of(folder))
     (folder / MANIFEST).write_text(made.to_json())
     return folder

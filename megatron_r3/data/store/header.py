@@ -8,7 +8,6 @@ reading takes no more memory than the file is long.
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_r3.data.digest import short_digest
 from megatron_r3.data.lazy import lazy
 from megatron_r3.data.store.files import HeldFile, shard_name, shard_number
 from megatron_r3.data.store.layout import DTYPES, MOST_HEADER_BYTES, Entry, read_layout
@@ -129,7 +129,7 @@ def read_header(file: HeldFile) -> Header:
         raise
     except ValueError as error:  # from read_json: the text is not JSON; begins with the path
         raise StoreError(f"{error}; copy the shard again or remove it") from error
-    identity = hashlib.sha256(text).hexdigest()[:16]
+    identity = short_digest(text)
     header = Header(version, info, entries, crc32, must_know, recorded_rows, identity)
     _check_names(header, where)
     _check_shapes(header, where)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_r3.data.truth.mismatch_tables import Tables
 from megatron_r3.data.untrusted import read_json
+from megatron_r3.data.whole_file import write_whole
 from megatron_r3.replay.words import one_line
 
 FORMAT = 1
@@ -100,23 +99,10 @@ def write_floor(path: Path, floor: Floor) -> bool:
     Raises:
         FloorError: it cannot be written there.
     """
-    temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".floor-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(floor.to_json(), file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's own mode is for this user alone
-        try:
-            os.link(temporary, path)  # unlike a rename this fails if there is one
-        except FileExistsError:
-            return False
+        write_whole(path, json.dumps(floor.to_json(), indent=1) + "\n", replaces=False)
+    except FileExistsError:
+        return False
     except OSError as error:
         raise FloorError(f"{path}: the floor cannot be written: {error.strerror}") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
     return True

@@ -1,0 +1,51 @@
+"""A file that is there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def whole_file(path: Path, *, replaces: bool = True) -> Iterator[BinaryIO]:
+    """Write a file that gets its name when the block ends, or leaves nothing if the block raises.
+
+    Until then it lies beside `path` under another name, because a rename does not cross file
+    systems. Folders above it are made.
+
+    Args:
+        replaces: whether a file of that name is replaced.
+
+    Raises:
+        FileExistsError: a file has the name, and is not to be replaced; it stays as it is.
+        OSError: the file cannot be written.
+    """
+    folder = path.absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # the bytes are on disk before the name is
+        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
+        if replaces:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)  # unlike a rename this fails if the name is taken
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes | str, *, replaces: bool = True) -> None:
+    """Write a whole file of these bytes, or of this text in UTF-8; see `whole_file`."""
+    with whole_file(path, replaces=replaces) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
