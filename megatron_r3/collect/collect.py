@@ -194,14 +194,13 @@ class Sampler:
         """
         seed = self.plan.sampling.seed_of(prompt.group, index, self.plan.policy_version)
         answer = await self._engine.sample(prompt, seed, where)
-        self._policy.check(answer.policies, where)
+        self._policy.check(answer.said.policies, where)
         await self._engine.confirm()
         return answer
 
     async def _reward(self, answer: Answer, prompt: Prompt, index: int, where: str) -> Rollout:
         plan, decoded = self.plan, answer.decoded
-        said = answer.message, answer.finish_reason
-        seen = RewardSample.of(decoded, prompt.fields, said, prompt.group, index)
+        seen = RewardSample.of(decoded, prompt.fields, answer.said, prompt.group, index)
         reward = await self._rewards.run(score, plan.reward, seen, where)
         rollout = replace(
             decoded,

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_r3.collect.prompt_plan import Model
-from megatron_r3.collect.recorded import answers_of, digests_of, read_lines, settings_of
+from megatron_r3.collect.recorded import digests_of, read_lines, settings_of
 from megatron_r3.collect.request_fields import left_out, refuse_defaults
-from megatron_r3.collect.requests import decoder, policies_of
 from megatron_r3.collect.reward import (
     RewardError,
     RewardFunction,
@@ -24,6 +23,8 @@ from megatron_r3.collect.reward import (
     score,
 )
 from megatron_r3.collect.writing import new_store, writing
+from megatron_r3.data.engines import decode_increments
+from megatron_r3.data.engines.said import Said
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.rollout import Rollout
 from megatron_r3.data.store import StoreInfo, write_shard
@@ -119,7 +120,7 @@ class _Reader:
     """
 
     def __init__(self, recording: Recording) -> None:
-        self.recording, self.decode = recording, decoder(recording.engine)
+        self.recording = recording
         self.sampling = SamplingSettings()
         self.defaults = recording.model.sampling_defaults
         self.left_out: set[str] = set()
@@ -153,20 +154,21 @@ class _Reader:
             # token's probability. So it is left out of what all lines must share.
             settings = replace(settings_of(request, where), max_tokens=None)
             refuse_defaults(self.recording.engine, request, self.defaults, where)
-            decoded = self.decode(response, request, self.recording.model.shape, where)
-            answers = answers_of(response, len(decoded), where)
-            digests = digests_of(self.recording.engine, request, where)
-            if any(choice.kept is not None for choice in decoded):
+            engine, shape = self.recording.engine, self.recording.model.shape
+            choices = decode_increments(engine, response, request, shape, where)
+            decoded = [(choice.whole(), choice.said) for choice in choices]
+            digests = digests_of(engine, request, where)
+            if any(choice.kept is not None for choice in choices):
                 settings = replace(settings, logprobs_of="processed")
             self._refuse_other_settings(settings, request.get("model"), where)
-            self.left_out.update(left_out(self.recording.engine, request))
-            versions = [self._version(response, i, c, where) for i, c in enumerate(decoded)]
+            self.left_out.update(left_out(engine, request))
+            versions = [self._version(*both, i, where) for i, both in enumerate(decoded)]
         except EngineError as error:
             return [], str(error)
         # The decoders refuse what they know to be wrong; this catches what they do not know.
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
             return [], f"{where}: the response cannot be read ({said(repr(error))})"
-        return list(self._rollouts(line, decoded, answers, digests, versions, where)), ""
+        return list(self._rollouts(line, decoded, digests, versions, where)), ""
 
     def _refuse_other_settings(self, settings: SamplingSettings, model: Any, where: str) -> None:
         """A store has one way of sampling and one model, those of its first response.
@@ -192,15 +194,14 @@ class _Reader:
     def _rollouts(
         self,
         line: dict[str, Any],
-        decoded: list[Rollout],
-        answers: list[tuple[Mapping[str, Any], str]],
+        decoded: list[tuple[Rollout, Said]],
         digests: list[int],
         versions: list[int],
         where: str,
     ) -> Iterator[Rollout]:
         # The decoder numbers the prompts of a request from 0 on; `first` is the group of prompt 0.
-        first = self._first_group(line, 1 + max(choice.group for choice in decoded), where)
-        for index, (choice, answer) in enumerate(zip(decoded, answers, strict=True)):
+        first = self._first_group(line, 1 + max(choice.group for choice, _ in decoded), where)
+        for index, (choice, says) in enumerate(decoded):
             group, digest = first + choice.group, digests[choice.group]
             version = versions[index]
             sample = self._samples[group]
@@ -208,7 +209,7 @@ class _Reader:
                 raise EngineError(f"{where}: {wrong}")
             self._refuse_other_prompt(group, digest, where)
             self._samples[group] += 1
-            seen = RewardSample.of(choice, line, answer, group, sample)
+            seen = RewardSample.of(choice, line, says, group, sample)
             reward = self._reward(line, index, len(decoded), seen, where)
             yield replace(
                 choice,
@@ -219,7 +220,7 @@ class _Reader:
                 prompt_digest=digest,
             )
 
-    def _version(self, response: Any, index: int, choice: Rollout, where: str) -> int:
+    def _version(self, choice: Rollout, says: Said, index: int, where: str) -> int:
         """The policy version of one choice: of its spans, of the command, or of the response.
 
         Raises:
@@ -236,9 +237,8 @@ class _Reader:
             return choice.policy_version
         if given is not None:
             return given
-        said = policies_of(response, index, where) if isinstance(response, (dict, list)) else []
-        whole = len(said) == 1 and re.fullmatch("[0-9]{1,18}", said[0])
-        return int(said[0]) if whole else 0
+        whole = len(says.policies) == 1 and re.fullmatch("[0-9]{1,18}", says.policies[0])
+        return int(says.policies[0]) if whole else 0
 
     def _first_group(self, line: dict[str, Any], prompts: int, where: str) -> int:
         """The group of the line's first prompt."""

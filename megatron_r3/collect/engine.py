@@ -7,12 +7,13 @@ in this process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from megatron_r3.collect.prompts import Prompt
 from megatron_r3.collect.writing import Shelf
+from megatron_r3.data.engines.said import Said
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.rollout import Rollout
 
@@ -54,15 +55,11 @@ class Answer:
 
     Attributes:
         decoded: tokens, log-probs and routes, checked; the reward and the name are not known yet.
-        message: what the model wrote, as the engine says it (`reward.RewardSample.message`).
-        finish_reason: why the response ended, in the engine's words: "stop", "length".
-        policies: the versions of the weights that sampled it, as far as the engine says them.
+        said: what the engine says beside.
     """
 
     decoded: Rollout
-    message: Mapping[str, Any]
-    finish_reason: str
-    policies: list[str] = field(default_factory=list)
+    said: Said
 
 
 class Engine(Protocol):

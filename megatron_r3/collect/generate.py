@@ -25,6 +25,7 @@ from megatron_r3.collect.engine import Answer, Identity, NoAnswer
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt, PromptError
 from megatron_r3.collect.signals import BackgroundThread, end_tasks
+from megatron_r3.data.engines.said import Said
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.engines.transformers import capture_routes
 from megatron_r3.data.kept import KeptSets
@@ -223,7 +224,7 @@ class Transformers:
                 message["content"] = self._tokenizer.decode(
                     rollout.tokens_N[length:].tolist(), skip_special_tokens=True
                 )
-            answers.append(Answer(rollout, message, "stop" if ended.any() else "length"))
+            answers.append(Answer(rollout, Said(message, "stop" if ended.any() else "length")))
         return answers
 
     @torch.inference_mode()

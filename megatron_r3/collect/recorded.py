@@ -9,10 +9,8 @@ from typing import Any
 
 from megatron_r3.collect.prompts import prompt_digest
 from megatron_r3.collect.request_fields import refuse_other_fields
-from megatron_r3.collect.requests import answer_of
 from megatron_r3.data.engines import body as bodies
 from megatron_r3.data.engines.shape import EngineError, naming
-from megatron_r3.data.engines.vllm import joined_stream
 from megatron_r3.data.store.schema import SamplingSettings
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.words import quoted
@@ -108,23 +106,6 @@ def _number(
             f"{where}: {name} must be a number from {least:g} to {most:g}; got {quoted(value)}"
         )
     return float(value)
-
-
-def answers_of(response: Any, count: int, where: str) -> list[tuple[Mapping[str, Any], str]]:
-    """Message and finish reason of each choice of a response that was decoded.
-
-    Args:
-        count: how many choices the response has.
-
-    Raises:
-        EngineError: the engine gave a choice up half-way, or text or finish reason is no text.
-    """
-    # A streamed response is stored as the text of its events, alone or as `_raw_text`.
-    streamed = response.get("_raw_text") if isinstance(response, Mapping) else response
-    if isinstance(streamed, str):
-        with naming(where):
-            response = joined_stream(streamed)
-    return [answer_of(response, i, where) for i in range(count)]
 
 
 def digests_of(engine: str, request: Mapping[str, Any], where: str) -> list[int]:

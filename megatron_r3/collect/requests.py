@@ -1,31 +1,13 @@
-"""How servers are asked for a sample, and what they answer beside tokens and routes.
-
-`convert` reads recorded answers with the second half of this file.
-
-Shape suffixes (docs/glossary.md): G.
-"""
+"""How servers are asked for a sample."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt, PromptError
-from megatron_r3.collect.reward import BESIDE_CONTENT
-from megatron_r3.data import engines
-from megatron_r3.data.engines.megatron import policy_versions
-from megatron_r3.data.engines.shape import EngineError, ModelShape
+from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.rollout import Rollout
-from megatron_r3.data.values import wrong_text
-
-Decode = Callable[[Mapping[str, Any], Mapping[str, Any], ModelShape, str], list[Rollout]]
-
-
-def decoder(engine: str) -> Decode:
-    """`engines.decode` for one engine: it makes rollouts of a response."""
-    return partial(engines.decode, engine)
 
 
 def build_request(
@@ -163,93 +145,3 @@ def refuse_without_kept(engine: str, decoded: Rollout, sampling: Sampling, where
     """
     if sampling.wants_kept and decoded.kept is None:
         raise EngineError(f"{where}: the response has no sampling mask: {_ASK_MASK[engine]}")
-
-
-def answer_of(response: Any, index: int, where: str) -> tuple[Mapping[str, Any], str]:
-    """Message and finish reason of one choice of a response that was decoded.
-
-    The message has what the model wrote, and nothing else that the engine may send with it (ids,
-    log-probs). A completion's text becomes `{"content": "..."}`; without a text there is nothing.
-
-    Raises:
-        EngineError: text or finish reason is no text, the message has audio, or the engine gave the
-            request up half-way. Then the response ends where the engine stopped, and not where the
-            policy did.
-    """
-    choice = _choice(response, index)
-    message = choice.get("message")
-    if message is None:
-        message = {} if choice.get("text") is None else {"content": choice["text"]}
-    if not isinstance(message, Mapping):
-        raise EngineError(f"{where}: its message must be an object; got {type(message).__name__}")
-    if message.get("audio"):
-        raise EngineError(f"{where}: the message has audio; rollouts are of text alone")
-    message = {name: message[name] for name in ("content", *BESIDE_CONTENT) if name in message}
-    text = message.get("content") or ""
-    reason = choice.get("finish_reason", (choice.get("meta_info") or {}).get("finish_reason"))
-    if isinstance(reason, Mapping):  # SGLang: {"type": "stop", "matched": 2}
-        reason = reason.get("type")
-    reason = reason or ""
-    for name, value in (("text", text), ("finish reason", reason)):
-        if not isinstance(value, str):
-            raise EngineError(f"{where}: its {name} must be a text; got {type(value).__name__}")
-    if reason in ("abort", "error"):
-        raise EngineError(f"{where}: the engine ended the response with {reason!r}, half-way")
-    return message, reason
-
-
-def refuse_nameless(response: Any, asked: str, where: str) -> None:
-    """Refuse a response that names no model, if the request named one.
-
-    vLLM names the model in each response, and the decoder compares it with the request. SGLang's
-    /generate takes no name and gives none.
-
-    Raises:
-        EngineError: naming the model that was asked for.
-    """
-    if asked and not response.get("model"):
-        raise EngineError(f"{where}: the response names no model; {asked!r} was asked for")
-
-
-def policies_of(response: Any, index: int, where: str) -> list[str]:
-    """The versions of the engine's weights that sampled one choice, as far as the response says.
-
-    SGLang has `weight_version` and `weight_versions: [{"version", "start", "end"}]` in meta_info,
-    vLLM from 0.32 on the latter. Megatron has `policy_epoch: [[first token, number]]` in a choice,
-    or its message, where whoever trains beside it counts. Two versions mean that new weights came
-    while the choice was sampled.
-
-    Raises:
-        EngineError: a version is no text.
-    """
-    choice = _choice(response, index)
-    versions = []
-    for part in (response, choice, choice.get("meta_info")):
-        if not isinstance(part, Mapping):
-            continue
-        spans = part.get("weight_versions") or []
-        for version in (part.get("weight_version"), *(span["version"] for span in spans)):
-            if version is None:
-                continue
-            version = str(version) if type(version) is int else version
-            wrong = wrong_text(version)
-            if wrong is not None:
-                raise EngineError(f"{where}: the version of its weights must be {wrong}")
-            versions.append(version)
-    message = choice.get("message")
-    fields = {**(message if isinstance(message, Mapping) else {}), **choice}
-    if fields.get("policy_epoch"):
-        lengths = (len(fields[f"{part}_token_ids"]) for part in ("prompt", "generation"))
-        versions_G = policy_versions(fields["policy_epoch"], *lengths)
-        versions += [] if versions_G is None else map(str, versions_G.tolist())
-    return list(dict.fromkeys(versions))  # each once, in the order of their first appearance
-
-
-def _choice(response: Any, index: int) -> Mapping[str, Any]:
-    """One choice of a response whose form the decoder has checked."""
-    if isinstance(response, list):  # SGLang answers with a list if it is asked for several
-        response = response[index]
-    if "choices" in response:
-        response = next(c for c in response["choices"] if c.get("index") == index)
-    choice: Mapping[str, Any] = response
-    return choice

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_r3.data.engines.said import BESIDE_CONTENT, Said
 from megatron_r3.data.rollout import Rollout
 from megatron_r3.data.values import wrong_reward
 from megatron_r3.replay.words import one_line, quoted
-
-# What a server's parsers take out of the text that the model wrote; names differ by engine.
-BESIDE_CONTENT = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")
 
 
 class RewardError(ValueError):
@@ -52,13 +50,14 @@ class RewardSample:
         cls,
         decoded: Rollout,
         fields: Mapping[str, Any],
-        answer: tuple[Mapping[str, Any], str],
+        said: Said,
         group: int,
         sample: int,
     ) -> RewardSample:
-        """What the function sees of a response; `answer` is its message and finish reason."""
+        """What the function sees of a response."""
         tokens, length = decoded.tokens_N.tolist(), decoded.prompt_length
-        return cls(fields, tokens[:length], tokens[length:], *answer, group, sample)
+        prompt, response = tokens[:length], tokens[length:]
+        return cls(fields, prompt, response, said.message, said.finish_reason, group, sample)
 
     @property
     def response_text(self) -> str:

@@ -17,13 +17,10 @@ from megatron_r3.collect.http_body import answer_limit
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt
 from megatron_r3.collect.requests import (
-    answer_of,
     build_request,
-    decoder,
-    policies_of,
-    refuse_nameless,
     refuse_without_kept,
 )
+from megatron_r3.data.engines import decode_increments
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.values import wrong_text
 
@@ -40,8 +37,8 @@ class Server:
 
     def __init__(self, name: str, client: Client, shape: ModelShape, sampling: Sampling) -> None:
         self.name, self.shape, self.sampling = name, shape, sampling
+        self._speaks = name  # a subclass may speak as an engine, and have another name in the store
         self._client, self._watch = client, Watch(client, name)
-        self._decode = decoder(name)
 
     def check(self, prompt: Prompt) -> None:
         """See `Engine.check`."""
@@ -63,15 +60,17 @@ class Server:
 
     def _read(self, response: Any, body: dict[str, Any], model: str, where: str) -> Answer:
         try:  # the decoder compares the response with the request, and with what a model can sample
-            samples = self._decode(response, body, self.shape, where)
+            samples = decode_increments(self._speaks, response, body, self.shape, where)
             if len(samples) != 1:
                 raise EngineError(
                     f"{where}: the response has {len(samples)} samples; 1 was asked for"
                 )
-            refuse_nameless(response, model, where)
-            refuse_without_kept(self.name, samples[0], self.sampling, where)
-            said = answer_of(response, 0, where)
-            return Answer(samples[0], *said, policies_of(response, 0, where))
+            decoded, said = samples[0].whole(), samples[0].said
+            # vLLM names the model in each response, and the decoder compares the two names.
+            if model and not said.model:
+                raise EngineError(f"{where}: the response names no model; {model!r} was asked for")
+            refuse_without_kept(self.name, decoded, self.sampling, where)
+            return Answer(decoded, said)
         except EngineError:
             raise
         except Exception as error:  # JSON of some other service: a list where an object is expected

@@ -122,8 +122,10 @@ class EmbeddedSampler:
         rollout = answer.decoded
         ids = rollout.tokens_N[length:].tolist()
         values = rollout.logprobs_N[length:].tolist()
-        reason: dict[str, Any] = {"type": answer.finish_reason}
-        reason |= {"matched": ids[-1]} if answer.finish_reason == "stop" else {"length": len(ids)}
+        reason: dict[str, Any] = {"type": answer.said.finish_reason}
+        reason |= (
+            {"matched": ids[-1]} if answer.said.finish_reason == "stop" else {"length": len(ids)}
+        )
         meta: dict[str, Any] = {
             "prompt_tokens": length,
             "completion_tokens": len(ids),
@@ -140,7 +142,7 @@ class EmbeddedSampler:
                 rollout.kept.of(token).tolist() for token in range(length, length + len(ids))
             ]
             meta["output_token_sampling_logprobs"] = values
-        return {"text": answer.message.get("content"), "output_ids": ids, "meta_info": meta}
+        return {"text": answer.said.message.get("content"), "output_ids": ids, "meta_info": meta}
 
     @torch.inference_mode()
     def _of_prompt(self, ids: list[int]) -> list[list[Any]]:

@@ -1,6 +1,6 @@
 """Prepare micro-batches ahead of the step, in a thread: read their routes, plan their dispatch.
 
-Shape suffixes (docs/glossary.md): K, L, T.
+Shape suffixes (docs/glossary.md): B, K, L, S, T.
 """
 
 from __future__ import annotations

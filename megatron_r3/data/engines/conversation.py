@@ -17,11 +17,12 @@ Shape suffixes (docs/glossary.md): C, G, K, L, N, T, U.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
+from megatron_r3.data.engines.said import Said
 from megatron_r3.data.engines.shape import EngineError, naming
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.rollout import UNKNOWN_POLICY, UNREWARDED, Rollout, wrong_versions
@@ -47,6 +48,7 @@ class Increment:
             sampling mask. The log-probs are then normalised over the kept sets.
         versions_G: int64, the version of the weights that sampled each token; None if the engine
             does not report it as a whole number.
+        said: what the response says beside.
     """
 
     tokens_N: np.ndarray
@@ -58,6 +60,7 @@ class Increment:
     where: str = "response"
     kept: KeptSets | None = None
     versions_G: np.ndarray | None = None
+    said: Said = field(default_factory=Said)
 
     def check(self) -> None:
         """Refuse parts that do not belong together, and values that no rollout has.

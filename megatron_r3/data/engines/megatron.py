@@ -34,6 +34,7 @@ from megatron_r3.data.engines.body import (
 )
 from megatron_r3.data.engines.checks import checked_routes, checked_tokens
 from megatron_r3.data.engines.conversation import Increment, read_choices
+from megatron_r3.data.engines.said import read_said
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.replay.words import quoted, said
 
@@ -119,7 +120,11 @@ def _increment(
     logprobs_G = _logprobs(fields, response_G, len(prompt))
     routes = checked_routes(rows_TLK, len(tokens_N), shape)
     versions_G = policy_versions(fields.get("policy_epoch"), len(prompt), len(response_G))
-    return Increment(tokens_N, len(prompt), logprobs_G, routes, 0, group, versions_G=versions_G)
+    versions = [] if versions_G is None else versions_G.tolist()
+    says = read_said(choice, choice.get("finish_reason"), versions)
+    return Increment(
+        *(tokens_N, len(prompt), logprobs_G, routes, 0, group), versions_G=versions_G, said=says
+    )
 
 
 def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.ndarray | None:

@@ -7,7 +7,7 @@ import pytest
 from megatron_r3.collect.engine import Identity, NoAnswer
 from megatron_r3.collect.prompt_plan import Sampling, sampling_for
 from megatron_r3.collect.prompts import Prompt
-from megatron_r3.collect.requests import build_request, policies_of
+from megatron_r3.collect.requests import build_request
 from megatron_r3.collect.server import Watch
 from megatron_r3.data.engines.megatron import policy_versions
 from megatron_r3.data.engines.shape import EngineError
@@ -57,32 +57,6 @@ def test_sampling_that_the_loss_knows_and_biased_sampling():
     assert sampling_for("megatron", PLAIN) == PLAIN
     warm = Sampling(8, temperature=0.7)
     assert sampling_for("megatron", warm, biased=True).logprobs_of is None
-
-
-def sampled(epochs, where="choice"):
-    """An answer to a prompt of 5 tokens, of which 3 were sampled: tokens 5 to 7."""
-    fields = {
-        "prompt_token_ids": [1] * 5,
-        "generation_token_ids": [2] * 3,
-        "policy_epoch": epochs,
-    }
-    return {"choices": [{"index": 0, **(fields if where == "choice" else {"message": fields})}]}
-
-
-@pytest.mark.parametrize(
-    ("epochs", "versions"),
-    [
-        (None, []),
-        ([[0, 3]], ["3"]),
-        ([[0, 3], [6, 4]], ["3", "4"]),
-        ([[0, 3], [4, 4]], ["4"]),  # new weights before the first token was sampled
-        ([[0, 3], [7, 4]], ["3"]),  # and after the last one
-    ],
-)
-def test_the_weights_that_sampled(epochs, versions):
-    """Whoever trains beside the engine counts them; two mean new weights half-way."""
-    for where in ("choice", "message"):
-        assert policies_of(sampled(epochs, where), 0, "x") == versions
 
 
 def test_the_weights_of_each_token():

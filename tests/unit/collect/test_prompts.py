@@ -14,7 +14,7 @@ from engine_server import engine, write_inputs
 from megatron_r3.cli import main
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt, PromptError, read_prompts
-from megatron_r3.collect.requests import answer_of, build_request
+from megatron_r3.collect.requests import build_request
 from megatron_r3.data.store import RolloutStore
 
 
@@ -104,19 +104,6 @@ def test_seeds_depend_on_the_sample_alone():
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert Sampling(8, seed=2).seed_of(0, 0, 0) not in seeds
     assert Sampling(8).seed_of(0, 0, 0) is None
-
-
-def test_answers_of_sglang():
-    one = {"text": "hi", "meta_info": {"finish_reason": {"type": "stop", "matched": 2}}}
-    assert answer_of(one, 0, "") == ({"content": "hi"}, "stop")
-    assert answer_of([{}, one], 1, "") == ({"content": "hi"}, "stop")
-    one["message"] = {"content": "hi", "audio": {"id": "a"}}
-    with pytest.raises(ValueError, match="line 1: the message has audio"):
-        answer_of(one, 0, "line 1")
-    del one["message"]
-    one["meta_info"]["finish_reason"]["type"] = "abort"
-    with pytest.raises(ValueError, match="half-way"):
-        answer_of(one, 0, "line 1")
 
 
 def generate(body: dict) -> dict:

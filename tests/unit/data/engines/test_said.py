@@ -1,0 +1,80 @@
+"""What a response says beside tokens and routes, of each engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import engine_bodies as made
+import pytest
+
+from megatron_r3.data import engines
+from megatron_r3.data.engines.said import Said, read_said
+from megatron_r3.data.engines.shape import EngineError
+
+ROWS = made.made_rows()
+BODIES = {"vllm": made.vllm, "sglang": made.sglang, "megatron": made.megatron}
+
+
+def said(engine: str, choice: dict[str, Any]) -> Said:
+    """Of a response with these fields in its choice."""
+    body, request = BODIES[engine](ROWS)
+    (body["choices"][0] if "choices" in body else body).update(choice)
+    (increment,) = engines.decode_increments(engine, body, request, made.SHAPE, "request 7")
+    return increment.said
+
+
+def test_text_and_finish_reason() -> None:
+    for engine in ("vllm", "megatron"):
+        says = said(engine, {"text": "hi", "finish_reason": "length"})
+        assert (says.message, says.finish_reason) == ({"content": "hi"}, "length")
+    body, _ = made.sglang(ROWS)
+    meta = {**body["meta_info"], "finish_reason": {"type": "stop", "matched": 2}}
+    says = said("sglang", {"text": "hi", "meta_info": meta})
+    assert (says.message, says.finish_reason) == ({"content": "hi"}, "stop")
+
+
+def test_a_message_without_what_is_not_read() -> None:
+    message = {"role": "assistant", "content": "hi", "reasoning": "so", "token_ids": [1]}
+    assert read_said({"message": message}, None).message == {"content": "hi", "reasoning": "so"}
+    assert read_said({}, None) == Said()
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason", "versions", "message"),
+    [
+        ({"message": {"content": "hi", "audio": {"id": "a"}}}, None, [], "the message has audio"),
+        ({"message": "hi"}, None, [], "its message must be an object; got str"),
+        ({"text": 3}, None, [], "its text must be a text; got int"),
+        ({}, 3, [], "its finish reason must be a text; got int"),
+        ({}, None, [2.5], "the version of its weights must be a text; got float"),
+    ],
+)
+def test_what_is_refused(
+    choice: dict[str, Any], reason: Any, versions: list[Any], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        read_said(choice, reason, versions)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "versions"),
+    [
+        (None, ()),
+        ([[0, 3]], ("3",)),
+        ([[0, 3], [8, 4]], ("3", "4")),
+        ([[0, 3], [4, 4]], ("4",)),  # new weights before the first token was sampled
+        ([[0, 3], [9, 4]], ("3",)),  # and after the last one
+    ],
+)
+def test_the_weights_that_megatron_counts(epochs: Any, versions: tuple[str, ...]) -> None:
+    """Two versions mean new weights half-way."""
+    assert said("megatron", {"policy_epoch": epochs}).policies == versions
+
+
+def test_the_weights_that_servers_name() -> None:
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 4}]
+    assert said("vllm", {"weight_versions": spans}).policies == ("3", "4")
+    body, _ = made.sglang(ROWS)
+    meta = {**body["meta_info"], "weight_version": "4", "weight_versions": spans}
+    assert said("sglang", {"meta_info": meta}).policies == ("4", "3")
+    assert said("vllm", {}).policies == ()
