@@ -20,7 +20,6 @@ Shape suffixes (docs/glossary.md): T, E.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -28,7 +27,6 @@ from typing import Any
 
 import torch
 
-from megatron_r3.replay.gate.tile_table import VARIABLE
 from proof.benchmarks.interval import LOOKS
 from proof.benchmarks.kernel_ways import (
     FLOOR,
@@ -66,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
     timer = Timer(args.device, flush)
     rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = {"rehearsal": args.rehearse, "most rounds": most, "rows": rows}
-    settings["tiles"] = os.environ.get(VARIABLE)  # another table than that of the package
     record = {**machine_of(), **device_of(args.device), **settings}
     print(HEAD, flush=True)
     for name in args.models or MODELS:

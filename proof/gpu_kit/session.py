@@ -29,7 +29,6 @@ from typing import Any
 
 import psutil
 
-from megatron_r3.replay.gate.tile_table import VARIABLE
 from proof.benchmarks.machine import RECORD_SUFFIX, results_file, write_results
 from proof.gpu_kit import te
 from proof.gpu_kit.steps import STEPS, Places, Step
@@ -49,9 +48,8 @@ if device == "cuda" and not torch.cuda.is_available():
     sys.exit(f"torch {torch.__version__} finds no CUDA device here")
 print(json.dumps({**machine_of(), **device_of(device)}))
 """
-# one file for each GPU and day, beside the proposal of the step gate-tiles
+# one file for each GPU and day
 RECORDS = "*-[0-9][0-9].json"
-TILES = "tiles.json"
 Row = dict[str, Any]
 
 
@@ -222,9 +220,6 @@ class Session:
         env["PYTHONUNBUFFERED"] = "1"  # a step that is ended has its output in the log
         env |= {"OMP_NUM_THREADS": "1"} if self.rehearse else {}
         env |= {MARK: str(self.into), RECORD_SUFFIX: step.suffix} if step is not None else {}
-        # the steps after the tuning run with what it proposes
-        if (self.results / TILES).exists():
-            env[VARIABLE] = str(self.results / TILES)
         return env
 
     def _record(self, step: Step, row: Row) -> None:

@@ -95,7 +95,6 @@ def _te_training(name: str, case: str, limit_s: int) -> Step:
 
 STEPS = (
     Step("tests-gpu", "proof.gpu_kit.tests_gpu", "--tree {tree}", 150),
-    Step("gate-tiles", "proof.benchmarks.tiles", "", 110),
     Step("gate", KERNEL, "--megatron {tree}", 120),
     Step("layers", LAYERS, "--megatron {tree} --seconds 45", 130),
     Step("training", TRAINING, f"{LOCAL} --cases exactness,recorded", 100, suffix="local"),

@@ -13,7 +13,6 @@ import torch
 from gate_cases import DEVICE, DTYPES, FUNCTIONS, Case, holds, kernel, make, worst
 
 from megatron_r3.replay.gate import GateOutput, replayed_gate_reference
-from megatron_r3.replay.gate.tile_table import KERNELS, Shape, Tile, gpu_name, use_table, words_of
 
 pytestmark = gate_cases.needs_a_way_to_run
 BIASED = {"score_function": "sigmoid", "bias": True, "scaling_factor": 2.5}
@@ -171,22 +170,3 @@ def test_logits_of_float64_are_refused() -> None:
     with pytest.raises(ValueError, match="logits_TE: bfloat16, float16 or float32"):
         kernel(case.logits, case.ids)
     assert holds(worst(case, case.run(replayed_gate_reference)))
-
-
-@pytest.mark.parametrize("tile", [Tile(1, 1), Tile(2, 2), Tile(16, 4)])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_tile_computes_the_same(name: str, tile: Tile) -> None:
-    """Sums that cross warps, and programs with rows that do not exist."""
-    case = make(37, 130, 5, **FUNCTIONS[name], live_T=0.3, counted_T=0.7)
-    shapes = [Shape(kernel, words_of(130), 5, "float32") for kernel in KERNELS]
-    with use_table({(gpu_name(case.logits.device), shape): tile for shape in shapes}):
-        assert holds(worst(case, case.run()))
-
-
-def test_the_table_says_the_tile() -> None:
-    """Control of the test above: a size that Triton cannot make must reach it."""
-    case = make(37, 130, 5)
-    shape = Shape("forward", 8, 5, "float32")
-    table = {(gpu_name(case.logits.device), shape): Tile(3, 1)}
-    with use_table(table), pytest.raises(Exception, match="power of 2"):
-        case.run()

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_r3.replay.gate.gate_options import GateInputs, GateOptions, GateOutput, check_inputs
-from megatron_r3.replay.gate.tile_table import Shape, Tile, tile_for, words_of
 from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_forward
 
 # Triton 3.10 will no longer fuse multiply-adds unless it is asked to
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOGITS = 1024  # of one program, which is one warp: 32 for each lane
 
 
 def replayed_gate_triton(inputs: GateInputs, options: GateOptions) -> GateOutput:
@@ -95,11 +95,7 @@ def _launch(
     logits_TE, ids_TK = strided[:2]
     if not len(logits_TE):  # a grid of no programs cannot be launched
         return
-    name = "forward" if kernel is gate_forward else "backward"
-    dtype = str(logits_TE.dtype).removeprefix("torch.")
-    shape = Shape(name, words_of(logits_TE.shape[1]), ids_TK.shape[1], dtype)
-    tile = tile_for(shape, logits_TE.device)
-    grid, sizes = launch_constants(logits_TE.shape, ids_TK.shape[1], options, tile)
+    grid, sizes = launch_constants(logits_TE.shape, ids_TK.shape[1], options)
     strides = [stride for tensor in strided for stride in tensor.stride()]
     # Triton launches on the current device, not on that of the tensors
     on_gpu = logits_TE.device.type == "cuda"
@@ -111,22 +107,24 @@ def _launch(
             *strides,
             **sizes,
             **constants,
-            num_warps=tile.num_warps,
+            num_warps=1,
             **COMPILE_OPTIONS,
         )
 
 
 def launch_constants(
-    shape_TE: tuple[int, ...], topk: int, options: GateOptions, tile: Tile
+    shape_TE: tuple[int, ...], topk: int, options: GateOptions
 ) -> tuple[tuple[int], dict[str, Any]]:
     """The grid, and the constants that both kernels are compiled for.
 
-    Example: 1000 rows of 384 experts need W = 16 words (12, padded to a power of two). With a tile
-    of 2 rows the grid has 500 programs.
+    Example: 1000 rows of 384 experts need W = 16 words (12, padded to a power of two). A program
+    has 1024 / (32 x 16) = 2 rows, and the grid 500 programs.
     """
     num_tokens, num_experts = shape_TE
-    constants = {"E": num_experts, "K": topk, "BLOCK_T": tile.rows, "W": words_of(num_experts)}
-    return (triton.cdiv(num_tokens, tile.rows),), {**constants, "FUNCTION": options.function}
+    words = triton.next_power_of_2(triton.cdiv(num_experts, 32))
+    rows = max(1, LOGITS // (32 * words))
+    constants = {"E": num_experts, "K": topk, "BLOCK_T": rows, "W": words}
+    return (triton.cdiv(num_tokens, rows),), {**constants, "FUNCTION": options.function}
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

@@ -1,13 +1,12 @@
 """The two Triton kernels of the replayed gate.
 
-A program has several rows where they fit (tile_table.py says how many, and with how many warps). By
-the rule it is one warp with about a thousand logits, so that what is summed over a row never leaves
-the warp. A row is read once and written once; the backward pass
+A program is one warp with about a thousand logits, so that what is summed over a row never leaves
+the warp; it has several rows where they fit. A row is read once and written once; the backward pass
 computes again what it needs from the logits and the ids. How a tile is laid out: see tiles.py.
 
 The constants of both kernels: E experts, K experts for each row, BLOCK_T rows for each program, W
 words of 32 experts for each row, FUNCTION the name in `GateOptions.function`. For 128 experts a
-program has W = 4 words and, by the rule, BLOCK_T = 1024 / (32 x 4) = 8 rows. All strides are in
+program has W = 4 words and BLOCK_T = 1024 / (32 x 4) = 8 rows. All strides are in
 elements.
 
 Shape suffixes (docs/glossary.md): T, K, W.

@@ -43,16 +43,14 @@ def compiled(
     return triton.compile(source, target=target, options=options)
 
 
-def both(model: tuple[int, int, str, str, str, bool], tile: Any = None, **more: int) -> list[Any]:
-    """Forward and backward with one tile, by default that of the rule."""
+def both(model: tuple[int, int, str, str, str, bool]) -> list[Any]:
+    """Forward and backward."""
     from megatron_r3.replay.gate.gate_options import GateOptions
-    from megatron_r3.replay.gate.tile_table import rule, words_of
     from megatron_r3.replay.gate.triton import launch_constants
     from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_forward
 
     num_experts, topk, dtype, ids_dtype, function, rows = model
-    tile = tile or rule(words_of(num_experts))
-    _, constants = launch_constants((1000, num_experts), topk, GateOptions(function), tile)
+    _, constants = launch_constants((1000, num_experts), topk, GateOptions(function))
     types = dict.fromkeys(gate_forward.arg_names + gate_backward.arg_names, "i32")
     types |= {name: "*u8" for name in types if name.endswith("_ptr")}
     types |= dict.fromkeys(("logits_ptr", "probs_ptr", "dprobs_ptr", "dlogits_ptr"), f"*{dtype}")
@@ -65,7 +63,7 @@ def both(model: tuple[int, int, str, str, str, bool], tile: Any = None, **more: 
     forward = {**constants, **last, "BLOCK_K": block_k, **dict.fromkeys(none)}
     backward = {**constants, **last, "dprobs_stride_e": 1}
     pairs = ((gate_forward, forward), (gate_backward, backward))
-    return [compiled(kernel, types, these, tile.num_warps, **more) for kernel, these in pairs]
+    return [compiled(kernel, types, these) for kernel, these in pairs]
 
 
 def stack_bytes(kernel: Any, folder: Path) -> int:
@@ -87,28 +85,6 @@ def test_compiles_for_hopper(name: str, tmp_path: Path) -> None:
         ptx = kernel.asm["ptx"]
         assert "ld.global.v4.b32" in ptx  # a row, 16 bytes for each lane
         assert not re.search(r"\b(atom|red)\.", ptx)
-
-
-def test_stages_change_nothing_so_no_tile_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And warps do change the code, so that the comparison can tell.
-
-    Line information names the folder of the kernel's source, and the key of Triton's cache does
-    not: the code of another checkout's kernel, taken from the cache, would differ in that name.
-    """
-    from megatron_r3.replay.gate.tile_table import Tile
-
-    model = MODELS["DeepSeek-V3, everything"]
-
-    def code(rows: int, num_warps: int, stages: int) -> list[str]:
-        kernels = both(model, Tile(rows, num_warps), num_stages=stages)
-        return [kernel.asm["ptx"] for kernel in kernels]
-
-    assert all("triton_kernels.py" in kernel.asm["ptx"] for kernel in both(model))
-    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
-    assert not any(".py" in ptx for ptx in code(4, 1, 1))
-    for tile in ((4, 1), (8, 2)):
-        assert code(*tile, 1) == code(*tile, 3)
-    assert code(8, 2, 1) != code(8, 4, 1)
 
 
 def test_the_check_for_spills_can_fail(tmp_path: Path) -> None:
