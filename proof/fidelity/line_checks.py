@@ -28,6 +28,7 @@ from proof.fidelity.trees import training_or_core, unpatched_copy
 
 Result = tuple[bool, str]
 C = TypeVar("C", bound="Copies")
+ALL = slice(None)
 
 LAYOUTS_OFF = {
     "1 process": (1, ""),
@@ -44,7 +45,12 @@ class Copies:
         line: the release line whose patches are in the patched copy.
         name: what the tree is called.
         folder: of the copies, which are its `unpatched` and `patched`.
+
+    Attributes:
+        share: which of the quick cases `replay` runs.
     """
+
+    share = ALL
 
     def __init__(self, line: Line, name: str, folder: Path) -> None:
         self.line, self.name, self.folder = line, name, folder
@@ -189,7 +195,8 @@ def router_replay(checked: Copies) -> Result:
 def replay(checked: Copies) -> Result:
     """The quick cases of the fidelity table, with their controls."""
     table = Table(checked.worker(checked.patched), checked.folder, checked.name)
-    cases = [c for c in CASES if c.quick and c.runs_on(checked.patched, checked.line.name)]
+    quick = [case for case in CASES if case.quick][checked.share]
+    cases = [case for case in quick if case.runs_on(checked.patched, checked.line.name)]
     rows = [table.row(case) for case in cases]
     failed = [f"{row['case']}: {row.get('error', row)}" for row in rows if not passed(row)]
     detail = ", ".join(case.name for case in cases)

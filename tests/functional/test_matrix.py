@@ -15,7 +15,7 @@ from megatron_r3.patching.fetch import tree_folder
 from megatron_r3.patching.versions import patches_folder, read_versions
 from proof.fidelity import line_checks
 from proof.fidelity.line_checks import Checked
-from proof.fidelity.matrix import CHECKS, IN_TESTS, NOTHING, checks_of, line_of, main
+from proof.fidelity.matrix import CHECKS, IN_TESTS, NOTHING, checks_of, line_of, main, share_of
 from proof.fidelity.trees import ROOT
 
 LINE = "core_r0.19.0"
@@ -128,6 +128,12 @@ def test_where_there_is_nothing_to_check_it_says_so(
         assert main([*argv, *out]) == 2
         assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "matrix.json").exists()
+
+
+def test_every_case_of_replay_runs_on_the_oldest_line_and_between() -> None:
+    cases = [*range(25)]
+    assert cases[share_of(0)] == cases
+    assert sorted(cases[share_of(1)] + cases[share_of(2)]) == cases
 
 
 def test_make_test_has_the_replay_of_the_default_tree() -> None:

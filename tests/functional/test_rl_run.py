@@ -1,6 +1,7 @@
 """A whole run of the loop: sampler, collector and trainer as processes, killed and started again.
 
-MEGATRON_R3_KILLS=20 kills each part so often; a test run kills each part once.
+MEGATRON_R3_KILLS=20 kills each part so often. Without it the trainer is killed once: samplers and
+collectors that are killed are for tests/unit/loop/test_collector.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_r3.loop.run_directory import RunDirectory
 REPO = Path(__file__).parents[2]
 KILLS = int(os.environ.get("MEGATRON_R3_KILLS", "1"))
 COLLECTIONS = max(3, KILLS // 2)
-PARTS = ("sampler", "collector", "trainer")
+PARTS = ("sampler", "collector", "trainer") if KILLS > 1 else ("trainer",)
 CONFIG = """
 [run]
 directory = "run"
