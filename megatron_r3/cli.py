@@ -17,7 +17,7 @@ from megatron_r3.replay.words import one_line
 
 DESCRIPTION = (
     "Rollout Routing Replay (R3) for Megatron-LM: patch a Megatron-LM tree, collect and inspect "
-    "rollouts with the experts that the sampler used, and maintain the patches."
+    "rollouts with the experts that the sampler used, and run the loop."
 )
 
 
@@ -30,6 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_commands(subparsers)
     add_rollouts(subparsers)
     add_rl(subparsers)
+    return run_command(parser, argv)
+
+
+def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Run the command that was given.
+
+    Returns:
+        0, or 1 after one line that says why not, or 2 if no command was given.
+    """
     args = parser.parse_args(argv)
     if "run" not in args:
         args.group.print_help(sys.stderr)  # argparse itself would not name the group's commands

@@ -1,4 +1,4 @@
-"""The commands on patches: apply, revert, status, megatron, verify, export and bump.
+"""The commands on patches: apply, revert, status and megatron.
 
 Each returns 0, or 1 for a state that is not as it should be; a refusal is a PatchingError, which
 `megatron_r3.cli` prints as one error.
@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.patching.apply import Change, apply_series, revert_series, why_not
-from megatron_r3.patching.bump import bump_line
-from megatron_r3.patching.export import export_series
 from megatron_r3.patching.fetch import UPSTREAM, clone_tree, fetch_tree, tree_folder
-from megatron_r3.patching.git import PatchingError, names
+from megatron_r3.patching.git import names
 from megatron_r3.patching.record import Unreleased, files_digest, read_record
 from megatron_r3.patching.series import GROUPS, read_series
 from megatron_r3.patching.tree import TreeState, TreeStatus, identify
 from megatron_r3.patching.unreleased import find_fits, how_to_take
-from megatron_r3.patching.verify import TreeCheck, check_rules, verify_repo
 from megatron_r3.patching.versions import patches_folder, read_versions
 
 Run = Callable[[argparse.Namespace], int]
@@ -35,7 +32,7 @@ def add_commands(commands: Commands) -> None:
         ("revert", run_revert, "remove the patches from a Megatron-LM tree"),
         ("status", run_status, "show which release a tree is and whether it is patched"),
     ):
-        argument = _add(commands, name, run, summary)
+        argument = add_command(commands, name, run, summary)
         argument("tree", type=Path, metavar="DIR", help="the Megatron-LM tree")
         argument("--line", default="", help="release line of the tree (default: told by its files)")
         if name == "apply":
@@ -44,7 +41,7 @@ def add_commands(commands: Commands) -> None:
             hint = f"apply these groups of patches alone ({', '.join(g.name for g in GROUPS)})"
             argument("--groups", nargs="+", default=(), metavar="NAME", help=hint)
 
-    argument = _add(
+    argument = add_command(
         commands, "megatron", run_megatron, "fetch a Megatron-LM tree that the patches fit"
     )
     hint = "a release line or a tree of versions.toml (default: the default there)"
@@ -56,40 +53,8 @@ def add_commands(commands: Commands) -> None:
     hint = "folder to put the tree in (default: build)"
     argument("--out", type=Path, default=Path("build"), help=hint)
 
-    _add_for_keepers(commands)
 
-
-def _add_for_keepers(commands: Commands) -> None:
-    """Register the commands of those who keep the patches."""
-    argument = _add(
-        commands, "verify", run_verify, "check the patches against the commits of a repository"
-    )
-    argument("repo", type=Path, metavar="REPO", help="a Megatron-LM clone, bare or not")
-    argument("--line", default="", help="release line to check (default: all)")
-
-    argument = _add(
-        commands, "export", run_export, "write the commits of a checkout as a line's patches"
-    )
-    argument("tree", type=Path, metavar="TREE", help="a checkout that has the patches as commits")
-    argument("--line", default="", help="release line (default: that of the nearest known commit)")
-    hint = "commit below the patches (default: the nearest known commit)"
-    argument("--base", default="", metavar="REV", help=hint)
-    hint = "write nothing; exit with 1 if a byte would change"
-    argument("--check", action="store_true", help=hint)
-
-    argument = _add(
-        commands, "bump", run_bump, "start a release line: carry patches to a new upstream commit"
-    )
-    argument("old", metavar="OLD", help="release line whose patches are carried")
-    argument("new", metavar="NEW", help="tag or commit that the patches are carried to")
-    hint = "Megatron-LM clone that has NEW"
-    argument("--repo", type=Path, required=True, metavar="CLONE", help=hint)
-    hint = "name of the new line (default: core_r0.20.0 for the tag core_v0.20.0)"
-    argument("--name", default="", metavar="LINE", help=hint)
-    argument("--work", type=Path, metavar="DIR", help="work folder (default: build/bump/LINE)")
-
-
-def _add(commands: Commands, name: str, run: Run, summary: str) -> Callable[..., Any]:
+def add_command(commands: Commands, name: str, run: Run, summary: str) -> Callable[..., Any]:
     """Register one command; return the function that adds its arguments."""
     parser = commands.add_parser(name, help=summary, description=summary)
     parser.set_defaults(run=run)
@@ -98,14 +63,15 @@ def _add(commands: Commands, name: str, run: Run, summary: str) -> Callable[...,
     return parser.add_argument
 
 
-def _patches(args: argparse.Namespace) -> Path:
+def patches_of(args: argparse.Namespace) -> Path:
+    """The folder of patches that was asked for."""
     return args.patches or patches_folder()
 
 
 def run_apply(args: argparse.Namespace) -> int:
     """Apply the patches and say what was done."""
     how = {"line": args.line, "unreleased": args.unreleased, "groups": args.groups}
-    change = apply_series(args.tree, _patches(args), **how)
+    change = apply_series(args.tree, patches_of(args), **how)
     print(_done("applied", "to", change))
     if tree := change.status.unreleased:
         print(_differ(tree))
@@ -117,13 +83,13 @@ def run_apply(args: argparse.Namespace) -> int:
 
 def run_revert(args: argparse.Namespace) -> int:
     """Take the patches back and say what was done."""
-    print(_done("reverted", "in", revert_series(args.tree, _patches(args), line=args.line)))
+    print(_done("reverted", "in", revert_series(args.tree, patches_of(args), line=args.line)))
     return 0
 
 
 def run_status(args: argparse.Namespace) -> int:
     """Print the state first, as one word for scripts, then what it means."""
-    versions = read_versions(_patches(args))
+    versions = read_versions(patches_of(args))
     status = identify(args.tree, versions, args.line)
     print(f"{status.state.value}: {status.root}")  # the image's build looks for `applied: `
     if status.state is TreeState.UNKNOWN:
@@ -133,7 +99,7 @@ def run_status(args: argparse.Namespace) -> int:
     tree = status.unreleased
     print(
         f"{'unreleased' if tree else 'release'}: {_tree(status)}, {_size(status)}"
-        f"{_skipped(status.tree.name, status.tree.absent)}"
+        f"{left_out_of(status.tree.name, status.tree.absent)}"
     )
     if tree:
         print(_differ(tree))
@@ -182,7 +148,7 @@ def _quoted(status: TreeStatus) -> str:
 
 def run_megatron(args: argparse.Namespace) -> int:
     """Fetch a tree, or say that it is there."""
-    versions = read_versions(_patches(args))
+    versions = read_versions(patches_of(args))
     default = versions.default.name if args.source == "pypi" else versions.default_line.name
     _, tree = versions.find(args.version or default, args.source)
     if args.source == "git":
@@ -197,50 +163,6 @@ def run_megatron(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_verify(args: argparse.Namespace) -> int:
-    """Print one line for each known tree, then each rule that a patch breaks."""
-    versions = read_versions(_patches(args))
-    checks = verify_repo(args.repo, versions, args.line)
-    for check in checks:
-        print(f"{check.line.name}, {check.tree.name}: {_result(check)}")
-    broken = check_rules(versions, args.line)
-    for rule in broken:
-        print(rule)
-    failed = [check.tree.name for check in checks if check.error]
-    if failed or broken:
-        trees = f"trees that failed: {names(failed)}" if failed else "no tree failed"
-        raise PatchingError(f"{trees}; rules broken: {len(broken)}")
-    if not any(check.verified for check in checks):
-        raise PatchingError(f"{args.repo} has the base of no known tree: nothing was checked")
-    return 0
-
-
-def run_export(args: argparse.Namespace) -> int:
-    """Say which patches were written, or differ."""
-    options = {"line": args.line, "base": args.base, "check": args.check}
-    done = export_series(args.tree, _patches(args), **options)
-    differ = names(done.differ, most=99)
-    if args.check and done.differ:
-        raise PatchingError(f"{done.folder} is not what {args.tree} exports: {differ}")
-    if done.differ:
-        print(f"{len(done.names)} patches in {done.folder}; changed: {differ}")
-    else:
-        print(f"{done.folder} is what {args.tree} exports: {len(done.names)} patches, every byte")
-    return 0
-
-
-def run_bump(args: argparse.Namespace) -> int:
-    """Say what the new line is, and what to do next."""
-    patches = _patches(args)
-    done = bump_line(args.old, args.new, args.repo, patches, line=args.name, work=args.work)
-    made = "was there already" if done.again else f"is new, from {args.old}"
-    print(f"{done.line} {made}: {len(done.names)} patches in {patches / done.line}")
-    if done.left_out:
-        print(f"not in it: {names(done.left_out, most=99)}")
-    print(f"next: megatron-r3 verify {args.repo} --line {done.line}, then make matrix")
-    return 0
-
-
 def _done(verb: str, where: str, change: Change) -> str:
     status = change.status
     if not change.files:
@@ -248,7 +170,7 @@ def _done(verb: str, where: str, change: Change) -> str:
     rest = ", the others were done before" if change.before is TreeState.HALF_APPLIED else ""
     return (
         f"{verb} {_size(status)} {where} {status.root} ({_tree(status)}); files changed: "
-        f"{len(change.files)}{rest}{_skipped(status.tree.name, status.tree.absent)}"
+        f"{len(change.files)}{rest}{left_out_of(status.tree.name, status.tree.absent)}"
     )
 
 
@@ -261,16 +183,6 @@ def _size(status: TreeStatus) -> str:
     return f"{len(status.series.patches)} patches of {num_files} files"
 
 
-def _skipped(name: str, absent: tuple[str, ...]) -> str:
+def left_out_of(name: str, absent: tuple[str, ...]) -> str:
+    """Say which files of the patches a tree does not have; nothing if it has all."""
     return f"; not in {name}, so left out: {', '.join(absent)}" if absent else ""
-
-
-def _result(check: TreeCheck) -> str:
-    if check.error:
-        return f"FAILED: {check.error}"
-    if (done := check.verified) is None:
-        return "not checked, its base is not there"
-    return (
-        f"{done.num_patches} patches of {done.num_files} files, tree {done.base_tree[:12]} to "
-        f"{done.patched_tree[:12]} and back{_skipped(check.tree.name, check.tree.absent)}"
-    )

@@ -3,6 +3,7 @@
 import hypothesis
 import pytest
 import torch
+from patching_upstream import make_upstream
 from stored import INFO, ROLLOUTS
 
 from megatron_r3.data.store import write_shard
@@ -26,6 +27,12 @@ def store_dir(tmp_path):
     write_shard(tmp_path / "s", INFO, ROLLOUTS[:2])
     write_shard(tmp_path / "s", INFO, ROLLOUTS[2:])
     return tmp_path / "s"
+
+
+@pytest.fixture
+def upstream(tmp_path):
+    """The tiny upstream that every test of patches may break."""
+    return make_upstream(tmp_path)
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def test_a_later_call_runs_what_has_no_result(into: Path, tmp_path: Path) -> Non
 
 def test_a_session_that_is_killed_keeps_its_results(into: Path) -> None:
     program = (
-        "import sys; from gpu_kit import session; from proof.gpu_kit.steps import Step\n"
+        "import sys; from proof.gpu_kit import session; from proof.gpu_kit.steps import Step\n"
         "session.machine_facts = lambda device: {'gpu': 'NVIDIA X'}\n"
         "steps = [Step(w, 'fake_step', w, 60) for w in ('passes', 'hangs')]\n"
         "sys.exit(session.main(['--into', sys.argv[1]], steps))"

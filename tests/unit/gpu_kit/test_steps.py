@@ -94,8 +94,8 @@ def test_a_rehearsal_may_skip_exactly_what_is_listed() -> None:
     rows["gate"] |= {"status": "timed out", "reason": "slow"}
     assert complaints(rows) == ["gate: timed out: slow"]
     rows = rehearsed()
-    del rows["layers"]
-    assert complaints(rows) == ["layers has no result"]
+    del rows["training"]
+    assert complaints(rows) == ["training has no result"]
 
 
 # -- a test report

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fidelity.rig.rank_process import RankError, RankProcess
 from stored import INFO, files_open, make_rollout
 from training_arguments import ARGUMENTS, MODEL
 

@@ -18,13 +18,13 @@ from patching_upstream import (
     write,
 )
 
-from megatron_r3.cli import main
-from megatron_r3.patching.bump import bump_line
-from megatron_r3.patching.export import export_series
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.repository import OwnRepository
-from megatron_r3.patching.verify import check_rules, verify_repo
 from megatron_r3.patching.versions import read_versions
+from tools.bump import bump_line
+from tools.export import export_series
+from tools.patches import main
+from tools.verify import check_rules, verify_repo
 
 # --- a bump without conflicts
 
@@ -127,7 +127,7 @@ def test_a_line_is_never_overwritten(upstream, tmp_path):
     write(work, OTHER, "other = 3\n")
     git("add", "--all", cwd=work)
     git("commit", "--quiet", "--amend", "--no-edit", cwd=work)
-    with refused(upstream.patches, "not overwritten", f"megatron-r3 export {work} --line {NEXT}"):
+    with refused(upstream.patches, "not overwritten", f"make export MEGATRON={work} LINE={NEXT}"):
         bump(upstream)
 
 
@@ -213,7 +213,7 @@ def test_the_command(upstream, tmp_path, capsys, monkeypatch):
     first, left_out, following = capsys.readouterr().out.splitlines()
     assert first == f"{NEXT} is new, from {LINE}: 3 patches in {upstream.patches / NEXT}"
     assert left_out == f"not in it: {upstream.series[1].name}"
-    assert following == f"next: megatron-r3 verify {repo} --line {NEXT}, then make matrix"
+    assert following == f"next: make verify REPO={repo} LINE={NEXT}, then make matrix"
     assert main(arguments) == 0
     assert capsys.readouterr().out.startswith(f"{NEXT} was there already: 3 patches")
     assert main(["verify", repo, "--line", NEXT, "--patches", str(upstream.patches)]) == 0

@@ -17,7 +17,12 @@ from pathlib import Path
 
 from megatron_r3.patching.apply import five_lines, upstream_commits
 from megatron_r3.patching.cleanroom import has_commit, read_git, resolve
-from megatron_r3.patching.export import (
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.repository import OwnRepository, PatchFailed, new_folder
+from megatron_r3.patching.series import Patch, Series, read_series
+from megatron_r3.patching.tree import dirty_files
+from megatron_r3.patching.versions import Line, Versions, parse_versions, read_versions
+from tools.export import (
     MailFailed,
     am,
     am_stopped_at,
@@ -26,11 +31,6 @@ from megatron_r3.patching.export import (
     refuse_unfinished,
     write_series,
 )
-from megatron_r3.patching.git import PatchingError
-from megatron_r3.patching.repository import OwnRepository, PatchFailed, new_folder
-from megatron_r3.patching.series import Patch, Series, read_series
-from megatron_r3.patching.tree import dirty_files
-from megatron_r3.patching.versions import Line, Versions, parse_versions, read_versions
 
 # The note in the git directory of a bump's checkout, by which the next run recognises it.
 _NOTE = "megatron-r3-bump"
@@ -111,7 +111,7 @@ def bump_line(
     if _differs(versions, job, exported, there):
         raise PatchingError(
             f"{patches / job.line} is there and is not what {work} exports; it is not overwritten: "
-            + (f"megatron-r3 export {work} --line {job.line}" if there else "move it away")
+            + (f"make export MEGATRON={work} LINE={job.line}" if there else "move it away")
         )
     if not there:
         text = _with_line(patches, job)
