@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -101,11 +102,11 @@ def start(
             output.close()
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a started command: SIGTERM, and SIGKILL for what is left after a while."""
+def stop(process: subprocess.Popen[bytes], seconds: float = STOP_S) -> None:
+    """End a started command: SIGTERM, and SIGKILL for what is left after some seconds."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
-    end = time.monotonic() + STOP_S
+    end = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     assert process.stdin is not None
@@ -129,7 +130,14 @@ def filled_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise KeyboardInterrupt in this thread, as ctrl-C does."""
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, as ctrl-C does.
+
+    A thread that is not the main one may set no handlers, and has none to set: signals come to the
+    main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def leave(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

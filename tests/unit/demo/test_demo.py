@@ -1,16 +1,15 @@
-"""The demo collects with the product's own command, and its servers leave nothing behind."""
+"""The demo collects with the product's own command."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import threading
 
 import pytest
 from engine_server import PROMPTS, engine, write_inputs
 
-from demo import collect, online, server_process, task
+from demo import collect, online, task
 from megatron_r3.cli import main
 from megatron_r3.collect.reward import RewardSample
 from megatron_r3.data.store import RolloutStore
@@ -53,43 +52,6 @@ def test_a_collection_that_is_killed_half_way_goes_on(tmp_path):
     assert len(RolloutStore([tmp_path / "out" / "rollouts"])) == total
     lines = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
     assert json.loads(lines[7]) == {"prompt": task.problem(10_000_007)[0], "group": 7}
-
-
-STUBBORN = "trap '' TERM; (trap '' TERM; sleep 60) & sleep 60 & wait; wait"
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="groups are read from /proc")
-
-
-def ends(process) -> bool:
-    for _ in range(100):
-        if not server_process._group_lives(process):
-            return True
-        threading.Event().wait(0.1)
-    return False
-
-
-@on_linux
-def test_a_server_is_stopped_with_the_processes_it_started():
-    process = subprocess.Popen(["sh", "-c", STUBBORN], start_new_session=True)
-    assert server_process._group_lives(process)
-    with server_process._guard(process):
-        server_process._stop(process, 0.2)
-    assert process.returncode is not None
-    assert ends(process)
-
-
-@on_linux
-def test_a_server_does_not_outlive_a_sampler_that_was_killed():
-    process = subprocess.Popen(["sh", "-c", STUBBORN], start_new_session=True)
-    code = """
-import os, signal, sys, types
-from demo import server_process
-with server_process._guard(types.SimpleNamespace(pid=int(sys.argv[1]))):
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert server_process._group_lives(process)
-    killed = subprocess.run([sys.executable, "-c", code, str(process.pid)], check=False)
-    assert killed.returncode == -9
-    assert ends(process)
 
 
 def test_a_second_loop_goes_on_or_says_what_it_removes(tmp_path, capsys):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from published import save_model, write_run
 
@@ -287,28 +282,3 @@ def test_a_line_that_a_kill_cut_off_is_left_alone(tmp_path):
     assert file.read_text().splitlines() == ['{"a": 1}', '{"a":', '{"a": 2}']
     assert [*whole_lines(file)] == [{"a": 1}, {"a": 2}]
     assert [*whole_lines(tmp_path / "nothing")] == []
-
-
-def test_what_a_part_has_started_dies_with_it(tmp_path):
-    """torchrun gives each rank a session of its own, so a process group is not enough."""
-    grandchild = f"import time; open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(60)"
-    child = (
-        "import subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True)\n"
-        "time.sleep(60)"
-    )
-    part = (
-        "import sys, time\nfrom megatron_r3.loop.processes import start\n"
-        f"p = start([sys.executable, '-c', {child!r}], {{}})\ntime.sleep(60)"
-    )
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
-    process = subprocess.Popen([sys.executable, "-c", part], env=env)
-    end = time.monotonic() + 30
-    while not (tmp_path / "up").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    below = psutil.Process(process.pid).children(recursive=True)
-    assert len(below) >= 3
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    _, alive = psutil.wait_procs(below, timeout=15)
-    assert not alive

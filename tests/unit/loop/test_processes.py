@@ -1,0 +1,82 @@
+"""What a part has started ends with it: told to, or killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_r3.loop.processes import start, stop
+
+REPO = Path(__file__).parents[3]
+# it and its child ignore SIGTERM; the child is in a session of its own, as torchrun's ranks are
+STUBBORN = "trap '' TERM; (trap '' TERM; setsid sleep 61) & echo $! > {file}; wait"
+
+
+def until(is_so: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.05)
+    return is_so()
+
+
+def sleepers(file: Path) -> list[psutil.Process]:
+    """What the command has started, as long as it lives."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        environment = process.info["environ"] or {}
+        if environment.get("STARTED_FOR") == str(file) and process.info["cmdline"]:
+            found.append(process)
+    return found
+
+
+def stubborn(file: Path) -> list[str]:
+    return ["sh", "-c", STUBBORN.format(file=file)]
+
+
+def test_a_command_is_stopped_with_all_that_it_has_started(tmp_path: Path) -> None:
+    file, log = tmp_path / "pid", tmp_path / "logs" / "log"
+    process = start(stubborn(file), {"STARTED_FOR": str(file)}, log)
+    assert until(file.exists)
+    assert until(lambda: len(sleepers(file)) >= 2)
+    stop(process, 0.2)
+    assert process.returncode is not None
+    assert until(lambda: not sleepers(file))
+    assert log.exists()
+
+
+def test_what_a_part_has_started_dies_with_it(tmp_path: Path) -> None:
+    """torchrun gives each rank a session of its own, so a process group is not enough."""
+    grandchild = f"import time; open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(60)"
+    child = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True)\n"
+        "time.sleep(60)"
+    )
+    part = (
+        "import sys, time\nfrom megatron_r3.loop.processes import start\n"
+        f"p = start([sys.executable, '-c', {child!r}], {{}})\ntime.sleep(60)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    process = subprocess.Popen([sys.executable, "-c", part], env=env)
+    end = time.monotonic() + 30
+    while not (tmp_path / "up").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert len(below) >= 3
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(below, timeout=15)
+    assert not alive
+
+
+def test_a_command_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^no-such-command: no such command"):
+        start(["no-such-command"], {})
