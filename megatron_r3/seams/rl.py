@@ -2,20 +2,19 @@
 
 `pretrain()` calls `use_loop` (through seams/pretrain.py). `prepare_data_for_update()` calls
 `begin_collection`, and has what that returns wrap the steps of its two passes; it calls `log_step`
-for the log line. The replay itself lives in megatron_r3/rl/rl_loop.py.
+for the log line. The replay itself lives in megatron_r3/rl/, which nothing but an RL loop imports.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_r3.rl.rl_loop import LoopReplay
-from megatron_r3.rl.rl_options import LoopOptions, refuse_in_loop
 from megatron_r3.train.refuse import refuse
 
-__all__ = ["begin_collection", "log_step", "refuse_in_loop", "use_loop"]
+if TYPE_CHECKING:
+    from megatron_r3.rl.rl_loop import LoopReplay
 
 _replay: LoopReplay | None = None  # of the RL loop that runs in this process
 
@@ -24,6 +23,9 @@ def use_loop(args: Any, forward_step: Callable[..., Any]) -> Callable[..., Any]:
     """The forward step that pretrain() uses under --perform-rl-step instead of the script's."""
     global _replay
     from megatron.rl.rl_utils import get_rl_runtime_state
+
+    from megatron_r3.rl.rl_loop import LoopReplay
+    from megatron_r3.rl.rl_options import LoopOptions
 
     def packing() -> Any:
         return get_rl_runtime_state().packing_context
@@ -36,6 +38,17 @@ def use_loop(args: Any, forward_step: Callable[..., Any]) -> Callable[..., Any]:
     os.environ.setdefault("MEGATRON_INFERENCE_NDARRAY_BASE64", "1")
     _replay = LoopReplay(options, lambda: int(args.curr_iteration), packing)
     return _replay.update(forward_step)
+
+
+def refuse_in_loop(args: Any) -> None:
+    """Refuse what the loop cannot replay.
+
+    Raises:
+        ValueError: all reasons in one message.
+    """
+    from megatron_r3.rl.rl_options import refuse_in_loop as refuse_options
+
+    refuse_options(args)
 
 
 def begin_collection(rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay:
