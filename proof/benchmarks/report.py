@@ -1,42 +1,28 @@
-"""The documents' numbers, made from what is recorded in proof/benchmarks/results.
+"""The tables of proof/benchmarks/README.md, made from what is recorded in its folder `results`.
 
     python -m proof.benchmarks.report
 
-It writes the lines "run on", "not run on" and "stand-ins" of the README's status box, the section
-"What was run" of docs/gpu.md, and the tables of proof/benchmarks/README.md. A test holds that the
-documents are what this makes of the recorded results, so that no document says more.
+A test holds that the page is what this makes of the recorded results, so that it says no more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from proof.benchmarks.interval import shown
-from proof.benchmarks.report_gpu import (
-    RAN_GATE,
-    TRAINED_TE,
-    GpuRun,
-    faults,
-    read_run,
-    section,
-    shows,
-    table,
-)
 from proof.benchmarks.update_ranks import PASSES
 from proof.benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 
 ROOT = Path(__file__).parents[2]
-NOTHING = "Nothing was run on a GPU."
-COMPARISON = "comparison.json"  # of which proof.comparison.report makes docs/comparison.md
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the documents."""
+    """Write the page."""
     description = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser(
         prog="python -m proof.benchmarks.report", description=description
@@ -44,51 +30,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="of the checkout (default: this)")
     root = parser.parse_args(argv).root
     try:
-        pages = documents(root)
+        page, text = with_tables(root)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for path, text in pages.items():
-        if path.read_text() != text:
-            path.write_text(text)
-            print(f"written: {path}")
+    if page.read_text() != text:
+        page.write_text(text)
+        print(f"written: {page}")
     return 0
 
 
-def documents(root: Path) -> dict[Path, str]:
-    """The text that each document should have.
+def with_tables(root: Path) -> tuple[Path, str]:
+    """The page, and the text that it should have.
 
     Args:
-        root: of a checkout with the documents, and with proof/benchmarks/results.
+        root: of a checkout with the page, and with proof/benchmarks/results.
 
     Raises:
-        ValueError: a results file cannot be taken, or a document has no place for its part.
+        ValueError: a results file cannot be taken, or the page has no place for its table.
     """
-    results = sorted((root / "proof" / "benchmarks" / "results").glob("*.json"))
-    results = [path for path in results if path.name != COMPARISON]
-    runs = [run for run in map(read_run, results) if run is not None]
-    runs.sort(key=lambda run: run.date, reverse=True)
-    readme, gpu = root / "README.md", root / "docs" / "gpu.md"
-    bench = root / "proof" / "benchmarks" / "README.md"
-    text = bench.read_text()
-    parts = {
-        "dispatch": dispatch_part,
-        "update": update_part,
-        "clients": clients_part,
-        "store": store_part,
-        "publish": publish_part,
-        "scale": scale_part,
-        "balance": balance_part,
-        "balance-simulated": balance_simulated_part,
-    }
-    for name, make in parts.items():
-        recorded = [path for path in results if path.name.startswith(f"{name}-cpu-")]
-        text = filled(text, name, make(recorded[-1]) if recorded else "No run is recorded.", bench)
-    return {
-        readme: with_status(readme.read_text(), runs, readme),
-        gpu: filled(gpu.read_text(), "run", gpu_part(runs), gpu),
-        bench: text,
-    }
+    page = root / "proof" / "benchmarks" / "README.md"
+    text = page.read_text()
+    for name, make in TABLES.items():
+        recorded = sorted((root / "proof" / "benchmarks" / "results").glob(f"{name}-cpu-*.json"))
+        part = make(recorded[-1]) if recorded else "No run is recorded."
+        text = filled(text, name, part, page)
+    return page, text
 
 
 def filled(
@@ -115,69 +82,17 @@ def filled(
     return f"{before}{begin}\n{part}\n\n{end}{after}"
 
 
-# -- the README's status box
-
-
-def with_status(text: str, runs: list[GpuRun], path: Path) -> str:
-    """The README with the lines of `status`.
-
-    Args:
-        text: the README.
-        runs: newest first; of several runs on one GPU the newest counts.
-        path: of the README, for the error.
-
-    Raises:
-        ValueError: one of the lines is not there once.
-    """
-    for head, cell in status(runs).items():
-        line = re.compile(rf"^\| \*\*{head}\*\* \|.*$", re.MULTILINE)
-        if len(line.findall(text)) != 1:
-            raise ValueError(f"{path}: expected one line that begins with '| **{head}** |'")
-        text = line.sub(lambda _, row=f"| **{head}** | {cell} |": row, text)  # type: ignore[misc]
-    return text
-
-
-def status(runs: list[GpuRun]) -> dict[str, str]:
-    """The cells of the status box: what was shown to work, what was not run, what replaced it."""
-    newest: dict[str, GpuRun] = {}
-    for run in runs:
-        newest.setdefault(run.gpu, run)
-    run_on = (
-        "CPU tensors, gloo, Python 3.11 and [3.13](docs/limits.md#systems), local layer spec, "
-        "[every layout](docs/fidelity.md); "
-        "vLLM 0.30.0, SGLang 0.5.23 and Megatron's own engine (CPU), transformers"
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines
     )
-    shown_there: set[str] = set()
-    for gpu, run in newest.items():
-        works, fails = shows(run), faults(run)
-        shown_there.update(works)
-        words = [", ".join(works)] if works else []
-        words += [f"wrong or not finished: {', '.join(fails)}"] if fails else []
-        if words:
-            run_on += f"; one [{gpu}](docs/gpu.md), {run.date}: {'; '.join(words)}"
-    missing = ["NCCL", "several nodes", "HybridEP"]
-    if TRAINED_TE not in shown_there:
-        missing.insert(2, "Transformer Engine")
-    if not shown_there:
-        missing.insert(0, "CUDA")
-    not_run_on = f"**{', '.join(missing)}** ([all of it](docs/limits.md#not-run))"
-    stand_ins = ["DeepEP", "hybrid models without Mamba layers"]
-    if RAN_GATE not in shown_there:
-        stand_ins.insert(1, "the gate kernel in Triton's interpreter")
-    return {"run on": run_on, "not run on": not_run_on, "stand-ins": "; ".join(stand_ins)}
-
-
-# -- docs/gpu.md and proof/benchmarks/README.md
-
-
-def gpu_part(runs: list[GpuRun]) -> str:
-    """The section "What was run" of docs/gpu.md."""
-    return "\n\n".join(map(section, runs)) or NOTHING
 
 
 def dispatch_part(path: Path) -> str:
     """The table of `make bench-dispatch`: a ratio that cannot be told from 1 is not in it."""
-    found = json.loads(path.read_text())
+    found = recorded_in(path)
     rows = [
         [
             str(row["ep"]),
@@ -206,7 +121,7 @@ def dispatch_part(path: Path) -> str:
 
 def update_part(path: Path) -> str:
     """The table of `make bench-update`: a ratio that cannot be told from 1 is not in it."""
-    found = json.loads(path.read_text())
+    found = recorded_in(path)
     rows = [
         [
             str(row["ep"]),
@@ -231,7 +146,7 @@ def update_part(path: Path) -> str:
 
 def clients_part(path: Path) -> str:
     """The table of `make bench-clients`: a ratio that cannot be told from 1 is not in it."""
-    found = json.loads(path.read_text())
+    found = recorded_in(path)
     bytes_of = ("moved_per_token", "gathered_per_token", "held_per_token")
     rows = [
         [
@@ -258,7 +173,7 @@ def clients_part(path: Path) -> str:
 
 def store_part(path: Path) -> str:
     """The table of `make bench-store`."""
-    found = json.loads(path.read_text())
+    found = recorded_in(path)
     rows = [
         [
             row["what"],
@@ -277,7 +192,7 @@ def store_part(path: Path) -> str:
 
 def scale_part(path: Path) -> str:
     """The table of `make bench-scale`: what was to be shown, and whether it was."""
-    found = json.loads(path.read_text())
+    found = recorded_in(path)
     rows = [
         [row["what"], f"{row['found']:.4g}", f"{row['most']:g}", "yes" if row["shown"] else "no"]
         for row in found["shown"]
@@ -299,7 +214,7 @@ def scale_part(path: Path) -> str:
 
 def publish_part(path: Path) -> str:
     """The table of `make bench-publish`."""
-    found = json.loads(path.read_text())
+    found = recorded_in(path)
     rows = [
         [
             *(str(row[name]) for name in ("hidden", "layers", "layout")),
@@ -317,7 +232,7 @@ def publish_part(path: Path) -> str:
 
 def balance_part(path: Path) -> str:
     """The table of `make bench-balance`: a ratio that cannot be told from 1 is not in it."""
-    found = json.loads(path.read_text())
+    found = recorded_in(path)
     rows = [
         [
             row["case"],
@@ -347,7 +262,7 @@ def balance_part(path: Path) -> str:
 
 def balance_simulated_part(path: Path) -> str:
     """The table of `make bench-balance-simulated`."""
-    found = json.loads(path.read_text())
+    found = recorded_in(path)
     loads = ["store", "shuffled", "1 slot", "2 slots", "2 slots in a node"]
     rows = [
         [
@@ -364,11 +279,38 @@ def balance_simulated_part(path: Path) -> str:
     return f"{_recorded(found, path)}, {what}\n\n{table(head, rows)}"
 
 
+def recorded_in(path: Path) -> dict[str, Any]:
+    """What a results file holds.
+
+    Raises:
+        ValueError: it is no JSON, or a rehearsal, which measured nothing.
+    """
+    try:
+        found = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: not a results file: {error}") from error
+    if found.get("rehearsal"):
+        raise ValueError(f"{path}: a rehearsal, which measured nothing")
+    return found
+
+
 def _recorded(found: dict[str, Any], path: Path) -> str:
     return (
         f"Recorded in `results/{path.name}`: {found['processor']} ({found['machine']}), "
         f"{found['cores']} cores,\nload {found['load']} at the start, Python {found['python']}"
     )
+
+
+TABLES = {
+    "dispatch": dispatch_part,
+    "update": update_part,
+    "clients": clients_part,
+    "store": store_part,
+    "publish": publish_part,
+    "scale": scale_part,
+    "balance": balance_part,
+    "balance-simulated": balance_simulated_part,
+}
 
 
 if __name__ == "__main__":

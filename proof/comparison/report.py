@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from proof.benchmarks.report import COMPARISON, filled
+from proof.benchmarks.report import filled
 from proof.comparison.arms import ARMS, REGIMES
 from proof.comparison.measure import VALUES
 from proof.comparison.picture import picture
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def results_of(root: Path) -> Path:
     """Where a checkout has the recorded comparison."""
-    return root / "proof" / "benchmarks" / "results" / COMPARISON
+    return root / "proof" / "benchmarks" / "results" / "comparison.json"
 
 
 def document(root: Path) -> str:
