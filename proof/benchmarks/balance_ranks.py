@@ -181,12 +181,11 @@ def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
     from megatron_r3.balance.places import sizes_with_guests
     from megatron_r3.replay.plan import layer_sizes
     from megatron_r3.replay.planner import Planner
-    from megatron_r3.train.lookahead import Prepared, Preparer
     from megatron_r3.train.step import Parts
 
-    class TurnedPlanner(Planner):
-        way = EMPTY
+    ways = modes_of_microbatches(rounds)
 
+    class TurnedPlanner(Planner):
         def __init__(self, config: Any, *given: Any) -> None:
             super().__init__(config, *given)
             never = copy.copy(config)  # there are slots, and no expert is worth one
@@ -195,18 +194,12 @@ def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
             self.ways = {OFF: layer_sizes, EMPTY: sizes_with_guests(never), GUESTS: of_guests}
 
         def plan(self, routes: Any) -> Any:
-            self._sizes_of = self.ways[self.way]
+            way = next(ways)  # each micro-batch is planned once
+            self._sizes_of = self.ways[way]
             begin = time.thread_time()
             plan = super().plan(routes)
-            spent.planning_s[self.way] += time.thread_time() - begin
-            spent.add_plan(self.way, plan)
+            spent.planning_s[way] += time.thread_time() - begin
+            spent.add_plan(way, plan)
             return plan
 
-    ways = modes_of_microbatches(rounds)
-
-    class TurnedPreparer(Preparer):
-        def prepare(self, whole: Any, with_plan: bool) -> Prepared:
-            self.planner.way = next(ways)
-            return super().prepare(whole, with_plan)
-
-    return Parts(preparer=TurnedPreparer, planner=TurnedPlanner)
+    return Parts(planner=TurnedPlanner)

@@ -202,7 +202,6 @@ def rollout_options(args: argparse.Namespace) -> RolloutOptions:
         loss=LossOptions(clip=Clip(args.rollouts_clip_eps, args.rollouts_clip_eps)),
         use=UseOfRollouts(args.seq_length, Schedule(args.global_batch_size)),
         use_plan=args.moe_router_replay_dispatch_plan and asks_for_plans,
-        verify_plan=args.moe_router_replay_verify_plan,
         verify_dispatch=args.moe_router_replay_verify_dispatch,
         num_layers=args.num_layers,
         moe_layers=moe_layer_indices(args),
