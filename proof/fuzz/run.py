@@ -27,7 +27,7 @@ _SHOWN = 12  # this many faults of a class are printed whole; the others are cou
 
 def load(name: str) -> Kind:
     """The class of tries with this name, which is `KIND` of the module with this name."""
-    kind: Kind = import_module(f"fuzz.{name}").KIND
+    kind: Kind = import_module(f"proof.fuzz.{name}").KIND
     return kind
 
 

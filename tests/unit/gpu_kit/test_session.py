@@ -106,7 +106,7 @@ def alive(pid: int) -> bool:
 
 def test_how_each_step_ended_is_recorded(into: Path, tmp_path: Path) -> None:
     steps = [step(what) for what in ("passes", "fails", "skips", "skips-in-silence")]
-    missing = Step("missing", "gpu_kit.no_such_module", "", 60)
+    missing = Step("missing", "proof.gpu_kit.no_such_module", "", 60)
     out = tmp_path / "out"
     assert main(["--into", str(into), "--out", str(out)], [*steps, missing]) == 1
     found = rows(into)
@@ -121,7 +121,7 @@ def test_how_each_step_ended_is_recorded(into: Path, tmp_path: Path) -> None:
     assert found["passes"]["skipped_cases"] == {"a case": "no such device: none at all"}
     assert found["fails"]["reason"] == "exit status 1: it is wrong"
     assert found["skips"]["reason"] == "there is nothing to do"
-    assert found["missing"]["reason"] == "this checkout has no gpu_kit.no_such_module"
+    assert found["missing"]["reason"] == "this checkout has no proof.gpu_kit.no_such_module"
     kept = results(out)
     assert kept == results(into / "results")
     assert kept["passes"]["rows"] == [1]
