@@ -6,13 +6,13 @@ R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
 # demo: the steps of each training; its table is of the first
 STEPS    ?= 6
-# the Megatron-LM tree of apply, revert, status, check, fidelity, export
+# the Megatron-LM tree of apply, revert, status, check, fidelity, export, gpu
 MEGATRON ?=
 # apply: with 1 a tree that is no release is taken too, if the group r3 of a line applies to it exactly
 UNRELEASED ?=
 # apply: the groups of patches to apply, as "r3 guests" (default: all)
 GROUPS   ?=
-# the Megatron-LM clone of verify, bump, matrix and gpu-kit
+# the Megatron-LM clone of verify, bump and matrix
 REPO     ?=
 # the release line of verify and matrix (default: all lines), of apply and export (default: the line that fits)
 # and of bump (default: named after the tag)
@@ -40,8 +40,12 @@ JOBS     ?=
 ROUNDS   ?= 32
 # bench-store: tokens of a round
 TOKENS   ?= 100000
-# gpu-kit: with 1 it is built without packages, unpacked in a fresh folder, and run tiny on the CPU
+# gpu: with 1 every step runs tiny, on the CPU
 REHEARSE ?=
+# gpu, gpu-pack: what make demo made. gpu: where proof/gpu/unpack installed packages; how long the call may take
+DEMO     ?= $(BUILD)/demo
+SITE     ?=
+MINUTES  ?=
 # image, image-test and image-matrix: see docs/image.md
 MEGATRON_SOURCE  ?= git
 MEGATRON_VERSION ?=
@@ -65,7 +69,7 @@ TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' p
 
 .PHONY: help setup megatron apply revert status check verify trees upstream export bump demo fidelity matrix \
 	clients bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
-	bench-balance-simulated gpu-kit online compare image image-sampler image-vllm-cpu \
+	bench-balance-simulated gpu gpu-pack online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test test-all mutants fuzz lint clean
 
 help:  ## list the targets
@@ -196,11 +200,14 @@ bench-publish: megatron  ## measure time and memory of writing a policy by the r
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.publish --out $(BUILD)/bench/publish.json \
 		--rounds $(ROUNDS) --only "$(ONLY)"
 
-# A rehearsal has a folder of its own, so that it leaves a kit that was built for a machine as it is.
-gpu-kit: KIT := $(BUILD)/gpu-kit$(if $(REHEARSE),-rehearsal)
-gpu-kit: megatron  ## build what runs on a GPU machine without a network (REPO=CLONE; REHEARSE=1: run it tiny, on the CPU)
-	$(VENV)/bin/python -m proof.gpu_kit.build --out $(KIT) $(if $(REPO),--repo "$(REPO)") $(if $(REHEARSE),--rehearse)
-	$(if $(REHEARSE),$(VENV)/bin/python -m proof.gpu_kit.rehearse $(KIT))
+# It uses PYTHON's own torch and packages, since those of build/venv know no GPU.
+gpu:  ## run what needs a GPU on this machine's (PYTHON=, MEGATRON=, DEMO=, SITE=, MINUTES=; REHEARSE=1: tiny, on the CPU)
+	@$(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m proof.gpu.run --megatron "$(or $(MEGATRON),$(TREE))" \
+		--demo "$(DEMO)" --out $(BUILD)/gpu$(if $(REHEARSE),-rehearsal --rehearse) \
+		$(if $(SITE),--site "$(SITE)") $(if $(MINUTES),--minutes $(MINUTES))
+
+gpu-pack:  ## pack what a GPU machine without a network needs for make gpu, in parts (MEGATRON=, DEMO=)
+	@proof/gpu/pack $(BUILD)/gpu-pack "$(or $(MEGATRON),$(TREE))" "$(DEMO)"
 
 image:  ## build the image (BASE_IMAGE=, MEGATRON_SOURCE=git or pypi, MEGATRON_VERSION=, MEGATRON=DIR, TAG=)
 	$(IMAGE) build

@@ -73,9 +73,9 @@ def write_results(out: Path, bench: str, record: dict[str, Any]) -> Path:
         out: a file, which then holds the record alone; or a folder, which has one file for each GPU
             and day, for example `nvidia-h200-2026-11-21.json`. Such a file holds the records of
             several benchmarks by name; a record of the same name is replaced.
-        bench: the name of the benchmark. Where the environment names a suffix, as a session of the
-            kit does for a program that runs in two of its steps, the suffix is appended: "kernel"
-            of the step with Transformer Engine is "kernel te", and replaces no other record.
+        bench: the name of the benchmark. Where the environment names a suffix, as `make gpu` does
+            for a program that runs in two of its steps, the suffix is appended: "kernel" of the
+            step with Transformer Engine is "kernel te", and replaces no other record.
         record: what it measured.
     """
     bench = f"{bench} {os.environ.get(RECORD_SUFFIX, '')}".strip()

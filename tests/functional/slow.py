@@ -19,7 +19,7 @@ SLOW = (
     "functional/test_engine_push.py",
     "functional/test_families.py",
     "functional/test_gate_kernel_megatron.py",
-    "functional/test_gpu_kit_training.py",
+    "functional/test_gpu_training.py",
     "functional/test_make.py",
     "functional/test_matrix.py",
     "functional/test_pretrain.py",
@@ -34,7 +34,7 @@ SLOW = (
     "unit/demo/",
     "unit/docker/",
     "unit/fuzz/",
-    "unit/gpu_kit/",
+    "unit/gpu/",
     "unit/launch/",
     "unit/loop/test_report.py",
 )

@@ -32,8 +32,9 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 HERE = "this file"
 NO_GPU = "by hand: it needs a GPU"
+PACKED = "tests/unit/gpu/test_run.py::test_packed_is_unpacked"
 NO_CLONE = "by hand: it needs a clone of Megatron-LM, a network away"
-REHEARSAL = "by hand: make gpu-kit REHEARSE=1 takes six minutes; tests run its parts"
+REHEARSAL = "by hand: make gpu REHEARSE=1 takes six minutes; tests run its parts"
 NO_DOCKER = "by hand: it needs several images of gigabytes"
 JOBS = "tests/unit/launch/test_jobs.py"
 CONTAINERS = "ci loop_in_containers"
@@ -50,8 +51,10 @@ RUN_BY = [
     (r"make export\b", f"{TOOLS}test_export.py::test_the_command"),
     (r"make bump\b", f"{TOOLS}test_bump.py::test_the_command"),
     (r"make (fidelity|matrix) .*(MEGATRON|REPO)=", NO_CLONE),
-    (r"make gpu-kit REPO=", NO_CLONE),
-    (r"make gpu-kit\b", REHEARSAL),
+    (r"make gpu REHEARSE=1", REHEARSAL),
+    (r"make gpu-pack\b", PACKED),
+    (r"make gpu\b", NO_GPU),
+    (r"(cat part-|tar x|\./unpack)", PACKED),
     (r"make fidelity\b", "tests/functional/test_make.py::test_fidelity_of_one_case"),
     (r"make image-matrix\b", NO_DOCKER),
     (r"make image-(vllm-cpu|sampler)\b", NO_DOCKER),
@@ -97,10 +100,6 @@ RUN_BY = [
     ),
     (r"python -m pytest\b", "ci make test-all"),
     (r"python -m proof\.fuzz\.run\b", "ci make fuzz"),
-    (
-        r"python build/gpu-kit/run\b",
-        "tests/unit/gpu_kit/test_unpack.py::test_parts_that_come_one_by_one",
-    ),
     (
         r"python -m proof\.comparison\.report\b",
         "tests/unit/comparison/test_report.py::test_the_command",

@@ -65,15 +65,15 @@ KNOW_MEGATRON = {*"seams train frameworks weights rl cpu loop".split()}
 LOOK_AT_MEGATRON = {
     f"megatron_r3/replay/{name}.py" for name in ("layers", "planner", "rank_layout")
 }
-PROOF = {"fidelity", "benchmarks", "comparison", "fuzz", "gpu_kit"}
-PROOF_ON_TOP = {"comparison", "fuzz", "gpu_kit"}
+PROOF = {"fidelity", "benchmarks", "comparison", "fuzz", "gpu"}
+PROOF_ON_TOP = {"comparison", "fuzz", "gpu"}
 # what the product, the proof and the benchmarks must run without
 FORBIDDEN = {
     "megatron_r3": {"tools", "proof", "demo", "tests", "docker"},
     "tools": {"proof", "demo", "tests", "docker"},
     "proof.fidelity": {"demo", "tests", *(f"proof.{part}" for part in PROOF - {"fidelity"})},
     "proof.benchmarks": {"demo", "tests", *(f"proof.{part}" for part in PROOF_ON_TOP)},
-    "proof.comparison": {"tests", "proof.fuzz", "proof.gpu_kit"},
+    "proof.comparison": {"tests", "proof.fuzz", "proof.gpu"},
 }
 
 

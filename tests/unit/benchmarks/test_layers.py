@@ -1,6 +1,6 @@
 """`python -m proof.benchmarks.layers`: what it compares, when it stops, what it skips.
 
-Steps of Megatron's layers are run by `make gpu-kit REHEARSE=1`; here a stand-in takes them.
+Steps of Megatron's layers are run by `make gpu REHEARSE=1`; here a stand-in takes them.
 
 Shape suffixes (docs/glossary.md): T, E, K.
 """

@@ -6,12 +6,12 @@ A step is one process, `python -m MODULE ...`, that records what it measured wit
 inside of a step that runs has a line `skipped: CASE: REASON`.
 
 The steps without Transformer Engine come first, while it is compiled in the background. The limits
-are such that all steps fit into three calls of ten minutes each (tests/unit/gpu_kit/test_steps.py).
+are such that all steps fit into three calls of ten minutes each (tests/unit/gpu/test_steps.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -23,9 +23,9 @@ class Step:
         name: in the results, and on the summary's line.
         module: what `python -m` runs.
         arguments: beside --out, --device and --rehearse; {tree}, {store}, {checkpoint} and {script}
-            are the kit's.
+            are filled in (`Places`).
         limit_s: seconds after which the step is ended.
-        needs_te: whether it waits for Transformer Engine, and is skipped where it does not compile.
+        needs_te: whether it is skipped where there is no Transformer Engine.
         rehearsal: the arguments of a rehearsal, where a step that needs Transformer Engine can run
             without it (`--spec local`); empty if it cannot.
         suffix: of its records' names, where another step runs the same program on the same cases.
@@ -42,43 +42,44 @@ class Step:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a step finds what it needs: all but `into` are in the kit that was unpacked there."""
+    """Where a step finds what it needs."""
 
-    into: Path
     tree: Path
     store: Path
     checkpoint: Path
     script: Path
-    paths: list[Path] = field(default_factory=list)
 
     @classmethod
-    def of(cls, into: Path, script: str) -> Places:
-        """The places below `into`, where proof/gpu_kit/unpack.py put the kit.
+    def of(cls, tree: Path, demo: Path) -> Places:
+        """The places in a patched tree and in what the demo made.
 
-        Args:
-            into: the folder of the kit on this machine.
-            script: the training script, as kit.json names it.
+        The tree's own pretrain_gpt.py is trained; the sources on PyPI have none, and then ours is.
         """
-        kit = into / "kit"
-        return cls(
-            into=into,
-            tree=kit / "tree",
-            store=kit / "demo" / "rollouts",
-            checkpoint=kit / "demo" / "checkpoint",
-            script=kit / script,
-            paths=[kit / "checkout", kit / "tree", into / "site"],
-        )
+        tree, demo = tree.resolve(), demo.resolve()
+        script = tree / "pretrain_gpt.py"
+        if not script.exists():
+            script = Path(__file__).parents[2] / "megatron_r3" / "train" / "pretrain_gpt.py"
+        return cls(tree, demo / "rollouts", demo / "checkpoint", script)
+
+    def missing(self) -> str:
+        """What is not there, and what to type; empty if all is."""
+        config = self.tree / "megatron" / "core" / "transformer" / "transformer_config.py"
+        if not config.is_file() or "moe_router_replay" not in config.read_text():
+            return f"{self.tree} is no patched Megatron-LM: make apply MEGATRON={self.tree}"
+        for folder in (self.store, self.checkpoint):
+            if not folder.is_dir():
+                return f"there is no {folder}: make demo"
+        return ""
 
     def words(self, arguments: str) -> list[str]:
         """A step's arguments with the places filled in; a path may have spaces in it."""
-        named = {"tree": self.tree, "store": self.store, "checkpoint": self.checkpoint}
-        return [word.format(**named, script=self.script) for word in arguments.split()]
+        return [word.format(**vars(self)) for word in arguments.split()]
 
 
 LAYERS, KERNEL, TRAINING = (
     "proof.benchmarks.layers",
     "proof.benchmarks.kernel",
-    "proof.gpu_kit.training",
+    "proof.gpu.training",
 )
 TRAIN = "--tree {tree} --store {store} --checkpoint {checkpoint} --script {script}"
 TE, LOCAL = f"{TRAIN} --spec te", f"{TRAIN} --spec local"
@@ -94,7 +95,7 @@ def _te_training(name: str, case: str, limit_s: int) -> Step:
 
 
 STEPS = (
-    Step("tests-gpu", "proof.gpu_kit.tests_gpu", "--tree {tree}", 150),
+    Step("tests-gpu", "proof.gpu.tests_gpu", "--tree {tree}", 150),
     Step("gate", KERNEL, "--megatron {tree}", 120),
     Step("layers", LAYERS, "--megatron {tree} --seconds 45", 130),
     Step("training", TRAINING, f"{LOCAL} --cases exactness,recorded", 100, suffix="local"),

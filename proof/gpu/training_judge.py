@@ -13,7 +13,7 @@ import torch
 from proof.benchmarks.interval import median_of
 from proof.fidelity.judge import gradient_error
 from proof.fidelity.models import BF16
-from proof.gpu_kit.training_rank import Seen, Step
+from proof.gpu.training_rank import Seen, Step
 
 # The sampler and the trainer compute the same model, so log-probs of a token differ by rounding to
 # bfloat16. A weight that was not loaded, or in the wrong place, makes them differ by 1 and more.

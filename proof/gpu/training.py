@@ -1,8 +1,8 @@
-"""The kit's trainings: a tree's own training script, replayed, on one rank.
+"""Trainings on a GPU: a tree's own training script, replayed, on one rank.
 
-    python -m proof.gpu_kit.training --cases exactness,recorded --tree TREE --store DIR \\
+    python -m proof.gpu.training --cases exactness,recorded --tree TREE --store DIR \\
         --checkpoint DIR --script TREE/pretrain_gpt.py --out RESULTS
-    python -m proof.gpu_kit.training --cases all ... --device cpu --rehearse
+    python -m proof.gpu.training --cases all ... --device cpu --rehearse
 
 TREE is a patched Megatron-LM of 0.19; DIR are the demo's rollout store and checkpoint. Each case
 writes its rows as they come into a file of RESULTS (proof/benchmarks/machine.py), under the name
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from proof.benchmarks.machine import device_of, machine_of, write_results
-from proof.gpu_kit.training_cases import CASES, Rows
-from proof.gpu_kit.training_runs import ON_GPU, REHEARSAL, Place, write_stores
+from proof.gpu.training_cases import CASES, Rows
+from proof.gpu.training_runs import ON_GPU, REHEARSAL, Place, write_stores
 
 SKIPPED = 77
 

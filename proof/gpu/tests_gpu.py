@@ -1,6 +1,6 @@
 """The step tests-gpu: runs tests/gpu with pytest on a patched tree, and records what passed.
 
-    python -m proof.gpu_kit.tests_gpu --tree TREE --out RESULTS [--device cpu --rehearse]
+    python -m proof.gpu.tests_gpu --tree TREE --out RESULTS [--device cpu --rehearse]
 
 The exit status is 1 if a test failed, or if none was run.
 """

@@ -24,7 +24,7 @@ from megatron_r3.cpu import CPU_ARGS
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.replay.routes import Routes
 from proof.fidelity.rollouts import shift_token
-from proof.gpu_kit.training_rank import Order, Seen, Step
+from proof.gpu.training_rank import Order, Seen, Step
 
 ROOT = Path(__file__).parents[2]
 TAIL = 3000  # how many characters of a log an error has
@@ -136,7 +136,7 @@ class Place:
         ordered, result, log = paths
         result.unlink(missing_ok=True)
         ordered.write_text(json.dumps(asdict(order)))
-        command = [sys.executable, "-m", "proof.gpu_kit.training_rank", str(ordered), str(result)]
+        command = [sys.executable, "-m", "proof.gpu.training_rank", str(ordered), str(result)]
         with log.open("w") as output:
             process = subprocess.Popen(
                 command,

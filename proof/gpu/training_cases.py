@@ -1,4 +1,4 @@
-"""The cases of the kit's trainings: what each runs, and what it must show.
+"""The cases of the trainings of `make gpu`: what each runs, and what it must show.
 
 A case is a function that yields rows as they are known: a name, and the fields of the row. A row
 that cannot be had here has `skipped` with the reason. All routes of the cases that compare
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from proof.gpu_kit import training_judge as judge
-from proof.gpu_kit.training_rank import Order, Seen
-from proof.gpu_kit.training_runs import DETERMINISTIC, Place, RunFailed
+from proof.gpu import training_judge as judge
+from proof.gpu.training_rank import Order, Seen
+from proof.gpu.training_runs import DETERMINISTIC, Place, RunFailed
 
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Row]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from proof.gpu_kit.training_load import asked
+from proof.gpu.training_load import asked
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""One training of the kit, in a process of its own: runs the script, and writes what it saw.
+"""One training of `make gpu`, in a process of its own: runs the script, and writes what it saw.
 
-    python -m proof.gpu_kit.training_rank ORDER.json RESULT.pt
+    python -m proof.gpu.training_rank ORDER.json RESULT.pt
 
 The process is the only rank. The script and its arguments are those of a user. What is observed is
 taken at the places where Megatron's own loop begins and ends a step. Megatron is imported only
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_r3.cpu.ranks import describe_rank, free_port
-from proof.gpu_kit.training_load import load_local_checkpoints
+from proof.gpu.training_load import load_local_checkpoints
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The kit's trainings, rehearsed on a real patched tree: rows, records, exit status, controls.
+"""The trainings of `make gpu`, rehearsed on a real patched tree: rows, records, status, controls.
 
-The judgements themselves are tested with made-up trainings in tests/unit/gpu_kit.
+The judgements themselves are tested with made-up trainings in tests/unit/gpu.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from training import Policy, train
 
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
-from proof.gpu_kit import training_judge as judge
-from proof.gpu_kit.training import main
-from proof.gpu_kit.training_load import load_local_checkpoints
-from proof.gpu_kit.training_runs import REHEARSAL, Place, RunFailed, write_stores
+from proof.gpu import training_judge as judge
+from proof.gpu.training import main
+from proof.gpu.training_load import load_local_checkpoints
+from proof.gpu.training_runs import REHEARSAL, Place, RunFailed, write_stores
 
 SCRIPT = Path(__file__).parents[2] / "megatron_r3" / "train" / "pretrain_gpt.py"
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from proof.gpu_kit import training_judge as judge
-from proof.gpu_kit.training_cases import beside, judged
-from proof.gpu_kit.training_rank import Seen, Step
-from proof.gpu_kit.training_runs import RunFailed
+from proof.gpu import training_judge as judge
+from proof.gpu.training_cases import beside, judged
+from proof.gpu.training_rank import Seen, Step
+from proof.gpu.training_runs import RunFailed
 
 GRADIENTS = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([0.5])}
 OTHER = {"a": torch.tensor([-1.0, 2.0]), "b": torch.tensor([0.5])}

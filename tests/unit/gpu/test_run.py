@@ -1,0 +1,172 @@
+"""`make gpu` with made-up steps: what is recorded, skipped, ended, left; and what is packed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from proof.gpu import run
+from proof.gpu.run import Session, main, outcome
+from proof.gpu.steps import Step
+
+ROOT = Path(__file__).parents[3]
+FAKE = """
+import subprocess, sys, time
+from pathlib import Path
+from proof.benchmarks.machine import write_results
+what, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
+with (out / "ran").open("a") as ran:
+    ran.write(f"{what}\\n")
+if what == "hangs":
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (out / "child").write_text(str(child.pid))
+    write_results(out, "hangs", {"gpu": "NVIDIA X", "rows": [1]})
+    time.sleep(600)
+write_results(out, "kernel", {"gpu": "NVIDIA X"})
+print({"fails": "it is wrong", "skips": "skipped: no such thing"}.get(what, "skipped: a: b"))
+sys.exit({"fails": 1, "skips": 77}.get(what, 0))
+"""
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A patched tree and what the demo made, as far as they are looked at; a made-up machine."""
+    config = tmp_path / "tree" / "megatron" / "core" / "transformer" / "transformer_config.py"
+    config.parent.mkdir(parents=True)
+    config.write_text("moe_router_replay")
+    (tmp_path / "tree" / "fake_step.py").write_text(FAKE)
+    for name in ("rollouts", "checkpoint"):
+        (tmp_path / "demo" / name).mkdir(parents=True)
+    told = {"gpu": "NVIDIA X", "no_te": "Transformer Engine is not installed"}
+    monkeypatch.setattr(Session, "facts", lambda self: told)
+    return tmp_path
+
+
+def step(what: str, **fields: Any) -> Step:
+    return Step(what, "fake_step", what, 60, **fields)
+
+
+def call(places: Path, steps: list[Step], *more: str) -> int:
+    argv = ["--megatron", str(places / "tree"), "--demo", str(places / "demo")]
+    return main([*argv, "--out", str(places / "out"), *more], steps)
+
+
+def recorded(places: Path) -> dict[str, Any]:
+    (file,) = (places / "out").glob("nvidia-x-*.json")
+    return dict(json.loads(file.read_text()))
+
+
+def ran(places: Path) -> list[str]:
+    return (places / "out" / "ran").read_text().split()
+
+
+def test_each_step_is_recorded_once(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [step("passes"), step("fails"), step("skips"), step("needs", needs_te=True)]
+    steps.append(Step("second", "fake_step", "second", 60, suffix="te"))
+    assert call(places, steps) == 1
+    found = recorded(places)
+    assert {name: row["status"] for name, row in found["steps"].items()} == {
+        "passes": "passed",
+        "fails": "failed",
+        "skips": "skipped",
+        "needs": "skipped",
+        "second": "passed",
+    }
+    assert found["steps"]["passes"]["skipped_cases"] == {"a": "b"}
+    assert found["steps"]["fails"]["reason"] == "exit status 1: it is wrong"
+    assert found["steps"]["needs"]["reason"] == "Transformer Engine is not installed"
+    assert {"kernel", "kernel te"} <= found.keys()
+    assert (places / "out" / "logs" / "fails.log").read_text() == "it is wrong\n"
+    assert call(places, steps) == 1  # nothing is run again
+    assert ran(places) == ["passes", "fails", "skips", "second"]
+    assert "  a: skipped: b\n" in capsys.readouterr().out
+
+
+def test_a_step_that_hangs_is_ended_with_what_it_started(places: Path) -> None:
+    hangs = Step("hangs", "fake_step", "hangs", 2)
+    assert call(places, [hangs, step("passes")]) == 1
+    found = recorded(places)
+    assert found["steps"]["hangs"]["status"] == "timed out"
+    assert found["steps"]["hangs"]["reason"] == "it was ended after 2 s"
+    assert found["hangs"]["rows"] == [1]  # what it had recorded stays
+    assert found["steps"]["passes"]["status"] == "passed"
+    child = int((places / "out" / "child").read_text())
+    end = time.monotonic() + 20
+    while psutil.pid_exists(child) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(child)
+
+
+def test_a_step_that_does_not_fit_is_left(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [Step("short", "fake_step", "short", 5), step("long")]
+    assert call(places, steps, "--minutes", "0.5") == run.LEFT
+    assert "left for another call: long" in capsys.readouterr().out
+    assert call(places, steps) == 0
+    assert ran(places) == ["short", "long"]
+
+
+def test_what_is_missing_is_said(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (places / "demo" / "rollouts").rmdir()
+    assert call(places, []) == 2
+    said = f"error: there is no {places / 'demo' / 'rollouts'}: make demo"
+    assert said in capsys.readouterr().err
+    (places / "tree" / "megatron/core/transformer/transformer_config.py").write_text("")
+    assert call(places, []) == 2
+    assert "is no patched Megatron-LM: make apply" in capsys.readouterr().err
+
+
+def test_without_a_device_nothing_is_recorded(
+    places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert call(places, [step("passes")]) == 2
+    error = capsys.readouterr().err
+    assert "finds no CUDA device here; --rehearse runs every step tiny on the CPU" in error
+    assert error.count("\n") == 1
+    assert not [*(places / "out").glob("*.json")]
+
+
+def test_outcomes() -> None:
+    assert outcome(0, "", 5)["status"] == "passed"
+    assert outcome(0, "skipped: a step that passes has no reason", 5)["skipped_cases"] == {}
+    assert outcome(1, "", 5)["reason"] == "exit status 1: no output"
+    assert outcome(-9, "x", 5)["reason"] == "exit status -9: x"
+    row = outcome(77, "skipped: a: b\nskipped: why: since", 5)
+    assert (row["status"], row["reason"], row["skipped_cases"]) == ("skipped", "why: since", {})
+    row = outcome(1, "skipped: a: b\nerror: c", 5)
+    assert (row["status"], row["skipped_cases"]) == ("failed", {"a": "b"})
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a checkout is packed by git")
+def test_packed_is_unpacked(places: Path) -> None:
+    """Without packages, out of a checkout of what git has here."""
+    checkout = places / "checkout"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
+    (places / "demo" / "rollouts" / "shard").write_bytes(b"1" * 1000)
+    command = [str(checkout / "proof" / "gpu" / "pack"), str(places / "packed")]
+    command += [str(places / "tree"), str(places / "demo"), "--without-packages"]
+    subprocess.run(command, check=True, capture_output=True)
+    machine = places / "machine"
+    machine.mkdir()
+    unpack = f"cat {places}/packed/part-* | tar x && ./unpack"
+    subprocess.run(["bash", "-c", unpack], cwd=machine, check=True)
+    assert (machine / "demo" / "rollouts" / "shard").read_bytes() == b"1" * 1000
+    assert (machine / "site").is_dir()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
+    )
+    assert (machine / "checkout" / "COMMIT").read_text() == commit.stdout
+    assert os.access(machine / "checkout" / "proof" / "gpu" / "pack", os.X_OK)
+    # a control: what is not committed is not packed in silence
+    (checkout / "README.md").write_text("changed")
+    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "error: commit first, since the results name a commit:  M README.md" in refused.stderr
