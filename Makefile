@@ -111,11 +111,11 @@ check: setup  ## test the patched MEGATRON=DIR itself: option off, replay, upstr
 
 verify: setup  ## check the patches of every release line against the commits in REPO=CLONE (LINE=)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
-	@$(VENV)/bin/python -m tools.patches $@ "$(REPO)" $(if $(LINE),--line "$(LINE)")
+	@$(VENV)/bin/python -m keepers.patches $@ "$(REPO)" $(if $(LINE),--line "$(LINE)")
 
 export: setup  ## write the commits of MEGATRON=DIR as patches (LINE=; CHECK=1: only say whether they differ)
 	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
-	@$(VENV)/bin/python -m tools.patches $@ "$(MEGATRON)" $(if $(LINE),--line "$(LINE)") $(if $(CHECK),--check)
+	@$(VENV)/bin/python -m keepers.patches $@ "$(MEGATRON)" $(if $(LINE),--line "$(LINE)") $(if $(CHECK),--check)
 
 trees: setup  ## try the patches on every tree that the docs name, and write docs/trees.json (REPO=CLONE)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
@@ -129,7 +129,7 @@ upstream: setup  ## run Megatron's own tests with the patches that Megatron coul
 bump: setup  ## start a release line: carry the patches of OLD=LINE to NEW=TAG of REPO=CLONE (LINE=)
 	@test -n "$(OLD)" && test -n "$(NEW)" && test -n "$(REPO)" || \
 		{ echo "error: from which line to what? make $@ OLD=LINE NEW=TAG REPO=DIR" >&2; exit 2; }
-	@$(VENV)/bin/python -m tools.patches $@ "$(OLD)" "$(NEW)" --repo "$(REPO)" $(if $(LINE),--name "$(LINE)")
+	@$(VENV)/bin/python -m keepers.patches $@ "$(OLD)" "$(NEW)" --repo "$(REPO)" $(if $(LINE),--name "$(LINE)")
 
 demo: megatron  ## sample a tiny model, then train on its rollouts, live and replayed (SAMPLER=transformers, vllm, sglang, megatron; STEPS=)
 	$(R3) apply $(TREE)

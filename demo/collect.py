@@ -78,6 +78,8 @@ def main() -> int:
                 collect += ["--shard-size", "32"]
                 _kill_half_way(collect, store, env)
             status = subprocess.run(collect, env=env, check=False).returncode
+    except KeyboardInterrupt:
+        return 130
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -18,7 +18,8 @@ from demo.installation import ServerError, tail, watch
 from megatron_r3.loop.processes import filled_in, signals_raise, start, stop
 
 READY_SECONDS = 600
-# A server takes 2 s to stop. One that is still starting does not react, and is killed after this.
+# A server takes 2 s to stop. One that is still starting does not react, and is killed after this;
+# what a server that ends has started is killed with it.
 STOP_SECONDS = 4
 
 
@@ -48,7 +49,10 @@ def run_server(
     log.unlink(missing_ok=True)
     with signals_raise(), temporary as folder:
         words = filled_in(command, {**values, "port": str(port)})
-        process = start(words, {**env, "TMPDIR": folder}, log)
+        try:
+            process = start(words, {**env, "TMPDIR": folder}, log)
+        except ValueError as error:
+            raise ServerError(str(error)) from error
         try:
             watch(f"starting {engine}", process, lambda: _healthy(url), READY_SECONDS)
             if process.poll() is not None or not _healthy(url):

@@ -41,7 +41,7 @@ places = {name: [spec.origin or "", *(spec.submodule_search_locations or [])]
 print(*(name for name in places if any(p.startswith(sys.argv[1] + "/") for p in places[name])))
 """
 _ENVIRONMENT = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
-UNWANTED = ("demo", "docker", "proof", "tests")
+UNWANTED = ("demo", "docker", "keepers", "proof", "tests")
 
 
 def main(argv: list[str] | None = None) -> int:

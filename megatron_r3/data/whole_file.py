@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def whole_file(path: Path, *, replaces: bool = True) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, replaces: bool = True, sync: bool = True) -> Iterator[BinaryIO]:
     """Write a file that gets its name when the block ends, or leaves nothing if the block raises.
 
     Until then it lies beside `path` under another name, because a rename does not cross file
@@ -20,6 +20,8 @@ def whole_file(path: Path, *, replaces: bool = True) -> Iterator[BinaryIO]:
 
     Args:
         replaces: whether a file of that name is replaced.
+        sync: whether the bytes are on disk before the name is. False is for what is made again
+            after a power failure.
 
     Raises:
         FileExistsError: a file has the name, and is not to be replaced; it stays as it is.
@@ -30,22 +32,24 @@ def whole_file(path: Path, *, replaces: bool = True) -> Iterator[BinaryIO]:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}-")
+    # A name of its own: in containers, processes that begin at once have one process id. Unlike
+    # mkstemp, open gives the file the mode that the umask leaves it.
+    temporary = folder / f".{path.name}-{secrets.token_hex(4)}"
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # the bytes are on disk before the name is
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
+            if sync:
+                os.fsync(file.fileno())
         if replaces:
             os.replace(temporary, path)
         else:
             os.link(temporary, path)  # unlike a rename this fails if the name is taken
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, data: bytes | str, *, replaces: bool = True) -> None:
-    """Write a whole file of these bytes, or of this text in UTF-8; see `whole_file`."""
-    with whole_file(path, replaces=replaces) as file:
+def write_whole(path: Path, data: bytes | str, **options: bool) -> None:
+    """Write a whole file of these bytes, or of this text in UTF-8; `options` as of `whole_file`."""
+    with whole_file(path, **options) as file:
         file.write(data.encode() if isinstance(data, str) else data)

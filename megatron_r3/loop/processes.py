@@ -104,18 +104,20 @@ def start(
 
 def stop(process: subprocess.Popen[bytes], seconds: float = STOP_S) -> None:
     """End a started command: SIGTERM, and SIGKILL for what is left after some seconds."""
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    end = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < end:
-        time.sleep(0.05)
     assert process.stdin is not None
-    process.stdin.close()  # the guard kills
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    try:
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        end = time.monotonic() + seconds
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+    finally:  # also if waiting is interrupted
+        process.stdin.close()  # the guard kills
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def filled_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:

@@ -22,7 +22,6 @@ from megatron_r3.train.publish_options import published, version_name
 MANIFEST = "policy.json"
 FORMAT = 1
 POLL_S = 0.1  # between two looks for a version
-_PIECE = 1 << 22  # bytes of a file that are digested at a time
 
 
 class PolicyError(ValueError):

@@ -171,6 +171,11 @@ class MicrobatchRoutes:
                 )
         self.ids, self._given = dict(self.ids), dict(self.ids)
         tally = self.tally
+        if tally is not None and tally.attached:
+            raise ReplayError(
+                "MicrobatchRoutes: its tally counts another micro-batch already, and would add up "
+                "both: give each micro-batch a Tally of its own"
+            )
         for name, given in (
             ("live_T", self.live_T),
             ("padding_T", self.padding_T),
@@ -178,12 +183,18 @@ class MicrobatchRoutes:
             ("watched_T", None if tally is None else tally.watched_T),
         ):
             for mask_T in given.values() if isinstance(given, Mapping) else [given]:
-                is_tensor = isinstance(mask_T, Tensor) and mask_T.dtype == torch.bool
-                if mask_T is not None and not (is_tensor and mask_T.dim() == 1):
+                is_mask = (
+                    isinstance(mask_T, Tensor) and mask_T.dtype == torch.bool and mask_T.dim() == 1
+                )
+                may_be_none = name != "counted_T" or tally is None
+                if not is_mask and not (mask_T is None and may_be_none):
                     raise ReplayError(
                         f"MicrobatchRoutes: {name} is {_described(mask_T)}; expected a bool tensor "
                         "[T], True or False for each token of this rank"
                     )
+
+        if tally is not None:
+            tally.attached = True
 
     def fresh(self) -> MicrobatchRoutes:
         """The same routes for another forward pass: no token has chosen, nothing is counted."""

@@ -34,11 +34,12 @@ class ModelRoutes:
     the same order, because each makes a process group for its plans.
 
     Args:
-        model: a model chunk, wrapped (DDP, Float16Module) or not. Its routers have the hook that
-            `moe_router_replay` gives them.
+        model: a model chunk, wrapped (DDP, Float16Module) or not.
         plan: whether each micro-batch gets a dispatch plan. None: as the config says
             (`moe_router_replay_dispatch_plan`), where the dispatcher asks for one.
         planner: the class of what makes the plans.
+        live: whether the routers of this model stay live, and are compared at most: then the model
+            may have been built with `moe_router_replay` off.
 
     Attributes:
         layout: which tokens of a batch this rank holds; `layout.split` splits a whole batch for
@@ -46,17 +47,21 @@ class ModelRoutes:
         layer_numbers: the MoE layers of the chunk, Megatron's numbers. Empty for a chunk without.
 
     Raises:
-        ValueError: the chunk was built with `moe_router_replay` off.
+        ValueError: the chunk was built with `moe_router_replay` off, and not `live`.
     """
 
     def __init__(
-        self, model: torch.nn.Module, plan: bool | None = None, planner: type[Planner] = Planner
+        self,
+        model: torch.nn.Module,
+        plan: bool | None = None,
+        *,
+        planner: type[Planner] = Planner,
+        live: bool = False,
     ) -> None:
         module: Any = unwrapped(model)
         routers = local_routers(module)
         config = self.config = module.config
-        # upstream's RouterReplay has no `has_routes`
-        if not all(hasattr(router.router_replay, "has_routes") for router in routers.values()):
+        if routers and not config.moe_router_replay and not live:
             raise ValueError(
                 "this model was built with moe_router_replay off: set it in the TransformerConfig "
                 "before the model is built"

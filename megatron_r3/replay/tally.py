@@ -15,8 +15,9 @@ from torch import Tensor
 class Tally:
     """Which tokens of a micro-batch are compared with the live choice, and how many differ.
 
-    Everything stays on the device until somebody asks. Each layer is counted once, in the first
-    pass of that layer; a recompute is not counted again.
+    It is of one micro-batch: another one needs another tally. Everything stays on the device until
+    somebody asks. Each layer is counted once, in the first pass of that layer; a recompute is not
+    counted again.
 
     Args:
         counted_T: bool, True for tokens that count in the mismatch. A token that chooses live in a
@@ -40,6 +41,7 @@ class Tally:
     mismatched_T: Tensor | None = field(default=None, init=False)
     mismatched_watched: dict[int, Tensor] = field(default_factory=dict, init=False)
     mismatches_T: Tensor | None = field(default=None, init=False)
+    attached: bool = field(default=False, init=False)  # whether a micro-batch has it
 
     def fresh(self) -> Tally:
         """The same tokens for another forward pass: nothing is counted."""

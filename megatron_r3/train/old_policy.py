@@ -130,7 +130,7 @@ class OldPolicy:
         for layer, table in self._route_tables.items():
             tensors |= {f"route_rows.{layer}": table.rows, f"routes.{layer}": table.values}
         data = save(tensors, metadata=about | {"pass": number})
-        write_whole(folder / f"rank-{rank:05d}.safetensors", data)
+        write_whole(folder / f"rank-{rank:05d}.safetensors", data, sync=False)
 
     def read(
         self,

@@ -244,7 +244,9 @@ class RolloutStep:
             if router.router_replay is None:  # training routes live: the router only observes
                 self._observe(router, number)
         if self._has_routes:
-            routes = ModelRoutes(module, options.use_plan, self._parts.planner)
+            routes = ModelRoutes(
+                module, options.use_plan, planner=self._parts.planner, live=not options.replay
+            )
             if self._witness is not None:
                 self._witness.attach(module, self.metrics)
         computes_loss = bool(getattr(module, "post_process", False))

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from keepers.export import reexport
+from keepers.verify import verify_tree
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import read_series
@@ -23,8 +25,6 @@ from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.router_replay import use_router_replay
 from proof.fidelity.table import Table, passed
 from proof.fidelity.trees import training_or_core, unpatched_copy
-from tools.export import reexport
-from tools.verify import verify_tree
 
 Result = tuple[bool, str]
 C = TypeVar("C", bound="Copies")

@@ -263,7 +263,8 @@ def _with_one_change(routes: Any, counted_T: torch.Tensor) -> Any:
     taken = set(ids_TK[token].tolist())
     # Example: [0, 5, 1, 9] becomes [0, 5, 1, 2]; of K + 1 experts one is not taken.
     ids_TK[token, -1] = next(expert for expert in range(len(taken) + 1) if expert not in taken)
-    return replace(routes, ids={**routes.ids, first: ids_TK})
+    tally = routes.tally and routes.tally.fresh()
+    return replace(routes, ids={**routes.ids, first: ids_TK}, tally=tally)
 
 
 def _stand_in_for_apex(seen: Seen) -> None:

@@ -11,8 +11,8 @@ from patching_upstream import (
     write,
 )
 
+from keepers.bump import bump_line
 from megatron_r3.patching.git import PatchingError
-from tools.bump import bump_line
 
 NEXT_TAG, NEXT = "core_v9.2.0", "core_r9.2.0"
 

@@ -13,8 +13,8 @@ from patching_upstream import (
     write,
 )
 
+from keepers.export import export_series
 from megatron_r3.patching.git import PatchingError
-from tools.export import export_series
 
 SECOND = "core_r9.2.0"
 

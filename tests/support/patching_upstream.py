@@ -232,7 +232,7 @@ def refused(tree, *words):
 def run_cli(*args, prelude="", env=None, **kwargs):
     """Run the command line in a process of its own, `prelude` first."""
     keepers = args[0] in ("verify", "export", "bump")
-    module = "tools.patches" if keepers else "megatron_r3.cli"
+    module = "keepers.patches" if keepers else "megatron_r3.cli"
     code = f"import sys\n{prelude}\nfrom {module} import main\nsys.exit(main(sys.argv[1:]))"
     env = {**os.environ, **(env or {}), "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", code, *map(str, args)]

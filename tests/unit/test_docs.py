@@ -39,7 +39,7 @@ NO_DOCKER = "by hand: it needs several images of gigabytes"
 JOBS = "tests/unit/launch/test_jobs.py"
 CONTAINERS = "ci loop_in_containers"
 PATCHING = "tests/unit/patching/"
-TOOLS = "tests/unit/tools/"
+KEEPERS = "tests/unit/keepers/"
 CHECK = "tests/functional/test_check.py"
 # the first row that matches a command from its beginning counts; `ci make X` is a step of .ci/run,
 # or what such a step needs first
@@ -47,9 +47,9 @@ RUN_BY = [
     (r"make (setup|megatron|lint|test)\b", "ci make test-all"),
     (r"make (apply .*UNRELEASED=1|check)\b", f"{CHECK}::test_apply_check_status_revert"),
     (r"make (apply|revert|status)\b", "tests/functional/test_make.py::test_apply_status_revert"),
-    (r"make verify\b", f"{TOOLS}test_verify.py::test_the_command"),
-    (r"make export\b", f"{TOOLS}test_export.py::test_the_command"),
-    (r"make bump\b", f"{TOOLS}test_bump.py::test_the_command"),
+    (r"make verify\b", f"{KEEPERS}test_verify.py::test_the_command"),
+    (r"make export\b", f"{KEEPERS}test_export.py::test_the_command"),
+    (r"make bump\b", f"{KEEPERS}test_bump.py::test_the_command"),
     (r"make (fidelity|matrix) .*(MEGATRON|REPO)=", NO_CLONE),
     (r"make gpu REHEARSE=1", REHEARSAL),
     (r"make gpu-pack\b", PACKED),
@@ -168,7 +168,7 @@ RUN_BY = [
     (r"docker/rl-run\b", CONTAINERS),
     (r"sbatch\b", "by hand: on the cluster that .ci/slurm-cluster makes"),
     (r"kubectl\b", "by hand: no Kubernetes cluster was there"),
-    (r"(cd|git) ", f"{TOOLS}test_bump_conflicts.py::test_a_conflict_gives_five_lines"),
+    (r"(cd|git) ", f"{KEEPERS}test_bump_conflicts.py::test_a_conflict_gives_five_lines"),
 ]
 
 

@@ -143,7 +143,7 @@ ELSEWHERE = re.compile(
 )
 
 
-OURS = re.compile(r"(megatron_r3|tests|fidelity|benchmarks|patches|docs)/")
+OURS = re.compile(r"(megatron_r3|tests|proof|keepers|demo|patches|docs)/")
 
 
 def missing_paths(text: str, of_framework: bool = False) -> list[str]:

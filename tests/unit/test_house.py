@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("megatron_r3", "tools", "proof", "demo", "tests")
+ROOMS = ("megatron_r3", "keepers", "proof", "demo", "tests")
 Trees = Mapping[str, ast.Module]  # of each file, by its path below ROOT
 
 
@@ -69,8 +69,8 @@ PROOF = {"fidelity", "benchmarks", "comparison", "fuzz", "gpu"}
 PROOF_ON_TOP = {"comparison", "fuzz", "gpu"}
 # what the product, the proof and the benchmarks must run without
 FORBIDDEN = {
-    "megatron_r3": {"tools", "proof", "demo", "tests", "docker"},
-    "tools": {"proof", "demo", "tests", "docker"},
+    "megatron_r3": {"keepers", "proof", "demo", "tests", "docker"},
+    "keepers": {"proof", "demo", "tests", "docker"},
     "proof.fidelity": {"demo", "tests", *(f"proof.{part}" for part in PROOF - {"fidelity"})},
     "proof.benchmarks": {"demo", "tests", *(f"proof.{part}" for part in PROOF_ON_TOP)},
     "proof.comparison": {"tests", "proof.fuzz", "proof.gpu"},

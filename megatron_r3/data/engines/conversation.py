@@ -17,7 +17,7 @@ Shape suffixes (docs/glossary.md): C, G, K, L, N, T, U.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -48,7 +48,7 @@ class Increment:
             sampling mask. The log-probs are then normalised over the kept sets.
         versions_G: int64, the version of the weights that sampled each token; None if the engine
             does not report it as a whole number.
-        said: what the response says beside.
+        says: reads what the response says beside; see `said`.
     """
 
     tokens_N: np.ndarray
@@ -60,7 +60,7 @@ class Increment:
     where: str = "response"
     kept: KeptSets | None = None
     versions_G: np.ndarray | None = None
-    said: Said = field(default_factory=Said)
+    says: Callable[[], Said] = Said
 
     def check(self) -> None:
         """Refuse parts that do not belong together, and values that no rollout has.
@@ -95,6 +95,15 @@ class Increment:
         logprobs_N[sampled_N] = self.logprobs_G
         if self.kept and (reason := self.kept.wrong(self.tokens_N, sampled_N, logprobs_N)):
             raise EngineError(reason)
+
+    def said(self) -> Said:
+        """What the response says beside tokens and routes.
+
+        Raises:
+            EngineError: it is not what a response can say; the error names `where`.
+        """
+        with naming(self.where):
+            return self.says()
 
     def whole(self) -> Rollout:
         """The rollout of this response alone.

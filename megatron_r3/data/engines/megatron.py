@@ -12,6 +12,7 @@ Shape suffixes (docs/glossary.md): G, K, L, N, T.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,12 +89,13 @@ def decode_increments(
 
     def read(choice: Mapping[str, Any], number: int) -> Increment:
         group = number // count
-        return _increment(choice, request, asked[group], group, shape, num_mtp_layers)
+        return _increment(response, choice, request, asked[group], group, shape, num_mtp_layers)
 
     return read_choices(choices, where, read)
 
 
 def _increment(
+    body: Mapping[str, Any],
     choice: Mapping[str, Any],
     request: Mapping[str, Any],
     asked: Any,
@@ -120,10 +122,9 @@ def _increment(
     logprobs_G = _logprobs(fields, response_G, len(prompt))
     routes = checked_routes(rows_TLK, len(tokens_N), shape)
     versions_G = policy_versions(fields.get("policy_epoch"), len(prompt), len(response_G))
-    versions = [] if versions_G is None else versions_G.tolist()
-    says = read_said(choice, choice.get("finish_reason"), versions)
+    says = partial(read_said, body, choice, [] if versions_G is None else versions_G.tolist())
     return Increment(
-        *(tokens_N, len(prompt), logprobs_G, routes, 0, group), versions_G=versions_G, said=says
+        *(tokens_N, len(prompt), logprobs_G, routes, 0, group), versions_G=versions_G, says=says
     )
 
 

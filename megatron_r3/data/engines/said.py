@@ -1,4 +1,9 @@
-"""What a response says beside tokens and routes: the text, why it ended, by which weights."""
+"""What a response says beside tokens and routes: the text, why it ended, by which weights.
+
+Whoever decodes wants tokens and routes, and may want no more. So each decoder hands on where these
+things stand in its engine's response, and they are read, and refused, when somebody asks for them
+(`Increment.said`).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_r3.data.engines.body import refuse_half_way
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.values import wrong_text
+from megatron_r3.replay.words import quoted
 
 # What a server's parsers take out of the text that the model wrote; names differ by engine.
 BESIDE_CONTENT = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")
@@ -34,20 +41,26 @@ class Said:
 
 
 def read_said(
-    choice: Mapping[str, Any], reason: Any, policies: Iterable[Any] = (), model: Any = None
+    body: Mapping[str, Any], choice: Mapping[str, Any], versions: Iterable[int] = ()
 ) -> Said:
     """Read one choice, of a chat (`message`) or a completion (`text`).
 
-    A completion's text becomes the message `{"content": "..."}`.
+    A completion's text becomes the message `{"content": "..."}`. Finish reason and versions of
+    weights may stand in the choice or in its `meta_info` (SGLang), versions beside the choices too.
 
     Args:
-        reason: the finish reason, a text, or an object with a `type` (SGLang).
-        policies: versions of weights; None among them says nothing.
-        model: as the response names it.
+        body: the response; where it has no choices, the choice itself.
+        choice: the choice.
+        versions: of the weights, as the decoder has counted them (Megatron).
 
     Raises:
-        EngineError: something here is no text, or the message has audio.
+        EngineError: something here is no text, the message has audio, or the engine gave the
+            choice up half-way.
     """
+    meta = choice.get("meta_info")
+    meta = meta if isinstance(meta, Mapping) else {}
+    reason = choice.get("finish_reason", meta.get("finish_reason"))
+    refuse_half_way(reason)
     message = choice.get("message")
     if message is None:
         message = {} if choice.get("text") is None else {"content": choice["text"]}
@@ -63,19 +76,24 @@ def read_said(
     for name, value in (("text", text), ("finish reason", reason)):
         if not isinstance(value, str):
             raise EngineError(f"its {name} must be a text; got {type(value).__name__}")
-    versions = [str(one) if type(one) is int else one for one in policies if one is not None]
-    for version in versions:
-        if wrong := wrong_text(version):
-            raise EngineError(f"the version of its weights must be {wrong}")
-    return Said(message, reason, tuple(dict.fromkeys(versions)), model or "")
+    policies = [*_versions(body), *_versions(choice), *_versions(meta), *map(str, versions)]
+    return Said(message, reason, tuple(dict.fromkeys(policies)), body.get("model") or "")
 
 
-def versions_in(fields: Mapping[str, Any]) -> list[Any]:
-    """The versions of weights that vLLM (0.32) and SGLang (0.5.23) say of one choice.
+def _versions(fields: Mapping[str, Any]) -> list[str]:
+    """The versions of weights that vLLM (0.32) and SGLang (0.5.23) name in one place.
 
-    `weight_version` is the newest one, `weight_versions` has the spans of all
-    (`drawn.version_spans` has looked at their form).
+    `weight_version` is the newest one; `weight_versions` has `[{"version", "start", "end"}]`.
     """
     spans = fields.get("weight_versions") or []
-    versions = [span.get("version") for span in spans if isinstance(span, Mapping)]
-    return [fields.get("weight_version"), *versions]
+    if not isinstance(spans, list) or not all(isinstance(s, Mapping) for s in spans):
+        raise EngineError(f"weight_versions must be a list of spans; got {quoted(spans)}")
+    versions = []
+    for version in (fields.get("weight_version"), *(span.get("version") for span in spans)):
+        if version is None:
+            continue
+        version = str(version) if type(version) is int else version
+        if wrong := wrong_text(version):
+            raise EngineError(f"the version of its weights must be {wrong}")
+        versions.append(version)
+    return versions

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ from megatron_r3.data.engines.checks import (
 )
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.drawn import kept_sets, version_spans
-from megatron_r3.data.engines.said import read_said, versions_in
+from megatron_r3.data.engines.said import read_said
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.replay.words import quoted
@@ -149,7 +150,7 @@ def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dic
             "logprobs": None,  # they are in meta_info
             "meta_info": item["meta_info"],
             "hint": _ASK_PROMPT,
-            "choice": item,
+            "says": (item, item),
         }
         for item in response
     ]
@@ -184,7 +185,7 @@ def _openai_items(response: Mapping[str, Any], expected: int) -> list[dict[str, 
                 "logprobs": choice.get("logprobs"),
                 "meta_info": {"finish_reason": choice.get("finish_reason"), **meta},
                 "hint": _ASK_IDS,
-                "choice": choice,
+                "says": (response, choice),
             }
         )
     return items
@@ -232,13 +233,11 @@ def _increment(
     versions_G = version_spans(meta.get("weight_versions"), len(response_G))
     rows_TYK = _rows(meta.get("routed_experts"), len(tokens_N), start, shape)
     routes = checked_routes(rows_TYK, len(tokens_N), shape, start)
-    versions = versions_in({**item["choice"], **meta})
-    says = read_said(item["choice"], meta.get("finish_reason"), versions)
     return Increment(
         *(tokens_N, len(prompt), logprobs_G, routes, start, group),
         kept=kept,
         versions_G=versions_G,
-        said=says,
+        says=partial(read_said, *item["says"]),
     )
 
 

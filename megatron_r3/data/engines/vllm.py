@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from megatron_r3.data.engines.body import (
 from megatron_r3.data.engines.checks import checked_routes, checked_tokens
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.drawn import kept_sets, version_spans
-from megatron_r3.data.engines.said import read_said, versions_in
+from megatron_r3.data.engines.said import read_said
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.routes import Routes
@@ -152,13 +153,11 @@ def _increment(
     # without --logprobs-mode processed_logprobs, so its log-probs are normalised over the mask
     kept = kept_sets(choice.get("sampling_mask"), "sampling_mask", len(prompt), len(response_G))
     versions_G = version_spans(choice.get("weight_versions"), len(response_G))
-    model, reason = body.get("model"), choice.get("finish_reason")
-    says = read_said(choice, reason, versions_in({**body, **choice}), model)
     return Increment(
         *(tokens_N, len(prompt), logprobs_G, routes, start, group),
         kept=kept,
         versions_G=versions_G,
-        said=says,
+        says=partial(read_said, body, choice),
     )
 
 

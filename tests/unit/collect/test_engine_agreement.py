@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,7 +142,7 @@ def test_a_floor_that_cannot_be_written_is_a_warning(
     def read_only(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(tempfile, "mkstemp", read_only)
+    monkeypatch.setattr(secrets, "token_hex", read_only)  # in the name of the file that waits
     argv = ["rollouts", "inspect", str(directory), "--model", str(model), "--fail-on-alarm"]
     assert main(argv) == 0
     err = capsys.readouterr().err

@@ -149,6 +149,16 @@ def test_watched_tokens_are_counted_beside_the_counted_ones():
     assert gate.fresh().tally.mismatches_T is None
 
 
+def test_a_tally_is_of_one_micro_batch():
+    tally = Tally(torch.ones(T, dtype=torch.bool))
+    first = MicrobatchRoutes({1: some_routes()}, tally=tally)
+    with pytest.raises(ReplayError, match="give each micro-batch a Tally of its own"):
+        MicrobatchRoutes({1: some_routes()}, tally=tally)
+    assert first.fresh().tally is not tally
+    with pytest.raises(ReplayError, match="counted_T is NoneType; expected a bool tensor"):
+        MicrobatchRoutes({1: some_routes()}, tally=Tally(None))
+
+
 def test_observing_stays_live():
     ids, s = some_routes(), scores()
     microbatch = MicrobatchRoutes({1: ids}, tally=Tally(torch.ones(T).bool()), mode=Mode.OBSERVE)

@@ -20,7 +20,7 @@ def said(engine: str, choice: dict[str, Any]) -> Said:
     body, request = BODIES[engine](ROWS)
     (body["choices"][0] if "choices" in body else body).update(choice)
     (increment,) = engines.decode_increments(engine, body, request, made.SHAPE, "request 7")
-    return increment.said
+    return increment.said()
 
 
 def test_text_and_finish_reason() -> None:
@@ -35,25 +35,35 @@ def test_text_and_finish_reason() -> None:
 
 def test_a_message_without_what_is_not_read() -> None:
     message = {"role": "assistant", "content": "hi", "reasoning": "so", "token_ids": [1]}
-    assert read_said({"message": message}, None).message == {"content": "hi", "reasoning": "so"}
-    assert read_said({}, None) == Said()
+    assert read_said({}, {"message": message}).message == {"content": "hi", "reasoning": "so"}
+    assert read_said({}, {}) == Said()
+    assert read_said({"model": "m"}, {}).model == "m"
 
 
 @pytest.mark.parametrize(
-    ("choice", "reason", "versions", "message"),
+    ("choice", "message"),
     [
-        ({"message": {"content": "hi", "audio": {"id": "a"}}}, None, [], "the message has audio"),
-        ({"message": "hi"}, None, [], "its message must be an object; got str"),
-        ({"text": 3}, None, [], "its text must be a text; got int"),
-        ({}, 3, [], "its finish reason must be a text; got int"),
-        ({}, None, [2.5], "the version of its weights must be a text; got float"),
+        ({"message": {"content": "hi", "audio": {"id": "a"}}}, "the message has audio"),
+        ({"message": "hi"}, "its message must be an object; got str"),
+        ({"text": 3}, "its text must be a text; got int"),
+        ({"finish_reason": 3}, "its finish reason must be a text; got int"),
+        ({"finish_reason": "abort", "meta_info": {"finish_reason": "stop"}}, "half-way"),
+        ({"weight_version": 2.5}, "the version of its weights must be a text; got float"),
+        ({"weight_versions": 5}, "weight_versions must be a list of spans; got 5"),
     ],
 )
-def test_what_is_refused(
-    choice: dict[str, Any], reason: Any, versions: list[Any], message: str
-) -> None:
+def test_what_is_refused(choice: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        read_said(choice, reason, versions)
+        read_said({}, choice)
+
+
+def test_who_wants_tokens_and_routes_alone_is_not_refused() -> None:
+    body, request = made.vllm(ROWS)
+    body["choices"][0]["message"] = {"audio": {"id": 1}}
+    (increment,) = engines.decode_increments("vllm", body, request, made.SHAPE, "request 7")
+    assert increment.whole().prompt_length == len(made.PROMPT)
+    with pytest.raises(EngineError, match="request 7, choice 0: the message has audio"):
+        increment.said()
 
 
 @pytest.mark.parametrize(
@@ -78,3 +88,7 @@ def test_the_weights_that_servers_name() -> None:
     meta = {**body["meta_info"], "weight_version": "4", "weight_versions": spans}
     assert said("sglang", {"meta_info": meta}).policies == ("4", "3")
     assert said("vllm", {}).policies == ()
+    body, request = made.sglang_openai(ROWS)
+    body |= {"weight_version": "7"}  # beside the choices
+    (increment,) = engines.decode_increments("sglang", body, request, made.SHAPE, "request 7")
+    assert increment.said().policies == ("7",)

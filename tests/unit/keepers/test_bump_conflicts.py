@@ -17,8 +17,8 @@ from patching_upstream import (
     write,
 )
 
+from keepers.verify import check_rules
 from megatron_r3.patching.versions import read_versions
-from tools.verify import check_rules
 
 
 def test_a_conflict_gives_five_lines_and_a_checkout_to_work_in(upstream, tmp_path):

@@ -18,13 +18,13 @@ from patching_upstream import (
     write,
 )
 
+from keepers.bump import bump_line
+from keepers.export import export_series
+from keepers.patches import main
+from keepers.verify import check_rules, verify_repo
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.repository import OwnRepository
 from megatron_r3.patching.versions import read_versions
-from tools.bump import bump_line
-from tools.export import export_series
-from tools.patches import main
-from tools.verify import check_rules, verify_repo
 
 # --- a bump without conflicts
 

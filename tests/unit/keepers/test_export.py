@@ -20,10 +20,10 @@ from patching_upstream import (
     write,
 )
 
+from keepers.export import export_series
+from keepers.patches import main
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import read_series
-from tools.export import export_series
-from tools.patches import main
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from patching_upstream import (
     write,
 )
 
+from keepers.patches import main
+from keepers.verify import check_rules, verify_repo, verify_tree
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.versions import read_versions
-from tools.patches import main
-from tools.verify import check_rules, verify_repo, verify_tree
 
 
 def verify(upstream, repo, place=0):

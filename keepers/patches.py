@@ -1,8 +1,8 @@
-"""`python -m tools.patches`: check the patches, write them from commits, start a release line.
+"""`python -m keepers.patches`: check the patches, write them from commits, start a release line.
 
-    python -m tools.patches verify REPO [--line LINE]
-    python -m tools.patches export TREE [--line LINE] [--base REV] [--check]
-    python -m tools.patches bump OLD NEW --repo CLONE [--name LINE] [--work DIR]
+    python -m keepers.patches verify REPO [--line LINE]
+    python -m keepers.patches export TREE [--line LINE] [--base REV] [--check]
+    python -m keepers.patches bump OLD NEW --repo CLONE [--name LINE] [--work DIR]
 
 `make verify`, `make export` and `make bump` give these commands.
 """
@@ -14,18 +14,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from keepers.bump import bump_line
+from keepers.export import export_series
+from keepers.verify import TreeCheck, check_rules, verify_repo
 from megatron_r3.cli import run_command
 from megatron_r3.patching.git import PatchingError, names
 from megatron_r3.patching.patches_cli import add_command, left_out_of, patches_of
 from megatron_r3.patching.versions import read_versions
-from tools.bump import bump_line
-from tools.export import export_series
-from tools.verify import TreeCheck, check_rules, verify_repo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 if it did what was asked, 1 if it refused and said why."""
-    parser = argparse.ArgumentParser(prog="tools.patches", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="keepers.patches", description=__doc__.splitlines()[0])
     parser.set_defaults(group=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
     argument = add_command(

@@ -15,14 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_r3.patching.apply import five_lines, upstream_commits
-from megatron_r3.patching.cleanroom import has_commit, read_git, resolve
-from megatron_r3.patching.git import PatchingError
-from megatron_r3.patching.repository import OwnRepository, PatchFailed, new_folder
-from megatron_r3.patching.series import Patch, Series, read_series
-from megatron_r3.patching.tree import dirty_files
-from megatron_r3.patching.versions import Line, Versions, parse_versions, read_versions
-from tools.export import (
+from keepers.export import (
     MailFailed,
     am,
     am_stopped_at,
@@ -31,6 +24,13 @@ from tools.export import (
     refuse_unfinished,
     write_series,
 )
+from megatron_r3.patching.apply import five_lines, upstream_commits
+from megatron_r3.patching.cleanroom import has_commit, read_git, resolve
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.repository import OwnRepository, PatchFailed, new_folder
+from megatron_r3.patching.series import Patch, Series, read_series
+from megatron_r3.patching.tree import dirty_files
+from megatron_r3.patching.versions import Line, Versions, parse_versions, read_versions
 
 # The note in the git directory of a bump's checkout, by which the next run recognises it.
 _NOTE = "megatron-r3-bump"

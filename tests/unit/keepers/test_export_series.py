@@ -31,8 +31,8 @@ from patching_upstream import (
     write,
 )
 
+from keepers.export import export_series
 from megatron_r3.patching.git import PatchingError
-from tools.export import export_series
 
 
 @pytest.fixture
