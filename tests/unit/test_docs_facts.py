@@ -19,11 +19,13 @@ import torch
 from docs_pages import FENCE, PAGES, ROOT, blocks, commands, help_of, spans
 
 from megatron_r3.data.truth.mismatch_tables import Share, Tables
+from megatron_r3.patching.series import read_series
 from megatron_r3.train.losses.agreement import agreement_sums
 from megatron_r3.train.metrics import EXPERT_LOAD, WITHOUT_GUESTS
 from megatron_r3.train.mismatch import scalars_of
 from megatron_r3.train.option_kind import flag
 from megatron_r3.train.option_table import OPTIONS
+from proof.fidelity.cases import CASES
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -206,7 +208,7 @@ def test_each_link_leads_somewhere(page: Path) -> None:
 
 
 def test_broken_links_are_found() -> None:
-    text = "[a](README.md#five-recipes) [b](README.md#six) [c](docs/none.md) [d](https://x.y)"
+    text = "[a](README.md#recipes) [b](README.md#six) [c](docs/none.md) [d](https://x.y)"
     assert broken_links(text, ROOT / "PAGE.md") == ["README.md#six", "docs/none.md"]
 
 
@@ -317,6 +319,14 @@ def test_lines_fit_a_screen(page: Path) -> None:
         if not line.startswith("|") and "](http" not in line
     ]
     assert [line for line in prose if len(line) > 120] == []
+
+
+def test_the_counts_of_the_readme_are_those_of_the_cases_and_the_patches() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert f"[{len(CASES)} cases](docs/fidelity.md)" in text
+    patches = read_series(ROOT / "patches" / "core_r0.19.0").patches
+    lines = sum(patch.num_changed for patch in patches)
+    assert f"# {len(patches)} patches with {lines} changed lines on 0.19;" in text
 
 
 def test_the_readme_is_short() -> None:
