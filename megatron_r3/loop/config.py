@@ -6,22 +6,21 @@ what is there and is not a field is an error.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
+
+from pydantic import ValidationError
 
 from megatron_r3.loop.config_tables import (
-    ENGINES,
     Degrading,
     PolicyTable,
     PromptsTable,
     RunTable,
     SamplerTable,
+    Table,
     TrainerTable,
 )
 from megatron_r3.loop.run_directory import RunDirectory
@@ -33,7 +32,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-T = TypeVar("T")
 # the file by whose patch Megatron trains on rollouts
 _PATCHED = "megatron/training/training.py"
 
@@ -42,8 +40,7 @@ class ConfigError(ValueError):
     """A config that cannot be used; the message names the file and the field."""
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(Table):
     """A whole config; paths in it are relative to the folder of its file."""
 
     file: Path
@@ -52,7 +49,7 @@ class Config:
     sampler: SamplerTable
     prompts: PromptsTable
     trainer: TrainerTable
-    degrade: Degrading = field(default_factory=Degrading)
+    degrade: Degrading = Degrading()
 
     @property
     def directory(self) -> RunDirectory:
@@ -106,97 +103,59 @@ def read_config(file: Path, host: str | None = None) -> Config:
         raise ConfigError(f"{file}: not readable ({error.strerror})") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file}: not TOML ({one_line(str(error), 200)})") from error
-    names = ("run", "policy", "sampler", "prompts", "trainer", "degrade")
-    if unknown := sorted(tables.keys() - {*names}):
-        raise ConfigError(
-            f"{file}: [{unknown[0]}] is no table of a run; they are {', '.join(names)}"
-        )
-    config = Config(
-        file=file.resolve(),
-        run=_table(file, "run", RunTable, tables),
-        policy=_table(file, "policy", PolicyTable, tables),
-        sampler=_table(file, "sampler", SamplerTable, tables),
-        prompts=_table(file, "prompts", PromptsTable, tables),
-        trainer=_table(file, "trainer", TrainerTable, tables),
-        degrade=_table(file, "degrade", Degrading, tables),
-    )
+    if "file" in tables:  # which is a field of Config, and no table
+        raise ConfigError(f"{file}: [file] is no table of a run")
+    try:
+        config = Config(file=file.resolve(), **tables)
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {_said(error)}") from error
     if host is not None:
-        config = replace(config, sampler=replace(config.sampler, host=host))
+        sampler = config.sampler.model_copy(update={"host": host})
+        config = config.model_copy(update={"sampler": sampler})
     _check(config)
     return config
 
 
-def _table(file: Path, name: str, kind: type[T], tables: Mapping[str, Any]) -> T:
-    where, given = f"{file}: [{name}]", tables.get(name, {})
-    if not isinstance(given, dict):
-        raise ConfigError(f"{where} must be a table")
-    hints = get_type_hints(kind)
-    for key, value in given.items():
-        if key not in hints:
-            raise ConfigError(f"{where} {key}: no such field; there are {', '.join(hints)}")
-        if not _fits(value, str(hints[key])):
-            raise ConfigError(f"{where} {key}: expected {_words(hints[key])}; got {quoted(value)}")
-    for one in dataclasses.fields(kind):  # type: ignore[arg-type]
-        needed = one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
-        if needed and one.name not in given:
-            raise ConfigError(f"{where} {one.name} is missing")
-    values = {key: float(value) if hints[key] is float else value for key, value in given.items()}
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise ConfigError(f"{where} {error}") from error
+# what pydantic calls a wrong type, and what was expected
+_EXPECTED = {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list of texts",
+    "dict_type": "a table of texts",
+    "model_type": "a table",
+}
 
 
-def _fits(value: Any, hint: str) -> bool:
-    plain = {"<class 'str'>": str, "<class 'int'>": int, "<class 'bool'>": bool}
-    if hint in plain:
-        return type(value) is plain[hint]
-    if hint == "<class 'float'>":
-        return type(value) in (int, float)
-    if hint == "list[str]":
-        return isinstance(value, list) and all(isinstance(word, str) for word in value)
-    return isinstance(value, dict) and all(isinstance(word, str) for word in value.values())
-
-
-def _words(hint: Any) -> str:
-    names = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-    return names.get(hint) or ("a list of texts" if "list" in str(hint) else "a table of texts")
+def _said(invalid: ValidationError) -> str:
+    """The first thing that is wrong with a config, as this project says it."""
+    error: Any = invalid.errors()[0]
+    table, *fields = (str(part) for part in error["loc"])
+    kind, given, bounds = error["type"], quoted(error["input"]), error.get("ctx", {})
+    where = " ".join([f"[{table}]", *fields])
+    if kind == "extra_forbidden":
+        known = Config.model_fields
+        if not fields:
+            return f"{where} is no table of a run; they are {', '.join([*known][1:])}"
+        of_table: Any = known[table].annotation
+        return f"{where}: no such field; there are {', '.join(of_table.model_fields)}"
+    if kind == "missing":
+        return f"{where} is missing"
+    if kind in _EXPECTED:
+        return f"{where}: expected {_EXPECTED[kind]}; got {given}"
+    must = {
+        "greater_than_equal": f"be {bounds.get('ge', 0):g} or more",
+        "greater_than": f"be above {bounds.get('gt', 0):g}",
+        "less_than_equal": f"be at most {bounds.get('le', 0):g}",
+        "finite_number": "be finite",
+        "literal_error": f"be one of {bounds.get('expected')}",
+    }
+    return f"{where} {given}: it must {must.get(kind) or error['msg']}"
 
 
 def _check(config: Config) -> None:
     run, sampler, prompts, trainer = config.run, config.sampler, config.prompts, config.trainer
-    least = [
-        ("[run] collections", run.collections, 1),
-        ("[run] lag", run.lag, 0),
-        ("[run] restarts", run.restarts, 0),
-        ("[policy] keep", config.policy.keep, 0),
-        ("[sampler] max_tokens", sampler.max_tokens, 1),
-        ("[sampler] examine", sampler.examine, 0),
-        ("[sampler] shard_size", sampler.shard_size, 0),
-        ("[sampler] concurrency", sampler.concurrency, 1),
-        ("[prompts] per_collection", prompts.per_collection, 1),
-        ("[prompts] samples", prompts.samples, 1),
-        ("[trainer] processes", trainer.processes, 1),
-        ("[trainer] steps", trainer.steps, 1),
-        ("[trainer] checkpoint_every", trainer.checkpoint_every, 1),
-    ]
-    for name, value, lowest in least:
-        if value < lowest:
-            raise ConfigError(f"{config.file}: {name} {value}: it must be {lowest} or more")
-    above = [
-        ("[run] wait", run.wait),
-        ("[sampler] timeout", sampler.timeout),
-        ("[sampler] temperature", sampler.temperature),
-        ("[sampler] top_p", sampler.top_p),
-    ]
-    for name, number in above:
-        if not 0 < number < float("inf"):
-            raise ConfigError(f"{config.file}: {name} {number:g}: it must be above 0")
-    if sampler.top_p > 1 or sampler.top_k < 0:
-        raise ConfigError(
-            f"{config.file}: [sampler] top_p {sampler.top_p:g}, top_k {sampler.top_k}: top_p is at "
-            "most 1, top_k 0 or more"
-        )
     if sampler.shard_size and sampler.engine == "embedded":
         raise ConfigError(
             f"{config.file}: [sampler] shard_size: the embedded sampler stores a collection as one "
@@ -223,13 +182,6 @@ def _check(config: Config) -> None:
     tree = config.path(trainer.megatron)
     if b"megatron_r3" not in (tree / _PATCHED).read_bytes():
         raise ConfigError(f"{config.file}: [trainer] megatron: {not_patched(tree)}")
-    if not 1 <= sampler.port <= 65535:
-        raise ConfigError(f"{config.file}: [sampler] port {sampler.port}: it must be 1 to 65535")
-    if sampler.engine not in ENGINES:
-        raise ConfigError(
-            f"{config.file}: [sampler] engine {quoted(sampler.engine)}: it must be one of "
-            f"{', '.join(ENGINES)}"
-        )
     if sampler.engine == "embedded" and sampler.command:
         raise ConfigError(
             f"{config.file}: [sampler] command: the embedded sampler has no command of yours"

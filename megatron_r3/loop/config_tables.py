@@ -1,17 +1,29 @@
-"""The tables of a run's config (config.py), each a dataclass: its fields, their types and defaults.
+"""The tables of a run's config (config.py): their fields, types, bounds and defaults.
 
 docs/online.md has an example with each field.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-ENGINES = ("embedded", "sglang", "vllm")
+try:
+    from pydantic import BaseModel, ConfigDict, Field
+except ModuleNotFoundError as missing:
+    raise ValueError("a run's config takes pydantic: pip install 'megatron-r3[loop]'") from missing
+
+AnyNumber = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True)
-class RunTable:
+class Table(BaseModel):
+    """A table of the config; what is not a field of it, or has another type, is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RunTable(Table):
     """What the run is.
 
     Attributes:
@@ -24,15 +36,14 @@ class RunTable:
     """
 
     directory: str
-    collections: int
-    lag: int = 0
+    collections: Count
+    lag: AnyNumber = 0
     seed: int = 0
-    wait: float = 3600.0
-    restarts: int = 3
+    wait: Above0 = 3600.0
+    restarts: AnyNumber = 3
 
 
-@dataclass(frozen=True)
-class PolicyTable:
+class PolicyTable(Table):
     """The policy with which the run begins.
 
     Attributes:
@@ -43,11 +54,10 @@ class PolicyTable:
 
     model: str
     checkpoint: str
-    keep: int = 0
+    keep: AnyNumber = 0
 
 
-@dataclass(frozen=True)
-class SamplerTable:
+class SamplerTable(Table):
     """The engine, and how it samples.
 
     Attributes:
@@ -68,21 +78,21 @@ class SamplerTable:
         timeout: seconds for one request.
     """
 
-    engine: str = "embedded"
+    engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     host: str = "127.0.0.1"
-    port: int = 30000
-    command: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
+    port: Annotated[int, Field(ge=1, le=65535)] = 30000
+    command: list[str] = []
+    environment: dict[str, str] = {}
     in_place: bool = True
-    push: list[str] = field(default_factory=list)
-    examine: int = 0
-    max_tokens: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    shard_size: int = 0
-    concurrency: int = 64
-    timeout: float = 600.0
+    push: list[str] = []
+    examine: AnyNumber = 0
+    max_tokens: Count = 1024
+    temperature: Above0 = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: AnyNumber = 0
+    shard_size: AnyNumber = 0
+    concurrency: Count = 64
+    timeout: Above0 = 600.0
 
     @property
     def url(self) -> str:
@@ -90,8 +100,7 @@ class SamplerTable:
         return f"http://{self.host}:{self.port}"
 
 
-@dataclass(frozen=True)
-class PromptsTable:
+class PromptsTable(Table):
     """What a collection asks.
 
     Attributes:
@@ -103,13 +112,12 @@ class PromptsTable:
     """
 
     file: str
-    per_collection: int
-    samples: int
+    per_collection: Count
+    samples: Count
     reward: str
 
 
-@dataclass(frozen=True)
-class TrainerTable:
+class TrainerTable(Table):
     """How the trainer is started.
 
     Attributes:
@@ -129,15 +137,14 @@ class TrainerTable:
     megatron: str
     arguments: list[str]
     script: str = ""
-    processes: int = 1
-    launch: list[str] = field(default_factory=list)
-    steps: int = 1
-    checkpoint_every: int = 1
-    environment: dict[str, str] = field(default_factory=dict)
+    processes: Count = 1
+    launch: list[str] = []
+    steps: Count = 1
+    checkpoint_every: Count = 1
+    environment: dict[str, str] = {}
 
 
-@dataclass(frozen=True)
-class Degrading:
+class Degrading(Table):
     """What the embedded sampler computes worse on purpose (degrade.py), for experiments.
 
     Attributes:
@@ -146,10 +153,5 @@ class Degrading:
             row), and the inputs of linear layers and of the experts (a scale for each token).
     """
 
-    router_noise: float = 0.0
+    router_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     fp8: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse a noise that is no standard deviation."""
-        if not 0 <= self.router_noise < float("inf"):
-            raise ValueError(f"router_noise {self.router_noise:g}: it must be 0 or more")
