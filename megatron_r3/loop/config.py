@@ -129,8 +129,12 @@ _EXPECTED = {
 
 
 def _said(invalid: ValidationError) -> str:
-    """The first thing that is wrong with a config, as this project says it."""
-    error: Any = invalid.errors()[0]
+    """What is wrong with a config, as this project says it.
+
+    A name that is no field is said first: a field that is missing may be the one that was meant.
+    """
+    errors: list[Any] = [*invalid.errors()]
+    error = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     table, *fields = (str(part) for part in error["loc"])
     kind, given, bounds = error["type"], quoted(error["input"]), error.get("ctx", {})
     where = " ".join([f"[{table}]", *fields])
