@@ -1,4 +1,4 @@
-"""How servers are asked for a sample."""
+"""How servers are asked for a sample, and how a response without the kept sets is refused."""
 
 from __future__ import annotations
 

@@ -16,10 +16,7 @@ from megatron_r3.collect.engine import Answer, EngineChanged, Identity, NoAnswer
 from megatron_r3.collect.http_body import answer_limit
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt
-from megatron_r3.collect.requests import (
-    build_request,
-    refuse_without_kept,
-)
+from megatron_r3.collect.requests import build_request, refuse_without_kept
 from megatron_r3.data.engines import decode_increments
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.values import wrong_text
@@ -29,20 +26,20 @@ class Server:
     """The engine behind an address (`engine.Engine`).
 
     Args:
-        name: "vllm", "sglang" or "megatron".
+        dialect: whose requests and responses it has: "vllm", "sglang" or "megatron".
         client: sends the requests.
         shape: the model's routes; a response with others is refused.
         sampling: how to sample.
     """
 
-    def __init__(self, name: str, client: Client, shape: ModelShape, sampling: Sampling) -> None:
-        self.name, self.shape, self.sampling = name, shape, sampling
-        self._speaks = name  # a subclass may speak as an engine, and have another name in the store
-        self._client, self._watch = client, Watch(client, name)
+    def __init__(self, dialect: str, client: Client, shape: ModelShape, sampling: Sampling) -> None:
+        self.name = self.dialect = dialect  # a subclass may have another name in the store
+        self.shape, self.sampling = shape, sampling
+        self._client, self._watch = client, Watch(client, dialect)
 
     def check(self, prompt: Prompt) -> None:
         """See `Engine.check`."""
-        build_request(self.name, prompt, self.sampling, None, "")
+        build_request(self.dialect, prompt, self.sampling, None, "")
 
     async def begin(self, on_retry: Callable[[], None]) -> Identity:
         """See `Engine.begin`."""
@@ -51,8 +48,8 @@ class Server:
 
     async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
         """See `Engine.sample`."""
-        model = self._watch.start.model if self.name == "vllm" else ""
-        path, body = build_request(self.name, prompt, self.sampling, seed, model)
+        model = self._watch.start.model if self.dialect == "vllm" else ""
+        path, body = build_request(self.dialect, prompt, self.sampling, seed, model)
         most_bytes = answer_limit(self.shape, prompt, self.sampling)
         # The response has no name here, so it is freed as soon as it is decoded: hundreds of
         # responses may wait for `confirm` at a time.
@@ -60,7 +57,7 @@ class Server:
 
     def _read(self, response: Any, body: dict[str, Any], model: str, where: str) -> Answer:
         try:  # the decoder compares the response with the request, and with what a model can sample
-            samples = decode_increments(self._speaks, response, body, self.shape, where)
+            samples = decode_increments(self.dialect, response, body, self.shape, where)
             if len(samples) != 1:
                 raise EngineError(
                     f"{where}: the response has {len(samples)} samples; 1 was asked for"
@@ -69,7 +66,7 @@ class Server:
             # vLLM names the model in each response, and the decoder compares the two names.
             if model and not said.model:
                 raise EngineError(f"{where}: the response names no model; {model!r} was asked for")
-            refuse_without_kept(self.name, decoded, self.sampling, where)
+            refuse_without_kept(self.dialect, decoded, self.sampling, where)
             return Answer(decoded, said)
         except EngineError:
             raise

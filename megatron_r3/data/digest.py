@@ -1,11 +1,13 @@
 """What tells two things apart: the digests that all of this package compares.
 
-policy    a number (its version), and a stamp of all weights (`fingerprint.policy_stamp`). The
-          stamps of single routers are the part of it that a trainer can work out by itself
-shard     the digest of what its header says, checksums included (`store.header`)
-rollout   policy version, group and sample: no two rollouts of a store share all three
-tree      git's id of each file that the patches change (`patching.git.blob_id`)
-bytes     the digest of a file
+Five things have an identity:
+
+    policy    a number (its version), and a stamp of all weights (`fingerprint.policy_stamp`). The
+              stamps of single routers are the part of it that a trainer can work out by itself
+    shard     the digest of what its header says, checksums included (`store.header`)
+    rollout   policy version, group and sample: no two rollouts of a store share all three
+    tree      git's id of each file that the patches change (`patching.git.blob_id`)
+    bytes     the digest of a file
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class BatchServer(Server):
         self, waiting: list[tuple[Prompt, int | None, str, asyncio.Future[Answer]]]
     ) -> None:
         bodies = [
-            build_request("sglang", prompt, self.sampling, seed, "")[1]
+            build_request(self.dialect, prompt, self.sampling, seed, "")[1]
             for prompt, seed, _, _ in waiting
         ]
         together: dict[str, Any] = {

@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatron_r3.loop.config_tables import (
     Degrading,
     PolicyTable,
@@ -22,6 +20,7 @@ from megatron_r3.loop.config_tables import (
     SamplerTable,
     Table,
     TrainerTable,
+    ValidationError,
 )
 from megatron_r3.loop.run_directory import RunDirectory
 from megatron_r3.replay.ending import not_patched

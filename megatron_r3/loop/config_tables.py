@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 
 try:
     from pydantic import BaseModel, ConfigDict, Field
+    from pydantic import ValidationError as ValidationError  # for config.py
 except ModuleNotFoundError as missing:
     raise ValueError("a run's config takes pydantic: pip install 'megatron-r3[loop]'") from missing
 
-AnyNumber = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -37,10 +38,10 @@ class RunTable(Table):
 
     directory: str
     collections: Count
-    lag: AnyNumber = 0
+    lag: NotNegative = 0
     seed: int = 0
     wait: Above0 = 3600.0
-    restarts: AnyNumber = 3
+    restarts: NotNegative = 3
 
 
 class PolicyTable(Table):
@@ -54,7 +55,7 @@ class PolicyTable(Table):
 
     model: str
     checkpoint: str
-    keep: AnyNumber = 0
+    keep: NotNegative = 0
 
 
 class SamplerTable(Table):
@@ -85,12 +86,12 @@ class SamplerTable(Table):
     environment: dict[str, str] = {}
     in_place: bool = True
     push: list[str] = []
-    examine: AnyNumber = 0
+    examine: NotNegative = 0
     max_tokens: Count = 1024
     temperature: Above0 = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: AnyNumber = 0
-    shard_size: AnyNumber = 0
+    top_k: NotNegative = 0
+    shard_size: NotNegative = 0
     concurrency: Count = 64
     timeout: Above0 = 600.0
 

@@ -171,11 +171,6 @@ class MicrobatchRoutes:
                 )
         self.ids, self._given = dict(self.ids), dict(self.ids)
         tally = self.tally
-        if tally is not None and tally.attached:
-            raise ReplayError(
-                "MicrobatchRoutes: its tally counts another micro-batch already, and would add up "
-                "both: give each micro-batch a Tally of its own"
-            )
         for name, given in (
             ("live_T", self.live_T),
             ("padding_T", self.padding_T),
@@ -192,9 +187,11 @@ class MicrobatchRoutes:
                         f"MicrobatchRoutes: {name} is {_described(mask_T)}; expected a bool tensor "
                         "[T], True or False for each token of this rank"
                     )
-
-        if tally is not None:
-            tally.attached = True
+        if tally is not None and not tally.claim():
+            raise ReplayError(
+                "MicrobatchRoutes: its tally counts another micro-batch already, and would add up "
+                "both: give each micro-batch a Tally of its own"
+            )
 
     def fresh(self) -> MicrobatchRoutes:
         """The same routes for another forward pass: no token has chosen, nothing is counted."""

@@ -159,7 +159,7 @@ class ModelRoutes:
             mode=mode,
             tally=tally,
             plan=plan if mode is Mode.REPLAY else None,
-            verify_plan=getattr(self.config, "moe_router_replay_verify_plan", False),
+            verify_plan=self.config.moe_router_replay_verify_plan,
             as_with_gradients=as_with_gradients,
         )
 

@@ -41,7 +41,12 @@ class Tally:
     mismatched_T: Tensor | None = field(default=None, init=False)
     mismatched_watched: dict[int, Tensor] = field(default_factory=dict, init=False)
     mismatches_T: Tensor | None = field(default=None, init=False)
-    attached: bool = field(default=False, init=False)  # whether a micro-batch has it
+    _claimed: bool = field(default=False, init=False)
+
+    def claim(self) -> bool:
+        """Take this tally for a micro-batch; False if another micro-batch has it."""
+        claimed, self._claimed = self._claimed, True
+        return not claimed
 
     def fresh(self) -> Tally:
         """The same tokens for another forward pass: nothing is counted."""

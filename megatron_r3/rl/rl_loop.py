@@ -256,7 +256,10 @@ class LoopReplay:
         return door
 
     def _measured(self, routes: HostRoutes) -> tuple[Tally, Places]:
-        """What is compared in a micro-batch, where: what counts is rows whose token was sampled."""
+        """The rows of a micro-batch that are compared with the live choice, and their places.
+
+        All rows that have a recorded route are compared; those whose token was sampled count.
+        """
         assert self.turns is not None
         rows_T = routes.rows_T
         version_T = np.where(rows_T == PADDING, -1, self.turns.version_T[np.maximum(rows_T, 0)])

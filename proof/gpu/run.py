@@ -131,7 +131,8 @@ class Session:
         print(f"{step.name}: {row['status']}, {row['seconds']} s{reason}", flush=True)
         file = results_file(self.results, facts)
         known = json.loads(file.read_text()) if file.exists() else {}
-        about = {**facts, "megatron": str(self.places.tree), "rehearsal": self.rehearse}
+        about = {**facts, "commit": commit_of(ROOT), "megatron": str(self.places.tree)}
+        about["rehearsal"] = self.rehearse
         write_results(file, "steps", {**known, "machine": about, "steps": self.rows})
 
     def _why_skip(self, step: Step, facts: Row) -> str:
@@ -165,7 +166,9 @@ class Session:
         paths = [ROOT, self.places.tree]
         if self.site is not None:
             paths.append(self.site.resolve())
-            if step is None or step.needs_te:  # the other steps never see Transformer Engine
+            # The other steps run without Transformer Engine, as on a machine that has none. What
+            # this Python has installed by itself, they see.
+            if step is None or step.needs_te:
                 paths.append(self.site.resolve().with_name(f"{self.site.name}-te"))
         env = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1"}
         env |= {"OMP_NUM_THREADS": "1"} if self.rehearse else {}
@@ -184,6 +187,24 @@ class Session:
             print(f"error: {line}", file=sys.stderr)
         failed = any(row["status"] in ("failed", "timed out") for row in self.rows.values())
         return int(failed or bool(wrong))
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit of a checkout, from what proof/gpu/pack wrote, or from git; "unknown" without.
+
+    A "+" behind the commit says that files were changed since.
+    """
+    packed = checkout / "COMMIT"
+    if packed.exists():
+        return packed.read_text().strip()
+    try:
+        commit, changed = (
+            subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True).stdout
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+    except OSError:  # there is no git
+        return "unknown"
+    return (commit.strip() or "unknown") + ("+" if changed else "")
 
 
 def outcome(status: int | None, log: str, limit_s: int) -> Row:

@@ -5,7 +5,7 @@ A step is one process, `python -m MODULE ...`, that records what it measured wit
 (failed) or 77 (skipped as a whole; its last line is `skipped: REASON`). A case that is skipped
 inside of a step that runs has a line `skipped: CASE: REASON`.
 
-The steps without Transformer Engine come first, while it is compiled in the background. The limits
+The steps without Transformer Engine come first. The limits
 are such that all steps fit into three calls of ten minutes each (tests/unit/gpu/test_steps.py).
 """
 

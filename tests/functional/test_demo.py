@@ -30,6 +30,7 @@ def processes_naming(text: str) -> list[str]:
     ("module", "number"),
     [
         ("demo.run", signal.SIGINT),
+        ("demo.run", signal.SIGTERM),
         ("demo.online", signal.SIGTERM),
     ],
 )

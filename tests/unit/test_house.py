@@ -192,6 +192,9 @@ def test_wrong_imports_are_found() -> None:
         assert wrong(**{f"megatron_r3__{room}__a": through}) == [name]
     assert wrong(megatron_r3="from megatron_r3.replay import active") == []
     assert wrong(megatron_r3="from megatron_r3.data import rollout") != []
+    assert wrong(megatron_r3__patching__a="from keepers import bump") != []
+    assert wrong(keepers__a="from proof.benchmarks import machine") != []
+    assert wrong(keepers__a="from megatron_r3.patching import series") == []
     beside = wrong(megatron_r3__rl__a="import megatron_r3.collect.collect")
     assert beside == ["megatron_r3/rl/a.py imports megatron_r3.collect.collect"]
     knows = wrong(megatron_r3__data__a="import_lib.import_module('megatron.core')")

@@ -57,11 +57,9 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
     Raises:
         EngineError: several spans that do not follow each other from the first token to the last.
     """
-    if not spans:
+    parts = read_spans(spans)
+    if not parts:
         return None
-    if not isinstance(spans, (list, tuple)):
-        raise EngineError(f"weight_versions must be a list of spans; got {quoted(spans)}")
-    parts = [[_field(span, key) for key in ("version", "start", "end")] for span in spans]
     if len(parts) == 1:
         parts[0][1:] = [0, num_sampled]
     end = 0
@@ -83,6 +81,18 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
     return np.repeat(np.array([*map(int, numbers)], np.int64), lengths)
 
 
-def _field(span: Any, key: str) -> Any:
-    """A field of a span: of JSON, or of vLLM's Python object."""
-    return span.get(key) if isinstance(span, Mapping) else getattr(span, key, None)
+def read_spans(spans: Any) -> list[list[Any]]:
+    """Version, start and end of each of `weight_versions`, JSON or Python objects of vLLM.
+
+    Raises:
+        EngineError: this is no list.
+    """
+    if not isinstance(spans or [], (list, tuple)):
+        raise EngineError(f"weight_versions must be a list of spans; got {quoted(spans)}")
+    return [
+        [
+            span.get(name) if isinstance(span, Mapping) else getattr(span, name, None)
+            for name in ("version", "start", "end")
+        ]
+        for span in spans or []
+    ]

@@ -7,17 +7,22 @@ things stand in its engine's response, and they are read, and refused, when some
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron_r3.data.engines.body import refuse_half_way
+from megatron_r3.data.engines.drawn import read_spans
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.values import wrong_text
-from megatron_r3.replay.words import quoted
 
 # What a server's parsers take out of the text that the model wrote; names differ by engine.
 BESIDE_CONTENT = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")
+
+# What is read here of a response, of a choice, and of what stands inside a choice.
+_READ = (*("model", "weight_version", "weight_versions"), *("finish_reason", "text"))
+_READ_INSIDE = {"message": ("content", *BESIDE_CONTENT, "audio"), "meta_info": _READ}
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,26 @@ class Said:
     finish_reason: str = ""
     policies: tuple[str, ...] = ()
     model: str = ""
+
+
+def later(
+    body: Mapping[str, Any], choice: Mapping[str, Any], versions: Iterable[int] = ()
+) -> Callable[[], Said]:
+    """A call of `read_said` for later, with its arguments.
+
+    The call holds only what is read. It does not hold the routes of the response, which are large:
+    who talks with an engine in turns keeps the increments of all turns.
+    """
+    return partial(read_said, _small(body), _small(choice), [*versions])
+
+
+def _small(fields: Mapping[str, Any]) -> dict[str, Any]:
+    small = {name: fields[name] for name in (*_READ, *_READ_INSIDE) if name in fields}
+    for name, read in _READ_INSIDE.items():
+        inside = small.get(name)
+        if isinstance(inside, Mapping):
+            small[name] = {name: inside[name] for name in read if name in inside}
+    return small
 
 
 def read_said(
@@ -85,13 +110,11 @@ def _versions(fields: Mapping[str, Any]) -> list[str]:
 
     `weight_version` is the newest one; `weight_versions` has `[{"version", "start", "end"}]`.
     """
-    spans = fields.get("weight_versions") or []
-    if not isinstance(spans, list) or not all(isinstance(s, Mapping) for s in spans):
-        raise EngineError(f"weight_versions must be a list of spans; got {quoted(spans)}")
+    named = [version for version, _, _ in read_spans(fields.get("weight_versions"))]
+    if fields.get("weight_version") is not None:
+        named.insert(0, fields["weight_version"])
     versions = []
-    for version in (fields.get("weight_version"), *(span.get("version") for span in spans)):
-        if version is None:
-            continue
+    for version in named:
         version = str(version) if type(version) is int else version
         if wrong := wrong_text(version):
             raise EngineError(f"the version of its weights must be {wrong}")

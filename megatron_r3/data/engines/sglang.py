@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ from megatron_r3.data.engines.checks import (
 )
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.drawn import kept_sets, version_spans
-from megatron_r3.data.engines.said import read_said
+from megatron_r3.data.engines.said import later
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.replay.words import quoted
@@ -237,7 +236,7 @@ def _increment(
         *(tokens_N, len(prompt), logprobs_G, routes, start, group),
         kept=kept,
         versions_G=versions_G,
-        says=partial(read_said, *item["says"]),
+        says=later(*item["says"]),
     )
 
 

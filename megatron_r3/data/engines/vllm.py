@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ from megatron_r3.data.engines.body import (
 from megatron_r3.data.engines.checks import checked_routes, checked_tokens
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.drawn import kept_sets, version_spans
-from megatron_r3.data.engines.said import read_said
+from megatron_r3.data.engines.said import later
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.routes import Routes
@@ -157,7 +156,7 @@ def _increment(
         *(tokens_N, len(prompt), logprobs_G, routes, start, group),
         kept=kept,
         versions_G=versions_G,
-        says=partial(read_said, body, choice),
+        says=later(body, choice),
     )
 
 

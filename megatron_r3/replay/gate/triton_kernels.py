@@ -6,8 +6,7 @@ computes again what it needs from the logits and the ids. How a tile is laid out
 
 The constants of both kernels: E experts, K experts for each row, BLOCK_T rows for each program, W
 words of 32 experts for each row, FUNCTION the name in `GateOptions.function`. For 128 experts a
-program has W = 4 words and BLOCK_T = 1024 / (32 x 4) = 8 rows. All strides are in
-elements.
+program has W = 4 words and BLOCK_T = 1024 / (32 x 4) = 8 rows. All strides are in elements.
 
 Shape suffixes (docs/glossary.md): T, K, W.
 """

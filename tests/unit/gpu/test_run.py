@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,18 @@ from proof.gpu.steps import Step
 
 ROOT = Path(__file__).parents[3]
 FAKE = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 from proof.benchmarks.machine import write_results
 what, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
 with (out / "ran").open("a") as ran:
     ran.write(f"{what}\\n")
+if what == "sees":
+    paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.exit([Path(p).name for p in paths[2:]] != sys.argv[2:sys.argv.index("--out")])
+if what == "kills":
+    os.kill(int(os.environ["CALLER"]), 9)
+    time.sleep(600)
 if what == "hangs":
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     (out / "child").write_text(str(child.pid))
@@ -83,6 +90,7 @@ def test_each_step_is_recorded_once(places: Path, capsys: pytest.CaptureFixture[
     assert found["steps"]["fails"]["reason"] == "exit status 1: it is wrong"
     assert found["steps"]["needs"]["reason"] == "Transformer Engine is not installed"
     assert {"kernel", "kernel te"} <= found.keys()
+    assert found["machine"]["commit"] == run.commit_of(ROOT)
     assert (places / "out" / "logs" / "fails.log").read_text() == "it is wrong\n"
     assert call(places, steps) == 1  # nothing is run again
     assert ran(places) == ["passes", "fails", "skips", "second"]
@@ -102,6 +110,42 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(places: Path) -> None:
     while psutil.pid_exists(child) and time.monotonic() < end:
         time.sleep(0.05)
     assert not psutil.pid_exists(child)
+
+
+def test_only_steps_that_need_transformer_engine_see_it(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "facts", lambda self: {"gpu": "NVIDIA X", "no_te": None})
+    steps = [
+        Step("without", "fake_step", "sees site", 60),
+        Step("with", "fake_step", "sees site site-te", 60, needs_te=True),
+        Step("control", "fake_step", "sees site site-te", 60),
+    ]
+    assert call(places, steps, "--site", str(places / "site")) == 1
+    statuses = {name: row["status"] for name, row in recorded(places)["steps"].items()}
+    assert statuses == {"without": "passed", "with": "passed", "control": "failed"}
+
+
+def test_a_call_that_is_killed_keeps_its_results(places: Path) -> None:
+    """The next call goes on with the step that was under way."""
+    code = "from pathlib import Path; from unit.gpu.test_run import *; "
+    code += "os.environ['CALLER'] = str(os.getpid()); "
+    code += "Session.facts = lambda self: {'gpu': 'NVIDIA X', 'no_te': None}; "
+    code += f"call(Path({str(places)!r}), [step('passes'), step('kills'), step('fails')])"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=False)
+    assert killed.returncode == -9
+    assert {name: row["status"] for name, row in recorded(places)["steps"].items()} == {
+        "passes": "passed"
+    }
+    assert call(places, [step("passes"), step("skips")]) == 0
+    assert ran(places) == ["passes", "kills", "skips"]
+
+
+def test_a_commit_is_named(tmp_path: Path) -> None:
+    assert run.commit_of(tmp_path) == "unknown"
+    (tmp_path / "COMMIT").write_text("0123\n")
+    assert run.commit_of(tmp_path) == "0123"
 
 
 def test_a_step_that_does_not_fit_is_left(places: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def file(tmp_path):
             r"\[extra\] is no table of a run; they are run",
         ),
         ("[prompts]", "[file]\n[prompts]", r"\[file\] is no table of a run"),
+        ("[prompts]", "[degrade]\nfp8 = 1\n[prompts]", "fp8: expected true or false; got 1"),
         ("[run]", "[run", "not TOML"),
         ("[policy]", "[policy]\nkeep = 1", "keep 1: with lag 0 and .* every 1 .* give 2 or more"),
     ],
@@ -81,6 +83,21 @@ def test_a_config_that_cannot_be_run_is_refused_by_field(file, old, new, words):
     file.write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError, match=words):
         read_config(file)
+
+
+def test_a_table_that_is_a_value_is_refused(file):
+    text = file.read_text()
+    file.write_text("degrade = 3\n" + text)
+    with pytest.raises(ConfigError, match=r"\[degrade\]: expected a table; got 3"):
+        read_config(file)
+
+
+def test_without_pydantic_a_run_says_what_to_install(file):
+    code = "import sys; sys.modules['pydantic'] = None; from megatron_r3.cli import main; "
+    code += f"sys.exit(main(['rl', 'trainer', {str(file)!r}, '--print']))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert told.returncode == 1
+    assert told.stderr == "error: a run's config takes pydantic: pip install 'megatron-r3[loop]'\n"
 
 
 def test_policies_are_kept_for_a_trainer_that_goes_on_from_its_checkpoint(file):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import engine_bodies as made
@@ -49,12 +51,33 @@ def test_a_message_without_what_is_not_read() -> None:
         ({"finish_reason": 3}, "its finish reason must be a text; got int"),
         ({"finish_reason": "abort", "meta_info": {"finish_reason": "stop"}}, "half-way"),
         ({"weight_version": 2.5}, "the version of its weights must be a text; got float"),
+        ({"weight_versions": [{"start": 0, "end": 2}]}, "its weights must be a text; got None"),
+        ({"weight_versions": [3]}, "its weights must be a text; got None"),
         ({"weight_versions": 5}, "weight_versions must be a list of spans; got 5"),
     ],
 )
 def test_what_is_refused(choice: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         read_said({}, choice)
+
+
+def test_spans_that_are_objects_of_vllm() -> None:
+    spans = (SimpleNamespace(version="3", start=0, end=2), SimpleNamespace(version="4"))
+    assert read_said({}, {"weight_versions": spans}).policies == ("3", "4")
+
+
+@pytest.mark.parametrize("engine", BODIES)
+def test_the_routes_of_a_response_are_not_kept_for_what_it_says(engine: str) -> None:
+    """Who talks in turns keeps the increments of all turns; routes are most of a response."""
+    body, request = BODIES[engine](ROWS)
+    choice = body["choices"][0] if "choices" in body else body
+    choice["text"] = "hi"
+    for fields in (body, choice, choice.get("meta_info", {})):
+        fields["large"] = "0" * 100_000
+    (increment,) = engines.decode_increments(engine, body, request, made.SHAPE, "request 7")
+    assert increment.said().message == {"content": "hi"}
+    assert len(pickle.dumps(increment.says)) < 2_000
+    assert len(pickle.dumps(body)) > 100_000  # a control
 
 
 def test_who_wants_tokens_and_routes_alone_is_not_refused() -> None:
