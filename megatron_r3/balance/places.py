@@ -33,10 +33,11 @@ class LayerGuests:
     """The guests of one layer, as one rank needs to know them.
 
     Attributes:
-        packed: int64, in pinned memory, what the device needs: the expert of each of the I places
-            (0 in an empty slot), then the places with bounds, which are all slots and the homes of
-            their experts, and these bounds: of the tokens that this rank sends to the expert, those
-            after the `low` first ones go there, up to the `high`th. Nothing goes to an empty slot.
+        packed: int64, in pinned memory, what the device needs, one after the other. First the
+            expert of each of the I places, 0 in an empty slot. Then the places that have bounds:
+            all slots, and the homes of their experts. Then their bounds `low` and `high`: of the
+            tokens that this rank sends to the expert, counted from 1, number `low` + 1 to number
+            `high` go to the place. An empty slot gets none.
         num_places: I.
         sends: for each rank, which of this rank's own experts have a guest there, ascending.
         receives: how many guests of this rank come from each rank. Its slots hold them in this

@@ -79,7 +79,7 @@ class ForwardPass:
 
     @property
     def runs_later(self) -> bool:
-        """Whether all that the block did is to bind functions, which have not run yet."""
+        """Whether the block has only bound functions, and none of these functions has run."""
         return self.bound and not self.bound_ran
 
 

@@ -64,8 +64,8 @@ Measured = Sequence[tuple["MicrobatchRoutes", Places]]
 def measure(measured: Measured, num_layers: int) -> Tables:
     """The mismatch of a step, the same on all ranks, which call this together.
 
-    A rank without sequence parallelism has the tokens of its tensor-parallel neighbours too. They
-    count on each of them, in numerator and denominator alike.
+    A rank without sequence parallelism has the tokens of its tensor-parallel neighbours too. Each
+    of these ranks counts such a token, in numerator and denominator alike.
 
     Args:
         measured: the micro-batches of this rank's model chunks.
