@@ -17,7 +17,7 @@ from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import read_series
 from megatron_r3.patching.versions import KnownTree, Line
-from proof.fidelity.cases import CASES
+from proof.fidelity.cases import CASES, Case
 from proof.fidelity.model_options import options, unread
 from proof.fidelity.off import Weights, train_off
 from proof.fidelity.rig.rank_process import RankError
@@ -28,7 +28,7 @@ from proof.fidelity.trees import training_or_core, unpatched_copy
 
 Result = tuple[bool, str]
 C = TypeVar("C", bound="Copies")
-ALL = slice(None)
+QUICK = tuple(case for case in CASES if case.quick)
 
 LAYOUTS_OFF = {
     "1 process": (1, ""),
@@ -45,15 +45,11 @@ class Copies:
         line: the release line whose patches are in the patched copy.
         name: what the tree is called.
         folder: of the copies, which are its `unpatched` and `patched`.
-
-    Attributes:
-        share: which of the quick cases `replay` runs.
+        cases: of the fidelity table, for `replay`.
     """
 
-    share = ALL
-
-    def __init__(self, line: Line, name: str, folder: Path) -> None:
-        self.line, self.name, self.folder = line, name, folder
+    def __init__(self, line: Line, name: str, folder: Path, cases: Sequence[Case] = QUICK) -> None:
+        self.line, self.name, self.folder, self.cases = line, name, folder, cases
         self.unpatched, self.patched = folder / "unpatched", folder / "patched"
         self._workers: dict[Path, TreeWorker] = {}
         self._open = ExitStack()
@@ -83,12 +79,19 @@ class Checked(Copies):
     Args:
         source: a git repository that holds `commit`, the tree's files.
         folder: for the copies.
+        cases: of the fidelity table, for `replay`.
     """
 
     def __init__(
-        self, line: Line, tree: KnownTree, source: Path, commit: str, folder: Path
+        self,
+        line: Line,
+        tree: KnownTree,
+        source: Path,
+        commit: str,
+        folder: Path,
+        cases: Sequence[Case] = QUICK,
     ) -> None:
-        super().__init__(line, tree.name, folder)
+        super().__init__(line, tree.name, folder, cases)
         self.tree, self.source, self.commit = tree, source, commit
         self.patches = line.folder.parent
         for copy in (self.unpatched, self.patched):
@@ -193,10 +196,9 @@ def router_replay(checked: Copies) -> Result:
 
 
 def replay(checked: Copies) -> Result:
-    """The quick cases of the fidelity table, with their controls."""
+    """Cases of the fidelity table, with their controls."""
     table = Table(checked.worker(checked.patched), checked.folder, checked.name)
-    quick = [case for case in CASES if case.quick][checked.share]
-    cases = [case for case in quick if case.runs_on(checked.patched, checked.line.name)]
+    cases = [case for case in checked.cases if case.runs_on(checked.patched, checked.line.name)]
     rows = [table.row(case) for case in cases]
     failed = [f"{row['case']}: {row.get('error', row)}" for row in rows if not passed(row)]
     detail = ", ".join(case.name for case in cases)

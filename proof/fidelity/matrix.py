@@ -6,7 +6,7 @@ Without --repo the trees are those of the package index. With it they are the co
 versions.toml, main and upstream's own pretrain_gpt.py included. Of each line the first such tree is
 checked, which is its newest; with --line every one. Unless --repo or --line asks for a tree, the
 cases of replay and the engine are left out on the default tree, where `make test-all` runs them,
-and of the lines between the oldest and the default one, each runs every second case of replay.
+and the other lines share the cases of replay: each case runs on one of them.
 Trees are checked side by side, because many checks leave a core idle. Exit status 0 says that every
 check passed.
 """
@@ -35,9 +35,10 @@ from megatron_r3.patching.versions import (
     patches_folder,
     read_versions,
 )
+from proof.fidelity.cases import Case
 from proof.fidelity.engine_check import engine
-from proof.fidelity.line_checks import ALL, Checked, Result
 from proof.fidelity.line_checks import CHECKS as CHECKS_OF_TRAINING
+from proof.fidelity.line_checks import QUICK, Checked, Result
 from proof.fidelity.trees import ROOT
 
 # A check that gives None is about something that the line does not have.
@@ -78,8 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     with ProcessPoolExecutor(min(args.jobs, len(trees)), spawned) as pool:
         asked = bool(args.line or args.repo)
         checks = [[*CHECKS] if asked else checks_of(versions, tree) for _, tree, *_ in trees]
-        shares = [ALL if asked else share_of(number) for number in range(len(trees))]
-        for row in pool.map(_run, *zip(*trees, strict=True), checks, shares):
+        cases = [QUICK if asked else share_of(number, len(trees)) for number in range(len(trees))]
+        for row in pool.map(_run, *zip(*trees, strict=True), checks, cases):
             results += row
             print(line_of(row), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -124,20 +125,28 @@ def checks_of(versions: Versions, tree: KnownTree) -> list[str]:
     return [name for name in CHECKS if name not in in_tests]
 
 
-def share_of(number: int) -> slice:
-    """Which cases of replay the tree of this number runs, oldest first; two in a row run all."""
-    return ALL if number == 0 else slice(number % 2, None, 2)
+def share_of(number: int, trees: int) -> tuple[Case, ...]:
+    """The cases of replay that the tree of this number runs; the last of `trees` runs none.
+
+    With four trees the first one runs cases 0, 3, 6 ..., the second one 1, 4, 7 ... A case that a
+    tree cannot run (`Case.runs_on`) is left out there, and runs on the default tree.
+    """
+    return QUICK[number :: max(1, trees - 1)]
 
 
 def _run(
-    line: Line, tree: KnownTree, source: Path, commit: str, names: list[str], share: slice
+    line: Line,
+    tree: KnownTree,
+    source: Path,
+    commit: str,
+    names: list[str],
+    cases: tuple[Case, ...],
 ) -> list[dict[str, object]]:
     """The results of the checks of these names on one tree."""
     results: list[dict[str, object]] = []
     with ExitStack() as open_:
         folder = open_.enter_context(tempfile.TemporaryDirectory(prefix="matrix-"))
-        checked = open_.enter_context(Checked(line, tree, source, commit, Path(folder)))
-        checked.share = share
+        checked = open_.enter_context(Checked(line, tree, source, commit, Path(folder), cases))
         for name in names:
             begin = time.monotonic()
             passed, detail = CHECKS[name](checked) or (True, NOTHING)
