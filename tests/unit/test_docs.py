@@ -125,7 +125,6 @@ RUN_BY = [
     ),
     (r"(uv run|megatron rlhf)\b", "by hand: a framework's own, which needs GPUs"),
     (r"torchrun .*-m megatron_r3\.cpu demo/pretrain\.py\b", "ci make demo"),
-    (r"torchrun .*-m megatron_r3\.cpu ~/Megatron-LM/pretrain_gpt\.py\b", NO_CLONE),
     (r"export PYTHONPATH=build/megatron-core-0\.19\.2:", "ci make demo"),
     (
         r"python -m megatron_r3\.weights\.model_arguments\b",
