@@ -332,13 +332,13 @@ def test_a_store_of_another_policy(patched: TreeWorker, policy: Policy, tmp_path
 
 
 def test_rollouts_of_another_policy_on_request(
-    patched_tree: Path, policy: Policy, tmp_path: Path
+    patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
     store = of_another_policy(policy, tmp_path / "s")
     argv = policy.arguments("--rollouts-policy", "any", store=store)
-    done = run_script(patched_tree, argv, processes=2)
-    assert done.returncode == 0, done.stderr
-    assert "routes dispatched as recorded: 1.0000" in done.stdout
+    ended_well, printed = train_on(patched, argv, tmp_path / "logs", ranks=2)
+    assert ended_well, printed
+    assert "routes dispatched as recorded: 1.0000" in printed
 
 
 def test_rollouts_without_replay_train_live_and_say_so_once(
