@@ -158,69 +158,85 @@ def _said(invalid: ValidationError) -> str:
 
 
 def _check(config: Config) -> None:
-    run, sampler, prompts, trainer = config.run, config.sampler, config.prompts, config.trainer
-    if sampler.shard_size and sampler.engine == "embedded":
-        raise ConfigError(
-            f"{config.file}: [sampler] shard_size: the embedded sampler stores a collection as one "
-            "shard; leave it out"
-        )
-    if 0 < sampler.shard_size < prompts.samples:
-        raise ConfigError(
-            f"{config.file}: [sampler] shard_size {sampler.shard_size}: the {prompts.samples} "
-            "samples of a prompt lie in one shard; give that many or more"
-        )
-    places = [
-        ("[trainer] megatron", trainer.megatron, "megatron/core"),
-        ("[trainer] megatron", trainer.megatron, _PATCHED),
+    """Refuse what does not go together, and folders that are not there."""
+    for name, folder, inside in (
+        ("[trainer] megatron", config.trainer.megatron, "megatron/core"),
+        ("[trainer] megatron", config.trainer.megatron, _PATCHED),
         ("[policy] model", config.policy.model, "config.json"),
         ("[policy] checkpoint", config.policy.checkpoint, ""),
-    ]
-    for name, folder, inside in places:
-        if not (config.path(folder) / inside).exists():
-            raise ConfigError(
-                f"{config.file}: {name}: {config.path(folder)} has no {inside}"
-                if inside
-                else f"{config.file}: {name}: there is no {config.path(folder)}"
-            )
-    tree = config.path(trainer.megatron)
+    ):
+        path = config.path(folder)
+        if not (path / inside).exists():
+            lacking = f"{path} has no {inside}" if inside else f"there is no {path}"
+            raise ConfigError(f"{config.file}: {name}: {lacking}")
+    tree = config.path(config.trainer.megatron)
     if b"megatron_r3" not in (tree / _PATCHED).read_bytes():
         raise ConfigError(f"{config.file}: [trainer] megatron: {not_patched(tree)}")
-    if sampler.engine == "embedded" and sampler.command:
-        raise ConfigError(
-            f"{config.file}: [sampler] command: the embedded sampler has no command of yours"
-        )
-    if not sampler.in_place and not sampler.command:
-        raise ConfigError(
-            f"{config.file}: [sampler] in_place false needs a command, with which the server is "
-            "started anew for each policy"
-        )
-    names_version = any("{version}" in word for word in sampler.command)
-    if sampler.command and names_version == sampler.in_place:
-        raise ConfigError(
-            f"{config.file}: [sampler] command: with in_place = "
-            + (
-                "true it must not name {version}: a server that was started again could not be "
-                "told from the one that was given a policy"
-                if sampler.in_place
-                else "false it must name {version}, by which the server says which policy it has "
-                "(--served-model-name of vLLM, --weight-version of SGLang)"
-            )
-        )
-    if sampler.push and (sampler.engine == "embedded" or not sampler.in_place):
-        raise ConfigError(
-            f"{config.file}: [sampler] push hands weights to a running sglang or vllm: leave it "
-            "out with the embedded sampler, and with in_place = false"
-        )
-    if config.degrade != Degrading() and sampler.engine != "embedded":
-        raise ConfigError(f"{config.file}: [degrade] is of the embedded sampler alone")
+    for wrong, words in [*_refused(config), *_refused_command(config.sampler)]:
+        if wrong:
+            raise ConfigError(f"{config.file}: {words}")
+
+
+def _refused(config: Config) -> list[tuple[bool, str]]:
+    """What is refused of fields that do not go together, and what is said then."""
+    sampler, samples = config.sampler, config.prompts.samples
+    embedded = sampler.engine == "embedded"
     # A trainer that goes on from a checkpoint trains again on what older policies sampled, and asks
     # their files whether it has published them. Example: lag 4, checkpoints after 20 and 40
     # collections, killed when policy 40 was published: it goes on with collection 20, which policy
     # 16 sampled, so 25 policies are needed.
-    fewest = run.lag + 1 + config.trainer.checkpoint_every
-    if 0 < config.policy.keep < fewest:
-        raise ConfigError(
-            f"{config.file}: [policy] keep {config.policy.keep}: with lag {run.lag} and a "
-            f"checkpoint after every {config.trainer.checkpoint_every} collections the sampler and "
-            f"a trainer that goes on need older ones; give {fewest} or more, or 0 for all"
-        )
+    fewest = config.run.lag + 1 + config.trainer.checkpoint_every
+    return [
+        (
+            embedded and bool(sampler.shard_size),
+            "[sampler] shard_size: the embedded sampler stores a collection as one shard; leave it "
+            "out",
+        ),
+        (
+            0 < sampler.shard_size < samples,
+            f"[sampler] shard_size {sampler.shard_size}: the {samples} samples of a prompt lie in "
+            "one shard; give that many or more",
+        ),
+        (
+            bool(sampler.push) and (embedded or not sampler.in_place),
+            "[sampler] push hands weights to a running sglang or vllm: leave it out with the "
+            "embedded sampler, and with in_place = false",
+        ),
+        (
+            config.degrade != Degrading() and not embedded,
+            "[degrade] is of the embedded sampler alone",
+        ),
+        (
+            0 < config.policy.keep < fewest,
+            f"[policy] keep {config.policy.keep}: with lag {config.run.lag} and a checkpoint after "
+            f"every {config.trainer.checkpoint_every} collections the sampler and a trainer that "
+            f"goes on need older ones; give {fewest} or more, or 0 for all",
+        ),
+    ]
+
+
+def _refused_command(sampler: SamplerTable) -> list[tuple[bool, str]]:
+    """What is refused of the command that starts a server, and what is said then."""
+    command, in_place = sampler.command, sampler.in_place
+    names_version = any("{version}" in word for word in command)
+    return [
+        (
+            sampler.engine == "embedded" and bool(command),
+            "[sampler] command: the embedded sampler has no command of yours",
+        ),
+        (
+            not in_place and not command,
+            "[sampler] in_place false needs a command, with which the server is started anew for "
+            "each policy",
+        ),
+        (
+            in_place and names_version,
+            "[sampler] command: with in_place = true it must not name {version}: a server that was "
+            "started again could not be told from the one that was given a policy",
+        ),
+        (
+            not in_place and not names_version,
+            "[sampler] command: with in_place = false it must name {version}, by which the server "
+            "says which policy it has (--served-model-name of vLLM, --weight-version of SGLang)",
+        ),
+    ]

@@ -37,7 +37,6 @@ def trainer_command(config: Config) -> list[str]:
                 f"{config.file}: [trainer] arguments: {word} is given by the loop: leave it out"
             )
     _check_sizes(config, arguments)
-    _check_processes(config, arguments)
     steps = trainer.steps
     loop = ["--rollouts", str(directory.rollouts), "--rollouts-follow", f"{config.run.wait:g}"]
     loop += ["--rollouts-publish", str(directory.policies)]
@@ -63,90 +62,56 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
     """Refuse numbers that do not fit the run.
 
     A trainer must use a collection, no more and no less, before it publishes; and the learning rate
-    must have risen before the last step.
+    must have risen before the last step, of which Megatron says no more than an assertion.
 
     Raises:
         ConfigError: naming the numbers.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--global-batch-size", type=int)
+    parser.add_argument("--global-batch-size", type=int, default=0)
     parser.add_argument("--rollouts-mini-steps", type=int, default=1)
     parser.add_argument("--rollouts-epochs", type=int, default=1)
     parser.add_argument("--rollouts-advantages")
     parser.add_argument("--lr-warmup-iters", type=int, default=0)
-    parser.add_argument("--lr-warmup-fraction", type=float)
     parser.add_argument("--lr-decay-iters", type=int)
     given, _ = parser.parse_known_args(arguments)
-    where = f"{config.file}: [trainer]"
-    if given.global_batch_size is None:
-        raise ConfigError(f"{where} arguments: --global-batch-size is missing")
-    steps = given.rollouts_mini_steps * given.rollouts_epochs
-    if config.trainer.steps != steps:
-        raise ConfigError(
-            f"{where} steps {config.trainer.steps}: the arguments make {steps} optimizer steps on "
-            f"a collection (--rollouts-mini-steps {given.rollouts_mini_steps} times "
-            f"--rollouts-epochs {given.rollouts_epochs})"
-        )
-    used = given.global_batch_size * given.rollouts_mini_steps
-    if used != config.rollouts_per_collection:
-        raise ConfigError(
-            f"{where} arguments: --global-batch-size {given.global_batch_size} times "
-            f"--rollouts-mini-steps {given.rollouts_mini_steps} are {used} rollouts; a collection "
-            f"has {config.rollouts_per_collection} ([prompts] per_collection times samples)"
-        )
-    if config.prompts.samples == 1 and given.rollouts_advantages != "stored":
-        raise ConfigError(
-            f"{config.file}: [prompts] samples 1: a reward is compared with those of the other "
-            "samples of its prompt, so every advantage would be 0: give 2 or more"
-        )
-    # Megatron says no more of it than `assert self.lr_warmup_steps < self.lr_decay_steps`.
-    total = config.run.collections * steps
-    if given.lr_warmup_iters >= (given.lr_decay_iters or total):
-        until = (
-            f"--lr-decay-iters {given.lr_decay_iters}"
-            if given.lr_decay_iters
-            else f"{total} steps ([run] collections times [trainer] steps)"
-        )
-        raise ConfigError(
-            f"{where} arguments: --lr-warmup-iters {given.lr_warmup_iters} must be less than "
-            f"{until}: give fewer, or --lr-warmup-fraction, which fits every number of steps"
-        )
-    if given.lr_warmup_fraction is not None and not 0 <= given.lr_warmup_fraction < 1:
-        raise ConfigError(
-            f"{where} arguments: --lr-warmup-fraction {given.lr_warmup_fraction:g}: it must be 0 "
-            "or more, and less than 1"
-        )
-
-
-def _check_processes(config: Config, arguments: list[str]) -> None:
-    """Refuse a number of processes that cannot hold the layout.
-
-    Raises:
-        ConfigError: naming the sizes.
-    """
-    if config.trainer.launch:
-        return  # whoever starts the processes knows how many they are
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor"):
-        parser.add_argument(f"--{name}-parallel-size", type=int, dest=name.partition("-model")[0])
-    parser.add_argument("--micro-batch-size", type=int, default=1)
-    parser.add_argument("--global-batch-size", type=int)
-    given = vars(parser.parse_known_args(arguments)[0])
-    tensor, pipeline = given["tensor"] or 1, given["pipeline"] or 1
-    dense = tensor * pipeline * (given["context"] or 1)
-    experts = (given["expert-tensor"] or tensor) * (given["expert"] or 1) * pipeline
-    processes = config.trainer.processes
-    where = f"{config.file}: [trainer] processes {processes}"
-    for size, words in ((dense, "TP x PP x CP"), (experts, "ETP x EP x PP")):
-        if processes % size:
-            raise ConfigError(f"{where}: {words} of the arguments is {size}: give a multiple of it")
-    batch = given["micro_batch_size"] * processes // dense
-    if given["global_batch_size"] % batch:
-        raise ConfigError(
-            f"{where}: --global-batch-size {given['global_batch_size']} is no multiple of {batch}, "
-            f"which is --micro-batch-size {given['micro_batch_size']} times the "
-            f"{processes // dense} copies of the model"
-        )
+    batch, mini_steps, epochs = (
+        given.global_batch_size,
+        given.rollouts_mini_steps,
+        given.rollouts_epochs,
+    )
+    steps, used = mini_steps * epochs, batch * mini_steps
+    rising, until = given.lr_warmup_iters, given.lr_decay_iters or config.run.collections * steps
+    alone = config.prompts.samples == 1 and given.rollouts_advantages != "stored"
+    refused = [
+        (not batch, "[trainer] arguments: --global-batch-size is missing"),
+        (
+            config.trainer.steps != steps,
+            f"[trainer] steps {config.trainer.steps}: the arguments make {steps} optimizer steps "
+            f"on a collection (--rollouts-mini-steps {mini_steps} times --rollouts-epochs "
+            f"{epochs})",
+        ),
+        (
+            used != config.rollouts_per_collection,
+            f"[trainer] arguments: --global-batch-size {batch} times --rollouts-mini-steps "
+            f"{mini_steps} are {used} rollouts; a collection has {config.rollouts_per_collection} "
+            "([prompts] per_collection times samples)",
+        ),
+        (
+            alone,
+            "[prompts] samples 1: a reward is compared with those of the other samples of its "
+            "prompt, so every advantage would be 0: give 2 or more",
+        ),
+        (
+            rising >= until,
+            f"[trainer] arguments: --lr-warmup-iters {rising} must be less than {until} steps "
+            "(--lr-decay-iters, or [run] collections times [trainer] steps): give fewer, or "
+            "--lr-warmup-fraction, which fits every number of steps",
+        ),
+    ]
+    for wrong, words in refused:
+        if wrong:
+            raise ConfigError(f"{config.file}: {words}")
 
 
 def printed_command(config: Config) -> str:

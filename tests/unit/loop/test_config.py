@@ -141,26 +141,12 @@ def test_paths_are_relative_to_the_file_and_variables_are_filled_in(file, monkey
         ),
         (
             "--global-batch-size 12 --lr-warmup-iters 3 --lr-decay-iters 2",
-            "--lr-warmup-iters 3 must be less than --lr-decay-iters 2",
-        ),
-        ("--global-batch-size 12 --lr-warmup-fraction 1", "--lr-warmup-fraction 1: it must be 0"),
-        (
-            "--global-batch-size 12 --expert-model-parallel-size=2",
-            "processes 3: ETP x EP x PP of the arguments is 2: give a multiple of it",
-        ),
-        (
-            "--global-batch-size 12 --tensor-model-parallel-size 2",
-            "processes 3: TP x PP x CP of the arguments is 2: give a multiple of it",
-        ),
-        (
-            "--global-batch-size 12 --micro-batch-size 3",
-            "processes 3: --global-batch-size 12 is no multiple of 9, which is .* the 3 copies",
+            "--lr-warmup-iters 3 must be less than 2 steps",
         ),
     ],
 )
 def test_a_trainer_that_does_not_fit_the_collections_is_refused(file, new, words):
-    file.write_text(file.read_text().replace("arguments =", "processes = 3\narguments ="))
-    trainer_command(read_config(file))  # the control: 12 rollouts on three processes
+    trainer_command(read_config(file))  # the control
     file.write_text(file.read_text().replace("--bf16 --global-batch-size 12", new))
     with pytest.raises(ConfigError, match=words):
         trainer_command(read_config(file))
