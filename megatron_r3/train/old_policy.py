@@ -155,31 +155,15 @@ class OldPolicy:
         """
         self.begin(collection)
         logprobs: list[_Table] = []
-        routes: dict[int, list[_Table]] = {}
+        routes: dict[int, list[_Table]] = {layer: [] for layer in layers}
         for file in sorted(folder.glob("rank-*.safetensors")):
-            try:
-                with safe_open(file, framework="np") as held:
-                    told = held.metadata() or {}
-                    if told.pop("pass", "") != number:
-                        continue
-                    if told != about:
-                        raise StoreError(
-                            f"{file}: of another training: {_difference(told, about)}: bring back "
-                            "the folder that belongs to the checkpoint, or begin anew with "
-                            "--finetune"
-                        )
-                    for name in held.keys():  # noqa: SIM118  # not a dict
-                        if name == "logprob_rows":
-                            table = _Table(held.get_tensor(name), held.get_tensor("logprobs"))
-                            logprobs.append(table.only(rows))
-                        elif name.startswith("route_rows."):
-                            layer = int(name.rpartition(".")[2])
-                            table = _Table(
-                                held.get_tensor(name), held.get_tensor(f"routes.{layer}")
-                            )
-                            routes.setdefault(layer, []).append(table.only(rows))
-            except (SafetensorError, OSError) as error:
-                raise StoreError(f"{file}: cannot be read: {error}") from error
+            if (tensors := _tensors_of(file, about, number)) is None:
+                continue
+            logprobs.append(_Table(tensors["logprob_rows"], tensors["logprobs"]).only(rows))
+            for layer in layers:
+                if (name := f"route_rows.{layer}") in tensors:
+                    table = _Table(tensors[name], tensors[f"routes.{layer}"])
+                    routes[layer].append(table.only(rows))
         if not logprobs:
             raise StoreError(
                 f"{folder}: has no record of the old policy from which the checkpoint went on. The "
@@ -188,7 +172,7 @@ class OldPolicy:
                 "checkpoint between two collections, or begin anew with --finetune"
             )
         self._logprob_table = _Table.joined(logprobs)
-        self._route_tables = {layer: _Table.joined(routes.get(layer, [])) for layer in layers}
+        self._route_tables = {layer: _Table.joined(parts) for layer, parts in routes.items()}
         tables = {f"routes of layer {layer}": table for layer, table in self._route_tables.items()}
         for what, table in {"log-probs": self._logprob_table, **tables}.items():
             if missing := len(np.setdiff1d(rows, table.rows)):
@@ -238,6 +222,27 @@ class _Table:
             assert not wrong.any(), f"no {what} of row {flat[wrong][:1]}"
             result[real] = self.values[place[real]]
         return result.reshape(*rows.shape, *self.values.shape[1:])
+
+
+def _tensors_of(file: Path, about: dict[str, str], number: str) -> dict[str, np.ndarray] | None:
+    """The tensors that a rank wrote; None of another pass.
+
+    Raises:
+        StoreError: the file is damaged, or of another training.
+    """
+    try:
+        with safe_open(file, framework="np") as held:
+            told = held.metadata() or {}
+            if told.pop("pass", "") != number:
+                return None
+            if told != about:
+                raise StoreError(
+                    f"{file}: of another training: {_difference(told, about)}: bring back the "
+                    "folder that belongs to the checkpoint, or begin anew with --finetune"
+                )
+            return {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise StoreError(f"{file}: cannot be read: {error}") from error
 
 
 def collection_folder(directory: str | Path, began_at: int) -> Path:
