@@ -48,12 +48,11 @@ def test_stopping_a_demo(
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as demo:
-        log = out / "logs" / "pretrain.log"
+        # torchrun and its two ranks, which have imported nothing yet: they run, and so does the demo
         deadline = time.monotonic() + 90
-        while not (log.exists() and "iteration        2/" in log.read_text()):
+        while len(processes_naming(f"{out}/checkpoint")) < 3:
             assert time.monotonic() < deadline, "the demo did not begin to train"
-            time.sleep(0.2)
-        assert len(processes_naming(str(out))) > 2
+            time.sleep(0.1)
         demo.send_signal(number)
         _, errors = demo.communicate(timeout=30)
     assert demo.returncode == 130
