@@ -48,7 +48,7 @@ def test_stopping_a_demo(
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as demo:
-        # torchrun and its two ranks, which have imported nothing yet: they run, and so does the demo
+        # torchrun and its two ranks, which may have imported nothing yet
         deadline = time.monotonic() + 90
         while len(processes_naming(f"{out}/checkpoint")) < 3:
             assert time.monotonic() < deadline, "the demo did not begin to train"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -107,24 +108,31 @@ def test_routes_that_are_shifted_by_a_token_show(patched: TreeWorker) -> None:
     assert total(results, "right") < total(results, "of") / 2
 
 
-def run_program(tree: Path, *argv: str) -> list[tuple[float, int]]:
+def steps_of(printed: str) -> list[tuple[float, int]]:
     """What `demo/own_loop.py` prints of its steps: loss, and the pairs that differ live."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", "-m", "megatron_r3.cpu"]
-    done = subprocess.run(
-        [*command, str(ROOT / "demo" / "own_loop.py"), *argv],
-        env={**os.environ, "PYTHONPATH": f"{tree}:{ROOT}", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=True, timeout=300,
-    )  # fmt: skip
-    steps = re.findall(r"^step \d: loss ([\d.]+), (\d+) of 256 pairs", done.stdout, re.MULTILINE)
+    steps = re.findall(r"^step \d: loss ([\d.]+), (\d+) of 256 pairs", printed, re.MULTILINE)
     return [(float(loss), int(differ)) for loss, differ in steps]
 
 
-def test_the_whole_program_trains(patched_tree: Path) -> None:
-    steps = run_program(patched_tree)
+def shift_by_one(rank: int) -> None:
+    sys.argv = ["own_loop.py", "--shift", "1"]
+    runpy.run_path(str(ROOT / "demo" / "own_loop.py"), run_name="__main__")
+
+
+def test_the_whole_program_trains(patched: TreeWorker, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", "-m", "megatron_r3.cpu"]
+    done = subprocess.run(
+        [*command, str(ROOT / "demo" / "own_loop.py")],
+        env={**os.environ, "PYTHONPATH": f"{patched.tree}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    steps = steps_of(done.stdout)
     assert [loss for loss, _ in steps] == sorted((loss for loss, _ in steps), reverse=True)
     assert len(steps) == 3
     assert 0 < steps[0][1] < 32  # the engine's last bits: few pairs differ
-    shifted = run_program(patched_tree, "--shift", "1")
+    # control: with `--shift 1` nearly all pairs differ; in forked ranks, which import nothing anew
+    patched.run(shift_by_one, 2, log_dir=tmp_path)
+    shifted = steps_of("".join(log.read_text() for log in sorted(tmp_path.glob("rank*.log"))))
     assert shifted[0][0] != steps[0][0]
     assert shifted[0][1] > 192

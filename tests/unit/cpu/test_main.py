@@ -17,24 +17,26 @@ from proof.fidelity.rig.forkserver import run_ranks
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
 
-REPO = Path(cli.__file__).parents[2]
 
+def ended(folder: Path, *argv: str, **variables: str) -> tuple[str, str]:
+    """How a process ends that runs the command with these arguments: its status, and what it says.
 
-def run(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_r3.cpu", *args],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    The process is a fork of one that has torch, which costs nothing to start.
+    """
+
+    def case(rank: int) -> None:
+        os.chdir(folder)
+        os.environ.update(variables)
+        cli.main([*argv])
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(case, 1, timeout_s=60)
+    _, status, rest = caught.value.text.partition("exit status ")
+    return status + rest[:1], caught.value.text.partition("--- log of rank 0\n")[2]
 
 
 def test_no_script_is_a_usage_error(tmp_path: Path) -> None:
-    done = run(folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == cli.USAGE
+    assert ended(tmp_path) == ("exit status 2", cli.USAGE.rstrip())
 
 
 def test_help_lists_the_arguments_that_megatron_needs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,15 +46,23 @@ def test_help_lists_the_arguments_that_megatron_needs(capsys: pytest.CaptureFixt
 
 
 def test_a_script_that_is_not_there(tmp_path: Path) -> None:
-    done = run("no_such.py", folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: no such script: no_such.py\n\nusage: ")
+    status, text = ended(tmp_path, "no_such.py")
+    assert status == "exit status 2"
+    assert text.startswith("error: no such script: no_such.py\n\nusage: ")
 
 
 def test_no_megatron(tmp_path: Path) -> None:
+    """In a process of its own, as a user starts it."""
     (tmp_path / "script.py").write_text("raise SystemExit('it ran')")
-    done = run("script.py", folder=tmp_path)
-    assert done.returncode == 2
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_r3.cpu", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(
         "error: Megatron-LM is not importable: put its tree on PYTHONPATH"
     )
@@ -74,15 +84,12 @@ def test_only_a_rank_that_is_alone_takes_the_threads_that_the_user_chose(
     assert cli.threads_of_a_rank() == threads
 
 
-def test_threads_that_are_no_number_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_are_no_number_are_refused(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("raise SystemExit('it ran')")
-    monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    done = run("script.py", folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.endswith("error: OMP_NUM_THREADS='many': expected a whole number above 0\n")
+    assert ended(tmp_path, "script.py", OMP_NUM_THREADS="many") == (
+        "exit status 2",
+        "error: OMP_NUM_THREADS='many': expected a whole number above 0",
+    )
 
 
 def test_a_worker_says_so_too(tmp_path: Path) -> None:
