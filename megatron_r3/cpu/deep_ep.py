@@ -26,8 +26,12 @@ import torch.distributed as dist
 
 from megatron_r3.cpu.errors import NotEmulated
 
-# options for tuning and for streams, which have no meaning here
-_IGNORED = {"config", "previous_event", "async_finish", "allocate_on_comm_stream"}
+# The layout, which follows from the experts, and options for tuning and for streams, which have no
+# meaning here.
+_IGNORED = {
+    *("num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank"),
+    *("config", "previous_event", "async_finish", "allocate_on_comm_stream"),
+}
 
 
 def provide() -> None:
@@ -146,13 +150,6 @@ class Buffer:
             rank `[T, R]`, and an event.
         """
         _refuse(options)
-        _require(topk_idx.dtype == torch.int64 and topk_idx.dim() == 2, "topk_idx: int64 [T, K]")
-        _require(
-            num_experts % self.group_size == 0,
-            f"{num_experts} experts are not divisible by {self.group_size} ranks",
-        )
-        inside = (topk_idx >= -1) & (topk_idx < num_experts)
-        _require(bool(inside.all()), f"topk_idx is -1 or one of {num_experts} experts")
         # floor division takes -1 to -1, which is no rank
         rank_TK = topk_idx // (num_experts // self.group_size)
         in_rank_TR = (rank_TK.unsqueeze(-1) == torch.arange(self.group_size)).any(dim=1)
@@ -164,9 +161,7 @@ class Buffer:
         self,
         x: torch.Tensor,
         handle: Handle | None = None,
-        num_tokens_per_rank: torch.Tensor | None = None,
-        num_tokens_per_rdma_rank: torch.Tensor | None = None,
-        is_token_in_rank: torch.Tensor | None = None,
+        *,
         num_tokens_per_expert: torch.Tensor | None = None,
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
@@ -179,13 +174,11 @@ class Buffer:
             handle: the handle of an earlier dispatch, to send other tokens the same way (the
                 gradients of a combine). With a handle, leave experts and weights out; without one,
                 all of the following arguments are needed.
-            num_tokens_per_rank: `[R]`, as get_dispatch_layout returned it.
-            num_tokens_per_rdma_rank: None, because all ranks are on one node.
-            is_token_in_rank: bool `[T, R]`, as get_dispatch_layout returned it.
             num_tokens_per_expert: `[E]`, as get_dispatch_layout returned it.
             topk_idx: the experts of each token `[T, K]`, int64. -1 stands for no expert.
             topk_weights: the weights of those experts `[T, K]`, float32.
-            options: streams and tuning, which change nothing.
+            options: the rest of the layout, which follows from the experts; streams and tuning,
+                which change nothing.
 
         Returns:
             The rows received; their experts, counted from this rank's first one (-1 for an expert
@@ -196,24 +189,13 @@ class Buffer:
         _refuse(options)
         _check_rows(x)
         if handle is not None:
-            _require(topk_idx is None and topk_weights is None, "a cached dispatch sends x alone")
-            self._check_handle(handle)
-            _require(len(x) == handle.tokens, f"{len(x)} tokens for a handle of {handle.tokens}")
             return self._send(x, handle), None, None, None, None, EventOverlap(EventHandle())
         if topk_idx is None or topk_weights is None or num_tokens_per_expert is None:
             raise NotEmulated("deep_ep on the CPU: a dispatch without a handle, experts or weights")
-        _require(topk_weights.dtype == torch.float32, "topk_weights: float32, as in DeepEP")
-        _require(topk_weights.shape == topk_idx.shape, "topk_weights has the shape of topk_idx")
-        _require(len(x) == len(topk_idx), f"{len(x)} tokens, but experts for {len(topk_idx)}")
+        if topk_weights.dtype != torch.float32:
+            raise NotEmulated("deep_ep on the CPU: topk_weights: float32, as in DeepEP")
         num_experts = num_tokens_per_expert.numel()
-        per_rank, _, per_expert, in_rank, event = self.get_dispatch_layout(topk_idx, num_experts)
-        _require(
-            num_tokens_per_rdma_rank is None
-            and _equal(num_tokens_per_rank, per_rank)
-            and _equal(num_tokens_per_expert, per_expert)
-            and _equal(is_token_in_rank, in_rank),
-            "the layout is not that of topk_idx on one node",
-        )
+        *_, in_rank, event = self.get_dispatch_layout(topk_idx, num_experts)
         handle = self._make_handle(in_rank)
         local = num_experts // self.group_size
         ids = self._send(topk_idx, handle) - self.rank * local
@@ -244,12 +226,7 @@ class Buffer:
         """
         _refuse(options)
         _check_rows(x)
-        self._check_handle(handle)
-        received = sum(handle.received)
-        _require(len(x) == received, f"{len(x)} rows for a handle that received {received}")
         if topk_weights is not None:
-            _require(topk_weights.dtype == torch.float32, "topk_weights: float32, as in DeepEP")
-            _require(len(topk_weights) == received, "topk_weights has a row for each of x")
             topk_weights = self._add_up(topk_weights, handle)
         return self._add_up(x, handle), topk_weights, EventOverlap(EventHandle())
 
@@ -261,12 +238,6 @@ class Buffer:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return Handle(len(in_rank), rows, sent.tolist(), received.tolist())
-
-    def _check_handle(self, handle: Handle) -> None:
-        _require(
-            isinstance(handle, Handle) and len(handle.sent) == self.group_size,
-            f"the handle is not that of a dispatch among {self.group_size} ranks",
-        )
 
     def _send(self, tokens: torch.Tensor, handle: Handle) -> torch.Tensor:
         return self._exchange(tokens[handle.rows], handle.sent, handle.received)
@@ -285,23 +256,15 @@ class Buffer:
         return total.index_add_(0, handle.rows, back.to(wide)).to(rows.dtype)
 
 
-def _require(holds: bool, requirement: str) -> None:
-    if not holds:
-        raise NotEmulated(f"deep_ep on the CPU: {requirement}")
-
-
 def _refuse(options: dict[str, Any]) -> None:
     """Refuse options of DeepEP that do more than tune it."""
-    _require(options.keys() <= _IGNORED, f"no {', '.join(sorted(options.keys() - _IGNORED))}")
+    if more := options.keys() - _IGNORED:
+        raise NotEmulated(f"deep_ep on the CPU: no {', '.join(sorted(more))}")
 
 
 def _check_rows(x: Any) -> None:
     """Refuse what DeepEP refuses, and also its pairs of FP8 values and scales."""
-    _require(
-        isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_contiguous(),
-        "x: one contiguous tensor [T, H] (no FP8 with its scales)",
-    )
-
-
-def _equal(given: torch.Tensor | None, made: torch.Tensor) -> bool:
-    return given is not None and torch.equal(given, made)
+    if not (isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_contiguous()):
+        raise NotEmulated(
+            "deep_ep on the CPU: x: one contiguous tensor [T, H] (no FP8 with its scales)"
+        )
