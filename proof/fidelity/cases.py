@@ -19,7 +19,7 @@ class Case:
         arguments: of the layout, for Megatron's command line.
         model: a name of `proof.fidelity.models.MODELS`.
         micro_batch_size: rollouts of a micro-batch.
-        quick: whether `make test-all` runs the case. It runs one case of each kind.
+        quick: one case of each kind, which `make matrix` runs.
         bitwise: the name of the case whose gradients must be the same to the last bit. The case's
             own name means that a second run must give the same bits.
         recomputes: whether layers run again in the backward pass.

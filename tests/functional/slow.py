@@ -49,5 +49,9 @@ def slow_except(values: Iterable[Any], *quick: Any) -> list[Any]:
     values = [*values]
     if unknown := [value for value in quick if value not in values]:
         raise ValueError(f"{unknown} are not among {values}")
-    slow = pytest.mark.slow
-    return [v if v in quick else pytest.param(v, marks=slow) for v in values]
+    return [v if v in quick else slow(v) for v in values]
+
+
+def slow(*values: Any) -> Any:
+    """The values of one case, which `make test` leaves to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow import slow
 from training import PART, Policy, steps_on, stores, train
 
 from megatron_r3.data.store import Rollout, RolloutStore
@@ -149,10 +150,7 @@ def logprobs_of(model: Any, sampled: Sampled) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("mini_steps", "epochs", "layout"),
     [
-        pytest.param(1, 1, "1", marks=pytest.mark.slow),
-        pytest.param(2, 1, "1", marks=pytest.mark.slow),
-        pytest.param(4, 1, "1", marks=pytest.mark.slow),
-        pytest.param(2, 2, "1", marks=pytest.mark.slow),
+        slow(4, 1, "1"),
         (2, 2, "EP2 PP2"),
     ],
 )

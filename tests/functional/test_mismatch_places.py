@@ -31,9 +31,7 @@ LAYOUTS = {
     "1": (1, ""),
     "TP2+SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2": (2, "--pipeline-model-parallel-size 2"),
-    "CP2": (2, "--context-parallel-size 2"),
     "DP2": (2, ""),
-    "packs": (1, "--rollouts-pack"),
     "packs, CP2": (2, "--rollouts-pack --context-parallel-size 2"),
 }
 Ids = dict[int, dict[int, list[int]]]  # of each row id, the experts of each layer number
@@ -201,7 +199,7 @@ def warnings(rank: int, argv: list[str]) -> list[str]:
     return [line for line in printed.getvalue().splitlines() if "> rollouts: warning" in line]
 
 
-@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "PP2", "packs, CP2"))
+@pytest.mark.parametrize("layout", slow_except(["TP2+SP", "PP2", "DP2", "packs, CP2"], "PP2"))
 def test_every_share_is_that_counted_by_hand(
     patched: TreeWorker, policy: Policy, prepared: Prepared, tmp_path: Path, layout: str
 ) -> None:

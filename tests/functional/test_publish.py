@@ -25,8 +25,6 @@ from proof.fidelity.rig.worker import TreeWorker
 
 LAYOUTS = {
     "TP2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
-    "EP2": (2, ["--expert-model-parallel-size", "2"]),
-    "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
     "CP2": (2, ["--context-parallel-size", "2"]),
     "PP2xEP2": (
         4,

@@ -20,7 +20,7 @@ from replay_layouts import (
     run_step,
     same,
 )
-from slow import slow_except
+from slow import slow
 
 from megatron_r3 import local_routers
 from proof.fidelity.rig.worker import TreeWorker
@@ -147,8 +147,13 @@ def record_and_replay(rank: int, layout: str, recompute: str) -> dict[str, bool]
     }
 
 
-@pytest.mark.parametrize("recompute", slow_except(RECOMPUTE, "full"))
-@pytest.mark.parametrize("layout", LAYOUTS)
+MORE = [("EP2", "none"), ("TP2 SP", "moe"), ("PP2 VPP2", "none"), ("PP2", "moe")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [*((layout, "full") for layout in LAYOUTS), *(slow(*pair) for pair in MORE)],
+)
 def test_what_was_recorded_replays_to_the_bit(
     patched: TreeWorker, layout: str, recompute: str
 ) -> None:

@@ -20,7 +20,6 @@ from megatron_r3.train.losses.advantages import group_normalised
 from proof.fidelity.rig.worker import TreeWorker
 
 LAYOUTS = {
-    "1": (1, []),
     "TP2 SP": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "CP2": (2, ["--context-parallel-size", "2"]),
     "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
@@ -77,7 +76,7 @@ def test_without_what_was_kept_they_do_not(
     assert torch.cat(parts).max() > 0.1
 
 
-@pytest.mark.parametrize("layout", slow_except(["1", "TP2 SP", "CP2"], "CP2"))
+@pytest.mark.parametrize("layout", slow_except(["TP2 SP", "CP2"], "CP2"))
 def test_the_values_of_the_update_are_logged(
     patched: TreeWorker, cut: Policy, tmp_path: Path, layout: str
 ) -> None:
