@@ -87,14 +87,11 @@ class Config(Table):
         return max(0, collection - self.run.lag)
 
 
-def read_config(file: Path, host: str | None = None) -> Config:
-    """Read a config and check what can be checked without starting anything.
-
-    Args:
-        host: in the place of [sampler] host; None takes the config's.
+def parse_config(file: Path) -> Config:
+    """Read a config, without a look at the files that it names.
 
     Raises:
-        ConfigError: naming the field, what was expected, and what to do.
+        ConfigError: naming the field, and what was expected.
     """
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -105,9 +102,21 @@ def read_config(file: Path, host: str | None = None) -> Config:
     if "file" in tables:  # which is a field of Config, and no table
         raise ConfigError(f"{file}: [file] is no table of a run")
     try:
-        config = Config(file=file.resolve(), **tables)
+        return Config(file=file.resolve(), **tables)
     except ValidationError as error:
         raise ConfigError(f"{file}: {_said(error)}") from error
+
+
+def read_config(file: Path, host: str | None = None) -> Config:
+    """Read a config and check what can be checked without starting anything.
+
+    Args:
+        host: in the place of [sampler] host; None takes the config's.
+
+    Raises:
+        ConfigError: naming the field, what was expected, and what to do.
+    """
+    config = parse_config(file)
     if host is not None:
         sampler = config.sampler.model_copy(update={"host": host})
         config = config.model_copy(update={"sampler": sampler})

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.data.untrusted import read_json
-from megatron_r3.loop.report_facts import facts_of
 from megatron_r3.replay.words import one_line, quoted
 
 # A value by the number of its step, collection or version. All three count up.
@@ -36,9 +35,6 @@ class Run:
         name: the directory's own name, or more of its path where two runs have one name.
         metrics: each name of metrics.jsonl, by step. A value that is not finite is left out.
         events: those of trainer, collector and supervisor, each in the order of its file.
-        facts: model, layout, sampler and options in words, as far as they are known.
-        config: the text of config.toml; empty if the run has none.
-        saved: the steps after which a checkpoint was written, of those that are still there.
         notes: what was left out or came twice, for the reader of the report.
     """
 
@@ -46,10 +42,7 @@ class Run:
     directory: Path
     metrics: dict[str, Curve]
     events: list[Event]
-    facts: dict[str, str] = field(default_factory=dict)
-    config: str = ""
     notes: list[str] = field(default_factory=list)
-    saved: tuple[int, ...] = ()
 
     def of(self, *kinds: str) -> list[Event]:
         """The events of these kinds, in order."""
@@ -106,12 +99,7 @@ def read_run(directory: Path, name: str) -> Run:
     events = [event for path in files.values() for event in _events(path, notes)]
     if not metrics:
         notes.append("metrics.jsonl has no step yet: curves by step are missing")
-    facts = facts_of(directory)
-    config = directory / "config.toml"
-    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    names = [one.name.removeprefix("iter_") for one in directory.glob("checkpoints/iter_*")]
-    saved = tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
-    return Run(name, directory, metrics, events, facts, text, notes, saved)
+    return Run(name, directory, metrics, events, notes)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -210,103 +198,75 @@ def _is_layer(name: str) -> bool:
     return number.isascii() and number.isdigit() and len(number) < 6
 
 
-def _is_span(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and math.isfinite(value)
+def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
-Kind = tuple[str, Callable[[Any], bool]]
-COUNT: Kind = ("a whole number of at least 0", _is_count)
-NUMBER: Kind = ("a number", _is_number)
-SPAN: Kind = ("a finite number of at least 0", _is_span)
-TEXT: Kind = ("a text", lambda value: isinstance(value, str))
-FLAG: Kind = ("true or false", lambda value: isinstance(value, bool))
-WHOLE: Kind = ("a whole number", lambda value: isinstance(value, int))
-NUMBERS: Kind = (
-    "a list of numbers",
-    lambda value: isinstance(value, list) and all(map(_is_number, value)),
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# What a field must be, in words and as a test, and the names of the fields that must be it.
+_KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("a text", _is_text, "event device how for part reason"),
+    ("a list of texts", _is_list_of(_is_text), "alarms"),
+    ("true or false", lambda value: isinstance(value, bool), "verified"),
+    ("a whole number", lambda value: isinstance(value, int), "status"),
+    (
+        "a whole number of at least 0",
+        _is_count,
+        "version iteration bytes rollouts rows collection tokens",
+    ),
+    (
+        "a finite number of at least 0",
+        lambda value: _is_number(value) and value >= 0 and math.isfinite(value),
+        "time seconds",
+    ),
+    (
+        "a number",
+        _is_number,
+        "abs_dlogp abs_dlogp_all limit cached_dlogp cached_disagreement left_out mismatch "
+        "reward reward_std response_length length_cut",
+    ),
+    ("a list of numbers", _is_list_of(_is_number), "route_agreement expert_load"),
 )
-
-TEXTS: Kind = (
-    "a list of texts",
-    lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+_KIND_OF = {name: (words, fits) for words, fits, names in _KINDS for name in names.split()}
+_COMPARED = (
+    "abs_dlogp abs_dlogp_all cached_dlogp cached_disagreement left_out route_agreement".split()
 )
 # For each event the fields that it must have, and those that it may have or leave null.
-FIELDS: dict[str, tuple[dict[str, Kind], dict[str, Kind]]] = {
-    "published": (
-        {"version": COUNT},
-        {"iteration": COUNT, "seconds": SPAN, "bytes": COUNT, "device": TEXT},
-    ),
-    "pushed": (
-        {"version": COUNT, "verified": FLAG},
-        {
-            "seconds": SPAN,
-            "how": TEXT,
-            "abs_dlogp": NUMBER,
-            "abs_dlogp_all": NUMBER,
-            "limit": NUMBER,
-            "cached_dlogp": NUMBER,
-            "cached_disagreement": NUMBER,
-            "left_out": NUMBER,
-            "route_agreement": NUMBERS,
-        },
-    ),
-    "compared": (
-        {"version": COUNT},
-        {
-            "abs_dlogp": NUMBER,
-            "abs_dlogp_all": NUMBER,
-            "cached_dlogp": NUMBER,
-            "cached_disagreement": NUMBER,
-            "left_out": NUMBER,
-            "route_agreement": NUMBERS,
-        },
-    ),
-    "examined": (
-        {"version": COUNT, "alarms": TEXTS},
-        {"rollouts": COUNT, "rows": COUNT, "mismatch": NUMBER, "abs_dlogp": NUMBER},
-    ),
+FIELDS: dict[str, tuple[list[str], list[str]]] = {
+    "published": (["version"], ["iteration", "seconds", "bytes", "device"]),
+    "pushed": (["version", "verified"], ["seconds", "how", "limit", *_COMPARED]),
+    "compared": (["version"], _COMPARED),
+    "examined": (["version", "alarms"], ["rollouts", "rows", "mismatch", "abs_dlogp"]),
     "collected": (
-        {"version": COUNT, "collection": COUNT, "rollouts": COUNT, "tokens": COUNT},
-        {
-            "seconds": SPAN,
-            "reward": NUMBER,
-            "reward_std": NUMBER,
-            "response_length": NUMBER,
-            "length_cut": NUMBER,
-            "expert_load": NUMBERS,
-        },
+        ["version", "collection", "rollouts", "tokens"],
+        ["seconds", "reward", "reward_std", "response_length", "length_cut", "expert_load"],
     ),
-    "failed": ({"collection": COUNT, "reason": TEXT}, {}),
-    "waited": ({"for": TEXT, "seconds": SPAN}, {}),
-    "started": ({"part": TEXT}, {}),
-    "died": ({"part": TEXT}, {"status": WHOLE}),
-    "ended": ({"part": TEXT}, {"status": WHOLE}),
+    "failed": (["collection", "reason"], []),
+    "waited": (["for", "seconds"], []),
+    "started": (["part"], []),
+    "died": (["part"], ["status"]),
+    "ended": (["part"], ["status"]),
 }
 
 
 def _events(path: Path, notes: list[str]) -> Iterator[Event]:
     """The events of one file that the report knows, each with the fields it must have."""
     unknown: Counter[str] = Counter()
-    for where, event in _lines(path, notes):
+    for where, line in _lines(path, notes):
+        event = {name: value for name, value in line.items() if value is not None}
         kind = event.get("event")
-        _expect(where, event, "event", TEXT)
-        _expect(where, event, "time", SPAN)
-        if kind not in FIELDS:
+        must, may = FIELDS.get(str(kind), ([], []))
+        for name in ("event", "time", *must, *(name for name in may if name in event)):
+            words, fits = _KIND_OF[name]
+            if name not in event or not fits(event[name]):
+                got = quoted(line[name]) if name in line else "nothing"
+                raise ValueError(f"{where}: expected {words} as {quoted(name)}, got {got}")
+        if kind in FIELDS:
+            yield event
+        else:
             unknown[str(kind)] += 1
-            continue
-        must, may = FIELDS[str(kind)]
-        for name, what in must.items():
-            _expect(where, event, name, what)
-        for name, what in may.items():
-            if event.get(name) is not None:
-                _expect(where, event, name, what)
-        yield {name: value for name, value in event.items() if value is not None}
     for kind, count in sorted(unknown.items()):
         notes.append(f"{path.name}: {count} events {quoted(kind)} are unknown, and were left out")
-
-
-def _expect(where: str, event: Event, name: str, kind: Kind) -> None:
-    words, fits = kind
-    if name not in event or not fits(event[name]):
-        got = quoted(event[name]) if name in event else "nothing"
-        raise ValueError(f"{where}: expected {words} as {quoted(name)}, got {got}")

@@ -1,325 +1,230 @@
-"""The charts of a report, drawn by matplotlib as SVG that a page holds and colours itself.
+"""The charts of a report as figures of plotly: `{"data": traces, "layout": ...}`, which is JSON.
 
-matplotlib writes fixed colours. A page that is light or dark needs others, so the charts are drawn
-in colours that stand for something, and these become CSS variables: `#010200` is `var(--ink)`, and
-`#010211` is `var(--g1)`, the colour of the second group. Nothing that a run wrote is drawn as text
-here; names stand in the page, which escapes them.
+The page's script draws them over its own theme. Colours are variables of report.css, as `var(--g1)`
+for the second group, since plotly takes fixed colours and the page is light or dark: the script
+puts the values of the moment in their place. A trace belongs to the group in `legendgroup`.
 """
 
 from __future__ import annotations
 
-import io
-import math
-import re
-from collections.abc import Mapping, Sequence
+import html
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from megatron_r3.loop.report_numbers import Line
+from megatron_r3.loop import report_numbers as numbers
+from megatron_r3.loop.report import Curve, Run
+from megatron_r3.loop.report_contents import DRIFTS, LOG, OFF_ZERO, PERCENT, Chart
+from megatron_r3.loop.report_numbers import STAGES, Group, Line, line_of, number
+from megatron_r3.replay.words import one_line
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-WIDTH, HEIGHT = 440, 230  # units of an SVG; a column of the page is about as wide in pixels
 COLOURS = 8  # of groups, in report.css; later groups take the same ones, with dashes
-_INK, _GRID, _GROUP, _STAGE = 0x00, 0x01, 0x10, 0x40  # the last two digits of colours, see above
-_RC: dict[str, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "megatron-r3",  # the same numbers give the same bytes
-    "font.size": 11,
-    "axes.edgecolor": f"#0102{_GRID:02x}",
-    "axes.labelcolor": f"#0102{_INK:02x}",
-    "xtick.color": f"#0102{_INK:02x}",
-    "ytick.color": f"#0102{_INK:02x}",
-    "grid.color": f"#0102{_GRID:02x}",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+Key = TypeVar("Key", int, str)
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """One chart: its SVG, and what the page's script shows where a reader points at it."""
+class Card:
+    """A chart with its words; `group` is the number of its group, if it shows only one."""
 
-    svg: str
-    data: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A line of a chart: the number of its group, its words for a reader, whether it is a limit."""
-
-    group: int
-    name: str
-    line: Line
-    limit: bool = False
+    title: str
+    text: str
+    figure: dict[str, Any]
+    group: int | None = None
 
 
-def check_matplotlib() -> None:
-    """Import matplotlib, and say how to get it if it is not there.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            "megatron-r3 rl report draws with matplotlib, which is not installed: "
-            "pip install matplotlib"
-        ) from error
+def shown(text: str) -> str:
+    """A text of a run for plotly, which makes a link of `<a href=...>` in a text."""
+    return html.escape(one_line(text, 200), quote=False)
 
 
-def lines(
-    traces: Sequence[Trace],
-    x_name: str,
-    percent: bool = False,
-    from_zero: bool = False,
-    log: bool = False,
-) -> Drawn:
-    """Lines with bands, on one pair of axes.
-
-    Args:
-        x_name: what the x axis counts, such as "step".
-        percent: the values are shares, and are shown as percents.
-        from_zero: the y axis begins at 0.
-        log: the y axis is logarithmic where the largest mean is more than 30 times the smallest
-            that is not 0. Zeros stand at its bottom.
-    """
-    with _style():
-        figure, axes = _axes()
-        for trace in traces:
-            _trace(axes, trace)
-        values = [y for trace in traces for y in (*trace.line.low, *trace.line.high)]
-        means = [y for trace in traces for y in trace.line.mean]
-        above = min((mean for mean in means if mean > 0), default=0.0)
-        if log and 0 < 30 * above < max(means):
-            _as_logarithms(axes, above, min(values) <= 0)
-        elif from_zero:
-            axes.set_ylim(min(0, *values), 1.08 * max(values) if max(values) > 0 else 1)
-        elif min(values) > 0.9 and max(values) <= 1:
-            # Shares that should be 1: the axis ends there, and one of exactly 1 is no small wave.
-            axes.set_ylim(min(0.99, 2 * min(values) - 1), 1.0005)
-        if percent:
-            _as_percents(axes)
-        _count_x(axes, [x for trace in traces for x in trace.line.x], x_name)
-        axes.grid(axis="y", linewidth=0.8)
-        svg, box = _svg(figure, axes)
-    data = {
-        **box,
-        "xName": x_name,
-        "percent": percent,
-        "each": max(trace.line.each for trace in traces),
-        "lines": [
-            {
-                "group": trace.group,
-                "name": trace.name,
-                "x": _short(trace.line.x),
-                "mean": _short(trace.line.mean),
-                "low": _short(trace.line.low),
-                "high": _short(trace.line.high),
-            }
-            for trace in traces
-        ],
-    }
-    return Drawn(svg, data)
-
-
-def stacked(parts: Mapping[str, Line], x_name: str, ends: tuple[float, float], top: float) -> Drawn:
-    """Bars of seconds one upon the other, in the order of the mapping, in the colours of stages.
-
-    Args:
-        ends, top: the first and the last x, and the highest bar, of all charts beside this one.
-    """
-    with _style():
-        figure, axes = _axes()
-        x = next(iter(parts.values())).x
-        below = [0.0] * len(x)
-        width = 0.85 * min((b - a for a, b in pairwise(x)), default=1)
-        for number, line in enumerate(parts.values()):
-            colour = f"#0102{_STAGE + number:02x}"
-            axes.bar(x, line.mean, width, below, color=colour, linewidth=0)
-            below = [a + b for a, b in zip(below, line.mean, strict=True)]
-        axes.set_ylabel("seconds")
-        axes.set_ylim(0, 1.05 * top or 1)
-        _count_x(axes, [ends[0] - width / 2, ends[1] + width / 2], x_name)
-        axes.grid(axis="y", linewidth=0.8)
-        axes.set_axisbelow(True)
-        svg, box = _svg(figure, axes)
-    traces = [
-        {"stage": number, "name": name, "x": _short(line.x), "mean": _short(line.mean)}
-        for number, (name, line) in enumerate(parts.items())
+def lines(chart: Chart, groups: Sequence[Group]) -> Card | None:
+    """Lines with bands on one pair of axes; None if no run has the values of the chart."""
+    curves = {"": chart.curve}
+    if chart.limit:
+        curves[", limit"] = chart.limit
+    if DRIFTS in chart.look:
+        curves[", first steps"] = numbers.first_steps(chart.curve)
+    drawn = [
+        (at, what, line)
+        for at, group in enumerate(groups)
+        for what, curve in curves.items()
+        if (line := line_of([curve(run) for run in group.runs]))
     ]
-    each = max(line.each for line in parts.values())
-    data = {**box, "xName": x_name, "percent": False, "each": each, "lines": traces}
-    return Drawn(svg, data)
+    if not drawn:
+        return None
+    all_lines = [line for *_, line in drawn]
+    least = min(min(line.low) for line in all_lines)
+    highest = max(max(line.high) for line in all_lines)
+    above_0 = min((y for line in all_lines for y in line.mean if y > 0), default=0.0)
+    axis: dict[str, Any] = {"tickformat": ".4~%"} if PERCENT in chart.look else {}
+    if LOG in chart.look and 0 < 30 * above_0 < highest:
+        axis["type"] = "log"
+        least = above_0  # zeros stand at the bottom, where the least value above 0 stands
+    elif OFF_ZERO not in chart.look:
+        axis["rangemode"] = "tozero"
+    elif least > 0.9 and highest <= 1:
+        # Shares that should be 1: the axis ends there, and one of exactly 1 is no small wave.
+        axis["range"] = [min(0.99, 2 * least - 1), 1.0005]
+    traces = []
+    for at, what, line in drawn:
+        name = f"{groups[at].name}{what}"
+        traces += _trace(at, name, bool(what), line, least, PERCENT in chart.look)
+    text = chart.text
+    if any(what == ", first steps" for _, what, _ in drawn):
+        text += " Dashed: the first step on each collection; in later ones the trainer moves away."
+    if (each := max(line.each for line in all_lines)) > 1:
+        text += f" Each point is a mean over up to {each} neighbouring {chart.x}s."
+    return Card(chart.title, text, _figure(traces, chart.x, all_lines, axis))
 
 
-def heat(
-    rows: Mapping[int, Line],
-    x_name: str,
-    ends: tuple[float, float],
-    colours: tuple[float, float],
-    percent: bool,
-) -> Drawn:
-    """A map of values by layer (upwards) and x.
-
-    Args:
-        rows: a line for each layer.
-        ends: the first and the last edge of a cell of all maps beside this one.
-        colours: the values of the darkest and of the brightest colour of all maps beside this one.
-    """
-    import numpy as np
-
-    x = sorted({at for line in rows.values() for at in line.x})
-    values = np.full((len(rows), len(x)), math.nan)
-    for row, line in enumerate(rows.values()):
-        values[row, np.searchsorted(x, line.x)] = line.mean
-    low, high = colours
-    with _style():
-        figure, axes = _axes()
-        edges = edges_of(x)
-        mesh = axes.pcolormesh(
-            edges,
-            np.arange(len(rows) + 1) - 0.5,
-            values,
-            vmin=low,
-            vmax=high if high > low else low + 1,
-            cmap="viridis",
-            rasterized=True,  # 48 layers of 400 points would be 19,200 paths
-        )
-        every = math.ceil(len(rows) / 12)
-        axes.set_yticks(range(0, len(rows), every), [str(n) for n in list(rows)[::every]])
-        axes.set_ylabel("layer")
-        bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=14)
-        bar.outline.set_visible(False)  # type: ignore[operator]
-        bar.ax.tick_params(length=0)
-        if percent:
-            _as_percents(bar.ax)
-        _count_x(axes, ends, x_name)
-        svg, box = _svg(figure, axes)
-    cells = [[None if math.isnan(v) else v for v in _short(row)] for row in values.tolist()]
-    data = {**box, "xName": x_name, "percent": percent, "layers": list(rows), "x": _short(x)}
-    each = max(line.each for line in rows.values())
-    return Drawn(svg, {**data, "each": each, "cells": cells})
+def _trace(
+    at: int, name: str, dashed: bool, line: Line, least: float, percent: bool
+) -> list[dict[str, Any]]:
+    """One line and its band, neither of which goes below the least value of the axis."""
+    colour = f"var(--g{at % COLOURS}"
+    words = [
+        f"{shown(name)}: {number(mean, percent)}"
+        + (f" ({number(low, percent)} to {number(high, percent)})" if low != high else "")
+        for mean, low, high in zip(line.mean, line.low, line.high, strict=True)
+    ]
+    dash = "dash" if dashed or at >= COLOURS else "solid"
+    both = {"type": "scatter", "legendgroup": f"g{at}"}
+    trace = {
+        **both,
+        "name": shown(name),
+        # A line of one point is no line: points are marked where they are few.
+        "mode": "lines" if len(line.x) > (1 if dashed else 24) else "lines+markers",
+        "line": {"color": f"{colour})", "width": 1.3 if dashed else 2, "dash": dash},
+        "x": _short(line.x),
+        "y": _short(max(y, least) for y in line.mean),
+        "hoverinfo": "text",
+        "hovertext": words,
+    }
+    band = {
+        **both,
+        "mode": "lines",
+        "line": {"width": 0},
+        "fill": "toself",
+        "fillcolor": f"{colour}-band)",
+        "hoverinfo": "skip",
+        "x": _short([*line.x, *reversed(line.x)]),
+        "y": _short(max(y, least) for y in (*line.high, *reversed(line.low))),
+    }
+    return [trace] if dashed or line.low == line.high else [band, trace]
 
 
-# -- how
-
-
-def _style() -> Any:
-    import matplotlib
-
-    return matplotlib.rc_context(_RC)  # type: ignore[arg-type]
-
-
-def _axes() -> tuple[Figure, Axes]:
-    # Not pyplot: it keeps every figure, and may ask for a screen.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, layout="constrained")
-    figure.patch.set_visible(False)
-    axes = figure.subplots()
-    axes.patch.set_visible(False)
-    axes.tick_params(length=0)
-    return figure, axes
-
-
-def _trace(axes: Axes, trace: Trace) -> None:
-    """One line and its band, each in an SVG group of its own, which the page can hide."""
-    line, name = trace.line, f"g{trace.group}-"
-    colour = f"#0102{_GROUP + trace.group % COLOURS:02x}"
-    dashes = "--" if trace.limit or trace.group >= COLOURS else "-"
-    # A line of one point is no line: points are marked where they are few.
-    marker = "o" if len(line.x) <= 24 and not trace.limit else ""
-    if line.low != line.high and not trace.limit:
-        band = axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.16, linewidth=0)
-        band.set_gid(f"{name}band")
-    (drawn,) = axes.plot(
-        line.x,
-        line.mean,
-        dashes,
-        color=colour,
-        linewidth=1.2 if trace.limit else 1.8,
-        marker=marker,
-        markersize=3.2,
+def stacks(groups: Sequence[Group]) -> list[Card]:
+    """Times by stage of each collection, one chart for each group, all with the same axes."""
+    text = (
+        "Seconds of each collection by stage; sampling is the collector's own work, and it waits "
+        "while the trainer trains. Healthy: little of the rest, and no growth."
     )
-    drawn.set_gid(f"{name}limit" if trace.limit else f"{name}line")
+    of_groups = [_lines_of(group, numbers.stage_times) for group in groups]
+    all_lines = [line for stages in of_groups for line in stages.values()]
+    sums = [sum(y) for of in of_groups for y in zip(*(p.mean for p in of.values()), strict=True)]
+    axis = {"range": [0, 1.05 * max(sums, default=0) or 1], "ticksuffix": " s"}
+    cards = []
+    for at, stages in enumerate(of_groups):
+        traces = [
+            {
+                "type": "bar",
+                "name": stage,
+                "marker": {"color": f"var(--s{STAGES.index(stage)})", "line": {"width": 0}},
+                "x": _short(line.x),
+                "y": _short(line.mean),
+                "hoverinfo": "text",
+                "hovertext": [f"{stage}: {numbers.duration(y)}" for y in line.mean],
+            }
+            for stage, line in stages.items()
+        ]
+        if traces:
+            figure = _figure(traces, "collection", all_lines, axis)
+            figure["layout"] |= {"barmode": "stack", "showlegend": True, "height": 280}
+            cards.append(Card("Where the time goes", text, figure, at))
+    return cards
 
 
-def _count_x(axes: Axes, x: Sequence[float], name: str) -> None:
-    """An x axis of whole numbers, a little wider than the values."""
-    from matplotlib.ticker import MaxNLocator
-
-    room = 0.015 * (max(x) - min(x)) or 0.5  # a mark at the edge is not cut
-    axes.set_xlim(min(x) - room, max(x) + room)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
-    axes.set_xlabel(name)
-
-
-def _as_logarithms(axes: Axes, least: float, zeros: bool) -> None:
-    """A logarithmic y axis; with zeros it is linear from 0 to the least value above 0."""
-    from matplotlib.ticker import FuncFormatter
-
-    if zeros:
-        axes.set_yscale("symlog", linthresh=least)
-        axes.set_ylim(bottom=0)
-    else:
-        axes.set_yscale("log")
-    # Not 10 with a small exponent: a browser has no font for matplotlib's formulas.
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+def mismatch_maps(groups: Sequence[Group]) -> list[Card]:
+    """The router mismatch by layer and step, a map for each group."""
+    text = (
+        "Upwards the layer, to the right the step; yellow is the most. Healthy: somewhat more in "
+        "deep layers; no layer stands out, and nothing jumps at a step. Stripes: the trainer moves "
+        "away within the steps on a collection."
+    )
+    return _maps("Router mismatch by layer", text, groups, numbers.mismatch_by_layer, "step", 0)
 
 
-def _as_percents(axes: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))
-
-
-def edges_of(x: Sequence[float]) -> list[float]:
-    """Where the cells around the points end: half way to the next point."""
-    half = [(a + b) / 2 for a, b in pairwise(x)]
-    first = x[0] - (half[0] - x[0] if half else 0.5)
-    last = x[-1] + (x[-1] - half[-1] if half else 0.5)
-    return [first, *half, last]
+def load_maps(groups: Sequence[Group]) -> list[Card]:
+    """The load of the busiest expert by layer and collection, a map for each group."""
+    text = (
+        "Its tokens divided by the mean over experts; 1 is an even load. Healthy: no layer drifts "
+        "to yellow. Layers are counted from 1 among the MoE layers."
+    )
+    return _maps("Busiest expert by layer", text, groups, numbers.load_by_layer, "collection", 1)
 
 
-def _short(values: Sequence[float]) -> list[float]:
+def _maps(
+    title: str,
+    text: str,
+    groups: Sequence[Group],
+    by_layer: Callable[[Run], dict[int, Curve]],
+    x_name: str,
+    lowest: float,
+) -> list[Card]:
+    """Maps with the same axes and colours, which go from `lowest` to the largest value of all."""
+    of_groups = [_lines_of(group, by_layer) for group in groups]
+    all_lines = [line for rows in of_groups for line in rows.values()]
+    highest = max((y for line in all_lines for y in line.mean), default=lowest)
+    form = ".3~p" if x_name == "step" else ".3~g"
+    cards = []
+    for at, rows in enumerate(of_groups):
+        x = sorted({x for line in rows.values() for x in line.x})
+        cells = [dict(zip(line.x, _short(line.mean), strict=True)) for line in rows.values()]
+        trace = {
+            "type": "heatmap",
+            "x": _short(x),
+            "y": [str(layer) for layer in rows],
+            "z": [[row.get(one) for one in x] for row in cells],  # null, a hole, if not measured
+            "zmin": lowest,
+            "zmax": highest if highest > lowest else lowest + 1,
+            "colorscale": "Viridis",
+            "colorbar": {"thickness": 12, "outlinewidth": 0, "tickformat": form},
+            "hoverongaps": False,
+            "hovertemplate": f"{x_name} %{{x}}, layer %{{y}}: %{{z:{form}}}<extra></extra>",
+        }
+        if rows:
+            axis = {"type": "category", "title": {"text": "layer"}, "showgrid": False}
+            figure = _figure([trace], x_name, all_lines, axis)
+            figure["layout"]["hovermode"] = "closest"
+            cards.append(Card(title, text, figure, at))
+    return cards
+
+
+def _lines_of(group: Group, curves_of: Callable[[Run], Mapping[Key, Curve]]) -> dict[Key, Line]:
+    """The lines of a group by the names of their curves, such as the numbers of layers."""
+    of_runs = [curves_of(run) for run in group.runs]
+    names = dict.fromkeys(name for curves in of_runs for name in curves)
+    lines = {name: line_of([curves.get(name, {}) for curves in of_runs]) for name in names}
+    return {name: line for name, line in lines.items() if line}
+
+
+def _figure(
+    traces: list[dict[str, Any]], x_name: str, all_lines: Sequence[Line], y_axis: dict[str, Any]
+) -> dict[str, Any]:
+    """The traces, and an x axis that holds all the lines."""
+    first = min(line.x[0] for line in all_lines)
+    last = max(line.x[-1] for line in all_lines)
+    room = max(0.5, 0.015 * (last - first))  # a mark, a bar or a cell at the edge is not cut
+    around = "around " if max(line.each for line in all_lines) > 1 else ""
+    x_axis = {
+        "title": {"text": x_name},
+        "range": [first - room, last + room],
+        "dtick": 1 if last - first < 8 else None,  # there is no step 1.5
+        "unifiedhovertitle": {"text": f"{around}{x_name} %{{x}}"},
+    }
+    return {"data": traces, "layout": {"xaxis": x_axis, "yaxis": y_axis}}
+
+
+def _short(values: Iterable[float]) -> list[float]:
     """Six digits are more than a reader can see."""
     return [float(f"{value:.6g}") for value in values]
-
-
-def _svg(figure: Figure, axes: Axes) -> tuple[str, dict[str, Any]]:
-    """The SVG as a part of a page, and where in it the axes are.
-
-    Returns:
-        The text, and a dict of "box" (left, top, right, bottom in units of the SVG) and "limits"
-        (the values of x at left and right).
-    """
-    file = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(file, format="svg", metadata=nothing)
-    box = axes.get_window_extent()
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # report.css has these rules
-    svg = re.sub(
-        r"<svg[^>]*>", f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" aria-hidden="true">', svg, count=1
-    )
-    svg = re.sub(r'id="(g\d+)-(\w+)"', r'class="\1 \2"', svg)
-    svg = re.sub(r"#0102([0-9a-f]{2})", _variable, svg)
-    edges = (box.x0, HEIGHT - box.y1, box.x1, HEIGHT - box.y0)
-    limits = _short(axes.get_xlim())
-    return svg, {"box": [round(float(edge), 1) for edge in edges], "limits": limits}
-
-
-def _variable(match: re.Match[str]) -> str:
-    """The CSS variable of a colour that stands for something."""
-    code = int(match[1], 16)
-    if code >= _STAGE:
-        return f"var(--s{code - _STAGE})"
-    if code >= _GROUP:
-        return f"var(--g{code - _GROUP})"
-    return "var(--grid)" if code == _GRID else "var(--ink)"

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from megatron_r3.loop.report import LAYER, Curve, Run
-from megatron_r3.loop.report_facts import OPTIONS
-from megatron_r3.replay.words import one_line
 
 MOST_POINTS = 100  # of a line; a longer one is drawn as means over neighbouring points
 STAGES = ("sampling", "pushing weights", "waiting for a policy", "the rest")
@@ -91,23 +89,41 @@ def thirds(curve: Curve) -> tuple[float, float] | None:
     return (fmean(values[:third]), fmean(values[-third:])) if values else None
 
 
+def number(value: float, percent: bool = False) -> str:
+    """Three digits, as 0.00412, 12.3, 1,234 or 1.23e-07; of a share near 1 more, as 99.996 %."""
+    if percent:
+        short = f"{100 * value:.3g}"
+        # A share that is not 1 is not shown as 100 %.
+        return f"{100 * value:.6g} %" if short == "100" and value != 1 else f"{short} %"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: 9 ms, 12.3 s, 4 min 5 s, 3 h 12 min."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
+
+
 # -- the curves of a run
 
 
-def metric(name: str) -> Callable[[Run], Curve]:
-    """A function that gives a run's curve of one name in metrics.jsonl, by step."""
-    return lambda run: run.metrics.get(name, {})
-
-
-def metrics_sum(*names: str) -> Callable[[Run], Curve]:
-    """A function that gives the sum of several names, at the steps that have all of them."""
+def metric(*names: str) -> Callable[[Run], Curve]:
+    """A function that gives the sum of names in metrics.jsonl, at the steps that have them all."""
 
     def summed(run: Run) -> Curve:
         curves = [run.metrics.get(name, {}) for name in names]
-        steps = set.intersection(*(set(curve) for curve in curves))
-        return {step: sum(curve[step] for curve in curves) for step in sorted(steps)}
+        return {step: sum(c[step] for c in curves) for step in curves[0] if _in_all(step, curves)}
 
     return summed
+
+
+def _in_all(step: float, curves: Sequence[Curve]) -> bool:
+    return all(step in curve for curve in curves)
 
 
 def first_steps(curve: Callable[[Run], Curve]) -> Callable[[Run], Curve]:
@@ -187,20 +203,13 @@ def stage_times(run: Run) -> dict[str, Curve]:
             for stage, value in zip(STAGES, values, strict=True):
                 times[stage][event["collection"]] = value
             waited, pushed, before = 0.0, 0.0, event["time"]
-    return times if times[STAGES[0]] else {}
+    return times
 
 
 def seconds_of_collections(run: Run) -> Curve:
     """Seconds on the clock of each collection."""
-    return _sum_of(stage_times(run).values())
-
-
-def _sum_of(curves: Any) -> Curve:
-    total: Curve = {}
-    for curve in curves:
-        for x, value in curve.items():
-            total[x] = total.get(x, 0.0) + value
-    return total
+    times = [*stage_times(run).values()]
+    return {collection: sum(curve[collection] for curve in times) for collection in times[0]}
 
 
 def wall_seconds(run: Run) -> float | None:
@@ -226,53 +235,6 @@ def pauses(run: Run) -> list[tuple[float, float]]:
             alive.discard(part)
         before = event["time"]
     return found
-
-
-# -- what a reader of a chart must know
-
-
-def mini_steps(run: Run) -> str:
-    """What the teeth of a curve are; empty where a collection has one step."""
-    if run.steps_each == 1:
-        return ""
-    return (
-        f"The teeth are the {run.steps_each} steps on each collection, in which the trainer moves "
-        "away from the sampler; dashed: the first of them."
-    )
-
-
-def learning_rate(run: Run) -> str:
-    """That a learning rate which falls makes sampler and trainer agree; empty if it does not."""
-    ends = thirds(run.metrics.get("update/learning rate", {}))
-    if ends is None or ends[1] > 0.8 * ends[0]:
-        return ""
-    return (
-        f"The learning rate fell from {ends[0]:.3g} to {ends[1]:.3g}: smaller steps alone bring "
-        "this down, so a fall is no gain in agreement."
-    )
-
-
-def long_collections(run: Run) -> str:
-    """Which collections took longer for a known reason: a restart, or a checkpoint before them."""
-    ends = {event["collection"]: event["time"] for event in run.of("collected")}
-
-    def during(times: Iterable[float]) -> set[int]:
-        found = (min((n for n, end in ends.items() if end >= time), default=-1) for time in times)
-        return {number for number in found if number > 0}
-
-    reasons = {"the run was stopped and started again in": during(b for _, b in pauses(run))}
-    for part in dict.fromkeys(event["part"] for event in run.of("died")):
-        times = (event["time"] for event in run.of("died") if event["part"] == part)
-        reasons[f"the {one_line(part, 60)} died in"] = during(times)
-    saved = {step // run.steps_each for step in run.saved}
-    reasons["a checkpoint was written before"] = saved & ends.keys()
-    words = [f"{what} {_listed(numbers)}" for what, numbers in reasons.items() if numbers]
-    return f"Known reasons for a peak: {'; '.join(words)}." if words else ""
-
-
-def _listed(numbers: set[int]) -> str:
-    first = ", ".join(map(str, sorted(numbers)[:8]))
-    return f"collection{'s' * (len(numbers) > 1)} {first}{', ...' * (len(numbers) > 8)}"
 
 
 # -- what a reader must not miss
@@ -346,24 +308,15 @@ def _or_unknown(event: dict[str, Any], name: str) -> str:
 
 
 def replay_of(run: Run) -> str:
-    """Whose experts the trainer used, from what its steps measured; else from its options."""
+    """Whose experts the trainer used, from what its steps measured; empty if they did not."""
     shares = {
-        name: max(run.metrics.get(f"update/routes {name}", {}).values(), default=None)
-        for name in ("from rollout", "from old policy")
+        f"routes from {name}": run.metrics.get(f"update/routes from {name.partition(' (')[0]}", {})
+        for name in ("rollout (R3)", "old policy (R2)")
     }
-    if any(shares.values()):
-        return "on: " + ", ".join(
-            f"routes {name} ({'R3' if name == 'from rollout' else 'R2'})"
-            for name, share in shares.items()
-            if share
-        )
-    known = bool(run.config) or shares["from rollout"] is not None
-    if (
-        shares["from rollout"] is None
-        and "--moe-router-replay" in run.facts.get(OPTIONS, "").split()
-    ):
-        return "on (--moe-router-replay)"
-    return "off: the trainer chose its experts live" if known else ""
+    used = [name for name, curve in shares.items() if any(curve.values())]
+    measured = any(shares.values())
+    off = "off: the trainer chose its experts live" if measured else ""
+    return f"on: {', '.join(used)}" if used else off
 
 
 def notes_of(run: Run) -> list[str]:
@@ -380,12 +333,3 @@ def notes_of(run: Run) -> list[str]:
     for event in run.of("failed"):
         found.append(f"collection {event['collection']} was begun anew: {event['reason']}")
     return found
-
-
-def differences(group: Group) -> list[str]:
-    """What differs between the seeds of a group."""
-    steps = [run.steps for run in group.runs]
-    if len(set(steps)) < 2:
-        return []
-    counts = ", ".join(map(str, steps))
-    return [f"the seeds have {counts} steps; means are drawn for the steps that all of them have"]

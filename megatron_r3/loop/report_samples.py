@@ -9,31 +9,24 @@ import numpy as np
 
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.loop.report import Run
-from megatron_r3.loop.report_numbers import Group
-from megatron_r3.loop.report_tables import escaped, number, table
+from megatron_r3.loop.report_numbers import number
+from megatron_r3.replay.words import one_line
 
 SHOWN = 4  # of a collection, from different prompts
 _MOST = 400  # letters of a prompt and of an answer
-_HEAD = ("collection", "prompt", "answer", "reward")
 
 
-def samples(groups: Sequence[Group]) -> str:
-    """A section with a table for each run whose rollouts are there; empty without any."""
-    runs = [run for group in groups for run in group.runs]
-    parts = []
+def samples(runs: Sequence[Run]) -> list[tuple[str, str, list[list[str]]]]:
+    """Of each run whose rollouts are there: its name, why they cannot be read, rows of a table."""
+    found = []
     for run in runs:
         try:
-            rows = _rows(run)
-        except (OSError, ValueError) as error:  # a page is of use without them
-            parts.append(f"<p>{escaped(f'{run.name}: {error}', 500)}</p>")
-            continue
-        if rows:
-            unfold = " open" if len(runs) == 1 else ""
-            parts.append(
-                f"<details{unfold}><summary>{escaped(run.name)}: the first and the last "
-                f"collection</summary>{table(_HEAD, rows)}</details>"
-            )
-    return f"<section><h2>Prompts and answers</h2>{''.join(parts)}</section>" if parts else ""
+            error, rows = "", _rows(run)
+        except (OSError, ValueError) as wrong:  # a page is of use without them
+            error, rows = str(wrong), []
+        if error or rows:
+            found.append((run.name, error, rows))
+    return found
 
 
 def _rows(run: Run) -> list[list[str]]:
@@ -50,7 +43,7 @@ def _rows(run: Run) -> list[list[str]]:
         for index in first[first < len(store)].tolist():
             fields = store.fields(index)
             tokens, start = fields["tokens"].tolist(), int(fields["response"].argmax())
-            texts = (escaped(words(ids), _MOST) for ids in (tokens[:start], tokens[start:]))
+            texts = (one_line(words(ids), _MOST) for ids in (tokens[:start], tokens[start:]))
             rows.append([str(collection), *texts, number(float(rewards[index]))])
     return rows
 

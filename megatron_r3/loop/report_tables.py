@@ -1,118 +1,139 @@
-"""The tables of a report: what ran, first against last, pushes, and what a reader must not miss."""
+"""The tables of a report, as rows of texts that its template escapes; its warnings and notes."""
 
 from __future__ import annotations
 
-import html
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
+from markupsafe import Markup
+
+from megatron_r3.data.untrusted import read_json
 from megatron_r3.loop import report_numbers as numbers
-from megatron_r3.loop.report import SECONDS, Curve, Event, Run
-from megatron_r3.loop.report_facts import OPTIONS
-from megatron_r3.loop.report_numbers import Group, metric, of_events
-from megatron_r3.replay.words import one_line
+from megatron_r3.loop.config import parse_config
+from megatron_r3.loop.report import Curve, Event, Run
+from megatron_r3.loop.report_contents import AGREEMENT, GLANCE, PARTS, PERCENT
+from megatron_r3.loop.report_numbers import Group, duration, number
+from megatron_r3.replay.words import one_line, quoted
 
-NOT_RECORDED = '<span class="soft">not recorded</span>'
-K3 = metric("update/sampler k3 kl")
-GLANCE: tuple[tuple[str, Callable[[Run], Curve], bool], ...] = (
-    ("Reward", metric("update/reward mean"), False),
-    ("KL from sampler to trainer (k3)", K3, False),
-    ("k3, first step of each collection", numbers.first_steps(K3), False),
-    ("Learning rate", metric("update/learning rate"), False),
-    ("Gradient norm", metric("update/gradient norm"), False),
-    ("Loss", metric("update/loss"), False),
-    ("Extreme tokens, F(2)", metric("update/sampler extreme"), True),
-    ("Router mismatch", metric("router mismatch"), True),
-    ("Token mismatch", metric("token mismatch"), True),
-    ("Routes dispatched as recorded", metric("routes dispatched as recorded"), True),
-    ("Entropy", metric("update/entropy"), False),
-    ("Response length", metric("update/response length"), False),
-    ("Load of the busiest expert", of_events("collected", "collection", "expert_load", max), False),
-    ("Seconds of a collection", numbers.seconds_of_collections, False),
-    ("Seconds of a step", metric(SECONDS), False),
-    ("Tokens a second", numbers.tokens_a_second, False),
+# HTML of our own; all other texts are escaped where they are put into HTML.
+NOT_RECORDED = Markup('<span class="soft">not recorded</span>')
+GOOD, BAD = Markup('<span class="good">{}</span>'), Markup('<span class="bad">{}</span>')
+Row = Sequence[str]
+# Megatron's options of the layout, as people write them short
+_LAYOUT = {
+    "--tensor-model-parallel-size": "TP",
+    "--pipeline-model-parallel-size": "PP",
+    "--context-parallel-size": "CP",
+    "--expert-model-parallel-size": "EP",
+    "--expert-tensor-parallel-size": "ETP",
+}
+# an option with its value: "--lr 4e-4", but not --lr-decay-style
+_OPTIONS = re.compile(
+    r"--(?:no-)?(?:moe-router-replay[\w-]*|rollouts[\w-]*|(?:lr|bf16|fp16)(?![\w-]))"
+    r"(?:[ =][^-\s]\S*)?"
 )
-
-
-def escaped(text: str, most: int = 200) -> str:
-    """A text that a run wrote, as one line for the page."""
-    return html.escape(one_line(text, most))
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """A table of cells that are HTML; the first cell of each row is its heading.
-
-    A row of one cell more says the same of all columns: ["device", "cpu"] below ["", "live", "r3"].
-    """
-    top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    body = ""
-    for name, *cells in rows:
-        span = f' colspan="{len(head) - 1}"' if len(cells) == 1 < len(head) - 1 else ""
-        inside = "".join(f"<td{span}>{cell}</td>" for cell in cells)
-        body += f'<tr><th scope="row">{name}</th>{inside}</tr>'
-    # tabindex: who has no mouse must be able to scroll a table that is too wide
-    return (
-        f'<div class="scroll {kind}" tabindex="0"><table><thead><tr>{top}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
 
 
 # -- what ran
 
 
-def facts(groups: Sequence[Group]) -> str:
-    """Model, layout, sampler, sizes and times, a column for each group."""
-    counts: tuple[tuple[str, Callable[[Run], float | None], Callable[[float], str]], ...] = (
-        ("steps", lambda run: run.steps, _whole),
-        ("policy versions", lambda run: len(_numbers(run, "published", "version")), _whole),
-        ("collections", lambda run: len(_numbers(run, "collected", "collection")), _whole),
-        ("rollouts", lambda run: _total(run, "rollouts"), _whole),
-        ("tokens", lambda run: _total(run, "tokens"), _whole),
-        ("wall time", numbers.wall_seconds, duration),
+def facts(groups: Sequence[Group]) -> list[Row]:
+    """Model, layout, sampler, sizes and times: a name, and a cell for each group.
+
+    A row with one cell says the same of all groups.
+
+    Raises:
+        ValueError: a config.toml is no config of a run, or a config.json is not JSON.
+    """
+    texts = {run.name: _texts(run) for group in groups for run in group.runs}
+    numbers_of = {run.name: _counts(run) for group in groups for run in group.runs}
+    several = any(len(group.runs) > 1 for group in groups)
+    rows: list[Row] = [["runs", *(", ".join(r.name for r in g.runs) for g in groups)]] * several
+    for name in ("model", "layout", "sampler", "loop", "training options", "replay", "device"):
+        rows.append(
+            [name, *(_joined([texts[run.name].get(name, "") for run in g.runs]) for g in groups)]
+        )
+    for name in ("steps", "policy versions", "collections", "rollouts", "tokens", "wall time"):
+        words = duration if name == "wall time" else "{:,}".format
+        rows.append(
+            [name, *(_from_to([numbers_of[r.name][name] for r in g.runs], words) for g in groups)]
+        )
+    return [row[:2] if len(set(row[1:])) == 1 else row for row in rows]
+
+
+def _texts(run: Run) -> dict[str, str]:
+    """What a run was, in words, as far as its config, its newest policy and its events tell."""
+    devices = [event["device"] for event in run.of("published") if "device" in event]
+    texts = {
+        "model": _model(run.directory),
+        "replay": numbers.replay_of(run),
+        "device": ", ".join(dict.fromkeys(devices)),
+    }
+    file = run.directory / "config.toml"
+    if not file.is_file():
+        return texts
+    config = parse_config(file)
+    trainer, sampler = config.trainer, config.sampler
+    options = " ".join(trainer.arguments)
+    processes = f"{trainer.processes} {'process' if trainer.processes == 1 else 'processes'}"
+    sizes = [
+        f"{short}{found[1]}"
+        for name, short in _LAYOUT.items()
+        if (found := re.search(rf"{name}[ =](\d+)", options))
+    ]
+    worse = ", ".join(f"{name} {value}" for name, value in config.degrade if value)
+    return texts | {
+        "layout": ", ".join(
+            ["processes of a command of its own" if trainer.launch else processes, *sizes]
+        ),
+        "sampler": sampler.engine
+        + (" (transformers)" if sampler.engine == "embedded" else "")
+        + (", new weights in place" if sampler.in_place else ", started anew for new weights")
+        + (f", made worse on purpose: {worse}" if worse else ""),
+        "loop": f"{trainer.steps} {'step' if trainer.steps == 1 else 'steps'} on a collection, "
+        f"lag {config.run.lag}",
+        "training options": " ".join(_OPTIONS.findall(options)),
+    }
+
+
+def _model(directory: Path) -> str:
+    """The model of the newest policy, from its config.json; empty if no policy is there."""
+    configs = sorted(directory.glob("policies/v[0-9]*[0-9]/config.json"))
+    if not configs:
+        return ""
+    config = read_json(configs[-1].read_bytes(), str(configs[-1]))
+    if not isinstance(config, dict):
+        raise ValueError(f"{configs[-1]}: expected a JSON object, got {quoted(config)}")
+
+    def first(*names: str) -> str:
+        return next((str(config[name]) for name in names if config.get(name) is not None), "?")
+
+    experts = first("num_experts", "num_local_experts", "n_routed_experts")
+    return (
+        f"{first('model_type')}, {first('num_hidden_layers')} layers, hidden size "
+        f"{first('hidden_size')}, {experts} experts, top-{first('num_experts_per_tok')}"
     )
-    rows = [
-        [name, *(_texts([r.facts[name] for r in g.runs if name in r.facts]) for g in groups)]
-        for name in ("model", "layout", "sampler", "loop", OPTIONS)
-    ]
-    rows += [
-        ["replay", *(_texts([w for r in g.runs if (w := numbers.replay_of(r))]) for g in groups)]
-    ]
-    rows += [["device", *(_texts([d for r in g.runs for d in _devices(r)]) for g in groups)]]
-    rows += [
-        [name, *(_from_to([value(run) for run in group.runs], words) for group in groups)]
-        for name, value, words in counts
-    ]
-    if any(len(group.runs) > 1 for group in groups):
-        runs = ["runs", *(escaped(", ".join(r.name for r in g.runs), 2000) for g in groups)]
-        rows.insert(0, runs)
-    rows = [row[:2] if len(set(row[1:])) == 1 else row for row in rows]
-    return table(["", *(heading(n, groups) for n in range(len(groups)))], rows)
 
 
-def heading(number: int, groups: Sequence[Group]) -> str:
-    """The name of a group with the colour of its lines, which a single group does not need."""
-    label = escaped(groups[number].label)
-    if len(groups) == 1:
-        return label
-    return f'<span class="name" style="--c:var(--g{number % 8})">{label}</span>'
+def _counts(run: Run) -> dict[str, float | None]:
+    # a collection that came twice counts once
+    collected = {event["collection"]: event for event in run.of("collected")}.values()
+    return {
+        "steps": run.steps,
+        "policy versions": len({event["version"] for event in run.of("published")}),
+        "collections": len(collected),
+        "rollouts": sum(event["rollouts"] for event in collected) or None,
+        "tokens": sum(event["tokens"] for event in collected) or None,
+        "wall time": numbers.wall_seconds(run),
+    }
 
 
-def _devices(run: Run) -> list[str]:
-    return [event["device"] for event in run.of("published") if "device" in event]
-
-
-def _numbers(run: Run, kind: str, name: str) -> set[int]:
-    return {event[name] for event in run.of(kind)}
-
-
-def _total(run: Run, name: str) -> float | None:
-    """The sum over collections; a collection that came twice counts once."""
-    last = {event["collection"]: event[name] for event in run.of("collected")}
-    return sum(last.values()) if last else None
-
-
-def _texts(texts: Sequence[str]) -> str:
-    return "<br>".join(escaped(text) for text in dict.fromkeys(texts)) or NOT_RECORDED
+def _joined(texts: Sequence[str]) -> str:
+    words = (one_line(text, 200) for text in dict.fromkeys(texts) if text)
+    return Markup("<br>").join(words) or NOT_RECORDED
 
 
 def _from_to(values: Sequence[float | None], words: Callable[[float], str]) -> str:
@@ -124,192 +145,98 @@ def _from_to(values: Sequence[float | None], words: Callable[[float], str]) -> s
     return " to ".join(ends) + (" each" if len(values) > 1 else "")
 
 
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words: 9 ms, 12.3 s, 4 min 5 s, 3 h 12 min."""
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes_left = divmod(minutes, 60)
-    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
-
-
 # -- first against last
 
 
-def glance(groups: Sequence[Group]) -> str:
+def glance(groups: Sequence[Group]) -> list[Row]:
     """The mean of the first and of the last third of each curve."""
-    rows = []
-    for name, curve, percent in GLANCE:
+    curves: dict[str, tuple[Callable[[Run], Curve], bool]] = {}
+    for chart in (chart for charts in PARTS.values() for chart in charts if GLANCE in chart.look):
+        curves[chart.title] = (chart.curve, PERCENT in chart.look)
+        if chart is AGREEMENT[0]:
+            firsts = numbers.first_steps(chart.curve)
+            curves["k3, first step of each collection"] = (firsts, False)
+    rows: list[Row] = []
+    for name, (curve, percent) in curves.items():
         ends = [[e for run in g.runs if (e := numbers.thirds(curve(run)))] for g in groups]
         if any(ends):
             rows.append([name, *(_first_to_last(of_runs, percent) for of_runs in ends)])
-    if not rows:
-        return "<p>No numbers were recorded.</p>"
-    several = any(len(group.runs) > 1 for group in groups)
-    falls = dict.fromkeys(
-        text.replace("this", "k3 and the mismatch")
-        for group in groups
-        for run in group.runs
-        if (text := numbers.learning_rate(run))
-    )
-    seeds = (
-        "; in brackets the smallest and the largest of the seeds' last thirds" if several else ""
-    )
-    return (
-        f'<p class="soft">Mean of the first third of the run → mean of the last third{seeds}.'
-        f"{' '.join(['', *falls])}</p>"
-        + table(["", *(heading(n, groups) for n in range(len(groups)))], rows, "numbers")
-    )
+    return rows
 
 
 def _first_to_last(ends: Sequence[tuple[float, float]], percent: bool) -> str:
     if not ends:
         return NOT_RECORDED
-    first, last = (fmean(values) for values in zip(*ends, strict=True))
-    text = f"{number(first, percent)} → <b>{number(last, percent)}</b>"
+    first, last = (number(fmean(values), percent) for values in zip(*ends, strict=True))
+    text = Markup("{} → <b>{}</b>").format(first, last)
     if len(ends) > 1:
-        lasts = [last for _, last in ends]
-        low, high = number(min(lasts), percent), number(max(lasts), percent)
-        text += f' <span class="soft">({low} to {high})</span>'
+        low, high = (number(end(last for _, last in ends), percent) for end in (min, max))
+        text += Markup(' <span class="soft">({} to {})</span>').format(low, high)
     return text
-
-
-def number(value: float, percent: bool = False) -> str:
-    """Three digits, as 0.00412, 12.3, 1,234 or 1.23e-07; of a share near 1 more, as 99.996 %."""
-    if percent:
-        short = f"{100 * value:.3g}"
-        # A share that is not 1 is not shown as 100 %.
-        return f"{100 * value:.6g} %" if short == "100" and value != 1 else f"{short} %"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 # -- versions and pushes
 
 
-def pushes(groups: Sequence[Group]) -> str:
-    """What became of each version, a table for each run."""
-    runs = [run for group in groups for run in group.runs]
-    parts = []
-    for run in runs:
-        pushed, lives = run.of("pushed"), run.of("started", "died", "ended")
-        start = min((event["time"] for event in run.events), default=0.0)
-        good = sum(event["verified"] for event in pushed)
-        what = f"{len(pushed)} pushes, {good} verified"
-        what += f", <b>{len(pushed) - good} not</b>" if good < len(pushed) else ""
-        body = _push_table(pushed, start) if pushed else "<p>No push was recorded.</p>"
-        body += _life_table(lives, start) if lives else ""
-        unfold = " open" if len(runs) == 1 or good < len(pushed) else ""
-        parts.append(
-            f"<details{unfold}><summary>{escaped(run.name)}: {what}</summary>{body}</details>"
-        )
-    return (
-        '<p class="soft">A push has the sampler take a version. Before the sampler may write a '
-        "rollout with it, the log-probs and experts of fixed tokens are compared with the "
-        "trainer's own. The column cache says how far answers change where the sampler may use "
-        "keys and values that it kept: 0 if it forgot those of older weights.</p>" + "".join(parts)
-    )
+@dataclass(frozen=True)
+class Pushes:
+    """What became of each version of a run, and of its processes."""
+
+    name: str
+    summary: str
+    all_verified: bool
+    pushed: list[Row]
+    processes: list[Row]
 
 
-def _push_table(pushed: Sequence[Event], start: float) -> str:
-    head = [
-        "version",
-        "after",
-        "how",
-        "took",
-        "|dlogp|",
-        "limit",
-        "cache",
-        "routes that agree",
-        "verified",
-    ]
-    rows = []
-    for event in pushed:
-        agree = event.get("route_agreement") or []
-        rows.append(
-            [
-                str(event["version"]),
-                duration(event["time"] - start),
-                escaped(event.get("how", ""), 60),
-                duration(event["seconds"]) if "seconds" in event else "",
-                number(event["abs_dlogp"]) if "abs_dlogp" in event else "",
-                number(event["limit"]) if "limit" in event else "",
-                number(event["cached_dlogp"]) if "cached_dlogp" in event else "",
-                f"{number(min(agree), True)} to {number(max(agree), True)}" if agree else "",
-                '<span class="good">✓ yes</span>'
-                if event["verified"]
-                else '<span class="bad">✗ no</span>',
-            ]
-        )
-    return table(head, rows, "numbers tall")
-
-
-def _life_table(lives: Sequence[Event], start: float) -> str:
-    rows = [
+def pushes(run: Run) -> Pushes:
+    """The rows of the section "Versions and pushes"."""
+    start = min((event["time"] for event in run.events), default=0.0)
+    pushed = run.of("pushed")
+    good = sum(event["verified"] for event in pushed)
+    bad = Markup(", <b>{} not</b>").format(len(pushed) - good) if good < len(pushed) else ""
+    return Pushes(
+        run.name,
+        f"{len(pushed)} pushes, {good} verified" + bad,
+        good == len(pushed),
+        [_push(event, start) for event in pushed],
         [
-            duration(event["time"] - start),
-            escaped(event["part"], 60),
-            f'<span class="bad">{event["event"]}</span>'
-            if event["event"] == "died"
-            else event["event"],
-            str(event.get("status", "")),
-        ]
-        for event in lives
-    ]
-    return "<h3>Processes</h3>" + table(["after", "part", "event", "exit status"], rows, "tall")
-
-
-def config_text(groups: Sequence[Group]) -> str:
-    """The config of each run, as it is; nothing if no run has one."""
-    runs = [run for group in groups for run in group.runs if run.config]
-    if not runs:
-        return ""
-    parts = "".join(
-        f"<details><summary>{escaped(run.name)}</summary><pre>{html.escape(run.config)}</pre>"
-        "</details>"
-        for run in runs
+            [
+                duration(event["time"] - start),
+                event["part"],
+                BAD.format("died") if event["event"] == "died" else event["event"],
+                str(event.get("status", "")),
+            ]
+            for event in run.of("started", "died", "ended")
+        ],
     )
-    return f"<section><h2>config.toml</h2>{parts}</section>"
+
+
+def _push(event: Event, start: float) -> Row:
+    agree = event.get("route_agreement")
+    return [
+        str(event["version"]),
+        duration(event["time"] - start),
+        event.get("how", ""),
+        duration(event["seconds"]) if "seconds" in event else "",
+        *(number(event[n]) if n in event else "" for n in ("abs_dlogp", "limit", "cached_dlogp")),
+        f"{number(min(agree), True)} to {number(max(agree), True)}" if agree else "",
+        GOOD.format("✓ yes") if event["verified"] else BAD.format("✗ no"),
+    ]
 
 
 # -- what a reader must not miss
 
 
-def remarks(groups: Sequence[Group]) -> str:
-    """Warnings and notes of all runs; one sentence if there is no warning."""
+def remarks(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
+    """The warnings and the notes of all runs; each names its run where there are several."""
     warnings, notes = [], []
     for group in groups:
-        notes += [(group.name, text) for text in numbers.differences(group)]
         for run in group.runs:
             warnings += [(run.name, text) for text in numbers.warnings_of(run)]
             notes += [(run.name, text) for text in numbers.notes_of(run)]
     several = sum(len(group.runs) for group in groups) > 1
-
-    def listed(items: Sequence[tuple[str, str]]) -> str:
-        texts = [f"{name}: {text}" if several else text for name, text in items]
-        return "<ul>" + "".join(f"<li>{escaped(text, 1000)}</li>" for text in texts) + "</ul>"
-
-    shown = (
-        f'<section class="box wrong"><h2>Look at this first</h2>{listed(warnings)}</section>'
-        if warnings
-        else f'<section class="box fine"><h2>Nothing alarming</h2><p>{_calm(groups)}</p></section>'
+    return (
+        [f"{name}: {text}" if several else text for name, text in warnings],
+        [f"{name}: {text}" if several else text for name, text in notes],
     )
-    if notes:
-        shown += f'<section class="box"><h2>Notes</h2>{listed(notes)}</section>'
-    return shown
-
-
-def _calm(groups: Sequence[Group]) -> str:
-    """What was looked at, where nothing was found."""
-    pushed = sum(len(run.of("pushed")) for group in groups for run in group.runs)
-    checked = (
-        f"All {pushed} pushes that are recorded were verified"
-        if pushed
-        else ("No push is recorded")
-    )
-    return f"{checked}, no part died, and no value is outside of what it must be."

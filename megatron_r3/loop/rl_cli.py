@@ -1,4 +1,4 @@
-"""The commands `megatron-r3 rl ...`. The parser is built without torch, numpy and matplotlib."""
+"""The commands `megatron-r3 rl ...`. The parser is built without torch, numpy and plotly."""
 
 from __future__ import annotations
 
@@ -181,21 +181,20 @@ def _report(args: argparse.Namespace) -> int:
     """Write the page, and print where it is.
 
     Raises:
-        ValueError: a run is not what it must be, matplotlib is missing, or --out is.
+        ValueError: a run is not what it must be, plotly is missing, or --out is.
     """
+    from megatron_r3.data.whole_file import write_whole
     from megatron_r3.loop.report import read_runs
-    from megatron_r3.loop.report_charts import check_matplotlib
-    from megatron_r3.loop.report_page import page, write_page
+    from megatron_r3.loop.report_page import page
     from megatron_r3.replay.words import one_line
 
     if args.out is None and len(args.runs) > 1:
         raise ValueError(
             f"{len(args.runs)} runs have no directory of their own: name the page with --out FILE"
         )
-    check_matplotlib()
     runs = read_runs(args.runs)
     out = args.out if args.out is not None else args.runs[0] / "report.html"
-    write_page(page(runs), out)
+    write_whole(out, page(runs))
     steps = ", ".join(f"{one_line(run.name, 100)}: {run.steps} steps" for run in runs)
     print(f"{out} shows {len(runs)} {'run' if len(runs) == 1 else 'runs'} ({steps})")
     return 0

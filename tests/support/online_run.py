@@ -28,6 +28,16 @@ directory = "."
 collections = 60
 seed = {seed}
 
+[policy]
+model = "model"
+checkpoint = "checkpoint"
+
+[prompts]
+file = "prompts.jsonl"
+per_collection = 8
+samples = 8
+reward = "rewards:right"
+
 [sampler]
 engine = "embedded"
 

@@ -15,16 +15,17 @@ from statistics import fmean
 
 import pytest
 import tokenizers
-from html_page import Page, chart, outside, report
+from html_page import Page, chart, lines, outside, report
 from online_run import change, event_with, lines_of, make_run
 from stored import INFO, make_rollout
 
 from megatron_r3.cli import main
 from megatron_r3.data.store import write_shard
+from megatron_r3.loop import report_charts as charts
 from megatron_r3.loop.report import read_runs
-from megatron_r3.loop.report_charts import Trace, lines
+from megatron_r3.loop.report_contents import LOG, Chart
 from megatron_r3.loop.report_numbers import (
-    Line,
+    duration,
     groups_of,
     line_of,
     pauses,
@@ -32,9 +33,8 @@ from megatron_r3.loop.report_numbers import (
     thirds,
     wall_seconds,
 )
-from megatron_r3.loop.report_tables import duration
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("plotly")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(run: Path) -> str:
-    assert main(["rl", "report", str(run)]) == 0
-    return (run / "report.html").read_text()
+    return report(run, out=run / "page.html")
 
 
 @pytest.fixture(scope="module")
@@ -63,86 +62,74 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 # -- the page and the files
 
 
+METRICS = {
+    "Reward": "update/reward mean",
+    "Entropy": "update/entropy",
+    "Response length": "update/response length",
+    "KL from sampler to trainer (k3)": "update/sampler k3 kl",
+    "Extreme tokens, F(2)": "update/sampler extreme",
+    "Router mismatch": "router mismatch",
+    "Policy lag": "update/policy lag",
+    "Learning rate": "update/learning rate",
+    "Gradient norm": "update/gradient norm",
+    "Loss": "update/loss",
+    "Seconds of a step": "update/seconds",
+}
 DRIFTING = {"KL from sampler to trainer (k3)", "Extreme tokens, F(2)", "Router mismatch", "Loss"}
 
 
-@pytest.mark.parametrize(
-    ("title", "name"),
-    [
-        ("Reward", "update/reward mean"),
-        ("Entropy", "update/entropy"),
-        ("Response length", "update/response length"),
-        ("KL from sampler to trainer (k3)", "update/sampler k3 kl"),
-        ("Extreme tokens, F(2)", "update/sampler extreme"),
-        ("Router mismatch", "router mismatch"),
-        ("Policy lag", "update/policy lag"),
-        ("Learning rate", "update/learning rate"),
-        ("Gradient norm", "update/gradient norm"),
-        ("Loss", "update/loss"),
-        ("Seconds of a step", "update/seconds"),
-    ],
-)
-def test_curves_of_steps_are_those_of_the_file(run: Path, text: str, title: str, name: str) -> None:
-    lines = lines_of(run / "metrics.jsonl")
-    line, *firsts = chart(text, title)["lines"]
-    for first in firsts:  # mini-steps are told apart: of two on a collection the first
-        assert first["name"] == "online, first steps"
-        assert (first["x"], first["mean"]) == (line["x"][::2], line["mean"][::2])
-    teeth = "The teeth are the 2 steps on each collection"
-    figure = text.partition(f"<h3>{title}</h3>")[2].partition("</figure>")[0]
-    assert (teeth in figure) == bool(firsts) == (title in DRIFTING)
-    assert line["x"] == [one["iteration"] for one in lines]
-    assert line["mean"] == pytest.approx([one[name] for one in lines], rel=1e-5)  # six digits
-    other = [one["token mismatch"] for one in lines]  # the control: another curve differs
-    assert line["mean"] != pytest.approx(other, rel=1e-5)
+def test_curves_of_steps_are_those_of_the_file(run: Path, text: str) -> None:
+    logged = lines_of(run / "metrics.jsonl")
+    other = [one["token mismatch"] for one in logged]  # the control: another curve differs
+    for title, name in METRICS.items():
+        line, *firsts = lines(chart(text, title))
+        assert line["x"] == [one["iteration"] for one in logged]
+        assert line["y"] == pytest.approx([one[name] for one in logged], rel=1e-5)  # six digits
+        assert line["y"] != pytest.approx(other, rel=1e-5)
+        assert bool(firsts) == (title in DRIFTING)
+        for first in firsts:  # mini-steps are told apart: of two on a collection the first
+            assert first["name"] == "online, first steps"
+            assert (first["x"], first["y"]) == (line["x"][::2], line["y"][::2])
 
 
 def test_curves_of_events_are_those_of_the_files(run: Path, text: str) -> None:
     events = lines_of(run / "events" / "collector.jsonl")
-    pushed = [event for event in events if event["event"] == "pushed"]
-    line, limit = chart(text, "Check of each push")["lines"]
-    assert line["mean"] == [event["abs_dlogp"] for event in pushed]
-    assert limit["mean"] == [0.02] * len(pushed)
-    collected = [event for event in events if event["event"] == "collected"]
-    (line,) = chart(text, "Reward of each collection")["lines"]
-    assert line["mean"] == pytest.approx([event["reward"] for event in collected], rel=1e-5)
-    (line,) = chart(text, "Load of the busiest expert")["lines"]
-    assert line["mean"] == [max(event["expert_load"]) for event in collected]
-    (line,) = chart(text, "Truth test of each collection")["lines"]
-    examined = [event["mismatch"] for event in events if event["event"] == "examined"]
-    assert line["mean"] == pytest.approx(examined, rel=1e-5)
-    stages = chart(text, "Where the time goes")["lines"]
-    assert stages[0]["mean"] == [event["seconds"] for event in collected]
-    assert stages[1]["mean"] == [event["seconds"] for event in pushed]
+    pushed, collected, examined = (
+        [event for event in events if event["event"] == kind]
+        for kind in ("pushed", "collected", "examined")
+    )
+    line, limit = lines(chart(text, "Check of each push"))
+    assert (line["y"], limit["y"]) == ([e["abs_dlogp"] for e in pushed], [0.02] * len(pushed))
+    for title, values in (
+        ("Reward of each collection", [event["reward"] for event in collected]),
+        ("Load of the busiest expert", [max(event["expert_load"]) for event in collected]),
+        ("Truth test of each collection", [event["mismatch"] for event in examined]),
+    ):
+        (line,) = lines(chart(text, title))
+        assert line["y"] == pytest.approx(values, rel=1e-5)
+    sampling, pushing, *_ = chart(text, "Where the time goes")["data"]
+    assert sampling["y"] == [event["seconds"] for event in collected]
+    assert pushing["y"] == [event["seconds"] for event in pushed]
 
 
 def test_maps_have_the_values_of_each_layer(run: Path, text: str) -> None:
-    lines = lines_of(run / "metrics.jsonl")
-    data = chart(text, "Router mismatch by layer")
-    assert data["layers"] == [1, 2, 3, 4]
-    for layer, cells in zip(data["layers"], data["cells"], strict=True):
-        assert cells == [one[f"router mismatch/layer {layer}"] for one in lines]
+    (trace,) = chart(text, "Router mismatch by layer")["data"]
+    assert trace["y"] == ["1", "2", "3", "4"]
+    for layer, cells in zip(trace["y"], trace["z"], strict=True):
+        logged = lines_of(run / "metrics.jsonl")
+        assert cells == [one[f"router mismatch/layer {layer}"] for one in logged]
 
 
-def test_lines_are_drawn_where_the_script_looks_for_them(text: str) -> None:
-    """The cross hair stands on the drawn point: the same x in the SVG and from limits and box."""
-    data = chart(text, "Reward")
-    figure = text.partition("<h3>Reward</h3>")[2].partition("</figure>")[0]
-    drawn = re.search(r'<g class="g0 line">\s*<path d="([^"]*)"', figure)
-    assert drawn is not None
-    points = [tuple(map(float, p)) for p in re.findall(r"[ML] ([\d.]+) ([\d.]+)", drawn[1])]
-    (line,) = data["lines"]
-    left, _, right, _ = data["box"]
-    first, last = data["limits"]
-    assert len(points) == len(line["x"])
-    for x, (at, _) in zip(line["x"], points, strict=True):
-        assert left + (x - first) / (last - first) * (right - left) == pytest.approx(at, abs=0.1)
-    # and higher values are drawn higher, in proportion: y falls as the value rises
-    values, heights = line["mean"], [y for _, y in points]
-    slope = (heights[1] - heights[0]) / (values[1] - values[0])
-    assert slope < 0
-    for value, y in zip(values, heights, strict=True):
-        assert heights[0] + slope * (value - values[0]) == pytest.approx(y, abs=0.1)
+def test_plotly_knows_every_property_and_the_style_every_colour(text: str) -> None:
+    from plotly.graph_objects import Figure
+
+    style = set(re.findall(r"(--\w+):", text.partition("<style>")[2].partition("</style>")[0]))
+    for figure in Page(text).figures:
+        colours = set(re.findall(r"var\((--\w+?)(?:-band)?\)", json.dumps(figure)))
+        assert colours <= style
+        Figure(json.loads(re.sub(r"-band\)", ")", json.dumps(figure))))
+    with pytest.raises(ValueError, match="dashes"):  # the control: plotly.js would say nothing
+        Figure({"data": [{"type": "scatter", "line": {"dashes": "dot"}}]})
 
 
 def test_tables_say_what_the_files_say(run: Path, text: str) -> None:
@@ -195,16 +182,17 @@ def test_runs_stand_side_by_side(compared: tuple[Path, str]) -> None:
         "--rollouts-loss grpo --lr 4e-4",
         "--moe-router-replay --rollouts-loss grpo --lr 4e-4",
     ]
-    live, replayed = chart(text, "Reward")["lines"]
-    assert (live["name"], live["group"]) == ("live", 0)
-    assert (replayed["name"], replayed["group"]) == ("r3-0", 1)
+    live, replayed = lines(chart(text, "Reward"))
+    assert (live["name"], live["legendgroup"]) == ("live", "g0")
+    assert (replayed["name"], replayed["legendgroup"]) == ("r3-0", "g1")
     of_r3 = lines_of(folder / "r3-0" / "metrics.jsonl")
-    assert replayed["mean"] == [line["update/reward mean"] for line in of_r3]
-    boxes = [tag for tag, attributes in page.tags if attributes.get("type") == "checkbox"]
-    assert len(boxes) == 2
-    maps = [c for c in page.script_data if "layers" in c and c["xName"] == "step"]
+    assert replayed["y"] == [line["update/reward mean"] for line in of_r3]
+    boxes = [at["value"] for tag, at in page.tags if at.get("type") == "checkbox"]
+    assert boxes == ["g0", "g1"]
+    maps = [one for one in page.figures if one["data"][0].get("zmin") == 0]
+    ranges = [one["layout"]["xaxis"]["range"] for one in maps]
     assert len(maps) == 2
-    assert maps[0]["limits"] == maps[1]["limits"]  # though one ends two steps earlier
+    assert ranges[0] == ranges[1]  # though one ends two steps earlier
 
 
 def test_seeds_are_a_mean_with_a_band(compared: tuple[Path, str]) -> None:
@@ -213,13 +201,15 @@ def test_seeds_are_a_mean_with_a_band(compared: tuple[Path, str]) -> None:
         [line["update/entropy"] for line in lines_of(folder / f"live-{seed}" / "metrics.jsonl")]
         for seed in (0, 1)
     ]
-    live = chart(text, "Entropy")["lines"][0]
+    band, live, _ = chart(text, "Entropy")["data"]
     pairs = [*zip(*seeds, strict=False)]  # zip ends with the shorter seed
     assert live["x"] == [*range(1, 9)]
-    assert live["mean"] == pytest.approx([fmean(pair) for pair in pairs], rel=1e-5)
-    assert live["low"] == [min(pair) for pair in pairs]
-    assert live["high"] == [max(pair) for pair in pairs]
-    assert "live: the seeds have 10, 8 steps" in Page(text).text
+    assert live["y"] == pytest.approx([fmean(pair) for pair in pairs], rel=1e-5)
+    ends = [*map(max, pairs), *map(min, reversed(pairs))]  # there and back again
+    assert band["y"] == ends
+    low, mean, high = min(pairs[0]), fmean(pairs[0]), max(pairs[0])
+    assert live["hovertext"][0] == f"live: {mean:.3g} ({low:.3g} to {high:.3g})"
+    assert Page(text).row("steps") == ["8 to 10 each", "10"]
 
 
 def test_names_and_groups(tmp_path: Path) -> None:
@@ -245,10 +235,8 @@ def test_several_runs_need_a_name_for_the_page(
     assert main(["rl", "report", *map(str, runs[:1] * 2), "--out", str(tmp_path / "p")]) == 1
     assert "given twice" in capsys.readouterr().err
     (tmp_path / "file").touch()
-    for place, reason in (("no/p", "No such file or directory"), ("file/p", "Not a directory")):
-        assert main(["rl", "report", str(runs[0]), "--out", str(tmp_path / place)]) == 1
-        told = capsys.readouterr().err  # and not the temporary file beside it
-        assert f"{reason}: '{tmp_path / place}'" in told
+    assert main(["rl", "report", str(runs[0]), "--out", str(tmp_path / "file" / "p")]) == 1
+    assert f"Not a directory: '{tmp_path / 'file'}'" in capsys.readouterr().err
 
 
 def test_long_runs_are_drawn_as_means_with_their_extremes() -> None:
@@ -264,15 +252,16 @@ def test_long_runs_are_drawn_as_means_with_their_extremes() -> None:
     assert thirds({}) is None
 
 
-def test_wide_ranges_have_a_logarithmic_axis_and_zeros_are_on_it() -> None:
-    def ticks(*values: float) -> list[str]:
-        line = Line([1.0, 2.0, 3.0], [*values], [*values], [*values])
-        drawn = lines([Trace(0, "a", line)], "step", from_zero=True, log=True)
-        return re.findall(r"<text[^>]*>([^<]*)</text>", drawn.svg)
+def test_wide_ranges_have_a_logarithmic_axis_and_zeros_are_on_it(run: Path) -> None:
+    def drawn(*values: float) -> tuple[str, list[float]]:
+        curve = dict(enumerate(values))
+        card = charts.lines(Chart("", "", lambda _: curve, LOG), groups_of(read_runs([run])))
+        assert card is not None
+        return card.figure["layout"]["yaxis"].get("type", "linear"), card.figure["data"][0]["y"]
 
-    assert {"0.001", "0.01", "0.1", "1"} <= set(ticks(0.001, 0.01, 1.0))
-    assert {"0", "1e-06", "0.1"} <= set(ticks(0.0, 2e-6, 0.3))
-    assert {"0.00", "0.20"} <= set(ticks(0.1, 0.2, 0.3))  # the control: a linear axis
+    assert drawn(0.001, 0.01, 1.0) == ("log", [0.001, 0.01, 1.0])
+    assert drawn(0.0, 2e-6, 0.3) == ("log", [2e-6, 2e-6, 0.3])  # a logarithm of 0 is not drawn
+    assert drawn(0.1, 0.2, 0.3) == ("linear", [0.1, 0.2, 0.3])  # the control
 
 
 def test_times_by_stage_are_the_time_on_the_clock(run: Path) -> None:
@@ -283,32 +272,6 @@ def test_times_by_stage_are_the_time_on_the_clock(run: Path) -> None:
         whole = sum(curve[collection] for curve in times.values())
         assert whole == pytest.approx(clock[collection] - clock[collection - 1], abs=1e-3)
     assert times["the rest"][3] > 8  # the restart
-
-
-def test_a_fall_that_comes_from_the_learning_rate_is_no_agreement_gained(
-    run: Path, tmp_path: Path
-) -> None:
-    level = make_run(tmp_path / "level", 12)
-    change(
-        level / "metrics.jsonl",
-        lambda lines: [line.update({"update/learning rate": 1e-4}) for line in lines],
-    )
-    said = "smaller steps alone bring k3 and the mismatch down, so a fall is no gain in agreement"
-    assert said in Page(report(run, out=tmp_path / "a.html")).text
-    assert said not in Page(report(level, out=tmp_path / "b.html")).text
-
-
-def test_peaks_have_the_reasons_that_are_known(run: Path, tmp_path: Path) -> None:
-    said = "Known reasons for a peak: the trainer died in collection 3."
-    assert said in Page(report(run, out=tmp_path / "a.html")).text
-    quiet = make_run(tmp_path / "quiet", 12)
-    text = Page(report(quiet, out=tmp_path / "b.html")).text
-    assert "Known reasons" not in text
-    assert "a single peak" not in text
-    for step in (4, 8, 12):  # two steps on a collection; the last one is before no collection
-        (quiet / "checkpoints" / f"iter_{step:07d}").mkdir(parents=True)
-    text = Page(report(quiet, out=tmp_path / "b.html")).text
-    assert "a checkpoint was written before collections 2, 4." in text
 
 
 def test_the_time_between_a_stop_and_the_next_start_is_no_wall_time(tmp_path: Path) -> None:
@@ -377,8 +340,8 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
         file.write(f"# {HOSTILE}\n")
     config = run / "policies" / "v000000" / "config.json"
     config.write_text(json.dumps({"model_type": HOSTILE}))
-    change(run / "events/collector.jsonl", event_with("pushed", 0, how=HOSTILE))
-    change(run / "events/trainer.jsonl", event_with("published", 0, device=HOSTILE))
+    change(run / "events/collector.jsonl", event_with("pushed", 0, how=f"{HOSTILE}\u202e"))
+    change(run / "events/trainer.jsonl", event_with("published", 0, device=f"{HOSTILE}\u202e"))
     change(run / "events/supervisor.jsonl", event_with("started", 0, part=HOSTILE))
     change(run / "events/supervisor.jsonl", event_with("ended", 0, event="died", part=HOSTILE))
     failed = {"time": 1, "event": "failed", "collection": 0, "reason": HOSTILE}
@@ -388,11 +351,13 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     page = Page(text)
     tags = [tag for tag, _ in page.tags]
     assert "img" not in tags
-    assert tags.count("script") == 2
+    assert tags.count("script") == 3
     assert not [a for _, attributes in page.tags for a in attributes if a.startswith("on")]
     assert page.text.count(HOSTILE) >= 7
-    names = {line["name"] for data in page.script_data for line in data.get("lines", ())}
-    assert "<img src=x onerror=alert(1)>" in names
+    assert "\u202e" not in text  # a mark that turns the direction of writing
+    # plotly makes links and other tags of a text, unless it is escaped
+    assert "<" not in json.dumps(page.figures).replace("<extra></extra>", "")
+    assert lines(chart(text, "Reward"))[0]["name"] == "&lt;img src=x onerror=alert(1)&gt;"
 
 
 def test_the_page_needs_nothing_from_outside(text: str, compared: tuple[Path, str]) -> None:
@@ -408,21 +373,6 @@ def test_the_page_needs_nothing_from_outside(text: str, compared: tuple[Path, st
         assert outside(wrong) != []
 
 
-def test_ids_of_a_page_differ(text: str) -> None:
-    ids = [attributes["id"] for _, attributes in Page(text).tags if "id" in attributes]
-    assert len(ids) > 100
-    assert len(ids) == len(set(ids))
-    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', text))
-    assert used <= set(ids)
-
-
-def test_every_colour_is_one_of_the_style(text: str) -> None:
-    assert "#0102" not in text
-    style = text.partition("<style>")[2].partition("</style>")[0]
-    defined = set(re.findall(r"(--\w+):", style)) | {"--c"}
-    assert set(re.findall(r"var\((--\w+)\)", text)) <= defined
-
-
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 2)
     (run / "metrics.jsonl").unlink()
@@ -434,20 +384,25 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     assert "No push is recorded" in page.text
 
 
-def test_without_matplotlib_the_error_says_how_to_get_it(
+def test_without_plotly_the_error_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", 2)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron_r3.loop.report_page", raising=False)
     assert main(["rl", "report", str(run)]) == 1
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "takes jinja2 and plotly: pip install 'megatron-r3[report]'" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["rl", "report", str(run)]) == 0  # the control
+    assert (run / "report.html").is_file()
 
 
 def test_the_parser_needs_nothing_heavy() -> None:
     code = (
         "import sys, argparse; from megatron_r3.loop.rl_cli import add_rl;"
         "add_rl(argparse.ArgumentParser().add_subparsers());"
-        "print(sorted({'matplotlib', 'numpy', 'torch'} & sys.modules.keys()))"
+        "print(sorted({'plotly', 'numpy', 'torch'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

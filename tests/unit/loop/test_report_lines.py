@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from html_page import Page, chart, report
+from html_page import Page, chart, lines, report
 from online_run import change, event_with, make_run
 
 from megatron_r3.cli import main
@@ -20,7 +20,7 @@ from megatron_r3.loop.report_numbers import (
 )
 from megatron_r3.loop.run_directory import RunDirectory
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("plotly")
 
 
 # -- lines that are not what they must be
@@ -99,7 +99,7 @@ def test_lines_that_were_cut_off_are_left_out_and_said(tmp_path: Path) -> None:
     assert [event["seconds"] for event in one.of("waited")][-1] == 1.5
     text = report(run, out=tmp_path / "page.html")
     assert "line 4, the last one, is cut off and was left out" in Page(text).text
-    assert chart(text, "Reward")["lines"][0]["x"] == [1, 2, 3]
+    assert lines(chart(text, "Reward"))[0]["x"] == [1, 2, 3]
     metrics.write_text(whole.rstrip("\n"))  # the control: a whole line without its end
     assert read_runs([run])[0].steps == 4
 
