@@ -40,17 +40,21 @@ function coloured(figure) {
   });
 }
 
-function draw() {
+function draw(plot, at) {
   const hidden = new Set(boxes.filter((box) => !box.checked).map((box) => box.value));
-  plots.forEach((plot, at) => {
-    const { data, layout } = coloured({ ...figures[at], layout: themed(figures[at].layout) });
-    for (const trace of data) trace.visible = !hidden.has(trace.legendgroup);
-    const figure = plot.closest("figure");
-    figure.hidden = hidden.has(figure.dataset.group);
-    Plotly.react(plot, data, layout, { responsive: true, displayModeBar: false });
-  });
+  const card = plot.closest("figure");
+  card.hidden = hidden.has(card.dataset.group);
+  if (card.hidden) return; // it has no width to be drawn in
+  const { data, layout } = coloured({ ...figures[at], layout: themed(figures[at].layout) });
+  for (const trace of data) trace.visible = !hidden.has(trace.legendgroup);
+  Plotly.react(plot, data, layout, { responsive: true, displayModeBar: false });
 }
 
-for (const box of boxes) box.addEventListener("change", draw);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-draw(); // after a reload too, when the browser has kept the boxes as they were
+// Each chart has a task of its own, so that the first ones are seen while the others are drawn.
+function drawAll() {
+  plots.forEach((plot, at) => setTimeout(draw, 0, plot, at));
+}
+
+for (const box of boxes) box.addEventListener("change", drawAll);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+drawAll(); // after a reload too, when the browser has kept the boxes as they were

@@ -12,6 +12,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
 from megatron_r3.loop import report_charts as charts
 from megatron_r3.loop import report_numbers as numbers
 from megatron_r3.loop import report_tables as tables
@@ -21,13 +24,9 @@ from megatron_r3.loop.report_samples import samples
 from megatron_r3.replay.words import one_line
 
 try:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup, escape
     from plotly.offline import get_plotlyjs
 except ModuleNotFoundError as missing:
-    raise ValueError(
-        "megatron-r3 rl report takes jinja2 and plotly: pip install 'megatron-r3[report]'"
-    ) from missing
+    raise ValueError("rl report takes plotly: pip install 'megatron-r3[report]'") from missing
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -46,35 +45,29 @@ def page(runs: Sequence[Run]) -> str:
     warnings, notes = tables.remarks(groups)
     pushed = sum(len(run.of("pushed")) for run in runs)
     every = f"All {pushed} pushes that are recorded were verified"
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            groups=groups,
-            names=", ".join(group.name for group in groups),
-            now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            seeds=len(runs) > len(groups),
-            warnings=warnings,
-            calm=every if pushed else "No push is recorded",
-            notes=notes,
-            facts=tables.facts(groups),
-            glance=tables.glance(groups),
-            parts=parts,
-            figures=[card.figure for cards in parts.values() for card in cards],
-            samples=samples(runs),
-            pushes=[tables.pushes(run) for group in groups for run in group.runs],
-            configs=_configs(runs),
-            plotly=Markup(get_plotlyjs()),
-        )
-    )
-
-
-def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a name that is not given here is an error
         finalize=_one_line,
+    )
+    template = environment.get_template("report.html")
+    return template.render(
+        groups=groups,
+        names=", ".join(group.name for group in groups),
+        now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        seeds=len(runs) > len(groups),
+        warnings=warnings,
+        calm=every if pushed else "No push is recorded",
+        notes=notes,
+        facts=tables.facts(groups),
+        glance=tables.glance(groups),
+        parts=parts,
+        figures=[card.figure for cards in parts.values() for card in cards],
+        samples=samples(runs),
+        pushes=[tables.pushes(run) for group in groups for run in group.runs],
+        configs=_configs(runs),
+        plotly=Markup(get_plotlyjs()),
     )
 
 
