@@ -23,7 +23,6 @@ Curve = dict[float, float]
 Event = dict[str, Any]
 
 PARTS = ("trainer", "collector", "supervisor")  # events/PART.jsonl
-SECONDS = "update/seconds"  # another at each start, unlike all else of a step
 LAYER = "router mismatch/layer "  # before Megatron's number of the layer, in metrics.jsonl
 
 
@@ -58,12 +57,6 @@ class Run:
         """Optimizer steps on a collection: mini-steps times epochs; 1 where nothing says it."""
         pairs = [(e.get("iteration", 0), e["version"]) for e in self.of("published")]
         return next((steps // version for steps, version in reversed(pairs) if version), 1) or 1
-
-    @property
-    def layers(self) -> list[int]:
-        """Megatron's numbers of the layers whose mismatch was measured."""
-        names = [name.removeprefix(LAYER) for name in self.metrics if name.startswith(LAYER)]
-        return sorted(int(name) for name in names)
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -147,7 +140,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
 def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
     """Every name's values by step. Of a step that came twice the later line counts."""
     steps: dict[int, dict[str, float]] = {}
-    again, differ, not_finite = [], [], Counter[str]()
+    again, not_finite = set[int](), Counter[str]()
     for where, line in _lines(path, notes):
         step = line.pop("iteration", None)
         if not _is_count(step):
@@ -161,16 +154,12 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
                 raise ValueError(f"{where}: {quoted(name)} does not end in the number of a layer")
         not_finite.update(name for name, value in line.items() if not math.isfinite(value))
         if step in steps:
-            again.append(step)
-            # A value may be missing from one of the lines: it is measured every few steps only.
-            both = (steps[step].keys() & line.keys()) - {SECONDS}
-            differ += [step] if any(steps[step][name] != line[name] for name in both) else []
+            again.add(step)
         steps[step] = line
     if again:
-        what = f"in {len(differ)} of them with other values" if differ else "with equal values"
         notes.append(
-            f"{len(again)} steps were logged twice ({min(again)} to {max(again)}), {what}: the "
-            "trainer was started again; the later lines are shown"
+            f"{len(again)} steps were logged twice ({min(again)} to {max(again)}): the trainer was "
+            "started again; the later lines are shown"
         )
     for name, count in sorted(not_finite.items()):
         notes.append(f"{one_line(name, 100)} is not finite in {count} lines, which are left out")

@@ -58,19 +58,17 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
     ]
 
 
-def line_of(curves: Sequence[Curve], most: int = MOST_POINTS) -> Line | None:
+def line_of(curves: Sequence[Curve]) -> Line | None:
     """The line of the curves of a group's seeds; None if no curve has a point.
 
     A mean over other seeds at each x would jump where one of them ends. So a point is drawn only
     where every curve has one. Example: of seeds with 40, 40 and 31 steps, 31 steps are drawn.
     """
     filled = [curve for curve in curves if curve]
-    if not filled:
-        return None
-    x = sorted(set.intersection(*(set(curve) for curve in filled)))
+    x = sorted(set.intersection(*map(set, filled))) if filled else []
     if not x:
         return None
-    each = math.ceil(len(x) / most)
+    each = math.ceil(len(x) / MOST_POINTS)
     line = Line([], [], [], [], each)
     for start in range(0, len(x), each):
         near = x[start : start + each]
@@ -167,7 +165,8 @@ def of_events(
 
 def mismatch_by_layer(run: Run) -> dict[int, Curve]:
     """The router mismatch by Megatron's number of the layer, and by step."""
-    return {layer: run.metrics[f"{LAYER}{layer}"] for layer in run.layers}
+    names = [name.removeprefix(LAYER) for name in run.metrics if name.startswith(LAYER)]
+    return {int(name): run.metrics[f"{LAYER}{name}"] for name in sorted(names, key=int)}
 
 
 def load_by_layer(run: Run) -> dict[int, Curve]:
@@ -247,7 +246,7 @@ def warnings_of(run: Run) -> list[str]:
         if not event["verified"]:
             found.append(
                 f"the push of version {event['version']} was not verified: |dlogp| is "
-                f"{_or_unknown(event, 'abs_dlogp')}, the limit is {_or_unknown(event, 'limit')}"
+                f"{event.get('abs_dlogp', 'unknown')}, the limit is {event.get('limit', 'unknown')}"
             )
     for event in run.of("examined"):
         found += [
@@ -301,10 +300,6 @@ def _not_dispatched(run: Run) -> list[str]:
         f"routes dispatched as recorded is below 1 in {len(wrong)} steps with replay, first in "
         f"{wrong[0]} (lowest: {lowest:.6g}): stop, and run make fidelity MEGATRON=DIR"
     ]
-
-
-def _or_unknown(event: dict[str, Any], name: str) -> str:
-    return f"{event[name]:.4g}" if name in event else "unknown"
 
 
 def replay_of(run: Run) -> str:

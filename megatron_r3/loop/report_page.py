@@ -51,6 +51,8 @@ def page(runs: Sequence[Run]) -> str:
         undefined=StrictUndefined,  # a name that is not given here is an error
         finalize=_one_line,
     )
+    # a browser reads no JSON with NaN in it, and would show a page without charts
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     template = environment.get_template("report.html")
     return template.render(
         groups=groups,

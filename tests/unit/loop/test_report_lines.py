@@ -106,14 +106,11 @@ def test_lines_that_were_cut_off_are_left_out_and_said(tmp_path: Path) -> None:
 
 def test_steps_of_a_trainer_that_was_started_again_come_once(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 4)
-    change(run / "metrics.jsonl", lambda lines: lines.append(dict(lines[3])))
+    last = {"iteration": 4, "update/entropy": 0.5}
+    change(run / "metrics.jsonl", lambda lines: lines.extend([dict(lines[3]), last]))
     (one,) = read_runs([run])
     assert one.steps == 4
-    assert "1 steps were logged twice (4 to 4), with equal values" in one.notes[0]
-    last = {"iteration": 4, "update/entropy": 0.5}
-    change(run / "metrics.jsonl", lambda lines: lines.append(last))
-    (one,) = read_runs([run])
-    assert "in 1 of them with other values" in one.notes[0]
+    assert "1 steps were logged twice (4 to 4)" in one.notes[0]
     assert one.metrics["update/entropy"][4] == 0.5
 
 
