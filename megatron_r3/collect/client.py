@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_r3.collect.engine import NoAnswer
-from megatron_r3.collect.http_body import CutShort, beginning_of, body_of
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.words import one_line
@@ -120,7 +119,7 @@ class Client:
             return await asyncio.wait_for(exchange, self.timeout)
         except (TimeoutError, asyncio.TimeoutError, httpx.TimeoutException) as error:
             raise _TryAgain(f"no answer in {self.timeout:g} s") from error
-        except (httpx.RequestError, CutShort) as error:
+        except httpx.RequestError as error:
             raise _TryAgain(one_line(str(error), 300) or type(error).__name__) from error
         except (_TryAgain, NoAnswer):
             raise
@@ -136,8 +135,8 @@ class Client:
         async with self._http.stream(method, self.url + path, json=body) as answer:
             status = answer.status_code
             if status == 200:
-                return await body_of(answer, most_bytes)
-            message = _refusal(status, await beginning_of(answer, MOST_BYTES_OF_A_REFUSAL))
+                return await _body(answer, most_bytes)
+            message = _refusal(status, await _beginning(answer, MOST_BYTES_OF_A_REFUSAL))
             if status == 429 or status >= 500:
                 raise _TryAgain(message, _retry_after(answer))
             raise NoAnswer(f"{self.url}{path}: {message}", status)
@@ -169,7 +168,35 @@ def _address(url: str) -> tuple[str, tuple[str, str] | None]:
     return str(address.copy_with(username=None, password=None)).rstrip("/"), user
 
 
-def _refusal(status: int, body: bytes) -> str:
+async def _body(answer: httpx.Response, most_bytes: int) -> bytearray:
+    """The whole body. A body that is compressed is refused, because 1 MB of gzip can hold 1 GB."""
+    encoding = answer.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise EngineError(
+            f"the body has the encoding {one_line(encoding, 40)!r}, and identity was asked for: "
+            "is there a proxy in between? Give the server's own address"
+        )
+    most = f"what was asked for takes {most_bytes} at most: is this the server of --model?"
+    length = answer.headers.get("content-length", "")
+    if length.isdigit() and int(length) > most_bytes:
+        raise EngineError(f"the body has {length} bytes; {most}")
+    body = await _beginning(answer, most_bytes + 1)  # one byte more, to see that it is too long
+    if len(body) > most_bytes:
+        raise EngineError(f"the body does not end; {most}")
+    return body
+
+
+async def _beginning(answer: httpx.Response, most_bytes: int) -> bytearray:
+    """The first bytes of a body, as they came."""
+    body = bytearray()
+    async for piece in answer.aiter_raw():
+        body += piece[: most_bytes - len(body)]
+        if len(body) == most_bytes:
+            break
+    return body
+
+
+def _refusal(status: int, body: bytearray) -> str:
     """The status and the server's reason, in one line.
 
     Servers give the reason as `{"error": {"message": ...}}`, `{"error": ...}`, `{"detail": ...}`,
@@ -177,7 +204,7 @@ def _refusal(status: int, body: bytes) -> str:
     """
     reason: Any = body.decode("utf-8", "replace")
     try:
-        parsed = read_json(body, "the refusal")
+        parsed = read_json(bytes(body), "the refusal")
         reason = parsed.get("error") or parsed.get("detail") or reason
         reason = reason.get("message", reason) if isinstance(reason, dict) else reason
     except (ValueError, AttributeError):

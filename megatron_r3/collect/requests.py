@@ -1,13 +1,22 @@
-"""How servers are asked for a sample, and how a response without the kept sets is refused."""
+"""How servers are asked for a sample, and which answers are refused: too long, or no kept sets."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt, PromptError
-from megatron_r3.data.engines.shape import EngineError
+from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.rollout import Rollout
+
+# Bytes of a generous answer. Real ones are a tenth of it.
+_OF_ANY_ANSWER = 1 << 20  # names, times, counts: whatever a server sends beside its tokens
+_OF_A_TOKEN = 1024  # its id twice, its text, its log-prob, and the same of one alternative
+_OF_AN_ID = 14  # an expert id as `65535, ` in a nested list, twice
+_OF_A_KEPT_ID = 16  # `2147483647, ` and some blanks
+_MOST_KEPT = 65_536  # of a token; SGLang sends 4096 if it is not told otherwise
+_TEMPLATE_TOKENS = 4096  # tokens that a chat template adds to the messages
 
 
 def build_request(
@@ -126,6 +135,24 @@ def _megatron(prompt: Prompt, sampling: Sampling) -> tuple[str, dict[str, Any]]:
         chat = {"messages": prompt.content, "logprobs": True, "return_tokenized_data": True}
         return "/v1/chat/completions", {**body, **chat, "n": 1}
     return "/v1/completions", {**body, "prompt": prompt.content, "logprobs": 0}
+
+
+def answer_limit(shape: ModelShape, prompt: Prompt, sampling: Sampling) -> int:
+    """The largest number of bytes that the answer to a request for one sample may have.
+
+    Example: 48 layers, top-8, a prompt of 1,000 tokens and 1,024 sampled tokens: 14 MB. vLLM's
+    routes in base64 and its log-probs take 1.3 MB of them.
+    """
+    if prompt.tokens is not None:
+        prompt_tokens = len(prompt.tokens)
+    else:  # a token of a text has at least one byte of the text
+        prompt_tokens = len(json.dumps(prompt.content)) + _TEMPLATE_TOKENS
+    of_a_row = _OF_AN_ID * shape.num_hidden_layers * shape.topk
+    limit = _OF_ANY_ANSWER + (prompt_tokens + sampling.max_tokens) * (_OF_A_TOKEN + of_a_row)
+    if sampling.wants_kept:  # tokens of one probability may be kept beyond top-k
+        kept = min(2 * sampling.top_k, shape.vocab_size or _MOST_KEPT)
+        limit += sampling.max_tokens * _OF_A_KEPT_ID * kept
+    return limit
 
 
 # how a server is made to return kept sets

@@ -13,10 +13,9 @@ from typing import Any
 
 from megatron_r3.collect.client import Client
 from megatron_r3.collect.engine import Answer, EngineChanged, Identity, NoAnswer
-from megatron_r3.collect.http_body import answer_limit
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt
-from megatron_r3.collect.requests import build_request, refuse_without_kept
+from megatron_r3.collect.requests import answer_limit, build_request, refuse_without_kept
 from megatron_r3.data.engines import decode_increments
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.values import wrong_text

@@ -8,7 +8,6 @@ its stack, and its errors do not name a file.
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,7 @@ import numpy as np
 from megatron_r3.replay.words import one_line
 
 MOST_DEPTH = 64  # brackets inside brackets; the deepest real body (vLLM's chat log-probs) has 9
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_NO_MARKS = bytes(set(range(256)) - set(b'[]{}"'))
 
 
 def read_json(data: bytes | str, where: str, most_bytes: int = 1 << 26) -> Any:
@@ -46,14 +44,18 @@ def read_json(data: bytes | str, where: str, most_bytes: int = 1 << 26) -> Any:
 def _depth(data: bytes) -> int:
     """A bound on how many brackets stand inside each other; a parser would recurse as often.
 
-    Example: `{"a]": [[1], 2]}` without its strings is `{: [[1], 2]}`. Of that the brackets are
-    `{[[]]}`, as steps +1 +1 +1 -1 -1 -1, whose highest running sum is 3.
+    Example: of `{"a]": [[1], 2]}` the marks are `{"]"[[]]}`. An odd number of quotes stands before
+    the first `]`, so it is text. The others are steps +1 +1 +1 -1 -1 -1, whose highest running sum
+    is 3. Backslashes go first, in pairs and then with the quote that they escape: `\\\\` is a
+    backslash and ends nothing, `\\"` is a quote inside of a string.
     """
     opened = data.count(b"[") + data.count(b"{")
     # Nearly every body ends here, even one of megabytes: two counts, and base64 has no brackets.
     if opened <= MOST_DEPTH:
         return opened
-    brackets = _STRING.sub(b"", data).translate(None, _ALL_BUT_BRACKETS)
-    steps = np.frombuffer(brackets, np.uint8)
-    opens = (steps == ord("[")) | (steps == ord("{"))
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = np.frombuffer(plain.translate(None, _NO_MARKS), np.uint8)
+    is_quote = marks == ord('"')
+    marks = marks[~is_quote & (np.cumsum(is_quote) % 2 == 0)]
+    opens = (marks == ord("[")) | (marks == ord("{"))
     return int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))

@@ -70,6 +70,24 @@ def most_tokens(request: Mapping[str, Any]) -> int | None:
     return max(limits, default=None)
 
 
+def refuse_response(
+    response: Mapping[str, Any], request: Mapping[str, Any], any_model: str = ""
+) -> None:
+    """Refuse what is no answer to the request: an error, another model's, or one with its prompt.
+
+    Args:
+        any_model: the name that the engine has for any model; empty if it has none.
+    """
+    refuse_failure(response)
+    if request.get("echo"):
+        raise EngineError("echo mixes prompt and response; ask with echo false")
+    asked, got = request.get("model"), response.get("model")
+    if asked and got and got not in (asked, any_model or asked):
+        raise EngineError(
+            f"the response names the model {quoted(got)}; the request asked for {quoted(asked)}"
+        )
+
+
 def refuse_failure(response: Mapping[str, Any]) -> None:
     """Refuse a response in which the server says what went wrong."""
     # {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail": ...} (FastAPI's own), or
@@ -80,15 +98,6 @@ def refuse_failure(response: Mapping[str, Any]) -> None:
     if failed:
         message = failed.get("message", failed) if isinstance(failed, Mapping) else failed
         raise EngineError(f"the server refused the request: {said(message)}")
-
-
-def refuse_other_model(response: Mapping[str, Any], request: Mapping[str, Any]) -> None:
-    """Refuse a response that names another model than its request, where both name one."""
-    asked, got = request.get("model"), response.get("model")
-    if asked and got and asked != got:
-        raise EngineError(
-            f"the response names the model {quoted(got)}; the request asked for {quoted(asked)}"
-        )
 
 
 def refuse_half_way(reason: Any) -> None:
@@ -102,12 +111,6 @@ def refuse_half_way(reason: Any) -> None:
     if kind in ("abort", "error"):
         why = f": {said(message)}" if message else ""
         raise EngineError(f"the engine ended the response with {kind!r}, half-way{why}")
-
-
-def refuse_echo(request: Mapping[str, Any]) -> None:
-    """Refuse a response that repeats its prompt among what was sampled."""
-    if request.get("echo"):
-        raise EngineError("echo mixes prompt and response; ask with echo false")
 
 
 def refuse_physical_ids(engine: str, version: str | None, first_logical: tuple[int, ...]) -> None:

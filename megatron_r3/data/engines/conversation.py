@@ -120,20 +120,22 @@ class Increment:
 
 
 def read_choices(
-    choices: Sequence[Choice], where: str, read: Callable[[Choice, int], Increment]
+    choices: Sequence[Choice], where: str, count: int, read: Callable[[Choice, int], Increment]
 ) -> list[Increment]:
     """Read each choice of a response; errors say which one it was.
 
     Args:
-        choices: of one response, in order.
+        choices: of one response, in order: those of the first prompt, those of the second, ...
         where: what errors call the request.
-        read: makes the increment of a choice, whose number is its second argument.
+        count: how many choices a prompt has.
+        read: makes the increment of a choice, whose second argument is the number of its prompt.
     """
     increments = []
     for number, choice in enumerate(choices):
         name = f"{where}, choice {number}"
         with naming(name):
-            increment = replace(read(choice, number), where=name)
+            group = number // count
+            increment = replace(read(choice, group), where=name, group=group)
             increment.check()
         increments.append(increment)
     return increments

@@ -24,10 +24,8 @@ from megatron_r3.data.engines.body import (
     option,
     prompt_array,
     prompts,
-    refuse_echo,
-    refuse_failure,
     refuse_half_way,
-    refuse_other_model,
+    refuse_response,
     sampled_logprobs,
     shaped_array,
     whole_number,
@@ -75,22 +73,20 @@ def decode_increments(
     with naming(where):
         if not isinstance(response, Mapping):  # the body of an error is a bare text
             raise EngineError(f"the server refused the request: {said(response)}")
-        refuse_failure(response)
         if request.get("stream"):
             raise EngineError("a streamed response is not read; ask with stream false")
-        refuse_echo(request)
-        if response.get("model") != "EMPTY":  # the server's name for any model
-            refuse_other_model(response, request)
+        refuse_response(response, request, any_model="EMPTY")
         asked = prompts(request, ("prompt",))
         # /v1/completions ignores n: there is one choice for each prompt
         count = whole_number(option(request, "n", 1) if "messages" in request else 1, "n", 1)
         choices = choices_in_order(response.get("choices"), count * len(asked))
 
-    def read(choice: Mapping[str, Any], number: int) -> Increment:
-        group = number // count
-        return _increment(response, choice, request, asked[group], group, shape, num_mtp_layers)
-
-    return read_choices(choices, where, read)
+    return read_choices(
+        *(choices, where, count),
+        lambda choice, group: _increment(
+            response, choice, request, asked[group], shape, num_mtp_layers
+        ),
+    )
 
 
 def _increment(
@@ -98,7 +94,6 @@ def _increment(
     choice: Mapping[str, Any],
     request: Mapping[str, Any],
     asked: Any,
-    group: int,
     shape: ModelShape,
     num_mtp_layers: int,
 ) -> Increment:
@@ -122,9 +117,7 @@ def _increment(
     routes = checked_routes(rows_TLK, len(tokens_N), shape)
     versions_G = policy_versions(fields.get("policy_epoch"), len(prompt), len(response_G))
     says = later(body, choice, [] if versions_G is None else versions_G.tolist())
-    return Increment(
-        *(tokens_N, len(prompt), logprobs_G, routes, 0, group), versions_G=versions_G, says=says
-    )
+    return Increment(tokens_N, len(prompt), logprobs_G, routes, versions_G=versions_G, says=says)
 
 
 def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.ndarray | None:

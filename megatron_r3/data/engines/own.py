@@ -56,7 +56,8 @@ def decode_increments(
             raise EngineError("the response must be a sampled sequence or a list of them")
         start = whole_number(option(request, "start", 0), "start")
     return read_choices(
-        sequences, where, lambda sequence, _: _increment(sequence, request, start, shape)
+        *(sequences, where, len(sequences)),
+        lambda sequence, _: _increment(sequence, request, start, shape),
     )
 
 

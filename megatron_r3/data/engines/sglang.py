@@ -27,12 +27,11 @@ from megatron_r3.data.engines.body import (
     option,
     prompt_array,
     prompts,
-    refuse_echo,
     refuse_failure,
     refuse_half_way,
     refuse_none_sampled,
-    refuse_other_model,
     refuse_physical_ids,
+    refuse_response,
     sampled_logprobs,
     token_array,
     whole_number,
@@ -107,12 +106,11 @@ def decode_increments(
         start = whole_number(0 if start is None else start, "start")
         items = _items(response, request, count * len(asked))
 
-    def read(item: Mapping[str, Any], number: int) -> Increment:
-        group = number // count
+    def read(item: Mapping[str, Any], group: int) -> Increment:
         _refuse_unusable(item["meta_info"], accept_retracted)
-        return _increment(item, request, asked[group], group, start, shape)
+        return _increment(item, request, asked[group], start, shape)
 
-    return read_choices(items, where, read)
+    return read_choices(items, where, count, read)
 
 
 def _samples_of_one(request: Mapping[str, Any]) -> Any:
@@ -132,8 +130,7 @@ def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dic
     if isinstance(response, Mapping):
         refuse_failure(response)
         if "meta_info" not in response:
-            refuse_echo(request)
-            refuse_other_model(response, request)
+            refuse_response(response, request)
             return _openai_items(response, expected)
         response = [response]  # /generate, asked for one sample
     if not isinstance(response, list) or len(response) != expected:
@@ -205,7 +202,6 @@ def _increment(
     item: Mapping[str, Any],
     request: Mapping[str, Any],
     asked: Any,
-    group: int,
     start: int,
     shape: ModelShape,
 ) -> Increment:
@@ -233,7 +229,7 @@ def _increment(
     rows_TYK = _rows(meta.get("routed_experts"), len(tokens_N), start, shape)
     routes = checked_routes(rows_TYK, len(tokens_N), shape, start)
     return Increment(
-        *(tokens_N, len(prompt), logprobs_G, routes, start, group),
+        *(tokens_N, len(prompt), logprobs_G, routes, start),
         kept=kept,
         versions_G=versions_G,
         says=later(*item["says"]),

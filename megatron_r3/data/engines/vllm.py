@@ -29,11 +29,10 @@ from megatron_r3.data.engines.body import (
     option,
     prompt_array,
     prompts,
-    refuse_echo,
     refuse_failure,
     refuse_half_way,
-    refuse_other_model,
     refuse_physical_ids,
+    refuse_response,
     sampled_logprobs,
     whole_number,
 )
@@ -99,11 +98,10 @@ def decode_increments(
         asked = prompts(request, PROMPT_FIELDS)
         choices = choices_in_order(body.get("choices"), count * len(asked))
 
-    def read(choice: Mapping[str, Any], number: int) -> Increment:
-        group = number // count
-        return _increment(body, choice, request, asked[group], group, start, shape)
-
-    return read_choices(choices, where, read)
+    return read_choices(
+        *(choices, where, count),
+        lambda choice, group: _increment(body, choice, request, asked[group], start, shape),
+    )
 
 
 def _body(response: Mapping[str, Any] | str, request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -118,8 +116,7 @@ def _body(response: Mapping[str, Any] | str, request: Mapping[str, Any]) -> Mapp
     refuse_failure(response)
     if request.get("stream") and not streamed:
         raise EngineError(_NO_ROUTES)
-    refuse_echo(request)
-    refuse_other_model(response, request)
+    refuse_response(response, request)
     return response
 
 
@@ -128,7 +125,6 @@ def _increment(
     choice: Mapping[str, Any],
     request: Mapping[str, Any],
     asked: Any,
-    group: int,
     start: int,
     shape: ModelShape,
 ) -> Increment:
@@ -153,7 +149,7 @@ def _increment(
     kept = kept_sets(choice.get("sampling_mask"), "sampling_mask", len(prompt), len(response_G))
     versions_G = version_spans(choice.get("weight_versions"), len(response_G))
     return Increment(
-        *(tokens_N, len(prompt), logprobs_G, routes, start, group),
+        *(tokens_N, len(prompt), logprobs_G, routes, start),
         kept=kept,
         versions_G=versions_G,
         says=later(body, choice),
