@@ -20,7 +20,7 @@ from megatron_r3.collect.prompt_plan import Plan
 from megatron_r3.collect.prompts import Prompt
 from megatron_r3.collect.resume import only_writer, stored_samples
 from megatron_r3.collect.reward import RewardSample, score
-from megatron_r3.collect.signals import BackgroundThread, Interrupted, Stop, end_tasks
+from megatron_r3.collect.signals import BackgroundThread, Interrupted, Stop, end_tasks, noting
 from megatron_r3.collect.writing import Shelf
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.store import Rollout
@@ -68,7 +68,7 @@ async def _collect(
     engine: Engine, plan: Plan, concurrency: int, check: Callable[[Identity], None] | None
 ) -> Progress:
     progress = Progress()
-    with Stop() as stop:
+    with noting() as stop:
         try:
             identity = await stop.first(engine.begin(progress.on_retry))
             if check is not None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.collect.prompt_plan import Model
-from megatron_r3.collect.recorded import digests_of, read_lines, settings_of
-from megatron_r3.collect.request_fields import left_out, refuse_defaults
+from megatron_r3.collect.prompts import prompt_digest
+from megatron_r3.collect.request_fields import left_out, refuse_defaults, settings_of
 from megatron_r3.collect.reward import (
     RewardError,
     RewardFunction,
@@ -24,13 +24,18 @@ from megatron_r3.collect.reward import (
 )
 from megatron_r3.collect.writing import new_store, writing
 from megatron_r3.data.engines import decode_increments
+from megatron_r3.data.engines.body import most_tokens, prompt_contents
 from megatron_r3.data.engines.said import Said
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.rollout import Rollout
 from megatron_r3.data.store import StoreInfo, write_shard
 from megatron_r3.data.store.schema import SamplingSettings
+from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import wrong_name, wrong_text
 from megatron_r3.replay.words import quoted, said
+
+# Bytes of one line. 16 samples of 32,768 tokens of a model with 94 layers and top-8 are half of it.
+_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,37 @@ def convert_responses(
     return count, skipped, reader.notes()
 
 
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line that is not empty: how errors call it, and its object.
+
+    Raises:
+        EngineError: the file cannot be read, or a line is no `{"request": {}, "response": ...}`.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            # One byte more than allowed, so that `read_json` sees that a line is too long.
+            while data := file.readline(_MOST_BYTES + 1):
+                number += 1
+                if data.strip():
+                    where = f"{path}, line {number}"
+                    yield where, _line(data, where)
+    except OSError as error:
+        raise EngineError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _line(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        line = read_json(data, where, _MOST_BYTES)
+    except ValueError as error:
+        raise EngineError(str(error)) from error
+    if not isinstance(line, dict) or not {"request", "response"} <= line.keys():
+        raise EngineError(f"{where}: an object with `request` and `response` is expected")
+    if not isinstance(line["request"], dict):
+        raise EngineError(f"{where}: `request` must be the JSON object that was sent")
+    return line
+
+
 def _store_info(recording: Recording) -> StoreInfo:
     names = {"--engine-version": recording.engine_version, "--model": recording.model.name}
     for option, name in names.items():
@@ -127,8 +163,8 @@ class _Reader:
         self._model: Any = None  # the name that the first line has
         self._first_line = ""  # the line that `sampling` is of; empty before it came
         self._samples: Counter[int] = Counter()  # of each group, so far
-        # for each group the digest of its prompt, and the line that had it first
-        self._digests: dict[int, tuple[int, str]] = {}
+        # for each group the digest of its prompt, its limit of tokens, and the line that came first
+        self._prompt_of: dict[int, tuple[int, int | None, str]] = {}
         self._prompts = 0  # the number of the next group, if lines do not name theirs
         self._lines_name_groups: bool | None = None  # None before the first line
 
@@ -151,13 +187,13 @@ class _Reader:
         response, request = line["response"], line["request"]
         try:
             # The turns of an agent may have different limits of tokens, and such a limit changes no
-            # token's probability. So it is left out of what all lines must share.
+            # token's probability. So it is compared inside a group alone (`_refuse_other_prompt`).
             settings = replace(settings_of(request, where), max_tokens=None)
             refuse_defaults(self.recording.engine, request, self.defaults, where)
             engine, shape = self.recording.engine, self.recording.model.shape
             choices = decode_increments(engine, response, request, shape, where)
             decoded = [(choice.whole(), choice.said()) for choice in choices]
-            digests = digests_of(engine, request, where)
+            digests = [prompt_digest(one) for one in prompt_contents(engine, request)]
             if any(choice.kept is not None for choice in choices):
                 settings = replace(settings, logprobs_of="processed")
             self._refuse_other_settings(settings, request.get("model"), where)
@@ -207,7 +243,7 @@ class _Reader:
             sample = self._samples[group]
             if wrong := wrong_name(version, group, sample):
                 raise EngineError(f"{where}: {wrong}")
-            self._refuse_other_prompt(group, digest, where)
+            self._refuse_other_prompt(group, digest, most_tokens(line["request"]), where)
             self._samples[group] += 1
             seen = RewardSample.of(choice, line, says, group, sample)
             reward = self._reward(line, index, len(decoded), seen, where)
@@ -255,13 +291,22 @@ class _Reader:
             )
         return given
 
-    def _refuse_other_prompt(self, group: int, digest: int, where: str) -> None:
-        """Advantages are normalised over a group, so its rollouts must answer one prompt."""
-        known, first_line = self._digests.setdefault(group, (digest, where))
+    def _refuse_other_prompt(self, group: int, digest: int, most: int | None, where: str) -> None:
+        """Advantages are normalised over a group, so its rollouts must answer one prompt.
+
+        And within one limit of tokens: a response that is cut off at 8 tokens would get its reward
+        beside one that had 1000.
+        """
+        known, limit, first_line = self._prompt_of.setdefault(group, (digest, most, where))
         if known != digest:
             raise EngineError(
                 f"{where}: group {group} has another prompt in {first_line}; each prompt has a "
                 "group of its own"
+            )
+        if limit != most:
+            raise EngineError(
+                f"{where}: max_tokens {_or_not_said(most)}, and {_or_not_said(limit)} in "
+                f"{first_line}, of the same group {group}: give each limit a group of its own"
             )
 
     def _reward(

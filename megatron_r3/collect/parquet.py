@@ -33,29 +33,24 @@ KEY = ("policy_version", "group", "sample")  # these three name a rollout
 ROWS = 1024  # read at a time
 # the columns that a table must have, and the kind of each
 WANTED = {**dict.fromkeys(KEY, "name"), "reward": "reward"}
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    is_plain = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+    return is_plain or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+
+
+def _is_ids(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    is_list = is_list or pa.types.is_fixed_size_list(kind)
+    return is_list and pa.types.is_integer(kind.value_type)
+
+
 # for each kind: how errors call it, and whether a column's type is of it
 _KINDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
     "name": ("whole numbers", pa.types.is_integer),
-    "reward": (
-        "numbers",
-        lambda kind: (
-            pa.types.is_integer(kind)
-            or pa.types.is_floating(kind)
-            or pa.types.is_boolean(kind)
-            or pa.types.is_decimal(kind)
-        ),
-    ),
-    "tokens": (
-        "lists of whole numbers",
-        lambda kind: (
-            (
-                pa.types.is_list(kind)
-                or pa.types.is_large_list(kind)
-                or pa.types.is_fixed_size_list(kind)
-            )
-            and pa.types.is_integer(kind.value_type)
-        ),
-    ),
+    "reward": ("numbers", _is_number),
+    "tokens": ("lists of whole numbers", _is_ids),
 }
 
 
@@ -83,27 +78,24 @@ def _has(store: RolloutStore, tensor: str) -> bool:
 
 def _schema(store: RolloutStore) -> pa.Schema:
     """The columns; those of what only some stores have come last, where a shard has it."""
-    columns = (*KEY, "prompt_digest", "num_tokens", "prompt_length")
-    numbers = [(name, pa.int64()) for name in columns]
-    texts = [(name, pa.string()) for name in ("shard", "engine", "engine_version", "model")]
-    lists = [("tokens", pa.int32()), ("response", pa.bool_()), ("logprobs", pa.float32())]
-    return pa.schema(
-        [
-            *numbers,
-            ("reward", pa.float32()),
-            *((name, pa.list_(kind)) for name, kind in lists),
-            ("recorded", pa.list_(pa.bool_())),
-            ("turns", pa.list_(pa.list_(pa.int32(), 2))),
-            *texts,
-            *([("advantage", pa.float32())] if _has(store, "advantage") else []),
-            *([("versions", pa.list_(pa.list_(pa.int64(), 2)))] if _has(store, "versions") else []),
-            *(
-                (name, pa.list_(pa.int32()))
-                for name in ("kept_sizes", "kept_ids")
-                if _has(store, name)
-            ),
-        ]
-    )
+    names = (*KEY, "prompt_digest", "num_tokens", "prompt_length")
+    columns: dict[str, pa.DataType] = {
+        **dict.fromkeys(names, pa.int64()),
+        "reward": pa.float32(),
+        "tokens": pa.list_(pa.int32()),
+        "response": pa.list_(pa.bool_()),
+        "logprobs": pa.list_(pa.float32()),
+        "recorded": pa.list_(pa.bool_()),
+        "turns": pa.list_(pa.list_(pa.int32(), 2)),
+        **dict.fromkeys(("shard", "engine", "engine_version", "model"), pa.string()),
+    }
+    some = {
+        "advantage": pa.float32(),
+        "versions": pa.list_(pa.list_(pa.int64(), 2)),
+        "kept_sizes": pa.list_(pa.int32()),
+        "kept_ids": pa.list_(pa.int32()),
+    }
+    return pa.schema({**columns, **{name: some[name] for name in some if _has(store, name)}})
 
 
 def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[str, Any]:

@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_r3.data.engines.shape import EngineError
+from megatron_r3.data.engines.body import most_tokens
+from megatron_r3.data.engines.shape import EngineError, naming
+from megatron_r3.data.store.schema import SamplingSettings
 from megatron_r3.replay.words import quoted
 
 # what a store records (`store.schema.SamplingSettings`)
 _RECORDED = {"temperature", "top_p", "top_k", "min_p"}
 _RECORDED |= {"max_tokens", "max_completion_tokens", "max_new_tokens"}
+_MOST_NUMBER = 2.0**31
 
 # Fields that change the distribution, or hide a part of the response, but for these values.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -115,6 +118,63 @@ def refuse_other_fields(request: Mapping[str, Any], where: str) -> None:
                     "change how its tokens are drawn, and no store records it: sample without it"
                     + (f", or with {plain}" if plain else "")
                 )
+
+
+def settings_of(request: Mapping[str, Any], where: str) -> SamplingSettings:
+    """How a request asks for tokens. A setting that the request leaves out is None.
+
+    The engine takes what a request leaves out from the model's generation_config.json or from its
+    own options (`refuse_defaults`).
+
+    Raises:
+        EngineError: naming `where` and the field: a field that is not known to leave the sampled
+            tokens as they are, a value of another type, a number that cannot be, or prompts of one
+            request that are sampled in different ways.
+    """
+    refuse_other_fields(request, where)
+    top_k = _number(request, "top_k", where)
+    if top_k is not None and (top_k != int(top_k) or top_k < -1):
+        raise EngineError(f"{where}: top_k must be a whole number from -1 on; got {quoted(top_k)}")
+    with naming(where):
+        max_tokens = most_tokens(request)
+    return SamplingSettings(
+        temperature=_number(request, "temperature", where),
+        top_p=_number(request, "top_p", where, 1.0),
+        top_k=None if top_k is None else max(int(top_k), 0),  # both -1 and 0 cut nothing off
+        min_p=_number(request, "min_p", where, 1.0),
+        max_tokens=max_tokens,
+    )
+
+
+def _number(
+    request: Mapping[str, Any], name: str, where: str, most: float = _MOST_NUMBER
+) -> float | None:
+    """A number of a request; None if the request does not have it.
+
+    vLLM has it at the top level. SGLang has it in `sampling_params`, which is a list if the request
+    has several prompts; then all of them must say the same.
+    """
+    nested = request.get("sampling_params")
+    holders = nested if isinstance(nested, list) else [nested]
+    values = [holder.get(name) if isinstance(holder, Mapping) else None for holder in holders]
+    if request.get(name) is not None:
+        values = [request[name], *(value for value in values if value is not None)]
+    # `is not` first: NaN is not equal to itself, and is refused as a number below.
+    if any(value is not values[0] and value != values[0] for value in values):
+        raise EngineError(
+            f"{where}: {name} differs between the prompts of one request, or between the request "
+            "and its sampling_params"
+        )
+    value = values[0] if values else None
+    if value is None:
+        return None
+    least = -1.0 if name == "top_k" else 0.0
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        raise EngineError(
+            f"{where}: {name} must be a number from {least:g} to {most:g}; got {quoted(value)}"
+        )
+    return float(value)
 
 
 def left_out(engine: str, request: Mapping[str, Any]) -> list[str]:

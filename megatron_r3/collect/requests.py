@@ -24,7 +24,8 @@ def build_request(
 ) -> tuple[str, dict[str, Any]]:
     """Path and body of the request for one sample, with token ids, log-probs and routes.
 
-    Where the kept sets are wanted, they are asked for. vLLM returns them on another endpoint.
+    Where the kept sets are wanted, they are asked for. vLLM returns them on another endpoint. Each
+    sample is a request of its own: it has its own seed, and is repeated alone.
 
     Args:
         seed: of this sample; None leaves it to the engine.
@@ -34,81 +35,53 @@ def build_request(
     Raises:
         PromptError: this engine cannot be asked such a prompt.
     """
-    if engine == "vllm" and sampling.wants_kept:
-        return "/inference/v1/generate", _vllm_tokens(prompt, sampling, seed, model)
     if engine == "vllm":
         return _vllm(prompt, sampling, seed, model)
-    if engine == "megatron":
-        return _megatron(prompt, sampling)
-    return "/generate", _sglang(prompt, sampling, seed)
+    return _megatron(prompt, sampling) if engine == "megatron" else _sglang(prompt, sampling, seed)
 
 
 def _vllm(
     prompt: Prompt, sampling: Sampling, seed: int | None, model: str
 ) -> tuple[str, dict[str, Any]]:
-    body: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
+    params = {"max_tokens": sampling.max_tokens, "n": 1, **_drawn(sampling, 0)}
+    if seed is not None:
+        params["seed"] = seed
+    named: dict[str, Any] = {"model": model} if model else {}
+    if sampling.wants_kept:  # /v1/completions and /v1/chat return no sampling masks
+        if prompt.tokens is None:
+            raise PromptError(
+                f"{prompt.where}: vLLM returns kept sets for prompts of token ids alone; give "
+                "`prompt` as token ids"
+            )
+        # From 0.32 on the response has a text too, if it is asked for; 0.30 ignores output_mode.
+        body = {"token_ids": prompt.tokens, "sampling_params": {**params, "logprobs": 1}}
+        return "/inference/v1/generate", {**body, "output_mode": "text", **named}
+    # Two ids may have the same text, so log-probs name ids: "token_id:523" instead of " the".
+    params |= {"return_token_ids": True, "return_tokens_as_token_ids": True, **named}
+    if prompt.is_chat:
+        return "/v1/chat/completions", {**params, "messages": prompt.content, "logprobs": True}
+    return "/v1/completions", {**params, "prompt": prompt.content, "logprobs": 1}
+
+
+def _drawn(sampling: Sampling, all_tokens: int) -> dict[str, Any]:
+    """How vLLM and SGLang are to draw a token; `all_tokens` is the top-k that cuts nothing off."""
+    return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,  # for vLLM, too, 0 cuts nothing off
+        "top_k": sampling.top_k or all_tokens,
         # Both are switched off by name: the model's generation_config.json may switch them on.
         "min_p": 0.0,
         "repetition_penalty": 1.0,
-        # Each sample is a request of its own: it has its own seed, and is repeated alone.
-        "n": 1,
-        # Two ids may have the same text, so log-probs name ids: "token_id:523" instead of " the".
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
     }
-    if model:
-        body["model"] = model
-    if seed is not None:
-        body["seed"] = seed
-    if prompt.is_chat:
-        return "/v1/chat/completions", {**body, "messages": prompt.content, "logprobs": True}
-    return "/v1/completions", {**body, "prompt": prompt.content, "logprobs": 1}
 
 
-def _vllm_tokens(
-    prompt: Prompt, sampling: Sampling, seed: int | None, model: str
-) -> dict[str, Any]:
-    """The endpoint that returns sampling masks: /v1/completions and /v1/chat do not."""
-    if prompt.tokens is None:
-        raise PromptError(
-            f"{prompt.where}: vLLM returns kept sets for prompts of token ids alone; give `prompt` "
-            "as token ids"
-        )
-    params: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "n": 1,
-        "logprobs": 1,
-    }
-    if seed is not None:
-        params["seed"] = seed
-    # From 0.32 on the response has a text too, if it is asked for; 0.30 ignores this field.
-    body = {"token_ids": prompt.tokens, "sampling_params": params, "output_mode": "text"}
-    return {**body, "model": model} if model else body
-
-
-def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> dict[str, Any]:
+def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> tuple[str, dict[str, Any]]:
     if prompt.tokens is None:
         raise PromptError(
             f"{prompt.where}: SGLang's /generate returns no token ids of a text or chat; give "
             "`prompt` as token ids"
         )
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,  # for SGLang -1 cuts nothing off
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-    }
+    params = {"max_new_tokens": sampling.max_tokens, **_drawn(sampling, -1)}
     if seed is not None:
         params["sampling_seed"] = seed
     body = {
@@ -118,7 +91,7 @@ def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> dict[str, A
         "return_routed_experts": True,
         "stream": False,
     }
-    return {**body, "return_sampling_mask": True} if sampling.wants_kept else body
+    return "/generate", {**body, "return_sampling_mask": True} if sampling.wants_kept else body
 
 
 def _megatron(prompt: Prompt, sampling: Sampling) -> tuple[str, dict[str, Any]]:

@@ -143,22 +143,16 @@ def _check_info(
 ) -> str | None:
     """Refuse shards that this command would not have written; returns `Stored.engine_policy`."""
     engine_policy = None
+    policy = ("router_fingerprint", "policy_stamp", "engine_policy")
     for shard in store.shards:
         stored_info = shard.info
         # Shards of another policy version may differ in what tells policies apart, in nothing else.
-        same_policy = replace(
-            stored_info,
-            router_fingerprint=info.router_fingerprint,
-            policy_stamp=info.policy_stamp,
-            engine_policy=info.engine_policy,
-        )
+        same_policy = replace(stored_info, **{name: getattr(info, name) for name in policy})
         if same_policy != info:
             raise StoreError(
-                f"{shard.path}: its rollouts were not collected as this command would "
-                "collect them: "
-                f"{'; '.join(differences(same_policy, info))}: take another --out"
+                f"{shard.path}: its rollouts were not collected as this command would collect "
+                f"them: {'; '.join(differences(same_policy, info))}: take another --out"
             )
-        engine_policy_of_shard = stored_info.engine_policy
         if not info.engine_policy:
             # The engine's page names no version. Responses may; `EnginePolicy` compares those.
             stored_info = replace(stored_info, engine_policy="")
@@ -171,7 +165,7 @@ def _check_info(
                     f"the new weights, --policy-version {version_M[0]}, or another --out"
                 )
             continue
-        engine_policy = engine_policy_of_shard
+        engine_policy = shard.info.engine_policy
         if stored_info != info:
             raise StoreError(
                 f"{shard.path}: its rollouts of policy version {policy_version} are of another "
@@ -202,20 +196,14 @@ def _check_prompts(
     place_M = np.searchsorted(groups[order], group_M).clip(max=len(prompts) - 1)
     prompt_M = order[place_M]
     asked_M = of_version_M & (groups[prompt_M] == group_M)
-    no_digest_M = digest_M == 0
-    for rollout in np.flatnonzero(asked_M & (no_digest_M | (digest_M != digests[prompt_M]))):
+    for rollout in np.flatnonzero(asked_M & (digest_M != digests[prompt_M])).tolist():
         prompt = prompts[prompt_M[rollout]]
-        name = f"{prompt.where}: {store.name(int(rollout))} of its group {prompt.group}"
-        if no_digest_M[rollout]:  # a store of version 2: only token ids can be compared
-            if prompt.tokens is None:
-                raise StoreError(
-                    f"{name}: its store does not record the prompt, so nobody can compare "
-                    "it; give another --out"
-                )
-            fields = store.fields(int(rollout))
-            stored_tokens = fields["tokens"][: int(np.argmax(fields["response"]))]
-            if np.array_equal(stored_tokens, np.asarray(prompt.tokens)):
-                continue
+        name = f"{prompt.where}: {store.name(rollout)} of its group {prompt.group}"
+        if digest_M[rollout] == 0:  # a sampler of one's own need not give one
+            raise StoreError(
+                f"{name}: the store has no digest of its prompt, so the two prompts cannot be "
+                "compared: give another --out"
+            )
         raise StoreError(
             f"{name} was sampled from another prompt: give the new prompts another --out, "
             "or a `group` of their own"

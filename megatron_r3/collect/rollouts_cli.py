@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Commands = argparse._SubParsersAction  # the type of what `add_subparsers` returns
 CONCURRENCY = {"vllm": 32, "sglang": 32, "megatron": 32, "transformers": 256}
+Row = tuple[str, str, dict[str, Any]]  # an option or argument: its name, help, and settings
 
 
 def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
@@ -29,155 +30,35 @@ def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("rollouts", help=summary, description=summary)
     parser.set_defaults(group=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
-    _add_collect(commands)
-    _add_inspect(commands)
-    _add_verify(commands)
+    add_command(commands, "collect", run_collect, *_COLLECT)
+    add_command(commands, "inspect", run_inspect, *_INSPECT)
+    add_command(commands, "verify", run_verify, *_VERIFY)
     add_show(commands)
-    add_balance(commands, _number)
-    _add_convert(commands)
-
-
-def _add_collect(commands: Commands[argparse.ArgumentParser]) -> None:
-    summary = "have an engine answer every prompt, reward each response, and store it exactly once"
-    parser = commands.add_parser(
-        "collect",
-        help=summary,
-        description=f"{summary}. The same command goes on where a killed one stopped.",
-    )
-    add = parser.add_argument
-    text = (
-        "a vLLM, SGLang or Megatron server at --url, or transformers, which runs --model in this "
-        "process"
-    )
-    add("--engine", required=True, choices=tuple(CONCURRENCY), help=text)
-    add("--url", help="address of the server, for example http://127.0.0.1:8000")
-    add("--prompts", required=True, type=Path, metavar="FILE", help="the prompts, JSON lines")
-    add("--out", required=True, type=Path, metavar="DIR", help="directory of the rollout store")
-    add("--n", required=True, type=_number(int, 1), help="samples of each prompt")
-    _add_reward(parser)
-    _add_policy_version(parser)
-    _add_model(parser)
-    _add_shard_size(parser)
-    for flag, kind, default, text in _collect_options():
-        add(flag, type=kind, default=default, help=text)
-    text = (
-        "sample with --temperature, --top-p and --top-k, and store the log-probs that the engine "
-        "sends, without kept sets. They need not be those of the distribution that was sampled; "
-        "the ratio of the policy loss then compares two distributions, and its gradient is biased"
-    )
-    add("--biased-sampling", action="store_true", help=text)
-    parser.set_defaults(run=run_collect)
-
-
-def _collect_options() -> tuple[tuple[str, Callable[[str], float], float | None, str], ...]:
-    """Flag, type, default and help of each option that is a number."""
-    return (
-        ("--max-tokens", _number(int, 1), 1024,
-         "the largest number of tokens of a response (default: 1024)"),
-        ("--temperature", _number(float, 0), 1.0,
-         "divide the logits by this; a server also needs --top-k (default: 1)"),
-        ("--top-p", _number(float, 0, 1), 1.0,
-         "sample from the likeliest tokens that together have this probability, and store which "
-         "they were; a server also needs --top-k (default: 1, all tokens)"),
-        ("--top-k", _number(int, 0), 0,
-         "sample from so many of the likeliest tokens, and store which they were "
-         "(default: 0, all)"),
-        ("--seed", int, None, "make each sample's seed from this (default: the engine chooses)"),
-        ("--concurrency", _number(int, 1), None,
-         "samples under way at a time (default: 32; transformers: 256, which run in batches)"),
-        ("--timeout", _number(float, 0.001), 600.0,
-         "seconds that a request to a server may take (default: 600)"),
-        ("--retries", _number(int, 0), 6,
-         "how often a request is repeated after a connection error, a timeout, 429 or 5xx "
-         "(default: 6)"),
-        ("--retry-pause", _number(float, 0), 0.5,
-         "seconds before the first repetition; the pause doubles each time (default: 0.5)"),
-        ("--refused-retries", _number(int, 0), 2,
-         "how often a sample is asked for again after a response that cannot be used (default: 2)"),
-    )  # fmt: skip
-
-
-def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
-    summary = "show what stores hold: rollouts, rewards, lengths, sizes and the experts' load"
-    parser = commands.add_parser("inspect", help=summary, description=summary)
-    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR", help="rollout stores")
-    parser.add_argument("--layers", action="store_true", help="show the experts' load by layer")
-    parser.add_argument(
-        "--model", type=Path, metavar="HF_DIR",
-        help="run some rollouts through transformers with these weights, and compare the routes",
-    )  # fmt: skip
-    parser.add_argument(
-        "--agreement", type=_number(int, 1), default=8, metavar="N",
-        help="how many rollouts --model runs, spread over the store (default: 8)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--model-before", type=Path, metavar="HF_DIR",
-        help="the weights before the last update: tells rows that an engine computed with those",
-    )  # fmt: skip
-    parser.add_argument(
-        "--fail-on-alarm", action="store_true",
-        help="exit with status 1 where --model raises an alarm",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
-    parser.set_defaults(run=run_inspect)
-
-
-def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
-    summary = "check every byte and id of stores; with --model, that its weights sampled them"
-    parser = commands.add_parser("verify", help=summary, description=summary)
-    parser.add_argument("stores", nargs="+", type=Path, metavar="DIR", help="rollout stores")
-    parser.add_argument(
-        "--model", type=Path, metavar="HF_DIR",
-        help="transformers directory of the model that sampled, or a folder of published policies "
-        "(v000000, v000001, ...): each rollout is checked with its own version",
-    )  # fmt: skip
-    parser.set_defaults(run=run_verify)
-
-
-def _add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
+    add_balance(commands, number)
     summary = "make a store of recorded responses, or a parquet table of a store and back"
     convert = commands.add_parser("convert", help=summary, description=summary)
     convert.set_defaults(group=convert)
     kinds = convert.add_subparsers(metavar="KIND")
-
-    summary = "make a store of recorded responses: JSON lines {request, response, reward?, group?}"
-    parser = kinds.add_parser("responses", help=summary, description=summary)
-    parser.add_argument("file", type=Path, metavar="FILE", help="the recorded responses")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new store")
-    parser.add_argument(
-        "--engine",
-        required=True,
-        choices=("vllm", "sglang", "megatron"),
-        help="the engine that sampled them",
-    )
-    parser.add_argument(
-        "--engine-version", default="unknown", metavar="V", help="version of that engine"
-    )
-    _add_model(parser)
-    _add_reward(parser, required=False)
-    _add_policy_version(parser, default=None)
-    _add_shard_size(parser)
-    parser.add_argument(
-        "--skip-refused", action="store_true",
-        help="leave out responses that cannot be decoded, and print why",
-    )  # fmt: skip
-    parser.set_defaults(run=run_responses)
-
-    summary = "write a store as a table without routes, a row for each rollout"
-    parser = kinds.add_parser("to-parquet", help=summary, description=summary)
-    parser.add_argument("store", type=Path, metavar="DIR", help="the store")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the new table")
-    parser.set_defaults(run=run_to_parquet)
-
-    summary = "write a new store: the old one with the rewards of a table"
-    parser = kinds.add_parser("from-parquet", help=summary, description=summary)
-    parser.add_argument("file", type=Path, metavar="FILE", help="the table")
-    parser.add_argument("--store", required=True, type=Path, metavar="DIR", help="the old store")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new store")
-    parser.set_defaults(run=run_from_parquet)
+    add_command(kinds, "responses", run_responses, *_RESPONSES)
+    add_command(kinds, "to-parquet", run_to_parquet, *_TO_PARQUET)
+    add_command(kinds, "from-parquet", run_from_parquet, *_FROM_PARQUET)
 
 
-def _number(kind: type, least: float, most: float = float("inf")) -> Callable[[str], float]:
+def add_command(
+    commands: Commands[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    *rows: Row,
+) -> None:
+    """Register a command with its options."""
+    parser = commands.add_parser(name, help=summary, description=summary)
+    for option, text, settings in rows:
+        parser.add_argument(option, help=text, **settings)
+    parser.set_defaults(run=run)
+
+
+def number(kind: type, least: float, most: float = float("inf")) -> Callable[[str], float]:
     """The type of an argument that is a number from `least` to `most`.
 
     argparse prints the function's name in its error: "invalid whole number (from 1 up) value: '0'".
@@ -192,36 +73,6 @@ def _number(kind: type, least: float, most: float = float("inf")) -> Callable[[s
     limit = f" to {most:g}" if most != float("inf") else " up"
     parse.__name__ = f"{'number' if kind is float else 'whole number'} (from {least:g}{limit})"
     return parse
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, type=Path, metavar="HF_DIR",
-        help="transformers directory of the model that sampled. For a server a config.json alone "
-        "will do; then no digests of the weights are stored or compared",
-    )  # fmt: skip
-
-
-def _add_reward(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    parser.add_argument(
-        "--reward", required=required, metavar="MODULE:FUNCTION",
-        help="function that takes a RewardSample and returns its reward, a number",
-    )  # fmt: skip
-
-
-def _add_policy_version(parser: argparse.ArgumentParser, default: int | None = 0) -> None:
-    unsaid = "0" if default is not None else "what the responses say, if it is a number; else 0"
-    parser.add_argument(
-        "--policy-version", type=_number(int, 0, 2**63 - 1), default=default, metavar="N",
-        help=f"version of the weights that sample (default: {unsaid})",
-    )  # fmt: skip
-
-
-def _add_shard_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shard-size", type=_number(int, 1), default=128, metavar="N",
-        help="rollouts of a shard; a few more if a group would be cut (default: 128)",
-    )  # fmt: skip
 
 
 def run_collect(args: argparse.Namespace) -> int:
@@ -425,3 +276,119 @@ def run_from_parquet(args: argparse.Namespace) -> int:
     changed = from_parquet(args.file, args.store, args.out)
     print(f"{args.out} has the rollouts of {args.store}; rewards that changed: {changed}")
     return 0
+
+
+_DIR: dict[str, Any] = {"type": Path, "metavar": "DIR"}
+_FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+_HF_DIR: dict[str, Any] = {"type": Path, "metavar": "HF_DIR"}
+_MUST = {"required": True}
+_STORES: Row = ("stores", "rollout stores", {"nargs": "+", **_DIR})
+_MODEL: Row = (
+    "--model",
+    "transformers directory of the model that sampled. For a server a config.json alone will do; "
+    "then no digests of the weights are stored or compared",
+    _MUST | _HF_DIR,
+)
+_REWARD = "function that takes a RewardSample and returns its reward, a number"
+_VERSION = "version of the weights that sample (default: {})"
+_SHARD_SIZE: Row = (
+    "--shard-size",
+    "rollouts of a shard; a few more if a group would be cut (default: 128)",
+    {"type": number(int, 1), "default": 128, "metavar": "N"},
+)
+_WHOLE: dict[str, Any] = {"type": number(int, 0, 2**63 - 1), "metavar": "N"}
+
+# The summary of each command, then its options.
+_COLLECT: tuple[Any, ...] = (
+    "have an engine answer every prompt, reward each response, and store it exactly once; the same "
+    "command goes on where a killed one stopped",
+    ("--engine",
+     "a vLLM, SGLang or Megatron server at --url, or transformers, which runs --model in this "
+     "process", {"required": True, "choices": tuple(CONCURRENCY)}),
+    ("--url", "address of the server, for example http://127.0.0.1:8000", {}),
+    ("--prompts", "the prompts, JSON lines", _MUST | _FILE),
+    ("--out", "directory of the rollout store", _MUST | _DIR),
+    ("--n", "samples of each prompt", _MUST | {"type": number(int, 1)}),
+    ("--reward", _REWARD, _MUST | {"metavar": "MODULE:FUNCTION"}),
+    ("--policy-version", _VERSION.format(0), {"default": 0, **_WHOLE}),
+    _MODEL,
+    _SHARD_SIZE,
+    ("--max-tokens", "the largest number of tokens of a response (default: 1024)",
+     {"type": number(int, 1), "default": 1024}),
+    ("--temperature", "divide the logits by this; a server also needs --top-k (default: 1)",
+     {"type": number(float, 0), "default": 1.0}),
+    ("--top-p",
+     "sample from the likeliest tokens that together have this probability, and store which they "
+     "were; a server also needs --top-k (default: 1, all tokens)",
+     {"type": number(float, 0, 1), "default": 1.0}),
+    ("--top-k",
+     "sample from so many of the likeliest tokens, and store which they were (default: 0, all)",
+     {"type": number(int, 0), "default": 0}),
+    ("--seed", "make each sample's seed from this (default: the engine chooses)", {"type": int}),
+    ("--concurrency",
+     "samples under way at a time (default: 32; transformers: 256, which run in batches)",
+     {"type": number(int, 1)}),
+    ("--timeout", "seconds that a request to a server may take (default: 600)",
+     {"type": number(float, 0.001), "default": 600.0}),
+    ("--retries",
+     "how often a request is repeated after a connection error, a timeout, 429 or 5xx (default: 6)",
+     {"type": number(int, 0), "default": 6}),
+    ("--retry-pause",
+     "seconds before the first repetition; the pause doubles each time (default: 0.5)",
+     {"type": number(float, 0), "default": 0.5}),
+    ("--refused-retries",
+     "how often a sample is asked for again after a response that cannot be used (default: 2)",
+     {"type": number(int, 0), "default": 2}),
+    ("--biased-sampling",
+     "sample with --temperature, --top-p and --top-k, and store the log-probs that the engine "
+     "sends, without kept sets. They need not be those of the distribution that was sampled; "
+     "the ratio of the policy loss then compares two distributions, and its gradient is biased",
+     {"action": "store_true"}),
+)  # fmt: skip
+_INSPECT: tuple[Any, ...] = (
+    "show what stores hold: rollouts, rewards, lengths, sizes and the experts' load",
+    _STORES,
+    ("--layers", "show the experts' load by layer", {"action": "store_true"}),
+    ("--model",
+     "run some rollouts through transformers with these weights, and compare the routes", _HF_DIR),
+    ("--agreement", "how many rollouts --model runs, spread over the store (default: 8)",
+     {"type": number(int, 1), "default": 8, "metavar": "N"}),
+    ("--model-before",
+     "the weights before the last update: tells rows that an engine computed with those", _HF_DIR),
+    ("--fail-on-alarm", "exit with status 1 where --model raises an alarm",
+     {"action": "store_true"}),
+    ("--json", "print all numbers as JSON", {"action": "store_true"}),
+)  # fmt: skip
+_VERIFY: tuple[Any, ...] = (
+    "check every byte and id of stores; with --model, that its weights sampled them",
+    _STORES,
+    ("--model",
+     "transformers directory of the model that sampled, or a folder of published policies "
+     "(v000000, v000001, ...): each rollout is checked with its own version", _HF_DIR),
+)  # fmt: skip
+_RESPONSES: tuple[Any, ...] = (
+    "make a store of recorded responses: JSON lines {request, response, reward?, group?}",
+    ("file", "the recorded responses", _FILE),
+    ("--out", "the new store", _MUST | _DIR),
+    ("--engine", "the engine that sampled them",
+     {"required": True, "choices": ("vllm", "sglang", "megatron")}),
+    ("--engine-version", "version of that engine", {"default": "unknown", "metavar": "V"}),
+    _MODEL,
+    ("--reward", _REWARD, {"metavar": "MODULE:FUNCTION"}),
+    ("--policy-version",
+     _VERSION.format("what the responses say, if it is a number; else 0"), _WHOLE),
+    _SHARD_SIZE,
+    ("--skip-refused", "leave out responses that cannot be decoded, and print why",
+     {"action": "store_true"}),
+)  # fmt: skip
+_TO_PARQUET: tuple[Any, ...] = (
+    "write a store as a table without routes, a row for each rollout",
+    ("store", "the store", _DIR),
+    ("--out", "the new table", _MUST | _FILE),
+)
+_FROM_PARQUET: tuple[Any, ...] = (
+    "write a new store: the old one with the rewards of a table",
+    ("file", "the table", _FILE),
+    ("--store", "the old store", _MUST | _DIR),
+    ("--out", "the new store", _MUST | _DIR),
+)

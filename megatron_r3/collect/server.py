@@ -7,6 +7,7 @@ response is used only after the server has said once more that it is what it was
 from __future__ import annotations
 
 import asyncio
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -81,37 +82,10 @@ class Server:
         await self._client.close()
 
 
-def _vllm_version(page: Any) -> Mapping[str, Any]:
-    return {"version": page["version"]}
-
-
-def _vllm_model(page: Any) -> Mapping[str, Any]:
-    return {"model": page["data"][0]["id"]}
-
-
-def _vllm_policy(page: Any) -> Mapping[str, Any]:
-    return {"policy": page["weight_version"]}
-
-
-def _sglang_identity(page: Any) -> Mapping[str, Any]:
-    return {
-        "version": page["version"],
-        "model": page.get("served_model_name") or page.get("model_path"),
-    }
-
-
-def _sglang_policy(page: Any) -> Mapping[str, Any]:
-    return {"policy": page.get("weight_version")}
-
-
 def _megatron_health(page: Any) -> Mapping[str, Any]:
     if page["service"] != "Megatron Inference Server":
         raise LookupError("such service")
     return {}
-
-
-def _megatron_identity(page: Any) -> Mapping[str, Any]:
-    return {name: page[name] for name in ("version", "model", "policy")}
 
 
 _Read = Callable[[Any], Mapping[str, Any]]
@@ -121,18 +95,30 @@ _Read = Callable[[Any], Mapping[str, Any]]
 # that the server was started with, for ever: new weights in place show in /model_info.
 _PAGES: dict[str, tuple[tuple[tuple[str, ...], _Read], ...]] = {
     "vllm": (
-        (("/version",), _vllm_version),
-        (("/v1/models",), _vllm_model),
-        (("/weight_info",), _vllm_policy),
+        (("/version",), lambda page: {"version": page["version"]}),
+        (("/v1/models",), lambda page: {"model": page["data"][0]["id"]}),
+        (("/weight_info",), lambda page: {"policy": page["weight_version"]}),
     ),
     "sglang": (
-        (("/server_info", "/get_server_info"), _sglang_identity),
-        (("/model_info", "/get_model_info"), _sglang_policy),
+        (
+            ("/server_info", "/get_server_info"),
+            lambda page: {
+                "version": page["version"],
+                "model": page.get("served_model_name") or page.get("model_path"),
+            },
+        ),
+        (
+            ("/model_info", "/get_model_info"),
+            lambda page: {"policy": page.get("weight_version")},
+        ),
     ),
     # the second is a page of megatron_r3.loop.serve: upstream's own script does not say who it is
     "megatron": (
         (("/health",), _megatron_health),
-        (("/server_info",), _megatron_identity),
+        (
+            ("/server_info",),
+            lambda page: {name: page[name] for name in ("version", "model", "policy")},
+        ),
     ),
 }
 
@@ -202,10 +188,8 @@ class Watch:
                 raise NoAnswer(f"nobody knows whether it is still the same server: {self._failure}")
 
     async def _compare(self) -> None:
-        names: dict[str, str] = {}
-        for path, read in self._pages:
-            names |= self._read(await self._client.get(path), path, read)
-        now = Identity(**names)
+        pages = [self._read(await self._client.get(path), path, read) for path, read in self._pages]
+        now = Identity(**dict(ChainMap(*pages)))
         for field in fields(Identity):
             before, after = getattr(self.start, field.name), getattr(now, field.name)
             if before != after:

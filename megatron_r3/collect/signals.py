@@ -14,8 +14,9 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,52 +50,45 @@ def raising() -> Iterator[None]:
         _end_at_the_next_signal()
         raise Interrupted(number, "interrupted: run the same command again for the rest")
 
-    before = {number: signal.signal(number, stop) for number in _NUMBERS}
+    before = _handlers(stop)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _give_back(before)
+
+
+@contextmanager
+def noting() -> Iterator[Stop]:
+    """Have the first signal inside the block noted (`Stop`), and the second one end the process."""
+    stop, loop = Stop(), asyncio.get_running_loop()
+
+    # `loop.add_signal_handler` is of no use here: its handlers run between two callbacks of the
+    # loop. While a shard is written, which is one long callback, both the first and the second
+    # signal would wait. `signal.signal` runs between two bytecodes.
+    def note(number: int, frame: FrameType | None) -> None:
+        stop.number = number
+        _end_at_the_next_signal()
+        loop.call_soon_threadsafe(stop.came.set)
+
+    before = _handlers(note)
+    try:
+        yield stop
+    finally:
+        if stop.number is None:  # else they stay as they are: the next signal ends the process
+            _give_back(before)
 
 
 class Stop:
-    """Notes the first signal for the tasks of one event loop. A second signal ends the process.
+    """The first signal that came, for the tasks of one event loop.
 
     Attributes:
-        number: of the first signal; None before it came.
+        number: of that signal; None before it came.
+        came: is set when it has come.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self._came = asyncio.Event()
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Stop:
-        """Take over the signals."""
-        loop = asyncio.get_running_loop()
-
-        # `loop.add_signal_handler` is of no use here: its handlers run between two callbacks of the
-        # loop. While a shard is written, which is one long callback, both the first and the second
-        # signal would wait. `signal.signal` runs between two bytecodes.
-        def stop(number: int, frame: FrameType | None) -> None:
-            self.number = number
-            _end_at_the_next_signal()
-            loop.call_soon_threadsafe(self._came.set)
-
-        for number in _NUMBERS:
-            self._before[number] = signal.signal(number, stop)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Give the signals back. After a signal they stay taken: the next one ends the process."""
-        if self.number is None:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+        self.came = asyncio.Event()
 
     async def first(self, work: Awaitable[T]) -> T:
         """The result of the work, unless a signal comes before the work ends.
@@ -102,7 +96,7 @@ class Stop:
         Raises:
             Interrupted: a signal came, and the work was cancelled.
         """
-        task, came = asyncio.ensure_future(work), asyncio.ensure_future(self._came.wait())
+        task, came = asyncio.ensure_future(work), asyncio.ensure_future(self.came.wait())
         try:
             await asyncio.wait({task, came}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -138,8 +132,17 @@ def _end_at_the_next_signal() -> None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    for number in _NUMBERS:
-        signal.signal(number, end)
+    _handlers(end)
+
+
+def _handlers(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Have the handler take all signals; returns the handlers before it."""
+    return {number: signal.signal(number, handler) for number in _NUMBERS}
+
+
+def _give_back(before: dict[int, Any]) -> None:
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class BackgroundThread:
@@ -157,10 +160,9 @@ class BackgroundThread:
         """Return what the function returns, or raise what it raises."""
         if self._thread.ident is None:
             self._thread.start()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        self._calls.put((loop, future, function, arguments))
-        return await future
+        future: Future[T] = Future()
+        self._calls.put((future, function, arguments))
+        return await asyncio.wrap_future(future)
 
     def close(self, wait_s: float = 0.0) -> None:
         """End the thread after the call that it is at; drop the calls that wait.
@@ -176,25 +178,11 @@ class BackgroundThread:
             self._thread.join(wait_s)
 
     def _run(self) -> None:
-        for loop, future, function, arguments in iter(self._calls.get, None):
-            value: Any = None
-            raised: BaseException | None = None
-            try:
-                value = function(*arguments)
-            except BaseException as error:
-                raised = error
-            try:
-                loop.call_soon_threadsafe(_settle, future, value, raised)
-            except RuntimeError:  # the loop is closed: nobody waits for the result
-                return
+        for future, function, arguments in iter(self._calls.get, None):
+            if future.set_running_or_notify_cancel():  # else nobody waits for the result any more
+                try:
+                    future.set_result(function(*arguments))
+                except BaseException as error:
+                    future.set_exception(error)
             # Else the last result would be held until the next call returns.
-            del future, function, arguments, value, raised
-
-
-def _settle(future: asyncio.Future[Any], value: Any, raised: BaseException | None) -> None:
-    if future.done():  # its task was cancelled
-        return
-    if raised is None:
-        future.set_result(value)
-    else:
-        future.set_exception(raised)
+            del future, function, arguments

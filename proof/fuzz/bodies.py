@@ -158,17 +158,6 @@ def completions(answer: Answer) -> tuple[Any, dict[str, Any]]:
     )
 
 
-def nested(answer: Answer) -> tuple[Any, dict[str, Any]]:
-    """vLLM 0.21: nested lists, the prompt's rows beside the choices, MoE layers only."""
-    body, request = completions(answer)
-    for one, choice in zip(answer.choices, body["choices"], strict=True):
-        rows = _plain(one.rows)
-        choice["routed_experts"] = rows[len(answer.prompt) :] if isinstance(rows, list) else rows
-        if isinstance(rows, list):
-            body["prompt_routed_experts"] = rows[: len(answer.prompt)]
-    return body, request
-
-
 def chat(answer: Answer) -> tuple[Any, dict[str, Any]]:
     """vLLM's /v1/chat/completions. Only the response says which tokens the prompt has."""
     choices = [
@@ -311,7 +300,6 @@ class Dialect:
 
 DIALECTS = {
     "completions": Dialect("vllm", completions),
-    "nested": Dialect("vllm", nested, EVERY_LAYER),
     "chat": Dialect("vllm", chat, returns_prompt=False),
     "generate": Dialect("vllm", generate, returns_prompt=False),
     "stream": Dialect("vllm", stream, names_model=False, returns_prompt=False),

@@ -43,9 +43,6 @@ def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdi
     name = rng.choice([*bodies.DIALECTS])
     dialect = bodies.DIALECTS[name]
     answer = bodies.make_answer(rng, dialect.shape, rng.choice((1, 1, 1, 2, 3)))
-    if name == "nested":  # such a body has the prompt's rows once, for all its choices
-        for choice in answer.choices[1:]:
-            choice.rows[: len(answer.prompt)] = answer.choices[0].rows[: len(answer.prompt)]
     kind = rng.choice([*_WAYS])
     possible, must = True, kind in ("nothing", "other value", "other order")
     expected = copy.deepcopy(answer)
@@ -57,8 +54,6 @@ def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdi
     else:
         said = ""
     body, request = dialect.build(answer)
-    if kind == "base64" and name == "nested":
-        kind = "field"
     if kind in CHANGES:
         body, said = CHANGES[kind](body, rng)
     text = body if isinstance(body, str) else json.dumps(body)
@@ -167,8 +162,6 @@ def _other_value(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
 def _impossible(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
     """Put an impossible value in; return which."""
     choice = rng.choice(answer.choices)
-    if dialect is bodies.DIALECTS["nested"]:  # else choices with the same prompt would differ
-        answer.choices = [choice]
     where = rng.randrange(len(choice.tokens))
     kinds = ["log-prob", "log-prob", "token", "routes", "routes", "counts", "too many", "aborted"]
     kinds += ["prompt"] * dialect.returns_prompt + ["names"] * dialect.names_tokens
@@ -227,7 +220,7 @@ def _impossible_rows(choice: Any, dialect: Dialect, rng: random.Random) -> str:
         rows[row, layer] = 0
     elif kind == "all zeros":
         rows[:] = 0
-    elif kind == "layers" and dialect is not bodies.DIALECTS["nested"]:
+    elif kind == "layers":
         choice.rows = rng.choice((rows[:, :-1], np.concatenate([rows, rows[:, 1:2]], 1)))
     elif kind == "top-k":
         choice.rows = rng.choice((rows[:, :, :-1], np.concatenate([rows, rows[:, :, :1]], 2)))

@@ -144,15 +144,6 @@ def vllm_stream(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
     return text, {"token_ids": PROMPT, "stream": True, "sampling_params": {"logprobs": 1}}
 
 
-def vllm_021(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
-    """0.21: nested lists, the prompt's rows beside the choices, MoE layers only."""
-    body, request = vllm(rows)
-    lists = rows[:, list(SHAPE.moe_layers)].tolist()
-    body["prompt_routed_experts"] = lists[: len(PROMPT)]
-    body["choices"][0]["routed_experts"] = lists[len(PROMPT) :]
-    return sent(body), request
-
-
 def vllm_python(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
     """vllm/outputs.py of 0.14-0.20: an int32 array of all hidden layers."""
     output = SimpleNamespace(

@@ -23,6 +23,12 @@ from megatron_r3.data.values import MOST_TOKEN_ID
 from megatron_r3.replay.words import quoted, said
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+# The fields of a request that may hold its prompt, of each engine: the first that is there counts.
+_PROMPTS = {
+    "vllm": ("token_ids", "prompt"),
+    "sglang": ("input_ids", "text", "prompt"),
+    "megatron": ("prompt",),
+}
 _MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 _TOKEN_ID = re.compile(r"token_id:(\d{1,10})")
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -133,22 +139,15 @@ def refuse_physical_ids(engine: str, version: str | None, first_logical: tuple[i
         )
 
 
-def prompts(request: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
-    """Token ids of each prompt of a request; None for a text or a chat.
-
-    The arguments are those of `prompt_contents`.
-    """
-    contents = prompt_contents(request, names)
+def prompts(engine: str, request: Mapping[str, Any]) -> list[Any]:
+    """Token ids of each prompt of a request; None for a text or a chat."""
+    contents = prompt_contents(engine, request)
     return [None if isinstance(one, str) or _is_chat(one) else one for one in contents]
 
 
-def prompt_contents(request: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
-    """Each prompt of a request as it was sent: token ids, a text, or the messages of a chat.
-
-    Args:
-        request: the body that was sent.
-        names: the fields that may hold prompts; the first one that is there counts.
-    """
+def prompt_contents(engine: str, request: Mapping[str, Any]) -> list[Any]:
+    """Each prompt of a request as it was sent: token ids, a text, or the messages of a chat."""
+    names = _PROMPTS[engine]
     if "messages" in request:
         messages = request["messages"]
         if not _is_chat(messages) or not all(isinstance(one, Mapping) for one in messages):
@@ -321,8 +320,12 @@ def shaped_array(text: Any, dtype: str, shape: Any, name: str) -> np.ndarray:
             f"{name}: routes must be [tokens, layers, topk]; got {len(flat)} ids for the shape "
             f"{quoted(shape, 60)}"
         )
+    return _shaped(flat, tuple(shape), "C", name)
+
+
+def _shaped(flat: np.ndarray, shape: tuple[int, ...], order: Any, name: str) -> np.ndarray:
     try:
-        return flat.reshape(shape)
+        return flat.reshape(shape, order=order)
     except ValueError as error:  # (0, 2**40, 2**40) is empty, and numpy still has no such array
         raise EngineError(f"{name}: not a shape of an array ({error})") from error
 
@@ -375,11 +378,8 @@ def _npy_array(raw: bytes, name: str) -> np.ndarray:
     expected, got = math.prod(shape) * dtype.itemsize, len(raw) - header.end()
     if expected != got:
         raise EngineError(f"{broken} ({got} bytes for {shape} of {dtype})")
-    try:
-        flat = np.frombuffer(raw, dtype, offset=header.end()) if got else np.empty(0, dtype)
-        return flat.reshape(shape, order="F" if header["fortran"] == b"True" else "C")
-    except ValueError as error:  # (0, 2**40, 2**40) is empty, and numpy still has no such array
-        raise EngineError(f"{broken} ({error})") from error
+    flat = np.frombuffer(raw, dtype, offset=header.end()) if got else np.empty(0, dtype)
+    return _shaped(flat, shape, "F" if header["fortran"] == b"True" else "C", name)
 
 
 def _plain(value: Any, name: str) -> np.ndarray:

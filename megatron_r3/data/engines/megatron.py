@@ -76,7 +76,7 @@ def decode_increments(
         if request.get("stream"):
             raise EngineError("a streamed response is not read; ask with stream false")
         refuse_response(response, request, any_model="EMPTY")
-        asked = prompts(request, ("prompt",))
+        asked = prompts("megatron", request)
         # /v1/completions ignores n: there is one choice for each prompt
         count = whole_number(option(request, "n", 1) if "messages" in request else 1, "n", 1)
         choices = choices_in_order(response.get("choices"), count * len(asked))

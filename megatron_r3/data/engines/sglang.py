@@ -59,8 +59,6 @@ from megatron_r3.replay.words import quoted
 #   {"choices": [{"index": 0, "token_ids": [7, 3], "prompt_token_ids": [5, 9], "logprobs": {...}}],
 #    "sglext": {"routed_experts": "AwAAAAEAAAA..."}}
 
-PROMPT_FIELDS = ("input_ids", "text", "prompt")  # of a request: the first that is there counts
-
 # 0.5.23 with return_sampling_mask: managers/tokenizer_manager.py, `_handle_batch_output`
 _MASK, _MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 
@@ -100,7 +98,7 @@ def decode_increments(
             refuse_physical_ids("SGLang", version, (0, 5, 10))
         if isinstance(response, str) or request.get("stream"):
             raise EngineError("a streamed response is not read; ask with stream false")
-        asked = prompts(request, PROMPT_FIELDS)
+        asked = prompts("sglang", request)
         count = whole_number(_samples_of_one(request), "n", 1)
         start = request.get("routed_experts_start_len")
         start = whole_number(0 if start is None else start, "start")

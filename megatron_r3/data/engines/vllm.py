@@ -19,8 +19,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from megatron_r3.data.engines.body import (
     choices_in_order,
     id_array,
@@ -52,10 +50,6 @@ from megatron_r3.replay.words import quoted, said
 #       "index": 0, "finish_reason": "length", "prompt_token_ids": [5, 9], "token_ids": [7, 3],
 #       "logprobs": {"token_logprobs": [-0.5, -1.2], "tokens": ["token_id:7", "token_id:3"]},
 #       "routed_experts": "k05VTVBZ..."}]}              3 rows: of the tokens 5, 9 and 7
-#
-# vLLM 0.21 sends "prompt_routed_experts" with 2 rows beside the choices, and 1 row in the choice.
-
-PROMPT_FIELDS = ("token_ids", "prompt")  # of a request: the first that is there counts
 
 _ASK_IDS = "ask with return_token_ids true"
 _NO_ROUTES = "a streamed response carries no routes; ask with stream false"
@@ -95,7 +89,7 @@ def decode_increments(
             body, request = _from_python(response, request)
         start = whole_number(option(request, "routed_experts_prompt_start", 0), "start")
         count = whole_number(option(request, "n", 1), "n", 1)
-        asked = prompts(request, PROMPT_FIELDS)
+        asked = prompts("vllm", request)
         choices = choices_in_order(body.get("choices"), count * len(asked))
 
     return read_choices(
@@ -137,13 +131,12 @@ def _increment(
     tokens_N = checked_tokens(prompt, response_G, request, shape)
     hint = _ask_logprobs(request)
     logprobs_G = sampled_logprobs(choice.get("logprobs"), response_G, hint, len(prompt))
-    if body.get("prompt_routed_experts") is None:
-        routes = decode_routes(choice, len(tokens_N), shape, start)
-    elif start:
-        raise EngineError("vLLM 0.21 knows no routed_experts_prompt_start: leave it out")
-    else:
-        rows_TYK = _prompt_and_response_rows(body, choice, len(prompt), shape)
-        routes = checked_routes(rows_TYK, len(tokens_N), shape)
+    if body.get("prompt_routed_experts") is not None:
+        raise EngineError(
+            "prompt_routed_experts are the form of vLLM 0.21, which loses rows of cached prefixes "
+            "and misplaces dense layers: take 0.22 or later"
+        )
+    routes = decode_routes(choice, len(tokens_N), shape, start)
     # /inference/v1/generate of a server with --return-sampling-mask: such a server does not start
     # without --logprobs-mode processed_logprobs, so its log-probs are normalised over the mask
     kept = kept_sets(choice.get("sampling_mask"), "sampling_mask", len(prompt), len(response_G))
@@ -190,30 +183,6 @@ def decode_routes(
     if routed is None:
         raise EngineError("no routed_experts; start the server with --enable-return-routed-experts")
     return checked_routes(integer_array(routed, "routed_experts"), num_tokens, shape, start)
-
-
-def _prompt_and_response_rows(
-    body: Mapping[str, Any], choice: Mapping[str, Any], prompt_length: int, shape: ModelShape
-) -> np.ndarray:
-    """The rows as vLLM 0.21 sends them: the prompt's beside the choices, G - 1 in each choice."""
-    if shape.moe_layers != tuple(range(shape.num_hidden_layers)):
-        raise EngineError(
-            "vLLM 0.21 misplaces the layers of a model with dense layers: take 0.27 or later"
-        )
-    name = "prompt_routed_experts"
-    prompt_TYK = integer_array(body[name], name)
-    if len(prompt_TYK) != prompt_length:
-        raise EngineError(f"{name}: {len(prompt_TYK)} rows for {prompt_length} prompt tokens")
-    routed = choice.get("routed_experts")
-    if routed is None or (isinstance(routed, (list, tuple)) and not routed):
-        return prompt_TYK  # one response token: the last token of all, which has no row
-    response_TYK = integer_array(routed, "routed_experts")
-    if response_TYK.shape[1:] != prompt_TYK.shape[1:]:
-        raise EngineError(
-            f"prompt rows are {prompt_TYK.shape[1:]}, response rows {response_TYK.shape[1:]} "
-            "[layers, topk]"
-        )
-    return np.concatenate([prompt_TYK, response_TYK])
 
 
 def _from_python(

@@ -18,7 +18,7 @@ from megatron_r3.cli import main
 from megatron_r3.collect.convert import Recording, _Reader, convert_responses
 from megatron_r3.collect.prompt_plan import Model
 from megatron_r3.collect.prompts import prompt_digest
-from megatron_r3.collect.recorded import settings_of
+from megatron_r3.collect.request_fields import settings_of
 from megatron_r3.collect.reward import RewardError
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.store import RolloutStore
@@ -137,6 +137,12 @@ def test_lines_may_differ_in_how_long_a_response_may_get(folder, capsys):
     assert convert([one, other]) == 0
     (shard,) = RolloutStore(["store"]).shards
     assert shard.info.sampling == SamplingSettings(temperature=1.0)
+    assert convert([one | {"group": 5}, other | {"group": 6}], "--out", "groups") == 0
+    capsys.readouterr()
+    assert convert([one | {"group": 5}, other | {"group": 5}], "--out", "one") == 1
+    assert error_of(capsys).startswith(
+        "raw.jsonl, line 2: max_tokens 41, and 40 in raw.jsonl, line 1, of the same group 5: give"
+    )
 
 
 def test_each_rollout_knows_its_prompt(folder):
@@ -337,6 +343,7 @@ def lines_of(engine: str) -> list[dict[str, Any]]:
     makers = {
         "vllm": (made.vllm, made.vllm_stream),
         "sglang": (made.sglang, made.sglang_openai),
+        "megatron": (made.megatron, lambda rows: made.megatron(rows, None)),
     }[engine]
     return [
         {"request": request, "response": response, "reward": 1.0, "group": 3}
@@ -344,7 +351,7 @@ def lines_of(engine: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "megatron"])
 @pytest.mark.filterwarnings("ignore")
 def test_mutated_lines(folder, engine):
     """Each line is stored whole, or refused in one line that names it: nothing else is raised."""

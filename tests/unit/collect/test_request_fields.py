@@ -16,8 +16,7 @@ from engine_server import DATA
 
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt
-from megatron_r3.collect.recorded import settings_of
-from megatron_r3.collect.request_fields import PLAIN, left_out, refuse_other_fields
+from megatron_r3.collect.request_fields import PLAIN, left_out, refuse_other_fields, settings_of
 from megatron_r3.collect.requests import build_request
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.store import RolloutStore

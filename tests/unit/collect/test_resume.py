@@ -94,61 +94,27 @@ def test_another_version_has_other_weights(tmp_path, info, version, pushed):
     assert stored_samples(tmp_path / "v7", STAMPED, 7, prompts).engine_policy == "v7"
 
 
-def test_a_text_is_not_its_token_ids_nor_a_chat(folder, capsys):
-    write_prompts(folder, [{"prompt": list(PROMPTS[0])}])
-    with engine() as server:
-        assert main(command(server.url, 1)) == 0
-        write_prompts(folder, [{"prompt": "text"}])
-        assert main(command(server.url, 2)) == 1
-        assert "was sampled from another prompt" in capsys.readouterr().err
+OTHER = "was sampled from another prompt: give the new prompts another --out"
+NONE = "the store has no digest of its prompt, so the two prompts cannot be compared: give another"
 
 
-def rewritten(folder, digests):
-    """The store as one shard, its rollouts with these digests."""
-    store = RolloutStore([folder / "store"])
-    rollouts = [replace(store.rollout(i), prompt_digest=d) for i, d in enumerate(digests)]
-    info = store.info
-    for shard in store.shards:
-        shard.path.unlink()
-    write_shard(folder / "store", info, rollouts)
-
-
-@pytest.mark.parametrize("kind", OF_KIND)
-@pytest.mark.parametrize("rollout", [0, 3, 5])
-def test_every_rollout_of_a_group_is_compared(folder, capsys, kind, rollout):
+@pytest.mark.parametrize("content", [[1, 2], "text", [{"role": "user", "content": "text"}]])
+@pytest.mark.parametrize("rollout", range(3))
+def test_every_rollout_of_a_group_is_compared(tmp_path, content, rollout):
     """Not only the first of its group: one that another run added may have another prompt."""
-    write_prompts(folder, OF_KIND[kind][:2])
-    with engine() as server:
-        assert main(command(server.url, 3)) == 0
-        digests = RolloutStore([folder / "store"]).column("prompt_digest").tolist()
-        digests[rollout] ^= 4
-        rewritten(folder, digests)
-        assert main(command(server.url, 4)) == 1
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert f"line {rollout // 3 + 1}: store/shard-00000.safetensors: rollout {rollout}" in error
-
-
-@pytest.mark.parametrize("kind", OF_KIND)
-def test_a_store_without_digests(folder, capsys, kind):
-    """Token ids are compared as they are, of each rollout; of texts and chats nobody can tell."""
-    lines = OF_KIND[kind]
-    write_prompts(folder, lines[:2])
-    with engine() as server:
-        assert main(command(server.url, 2)) == 0
-        rewritten(folder, [0] * 4)
-        capsys.readouterr()
-        if kind != "ids":
-            assert main(command(server.url, 3)) == 1
-            assert capsys.readouterr().err.splitlines()[1:] == [
-                "error: prompts.jsonl, line 1: store/shard-00000.safetensors: rollout 0 of its "
-                "group 0: its store does not record the prompt, so nobody can compare it; "
-                "give another --out"
-            ]
-            return
-        assert main(command(server.url, 3)) == 0
-        write_prompts(folder, [lines[0], lines[2]])
-        assert main(command(server.url, 4)) == 1
-        assert "line 2: store/shard-00000.safetensors: rollout 2" in capsys.readouterr().err
+    prompts = [Prompt("line 1", 4, content, {}), Prompt("line 2", 9, [7], {})]
+    digest = prompts[0].digest
+    for out, changed, message in (("a", digest, ""), ("b", digest ^ 4, OTHER), ("c", 0, NONE)):
+        made = [replace(one, prompt_digest=digest, group=4, sample=i)
+                for i, one in enumerate(ROLLOUTS[:3])]  # fmt: skip
+        made[rollout] = replace(made[rollout], prompt_digest=changed)
+        write_shard(tmp_path / out, INFO, made)
+        if not message:
+            assert len(stored_samples(tmp_path / out, INFO, 7, prompts).samples) == 3
+            continue
+        name = f"^line 1: .*shard-00000.safetensors: rollout {rollout} of its group 4.* {message}"
+        with pytest.raises(StoreError, match=name):
+            stored_samples(tmp_path / out, INFO, 7, prompts)
 
 
 def test_only_what_differs_is_said(folder, capsys):

@@ -21,13 +21,11 @@ import numpy as np
 import pytest
 from engine_mutations import mutated, mutated_object
 
-from megatron_r3.data.engines import EngineError, ModelShape, decode, decode_increments, stitch
+from megatron_r3.data.engines import EngineError, decode, decode_increments, stitch
 
 ROUNDS = 3000
-NO_DENSE = ModelShape(made.EXPERTS, made.TOPK, (0, 1, 2), 3)  # what 0.21 can be read of
 ENGINES: dict[str, tuple[str, Callable]] = {
     "vllm": ("vllm", made.vllm),
-    "vllm-0.21": ("vllm", made.vllm_021),
     "vllm-stream": ("vllm", made.vllm_stream),
     "vllm-python": ("vllm", made.vllm_python),
     "sglang": ("sglang", made.sglang),
@@ -61,9 +59,6 @@ def routes_in(body: Any, name: str) -> np.ndarray | None:
             return np.array(routed[1]["data"] if routed[0] == "ndarray" else routed).transpose(
                 1, 0, 2
             )
-        if "prompt_routed_experts" in body:
-            parts = [body["prompt_routed_experts"], choice["routed_experts"]]
-            return np.concatenate([p for p in parts if p]).transpose(1, 0, 2)
         return _of_layers(np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))))
     except Exception:
         return None
@@ -77,7 +72,7 @@ def _of_layers(rows: np.ndarray) -> np.ndarray:
 @pytest.mark.filterwarnings("ignore")
 def test_mutated_bodies(name):
     engine, make = ENGINES[name]
-    rows, shape = made.made_rows(), NO_DENSE if name == "vllm-0.21" else made.SHAPE
+    rows, shape = made.made_rows(), made.SHAPE
     body, request = make(rows)
     expected = made.moe_ids(rows)
     mutate = mutated_object if name == "vllm-python" else mutated
@@ -105,7 +100,7 @@ def test_mutated_bodies(name):
 @pytest.mark.parametrize("name", ENGINES)
 def test_mutated_requests(name):
     engine, make = ENGINES[name]
-    rows, shape = made.made_rows(), NO_DENSE if name == "vllm-0.21" else made.SHAPE
+    rows, shape = made.made_rows(), made.SHAPE
     body, request = make(rows)
     request = json.loads(json.dumps(request, default=lambda array: array.tolist()))
     request |= {"n": 1, "routed_experts_prompt_start": 0, "routed_experts_start_len": 0, "start": 0}

@@ -19,7 +19,7 @@ import pytest
 from megatron_r3.data import engines
 from megatron_r3.data.engines import EngineError, stitch
 from megatron_r3.data.engines import body as common
-from tests.unit.data.engines.test_fuzz import ENGINES, NO_DENSE
+from tests.unit.data.engines.test_fuzz import ENGINES
 from tests.unit.data.engines.test_vllm import ALL, QWEN, load
 
 IMPOSSIBLE = {
@@ -34,14 +34,12 @@ IMPOSSIBLE = {
 MOST = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 
 
-def shape_of(name: str, vocab_size: int | None = None) -> Any:
-    return replace(NO_DENSE if name == "vllm-0.21" else made.SHAPE, vocab_size=vocab_size)
+def shape_of(vocab_size: int | None = None) -> Any:
+    return replace(made.SHAPE, vocab_size=vocab_size)
 
 
 def decode(name: str, body: Any, request: dict[str, Any], vocab_size: int | None = None) -> Any:
-    (one,) = engines.decode(
-        ENGINES[name][0], body, request, shape_of(name, vocab_size), "request 7"
-    )
+    (one,) = engines.decode(ENGINES[name][0], body, request, shape_of(vocab_size), "request 7")
     return one
 
 
@@ -107,7 +105,7 @@ def test_the_larger_of_two_limits_counts_and_each_prompt_has_its_own():
     assert common.most_tokens({"sampling_params": {}}) is None
 
 
-@pytest.mark.parametrize("name", ["vllm", "vllm-stream", "vllm-0.21", "sglang-openai", "megatron"])
+@pytest.mark.parametrize("name", ["vllm", "vllm-stream", "sglang-openai", "megatron"])
 def test_a_response_of_another_model_is_refused(name):
     body, request = ENGINES[name][1](made.made_rows())
     request["model"] = "tiny"

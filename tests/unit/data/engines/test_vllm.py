@@ -199,34 +199,6 @@ def test_nested_start_of_generate_is_seen():
     assert decode_routes(choice, 209, DENSE0, start=180).num_rows == 28
 
 
-def split_form(payload: dict[str, Any]) -> dict[str, Any]:
-    """The 0.21 form of a response with one prompt."""
-    payload = copy.deepcopy(payload)
-    rows = [rows_of(payload, i) for i in range(len(payload["response"]["choices"]))]
-    payload["response"]["prompt_routed_experts"] = rows[0][:12].tolist()
-    for choice, own in zip(payload["response"]["choices"], rows, strict=True):
-        choice["routed_experts"] = own[12:].tolist()
-    return payload
-
-
-def test_prompt_rows_beside_the_choices(two):
-    for expected, got in zip(decode(two), decode(split_form(two)), strict=True):
-        assert (got.routes.ids_LTK == expected.routes.ids_LTK).all()
-
-
-def test_prompt_rows_beside_the_choices_refused(two):
-    with pytest.raises(EngineError, match="dense layers"):
-        decode(split_form(two), DENSE0)
-    cached = split_form(two)
-    cached["response"]["prompt_routed_experts"][3] = [[0] * 4] * 4
-    with pytest.raises(EngineError, match=r"did not capture routes: 4 of 84 rows.*token 3"):
-        decode(cached)
-    short = split_form(two)
-    short["response"]["prompt_routed_experts"].pop()
-    with pytest.raises(EngineError, match="11 rows for 12 prompt tokens"):
-        decode(short)
-
-
 def test_a_server_that_captured_nothing_is_refused():
     with pytest.raises(EngineError, match=r"did not capture routes.*vLLM 0\.22-0\.26 on CPU"):
         decode(load(REJECT, "14_p12_g10_n2"))

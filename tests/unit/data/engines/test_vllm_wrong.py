@@ -163,6 +163,13 @@ def test_parts_of_a_chat_that_are_no_text(kind):
             decode(payload)
 
 
+def test_the_form_of_021_is_refused(two):
+    """Its rows of a cached prefix are zeros, and it misplaces the layers of some models."""
+    two["response"]["prompt_routed_experts"] = rows_of(two)[:12].tolist()
+    with pytest.raises(EngineError, match=r"choice 0: .* form of vLLM 0\.21.*take 0\.22"):
+        decode(two)
+
+
 def test_swapped_prompts_are_refused():
     payload = load(QWEN, "15_batch3_lists")
     choices = payload["response"]["choices"]
