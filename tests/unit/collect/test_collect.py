@@ -280,25 +280,6 @@ def test_a_failing_reward_names_the_prompt_and_loses_nothing(folder, capsys, fun
     assert len(RolloutStore([folder / "store"])) == 6
 
 
-def test_a_store_of_something_else_is_refused(folder, capsys):
-    with engine() as server:
-        assert collect(server.url, 1) == 0
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "num_experts": 32}))
-        assert collect(server.url, 2) == 1
-        assert "take another --out" in capsys.readouterr().err
-        (folder / "config.json").write_text(json.dumps(config))
-        lines = (folder / "prompts.jsonl").read_text().splitlines()
-        other = json.dumps({**json.loads(lines[2]), "prompt": PROMPTS[0]})
-        (folder / "prompts.jsonl").write_text("\n".join([*lines[:2], other, *lines[3:]]))
-        assert collect(server.url, 2) == 1
-        assert "line 3: " in capsys.readouterr().err
-        (folder / "prompts.jsonl").write_text("\n".join(lines))
-        assert collect(server.url, 1, "--policy-version", "1") == 0
-    store = RolloutStore([folder / "store"])
-    assert sorted(store.column("policy_version").tolist()) == [0] * 6 + [1] * 6
-
-
 @pytest.mark.parametrize("out", ["afile", "afile/store", "/proc/store"])
 def test_an_out_that_cannot_be_written(folder, capsys, out):
     (folder / "afile").write_text("mine")

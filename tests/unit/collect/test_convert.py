@@ -166,17 +166,6 @@ def test_a_response_without_text_has_no_text_to_reward(folder, capsys):
     assert "the engine sent no text: read sample.response_tokens" in capsys.readouterr().err
 
 
-def test_no_lines_and_no_json(folder, capsys):
-    assert convert([]) == 1
-    assert "no responses to store" in capsys.readouterr().err
-    Path("bad.jsonl").write_text("{")
-    arguments = ["--engine", "vllm", "--model", "config.json", "--out", "store"]
-    assert main(["rollouts", "convert", "responses", "bad.jsonl", *arguments]) == 1
-    assert "bad.jsonl, line 1: not JSON" in capsys.readouterr().err
-    assert main(["rollouts", "convert", "responses", "none.jsonl", *arguments]) == 1
-    assert "none.jsonl" in capsys.readouterr().err
-
-
 def back(table: pa.Table, out: str = "new") -> int:
     pq.write_table(table, "new.parquet")
     arguments = ["new.parquet", "--store", "store", "--out", out]

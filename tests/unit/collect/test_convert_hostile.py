@@ -164,13 +164,6 @@ def test_each_rollout_knows_its_prompt(folder):
     assert all(0 < digest < 2**63 for digest in found)
 
 
-def test_digests_of_prompts():
-    assert prompt_digest([1, 2]) != prompt_digest("[1,2]") != prompt_digest([{"a": 1}])
-    assert prompt_digest([{"b": 1, "a": 2}]) == prompt_digest([{"a": 2, "b": 1}])
-    assert prompt_digest([12]) != prompt_digest([1, 2])
-    assert prompt_digest("\ud800") > 0
-
-
 def test_a_group_has_one_prompt(folder, capsys):
     one, other = payload("03_p5_g1") | {"reward": 1}, payload("19_chat_turn1") | {"reward": 1}
     assert convert([one | {"group": 5}, other | {"group": 5}]) == 1
@@ -200,15 +193,10 @@ def test_numbers_that_a_store_cannot_hold(folder, capsys, change, message):
     assert len(error) < 400
 
 
-def test_a_negative_group_is_a_group(folder):
-    line = {**payload("14_p12_g10_n2"), "reward": [1, 2]}
-    assert convert([line | {"group": -(2**63)}]) == 0
-    assert RolloutStore(["store"]).column("group").tolist() == [-(2**63)] * 2
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (b"", "no responses to store"),
         (b"[" * 100_000, "line 1: JSON with more than 64 brackets"),
         (b'{"request": {"a": ' + b"9" * 5000 + b'}, "response": {}}', "line 1: not JSON"),
         (b"\xff\xfe{\x00}\x00", "line 1: not JSON"),
@@ -221,7 +209,7 @@ def test_lines_that_are_no_json(folder, capsys, text, message):
     Path("raw.jsonl").write_bytes(text)
     arguments = ["--engine", "vllm", "--model", "config.json", "--out", "store"]
     assert main(["rollouts", "convert", "responses", "raw.jsonl", *arguments]) == 1
-    assert error_of(capsys).startswith(f"raw.jsonl, {message}")
+    assert message in error_of(capsys)
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "raw.jsonl"]
 
 

@@ -154,12 +154,9 @@ def put(value):
         (tagged(["int16"]), "ids must be integers"),
         (tagged("|V99999999"), "ids must be integers"),
         (data(lambda rows: rows[:-1]), "8 rows of routes for 10 tokens"),
-        (data(lambda rows: [*rows, rows[0]]), "10 rows of routes for 10 tokens"),
         (data(lambda rows: np.transpose(rows, (1, 0, 2)).tolist()), "9 layers; the model has 3"),
-        (data(lambda rows: np.array(rows)[..., :3].tolist()), "top-3 routes"),
         (data(lambda rows: np.array(rows, float).tolist()), "ids must be integers; got float"),
         (data(lambda rows: [rows]), "got shape"),
-        (data(put(16)), r"outside 0\.\.15 at MoE layer 1, token 4"),
         (data(put(-1)), r"outside 0\.\.15 at MoE layer 1, token 4"),
         (data(put(40000)), "does not fit int16"),
         (data(put("3")), "ids must be integers; got int, str"),
@@ -171,13 +168,6 @@ def put(value):
 def test_wrong_routes_are_refused(change, message):
     with pytest.raises(EngineError, match=f"request 7, choice 0.*({message})"):
         decode(*routed(change))
-
-
-def test_duplicates_are_refused():
-    rows = made.made_rows()
-    rows[6, 2] = [3, 5, 3, 1]
-    with pytest.raises(EngineError, match="twice in one row at MoE layer 1, token 6"):
-        decode(*made.megatron(rows))
 
 
 def test_evicted_requests_without_routes_are_refused():

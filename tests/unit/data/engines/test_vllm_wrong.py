@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -86,17 +85,6 @@ def test_wrong_rows_are_refused(two, message):
 def test_what_is_no_array_is_refused(two, make):
     with pytest.raises(EngineError, match="request 7, choice 0"):
         decode(with_routes(two, make(rows_of(two))))
-
-
-def test_flipped_bytes_are_refused_or_read_never_a_traceback(two):
-    raw = bytearray(base64.b64decode(two["response"]["choices"][0]["routed_experts"]))
-    for position in range(len(raw)):
-        for value in (0, 40, 255):
-            wrong = raw.copy()
-            wrong[position] = value
-            payload = with_routes(two, base64.b64encode(bytes(wrong)).decode())
-            with contextlib.suppress(EngineError):
-                decode(payload)
 
 
 def test_one_expert_of_many_may_be_expert_zero(two):
