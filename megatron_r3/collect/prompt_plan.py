@@ -27,10 +27,6 @@ _NOBODY_SAYS = {
     "sglang": "SGLang's are of this temperature, or of temperature 1 where the server has "
     "SGLANG_RETURN_ORIGINAL_LOGPROB",
 }
-BIAS = (
-    "the trainer needs the log-probs of the distribution that was drawn from, and what was kept of "
-    "the vocabulary; without them the ratio would compare two distributions"
-)
 
 
 @dataclass(frozen=True)
@@ -203,7 +199,7 @@ class Plan:
     Attributes:
         prompts: what to answer; each is a group of the store.
         n: samples of each prompt.
-        sampling: how to sample.
+        sampling: how to sample, as `sampling_for` makes it.
         reward: the function that rewards a response.
         model: the model that the engine runs.
         out: the directory of the store. What it has of this policy version is not sampled again.
@@ -211,15 +207,13 @@ class Plan:
         shard_size: rollouts of a shard, or a few more, so that groups stay whole. A kill loses the
             rollouts that wait for their shard to be full.
         refused_retries: how often a sample is asked for again after a response that cannot be used.
-        biased_sampling: take temperature, top-p and top-k although the log-probs that are stored
-            are not those of the distribution that is sampled.
         all_or_nothing: store no rollout unless all are there, and then as one shard.
         whole_groups: store no group of which a sample was given up.
         check: looks at the rollouts of a shard, and the shard's header, before the shard is stored,
             and raises ValueError to keep them out of the store.
 
     Raises:
-        ValueError: the policy loss does not know the sampling, or a prompt cannot be asked.
+        ValueError: a prompt cannot be asked.
     """
 
     prompts: Sequence[Prompt]
@@ -231,18 +225,12 @@ class Plan:
     policy_version: int = 0
     shard_size: int = 128
     refused_retries: int = 2
-    biased_sampling: bool = False
     all_or_nothing: bool = False
     whole_groups: bool = False
     check: Callable[[Sequence[Rollout], StoreInfo], None] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no engine needs to be asked about."""
-        unknown = self.sampling.settings.unknown_to_the_loss()
-        if unknown and not self.biased_sampling and self.sampling.logprobs_of != "processed":
-            raise ValueError(
-                f"{', '.join(unknown)}: {BIAS}; to collect all the same, give --biased-sampling"
-            )
         for prompt in self.prompts:
             prompt.check_vocabulary(self.model.vocab_size)
             prompt.check_json()

@@ -117,7 +117,6 @@ def _collect(args: argparse.Namespace) -> int:
         policy_version=args.policy_version,
         shard_size=args.shard_size,
         refused_retries=args.refused_retries,
-        biased_sampling=args.biased_sampling,
     )
     concurrency = args.concurrency or CONCURRENCY[args.engine]
     done = collect(make_engine(plan, concurrency), plan, concurrency)

@@ -17,7 +17,7 @@ Shape suffixes (docs/glossary.md): C, G, K, L, N, T, U.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -48,7 +48,7 @@ class Increment:
             sampling mask. The log-probs are then normalised over the kept sets.
         versions_G: int64, the version of the weights that sampled each token; None if the engine
             does not report it as a whole number.
-        says: reads what the response says beside; see `said`.
+        says: what the response says beside; a text says why that is refused, see `said`.
     """
 
     tokens_N: np.ndarray
@@ -60,7 +60,7 @@ class Increment:
     where: str = "response"
     kept: KeptSets | None = None
     versions_G: np.ndarray | None = None
-    says: Callable[[], Said] = Said
+    says: Said | str = field(default_factory=Said)
 
     def check(self) -> None:
         """Refuse parts that do not belong together, and values that no rollout has.
@@ -102,8 +102,9 @@ class Increment:
         Raises:
             EngineError: it is not what a response can say; the error names `where`.
         """
-        with naming(self.where):
-            return self.says()
+        if isinstance(self.says, str):
+            raise EngineError(f"{self.where}: {self.says}")
+        return self.says
 
     def whole(self) -> Rollout:
         """The rollout of this response alone.

@@ -1,15 +1,14 @@
 """What a response says beside tokens and routes: the text, why it ended, by which weights.
 
-Whoever decodes wants tokens and routes, and may want no more. So each decoder hands on where these
-things stand in its engine's response, and they are read, and refused, when somebody asks for them
-(`Increment.said`).
+Whoever decodes wants tokens and routes, and may want no more. So each decoder reads these things
+where they stand in its engine's response, and a refusal of them is raised when somebody asks for
+them (`Increment.said`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from megatron_r3.data.engines.body import refuse_half_way
@@ -19,10 +18,6 @@ from megatron_r3.data.values import wrong_text
 
 # What a server's parsers take out of the text that the model wrote; names differ by engine.
 BESIDE_CONTENT = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")
-
-# What is read here of a response, of a choice, and of what stands inside a choice.
-_READ = (*("model", "weight_version", "weight_versions"), *("finish_reason", "text"))
-_READ_INSIDE = {"message": ("content", *BESIDE_CONTENT, "audio"), "meta_info": _READ}
 
 
 @dataclass(frozen=True)
@@ -45,24 +40,14 @@ class Said:
     model: str = ""
 
 
-def later(
+def said_or_why_not(
     body: Mapping[str, Any], choice: Mapping[str, Any], versions: Iterable[int] = ()
-) -> Callable[[], Said]:
-    """A call of `read_said` for later, with its arguments.
-
-    The call holds only what is read. It does not hold the routes of the response, which are large:
-    who talks with an engine in turns keeps the increments of all turns.
-    """
-    return partial(read_said, _small(body), _small(choice), [*versions])
-
-
-def _small(fields: Mapping[str, Any]) -> dict[str, Any]:
-    small = {name: fields[name] for name in (*_READ, *_READ_INSIDE) if name in fields}
-    for name, read in _READ_INSIDE.items():
-        inside = small.get(name)
-        if isinstance(inside, Mapping):
-            small[name] = {name: inside[name] for name in read if name in inside}
-    return small
+) -> Said | str:
+    """What `read_said` returns; the message of its refusal in place of one."""
+    try:
+        return read_said(body, choice, versions)
+    except EngineError as error:
+        return str(error)
 
 
 def read_said(

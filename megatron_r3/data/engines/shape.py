@@ -165,7 +165,7 @@ def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """The 0-based hidden layers that are MoE layers; each model family says it in its own way."""
     model_type = config.get("model_type")
     if config.get("mlp_layer_types") is not None:
-        return _from_names(config["mlp_layer_types"], num_layers)
+        return _from_names(config, num_layers)
     if model_type in _SPARSE_STEP:
         step = _integer(config, "decoder_sparse_step", 1, _MOST_LAYERS, default=1)
         dense = _dense_layers(config)
@@ -185,24 +185,25 @@ def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     )
 
 
+def _listed(config: Mapping[str, Any], name: str, right: bool, expected: str) -> None:
+    """Refuse a list of a config that is not right."""
+    if not right:
+        raise EngineError(f"`{name}` must {expected}; got {quoted(config[name], 200)}")
+
+
 def _dense_layers(config: Mapping[str, Any]) -> set[int]:
     given = config.get("mlp_only_layers")
     given = [] if given is None else given
-    if not isinstance(given, list) or not all(type(n) is int and n >= 0 for n in given):
-        raise EngineError(f"`mlp_only_layers` must be a list of hidden layers; got {quoted(given)}")
+    right = isinstance(given, list) and all(type(n) is int and n >= 0 for n in given)
+    _listed(config, "mlp_only_layers", right, "be a list of hidden layers")
     return set(given)
 
 
-def _from_names(names: Any, num_layers: int) -> tuple[int, ...]:
-    if (
-        not isinstance(names, list)
-        or len(names) != num_layers
-        or not all(name in ("dense", "sparse") for name in names)
-    ):
-        raise EngineError(
-            f"`mlp_layer_types` must name each of {num_layers} layers dense or sparse; "
-            f"got {quoted(names, 200)}"
-        )
+def _from_names(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    names = config["mlp_layer_types"]
+    right = isinstance(names, list) and len(names) == num_layers
+    right = right and all(name in ("dense", "sparse") for name in names)
+    _listed(config, "mlp_layer_types", right, f"name each of {num_layers} layers dense or sparse")
     return tuple(i for i, name in enumerate(names) if name == "sparse")
 
 
@@ -217,10 +218,7 @@ def _after_first_dense(config: Mapping[str, Any], num_layers: int) -> tuple[int,
     if not isinstance(frequency, list):
         step = _integer(config, "moe_layer_freq", 1, _MOST_LAYERS, default=1)
         return tuple(i for i in range(first, num_layers) if i % step == 0)
-    if len(frequency) != num_layers:
-        raise EngineError(f"`moe_layer_freq` has {len(frequency)} entries for {num_layers} layers")
-    if not all(isinstance(n, int) and n in (0, 1) for n in frequency):
-        raise EngineError(
-            f"`moe_layer_freq` must be a number, or a list of 0 and 1; got {quoted(frequency, 200)}"
-        )
+    right = len(frequency) == num_layers and all(type(n) is int and n in (0, 1) for n in frequency)
+    expected = f"be a number, or a list of 0 and 1 for each of {num_layers} layers"
+    _listed(config, "moe_layer_freq", right, expected)
     return tuple(i for i in range(first, num_layers) if frequency[i])

@@ -37,7 +37,7 @@ from megatron_r3.data.engines.body import (
 from megatron_r3.data.engines.checks import checked_routes, checked_tokens
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.drawn import kept_sets, version_spans
-from megatron_r3.data.engines.said import later
+from megatron_r3.data.engines.said import said_or_why_not
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.routes import Routes
@@ -145,7 +145,7 @@ def _increment(
         *(tokens_N, len(prompt), logprobs_G, routes, start),
         kept=kept,
         versions_G=versions_G,
-        says=later(body, choice),
+        says=said_or_why_not(body, choice),
     )
 
 

@@ -89,7 +89,7 @@ WRONG_FREQUENCIES = ([0, 1, 0, 1, 1, "0"], [0, 1, 0, 1, 1, 2], [[1]] * 6, "1", -
         (QWEN3, {"decoder_sparse_step": 7}, "moe_layers must be the numbers"),
         (QWEN3, {"mlp_layer_types": ["sparse"]}, "`mlp_layer_types`"),
         (DEEPSEEK, {"first_k_dense_replace": None}, "`first_k_dense_replace` is missing"),
-        (DEEPSEEK, {"moe_layer_freq": [1]}, "1 entries for 6 layers"),
+        (DEEPSEEK, {"moe_layer_freq": [1]}, "for each of 6 layers; got [1]"),
         (DEEPSEEK, {"moe_layer_freq": 0}, "`moe_layer_freq` is 0"),
         (
             QWEN3,
