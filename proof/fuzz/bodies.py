@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -187,25 +186,6 @@ def generate(answer: Answer) -> tuple[Any, dict[str, Any]]:
     return body, {"model": "tiny", "token_ids": answer.prompt, "sampling_params": params}
 
 
-def stream(answer: Answer) -> tuple[Any, dict[str, Any]]:
-    """A streamed `generate`: an event for each token, and routes in the last event of a choice."""
-    events = []
-    for index, one in enumerate(answer.choices):
-        entries = _content(one)["content"]
-        count = max(len(one.tokens), len(entries), 1)
-        for i in range(count):
-            last = i == count - 1
-            part = {
-                "index": index, "logprobs": {"content": entries[i : i + 1]},
-                "finish_reason": one.reason if last else None, "token_ids": one.tokens[i : i + 1],
-                "routed_experts": npy(one.rows) if last else None,
-            }  # fmt: skip
-            events.append({"request_id": "b2b8", "model": answer.model, "choices": [part]})
-    text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-    _, request = generate(answer)
-    return f"{text}data: [DONE]\n\n", {**request, "stream": True}
-
-
 def sglang(answer: Answer) -> tuple[Any, dict[str, Any]]:
     """SGLang's /generate."""
     items = [
@@ -302,7 +282,6 @@ DIALECTS = {
     "completions": Dialect("vllm", completions),
     "chat": Dialect("vllm", chat, returns_prompt=False),
     "generate": Dialect("vllm", generate, returns_prompt=False),
-    "stream": Dialect("vllm", stream, names_model=False, returns_prompt=False),
     "sglang": Dialect("sglang", sglang, names_model=False),
     "sglang openai": Dialect("sglang", sglang_openai),
     "megatron": Dialect("megatron", megatron, EVERY_LAYER, False, returns_prompt=False),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import json
 import math
 import random
 from collections.abc import Callable
@@ -45,8 +44,6 @@ _NO_VALUE = (
 
 def _odd_field(body: Any, rng: random.Random) -> tuple[Any, str]:
     """Take a field out, rename it, or give it a value of another type, but never another value."""
-    if isinstance(body, str):
-        return _odd_event(body, rng)
     body = copy.deepcopy(body)
     places = [p for p in _places(body) if not isinstance(p[-1], int) or len(p) < 4]
     *parents, last = rng.choice(places)
@@ -73,14 +70,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _odd_event(text: str, rng: random.Random) -> tuple[str, str]:
-    events = text.split("\n\n")
-    where = rng.choice((rng.randrange(len(events) - 2), len(events) - 3))
-    event, said = _odd_field(json.loads(events[where][6:]), rng)
-    events[where] = f"data: {json.dumps(event)}"
-    return "\n\n".join(events), f"event {where}, {said}"
-
-
 def _other_order(body: Any, rng: random.Random) -> tuple[Any, str]:
     """Put the choices into another order. Their `index` still says which is which."""
     if isinstance(body, dict) and isinstance(body.get("choices"), list) and "sglext" not in body:
@@ -95,9 +84,6 @@ def _odd_choices(body: Any, rng: random.Random) -> tuple[Any, str]:
     """Take a choice out, put it in twice, or change its number."""
     kind = rng.choice(("twice", "none", "fewer", "index", "null"))
     body = copy.deepcopy(body)
-    if isinstance(body, str):
-        events = body.split("\n\n")
-        return "\n\n".join([*events[:-2], events[-3], *events[-2:]]), "last event twice"
     choices = body["choices"] if isinstance(body, dict) and "choices" in body else None
     if choices is None:  # SGLang's list, or its one sample
         items = body if isinstance(body, list) else [body]
@@ -125,10 +111,6 @@ def _routes_places(body: Any) -> list[tuple[dict[str, Any], str]]:
 
 def _damaged_base64(body: Any, rng: random.Random) -> tuple[Any, str]:
     """Damage the base64 text of the routes, or the bytes in it."""
-    if isinstance(body, str):
-        events = body.split("\n\n")
-        event, said = _damaged_base64(json.loads(events[-3][6:]), rng)
-        return "\n\n".join([*events[:-3], f"data: {json.dumps(event)}", *events[-2:]]), said
     body = copy.deepcopy(body)
     parent, key = rng.choice(_routes_places(body))
     raw = bytearray(base64.b64decode(parent[key]))

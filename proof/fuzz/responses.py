@@ -56,7 +56,7 @@ def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdi
     body, request = dialect.build(answer)
     if kind in CHANGES:
         body, said = CHANGES[kind](body, rng)
-    text = body if isinstance(body, str) else json.dumps(body)
+    text = json.dumps(body)
     if kind == "text":
         text, said = changed_text(text, rng)
     note(folder, f"{name}, {kind}: {said}"[:500])
@@ -81,9 +81,7 @@ def decode_all(
     decode: Callable[..., list[Rollout]], text: str, request: dict[str, Any], dialect: Dialect
 ) -> list[Rollout]:
     """Do with a body what a collection does: parse it within bounds, then decode it."""
-    streamed = bool(request.get("stream"))
-    response = text if streamed else read_json(text, WHERE)
-    return decode(response, json.loads(json.dumps(request)), dialect.shape, WHERE)
+    return decode(read_json(text, WHERE), json.loads(json.dumps(request)), dialect.shape, WHERE)
 
 
 def _samples(answer: Answer, dialect: Dialect) -> list[dict[str, Any]]:
@@ -247,11 +245,7 @@ def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
     Where numpy cannot read any, the answer keeps its routes: a decoder may refuse the body, or find
     a way to read what was sent.
     """
-    if isinstance(body, str):
-        events = [json.loads(line[6:]) for line in body.split("\n\n")[:-2]]
-        last = {part["index"]: part for event in events for part in event["choices"]}
-        holders = [last[i] for i in sorted(last)]
-    elif dialect.engine == "megatron":
+    if dialect.engine == "megatron":
         holders = [one["moe_topk_indices"][1] for one in body["choices"]]
     elif dialect.engine == "vllm":
         holders = body["choices"]

@@ -127,23 +127,6 @@ def vllm(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
     return sent({"object": "text_completion", "choices": [choice]}), request
 
 
-def vllm_stream(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
-    """/inference/v1/generate of 0.24-0.30: routes in the last event of a choice."""
-    events = []
-    for i, (token, value) in enumerate(zip(RESPONSE, LOGPROBS, strict=True)):
-        last = i == len(RESPONSE) - 1
-        part = {
-            "index": 0,
-            "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": value}]},
-            "finish_reason": "length" if last else None,
-            "token_ids": [token],
-            "routed_experts": npy_text(rows) if last else None,
-        }
-        events.append(json.dumps({"request_id": "b2b8", "choices": [part], "usage": None}))
-    text = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
-    return text, {"token_ids": PROMPT, "stream": True, "sampling_params": {"logprobs": 1}}
-
-
 def vllm_python(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
     """vllm/outputs.py of 0.14-0.20: an int32 array of all hidden layers."""
     output = SimpleNamespace(

@@ -31,6 +31,7 @@ _PROMPTS = {
 }
 _MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 _TOKEN_ID = re.compile(r"token_id:(\d{1,10})")
+STREAMED = "a streamed response is not read; ask with stream false"
 _NUMBERS = (int, float, np.integer, np.floating)
 # The header of a .npy as numpy itself writes it. numpy's reader evaluates the header as Python,
 # which takes as long as a fifth of the routes that follow; and a regular expression cannot recurse.
@@ -85,6 +86,8 @@ def refuse_response(
         any_model: the name that the engine has for any model; empty if it has none.
     """
     refuse_failure(response)
+    if request.get("stream"):
+        raise EngineError(STREAMED)
     if request.get("echo"):
         raise EngineError("echo mixes prompt and response; ask with echo false")
     asked, got = request.get("model"), response.get("model")

@@ -73,8 +73,6 @@ def decode_increments(
     with naming(where):
         if not isinstance(response, Mapping):  # the body of an error is a bare text
             raise EngineError(f"the server refused the request: {said(response)}")
-        if request.get("stream"):
-            raise EngineError("a streamed response is not read; ask with stream false")
         refuse_response(response, request, any_model="EMPTY")
         asked = prompts("megatron", request)
         # /v1/completions ignores n: there is one choice for each prompt

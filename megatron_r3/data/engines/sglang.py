@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.data.engines.body import (
+    STREAMED,
     bare_array,
     choices_in_order,
     id_array,
@@ -97,7 +98,7 @@ def decode_increments(
         if eplb:
             refuse_physical_ids("SGLang", version, (0, 5, 10))
         if isinstance(response, str) or request.get("stream"):
-            raise EngineError("a streamed response is not read; ask with stream false")
+            raise EngineError(STREAMED)
         asked = prompts("sglang", request)
         count = whole_number(_samples_of_one(request), "n", 1)
         start = request.get("routed_experts_start_len")

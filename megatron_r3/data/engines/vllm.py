@@ -1,9 +1,7 @@
 """What vLLM returns with `--enable-return-routed-experts`: a server's JSON, or Python objects.
 
 A server sends routes on /v1/completions, /v1/chat/completions and /inference/v1/generate, if it is
-asked with `return_token_ids` and `logprobs`. Of streamed responses only those of
-/inference/v1/generate have routes. Routes are base64 of a `.npy` (0.22 on), or nested lists with
-the prompt's rows apart (0.21).
+asked with `return_token_ids` and `logprobs`. Routes are base64 of a `.npy`.
 
 The Python API returns routes from 0.14 on: `LLM(..., enable_return_routed_experts=True)`. Until
 0.20 `CompletionOutput.routed_experts` is an int32 array of all hidden layers, later it has one of
@@ -15,11 +13,11 @@ Shape suffixes (docs/glossary.md): G, K, N, T, Y.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_r3.data.engines.body import (
+    STREAMED,
     choices_in_order,
     id_array,
     integer_array,
@@ -27,7 +25,6 @@ from megatron_r3.data.engines.body import (
     option,
     prompt_array,
     prompts,
-    refuse_failure,
     refuse_half_way,
     refuse_physical_ids,
     refuse_response,
@@ -39,9 +36,8 @@ from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.drawn import kept_sets, version_spans
 from megatron_r3.data.engines.said import said_or_why_not
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
-from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.routes import Routes
-from megatron_r3.replay.words import quoted, said
+from megatron_r3.replay.words import quoted
 
 # A response of /v1/completions, without what is not read here; "k05VTVBZ" is how base64 of a .npy
 # begins:
@@ -52,7 +48,6 @@ from megatron_r3.replay.words import quoted, said
 #       "routed_experts": "k05VTVBZ..."}]}              3 rows: of the tokens 5, 9 and 7
 
 _ASK_IDS = "ask with return_token_ids true"
-_NO_ROUTES = "a streamed response carries no routes; ask with stream false"
 
 
 def decode_increments(
@@ -67,8 +62,8 @@ def decode_increments(
     """What each choice of one response adds to its conversation: rows from the start on.
 
     Args:
-        response: the body that the server returned, the text of a streamed one, or a finished
-            `RequestOutput` of a request with `SamplingParams(logprobs=1)`.
+        response: the body that the server returned, or a finished `RequestOutput` of a request
+            with `SamplingParams(logprobs=1)`.
         request: the body that was sent. A `RequestOutput` needs only what it does not say itself:
             `routed_experts_prompt_start`, `n`, `max_tokens`, or nothing.
         shape: of the model that the engine runs.
@@ -83,8 +78,11 @@ def decode_increments(
     with naming(where):
         if eplb:
             refuse_physical_ids("vLLM", version, (0, 15))
-        if isinstance(response, (Mapping, str)):
-            body = _body(response, request)
+        if isinstance(response, str):
+            raise EngineError(STREAMED)
+        if isinstance(response, Mapping):
+            body = response
+            refuse_response(body, request)
         else:
             body, request = _from_python(response, request)
         start = whole_number(option(request, "routed_experts_prompt_start", 0), "start")
@@ -96,22 +94,6 @@ def decode_increments(
         *(choices, where, count),
         lambda choice, group: _increment(body, choice, request, asked[group], start, shape),
     )
-
-
-def _body(response: Mapping[str, Any] | str, request: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The JSON object of a response, streamed or not; a refusal of the server is an error."""
-    if isinstance(response, Mapping) and isinstance(response.get("_raw_text"), str):
-        response = response["_raw_text"]  # a stream in a recording, where a line is a JSON object
-    streamed = isinstance(response, str)
-    if isinstance(response, str):
-        if "token_ids" not in request:
-            raise EngineError(_NO_ROUTES)
-        response = joined_stream(response)
-    refuse_failure(response)
-    if request.get("stream") and not streamed:
-        raise EngineError(_NO_ROUTES)
-    refuse_response(response, request)
-    return response
 
 
 def _increment(
@@ -193,7 +175,7 @@ def _from_python(
     prompt = getattr(response, "prompt_token_ids", None)
     if not isinstance(outputs, (list, tuple)) or prompt is None:
         raise EngineError(
-            "a response is a JSON object, the text of a stream, or a RequestOutput, which has "
+            "a response is a JSON object, or a RequestOutput, which has "
             f"outputs and prompt_token_ids; got {type(response).__name__}"
         )
     if getattr(response, "finished", True) is not True:
@@ -239,84 +221,3 @@ def _python_logprobs(tokens: Any, entries: Any) -> list[Any]:
     except TypeError as error:  # a list as a key
         raise EngineError(f"a response token is no id ({quoted(error)})") from error
     return [getattr(one, "logprob", one) for one in sampled]
-
-
-def joined_stream(text: str) -> dict[str, Any]:
-    """The body that a streamed /inference/v1/generate response would have been in one piece.
-
-    Each event holds some tokens of one choice; the last event of a choice holds its routes.
-
-    Raises:
-        EngineError: an event is broken, the stream or a choice of it does not end, a choice has
-            routes twice, or the events name two models.
-    """
-    # an event: {"model": "tiny", "choices": [{"index": 1, "token_ids": [7], "logprobs": {...},
-    # "finish_reason": null, "routed_experts": null}]}; the events of several choices are mixed
-    choices: dict[int, dict[str, Any]] = {}
-    model = None
-    for event in _events(text):
-        if event.get("error"):
-            return {"error": event["error"]}
-        if model and event.get("model") not in (None, model):
-            raise EngineError("the events of the stream are of two models")
-        model = model or event.get("model")
-        parts = event.get("choices")
-        if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-            raise EngineError("an event of the stream has no choices")
-        for part in parts:
-            index = whole_number(part.get("index"), "a choice's index")
-            with naming(f"choice {index}"):
-                _join(choices.setdefault(index, _empty_choice(index)), part)
-    for index, choice in choices.items():
-        if choice["finish_reason"] is None:
-            raise EngineError(f"choice {index}: the stream ends before the choice does")
-    return {"model": model, "choices": list(choices.values())}
-
-
-def _events(text: str) -> list[Mapping[str, Any]]:
-    # not splitlines(), which also splits at U+2028 and others: a token's text may hold one of them
-    lines = [line[5:].strip() for line in re.split(r"\r\n|\r|\n", text) if line[:5] == "data:"]
-    if not lines or lines[-1] != "[DONE]":
-        raise EngineError("the stream does not end with [DONE]: it was cut off")
-    try:
-        events = [read_json(line, f"event {i}") for i, line in enumerate(lines[:-1])]
-    except ValueError as error:
-        raise EngineError(said(str(error), 4000)) from error
-    if not all(isinstance(event, Mapping) for event in events):
-        raise EngineError("an event of the stream is no JSON object")
-    return events
-
-
-def _empty_choice(index: int) -> dict[str, Any]:
-    return {
-        "index": index,
-        "token_ids": [],
-        "logprobs": {"content": []},
-        "routed_experts": None,
-        "finish_reason": None,
-        "sampling_mask": None,
-        "weight_versions": None,
-    }
-
-
-def _join(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
-    if choice["finish_reason"] is not None:
-        raise EngineError("the stream goes on after the choice's end")
-    logprobs = part.get("logprobs")
-    content = logprobs.get("content") if isinstance(logprobs, Mapping) else []
-    tokens = part.get("token_ids")
-    if not isinstance(tokens, list) or not isinstance(content, list):
-        raise EngineError(f"an event of the stream has no token_ids; {_ASK_IDS}")
-    choice["token_ids"] += tokens
-    choice["logprobs"]["content"] += content
-    choice["finish_reason"] = part.get("finish_reason")
-    routed = part.get("routed_experts")
-    if routed is not None:
-        if choice["routed_experts"] is not None:
-            raise EngineError("the stream carries routes twice")
-        choice["routed_experts"] = routed
-    masks = part.get("sampling_mask")
-    if isinstance(masks, list):  # of the tokens of this event, or of all in the last one
-        choice["sampling_mask"] = [*(choice["sampling_mask"] or []), *masks]
-    if part.get("weight_versions"):
-        choice["weight_versions"] = part["weight_versions"]

@@ -291,16 +291,11 @@ def test_names_that_a_terminal_would_obey(folder, version, model, message):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_what_an_engine_gave_up_is_left_out(folder, engine, streamed):
-    """In a stream, too, which `convert` used to ask for its finish reason in vain."""
+def test_what_an_engine_gave_up_is_left_out(folder, engine):
     rows = made.made_rows()
     if engine == "sglang":
         body, request = made.sglang(rows)
         body["meta_info"]["finish_reason"] = {"type": "abort"}
-    elif streamed:
-        text, request = made.vllm_stream(rows)
-        body = {"_raw_text": text.replace('"length"', '"error"')}
     else:
         body, request = made.vllm(rows)
         body["choices"][0]["finish_reason"] = "error"
@@ -312,24 +307,11 @@ def test_what_an_engine_gave_up_is_left_out(folder, engine, streamed):
     assert "line 1, choice 0: the engine ended the response with" in refused
 
 
-def test_a_stream_is_stored_as_text_or_in_an_object(folder):
-    text, request = made.vllm_stream(made.made_rows())
-    model = Model("tiny", made.SHAPE, (), None)
-    seen = []
-    for body in (text, {"_raw_text": text}):
-        line = {"request": request, "response": body}
-        wrong = Recording(
-            written([line]), "vllm", "1", model, reward=lambda s: seen.append(s.finish_reason) or 1
-        )
-        assert convert_responses(wrong, folder / f"store-{len(seen)}", 8) == (1, [], [])
-    assert seen == ["length", "length"]
-
-
 def lines_of(engine: str) -> list[dict[str, Any]]:
     """A line of each form of the engine's bodies."""
     rows = made.made_rows()
     makers = {
-        "vllm": (made.vllm, made.vllm_stream),
+        "vllm": (made.vllm,),
         "sglang": (made.sglang, made.sglang_openai),
         "megatron": (made.megatron, lambda rows: made.megatron(rows, None)),
     }[engine]

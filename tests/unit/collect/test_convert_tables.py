@@ -88,10 +88,32 @@ def test_numbers_of_other_widths_and_truths_are_rewards(store, capsys):
         shutil.rmtree("new")
 
 
-def test_columns_that_are_there_twice(store, capsys):
-    given = table()
-    assert back(given.append_column("group", given["sample"])) == 1
-    assert error_of(capsys) == "new.parquet: 2 columns group; one is expected"
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.slice(0, 4), "no row for store/shard-00001.safetensors: rollout 2, which is"),
+        (
+            lambda t: pa.concat_tables([t, t.slice(0, 1)]),
+            "rows 0 and 5 are both policy_version 7, group 0, sample 0",
+        ),
+        (lambda t: t.drop_columns(["sample", "reward"]), "no column sample, reward"),
+        (lambda t: with_column("reward", [1.0] * 4 + [None]), "has reward None; a reward is a"),
+        (
+            lambda t: with_column("tokens", [[1, 2]] * 5),
+            "row 0, policy_version 7, group 0, sample 0, has other tokens",
+        ),
+        (lambda t: t.append_column("group", t["sample"]), "2 columns group; one is expected"),
+        (
+            lambda t: with_column("sample", [0, 9, 0, 1, 0]),
+            "row 1: store has no rollout policy_version 7, group 0, sample 9",
+        ),
+    ],
+)
+def test_tables_of_something_else_are_refused(store, capsys, change, message):
+    there = {path.name for path in store.iterdir()} | {"new.parquet"}
+    assert back(change(table())) == 1
+    assert message in error_of(capsys)
+    assert {path.name for path in store.iterdir()} == there
 
 
 @pytest.mark.parametrize(

@@ -150,34 +150,20 @@ def test_texts_and_chats_go_through_the_models_tokenizer(folder):
     assert {tokens for group, tokens in prompts if group == 1} == {(1, 5, 6, 8)}
 
 
-def test_a_text_without_a_tokenizer_is_refused(folder, capsys):
-    write_prompts(folder, [{"prompt": [1]}, {"prompt": "text"}])
-    assert main(command(1)) == 1
-    expected = "prompts.jsonl, line 2: model has no tokenizer; give `prompt` as token ids"
-    assert error_of(capsys) == expected
+@pytest.mark.parametrize(
+    ("prompt", "more", "message"),
+    [
+        ("text", "", "prompts.jsonl, line 2: model has no tokenizer; give `prompt` as token ids"),
+        ([1, 64], "", "prompts.jsonl, line 2: prompt token 1 is id 64; the vocabulary has ids 0 "),
+        ([1], "--url http://x", "--engine transformers samples in this process: leave --url out"),
+        ([1], "--engine vllm", "--engine vllm asks a server: give its address as --url"),
+    ],
+)
+def test_what_cannot_be_asked_for(folder, capsys, prompt, more, message):
+    write_prompts(folder, [{"prompt": [1]}, {"prompt": prompt}])
+    assert main(command(1, *more.split())) == 1
+    assert error_of(capsys).startswith(message)
     assert not Path("store").exists()
-
-
-def test_a_prompt_outside_the_vocabulary_is_refused(folder, capsys):
-    write_prompts(folder, [{"prompt": [1, 64]}])
-    assert main(command(1)) == 1
-    assert "line 1: prompt token 1 is id 64; the vocabulary has ids 0 to 63" in error_of(capsys)
-
-
-def test_the_address_belongs_to_servers_alone(folder, capsys):
-    assert main(command(1, "--url", "http://127.0.0.1:9")) == 1
-    assert error_of(capsys) == "--engine transformers samples in this process: leave --url out"
-    assert main([*command(1), "--engine", "vllm"]) == 1
-    assert error_of(capsys) == "--engine vllm asks a server: give its address as --url"
-
-
-def test_without_transformers_one_line_says_what_to_install(folder):
-    code = "import sys; sys.modules['transformers'] = None; from megatron_r3.cli import main; "
-    code += f"sys.exit(main({command(1)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert "--engine transformers takes transformers: pip install 'transformers>=5'" in line
 
 
 @pytest.mark.parametrize("wrong", ["no weights", "other layers"])

@@ -123,14 +123,20 @@ def test_only_what_differs_is_said(folder, capsys):
     with engine() as server:
         assert main(command(server.url, 1)) == 0
         capsys.readouterr()
-        (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 513}))
-        assert main(command(server.url, 2)) == 1
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert "shard-00000.safetensors: its rollouts were not collected as this" in error
-        assert "vocab_size" in error
-        for field in ("num_experts", "moe_layers", "StoreInfo", "sampling"):
-            assert field not in error
-        assert len(error) < 250
+        for changed, more, field in (
+            ({"vocab_size": 513}, [], "vocab_size"),
+            ({}, ["--max-tokens", "512"], "max_tokens"),
+            ({}, ["--temperature", "0.5", "--biased-sampling"], "temperature"),
+        ):
+            (folder / "config.json").write_text(json.dumps({**config, **changed}))
+            assert main(command(server.url, 2, *more)) == 1
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert "shard-00000.safetensors: its rollouts were not collected as this" in error
+            assert field in error
+            for other in ("num_experts", "moe_layers", "StoreInfo", "router_fingerprint"):
+                assert other not in error
+            assert error.endswith("take another --out")
+            assert len(error) < 300
 
 
 def test_digests():

@@ -123,23 +123,6 @@ def test_what_the_store_says_of_model_and_sampling(folder):
     assert (info.vocab_size, info.policy_stamp, info.engine_policy) == (512, "", "")
 
 
-def test_a_store_of_other_sampling_is_refused(folder, capsys):
-    with engine() as server:
-        assert main(command(server.url, 1)) == 0
-        asked = server.asked.total()
-        capsys.readouterr()
-        for arguments, field in (
-            (["--max-tokens", "512"], "max_tokens"),
-            (["--temperature", "0.5", "--biased-sampling"], "temperature"),
-        ):
-            assert main(command(server.url, 2, *arguments)) == 1
-            error = capsys.readouterr().err.splitlines()[-1]
-            assert field in error
-            assert "router_fingerprint" not in error
-            assert error.endswith("take another --out")
-        assert server.asked.total() == asked
-
-
 def turned(server, after, pages):
     """A `behave` that changes the server's pages when so many answers were asked for."""
 

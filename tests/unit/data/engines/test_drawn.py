@@ -72,25 +72,6 @@ def vllm_generate(**choice: Any) -> tuple[Any, dict[str, Any]]:
     return sent(body), request
 
 
-def vllm_stream() -> tuple[Any, dict[str, Any]]:
-    """Each event of 0.32 has the masks of its own tokens; the last has the weight versions."""
-    body, request = vllm_generate(weight_versions=SPANS)
-    (whole,), events = body["choices"], []
-    for i, token in enumerate(RESPONSE):
-        last = i == len(RESPONSE) - 1
-        part = {
-            **whole,
-            "token_ids": [token],
-            "sampling_mask": [SORTED[i]],
-            "logprobs": {"content": whole["logprobs"]["content"][i : i + 1]},
-            **({} if last else dict.fromkeys(("finish_reason", "routed_experts"))),
-            "weight_versions": SPANS if last else None,
-        }
-        events.append(json.dumps({"request_id": "b2b8", "choices": [part]}))
-    text = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
-    return text, {**request, "stream": True}
-
-
 def python_objects() -> tuple[Any, dict[str, Any]]:
     response, request = vllm_python(ROWS)
     response.outputs[0].sampling_mask = SimpleNamespace(token_ids=SORTED)
@@ -126,12 +107,11 @@ def support(values: list[float] = LOGPROBS) -> list[list[float]]:
     ("engine", "body"),
     [
         ("vllm", vllm_generate()),
-        ("vllm", vllm_stream()),
         ("vllm", python_objects()),
         ("sglang", sglang()),
         ("sglang", sglang(output_token_sampling_logprobs=support())),
     ],
-    ids=["vllm", "vllm stream", "vllm python", "sglang", "sglang support"],
+    ids=["vllm", "vllm python", "sglang", "sglang support"],
 )
 def test_masks_become_kept_sets_with_their_log_probs(engine, body):
     (rollout,) = decode(engine, *body, SHAPE, "request")
@@ -189,11 +169,10 @@ def test_a_mask_without_its_log_probs_is_refused(values, message):
     ("engine", "body"),
     [
         ("vllm", vllm_generate(weight_versions=SPANS)),
-        ("vllm", vllm_stream()),
         ("vllm", python_objects()),
         ("sglang", sglang(weight_versions=SPANS, weight_version="4")),
     ],
-    ids=["vllm", "vllm stream", "vllm python", "sglang"],
+    ids=["vllm", "vllm python", "sglang"],
 )
 def test_several_versions_become_spans_and_the_oldest_names_the_rollout(engine, body):
     (rollout,) = decode(engine, *body, SHAPE, "request")
@@ -269,12 +248,6 @@ def test_turns_that_do_not_fit_are_refused():
         stitch(two_turns(weight_versions=older), "conversation")
     unknown = stitch(two_turns(weight_versions=None), "conversation")
     assert unknown.versions_C2 is None
-
-
-def test_no_other_decoder_invents_sets():
-    sequence = {"token_ids": RESPONSE, "logprobs": LOGPROBS, "routes": ROWS}
-    (rollout,) = decode("own", sequence, {"prompt": np.array(PROMPT)}, SHAPE, "own")
-    assert rollout.kept is None
 
 
 def test_a_real_response_with_masks_and_two_versions():

@@ -26,7 +26,6 @@ from megatron_r3.data.engines import EngineError, decode, decode_increments, sti
 ROUNDS = 3000
 ENGINES: dict[str, tuple[str, Callable]] = {
     "vllm": ("vllm", made.vllm),
-    "vllm-stream": ("vllm", made.vllm_stream),
     "vllm-python": ("vllm", made.vllm_python),
     "sglang": ("sglang", made.sglang),
     "sglang-openai": ("sglang", made.sglang_openai),
@@ -47,12 +46,6 @@ def routes_in(body: Any, name: str) -> np.ndarray | None:
             return made.moe_ids(np.asarray(body.outputs[0].routed_experts))
         if name == "arrays":
             return _of_layers(np.asarray(body[0]["routes"]))
-        if name == "vllm-stream":
-            parts = [
-                json.loads(line[5:]) for line in body.splitlines() if line[5:].strip()[:1] == "{"
-            ]
-            (text,) = (p["choices"][0]["routed_experts"] for p in parts if "AAAA" in str(p))
-            return _of_layers(np.load(io.BytesIO(base64.b64decode(text))))
         choice = body["choices"][0]
         if name.startswith("megatron"):
             routed = choice["moe_topk_indices"]

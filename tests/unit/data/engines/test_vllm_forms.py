@@ -1,18 +1,16 @@
-"""vLLM's Python objects, and streams of /inference/v1/generate.
+"""vLLM's Python objects.
 
 Shape suffixes (docs/glossary.md): K, L, N, T.
 """
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import engine_bodies as made
 import pytest
 
-from megatron_r3.data.engines import EngineError, ModelShape, decode, decode_increments
-from tests.unit.data.engines.test_vllm import DENSE0, QWEN_DENSE0, REJECT, load
+from megatron_r3.data.engines import EngineError, decode, decode_increments
 
 
 def test_python_outputs():
@@ -59,66 +57,3 @@ def test_physical_ids_of_vllm_014():
         decode("vllm", response, request, made.SHAPE, "request 7")
     with pytest.raises(EngineError, match="outputs and prompt_token_ids"):
         decode("vllm", SimpleNamespace(), request, made.SHAPE, "request 7")
-
-
-def test_a_real_stream_with_routes_decodes():
-    payload = load(QWEN_DENSE0, "24_generate_tito_stream")
-    for body in (payload["response"], payload["response"]["_raw_text"]):
-        (sample,) = decode("vllm", body, payload["request"], DENSE0, "request 7")
-        assert sample.tokens_N.tolist()[:21] == payload["request"]["token_ids"]
-        assert (len(sample.tokens_N), sample.routes.num_rows) == (24, 23)
-        assert (made.logprobs_of(sample) < 0).all()
-    payload = load(REJECT, "24_generate_tito_stream")
-    shape = ModelShape(16, 4, (0, 1, 2, 3), 4)
-    with pytest.raises(EngineError, match="did not capture routes"):
-        decode("vllm", payload["response"], payload["request"], shape, "request 7")
-
-
-def events(text):
-    return [line for line in text.split("\n\n") if line]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda lines: lines[:-1], "was cut off"),
-        (lambda lines: [], "was cut off"),
-        (lambda lines: [*lines[:3], lines[-1]], "ends before the choice does"),
-        (lambda lines: [*lines[:4], lines[3], lines[-1]], "goes on after the choice's end"),
-        (lambda lines: ["data: {", *lines], "event 0: not JSON"),
-        (lambda lines: ["data: " + "[" * 100000, *lines], "more than 64 brackets"),
-        (lambda lines: ["data: 3", *lines], "no JSON object"),
-        (lambda lines: ["data: {}", *lines], "has no choices"),
-        (lambda lines: ['data: {"choices": [{"index": 0}]}', *lines], "has no token_ids"),
-        (lambda lines: ['data: {"error": {"message": "out of memory"}}', *lines], "out of memory"),
-        (lambda lines: lines[1:], "9 rows of routes for 9 tokens"),
-        (lambda lines: [lines[0], *lines], "9 rows of routes for 11 tokens"),
-        (
-            lambda lines: [lines[0].replace("null", '"AAAA"', 2), *lines[1:]],
-            "after the choice's end|twice",
-        ),
-    ],
-)
-def test_broken_streams_are_refused(change, message):
-    text, request = made.vllm_stream(made.made_rows())
-    assert decode("vllm", text, request, made.SHAPE, "request 7")
-    with pytest.raises(EngineError, match=f"request 7.*({message})"):
-        decode("vllm", "\n\n".join(change(events(text))), request, made.SHAPE, "request 7")
-
-
-def test_a_stream_of_two_choices():
-    rows = [made.made_rows(seed=i) for i in range(2)]
-    lines = [events(made.vllm_stream(each)[0]) for each in rows]
-    second = []
-    for line in lines[1][:-1]:
-        event = json.loads(line[6:])
-        event["choices"][0]["index"] = 1
-        second.append("data: " + json.dumps(event))
-    mixed = [line for pair in zip(lines[0][:-1], second, strict=True) for line in pair]
-    request = made.vllm_stream(rows[0])[1]
-    request["sampling_params"]["n"] = 2
-    text = "\n\n".join([*mixed, "data: [DONE]"])
-    for sample, each in zip(
-        decode("vllm", text, request, made.SHAPE, "request 7"), rows, strict=True
-    ):
-        assert (sample.routes.ids_LTK == made.moe_ids(each)).all()
