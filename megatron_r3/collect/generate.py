@@ -56,18 +56,11 @@ class SampleRequest:
         ids: the prompt.
         seed: of this sample; None leaves it to the system's randomness.
         where: how errors call this sample.
-        answer: gets the result, where somebody waits for it.
     """
 
     ids: list[int]
     seed: int | None
     where: str
-    answer: asyncio.Future[Answer] | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody waits for the result any more."""
-        return self.answer is not None and self.answer.done()
 
 
 class Transformers:
@@ -101,7 +94,9 @@ class Transformers:
                 f"{list(self._captured.moe_layers)}; its config says {list(shape.moe_layers)}"
             )
         self._thread = BackgroundThread("generate")
-        self._waiting: defaultdict[int, list[SampleRequest]] = defaultdict(list)  # by prompt length
+        # by prompt length, each request with the future that gets its answer
+        self._waiting: defaultdict[int, list[tuple[SampleRequest, asyncio.Future[Answer]]]]
+        self._waiting = defaultdict(list)
         self._batches: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -120,7 +115,7 @@ class Transformers:
     async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
         """See `Engine.sample`. The request waits for others, to run in a batch with them."""
         ids, future = self._ids(prompt), asyncio.get_running_loop().create_future()
-        self._waiting[len(ids)].append(SampleRequest(ids, seed, where, future))
+        self._waiting[len(ids)].append((SampleRequest(ids, seed, where), future))
         if self._batches is None or self._batches.done():
             self._batches = asyncio.ensure_future(self._run_batches())
         answer: Answer = await future
@@ -164,20 +159,24 @@ class Transformers:
                 await asyncio.sleep(_GATHER_S)
             length = max(self._waiting, key=lambda n: len(self._waiting[n]))
             # Requests whose worker was cancelled are left out.
-            batch = [r for r in self._waiting.pop(length) if not r.is_over]
+            batch = [
+                (one, future) for one, future in self._waiting.pop(length) if not future.done()
+            ]
             if not batch:
                 continue
+            answers: list[Answer | NoAnswer] = []
             try:
-                answers = await self._thread.run(self.answers, batch)
+                answers += await self._thread.run(self.answers, [one for one, _ in batch])
             except Exception as error:  # too little memory, or a model that computes NaN
                 reason = f"transformers failed: {type(error).__name__}: {error}"
-                for request in batch:
-                    if request.answer is not None and not request.answer.done():
-                        request.answer.set_exception(NoAnswer(one_line(reason, 300)))
-                continue
-            for request, answer in zip(batch, answers, strict=True):
-                if request.answer is not None and not request.answer.done():
-                    request.answer.set_result(answer)
+                answers = [NoAnswer(one_line(reason, 300)) for _ in batch]
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if future.done():
+                    continue
+                if isinstance(answer, NoAnswer):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
 
     def answers(self, batch: list[SampleRequest]) -> list[Answer]:
         """Continue prompts of one length, all at once; `sample` runs it in a thread.

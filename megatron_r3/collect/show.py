@@ -6,6 +6,7 @@ Shape suffixes (docs/glossary.md): C, K, L, N, T, U.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,20 +65,12 @@ def run_show(args: argparse.Namespace) -> int:
 
 def _number(store: Any, text: str) -> int:
     """Which rollout of the store is named: `12`, or `1:3` for rollout 3 of shard 1."""
-    import numpy as np
-
     shard, colon, number = text.rpartition(":")
-    try:
-        first, size = 0, len(store)
-        if colon:
-            sizes = [one.num_rollouts for one in store.shards]
-            first, size = int(np.sum(sizes[: int(shard)])), sizes[int(shard)]
-        if int(number) < 0 or int(shard or 0) < 0:
-            raise ValueError(text)
-        if int(number) < size:
-            return first + int(number)
-    except (ValueError, IndexError):
-        pass
+    sizes = [one.num_rollouts for one in store.shards] if colon else [len(store)]
+    if re.fullmatch("([0-9]{1,9}:)?[0-9]{1,9}", text):
+        index = int(shard or 0)
+        if index < len(sizes) and int(number) < sizes[index]:
+            return sum(sizes[:index]) + int(number)
     raise ValueError(
         f"{store.directories[0]}: no rollout {text!r}: it has {len(store)} rollouts in "
         f"{len(store.shards)} shards; give a number from 0 to {len(store) - 1}, or SHARD:NUMBER"

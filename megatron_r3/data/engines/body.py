@@ -85,7 +85,14 @@ def refuse_response(
     Args:
         any_model: the name that the engine has for any model; empty if it has none.
     """
-    refuse_failure(response)
+    # {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail": ...} (FastAPI's own), or
+    # {"object": "error", "message": ...} (SGLang's OpenAI routes)
+    failed = response.get("error") or response.get("detail")
+    if not failed and response.get("object") == "error":
+        failed = response
+    if failed:
+        message = failed.get("message", failed) if isinstance(failed, Mapping) else failed
+        raise EngineError(f"the server refused the request: {said(message)}")
     if request.get("stream"):
         raise EngineError(STREAMED)
     if request.get("echo"):
@@ -95,18 +102,6 @@ def refuse_response(
         raise EngineError(
             f"the response names the model {quoted(got)}; the request asked for {quoted(asked)}"
         )
-
-
-def refuse_failure(response: Mapping[str, Any]) -> None:
-    """Refuse a response in which the server says what went wrong."""
-    # {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail": ...} (FastAPI's own), or
-    # {"object": "error", "message": ...} (SGLang's OpenAI routes)
-    failed = response.get("error") or response.get("detail")
-    if not failed and response.get("object") == "error":
-        failed = response
-    if failed:
-        message = failed.get("message", failed) if isinstance(failed, Mapping) else failed
-        raise EngineError(f"the server refused the request: {said(message)}")
 
 
 def refuse_half_way(reason: Any) -> None:

@@ -26,7 +26,6 @@ from megatron_r3.data.engines.body import (
     prompts,
     refuse_half_way,
     refuse_response,
-    sampled_logprobs,
     shaped_array,
     whole_number,
 )
@@ -111,7 +110,10 @@ def _increment(
     # prompt_moe_topk_indices is not looked at: it repeats the first rows of moe_topk_indices, and
     # from 0.18 on the server slices the pair ["ndarray", {...}] as if the pair were the rows
     rows_TLK = _rows(choice.get("moe_topk_indices"), shape, num_mtp_layers)
-    logprobs_G = _logprobs(fields, response_G, len(prompt))
+    values = fields.get("generation_log_probs")
+    if not isinstance(values, list) or not values:
+        raise EngineError(f"no log-probs; {_ASK_LOGPROBS}")
+    logprobs_G = number_array(values, "generation_log_probs")
     routes = checked_routes(rows_TLK, len(tokens_N), shape)
     versions_G = policy_versions(fields.get("policy_epoch"), len(prompt), len(response_G))
     says = said_or_why_not(body, choice, [] if versions_G is None else versions_G.tolist())
@@ -144,19 +146,6 @@ def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.nda
     forwarded_G = np.arange(prompt_length - 1, prompt_length - 1 + num_sampled)
     which_G = np.searchsorted(firsts, forwarded_G, side="right") - 1
     return np.array(numbers, np.int64)[which_G]
-
-
-def _logprobs(fields: Mapping[str, Any], response_G: np.ndarray, prompt_length: int) -> np.ndarray:
-    values = fields.get("generation_log_probs")
-    if isinstance(values, list) and values:
-        return number_array(values, "generation_log_probs")
-    logprobs = fields.get("logprobs")
-    if isinstance(logprobs, Mapping):
-        values = logprobs.get("token_logprobs")
-        # [None, -0.5, -1.2] for two sampled tokens: the server puts a place before the first one
-        if isinstance(values, list) and values[:1] == [None]:
-            logprobs = {"token_logprobs": values[1:]}
-    return sampled_logprobs(logprobs, response_G, _ASK_LOGPROBS, prompt_length)
 
 
 def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:

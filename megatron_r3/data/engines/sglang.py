@@ -28,7 +28,6 @@ from megatron_r3.data.engines.body import (
     option,
     prompt_array,
     prompts,
-    refuse_failure,
     refuse_half_way,
     refuse_none_sampled,
     refuse_physical_ids,
@@ -127,9 +126,8 @@ def _samples_of_one(request: Mapping[str, Any]) -> Any:
 def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dict[str, Any]]:
     """The samples of either endpoint, in one form (meta_info, log-probs as OpenAI has them)."""
     if isinstance(response, Mapping):
-        refuse_failure(response)
+        refuse_response(response, request)
         if "meta_info" not in response:
-            refuse_response(response, request)
             return _openai_items(response, expected)
         response = [response]  # /generate, asked for one sample
     if not isinstance(response, list) or len(response) != expected:
@@ -168,10 +166,8 @@ def _openai_items(response: Mapping[str, Any], expected: int) -> list[dict[str, 
                     "ask with return_meta_info, or use /generate"
                 )
             meta = {"routed_experts": extension.get("routed_experts")}
-        tokens = next(
-            (choice[name] for name in ("token_ids", "response_token_ids") if choice.get(name)),
-            outputs[i] if outputs else None,
-        )
+        tokens = choice.get("token_ids") or choice.get("response_token_ids")
+        tokens = outputs[i] if outputs and not tokens else tokens
         prompt = choice.get("prompt_token_ids")
         items.append(
             {

@@ -8,7 +8,7 @@ The Python API returns routes from 0.14 on: `LLM(..., enable_return_routed_exper
 the forms that a server sends. vLLM itself is not imported: the objects are read by their
 attributes.
 
-Shape suffixes (docs/glossary.md): G, K, N, T, Y.
+Shape suffixes (docs/glossary.md): G, N.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ from megatron_r3.replay.words import quoted
 #       "routed_experts": "k05VTVBZ..."}]}              3 rows: of the tokens 5, 9 and 7
 
 _ASK_IDS = "ask with return_token_ids true"
+# vLLM takes the number of log-probs of a chat from top_logprobs: null there means none
+_ASK_LOGPROBS = "ask with logprobs 1 (chat: true, and top_logprobs 0 or left out, not null)"
 
 
 def decode_increments(
@@ -111,8 +113,7 @@ def _increment(
     prompt = prompt_array(asked, returned, _ASK_IDS)
     response_G = id_array(choice.get("token_ids"), "token_ids", _ASK_IDS)
     tokens_N = checked_tokens(prompt, response_G, request, shape)
-    hint = _ask_logprobs(request)
-    logprobs_G = sampled_logprobs(choice.get("logprobs"), response_G, hint, len(prompt))
+    logprobs_G = sampled_logprobs(choice.get("logprobs"), response_G, _ASK_LOGPROBS, len(prompt))
     if body.get("prompt_routed_experts") is not None:
         raise EngineError(
             "prompt_routed_experts are the form of vLLM 0.21, which loses rows of cached prefixes "
@@ -129,18 +130,6 @@ def _increment(
         versions_G=versions_G,
         says=said_or_why_not(body, choice),
     )
-
-
-def _ask_logprobs(request: Mapping[str, Any]) -> str:
-    """How the log-probs are asked for that a response lacks."""
-    if "messages" not in request:
-        return "ask with logprobs 1"
-    # vLLM takes the number of log-probs from top_logprobs, 0 if it is left out; null means none
-    if request.get("logprobs") and request.get("top_logprobs", 0) is None:
-        return (
-            "the request has top_logprobs null, and vLLM sends none then: leave it out, or give 0"
-        )
-    return "ask with logprobs true"
 
 
 def decode_routes(

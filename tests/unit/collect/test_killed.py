@@ -152,30 +152,24 @@ def line_with(process: subprocess.Popen[str], text: str) -> None:
         assert line, "the process ended"
 
 
-def ends_with_nothing_stored(process: subprocess.Popen[str], number: int, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "rewards", "line"),
+    [
+        *((number, SLOW_IMPORT, "importing") for number in SIGNALS),
+        (signal.SIGTERM, REWARD, "has no weights"),  # the model is read: what follows is the server
+    ],
+)
+def test_a_signal_before_sampling_begins(tmp_path, number, rewards, line):
+    write_inputs(tmp_path, 1)
+    (tmp_path / "rewards.py").write_text(rewards)
+    process = start(tmp_path, "http://127.0.0.1:9", "--retry-pause", "9")
+    line_with(process, line)
+    time.sleep(0.2)
     process.send_signal(number)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert error == "interrupted: run the same command again for the rest\n"
-    assert not (folder / "store").exists()
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_before_sampling_begins(tmp_path, number):
-    write_inputs(tmp_path, 1)
-    (tmp_path / "rewards.py").write_text(SLOW_IMPORT)
-    process = start(tmp_path, "http://127.0.0.1:9")
-    line_with(process, "importing")
-    ends_with_nothing_stored(process, number, tmp_path)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_a_signal_before_the_server_answers(tmp_path, number):
-    write_inputs(tmp_path, 1)
-    process = start(tmp_path, "http://127.0.0.1:9", "--retry-pause", "9")
-    line_with(process, "has no weights")  # the model is read: what follows is the server
-    time.sleep(0.2)
-    ends_with_nothing_stored(process, number, tmp_path)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT])

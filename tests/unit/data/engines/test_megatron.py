@@ -101,15 +101,6 @@ def test_layers_of_multi_token_prediction_come_last_and_are_dropped():
             decode(body, request, num_mtp_layers=wrong)
 
 
-def test_log_probs_of_the_openai_field():
-    body, request = made.megatron(made.made_rows())
-    del body["choices"][0]["generation_log_probs"]
-    assert made.logprobs_of(decode(body, request)[0]).tolist() == made.LOGPROBS
-    del body["choices"][0]["logprobs"]
-    with pytest.raises(EngineError, match="no log-probs"):
-        decode(body, request)
-
-
 def test_two_prompts():
     rows = [made.made_rows(seed=i) for i in range(2)]
     bodies = [made.megatron(each)[0]["choices"][0] for each in rows]
@@ -178,6 +169,11 @@ def test_evicted_requests_without_routes_are_refused():
     body["choices"][0]["moe_topk_indices"] = None
     with pytest.raises(EngineError, match="choice 0: evicted 1 times"):
         decode(body, request)
+    for lacking in (None, []):
+        body, request = made.megatron(made.made_rows())
+        body["choices"][0]["generation_log_probs"] = lacking
+        with pytest.raises(EngineError, match="choice 0: no log-probs; ask with logprobs 1"):
+            decode(body, request)
 
 
 @pytest.mark.parametrize("body", ["Inference request(s) failed: Request 0", None, [], {}, 3])

@@ -104,7 +104,7 @@ def test_one_expert_of_many_may_be_expert_zero(two):
         ("token_ids", [], "token_ids is empty: no token was sampled"),
         ("token_ids", [1, -2], "token ids must be a list"),
         ("token_ids", ["a"], "ids must be integers"),
-        ("logprobs", None, "no log-probs"),
+        ("logprobs", None, "no log-probs; ask with logprobs 1 .chat: true, and top_logprobs 0"),
         ("logprobs", {"token_logprobs": [-1.0]}, "1 log-probs for 10 response tokens"),
         ("logprobs", {"token_logprobs": [None] * 10}, "has no log-prob"),
         ("logprobs", {"token_logprobs": [-1.0] * 9 + [float("nan")]}, "token 21 is .*not finite"),
@@ -117,24 +117,6 @@ def test_wrong_choices_are_refused(two, field, value, message):
     two["response"]["choices"][1][field] = value
     with pytest.raises(EngineError, match=message):
         decode(two)
-
-
-@pytest.mark.parametrize(
-    ("request_", "hint"),
-    [
-        ({"prompt": [1], "logprobs": None}, "no log-probs; ask with logprobs 1"),
-        ({"messages": MESSAGES}, "no log-probs; ask with logprobs true"),
-        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": None}, "has top_logprobs null"),
-    ],
-)
-def test_how_log_probs_that_lack_are_asked_for(request_, hint):
-    payload = load(QWEN, "19_chat_turn1")
-    payload["request"] = request_
-    payload["response"]["choices"][0]["logprobs"] = None
-    if "prompt" in request_:
-        payload["request"] = {**request_, "prompt": payload["response"]["prompt_token_ids"]}
-    with pytest.raises(EngineError, match=hint):
-        decode(payload)
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", "of next year"])
