@@ -117,26 +117,6 @@ def refuse_half_way(reason: Any) -> None:
         raise EngineError(f"the engine ended the response with {kind!r}, half-way{why}")
 
 
-def refuse_physical_ids(engine: str, version: str | None, first_logical: tuple[int, ...]) -> None:
-    """Refuse routes of a server that balances experts (EPLB) and is not known to be new enough.
-
-    Such a server moves expert 3 to place 7, say, and older versions send the 7.
-
-    Args:
-        engine: its name.
-        version: of the server; None if nobody knows.
-        first_logical: the first version that sends the model's own id, 3 in the example.
-    """
-    given = (version or "").split(".")[:3]
-    parts = tuple(int(part) for part in given if re.fullmatch("[0-9]{1,6}", part))
-    if len(parts) < 2 or parts < first_logical:
-        raise EngineError(
-            f"with EPLB {engine} {said(version or 'of unknown version', 80)} returns "
-            f"physical expert ids; it returns logical ones from "
-            f"{'.'.join(map(str, first_logical))} on"
-        )
-
-
 def prompts(engine: str, request: Mapping[str, Any]) -> list[Any]:
     """Token ids of each prompt of a request; None for a text or a chat."""
     contents = prompt_contents(engine, request)

@@ -1,9 +1,9 @@
 """What an SGLang server returns with `--enable-return-routed-experts`.
 
-A request asks for routes with `return_routed_experts`. From 0.5.7 on /generate returns them
-(`meta_info.routed_experts` of every sample), and from 0.5.9 on OpenAI's endpoints do
-(`sglext.routed_experts` of the first choice only; from 0.5.18 on, with `return_meta_info`, of every
-choice).
+A request asks for routes with `return_routed_experts`. /generate returns them for every sample
+(`meta_info.routed_experts`), OpenAI's endpoints for the first choice only
+(`sglext.routed_experts`; from 0.5.18 on, with `return_meta_info`, for every choice). Up to 0.5.9
+a server that balances experts sends ids that are not the model's: this reads 0.5.10 on.
 
 The routes are base64 of bare little-endian int32 of all hidden layers: neither a shape nor a start
 stands beside them.
@@ -30,7 +30,6 @@ from megatron_r3.data.engines.body import (
     prompts,
     refuse_half_way,
     refuse_none_sampled,
-    refuse_physical_ids,
     refuse_response,
     sampled_logprobs,
     token_array,
@@ -72,10 +71,6 @@ def decode_increments(
     request: Mapping[str, Any],
     shape: ModelShape,
     where: str,
-    *,
-    eplb: bool = False,
-    version: str | None = None,
-    accept_retracted: bool = False,
 ) -> list[Increment]:
     """What each sample adds to its conversation: the `n` samples of each prompt, in order.
 
@@ -84,18 +79,11 @@ def decode_increments(
         request: the body that was sent; `routed_experts_start_len` is the token of the first row.
         shape: of the model that the server runs.
         where: what errors call the request.
-        eplb: the server balances experts (`--enable-eplb`, `--init-expert-location`). Up to 0.5.9
-            the ids of moved experts are not the model's.
-        version: of SGLang; looked at with `eplb` only.
-        accept_retracted: take samples that were retracted and prefilled again. The first tokens of
-            such a sample have routes of the second run and log-probs of the first.
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one.
     """
     with naming(where):
-        if eplb:
-            refuse_physical_ids("SGLang", version, (0, 5, 10))
         if isinstance(response, str) or request.get("stream"):
             raise EngineError(STREAMED)
         asked = prompts("sglang", request)
@@ -104,11 +92,10 @@ def decode_increments(
         start = whole_number(0 if start is None else start, "start")
         items = _items(response, request, count * len(asked))
 
-    def read(item: Mapping[str, Any], group: int) -> Increment:
-        _refuse_unusable(item["meta_info"], accept_retracted)
-        return _increment(item, request, asked[group], start, shape)
-
-    return read_choices(items, where, count, read)
+    return read_choices(
+        *(items, where, count),
+        lambda item, group: _increment(item, request, asked[group], start, shape),
+    )
 
 
 def _samples_of_one(request: Mapping[str, Any]) -> Any:
@@ -182,17 +169,6 @@ def _openai_items(response: Mapping[str, Any], expected: int) -> list[dict[str, 
     return items
 
 
-def _refuse_unusable(meta: Mapping[str, Any], accept_retracted: bool) -> None:
-    refuse_half_way(meta.get("finish_reason"))
-    retracted = meta.get("num_retractions", meta.get("total_retractions"))  # its name in 0.5.9
-    if retracted and not accept_retracted:
-        raise EngineError(
-            f"retracted {quoted(retracted, 20)} times: its first tokens have routes of the "
-            "second run and log-probs of the first; sample it again, or decode it with "
-            "accept_retracted=True"
-        )
-
-
 def _increment(
     item: Mapping[str, Any],
     request: Mapping[str, Any],
@@ -201,6 +177,12 @@ def _increment(
     shape: ModelShape,
 ) -> Increment:
     meta = item["meta_info"]
+    refuse_half_way(meta.get("finish_reason"))
+    if retracted := meta.get("num_retractions"):
+        raise EngineError(
+            f"retracted {quoted(retracted, 20)} times: its first tokens have routes of the second "
+            "run and log-probs of the first; sample it again"
+        )
     prompt = prompt_array(asked, item["prompt_token_ids"], item["hint"])
     counted = meta.get("prompt_tokens")
     if counted is not None and counted != len(prompt):

@@ -3,10 +3,10 @@
 A server sends routes on /v1/completions, /v1/chat/completions and /inference/v1/generate, if it is
 asked with `return_token_ids` and `logprobs`. Routes are base64 of a `.npy`.
 
-The Python API returns routes from 0.14 on: `LLM(..., enable_return_routed_experts=True)`. Until
-0.20 `CompletionOutput.routed_experts` is an int32 array of all hidden layers, later it has one of
-the forms that a server sends. vLLM itself is not imported: the objects are read by their
-attributes.
+The Python API returns routes, too: `LLM(..., enable_return_routed_experts=True)`. Until 0.20
+`CompletionOutput.routed_experts` is an int32 array of all hidden layers, later it has one of the
+forms that a server sends. 0.14 is too old: with EPLB its ids are not the model's. vLLM itself is
+not imported: the objects are read by their attributes.
 
 Shape suffixes (docs/glossary.md): G, N.
 """
@@ -26,7 +26,6 @@ from megatron_r3.data.engines.body import (
     prompt_array,
     prompts,
     refuse_half_way,
-    refuse_physical_ids,
     refuse_response,
     sampled_logprobs,
     whole_number,
@@ -57,9 +56,6 @@ def decode_increments(
     request: Mapping[str, Any],
     shape: ModelShape,
     where: str,
-    *,
-    eplb: bool = False,
-    version: str | None = None,
 ) -> list[Increment]:
     """What each choice of one response adds to its conversation: rows from the start on.
 
@@ -70,16 +66,11 @@ def decode_increments(
             `routed_experts_prompt_start`, `n`, `max_tokens`, or nothing.
         shape: of the model that the engine runs.
         where: what errors call the request.
-        eplb: the engine balances experts (`enable_eplb`). 0.14 returns ids that are not the
-            model's where experts were moved.
-        version: of vLLM; looked at with `eplb` only.
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one.
     """
     with naming(where):
-        if eplb:
-            refuse_physical_ids("vLLM", version, (0, 15))
         if isinstance(response, str):
             raise EngineError(STREAMED)
         if isinstance(response, Mapping):

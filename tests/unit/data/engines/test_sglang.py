@@ -197,26 +197,6 @@ def test_unusable_samples_are_refused(change, message):
         decode(body, request)
 
 
-def test_retracted_samples_on_request():
-    body, request = made.sglang(made.made_rows())
-    body["meta_info"]["num_retractions"] = 1
-    assert len(decode(body, request, accept_retracted=True)) == 1
-    del body["meta_info"]["num_retractions"]
-    body["meta_info"]["total_retractions"] = 1  # its name in 0.5.9
-    with pytest.raises(EngineError, match="retracted 1 times"):
-        decode(body, request)
-
-
-@pytest.mark.parametrize("version", [None, "", "0.5.7", "0.5.9.post1", "main"])
-def test_physical_ids_are_refused(version):
-    body, request = made.sglang(made.made_rows())
-    with pytest.raises(EngineError, match=r"with EPLB SGLang .* physical"):
-        decode(body, request, eplb=True, version=version)
-    for new in ("0.5.10", "0.5.10.post1", "0.5.23", "0.6.0"):
-        assert decode(body, request, eplb=True, version=new)
-    assert decode(body, request, version=version)
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
