@@ -1,4 +1,4 @@
-"""SGLang: /generate and OpenAI's routes, 0.5.7 to 0.5.23.
+"""SGLang: /generate and OpenAI's routes, 0.5.10 to 0.5.23.
 
 Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """
