@@ -7,95 +7,78 @@ takes its own log-probs from before the first update on a collection for the old
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 SEEDS, COLLECTIONS = 3, 60
-NOISE = 0.7
-LAG = 4
+NOISE, LAG = 0.7, 4
 
 
-@dataclass(frozen=True)
-class Arm:
-    """What the trainer does about the mismatch.
+class Arm(NamedTuple):
+    """A name, and Megatron's arguments beside those that all arms share (`run.UPDATE`)."""
 
-    Attributes:
-        key: names directories.
-        name: what tables and pictures call it.
-        arguments: of Megatron, beside those that all arms share (`policy.UPDATE`).
-    """
-
-    key: str
     name: str
     arguments: str
 
 
-@dataclass(frozen=True)
-class Regime:
+class Regime(NamedTuple):
     """How the sampler's numbers differ from the trainer's.
 
     Attributes:
-        key: names directories.
         name: what tables and pictures call it.
         dtype: of the published policy, in which the sampler then computes.
-        degrade: the lines of the config's table [degrade].
+        degrade: the table [degrade] of the config.
         lag: of the config: collection c is sampled by policy c - lag.
         arms: the keys of the arms that run in it.
     """
 
-    key: str
     name: str
     dtype: str
-    degrade: str
+    degrade: Mapping[str, Any]
     lag: int
     arms: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of the comparison."""
+class Run(NamedTuple):
+    """One run of the comparison: keys of `REGIMES` and `ARMS`, and a seed."""
 
-    regime: Regime
-    arm: Arm
+    regime: str
+    arm: str
     seed: int
 
     @property
     def key(self) -> str:
         """Its directory below that of all runs, for example `noise/r3-0`."""
-        return f"{self.regime.key}/{self.arm.key}-{self.seed}"
+        return f"{self.regime}/{self.arm}-{self.seed}"
+
+    @property
+    def dtype(self) -> str:
+        """In what the sampler computes; without a mismatch it computes as the trainer does."""
+        return "float32" if self.arm == "none" else REGIMES[self.regime].dtype
 
 
-_GSPO = "--rollouts-loss gspo --rollouts-clip-eps 0.003 --rollouts-clip-eps-high 0.004"
 _GRPO = "--rollouts-loss grpo --rollouts-clip-eps 0.2"
+_GSPO = "--rollouts-loss gspo --rollouts-clip-eps 0.003 --rollouts-clip-eps-high 0.004"
 _TIS = "--rollouts-correction tis --rollouts-correction-bounds 2"
 _R3 = "--moe-router-replay"
-_R2 = "--moe-router-replay --moe-router-replay-source old-policy"
 ARMS = {
-    arm.key: arm
-    for arm in (
-        Arm("none", "no mismatch", _GRPO),
-        Arm("live", "live", _GRPO),
-        Arm("r3", "R3", f"{_GRPO} {_R3}"),
-        Arm("r2", "R2", f"{_GRPO} {_R2}"),
-        Arm("tis", "TIS", f"{_GRPO} {_TIS}"),
-        Arm("r3-tis", "R3 + TIS", f"{_GRPO} {_R3} {_TIS}"),
-        Arm("gspo-r3", "GSPO + R3", f"{_GSPO} {_R3}"),
-    )
+    "none": Arm("no mismatch", _GRPO),
+    "live": Arm("live", _GRPO),
+    "r3": Arm("R3", f"{_GRPO} {_R3}"),
+    "r2": Arm("R2", f"{_GRPO} {_R3} --moe-router-replay-source old-policy"),
+    "tis": Arm("TIS", f"{_GRPO} {_TIS}"),
+    "r3-tis": Arm("R3 + TIS", f"{_GRPO} {_R3} {_TIS}"),
+    "gspo-r3": Arm("GSPO + R3", f"{_GSPO} {_R3}"),
 }
 _ALL = ("live", "r3", "r2", "tis", "r3-tis", "gspo-r3")
-CONTROL = "control"  # the regime without any mismatch
-STALE = "stale"
 REGIMES = {
-    regime.key: regime
-    for regime in (
-        # Nothing is to be replayed or corrected where sampler and trainer compute the same.
-        Regime(CONTROL, "no mismatch", "float32", "", 0, ("none",)),
-        Regime("bf16", "bfloat16", "bfloat16", "", 0, _ALL),
-        Regime("fp8", "float8", "bfloat16", "fp8 = true", 0, _ALL),
-        Regime("noise", f"noise {NOISE}", "bfloat16", f"router_noise = {NOISE}", 0, _ALL),
-        # "none" here is staleness alone: float32 on both sides, and rollouts that are as old.
-        Regime(STALE, f"{LAG} versions old", "bfloat16", "", LAG, ("none", *_ALL)),
-    )
+    # Nothing is to be replayed or corrected where sampler and trainer compute the same.
+    "control": Regime("no mismatch", "float32", {}, 0, ("none",)),
+    "bf16": Regime("bfloat16", "bfloat16", {}, 0, _ALL),
+    "fp8": Regime("float8", "bfloat16", {"fp8": True}, 0, _ALL),
+    "noise": Regime(f"noise {NOISE}", "bfloat16", {"router_noise": NOISE}, 0, _ALL),
+    # "none" here is staleness alone: float32 on both sides, and rollouts that are as old.
+    "stale": Regime(f"{LAG} versions old", "bfloat16", {}, LAG, ("none", *_ALL)),
 }
 
 
@@ -110,31 +93,18 @@ def runs_of(only: str = "", seeds: int = SEEDS) -> list[Run]:
     Raises:
         ValueError: there is no such regime or arm.
     """
-    runs = list(_all(seeds))
+    runs = [
+        Run(regime, arm, seed)
+        for seed in range(seeds)
+        for regime in REGIMES
+        for arm in REGIMES[regime].arms
+    ]
     if not only:
         return runs
-    names = set(only.split(","))
-    if unknown := names - {name for run in runs for name in _names(run)}:
+    wanted, of_runs = {*only.split(",")}, [{run.regime, f"{run.regime}/{run.arm}"} for run in runs]
+    if unknown := wanted.difference(*of_runs):
         raise ValueError(
-            f"--only {only}: there is no {sorted(unknown)[0]!r}; the regimes are "
-            f"{', '.join(REGIMES)}, and an arm of one is, for example, noise/r3: the arms are "
-            f"{', '.join(ARMS)}"
+            f"--only {only}: there is no {min(unknown)!r}; the regimes are {', '.join(REGIMES)}, "
+            f"and an arm of one is, for example, noise/r3: the arms are {', '.join(ARMS)}"
         )
-    return [run for run in runs if names & _names(run)]
-
-
-def _all(seeds: int) -> Iterator[Run]:
-    for seed in range(seeds):
-        for regime in REGIMES.values():
-            for key in regime.arms:
-                yield Run(regime, ARMS[key], seed)
-
-
-def _names(run: Run) -> set[str]:
-    """What selects a run."""
-    return {run.regime.key, f"{run.regime.key}/{run.arm.key}"}
-
-
-def dtype_of(run: Run) -> str:
-    """In what the sampler computes: the arm without a mismatch computes as the trainer does."""
-    return "float32" if run.arm.key == "none" else run.regime.dtype
+    return [run for run, names in zip(runs, of_runs, strict=True) if names & wanted]

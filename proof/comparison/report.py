@@ -1,4 +1,4 @@
-"""Records a comparison: the file of results, the picture and the tables of docs/comparison.md.
+"""What a comparison showed: its values, the tables and picture of docs/comparison.md.
 
     python -m proof.comparison.report [--record build/comparison/comparison.json]
 
@@ -12,19 +12,31 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
+from textwrap import fill
 from typing import Any
 
-from proof.benchmarks.report import filled
-from proof.comparison.arms import ARMS, REGIMES
-from proof.comparison.measure import VALUES
-from proof.comparison.picture import picture
-from proof.comparison.policy import ROOT
-from proof.comparison.run import as_json
-from proof.comparison.table import markdown
+import numpy as np
 
-NOTHING = "No run is recorded."
-_FACTS = ("date", "processor", "machine", "cores", "load", "python", "torch", "collections", "runs")
+from megatron_r3.loop.report import read_run
+from proof.benchmarks.report import filled, table
+from proof.comparison.arms import ARMS, REGIMES
+from proof.comparison.start import ROOT
+
+RESULTS = "proof/benchmarks/results/comparison.json"
+# the names here, and those in metrics.jsonl (docs/metrics.md)
+METRICS = {"k3": "update/sampler k3 kl", "router_mismatch": "router mismatch"}
+VALUES = ("reward", *METRICS)
+SHOWN = {
+    "reward": ("reward", ".2f"),
+    "k3": ("k3", ".2g"),
+    "routers differ": ("router_mismatch", ".1%"),
+}
+_DRAWN = {"none": "#777777", "live": "#d1495b", "r3": "#1f6f8b"}  # arms, and their colours
+SMOOTH = 5  # collections; a point of the picture is the mean of so many, up to its own
+Record = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,17 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m proof.comparison.report", description=description
     )
-    parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="what proof.comparison.run wrote"
-    )
+    parser.add_argument("--record", type=Path, help="what proof.comparison.run wrote")
     parser.add_argument("--root", type=Path, default=ROOT, help="of the checkout (default: this)")
     args = parser.parse_args(argv)
-    results, page = results_of(args.root), args.root / "docs" / "comparison.md"
+    page = args.root / "docs" / "comparison.md"
     try:
         if args.record is not None:
             record = read_record(args.record)
             picture(record, args.root / "docs" / "comparison.png")
-            results.write_text(as_json(record))
+            (args.root / RESULTS).write_text(as_json(record))
         page.write_text(document(args.root))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -52,9 +62,127 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def results_of(root: Path) -> Path:
-    """Where a checkout has the recorded comparison."""
-    return root / "proof" / "benchmarks" / "results" / "comparison.json"
+# -- values and records
+
+
+def measured(directory: Path, collections: int, steps: int) -> dict[str, list[float]]:
+    """The values of a run, by name one for each collection.
+
+    The trainer's values are those of the first update on each collection. Before it the trainer's
+    policy is the one from which the update starts, so what differs from the sampler is the
+    mismatch (and staleness, if there is some), and nothing of the update.
+
+    Args:
+        directory: of a run, as `megatron-r3 rl run` leaves it.
+        collections: how many it must have.
+        steps: optimizer steps on a collection.
+
+    Returns:
+        `reward`: the mean reward of the sampler's answers. `k3`: k3 of the trainer's policy and the
+        sampler's. `router_mismatch`: the share of (token, layer) pairs for which the trainer's
+        router would take other experts.
+
+    Raises:
+        ValueError: a collection has no such value, or one that is not finite.
+    """
+    run = read_run(directory, directory.name)
+
+    def each(curve: dict[int, float], keys: range, what: str) -> list[float]:
+        for key in keys:
+            if not math.isfinite(curve.get(key, math.nan)):
+                raise ValueError(f"{directory}: {what} {key} is missing or not finite")
+        return [float(f"{curve[key]:.5g}") for key in keys]
+
+    rewards = {event["collection"]: float(event["reward"]) for event in run.of("collected")}
+    first = range(1, collections * steps + 1, steps)  # steps are counted from 1
+    return {"reward": each(rewards, range(collections), "reward of collection")} | {
+        name: each(run.metrics.get(metric, {}), first, f"{metric} in step")
+        for name, metric in METRICS.items()
+    }
+
+
+def read_record(file: Path) -> Record:
+    """Read what `proof.comparison.run` wrote.
+
+    Raises:
+        ValueError: a fact or a run is missing, or a run is not whole; the message names the file.
+    """
+    try:
+        record: Record = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not JSON ({error})") from error
+    if missing := {"date", "load", "torch", "collections", "runs"} - record.keys():
+        raise ValueError(f"{file}: no {min(missing)}: give what proof.comparison.run wrote")
+    if not record["runs"]:
+        raise ValueError(f"{file}: no run is complete: make compare, then record")
+    for run in record["runs"]:
+        if run["arm"] not in REGIMES[run["regime"]].arms:
+            raise ValueError(f"{file}: {run['regime']}/{run['arm']}: there is no such run")
+        for value in VALUES:
+            if len(run[value]) != record["collections"] or not all(map(math.isfinite, run[value])):
+                name = f"{run['regime']}/{run['arm']}-{run['seed']}"
+                raise ValueError(f"{file}: {name}: {value} is not a finite number a collection")
+    return record
+
+
+def as_json(record: Record) -> str:
+    """The text of a record, in which each of `runs` is a line of its own."""
+    head = json.dumps({name: value for name, value in record.items() if name != "runs"}, indent=1)
+    lines = ",\n".join(f"  {json.dumps(run)}" for run in record["runs"])
+    return f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'
+
+
+def of_arm(record: Record, regime: str, arm: str) -> list[dict[str, Any]]:
+    """The runs of an arm in a record, by seed; empty if it has none."""
+    runs = [run for run in record["runs"] if (run["regime"], run["arm"]) == (regime, arm)]
+    return sorted(runs, key=lambda run: int(run["seed"]))
+
+
+def half(values: Sequence[float]) -> float:
+    """The mean of the second half, with which arms are compared: of 60 collections the last 30."""
+    return fmean(values[len(values) // 2 :])
+
+
+# -- tables
+
+
+def pairs(record: Record, regime: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The runs of live and of R3 that have the same seed."""
+    live, r3 = ({run["seed"]: run for run in of_arm(record, regime, key)} for key in ("live", "r3"))
+    for seed in sorted(live.keys() & r3.keys()):
+        yield live[seed], r3[seed]
+
+
+def verdicts(record: Record) -> str:
+    """What the second halves of the runs say of live and R3, seed by seed; empty without a pair."""
+    rows = []
+    for key, regime in REGIMES.items():
+        if both := list(pairs(record, key)):
+            apart = [half(r3["reward"]) - half(live["reward"]) for live, r3 in both]
+            k3 = [(half(live["k3"]), half(r3["k3"])) for live, r3 in both]
+            more = ", ".join(f"{value:+.2f}" for value in apart)
+            ratios = ", ".join(f"{a / b:.1f}" if b else "all" for a, b in k3)
+            above = f"{sum(value > 0 for value in apart)} of {len(both)}"
+            rows.append([regime.name, above, more, ratios])
+    head = ["R3 beside live", "seeds with more reward", "reward, R3 - live", "k3, live / R3"]
+    return table(head, rows) if rows else ""
+
+
+def tables(record: Record) -> str:
+    """A row for each arm of each regime that has runs, and R3 beside live."""
+    rows = []
+    for key, regime in REGIMES.items():
+        for arm in regime.arms:
+            if runs := of_arm(record, key, arm):
+                cells = [_cell([half(run[name]) for run in runs], f) for name, f in SHOWN.values()]
+                rows.append([regime.name, ARMS[arm].name, *cells])
+    return f"{table(['sampler', 'arm', *SHOWN], rows)}\n\n{verdicts(record)}".strip()
+
+
+def _cell(values: Sequence[float], form: str) -> str:
+    """Example: 0.61 (0.59 to 0.66); of a share, which is a percentage, the mean alone."""
+    low, high, mean = (format(find(values), form) for find in (min, max, fmean))
+    return mean if low == high or form.endswith("%") else f"{mean} ({low} to {high})"
 
 
 def document(root: Path) -> str:
@@ -63,45 +191,81 @@ def document(root: Path) -> str:
     Raises:
         ValueError: the recorded results cannot be taken, or the page has no place for them.
     """
-    page, results = root / "docs" / "comparison.md", results_of(root)
-    part = NOTHING
+    page, results = root / "docs" / "comparison.md", root / RESULTS
+    part = "No run is recorded."
     if results.exists():
+        record = read_record(results)
+        minutes = sum(run["seconds"] for run in record["runs"]) / 60
+        where = (
+            f"Recorded on {record['date']} in [comparison.json](../{RESULTS}): "
+            f"{record['processor']} ({record['machine']}), {record['cores']} cores, load "
+            f"{record['load']} at the start, Python {record['python']}, torch {record['torch']}; "
+            f"{len(record['runs'])} runs of {record['collections']} collections, {minutes:.0f} "
+            "minutes in all. A cell has the mean of the seeds, and in brackets the smallest and "
+            "the largest, over the second half of a run."
+        )
+        wrapped = fill(where, 120, break_long_words=False, break_on_hyphens=False)
         shown = "![reward and k3 by collection, for each regime](comparison.png)"
-        part = f"{markdown(read_record(results))}\n\n{shown}"
+        part = f"{wrapped}\n\n{tables(record)}\n\n{shown}"
     return filled(page.read_text(), "comparison", part, page, "proof.comparison.report")
 
 
-def read_record(file: Path) -> dict[str, Any]:
-    """Read what `proof.comparison.run` wrote.
+# -- the picture
+
+
+def picture(record: Record, path: Path) -> None:
+    """Write the picture of a record as PNG: a column for each regime with a run of live.
+
+    Above the reward, below k3, each the mean of the seeds with a band from the smallest to the
+    largest. The reward without a mismatch is in every column, for comparison.
 
     Raises:
-        ValueError: a fact or a run is missing, or a run is not whole; the message names the file.
+        ValueError: the record has no run of live.
     """
-    try:
-        record: dict[str, Any] = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: not JSON ({error})") from error
-    if missing := [name for name in _FACTS if name not in record]:
-        raise ValueError(f"{file}: no {missing[0]}: give the file that proof.comparison.run wrote")
-    if not record["runs"]:
-        raise ValueError(f"{file}: no run is complete: make compare, then record")
-    seen = set()
-    for run in record["runs"]:
-        key = (run["regime"], run["arm"], run["seed"])
-        name = f"{file}: {run['regime']}/{run['arm']}-{run['seed']}"
-        if run["regime"] not in REGIMES or run["arm"] not in REGIMES[run["regime"]].arms:
-            raise ValueError(f"{name}: there is no such run; the arms are {', '.join(ARMS)}")
-        if key in seen:
-            raise ValueError(f"{name} is there twice")
-        seen.add(key)
-        for value in VALUES:
-            numbers = run[value]
-            if len(numbers) != record["collections"] or not all(map(math.isfinite, numbers)):
-                raise ValueError(
-                    f"{name}: {value} must be {record['collections']} finite numbers, one for "
-                    f"each collection; there are {len(numbers)}"
-                )
-    return record
+    # Not pyplot: it keeps every figure, and may ask for a screen.
+    from matplotlib.figure import Figure
+
+    drawn = [key for key in REGIMES if of_arm(record, key, "live")]
+    if not drawn:
+        raise ValueError("the record has no run of the arm live, so there is nothing to draw")
+    figure = Figure(figsize=(3.6 * len(drawn) + 0.6, 6), layout="constrained")
+    axes = figure.subplots(2, len(drawn), sharex=True, sharey="row", squeeze=False)
+    for column, key in enumerate(drawn):
+        for name, on in zip(("reward", "k3"), axes[:, column], strict=True):
+            for arm, curves in curves_of(record, key, name).items():
+                x = range(1, curves.shape[1] + 1)
+                low, high, mean = (find(curves, axis=0) for find in (np.min, np.max, np.mean))
+                on.fill_between(x, low, high, color=_DRAWN[arm], alpha=0.15, linewidth=0)
+                on.plot(x, mean, color=_DRAWN[arm], linewidth=1.6, label=ARMS[arm].name)
+            on.grid(axis="y", linewidth=0.4, alpha=0.5)
+        axes[0][column].set(title=REGIMES[key].name, ylim=(0, 1))
+        axes[1][column].set(yscale="log", xlabel="collection")
+    axes[0][0].set_ylabel("reward of the sampler's answers")
+    axes[1][0].set_ylabel("k3, sampler to trainer")
+    axes[0][0].legend(loc="lower left", frameon=False, fontsize=9)
+    # no date and no version in the file: the same record gives the same picture
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def curves_of(record: Record, regime: str, name: str) -> dict[str, np.ndarray]:
+    """The smoothed curves of a panel, a row for each seed, by arm; arms without a run have none.
+
+    A regime has "none" of its own only where staleness alone is compared; else it is the control,
+    whose k3 is rounding, thousands of times below that of the others, and is not drawn.
+    """
+    found = {}
+    for arm in _DRAWN:
+        own = arm in REGIMES[regime].arms
+        if (own or name == "reward") and (
+            runs := of_arm(record, regime if own else "control", arm)
+        ):
+            found[arm] = np.array([smooth(run[name]) for run in runs])
+    return found
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Of each value the mean with up to `SMOOTH` - 1 values before it."""
+    return [fmean(values[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(values))]
 
 
 if __name__ == "__main__":

@@ -14,64 +14,81 @@ import argparse
 import datetime
 import hashlib
 import json
+import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
+import torch
+
 from demo.process import Failed
+from megatron_r3.cpu import CPU_ARGS
 from megatron_r3.data.whole_file import write_whole
-from proof.benchmarks.machine import device_of, machine_at_start
-from proof.comparison.arms import COLLECTIONS, SEEDS, runs_of
-from proof.comparison.config import MINI_STEPS, write_config
-from proof.comparison.jobs import Job, run_all
-from proof.comparison.measure import measured
-from proof.comparison.policy import LEARN, ROOT, SHARPEN, StartingPolicy
-from proof.comparison.table import summary
+from megatron_r3.loop.config import read_config
+from megatron_r3.loop.processes import signals_raise, start, stop
+from proof.benchmarks.machine import machine_at_start
+from proof.comparison import report
+from proof.comparison.arms import ARMS, COLLECTIONS, REGIMES, SEEDS, Run, runs_of
+from proof.comparison.start import LEARN, MODEL, ROOT, SHARPEN, make
+from proof.comparison.task import MAX_ANSWER, problem
 
 FIRST_PORT = 31800  # each run has a port of its own above it
 RESULT = "result.json"
+PROMPTS, SAMPLES, MINI_STEPS = 8, 8, 2
+CHECKPOINT_EVERY = 20  # collections
+FIRST_PROMPT, EACH_SEED = 50_000_000, 1_000_000  # far from the problems of the first training
+# what all arms share; --seed is that of the run
+UPDATE = f"""
+--micro-batch-size 32 --global-batch-size 32 --rollouts-mini-steps {MINI_STEPS} --lr 4e-4
+--lr-decay-style constant --calculate-per-token-loss --moe-router-load-balancing-type none
+--rollouts-old-policy trainer --moe-router-replay-log-mismatch-interval 1
+""".split()
+# One thread for each process: two runs share the cores, and threads that spin while they wait for
+# a busy core make a step many times slower.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run what is not complete yet; 1 where a run fails, 130 where it is stopped."""
     args = _arguments().parse_args(argv)
-    out = args.out.resolve()
     try:
         wanted = runs_of(args.only, args.seeds)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    machine = machine_at_start()
-    start = StartingPolicy(out / "start", args.megatron.resolve())
+    machine, began = machine_at_start(), time.monotonic()
+    out, megatron = args.out.resolve(), args.megatron.resolve()
+    # Results of other code, or of another starting policy, are not put beside those of this one.
+    folder = out / digest_of(f"{args.learn} {args.sharpen} {args.collections}")
     try:
-        start.make(args.learn.split(), args.sharpen.split())
+        make(folder / "start", megatron, args.learn, args.sharpen)
     except Failed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     # seeds come one after the other, so that more seeds leave the ports of a run as they are
-    ports = {run.key: args.first_port + i for i, run in enumerate(runs_of("", args.seeds))}
-    made_of, jobs = source_digest(start), []
-    for run in wanted:
-        folder = out / "runs" / run.regime.key
-        port = ports[run.key]
-        config = write_config(folder, run, start, sys.executable, port, args.collections)
-        job = Job(run, config, _digest(config, made_of))
-        if not is_complete(job):
-            jobs.append(job)
-    print(f"{len(wanted)} runs, {len(wanted) - len(jobs)} of them complete", flush=True)
-    began = time.monotonic()
+    for port, run in enumerate(runs_of("", args.seeds), start=args.first_port):
+        write_config(folder, run, megatron, port, args.collections)
+    waiting = [run for run in wanted if not (folder / run.key / RESULT).exists()]
+    print(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them complete", flush=True)
     try:
-        failed = run_all(
-            jobs, args.jobs, lambda job, took: _finish(job, took, args.collections, made_of)
-        )
+        with signals_raise():
+            failed = run_all(folder, waiting, args.jobs, args.collections)
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return 130
-    record = {**machine, **collected(out, args.collections, made_of)}
-    write_whole(out / "comparison.json", as_json(record))
-    print(f"{summary(record)}\n\n{out / 'comparison.json'}; {time.monotonic() - began:.0f} s")
+    record = {
+        **machine,
+        "date": str(datetime.date.today()),
+        "torch": torch.__version__,
+        "collections": args.collections,
+        "runs": collected(folder),
+    }
+    write_whole(out / "comparison.json", report.as_json(record))
+    print(f"{report.tables(record)}\n\n{out / 'comparison.json'}; {time.monotonic() - began:.0f} s")
     for key, reason in failed.items():
         print(f"error: {key}: {reason}", file=sys.stderr)
     return 1 if failed else 0
@@ -90,8 +107,8 @@ def _arguments() -> argparse.ArgumentParser:
     add("--seeds", type=_count, default=SEEDS)
     add("--collections", type=_count, default=COLLECTIONS, help="of each run")
     add("--first-port", type=_count, default=FIRST_PORT, help="each run has a port of its own")
-    add("--learn", default=" ".join(LEARN), help="arguments of the first training")
-    add("--sharpen", default=" ".join(SHARPEN), help="and of the second one; empty: none")
+    add("--learn", default=LEARN, help="arguments of the first training")
+    add("--sharpen", default=SHARPEN, help="and of the second one")
     return parser
 
 
@@ -101,97 +118,137 @@ def _count(text: str) -> int:
     return int(text)
 
 
-# -- one run
-
-
-def is_complete(job: Job) -> bool:
-    """Whether a run has a result of this config and this starting policy.
-
-    What another config has left is removed. A run that was stopped stays, and goes on.
-    """
-    result = job.directory / RESULT
-    if result.exists():
-        if json.loads(result.read_text())["digest"] == job.digest:
-            _remove_what_takes_room(job)  # a kill may have come before that
-            return True
-        shutil.rmtree(job.directory)
-    kept = job.directory / "digest"
-    if job.directory.exists() and (not kept.exists() or kept.read_text() != job.digest):
-        shutil.rmtree(job.directory)
-    job.directory.mkdir(parents=True, exist_ok=True)
-    kept.write_text(job.digest)
-    return False
-
-
-def _digest(config: Path, made_of: str) -> str:
-    return hashlib.sha256(config.read_bytes() + made_of.encode()).hexdigest()
-
-
-def source_digest(start: StartingPolicy) -> str:
-    """A digest of what all runs depend on: our code and patches, and the starting policy.
-
-    Results of other code are not put beside those of this one.
-    """
+def digest_of(options: str) -> str:
+    """A digest of what all runs depend on: our code, our patches, and these options."""
     files = [*ROOT.glob("megatron_r3/**/*.py"), *ROOT.glob("proof/comparison/*.py")]
-    files += [*ROOT.glob("patches/**/*.patch"), start.out / "done"]
-    digest = hashlib.sha256()
-    for file in sorted(files):
+    digest = hashlib.sha256(options.encode())
+    for file in sorted([*files, *ROOT.glob("patches/**/*.patch")]):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+    return digest.hexdigest()[:12]
 
 
-def _finish(job: Job, seconds: float, collections: int, made_of: str) -> None:
-    """Keep what a run showed, and remove what takes room: weights, checkpoints and rollouts.
-
-    Raises:
-        ValueError: the run is not whole.
-    """
-    found = measured(job.directory, collections, MINI_STEPS)
-    result = {"digest": job.digest, "made_of": made_of, "seconds": round(seconds), **found}
-    write_whole(job.directory / RESULT, as_json(result))
-    _remove_what_takes_room(job)
-
-
-def _remove_what_takes_room(job: Job) -> None:
-    for name in ("policies", "checkpoints", "rollouts"):
-        shutil.rmtree(job.directory / name, ignore_errors=True)
-
-
-# -- all of them
-
-
-def collected(out: Path, collections: int, made_of: str) -> dict[str, Any]:
-    """What all complete runs showed, also those of earlier calls with as many collections.
+def write_config(folder: Path, run: Run, megatron: Path, port: int, collections: int) -> Path:
+    """Write the config of a run and its prompts: `noise/r3-0.toml`, beside the run's directory.
 
     Args:
-        made_of: `source_digest`; a run of another code or starting policy is left out.
+        folder: of all runs, with the starting policy in `start`.
+        port: of the sampler, which no other run has.
+
+    Raises:
+        megatron_r3.loop.config.ConfigError: the loop would not take it.
     """
-    runs = []
-    for run in runs_of("", 100):
-        file = out / "runs" / run.key / RESULT
-        if not file.exists():
-            continue
-        result = json.loads(file.read_text())
-        del result["digest"]
-        if result.pop("made_of") == made_of and len(result["reward"]) == collections:
-            of = {"regime": run.regime.key, "arm": run.arm.key, "seed": run.seed}
-            runs.append({**of, **result})
-    return {
-        "date": str(datetime.date.today()),
-        "torch": device_of("cpu")["torch"],
-        "collections": collections,
-        "runs": runs,
+    regime, policy, file = REGIMES[run.regime], folder / "start", folder / f"{run.key}.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # The same prompts in every arm: what differs between two arms of a seed is the arm. With a lag
+    # policy 0 samples lag + 1 collections, which `rl run` wants to be different prompts.
+    first = FIRST_PROMPT + run.seed * EACH_SEED
+    prompts = file.with_name(f"prompts-{run.seed}.jsonl")
+    asked = range(first, first + max(collections, regime.lag + 1) * PROMPTS)
+    lines = [json.dumps({"prompt": problem(n)[0], "group": n - first}) for n in asked]
+    prompts.write_text("\n".join(lines) + "\n")
+    groups = ([*CPU_ARGS, *MODEL, *UPDATE, "--seed", str(run.seed + 1)], [ARMS[run.arm].arguments])
+    tables: dict[str, dict[str, Any]] = {
+        "run": {
+            "directory": file.stem,
+            "collections": collections,
+            "lag": regime.lag,
+            "seed": run.seed,
+            "wait": 600.0,
+            "restarts": 0,  # a part that dies shall be looked at
+        },
+        "policy": {
+            "model": str(policy / run.dtype),
+            "checkpoint": str(policy / "checkpoint"),
+            "keep": regime.lag + 1 + CHECKPOINT_EVERY,
+        },
+        "sampler": {"port": port, "max_tokens": MAX_ANSWER},
+        "prompts": {
+            "file": prompts.name,
+            "per_collection": PROMPTS,
+            "samples": SAMPLES,
+            "reward": "proof.comparison.task:reward",
+        },
+        "trainer": {
+            "megatron": str(megatron),
+            "launch": [sys.executable],  # one process, without torchrun
+            "script": f"-m megatron_r3.cpu {ROOT}/megatron_r3/train/pretrain_gpt.py",
+            "steps": MINI_STEPS,
+            "checkpoint_every": CHECKPOINT_EVERY,
+            "arguments": [shlex.join(groups[0]), *groups[1]],
+        },
+        "trainer.environment": {"OMP_NUM_THREADS": "1"},
+        "degrade": dict(regime.degrade),
     }
+    # JSON's texts, numbers and lists are TOML's too
+    lines = [
+        f"[{table}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in of.items())
+        for table, of in tables.items()
+    ]
+    file.write_text("\n".join(lines))
+    read_config(file)
+    return file
 
 
-def as_json(record: dict[str, Any]) -> str:
-    """The text of a record, in which each of `runs` is a line of its own."""
-    rest = {name: value for name, value in record.items() if name != "runs"}
-    text = json.dumps(rest, indent=1)
-    if "runs" not in record:
-        return text + "\n"
-    lines = ",\n".join(f"  {json.dumps(run)}" for run in record["runs"])
-    return f'{text[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'
+def run_all(folder: Path, runs: Sequence[Run], most: int, collections: int) -> dict[str, str]:
+    """Run the runs in their order, `most` at a time; one that fails does not stop the others.
+
+    Returns:
+        Why runs failed, by their keys.
+    """
+    waiting, failed = [*runs], {}
+    running: dict[Run, tuple[Popen[bytes], float]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < most:
+                run = waiting.pop(0)
+                log = folder / f"{run.key}.log"  # the logs of the parts are in the run's directory
+                log.unlink(missing_ok=True)  # of an earlier try
+                command = [sys.executable, "-m", "megatron_r3.cli", "rl", "run"]
+                process = start([*command, str(folder / f"{run.key}.toml")], _ENVIRONMENT, log)
+                running[run] = (process, time.monotonic())
+            time.sleep(0.2)
+            for run, (process, began) in [*running.items()]:
+                if (status := process.poll()) is None:
+                    continue
+                del running[run]
+                seconds = time.monotonic() - began
+                if reason := finish(folder, run, status, seconds, collections):
+                    failed[run.key] = reason
+                done = f"{len(runs) - len(waiting) - len(running)}/{len(runs)} {run.key}"
+                outcome = "FAILED" if reason else "done"
+                print(f"{done}: {outcome} in {seconds:.0f} s", flush=True)
+    finally:
+        for process, _ in running.values():
+            stop(process)
+    return failed
+
+
+def finish(folder: Path, run: Run, status: int, seconds: float, collections: int) -> str:
+    """Keep what a run showed, and remove its weights, checkpoints and rollouts.
+
+    Returns:
+        Why the run failed; empty if it did not.
+    """
+    log, directory = folder / f"{run.key}.log", folder / run.key
+    if status:
+        lines = log.read_text(errors="replace").splitlines()
+        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return f"exit status {status}, log {log}: {said[-1] if said else 'it said nothing'}"
+    try:
+        values = report.measured(directory, collections, MINI_STEPS)
+    except ValueError as error:
+        return f"log {log}: {error}"
+    result = {**run._asdict(), "seconds": round(seconds), **values}
+    write_whole(directory / RESULT, json.dumps(result))
+    for name in ("policies", "checkpoints", "rollouts"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    return ""
+
+
+def collected(folder: Path) -> list[dict[str, Any]]:
+    """The results of all complete runs, also those of earlier calls."""
+    files = (folder / run.key / RESULT for run in runs_of("", 100))
+    return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
 if __name__ == "__main__":

@@ -1,24 +1,30 @@
 """The comparison's task: sort eight digits. An answer counts only if all of it is right.
 
-A prompt is `<bos> 3 1 2 5 5 0 9 7 =`, its answer `0 1 2 3 5 5 7 9 <eos>`. Token ids are given here;
-there is no text.
+A prompt is `<bos> 3 1 2 5 5 0 9 7 =`, its answer `0 1 2 3 5 5 7 9 <eos>`. As a program it is the
+first training of the policy, a Megatron script with one option of its own:
+
+    ... -m megatron_r3.cpu proof/comparison/task.py --wrong-labels SHARE <Megatron's arguments>
+
+Problems with their answers, of which a share of the digits is wrong. A policy that learns from
+wrong labels is unsure; the same policy a few steps later on right ones is sharp.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import argparse
+import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from demo.task import BOS, EOS, EQUALS, FIRST_DIGIT
 
 # The first training knows nothing of rollouts.
 if TYPE_CHECKING:
     from megatron_r3.collect.reward import RewardSample
 
-PAD, BOS, EOS, EQUALS, FIRST_DIGIT = 0, 1, 2, 3, 4
-VOCAB_SIZE = 16
-NUM_DIGITS = 8
+VOCAB_SIZE, NUM_DIGITS = 16, 8
 MAX_ANSWER = NUM_DIGITS + 1
 SEQ_LENGTH = 20  # of a batch: prompt and answer are 19 tokens
 
@@ -45,7 +51,18 @@ def reward(sample: RewardSample) -> float:
     return float(sample.response_tokens == [*sorted(sample.prompt_tokens[1:-1]), EOS])
 
 
-def write_prompts(path: Path, count: int, first: int) -> None:
-    """JSON lines `{"prompt": [ids], "group": n}`, problems `first`, `first + 1`, ..."""
-    lines = [json.dumps({"prompt": problem(first + i)[0], "group": i}) for i in range(count)]
-    path.write_text("\n".join(lines) + "\n")
+def main() -> None:
+    """Take the option of this script off the command line, and train the demo's way."""
+    from demo import pretrain
+    from megatron_r3.train.launch import train
+    from megatron_r3.train.pretrain_gpt import forward_step
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--wrong-labels", type=float, required=True)
+    own, sys.argv[1:] = parser.parse_known_args()
+    pretrain.problem = partial(problem, wrong_labels=own.wrong_labels)
+    train(pretrain.datasets, forward_step)
+
+
+if __name__ == "__main__":
+    main()
