@@ -69,7 +69,7 @@ TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' p
 
 .PHONY: help setup megatron apply revert status check verify trees upstream export bump demo fidelity matrix \
 	clients bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
-	bench-balance-simulated gpu gpu-pack online compare image image-sampler image-vllm-cpu \
+	gpu gpu-pack online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test test-all mutants fuzz lint clean
 
 help:  ## list the targets
@@ -188,9 +188,6 @@ bench-store: setup  ## measure routes on their way from a response to a rank, he
 bench-balance: megatron  ## measure what guest experts do to the load and to a step (ONLY=CASE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.balance --out $(BUILD)/bench/balance.json \
 		--rounds $(ROUNDS) --only "$(ONLY)"
-
-bench-balance-simulated: setup  ## work out what guest experts do on more ranks, for made-up rollouts (ONLY=CASE)
-	$(VENV)/bin/python -m proof.benchmarks.balance_simulated --out $(BUILD)/bench/balance-simulated.json --only "$(ONLY)"
 
 bench-scale: setup  ## count and time what opening, reading and planning cost as a job and its store grow (SHARDS=, STARTUP=)
 	PYTHONPATH=. $(VENV)/bin/python -m proof.benchmarks.scale --out $(BUILD)/bench/scale.json \

@@ -4,128 +4,288 @@
                                  [--only "EP2 full"]
 
 One model, one batch and its routes, on 1 process and on EP2, without and with full recompute. Two
-forward steps: that of verl 0.9.1's own engine, and one that is written by hand around Megatron's
-schedule. In each of them replay is done by the framework's code, by the same code on megatron_r3,
-and by `replaying`; each way is compared with the one that it would replace. A round has a step of
-each way, in an order that changes from round to round. Exit status 1: some router took other routes
+forward steps: that of verl 0.9.1's own engine, and one that is written by hand. In each of them
+replay is done by the framework's code, by the same code on megatron_r3, and by `replaying`; each
+way is compared with the one that it would replace. Exit status 1: some router took other routes
 than those of its micro-batch, or a layer with a dispatch plan waits for something after all.
+
+The ways patch Megatron differently, so each way has ranks of its own, with one model each. The
+ranks of one way run a step at a time, and all others are blocked at a socket meanwhile. Megatron
+and the frameworks are imported inside the functions.
+
+Shape suffixes (docs/glossary.md): B, E, K, L, S, T.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import os
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from proof.benchmarks.clients_driver import Ranks
-from proof.benchmarks.clients_ranks import WAYS, Case
-from proof.benchmarks.command import Command
-from proof.benchmarks.interval import CONFIDENCE, enough, median_of, shown, turn
-from proof.benchmarks.machine import machine_at_start, write_results
-from proof.benchmarks.waits import COPIES, GATHERED, GATHERS, PLANS, WAITS
+import numpy as np
+import torch
+
+from megatron_r3 import (
+    MicrobatchRoutes,
+    ModelRoutes,
+    RouteArrays,
+    local_routers,
+    recording,
+    replaying,
+)
+from megatron_r3.replay.host_routes import HostRoutes
+from proof.benchmarks.bench import (
+    Bench,
+    Row,
+    compared,
+    each,
+    median_ms,
+    number,
+    ratio,
+    ratios,
+    recompute,
+    text,
+)
+from proof.benchmarks.interval import enough, turn
+from proof.benchmarks.layers_model import Model, Sizes, make_config, make_model, start
+from proof.benchmarks.waits import (
+    COPIES,
+    GATHERED,
+    GATHERS,
+    PLANS,
+    WAITS,
+    count_passes,
+    instrument,
+)
 from proof.fidelity.clients.sources import SKYRL_FILES, take_from_clone
+from proof.fidelity.clients.verl_engine import (
+    ask_for_replay,
+    bare_engine,
+    jagged,
+    put_on_cpu,
+    trainer_batch,
+)
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.trees import patched_copy, unpatched_copy
 
 ROOT = Path(__file__).parents[2]
 VERL = "verl-0.9.1"
-ENGINE = "verl.workers.engine.megatron.transformer_impl"
-ADAPTER = "megatron_r3.frameworks.verl"
-CASES = [Case(ep, recompute) for ep in (1, 2) for recompute in (False, True)]
-Seconds = dict[str, list[float]]  # of each round, by the name of a way
-HEAD = (
-    f"{'EP':>2} {'recompute':9} {'':22} {'waits':>5} {'copies':>6} {'metadata':>8} {'moved':>6} "
-    f"{'gathered':>8} {'held':>6} {'wall':>7} {'CPU':>7} {'wall / peer':31} {'CPU / peer':31} "
-    f"{'CPU / live':31}"
-)
+START_S, STEP_S = 300.0, 120.0  # how long ranks may take to be there, and for an answer
+LAYERS, EXPERTS, TOPK = 4, 16, 4
+VOCABULARY, LONGEST = 256, 48
+SIZES = Sizes(LAYERS, 128, 4, EXPERTS, TOPK, 64, LONGEST, 1, VOCABULARY)
+MODEL = Model(SIZES, SIZES, {}, {}, {"num_query_groups": 2, "kv_channels": 32})
+SAMPLES, TOGETHER = 8, 4  # samples of a rank, and how many are packed into a micro-batch
+MICROBATCHES = SAMPLES // TOGETHER
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure every case."""
-    command = Command(
-        "clients",
-        __doc__,
-        "steps of each way at most, in a case",
-        cases={case.name: case for case in CASES},
-    )
-    command.add_argument(
-        "--skyrl", default="", help="a clone of NovaSky-AI/SkyRL; without it its ways are left out"
-    )
-    args = command.parse(argv)
-    cases = [*args.cases.values()]
+@dataclass(frozen=True)
+class Way:
+    """A way to replay.
+
+    Attributes:
+        worker: the worker that its ranks are forked from, which has imported what they need.
+        live: the way without replay around which everything else is the same.
+        peer: the way that it would replace; None for a peer, and for live.
+        plan: whether its layers have a dispatch plan.
+    """
+
+    worker: str
+    live: str
+    peer: str | None = None
+    plan: bool = False
+
+
+_VERL, _HAND = "verl, live", "by hand, live"
+WAYS = {
+    _VERL: Way("verl on r3", _VERL),
+    "verl, own replay": Way("verl", _VERL),
+    "verl, on megatron_r3": Way("verl on r3", _VERL, "verl, own replay", plan=True),
+    "verl, native": Way("verl on r3", _VERL, "verl, own replay"),
+    "verl, native, plan": Way("verl on r3", _VERL, "verl, own replay", plan=True),
+    _HAND: Way("r3", _HAND),
+    "by hand, RouterReplay": Way("upstream", _HAND),
+    "by hand, drop-in": Way("r3", _HAND, "by hand, RouterReplay", plan=True),
+    "SkyRL, RouterReplay": Way("upstream", _HAND),
+    "SkyRL, drop-in": Way("r3", _HAND, "SkyRL, RouterReplay", plan=True),
+    "by hand, native": Way("r3", _HAND, "by hand, RouterReplay"),
+    "by hand, native, plan": Way("r3", _HAND, "by hand, RouterReplay", plan=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is alike in all ways of a run.
+
+    Attributes:
+        expert_parallel: how many ranks share the experts; as many run.
+        recompute: whether everything is recomputed.
+        skyrl: a folder with SkyRL's files; None leaves its ways out.
+    """
+
+    expert_parallel: int
+    recompute: bool
+    skyrl: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the case, without SkyRL. Example: "EP2 full"."""
+        return f"EP{self.expert_parallel} {'full' if self.recompute else 'none'}"
+
+    def ways(self) -> list[str]:
+        """The ways that can run."""
+        return [name for name in WAYS if self.skyrl or not name.startswith("SkyRL")]
+
+    def ways_of(self, worker: str) -> list[str]:
+        """Those whose ranks are forked from one worker."""
+        return [name for name in self.ways() if WAYS[name].worker == worker]
+
+
+CASES = {case.name: case for case in (Case(ep, full) for ep in (1, 2) for full in (False, True))}
+
+
+# -- the driver
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of every case."""
     clients = Path(os.environ.get("MEGATRON_R3_CLIENTS", ROOT / "build" / "clients")).resolve()
     if not (clients / VERL).is_dir():
-        print(f"error: no {VERL} in {clients}: run `make bench-clients`", file=sys.stderr)
-        return 1
-    machine = {**machine_at_start(), "device": "cpu, gloo", "verl": VERL.partition("-")[2]}
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        folder = Path(scratch)
-        if args.skyrl:
-            skyrl = folder / "skyrl"
-            skyrl.mkdir()
-            try:
-                take_from_clone("SKYRL", args.skyrl, SKYRL_FILES, skyrl)
-            except ValueError as error:
-                print(f"error: {error}", file=sys.stderr)
-                return 1
-            cases = [replace(case, skyrl=skyrl) for case in cases]
-        rows = _measure(cases, clients, folder, args.rounds, machine["load"])
-    record = {**machine, "most_rounds": args.rounds, "rows": rows}
-    write_results(args.out, "clients", record)
-    wrong = [(row, fault) for row in rows for fault in faults(row)]
-    for row, fault in wrong:
-        name = Case(row["ep"], row["recompute"]).name
-        print(f"error: {name}, {row['way']}: {fault}", file=sys.stderr)
-    return 1 if wrong else 0
-
-
-def _measure(
-    cases: list[Case], clients: Path, folder: Path, rounds: int, load: float
-) -> list[dict[str, Any]]:
-    """The rows of these cases, printed as soon as they are there."""
-    tree, tree_name = unpatched_copy(None, folder / "unpatched")
-    patched = patched_copy(tree, folder / "patched")
-    print("by MoE layer and pass: host waits, copies to the host, metadata collectives; by token:")
-    print("bytes of routes moved to the device, gathered from ranks, and held until the backward")
-    print("pass beyond live; wall and CPU time of a step, both by those of the way that it would")
-    print(f"replace, and CPU time by that of live, at {CONFIDENCE:.0%}; load at start: {load}")
-    print(HEAD, flush=True)
-    rows = []
+        raise ValueError(f"no {VERL} in {clients}: run `make bench-clients`")
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        skyrl = folder / "skyrl" if args.skyrl else None
+        if skyrl:
+            skyrl.mkdir()
+            take_from_clone("SKYRL", args.skyrl, SKYRL_FILES, skyrl)
+        tree, name = unpatched_copy(None, folder / "unpatched")
+        patched = patched_copy(tree, folder / "patched")
         # A worker ends with the thread that started it, and these threads end with the pool.
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=16))
         starting = {
-            name: pool.submit(TreeWorker, patched, modules, environment)
-            for name, (modules, environment) in _workers(clients).items()
+            worker: pool.submit(TreeWorker, patched, *given)
+            for worker, given in _workers(clients).items()
         }
-        workers = {name: stack.enter_context(worker.result()) for name, worker in starting.items()}
-        for case in cases:
-            with Ranks(pool, workers, case, folder, 900 + 60.0 * rounds) as ranks:
-                result = run_rounds(case.ways(), ranks, rounds)
-            alike = {"ep": case.expert_parallel, "recompute": case.recompute, "tree": tree_name}
-            for row in summarise(result):
-                rows.append({**alike, **row})
-                print(_line(rows[-1]), flush=True)
-    return rows
+        workers = {key: stack.enter_context(worker.result()) for key, worker in starting.items()}
+        for case in args.cases.values():
+            case = replace(case, skyrl=skyrl)
+            with Ranks(pool, workers, case, folder, 900 + 60.0 * args.rounds) as ranks:
+                rows = summarise(run_rounds(case.ways(), ranks, args.rounds))
+            yield from each(rows, ep=case.expert_parallel, recompute=case.recompute, tree=name)
 
 
 def _workers(clients: Path) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]:
     """For each worker the modules that it imports before its ranks fork, and its environment."""
     path = os.pathsep.join(map(str, (clients / VERL, clients / "site", ROOT)))
     verl = {"PYTHONPATH": path, "VERL_USE_EXTERNAL_PLUGINS": "none"}
+    engine, gpt = "verl.workers.engine.megatron.transformer_impl", "megatron.core.models.gpt"
+    adapter = "megatron_r3.frameworks.verl"
     return {
-        "verl": ((ENGINE,), {**verl, "VERL_USE_EXTERNAL_MODULES": ""}),
-        "verl on r3": ((ENGINE,), {**verl, "VERL_USE_EXTERNAL_MODULES": ADAPTER}),
-        "upstream": (("megatron.core.models.gpt",), {}),
-        "r3": (("megatron.core.models.gpt",), {}),
+        "verl": ((engine,), {**verl, "VERL_USE_EXTERNAL_MODULES": ""}),
+        "verl on r3": ((engine,), {**verl, "VERL_USE_EXTERNAL_MODULES": adapter}),
+        "upstream": ((gpt,), {}),
+        "r3": ((gpt,), {}),
     }
+
+
+class Ranks:
+    """The ranks of all ways of one case; use it as a context manager.
+
+    A `TreeWorker` runs one function until it returns. So the ranks of all ways that are forked from
+    one worker are one call of `TreeWorker.run`, in a thread of its own.
+
+    Args:
+        pool: runs the calls; it needs a free thread for each worker.
+        workers: by the name that `WAYS` has for each.
+        case: of all ways.
+        folder: where the sockets are made.
+        limit_s: seconds after which the ranks are killed.
+
+    Raises:
+        RankError: a rank failed. Any method raises it.
+        TimeoutError: a rank did not answer in time.
+    """
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        workers: Mapping[str, TreeWorker],
+        case: Case,
+        folder: Path,
+        limit_s: float,
+    ) -> None:
+        address, size = str(folder / case.name.replace(" ", "-")), case.expert_parallel
+        self._runs: list[Future[Any]] = []
+        for name, worker in workers.items():
+            ranks = len(case.ways_of(name)) * size
+            given = (serve, ranks, name, address, case)
+            self._runs.append(pool.submit(worker.run, *given, timeout_s=limit_s))
+        self._ranks = {
+            way: [self._connected(_socket(address, way, rank)) for rank in range(size)]
+            for way in case.ways()
+        }
+
+    def _connected(self, address: str) -> Connection:
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                return Client(address)
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._raise_failures()
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+    def ask(self, way: str, method: str, *arguments: list[Any]) -> list[Any]:
+        """Have all ranks of a way do something, and return their answers by rank.
+
+        Args:
+            way: a name of `WAYS`.
+            method: of `Rank`.
+            arguments: of the method; each is a list with the argument for each rank.
+        """
+        for number_, rank in enumerate(self._ranks[way]):
+            rank.send((method, *(argument[number_] for argument in arguments)))
+        return [self._answer(rank) for rank in self._ranks[way]]
+
+    def _answer(self, rank: Connection) -> Any:
+        try:
+            if not rank.poll(STEP_S):
+                raise TimeoutError(f"a rank did not answer in {STEP_S} s")
+            return rank.recv()
+        except (EOFError, ConnectionError):
+            time.sleep(1.0)  # the call whose rank has gone has the reason
+            self._raise_failures()
+            raise
+
+    def _raise_failures(self) -> None:
+        for run in self._runs:
+            if run.done():
+                run.result()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for connection in (rank for ranks in self._ranks.values() for rank in ranks):
+            if kind is None:
+                connection.send(None)
+            connection.close()
+        if kind is None:
+            for run in self._runs:
+                run.result()
 
 
 def run_rounds(names: list[str], ranks: Any, most: int) -> dict[str, Any]:
@@ -138,116 +298,606 @@ def run_rounds(names: list[str], ranks: Any, most: int) -> dict[str, Any]:
 
     Returns:
         "wall_s" and "cpu_s": for each way the seconds of its steps, on the rank where they were
-        most; "counts": for each way what `Bench.count` returned, by rank.
+        most; "counts": for each way what `Rank.count` returned, by rank.
     """
     routes = ranks.ask("by hand, native", "record")
     for name in names:
         ranks.ask(name, "take", routes)
-    wall_s: Seconds = {name: [] for name in names}
-    cpu_s: Seconds = {name: [] for name in names}
-    number = 0
-    while True:
-        for name in turn(names, number):
-            walls, cpus = zip(*ranks.ask(name, "step"), strict=True)
-            if number:  # round 0 warms up
-                wall_s[name].append(max(walls))
-                cpu_s[name].append(max(cpus))
-        if number and enough(compared(wall_s) + compared(cpu_s), most):
+    taken: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in ("wall", "CPU")]
+    for done in range(most + 1):
+        for name in turn(names, done):
+            of_ranks = zip(*ranks.ask(name, "step"), strict=True)
+            for of_clock, seconds in zip(taken, of_ranks, strict=True):
+                of_clock[name] += [max(seconds)] if done else []  # round 0 warms up
+        told = [
+            ratios(of, name, peer) for of in taken for name in names if (peer := WAYS[name].peer)
+        ]
+        if done and enough(told, most):
             break
-        number += 1
     counts = {name: ranks.ask(name, "count") for name in names}
-    return {"wall_s": wall_s, "cpu_s": cpu_s, "counts": counts}
+    return {"wall_s": taken[0], "cpu_s": taken[1], "counts": counts}
 
 
-def compared(seconds: Seconds) -> list[list[float]]:
-    """The ratios that must tell: of each way that would replace another one, by that one."""
-    return [_ratios(seconds, name, peer) for name in seconds if (peer := WAYS[name].peer)]
+def summarise(result: dict[str, Any]) -> Iterator[Row]:
+    """A row for each way, from what `run_rounds` returned; the ratios are records of `Median`."""
+    for name, ranks in result["counts"].items():
+        way, wall_s, cpu_s = WAYS[name], result["wall_s"], result["cpu_s"]
+
+        def most(key: str, by: str, ranks: Any = ranks) -> float:
+            return max(float(count.get(key, 0) / count[by]) for count in ranks)
+
+        yield {
+            "way": name,
+            **{key: most(key, "experts") for key in (WAITS, COPIES, GATHERS)},
+            PLANS: max(count.get(PLANS, 0) for count in ranks),
+            "moved_per_token": most("moved", "tokens"),
+            "gathered_per_token": most(GATHERED, "tokens"),
+            "wrong_passes": sum(count["wrong"] for count in ranks),
+            "rounds": len(wall_s[name]),
+            "step_wall_ms": median_ms(wall_s[name]),
+            "step_cpu_ms": median_ms(cpu_s[name]),
+            "wall_of_peer": compared(wall_s, name, way.peer),
+            "cpu_of_peer": compared(cpu_s, name, way.peer),
+            "cpu_of_live": compared(cpu_s, name, way.live),
+        }
 
 
-def _ratios(seconds: Seconds, name: str, other: str) -> list[float]:
-    return [mine / its for mine, its in zip(seconds[name], seconds[other], strict=True)]
-
-
-def summarise(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row of the table for each way.
-
-    Args:
-        result: what `run_rounds` returned.
-
-    Returns:
-        Rows whose ratios are records of `Median`; None where a way has no such ratio.
-    """
-    return [_row(name, result) for name in result["counts"]]
-
-
-def _row(name: str, result: dict[str, Any]) -> dict[str, Any]:
-    way, ranks = WAYS[name], result["counts"][name]
-    live = result["counts"][way.live]
-    of_ranks = _worst(ranks)
-    wall_s, cpu_s = result["wall_s"], result["cpu_s"]
-
-    def ratio(seconds: Seconds, other: str | None) -> dict[str, Any] | None:
-        return None if other in (None, name) else median_of(_ratios(seconds, name, other)).record()
-
-    return {
-        "way": name,
-        "peer": way.peer,
-        **{
-            key: of_ranks(lambda c, key=key: c.get(key, 0) / c["layer passes"])
-            for key in (WAITS, COPIES, GATHERS)
-        },
-        PLANS: of_ranks(lambda c: c.get(PLANS, 0)),
-        "moved_per_token": of_ranks(lambda c: c["moved"] / c["tokens"]),
-        "gathered_per_token": of_ranks(lambda c: c.get(GATHERED, 0) / c["tokens"]),
-        "held_per_token": of_ranks(lambda c: c["held"]) - _worst(live)(lambda c: c["held"]),
-        "wrong_passes": sum(count["wrong"] for count in ranks),
-        "rounds": len(wall_s[name]),
-        "step_wall_ms": 1e3 * statistics.median(wall_s[name]),
-        "step_cpu_ms": 1e3 * statistics.median(cpu_s[name]),
-        "wall_of_peer": ratio(wall_s, way.peer),
-        "cpu_of_peer": ratio(cpu_s, way.peer),
-        "wall_of_live": ratio(wall_s, way.live),
-        "cpu_of_live": ratio(cpu_s, way.live),
-    }
-
-
-def _worst(ranks: list[Mapping[str, float]]) -> Callable[[Callable[[Any], float]], float]:
-    return lambda number: max(map(number, ranks))
-
-
-def faults(row: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a row, in words: other routes, or a layer with a plan that waits.
+def wrong(row: Row) -> str:
+    """What is wrong with a row: other routes, or a layer with a plan that waits.
 
     The routes are none that the live router would choose, so live ways must take other ones in all
     of their passes: without that the check of the other ways could not fail.
     """
-    way, found = WAYS[row["way"]], []
-    is_live = row["way"] == way.live
-    if is_live and not row["wrong_passes"]:
-        found.append("the live router takes the routes of the batch, so that nothing is checked")
-    if not is_live and row["wrong_passes"]:
-        found.append(f"{row['wrong_passes']} passes took other routes than their micro-batch has")
-    in_layers = sum(row[name] for name in (WAITS, COPIES, GATHERS))
+    way, in_layers = WAYS[row["way"]], sum(row[name] for name in (WAITS, COPIES, GATHERS))
+    if row["way"] == way.live and not row["wrong_passes"]:
+        return "the live router takes the routes of the batch, so that nothing is checked"
+    if row["way"] != way.live and row["wrong_passes"]:
+        return f"{row['wrong_passes']} passes took other routes than their micro-batch has"
     if way.plan and in_layers:
-        found.append(f"{in_layers:g} waits, copies and collectives in a layer that has a plan")
+        return f"{in_layers:g} waits, copies and collectives in a layer that has a plan"
     if not way.plan and not in_layers:
-        found.append("no wait in a layer without a plan, so that waits are not counted")
+        return "no wait in a layer without a plan, so that waits are not counted"
+    return ""
+
+
+BENCH = Bench(
+    "clients",
+    __doc__,
+    {
+        "EP": text("ep"),
+        "recompute": recompute,
+        "": text("way"),
+        "host waits": number(WAITS),
+        "copies": number(COPIES),
+        "metadata": number(GATHERS),
+        "moved": number("moved_per_token"),
+        "gathered": number("gathered_per_token"),
+        "wall, ms": number("step_wall_ms"),
+        "CPU, ms": number("step_cpu_ms"),
+        "wall / peer": ratio("wall_of_peer"),
+        "CPU / peer": ratio("cpu_of_peer"),
+        "CPU / live": ratio("cpu_of_live"),
+        "rounds": text("rounds"),
+    },
+    measure,
+    wrong,
+    CASES,
+    "steps of each way at most, in a case",
+    about="CPU tensors and gloo, verl {verl}",
+    facts=lambda args: {"verl": VERL.partition("-")[2]},
+)
+
+
+# -- the ranks
+
+
+def _socket(address: str, way: str, rank: int) -> str:
+    return f"{address}-{way.replace(' ', '-')}-{rank}"
+
+
+def serve(rank: int, worker: str, address: str, case: Case) -> None:
+    """Do what the driver says, until it says nothing more.
+
+    Args:
+        rank: among the ranks of all ways of the worker. Example with two ways on EP2: ranks 0 and 1
+            are those of the first way, ranks 2 and 3 are 0 and 1 of the second.
+        worker: whose ways are run.
+        address: where the driver looks for the sockets of all ranks.
+        case: of all ways.
+    """
+    number_, own_rank = divmod(rank, case.expert_parallel)
+    name = case.ways_of(worker)[number_]
+    os.environ |= {"RANK": str(own_rank), "LOCAL_RANK": str(own_rank)}
+    os.environ["WORLD_SIZE"] = str(case.expert_parallel)
+    way = Rank(own_rank, name, case, f"file://{address}-{name.replace(' ', '-')}")
+    with Listener(_socket(address, name, own_rank)) as listener, listener.accept() as connection:
+        while (word := connection.recv()) is not None:
+            method, *arguments = word
+            connection.send(getattr(way, method)(*arguments))
+
+
+class Rank:
+    """One way on one rank.
+
+    Args:
+        rank: among the ranks of the way.
+        name: of the way.
+        case: of all ways.
+        meeting: where the ranks of the way find each other, as torch's `init_method`.
+    """
+
+    def __init__(self, rank: int, name: str, case: Case, meeting: str) -> None:
+        torch.set_num_threads(1)
+        start(False, meeting, rank, case.expert_parallel)
+        self.case, self.batch = case, Batch(rank)
+        self.chunk, self.way, self.moved = self._built(name)
+        # What Python's collector of circles looks through in a step is what the step has made, and
+        # not the modules of this process, of which another process has more or fewer.
+        gc.collect()
+        gc.freeze()
+
+    def record(self) -> list[np.ndarray]:
+        """The routes of the batch for all ways, made from what the live router chooses."""
+        chosen = []
+        for samples in self.batch.microbatches():
+            with torch.no_grad(), recording() as routes:
+                self.chunk(**packed(self.batch, samples))
+            ids_TLK = torch.stack([routes.ids[n] for n in sorted(routes.ids)], 1).numpy()
+            ends = np.cumsum([len(self.batch.tokens[index]) for index in samples])
+            # the last token of a sample has no route
+            chosen += [part_TLK[:-1] for part_TLK in np.split(ids_TLK, ends[:-1])]
+        return self.batch.turned(chosen)
+
+    def take(self, routes: list[np.ndarray]) -> None:
+        """Train on these routes from now on."""
+        self.batch.routes = routes
+
+    def step(self) -> tuple[float, float]:
+        """Run one step; wall and CPU seconds of this rank, of all its threads."""
+        self.chunk.zero_grad(set_to_none=True)
+        gc.collect()  # what an earlier step has left is not this one's to clear away
+        torch.distributed.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.way.step()
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    def count(self) -> dict[str, Any]:
+        """Run one step and count; no step is timed afterwards, since counting goes on.
+
+        Returns:
+            Numbers by name: those of `proof.benchmarks.waits`; "experts", the passes of layers;
+            "wrong", the passes of a router that took other routes than those of their micro-batch;
+            "moved", the bytes of routes that were copied to the device; "tokens".
+        """
+        counts = Counter[str]()
+        count_passes([self.chunk], counts)
+        instrument(counts)
+        self.chunk.zero_grad(set_to_none=True)
+        self.moved.num_bytes = 0
+        on_device = HostRoutes.on_device
+
+        def counted(routes: HostRoutes, *args: Any, **kwargs: Any) -> Any:
+            self.moved.num_bytes += routes.packed.nbytes
+            return on_device(routes, *args, **kwargs)
+
+        HostRoutes.on_device = counted  # type: ignore[method-assign]
+        maps: list[tuple[int, torch.Tensor]] = []
+
+        def keep(router: Any, _: Any, output: Any) -> None:
+            maps.append((router.layer_number, output[1].detach().clone()))
+
+        for router in local_routers(self.chunk).values():
+            router.register_forward_hook(keep)
+        self.way.step()
+        return {
+            **counts,
+            "wrong": wrong_passes(maps, self.batch, self.case.recompute),
+            "moved": self.moved.num_bytes,
+            "tokens": self.batch.num_tokens(),
+        }
+
+    def _built(self, name: str) -> tuple[Any, Any, Moved]:
+        """The model of a way, its step, and where it counts the bytes that it copies."""
+        around, _, kind = name.partition(", ")
+        if around == "verl":
+            return self._built_in_verl(kind)
+        if kind == "drop-in":
+            import megatron_r3.frameworks.router_replay  # noqa: F401
+        if around == "SkyRL":
+            sys.path.append(str(self.case.skyrl))
+            from skyrl.backends.skyrl_train.utils import replay_utils
+
+            replay_utils.patch_topk_router_layer_number()  # before the model is made
+        native = kind.startswith("native")
+        chunk = self._model(
+            moe_router_replay=native, moe_enable_routing_replay=not native and kind != "live"
+        )
+        way: Live
+        if native:
+            way = Native(self.batch, chunk, plan=WAYS[name].plan)
+        elif around == "SkyRL":
+            way = SkyRL(self.batch)
+        else:
+            way = Live(self.batch) if kind == "live" else ByHand(self.batch)
+        step = HandWritten(way, chunk)
+        return chunk, step, way.moved
+
+    def _built_in_verl(self, kind: str) -> tuple[Any, Any, Moved]:
+        from verl.workers.engine.megatron import transformer_impl as impl
+
+        put_on_cpu(impl)
+        if kind in ("own replay", "on megatron_r3"):
+            # the first thing that the engine does; it is ours where verl has the setting for it
+            impl.apply_router_replay_patch()
+            chunk, kind = self._model(ask_for_replay), "verl"
+        else:
+            chunk = self._model(moe_router_replay=kind != "live")
+        way = InVerl(self.batch, chunk, kind)
+        return chunk, way, way.moved
+
+    def _model(self, prepare: Any = None, **options: Any) -> Any:
+        """A Qwen3-MoE of 4 layers, 16 experts, top-4; the same weights for the same shape."""
+        full = "full" if self.case.recompute else None
+        parallel = {"expert_model_parallel_size": self.case.expert_parallel}
+        parallel |= {"expert_tensor_parallel_size": 1, "variable_seq_lengths": True}
+        options |= {**parallel, "recompute_granularity": full, "moe_router_fusion": False}
+        if not full:
+            options |= {"recompute_method": None, "recompute_num_layers": None}
+        config = make_config(MODEL, MODEL.tiny, "local", False, **options)
+        if prepare:
+            prepare(config)
+        torch.manual_seed(3)
+        return make_model(MODEL, MODEL.tiny, config, "local")
+
+
+def wrong_passes(maps: list[tuple[int, torch.Tensor]], batch: Batch, recompute: bool) -> int:
+    """How many passes of routers did not take the routes of their micro-batch, in their layer.
+
+    Args:
+        maps: of all passes, in their order: the layer's number, and its routing map `[T, E]`.
+
+    Raises:
+        ValueError: the routers ran another number of times than the layers and micro-batches.
+    """
+    each_ = LAYERS * (2 if recompute else 1)  # passes of a micro-batch
+    if len(maps) != each_ * MICROBATCHES:
+        raise ValueError(f"{len(maps)} passes of routers, not {each_ * MICROBATCHES}")
+    found = 0
+    for number_, (layer, map_TE) in enumerate(maps):
+        wanted_LTK = batch.wanted(batch.microbatches()[number_ // each_])
+        ids_TK = torch.from_numpy(wanted_LTK[layer - 1]).long()
+        has_T = ids_TK[:, 0] >= 0
+        wanted_TE = torch.zeros(len(ids_TK), EXPERTS, dtype=torch.bool)
+        wanted_TE.scatter_(1, ids_TK.clamp(min=0), True)
+        found += not torch.equal(wanted_TE[has_T], map_TE[has_T])
     return found
 
 
-def _line(row: dict[str, Any]) -> str:
-    ratios = (row["wall_of_peer"], row["cpu_of_peer"], row["cpu_of_live"])
-    cells = (shown(ratio) if ratio else "" for ratio in ratios)
-    return (
-        f"{row['ep']:>2} {'full' if row['recompute'] else 'none':9} {row['way']:22} "
-        f"{row[WAITS]:>5.2f} {row[COPIES]:>6.2f} {row[GATHERS]:>8.2f} "
-        f"{row['moved_per_token']:>6.1f} {row['gathered_per_token']:>8.2f} "
-        f"{row['held_per_token']:>6.1f} {row['step_wall_ms']:>4.0f} ms {row['step_cpu_ms']:>4.0f} "
-        f"ms {' '.join(f'{cell:31}' for cell in cells)}"
-    ).rstrip()
+# -- the batch
+
+
+@dataclass
+class Batch:
+    """What a rank trains on in a step: samples of several lengths, packed four by four.
+
+    Args:
+        rank: another rank has other tokens.
+
+    Attributes:
+        tokens: of each sample, int64.
+        responses: how many tokens of each sample are its response.
+        routes: of each sample int16 `[tokens - 1, L, K]`, as an engine returns them: the last token
+            was never forwarded. Empty until somebody has recorded them.
+    """
+
+    rank: int
+    tokens: list[torch.Tensor] = field(init=False)
+    responses: list[int] = field(init=False)
+    routes: list[np.ndarray] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        """Draw the samples."""
+        # The same lengths in every micro-batch and on every rank: in each layer ranks would wait
+        # for the one with the most tokens.
+        drawn = np.random.default_rng(0).integers(LONGEST // 2, LONGEST + 1, TOGETHER)
+        lengths = np.tile(drawn, MICROBATCHES).tolist()
+        rng = np.random.default_rng(1 + self.rank)
+        self.tokens = [torch.from_numpy(rng.integers(1, VOCABULARY, n)) for n in lengths]
+        self.responses = [len(ids) // 2 for ids in self.tokens]
+
+    def microbatches(self) -> list[range]:
+        """The numbers of the samples of each micro-batch."""
+        return [range(first, first + TOGETHER) for first in range(0, SAMPLES, TOGETHER)]
+
+    def num_tokens(self) -> int:
+        """The tokens of all samples."""
+        return sum(map(len, self.tokens))
+
+    def turned(self, chosen: list[np.ndarray]) -> list[np.ndarray]:
+        """The routes of a benchmark, from those that the live router chose.
+
+        Every expert is replaced by the one that stands half of the experts further. So a rank and
+        an expert have the load that another one has under live routing, and no replay that is live
+        without a word can pass for right. Example with 16 experts: [0, 3, 9, 15] is [8, 11, 1, 7].
+        """
+        return [(ids_TLK + EXPERTS // 2) % EXPERTS for ids_TLK in chosen]
+
+    def wanted(self, samples: range) -> np.ndarray:
+        """The routes of a packed micro-batch `[L, T, K]`; -1 for a token without a route."""
+        missing = np.full((1, LAYERS, TOPK), -1, np.int16)
+        parts = [part for index in samples for part in (self.routes[index], missing)]
+        return np.concatenate(parts).transpose(1, 0, 2)
+
+
+# -- ways to replay, each as its own users would write it; all begin with an engine's arrays
+
+Run = Callable[..., torch.Tensor]  # runs the model on the micro-batch; takes more arguments of it
+
+
+@dataclass
+class Moved:
+    """The bytes of routes that a way copies to the device. A copy is made where nothing else is."""
+
+    num_bytes: int = 0
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device."""
+        self.num_bytes += tensor.nbytes
+        return tensor.to(torch.device("cuda"), non_blocking=True, copy=True)
+
+
+class Live:
+    """Without replay."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.moved = batch, Moved()
+
+    def begin_step(self) -> None:
+        """What is done once, before the micro-batches of a step."""
+
+    def forward(self, chunk: Any, samples: range, run: Run) -> torch.Tensor:
+        """One forward pass on the packed samples."""
+        return run()
+
+    def end_step(self) -> None:
+        """What is done once, after the last backward pass of a step."""
+
+
+class ByHand(Live):
+    """Upstream's calls, as its docstrings say them, with one copy to the device."""
+
+    def forward(self, chunk: Any, samples: range, run: Run) -> torch.Tensor:
+        """Targets, action, pass, action."""
+        from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+        # the token without a route needs one: distinct experts, which the dispatcher relies on
+        dummy = np.broadcast_to(np.arange(TOPK, dtype=np.int16), (1, LAYERS, TOPK))
+        routes = self.batch.routes
+        ids_TLK = np.concatenate([part for i in samples for part in (routes[i], dummy)])
+        on_device_TLK = self.moved.to_device(torch.from_numpy(ids_TLK))
+        ids_LTK = on_device_TLK.permute(1, 0, 2).long()  # torch gathers with int64
+        RouterReplay.set_replay_data([*ids_LTK])
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        output = run()
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        return output
+
+    def end_step(self) -> None:
+        """Without recompute nothing takes from upstream's queues."""
+        from megatron.core.transformer.moe.router_replay import RouterReplay
+
+        RouterReplay.clear_global_indices()
+        RouterReplay.clear_global_router_replay_action()
+
+
+class SkyRL(Live):
+    """SkyRL's helpers, called as its `megatron_model_wrapper.py` calls them."""
+
+    def begin_step(self) -> None:
+        """Pad the routes of the batch, as its `preprocess.py` does, and clear what is left over."""
+        from skyrl.backends.skyrl_train.utils import replay_utils
+
+        replay_utils.clear_router_replay()
+        lengths = [len(ids) for ids in self.batch.tokens]
+        shape = (len(lengths), max(lengths), LAYERS, TOPK)
+        padded = replay_utils.make_replay_padding_indices_np(shape, dtype=np.dtype(np.int16))
+        no_route = np.ones(shape[:2], bool)
+        attention = np.zeros(shape[:2], bool)
+        for index, (route, length) in enumerate(zip(self.batch.routes, lengths, strict=True)):
+            padded[index, : len(route)] = route
+            no_route[index, : len(route)] = False
+            attention[index, :length] = True
+        self._host = [torch.from_numpy(array) for array in (padded, no_route, attention)]
+
+    def forward(self, chunk: Any, samples: range, run: Run) -> torch.Tensor:
+        """Layout, targets and action, pass, action."""
+        from skyrl.backends.skyrl_train.distributed.megatron import token_metadata
+        from skyrl.backends.skyrl_train.utils import replay_utils
+
+        part = slice(samples.start, samples.stop)
+        ids_BSLK, no_route_BS = (self.moved.to_device(whole[part]) for whole in self._host[:2])
+        attention_BS = self._host[2][part].to(torch.device("cuda"))
+        layout = token_metadata.build_token_metadata_layout(
+            attention_BS, attention_BS.device, packed=True, fp8_enabled=False
+        )
+        more = replay_utils.setup_per_microbatch_replay_forward(
+            ids_BSLK,
+            no_route_BS,
+            attention_BS,
+            model=chunk,
+            model_config=chunk.config,
+            metadata_layout=layout,
+            remove_microbatch_padding=True,
+        )
+        output = run(**more)
+        replay_utils.setup_per_microbatch_replay_backward()
+        return output
+
+    def end_step(self) -> None:
+        """As the end of its `router_replay_schedule`."""
+        from skyrl.backends.skyrl_train.utils import replay_utils
+
+        replay_utils.clear_router_replay()
+
+
+class Native(Live):
+    """`replaying`, from arrays on the host.
+
+    Args:
+        chunk: the model, with `moe_router_replay`.
+        plan: whether each micro-batch gets a dispatch plan.
+    """
+
+    def __init__(self, batch: Batch, chunk: Any, plan: bool) -> None:
+        super().__init__(batch)
+        self.model_routes = ModelRoutes(chunk, plan=plan)
+
+    def begin_step(self) -> None:
+        """Check the ids of the batch, and number the rows of each sample."""
+        ids_TLK = np.concatenate(self.batch.routes)
+        self._source = RouteArrays(ids_TLK.transpose(1, 0, 2), EXPERTS, range(LAYERS))
+        first, self._rows = 0, []
+        for route in self.batch.routes:
+            # the last token has no route
+            self._rows.append(np.append(np.arange(first, first + len(route)), -1))
+            first += len(route)
+
+    def forward(self, chunk: Any, samples: range, run: Run) -> torch.Tensor:
+        """Routes of the micro-batch, and a block."""
+        rows_BS = torch.from_numpy(np.concatenate([self._rows[i] for i in samples]))[None]
+        with replaying(self.model_routes.microbatch(self._source, rows_BS)):
+            return run()
+
+
+class HandWritten:
+    """A step that is written by hand around one of the ways above, on packed sequences.
+
+    Args:
+        way: how each forward pass replays.
+        chunk: the model.
+    """
+
+    def __init__(self, way: Live, chunk: Any) -> None:
+        self.way, self.chunk = way, chunk
+
+    def step(self) -> None:
+        """Forward and backward passes of all micro-batches."""
+        self.way.begin_step()
+        for samples in self.way.batch.microbatches():
+            run = partial(self.chunk, **packed(self.way.batch, samples))
+            self.way.forward(self.chunk, samples, run).mean().backward()
+        self.way.end_step()
+
+
+def packed(batch: Batch, samples: range) -> dict[str, Any]:
+    """The model's arguments for one micro-batch: samples one behind the other."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    parts = [batch.tokens[index] for index in samples]
+    lengths = [len(part) for part in parts]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    longest = {name: max(lengths) for name in ("max_seqlen_q", "max_seqlen_kv")}
+    tokens = torch.cat(parts)[None]
+    return {
+        "input_ids": tokens,
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "attention_mask": None,
+        "labels": tokens.roll(-1, 1),
+        "packed_seq_params": PackedSeqParams("thd", **dict.fromkeys(names, ends), **longest),
+    }
+
+
+class InVerl:
+    """A step of verl's engine; `forward_backward_batch` and `forward_step` are verl's in every way.
+
+    Args:
+        batch: of this rank; its routes are read at the first step.
+        chunk: the model.
+        way: "live", "verl" (its own calls, on whatever hooks the routers have), "native" or
+            "native, plan".
+    """
+
+    def __init__(self, batch: Batch, chunk: Any, way: str) -> None:
+        from verl.workers.engine.megatron import transformer_impl as impl
+
+        self.batch, self.chunk, self.replays = batch, chunk, way == "verl"
+        self.moved = Moved()
+        mode = "R3" if self.replays else "disabled"
+        self.engine = bare_engine(impl, [chunk], mode, replays=self.replays)
+        theirs = self.engine.forward_step
+        if way.startswith("native"):
+            self.engine.forward_step = natively(theirs, ModelRoutes(chunk, plan="plan" in way))
+        else:
+            self.engine.forward_step = self._observed(theirs)
+        self._takes_routes, self._data = way != "live", None
+
+    def step(self) -> None:
+        """Forward and backward passes of all micro-batches."""
+        if self._data is None:
+            routes = [torch.from_numpy(ids_TLK) for ids_TLK in self.batch.routes]
+            self._data = trainer_batch(
+                self.batch.tokens,
+                self.batch.responses,
+                routes if self._takes_routes else None,
+                TOGETHER,
+                self.replays,
+            )
+        self.engine.forward_backward_batch(self._data, self._loss)
+
+    def _observed(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """verl's forward step, and before it the count of the routes that it moves."""
+
+        def forward_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+            batch = next(batches)
+            if (routes := batch.get("routed_experts", None)) is not None:
+                # `batch.to(device)` in verl's forward step copies all of it
+                self.moved.num_bytes += routes.values().nbytes
+            return theirs(iter([batch]), *args, **kwargs)
+
+        return forward_step
+
+    @staticmethod
+    def _loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        log_probs = model_output["log_probs"]
+        values = log_probs.values() if log_probs.is_nested else log_probs
+        return (values.reshape(-1) * data["loss_mask"].values()).sum() / SAMPLES, {}
+
+
+def natively(theirs: Callable[..., Any], model_routes: ModelRoutes) -> Callable[..., Any]:
+    """verl's forward step inside `replaying`; it has no routes, and asks no router for anything."""
+
+    def forward_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        batch = next(batches)
+        with replaying(routes_of(batch, model_routes)):
+            rest = batch.exclude("routed_experts")
+            return theirs(iter([rest]), *args, **kwargs)
+
+    return forward_step
+
+
+def routes_of(batch: Any, model_routes: ModelRoutes) -> MicrobatchRoutes:
+    """The routes of a micro-batch of verl's, which is on the host still.
+
+    Rows follow tokens through verl's own packing, so that context parallelism and padding are
+    verl's too. A row is numbered from 1 on that way, since verl pads with zeros.
+    """
+    from verl.models.mcore.util import preprocess_thd_engine
+
+    routes, lengths = batch["routed_experts"], batch["input_ids"].offsets().diff().tolist()
+    ids_LTK = routes.values().numpy().transpose(1, 0, 2)
+    source = RouteArrays(ids_LTK, EXPERTS, range(LAYERS))
+    # as verl's R3 mask: no route for the last token, nor for a sample without a response
+    counts = (routes.offsets().diff() * (batch["response_mask"].sum(-1) > 0)).tolist()
+    numbers = [np.zeros(length, np.int64) for length in lengths]
+    for row, first, count in zip(numbers, routes.offsets().tolist(), counts, strict=False):
+        row[:count] = np.arange(first, first + count) + 1
+    rows_S, *_ = preprocess_thd_engine(jagged([torch.from_numpy(row) for row in numbers]))
+    rows_BS = rows_S.reshape(1, -1) - 1
+    return model_routes.microbatch(source, rows_BS)
 
 
 if __name__ == "__main__":
     from proof.benchmarks import clients  # the ranks import by name
 
-    sys.exit(clients.main())
+    sys.exit(clients.BENCH.main())

@@ -37,9 +37,8 @@ import torch
 
 from megatron_r3.replay.gate import replayed_gate_reference, substitute_gate
 from proof.benchmarks import layers_measure as measure
-from proof.benchmarks.layers_config import MODELS, SPECS, Sizes
 from proof.benchmarks.layers_measure import PAGEABLE, PER_LAYER
-from proof.benchmarks.layers_model import Stack, start
+from proof.benchmarks.layers_model import MODELS, SPECS, Sizes, Stack, start
 from proof.benchmarks.machine import device_of, machine_of, no_transformer_engine, write_results
 from proof.benchmarks.timer import cell
 from proof.benchmarks.waits import COPIES, WAITS

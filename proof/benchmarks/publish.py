@@ -11,16 +11,23 @@ and SLACK bytes.
 
 from __future__ import annotations
 
+import argparse
+import ctypes
+import re
+import shutil
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import distributed
+
 from megatron_r3.cpu import CPU_ARGS
-from proof.benchmarks.command import Command
-from proof.benchmarks.machine import machine_at_start, write_results
-from proof.benchmarks.publish_ranks import published
+from proof.benchmarks.bench import Bench, Row, number, text
+from proof.benchmarks.turns import SHAPE
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.trees import unpatched_copy
 
@@ -34,69 +41,33 @@ LAYOUTS = {
     "PP2": ["--pipeline-model-parallel-size", "2"],
 }
 SIZES = [(256, 4), (512, 4), (512, 8), (512, 16), (1024, 4)]  # hidden size, layers
-HEAD = (
-    f"{'hidden':>6} {'layers':>6} {'layout':6} {'model':>9} {'part':>9} {'layer':>9} "
-    f"{'memory':>9} {'in layers':>9} {'wall':>9}"
-)
 
 
 def model(hidden: int, layers: int) -> list[str]:
     """A Qwen3-MoE with 16 experts that are as wide as the model, in bfloat16."""
-    return f"""
-    --num-layers {layers} --hidden-size {hidden} --num-attention-heads 8
-    --group-query-attention --num-query-groups 2 --kv-channels 64 --qk-layernorm --bf16
-    --ffn-hidden-size {hidden} --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
-    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
-    --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size {hidden}
-    --moe-token-dispatcher-type alltoall --seq-length 32 --max-position-embeddings 64
-    --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 8
-    --micro-batch-size 1
-    """.split()
+    sizes = f"""
+    --num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {hidden} --bf16
+    --moe-ffn-hidden-size {hidden} --num-attention-heads 8 --kv-channels 64
+    --vocab-size {VOCABULARY} --seq-length 32 --max-position-embeddings 64 --micro-batch-size 1
+    """
+    return [*CPU_ARGS, *SHAPE, *sizes.split()]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure every size and layout."""
-    args = Command("publish", __doc__, "writes of each", 5, LAYOUTS).parse(argv)
-    machine = {**machine_at_start(), "device": "cpu, gloo"}
-    print(f"sizes in MB, medians of {args.rounds}; load at start: {machine['load']}", flush=True)
-    print(HEAD, flush=True)
-    rows = []
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """The row of every size and layout."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         tree, name = unpatched_copy(None, Path(scratch) / "tree")
         with TreeWorker(tree, preload=["megatron.training"]) as worker:
             for hidden, layers in SIZES:
                 for layout, more in args.cases.items():
-                    given = [*CPU_ARGS, *model(hidden, layers), *more]
-                    out, ranks = Path(scratch) / "policy", 2 if more else 1
-                    results = worker.run(
-                        published, ranks, given, VOCABULARY, out, args.rounds, timeout_s=600
-                    )
+                    given = ([*model(hidden, layers), *more], Path(scratch) / "policy", args.rounds)
+                    found = worker.run(published, 2 if more else 1, *given, timeout_s=600)
                     case = {"hidden": hidden, "layers": layers, "layout": layout, "tree": name}
-                    rows.append({**case, **summarise(results)})
-                    print(_line(rows[-1]), flush=True)
-    record = {**machine, "rounds": args.rounds, "rows": rows}
-    write_results(args.out, "publish", record)
-    wrong = [row for row in rows if not memory_holds(row)]
-    for row in wrong:
-        print(
-            f"error: hidden {row['hidden']}, {row['layers']} layers, {row['layout']}: a rank "
-            f"needed {row['memory']} bytes for layers of {row['layer']} bytes",
-            file=sys.stderr,
-        )
-    return 1 if wrong else 0
+                    yield {**case, **summarise(found)}
 
 
-def memory_holds(row: dict[str, Any]) -> bool:
-    """Whether no rank needed more than its part of the model and MOST layers."""
-    return row["memory"] <= MOST * row["layer"] + SLACK
-
-
-def summarise(results: list[list[Any]]) -> dict[str, Any]:
-    """A row of the table.
-
-    Args:
-        results: what `published` returned on each rank.
-    """
+def summarise(results: list[list[Any]]) -> Row:
+    """A row of the table, from what `published` returned on each rank."""
     rounds = [[of_rank[i] for of_rank in results] for i in range(len(results[0]))]
     walls = [max(seconds for seconds, *_ in of_round) for of_round in rounds]
     grown = [max(memory for _, memory, *_ in of_round) for of_round in rounds]
@@ -109,15 +80,80 @@ def summarise(results: list[list[Any]]) -> dict[str, Any]:
     }
 
 
-def _line(row: dict[str, Any]) -> str:
-    sizes = (f"{row[name] / 1e6:>9.1f}" for name in ("model", "part", "layer", "memory"))
-    return (
-        f"{row['hidden']:>6} {row['layers']:>6} {row['layout']:6} {' '.join(sizes)} "
-        f"{row['memory'] / row['layer']:>9.2f} {row['wall_ms']:>6.0f} ms"
-    )
+def wrong(row: Row) -> str:
+    """No rank may need more than its part of the model and MOST layers."""
+    most = MOST * row["layer"] + SLACK
+    return "" if row["memory"] <= most else f"a rank needed {row['memory']} bytes; at most {most:g}"
+
+
+BENCH = Bench(
+    "publish",
+    __doc__,
+    {
+        "hidden": text("hidden"),
+        "layers": text("layers"),
+        "layout": text("layout"),
+        **{f"{name}, MB": number(name, ".1f", 1e-6) for name in ("model", "part", "layer")},
+        "memory, MB": number("memory", ".1f", 1e-6),
+        "memory / layer": lambda row: f"{row['memory'] / row['layer']:.2f}",
+        "wall, ms": number("wall_ms"),
+    },
+    measure,
+    wrong,
+    LAYOUTS,
+    "writes of each",
+    5,
+)
+
+
+# -- the ranks
+
+
+def published(rank: int, argv: list[str], out: Path, rounds: int) -> list[Any]:
+    """Write a model as a transformers directory, some times over.
+
+    Args:
+        argv: of Megatron.
+        out: the directory; it is removed after each round.
+
+    Returns:
+        For each round: seconds, bytes by which this rank's resident memory grew at most, bytes of
+        this rank's part of the model, and bytes of the weights that all ranks wrote together, and
+        of the largest file of a layer.
+    """
+    from megatron_r3.train.launch import build_models, initialize
+    from megatron_r3.weights.write_policy import write_policy
+
+    sys.argv = ["publish.py", *argv]
+    models = build_models(initialize())
+    part = sum(p.nbytes for model in models for p in model.parameters())
+    found = []
+    for done in range(rounds + 1):
+        # What was freed and is still resident would hide what the write needs.
+        ctypes.CDLL(None).malloc_trim(0)
+        distributed.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before, begun = _memory("VmRSS"), time.perf_counter()
+        written = write_policy(models, out, vocab_size=VOCABULARY)
+        seconds, grown = time.perf_counter() - begun, _memory("VmHWM") - before
+        layers = sorted(out.glob("model-*"))[1:-1]  # without the embedding and the head
+        largest = max(file.stat().st_size for file in layers)
+        if done:  # the first one imports, and makes connections
+            found.append((seconds, grown, part, written, largest))
+        distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(out)
+    return found
+
+
+def _memory(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    (kib,) = re.findall(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(kib) * 1024
 
 
 if __name__ == "__main__":
     from proof.benchmarks import publish  # the ranks import by name
 
-    sys.exit(publish.main())
+    sys.exit(publish.BENCH.main())

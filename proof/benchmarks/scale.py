@@ -5,14 +5,15 @@
 One process plays each of 1,024 ranks in turn (PP4 x CP2 x EP8 x DP16) on a store of the shape of
 Qwen3-30B-A3B: opens, stats and bytes are counted, not timed. Start-up is CPU time of a first rank
 and of one that is told, each in a process of its own, for stores of growing length. Reading and
-planning are CPU time too. The gather of a plan is timed in real processes (`scale_ranks.py`).
-Growth is the exponent of a fitted power.
+planning are CPU time too. Growth is the exponent of a fitted power. Exit status 1: a count is above
+its limit.
 
 Shape suffixes (docs/glossary.md): E, K, L, R, T.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
 import sys
@@ -36,9 +37,7 @@ from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
 from megatron_r3.replay.plan import ExpertRanks, count_tokens, layer_sizes
 from megatron_r3.replay.routes import Routes
 from megatron_r3.train.one_look import Place
-from proof.benchmarks.command import Command
-from proof.benchmarks.machine import machine_at_start, write_results
-from proof.benchmarks.scale_ranks import gather_times
+from proof.benchmarks.bench import Bench, Row, number, text
 from proof.benchmarks.store import EXPERTS, INFO, LAYERS, TOPK
 
 ROLLOUTS = 64  # of a shard
@@ -46,7 +45,6 @@ TOKENS, SEQUENCE = 2000, 2048  # of a rollout, and to what it is padded
 # The ranks that share experts have rollouts of their own: EP8 x DP16 are 128 data-parallel ranks.
 PP, CP, DP = 4, 2, 128
 MODEL_LAYERS, MODEL_TOKENS, ACTIVE, PEAK, UTILISATION = 58, 16384, 37e9, 989e12, 0.4
-GATHER_RANKS = (2, 4, 8, 16)
 STEP_ROLLOUTS = 512  # of a global batch
 COUNTED = ("opens", "stats", "listings", "bytes")
 
@@ -92,8 +90,8 @@ def counted() -> Iterator[dict[str, int]]:
             patch.stop()
 
 
-def play(folder: Path) -> list[dict[str, Any]]:
-    """What 1,024 ranks ask of one store, before the first step and in the steps."""
+def play(folder: Path) -> Iterator[Row]:
+    """What 1,024 ranks ask of one store, before the first step and in the steps: counts."""
     size = sum(path.stat().st_size for path in folder.iterdir())
     ranks = [(data, peer) for data in range(DP) for peer in range(CP * PP)]
     pairs, used_bytes, steps = 0, 0, dict.fromkeys(COUNTED, 0)
@@ -111,7 +109,7 @@ def play(folder: Path) -> list[dict[str, Any]]:
             used_bytes += _steps_of(store, data, peer)
         steps = {name: steps[name] + mine[name] for name in steps}
         pairs += len({store.shard_of_rollout(i) for i in range(data, len(store), DP)})
-    shards, limit = len(first.shards), pairs + len(first.shards)
+    limit = pairs + len(first.shards)
     path = len(folder.resolve().parts)  # each part is looked at once, for symbolic links
     rows = [
         ("opens, of used shards x ranks + shards", start["opens"] + steps["opens"], limit, 1.0),
@@ -120,11 +118,8 @@ def play(folder: Path) -> list[dict[str, Any]]:
         ("bytes before the first step, of the store", start["bytes"], size, 1.1),
         ("bytes in the steps, of what is used", steps["bytes"], used_bytes, 1.05),
     ]
-    print(f"{len(ranks)} ranks played on {shards} shards, {size / 1e9:.2f} GB")
-    return [
-        {"what": what, "count": count, "of": of, "ratio": count / of, "most": most}
-        for what, count, of, most in rows
-    ]
+    for what, asked, of, most in rows:
+        yield {"what": what, "found": asked / of, "most": most, "counted": True}
 
 
 def _steps_of(store: RolloutStore, data: int, peer: int) -> int:
@@ -149,8 +144,8 @@ def _slice(store: RolloutStore, rollout: int, peer: int) -> tuple[np.ndarray, ra
     return np.concatenate(parts), range(stage * LAYERS // PP, (stage + 1) * LAYERS // PP)
 
 
-def reading(folder: Path) -> dict[str, float]:
-    """CPU time of reading a rank's slices: without checks, with the sums, with the values too."""
+def reading(folder: Path) -> Iterator[Row]:
+    """CPU time of reading a rank's slices: with the sums, with the values too, by neither."""
     store = RolloutStore([folder])
 
     def read() -> None:
@@ -172,10 +167,9 @@ def reading(folder: Path) -> dict[str, float]:
         seconds["sums and values"].append(_cpu(read)[0])
         store.trained_on(None)
     found = {name: float(np.median(times)) for name, times in seconds.items()}
-    tokens = len(range(0, len(store), 4)) * TOKENS
-    for name, taken in found.items():
-        print(f"reading, {name} compared: {1e6 * taken / tokens:.3f} s for 1e6 tokens")
-    return {name: taken / tokens for name, taken in found.items()}
+    for name in ("sums", "sums and values"):
+        what = f"CPU time of reading a slice, {name} compared, by nothing compared"
+        yield {"what": what, "found": found[name] / found["nothing"]}
 
 
 def _cpu(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -217,137 +211,104 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
 
 
-def startup(folder: Path, most: int) -> list[dict[str, Any]]:
-    """CPU time of opening stores of 1/4, 1/2 and all of `most` shards."""
-    rows: list[dict[str, Any]] = []
+def startup(folder: Path, most: int) -> Iterator[Row]:
+    """CPU time of opening stores of 1/4, 1/2 and all of `most` shards, each of 64 rollouts."""
     write_store(folder / "all", most, 3)
-    for shards in (most // 4, most // 2, most):
+    sizes = (most // 4, most // 2, most)
+    first_s, other_s = [], []
+    for shards in sizes:
         part, sent = folder / str(shards), folder / f"{shards}.index"
         part.mkdir()
         for path in sorted((folder / "all").iterdir())[:shards]:
             os.link(path, part / path.name)
-        looked = min(_in_new_process(_first, part, sent) for _ in range(3))
-        told = min(_in_new_process(_other, sent) for _ in range(3))
-        size = sent.stat().st_size
-        rows.append({"shards": shards, "first_s": looked, "other_s": told, "index": size})
-        print(f"{shards} shards: first {looked:.3f} s, other {told:.4f} s, index {size} bytes")
-    return rows
+        first_s.append(min(_in_new_process(_first, part, sent) for _ in range(3)))
+        other_s.append(min(_in_new_process(_other, sent) for _ in range(3)))
+    for rank, seconds, limit in (("first rank", first_s, 2.0), ("other ranks", other_s, 0.05)):
+        times = 10_000 / most
+        what = f"{rank}, s for 10,000 shards (x {times:g})"
+        yield {"what": what, "found": times * seconds[-1], "most": limit}
+        yield {"what": f"growth: {rank}, by shards", "found": exponent(sizes, seconds)}
 
 
-def memory(folder: Path) -> list[dict[str, Any]]:
+def memory(folder: Path) -> Iterator[Row]:
     """What Python and numpy hold of an open store of 4 shards, by the tokens of a rollout."""
-    rows = []
-    for tokens in (50, 200, 800):
-        write_store(folder / str(tokens), 4, tokens)
+    held = []
+    for length in (50, 200, 800):
+        write_store(folder / str(length), 4, length)
         tracemalloc.start()
-        store = RolloutStore([folder / str(tokens)])
-        held = tracemalloc.get_traced_memory()[0]
+        store = RolloutStore([folder / str(length)])
+        held.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
-        rows.append({"tokens": tokens * len(store), "held": held})
-        print(f"{tokens * len(store)} tokens: {held} bytes held")
-    return rows
+        del store
+    what = "memory with 16 times the tokens, by that without"
+    yield {"what": what, "found": held[-1] / held[0], "most": 1.05}
 
 
-def planning() -> list[dict[str, Any]]:
+def planning() -> Iterator[Row]:
     """CPU time of planning a micro-batch of a model with 58 MoE layers on one rank."""
-    rng, rows = np.random.default_rng(0), []
-    base = {"ep": 64, "experts": 256, "layers": MODEL_LAYERS, "tokens": MODEL_TOKENS}
-    cases = [base]
-    cases += [{**base, "ep": ep} for ep in (2, 8, 32, 128, 256)]
-    cases += [{**base, "experts": experts} for experts in (64, 128, 512)]
-    cases += [{**base, "layers": layers} for layers in (15, 29)]
-    cases += [{**base, "tokens": tokens} for tokens in (4096, 8192)]
-    for case in cases:
-        ep, experts, layers, tokens = case.values()
+    rng = np.random.default_rng(0)
+
+    def planned(
+        ep: int = 64, experts: int = 256, layers: int = MODEL_LAYERS, tokens: int = MODEL_TOKENS
+    ) -> tuple[float, float]:
+        """Seconds of all of it, and of the split sizes alone."""
         first = rng.integers(0, experts, (layers, tokens, 1))
         ids_LTK = ((first + np.arange(TOPK)) % experts).astype(np.uint8 if experts < 257 else "i2")
         count = partial(count_tokens, ids_LTK, experts)
         count_s, counts_LE = min((_cpu(count) for _ in range(3)), key=lambda timed: timed[0])
         counts_RLE = np.broadcast_to(counts_LE, (ep, *counts_LE.shape)).copy()
         ranks, numbers = ExpertRanks(ep, 0, 1, 0), [*range(1, layers + 1)]
-        plan = partial(layer_sizes, counts_RLE, ranks, numbers)
-        sizes_s = min(_cpu(plan)[0] for _ in range(3))
-        row = {**case, "count_ms": 1e3 * count_s, "sizes_ms": 1e3 * sizes_s}
-        row |= {"ms": row["count_ms"] + row["sizes_ms"], "gathered": counts_RLE.nbytes}
-        rows.append(row)
-        print(
-            f"EP{ep} x {experts} experts x {layers} layers x {tokens} tokens: "
-            f"{row['ms']:.1f} ms, {row['gathered']} bytes gathered"
-        )
-    return rows
+        sizes_s = min(_cpu(partial(layer_sizes, counts_RLE, ranks, numbers))[0] for _ in range(3))
+        return count_s + sizes_s, sizes_s
+
+    step_s = 6 * MODEL_TOKENS * ACTIVE / (PEAK * UTILISATION)
+    what = "planning, of an estimated micro-batch on an H200"
+    yield {"what": what, "found": planned()[0] / step_s, "most": 0.05}
+    for name, values in {
+        "ep": (2, 8, 32, 64, 128, 256),
+        "experts": (64, 128, 256, 512),
+        "layers": (15, 29, 58),
+        "tokens": (4096, 8192, 16384),
+    }.items():
+        # EP changes the split sizes alone
+        costs = [planned(**{name: value})[name == "ep"] for value in values]
+        by = "split sizes, by EP" if name == "ep" else f"planning, by {name}"
+        yield {"what": f"growth: {by}", "found": exponent(values, costs)}
 
 
-def growth(record: dict[str, Any]) -> dict[str, float]:
-    """The exponents: 1 is linear."""
-    base = record["planning"][0]
-    found = {
-        "first rank, by shards": exponent(*_pairs(record["startup"], "shards", "first_s")),
-        "other ranks, by shards": exponent(*_pairs(record["startup"], "shards", "other_s")),
-        "memory, by tokens": exponent(*_pairs(record["memory"], "tokens", "held")),
-        "the gather of a plan, by ranks": exponent(*_pairs(record["gather"], "ranks", "ms")),
-    }
-    for name, cost in (("ep", "sizes"), ("experts", ""), ("layers", ""), ("tokens", "")):
-        others = [other for other in ("ep", "experts", "layers", "tokens") if other != name]
-        of_it = [r for r in record["planning"] if all(r[other] == base[other] for other in others)]
-        key = f"{cost}_ms" if cost else "ms"
-        what = "split sizes" if cost else "planning"
-        found[f"{what}, by {name.upper() if name == 'ep' else name}"] = exponent(
-            *_pairs(of_it, name, key)
-        )
-    return found
-
-
-def conclude(record: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """What was to be shown: in words, what was found, and the most that it may be."""
-    last, step = record["startup"][-1], 6 * MODEL_TOKENS * ACTIVE / (PEAK * UTILISATION)
-    plan = record["planning"][0]
-    held = [row["held"] for row in record["memory"]]
-    scale = 10_000 / last["shards"]
-    shown = [(row["what"], row["ratio"], row["most"]) for row in record["play"]]
-    return [
-        *shown,
-        (f"first rank, s for 10,000 shards (x {scale:g})", scale * last["first_s"], 2.0),
-        (f"other ranks, s for 10,000 shards (x {scale:g})", scale * last["other_s"], 0.05),
-        ("memory with 16 times the tokens, by that without", held[-1] / held[0], 1.05),
-        ("planning, of an estimated micro-batch on an H200", plan["ms"] / 1e3 / step, 0.05),
-    ]
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Measure, print, write the file."""
-    command = Command("scale", __doc__)
-    command.add_argument("--shards", type=int, default=8, help="that 1,024 ranks read (default 8)")
-    command.add_argument("--startup", type=int, default=1000, help="that are opened (default 1000)")
-    args = command.parse(argv)
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """All of it."""
     if args.shards < 2 or args.startup < 4:
-        command.error("--shards: at least 2; --startup: at least 4")
-    record: dict[str, Any] = machine_at_start()
+        raise ValueError("--shards: at least 2; --startup: at least 4")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="scale-", dir=args.out.parent) as folder:
         write_store(Path(folder) / "played", args.shards, TOKENS)
-        record["play"] = play(Path(folder) / "played")
-        record["reading"] = reading(Path(folder) / "played")
-        record["startup"] = startup(Path(folder) / "startup", args.startup)
-        record["memory"] = memory(Path(folder))
-    record["planning"] = planning()
-    record["gather"] = gather_times(GATHER_RANKS, MODEL_LAYERS * 256)
-    record["growth"] = growth(record)
-    record["shown"] = [
-        {"what": what, "found": found, "most": most, "shown": bool(found <= most)}
-        for what, found, most in conclude(record)
-    ]
-    for name, power in record["growth"].items():
-        print(f"growth: {name}: {power:.2f}")
-    for row in record["shown"]:
-        word = "shown" if row["shown"] else "NOT SHOWN"
-        print(f"{word}: {row['what']}: {row['found']:.4g}, at most {row['most']:g}")
-    write_results(args.out, "scale", record)
-    return 0
+        yield from play(Path(folder) / "played")
+        yield from reading(Path(folder) / "played")
+        yield from startup(Path(folder) / "startup", args.startup)
+        yield from memory(Path(folder))
+    yield from planning()
 
 
-def _pairs(rows: Sequence[dict[str, Any]], *names: str) -> list[list[float]]:
-    return [[row[name] for row in rows] for name in names]
+def wrong(row: Row) -> str:
+    """Counts are the same on every machine; times are not."""
+    above = row.get("counted") and row["found"] > row["most"]
+    return f"{row['found']:.4g}, at most {row['most']:g}" if above else ""
+
+
+BENCH = Bench(
+    "scale",
+    __doc__,
+    {"": text("what"), "found": number("found", ".4g"), "at most": number("most", "g")},
+    measure,
+    wrong,
+    options={
+        "shards": (8, "that 1,024 ranks read"),
+        "startup": (1000, "that are opened"),
+    },
+    about="one process",
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -5,15 +5,14 @@
 Qwen3-30B-A3B-shaped routes (48 layers, 128 experts, top-8), one process, one thread. A round moves
 routes in every way, in an order that changes from round to round. Rates are medians, of stored
 routes (384 bytes a token), whatever a way moves for them, by time and by time of a core. Some ways
-are compared with "decode and check": how long they take for the same routes, round by round. The
-rounds end when every such ratio's interval is narrower than its difference from 1, or at --rounds;
-a ratio that cannot be told from 1 is not shown.
+are compared with "decode and check": how long they take for the same routes, round by round.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import json
@@ -22,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,8 @@ from megatron_r3.data.engines.vllm import decode_routes
 from megatron_r3.data.store import Rollout, RolloutStore, StoreInfo, write_shard
 from megatron_r3.data.store.verify_shard import verify_shard
 from megatron_r3.replay.routes import Routes
-from proof.benchmarks.command import Command
-from proof.benchmarks.interval import CONFIDENCE, enough, median_of, shown, turn
-from proof.benchmarks.machine import machine_at_start, write_results
+from proof.benchmarks.bench import Bench, Row, compared, number, ratio, ratios, text
+from proof.benchmarks.interval import enough, turn
 
 LAYERS, EXPERTS, TOPK = 48, 128, 8
 SHAPE = ModelShape(EXPERTS, TOPK, tuple(range(LAYERS)), LAYERS)
@@ -47,29 +45,7 @@ SHARD = 32  # rollouts
 TOKEN_BYTES = LAYERS * TOPK
 STAGES, CP = 4, 2
 BASE = "decode and check (base64 .npy)"
-Seconds = tuple[float, float]  # by the wall, and of a core
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run every way in rounds, print a table, write the file."""
-    command = Command("store", __doc__, "of every way, at most")
-    command.add_argument("--tokens", type=int, default=100_000, help="of a round (default 100000)")
-    args = command.parse(argv)
-    if args.tokens < 1:
-        command.error(f"--tokens {args.tokens}: at least 1")
-    machine = machine_at_start()
-    num_rollouts = max(1, args.tokens // TOKENS)
-    keep_freed_memory()  # as collect and convert do
-    with tempfile.TemporaryDirectory(prefix="bench-store-", dir=".") as folder:
-        ways = [*_ours(num_rollouts, Path(folder)), *_peers(max(1, num_rollouts // 10))]
-        rows = summarise(ways, run_rounds(ways, args.rounds))
-    print(f"ratios: of the time that {BASE!r} takes, at {CONFIDENCE:.0%}; load: {machine['load']}")
-    print(f"{'':40} {'GB/s':>6} {'of a core':>9} {'bytes/token':>11}  {'wall':28} {'CPU':28}")
-    for row in rows:
-        print(_line(row))
-    record = {**machine, "most_rounds": args.rounds, "tokens": num_rollouts * TOKENS, "rows": rows}
-    write_results(args.out, "store", record)
-    return 0
+Taken = dict[str, list[float]]  # seconds per byte in each round, by the name of a way
 
 
 @dataclass(frozen=True)
@@ -93,69 +69,79 @@ class Way:
     before: Callable[[], Any] = lambda: None
 
 
-def _timed(run: Callable[[], Any]) -> Seconds:
+def _timed(run: Callable[[], Any]) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - wall, max(time.process_time() - cpu, 1e-9)
 
 
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Run every way in rounds; a row for each."""
+    num_rollouts = max(1, args.tokens // TOKENS)
+    keep_freed_memory()  # as collect and convert do
+    with tempfile.TemporaryDirectory(prefix="bench-store-", dir=".") as folder:
+        ways = [*_ours(num_rollouts, Path(folder)), *_peers(max(1, num_rollouts // 10))]
+        yield from summarise(ways, run_rounds(ways, args.rounds))
+
+
 def run_rounds(
-    ways: Sequence[Way], most: int, timed: Callable[[Callable[[], Any]], Seconds] = _timed
-) -> dict[str, list[Seconds]]:
-    """Seconds per byte of stored routes, of each way in each round; a first round warms up.
+    ways: Sequence[Way],
+    most: int,
+    timed: Callable[[Callable[[], Any]], tuple[float, float]] = _timed,
+) -> list[Taken]:
+    """Wall and CPU seconds per byte of stored routes, by way in each round; the first one warms up.
 
     Args:
         ways: what to run; one of them is `BASE`.
         most: rounds at most.
         timed: runs a function and returns what it took.
     """
-    taken: dict[str, list[Seconds]] = {way.what: [] for way in ways}
-    for number in range(most + 1):
-        for way in turn(ways, number):
+    taken: list[Taken] = [{way.what: [] for way in ways} for _ in ("wall", "CPU")]
+    for done in range(most + 1):
+        for way in turn(ways, done):
             way.before()
-            wall, cpu = timed(way.run)
-            if number:
-                taken[way.what].append((wall / way.num_bytes, cpu / way.num_bytes))
-        if number and enough(_all_ratios(ways, taken), most):
+            for of_clock, seconds in zip(taken, timed(way.run), strict=True):
+                of_clock[way.what] += [seconds / way.num_bytes] if done else []
+        told = [ratios(of_clock, w.what, BASE) for of_clock in taken for w in ways if w.compared]
+        if done and enough(told, most):
             break
     return taken
 
 
-def _all_ratios(ways: Sequence[Way], taken: dict[str, list[Seconds]]) -> list[list[float]]:
-    return [_ratios(taken, way, clock) for way in ways if way.compared for clock in (0, 1)]
-
-
-def _ratios(taken: dict[str, list[Seconds]], way: Way, clock: int) -> list[float]:
-    pairs = zip(taken[way.what], taken[BASE], strict=True)
-    return [mine[clock] / base[clock] for mine, base in pairs]
-
-
-def summarise(ways: Sequence[Way], taken: dict[str, list[Seconds]]) -> list[dict[str, Any]]:
+def summarise(ways: Sequence[Way], taken: list[Taken]) -> Iterator[Row]:
     """A row for each way; `wall_of_base` and `cpu_of_base` are None where nothing is compared."""
-    rows = []
     for way in ways:
-        wall, cpu = (
-            statistics.median(round_[clock] for round_ in taken[way.what]) for clock in (0, 1)
-        )
-        row: dict[str, Any] = {
+        wall, cpu = (statistics.median(of_clock[way.what]) for of_clock in taken)
+        base = BASE if way.compared else None
+        yield {
             "what": way.what,
-            "rounds": len(taken[way.what]),
+            "rounds": len(taken[0][way.what]),
             "gb_per_s": 1e-9 / wall,
             "gb_per_cpu_s": 1e-9 / cpu,
             "bytes_per_token": way.bytes_per_token,
+            "wall_of_base": compared(taken[0], way.what, base),
+            "cpu_of_base": compared(taken[1], way.what, base),
         }
-        for clock, name in enumerate(("wall_of_base", "cpu_of_base")):
-            ratios = _ratios(taken, way, clock)
-            row[name] = median_of(ratios).record() if way.compared else None
-        rows.append(row)
-    return rows
 
 
-def _line(row: dict[str, Any]) -> str:
-    moved = "" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:.0f}"
-    wall, cpu = (shown(row[name]) if row[name] else "" for name in ("wall_of_base", "cpu_of_base"))
-    rates = f"{row['gb_per_s']:6.3f} {row['gb_per_cpu_s']:9.3f}"
-    return f"{row['what']:40} {rates} {moved:>11}  {wall:28} {cpu:28}".rstrip()
+BENCH = Bench(
+    "store",
+    __doc__,
+    {
+        "": text("what"),
+        "GB/s": number("gb_per_s", ".3f"),
+        "GB/s of a core": number("gb_per_cpu_s", ".3f"),
+        "bytes/token": number("bytes_per_token"),
+        "wall / decode": ratio("wall_of_base"),
+        "CPU / decode": ratio("cpu_of_base"),
+        "rounds": text("rounds"),
+    },
+    measure,
+    rounds="of every way, at most",
+    options={"tokens": (100_000, "of a round")},
+    about="{tokens} tokens a round",
+    facts=lambda args: {"tokens": max(1, args.tokens // TOKENS) * TOKENS},
+)
 
 
 def _routes_TLK(number: int) -> np.ndarray:
@@ -286,4 +272,4 @@ def _peers(num_rollouts: int) -> list[Way]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

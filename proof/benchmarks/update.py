@@ -4,119 +4,169 @@
 
 It trains on collections of 2 and of 4 mini-steps, in three ways: the sampler is the old policy, so
 that there is no pass; the trainer is (`--rollouts-old-policy trainer`), so that a forward-only pass
-goes over each collection; and the same with the routes of that pass (R2). A round has a collection
-of each way, in an order that changes from round to round. The table has what a collection takes
-relative to the first way's of its round, by the wall clock and in CPU time of the busiest rank, and
-what is counted: forward passes of the micro-batches, and host waits of a MoE layer in them. Exit
-status 1: the counts are not those of one pass more.
+goes over each collection; and the same with the routes of that pass (R2). The table has what a
+collection takes relative to the first way's of its round, by the wall clock and in CPU time of the
+busiest rank, and what is counted: forward passes of the micro-batches, and host waits of a MoE
+layer in them. Exit status 1: the counts are not those of one pass more.
+
+Shape suffixes (docs/glossary.md): B, S, T.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from proof.benchmarks.command import Command
-from proof.benchmarks.dispatch import rig
-from proof.benchmarks.dispatch_ranks import ratios
-from proof.benchmarks.interval import CONFIDENCE, median_of, shown
-from proof.benchmarks.machine import machine_at_start, write_results
-from proof.benchmarks.update_ranks import PASSES, SAMPLER, WAYS, timed
+import torch
+
+from proof.benchmarks.bench import Bench, Row, compared, each, median_ms, number, ratio, text
+from proof.benchmarks.turns import Rounds, modes_of_microbatches, rig, train_in_turn
 from proof.benchmarks.waits import WAITS
 
+WAYS = SAMPLER, TRAINER, R2 = ("sampler", "trainer", "trainer, R2")
+PASSES = "forward passes"
+STEP, MICRO_BATCH = 16, 8  # rollouts of a mini-step, and of a micro-batch
 CASES = {f"EP{ep} N{mini_steps}": (ep, mini_steps) for ep in (1, 2) for mini_steps in (2, 4)}
-HEAD = (
-    f"{'EP':>2} {'N':>2} {'old policy':12} {'passes':>6} {WAITS:>10} {'wall':>8} {'CPU':>8} "
-    f"{'wall of sampler':29} {'CPU of sampler':29}"
-)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure every case."""
-    command = Command("update", __doc__, "collections of each way at most", cases=CASES)
-    args = command.parse(argv)
-    machine = {**machine_at_start(), "device": "cpu, gloo"}
-    rows = []
-    print("by micro-batch: forward passes; by MoE layer and pass: host waits; wall and CPU time")
-    print("of a collection of N mini-steps, and both by those where the sampler is the old")
-    print(f"policy, at {CONFIDENCE:.0%}; load at start: {machine['load']}", flush=True)
-    print(HEAD, flush=True)
-    with rig() as (worker, name, argv_of_rig):
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of every case."""
+    with rig() as (worker, tree, argv):
         for ep, mini_steps in args.cases.values():
-            argv_of_case = [*argv_of_rig, "--expert-model-parallel-size", str(ep)]
-            timeout_s = 600 + 60 * args.rounds
-            results = worker.run(
-                timed, ep, argv_of_case, mini_steps, args.rounds, timeout_s=timeout_s
-            )
-            for row in summarise(results[0]):
-                rows.append({"ep": ep, "mini_steps": mini_steps, "tree": name, **row})
-                print(_line(rows[-1]), flush=True)
-    record = {**machine, "most_rounds": args.rounds, "rows": rows}
-    write_results(args.out, "update", record)
-    wrong = [row for row in rows if not counts_hold(row)]
-    for row in wrong:
-        print(
-            f"error: EP {row['ep']}, {row['mini_steps']} mini-steps, {row['way']}: "
-            f"{row[PASSES]:g} forward passes of a micro-batch, {row[WAITS]:g} host waits",
-            file=sys.stderr,
-        )
-    return 1 if wrong else 0
+            argv_of_case = [*argv, "--expert-model-parallel-size", str(ep)]
+            limit_s = 600 + 60 * args.rounds
+            given = (argv_of_case, mini_steps, args.rounds)
+            found = worker.run(timed, ep, *given, timeout_s=limit_s)
+            yield from each(summarise(found[0]), ep=ep, mini_steps=mini_steps, tree=tree)
 
 
-def counts_hold(row: dict[str, Any]) -> bool:
+def summarise(result: dict[str, Any]) -> Iterator[Row]:
+    """A row for each way, from what `timed` returned; the ratios are records of `Median`."""
+    for way in WAYS:
+        passes = result["counts"][way]["experts"]
+        yield {
+            "way": way,
+            PASSES: passes / result["layers_and_microbatches"],
+            WAITS: result["counts"][way][WAITS] / passes,
+            "rounds": len(result["wall_s"][way]),
+            "collection_wall_ms": median_ms(result["wall_s"][way]),
+            "collection_cpu_ms": median_ms(result["cpu_s"][way]),
+            "wall_of_sampler": compared(result["wall_s"], way, SAMPLER),
+            "cpu_of_sampler": compared(result["cpu_s"], way, SAMPLER),
+        }
+
+
+def wrong(row: Row) -> str:
     """Each micro-batch goes forward once more in the pass, which alone waits: it has no plan.
 
     A layer that waits in one of two passes has 0.5 host waits a pass.
     """
-    if row["way"] == SAMPLER:
-        return row[PASSES] == 1 and row[WAITS] == 0
-    return row[PASSES] == 2 and row[WAITS] == 0.5
+    wanted = (1, 0) if row["way"] == SAMPLER else (2, 0.5)
+    if (row[PASSES], row[WAITS]) == wanted:
+        return ""
+    return f"{row[PASSES]:g} forward passes of a micro-batch, {row[WAITS]:g} host waits"
 
 
-def summarise(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row of the table for each way.
+BENCH = Bench(
+    "update",
+    __doc__,
+    {
+        "EP": text("ep"),
+        "mini-steps": text("mini_steps"),
+        "old policy": text("way"),
+        "passes": number(PASSES),
+        "host waits": number(WAITS, ".1f"),
+        "wall, ms": number("collection_wall_ms"),
+        "CPU, ms": number("collection_cpu_ms"),
+        "wall / sampler": ratio("wall_of_sampler"),
+        "CPU / sampler": ratio("cpu_of_sampler"),
+        "rounds": text("rounds"),
+    },
+    measure,
+    wrong,
+    CASES,
+    "collections of each way at most",
+)
 
-    Args:
-        result: what `timed` returned.
 
-    Returns:
-        Rows whose `wall_of_sampler` and `cpu_of_sampler` are records of `Median`; the sampler's own
-        row has None there.
+# -- the ranks
+
+
+def timed(rank: int, argv: list[str], mini_steps: int, most: int) -> dict[str, Any]:
+    """Train on collections of so many optimizer steps, the ways in turn."""
+    rounds, layers = Rounds(most, WAYS), Counter[str]()
+    options = "--rollouts-old-policy trainer --moe-router-replay-source old-policy"
+    options += f" --rollouts-mini-steps {mini_steps}"
+
+    def built(models: list[torch.nn.Module]) -> None:
+        from megatron_r3.replay.layers import local_moe_layers
+
+        layers["MoE"] = sum(len(local_moe_layers(model)) for model in models)
+
+    result = train_in_turn(
+        [*argv, *options.split()],
+        rounds,
+        _parts_in_turn(rounds, mini_steps),
+        batch=(MICRO_BATCH, STEP),
+        steps=mini_steps,
+        counts=Counter(),
+        built=built,
+    )
+    from megatron.training import get_args
+
+    microbatches = mini_steps * STEP // MICRO_BATCH // get_args().data_parallel_size
+    return {**result, "layers_and_microbatches": layers["MoE"] * microbatches}
+
+
+def _parts_in_turn(rounds: Rounds, mini_steps: int) -> Any:
+    """The parts of a training whose collections go the ways in turn.
+
+    The training's options are those of the third way. In the other two all tokens take the routes
+    of the rollouts, and none are recorded. In the first one there is no pass, and the sampler's
+    log-probs are the old ones.
     """
-    rows = []
-    for way in WAYS:
-        counts = result["counts"][way]
-        passes = counts["experts"]
-        row: dict[str, Any] = {
-            "way": way,
-            PASSES: passes / result["layers_and_microbatches"],
-            WAITS: counts[WAITS] / passes,
-            "rounds": len(result["wall_s"][way]),
-        }
-        for name in ("wall", "cpu"):
-            seconds = result[f"{name}_s"]
-            of_sampler = None
-            if way != SAMPLER:
-                of_sampler = median_of(ratios(seconds, way, SAMPLER)).record()
-            row[f"collection_{name}_ms"] = 1e3 * statistics.median(seconds[way])
-            row[f"{name}_of_sampler"] = of_sampler
-        rows.append(row)
-    return rows
+    from megatron_r3.train.lookahead import Prepared, Preparer
+    from megatron_r3.train.old_pass import OldPass
+    from megatron_r3.train.old_policy import OldPolicy
+    from megatron_r3.train.schedule import SOURCES
+    from megatron_r3.train.step import Parts
 
+    ways = modes_of_microbatches(rounds, mini_steps)
 
-def _line(row: dict[str, Any]) -> str:
-    wall, cpu = (
-        shown(row[name]) if row[name] else "" for name in ("wall_of_sampler", "cpu_of_sampler")
-    )
-    return (
-        f"{row['ep']:>2} {row['mini_steps']:>2} {row['way']:12} {row[PASSES]:>6.2f} "
-        f"{row[WAITS]:>10.2f} {row['collection_wall_ms']:>5.0f} ms "
-        f"{row['collection_cpu_ms']:>5.0f} ms {wall:29} {cpu:29}"
-    )
+    class TurnedOldPolicy(OldPolicy):
+        def add_routes(self, rows_T: torch.Tensor, ids: dict[int, torch.Tensor]) -> None:
+            if rounds.mode() == R2:
+                super().add_routes(rows_T, ids)
+
+    class TurnedOldPass(OldPass):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.policy = TurnedOldPolicy()
+
+        def begin(self, models: list[Any], forward_step: Any) -> None:
+            if rounds.mode() != SAMPLER:
+                super().begin(models, forward_step)
+
+        def logprobs(self, host: dict[str, torch.Tensor]) -> torch.Tensor:
+            if rounds.mode() == SAMPLER:
+                return host["sampled_logprobs"]
+            return super().logprobs(host)
+
+    class TurnedPreparer(Preparer):
+        def prepare(self, whole: Any, with_plan: bool, for_old_pass: bool = False) -> Prepared:
+            way = rounds.mode() if for_old_pass else next(ways)
+            if way != R2:  # each token of the store has a recorded route
+                source_BS = torch.full_like(whole["source"], SOURCES.index("rollout"))
+                whole = {**whole, "source": source_BS}
+            return super().prepare(whole, with_plan, for_old_pass)
+
+    return Parts(preparer=TurnedPreparer, old_pass=TurnedOldPass)
 
 
 if __name__ == "__main__":
     from proof.benchmarks import update  # the ranks import by name
 
-    sys.exit(update.main())
+    sys.exit(update.BENCH.main())

@@ -21,18 +21,19 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_r3.loop.processes import signals_raise, start, stop
 from proof.benchmarks.machine import RECORD_SUFFIX, results_file, write_results
-from proof.gpu.steps import EXPECTED_SKIPS, STEPS, Places, Step
+from proof.gpu.steps import STEPS, Places, Step
 
 ROOT = Path(__file__).parents[2]
 SKIPPED, LEFT = 77, 4
 # how many times a step's limit a rehearsal may take, on a CPU that others use too
 REHEARSAL_PATIENCE = 5
+# asked in a process of its own: this one stays without CUDA, whose context takes memory of a GPU
 FACTS = """
 import json, sys
 from proof.benchmarks.machine import device_of, machine_of, no_transformer_engine
@@ -49,25 +50,32 @@ Row = dict[str, Any]
 def main(argv: list[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
     """Run the steps that have no result."""
     args = _arguments(argv)
-    places = Places.of(args.megatron, args.demo)
-    if missing := places.missing():
-        print(f"error: {missing}", file=sys.stderr)
-        return 2
-    session = Session(places, args)
+    args.out = args.out.resolve()
     try:
-        facts = session.facts()
+        places = Places.of(args.megatron, args.demo)
+        facts = facts_of(args, places)
     except ValueError as error:
-        print(f"error: {error}; --rehearse runs every step tiny on the CPU", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
+    (args.out / "logs").mkdir(parents=True, exist_ok=True)
+    rows: dict[str, Row] = {}  # how each step ended, by its name, those of earlier calls too
+    for file in sorted(args.out.glob(RECORDS)):
+        rows |= json.loads(file.read_text()).get("steps", {})
+    until = time.time() + 60 * args.minutes
     try:
         with signals_raise():
             for step in steps:
-                if step.name not in session.rows:
-                    session.take(step, facts)
+                if step.name not in rows and (row := take(step, facts, places, args, until)):
+                    rows[step.name] = row
+                    _record(rows, facts, places, args)
     except KeyboardInterrupt:
         print("stopped: call this again to go on", file=sys.stderr)
         return 130
-    return session.summary(steps)
+    print(f"results: {args.out}", *(line_of(name, row) for name, row in rows.items()), sep="\n")
+    if left := [step.name for step in steps if step.name not in rows]:
+        print(f"left for another call: {', '.join(left)}")
+        return LEFT
+    return int(any(row["status"] in ("failed", "timed out") for row in rows.values()))
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -82,111 +90,101 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class Session:
-    """The steps of one call.
+def facts_of(args: argparse.Namespace, places: Places) -> Row:
+    """The machine and its device.
 
-    Attributes:
-        rows: how each step ended, by its name, those of earlier calls too.
+    Raises:
+        ValueError: there is no device.
     """
+    asked = subprocess.run(
+        [sys.executable, "-c", FACTS, "cpu" if args.rehearse else "cuda"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment(args, places, with_te=True)},
+        cwd=ROOT,
+    )
+    if asked.returncode:
+        said = asked.stderr.strip().splitlines()[-1]
+        raise ValueError(f"{said}; --rehearse runs every step tiny on the CPU")
+    return dict(json.loads(asked.stdout.splitlines()[-1]))
 
-    def __init__(self, places: Places, args: argparse.Namespace) -> None:
-        self.places, self.rehearse, self.site = places, args.rehearse, args.site
-        self.results: Path = args.out.resolve()
-        self.until = time.time() + 60 * args.minutes
-        (self.results / "logs").mkdir(parents=True, exist_ok=True)
-        self.rows: dict[str, Row] = {}
-        for file in sorted(self.results.glob(RECORDS)):
-            self.rows |= json.loads(file.read_text()).get("steps", {})
 
-    def facts(self) -> Row:
-        """The machine and its device, asked in a process of its own.
+def environment(args: argparse.Namespace, places: Places, with_te: bool) -> dict[str, str]:
+    """What a step's process has beside this one's environment.
 
-        This process stays without CUDA, since a context takes memory of the device.
+    Steps that do not need Transformer Engine run without it, as on a machine that has none; what
+    this Python has installed by itself they see.
+    """
+    paths = [ROOT, places.tree]
+    if args.site is not None:
+        site = args.site.resolve()
+        paths += [site, site.with_name(f"{site.name}-te")] if with_te else [site]
+    env = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1"}
+    return {**env, "OMP_NUM_THREADS": "1"} if args.rehearse else env
 
-        Raises:
-            ValueError: there is no device.
-        """
-        argv = [sys.executable, "-c", FACTS, "cpu" if self.rehearse else "cuda"]
-        environment = {**os.environ, **self._environment()}
-        asked = subprocess.run(
-            argv, capture_output=True, text=True, check=False, env=environment, cwd=ROOT
-        )
-        if asked.returncode:
-            raise ValueError(asked.stderr.strip().splitlines()[-1])
-        return dict(json.loads(asked.stdout.splitlines()[-1]))
 
-    def take(self, step: Step, facts: Row) -> None:
-        """Run a step and record how it ended; or leave it for another call."""
-        if reason := self._why_skip(step, facts):
-            row: Row = {"status": "skipped", "seconds": 0.0, "reason": reason}
-        else:
-            limit_s = step.limit_s * (REHEARSAL_PATIENCE if self.rehearse else 1)
-            if time.time() + limit_s > self.until:
-                print(f"{step.name}: left for another call: it may take {limit_s} s", flush=True)
-                return
-            print(f"{step.name}: runs, for at most {limit_s} s", flush=True)
-            row = self._run(step, limit_s)
-        self.rows[step.name] = row
-        reason = f": {row['reason']}" if row["reason"] else ""
-        print(f"{step.name}: {row['status']}, {row['seconds']} s{reason}", flush=True)
-        file = results_file(self.results, facts)
-        known = json.loads(file.read_text()) if file.exists() else {}
-        about = {**facts, "commit": commit_of(ROOT), "megatron": str(self.places.tree)}
-        about["rehearsal"] = self.rehearse
-        write_results(file, "steps", {**known, "machine": about, "steps": self.rows})
+def take(
+    step: Step, facts: Row, places: Places, args: argparse.Namespace, until: float
+) -> Row | None:
+    """Run a step, and return how it ended; None if it is left for another call."""
+    no_te = "a rehearsal has no Transformer Engine" if args.rehearse else facts["no_te"]
+    if step.needs_te and no_te and not (args.rehearse and step.rehearsal):
+        row = {"status": "skipped", "seconds": 0.0, "reason": no_te, "skipped_cases": {}}
+        print(line_of(step.name, row), flush=True)
+        return row
+    limit_s = step.limit_s * (REHEARSAL_PATIENCE if args.rehearse else 1)
+    if time.time() + limit_s > until:
+        print(f"{step.name}: left for another call: it may take {limit_s} s", flush=True)
+        return None
+    print(f"{step.name}: runs, for at most {limit_s} s", flush=True)
+    record = ["--out", str(args.out), *(["--device", "cpu", "--rehearse"] * args.rehearse)]
+    command = step.rehearsal if args.rehearse and step.rehearsal else step.command
+    log, began, status = args.out / "logs" / f"{step.name}.log", time.monotonic(), None
+    log.unlink(missing_ok=True)
+    env = {**environment(args, places, step.needs_te), RECORD_SUFFIX: step.suffix}
+    process = start([sys.executable, "-m", *places.words(command, record)], env, log)
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        stop(process)  # with all that it has started: nothing may run beside the next step
+    row = outcome(status, log.read_text(errors="replace"), limit_s)
+    row["seconds"] = round(time.monotonic() - began, 1)
+    print(line_of(step.name, row), flush=True)
+    return row
 
-    def _why_skip(self, step: Step, facts: Row) -> str:
-        if not step.needs_te:
-            return ""
-        if self.rehearse:
-            return "" if step.rehearsal else "a rehearsal has no Transformer Engine"
-        return facts["no_te"] or ""
 
-    def _run(self, step: Step, limit_s: int) -> Row:
-        given = step.rehearsal if self.rehearse and step.rehearsal else step.arguments
-        command = [sys.executable, "-m", step.module, *self.places.words(given)]
-        command += ["--out", str(self.results)]
-        command += ["--device", "cpu", "--rehearse"] if self.rehearse else []
-        log = self.results / "logs" / f"{step.name}.log"
-        log.unlink(missing_ok=True)
-        started = time.monotonic()
-        process = start(command, self._environment(step), log)
-        status: int | None = None
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            stop(process)  # with all that it has started: nothing may run beside the next step
-        seconds = round(time.monotonic() - started, 1)
-        return {**outcome(status, log.read_text(errors="replace"), limit_s), "seconds": seconds}
+def outcome(status: int | None, log: str, limit_s: int) -> Row:
+    """How a step ended, from its exit status (None: it was ended at its limit) and its output."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    last = lines[-1] if lines else "no output"
+    # of a benchmark `skipped: CASE: REASON`, of pytest `SKIPPED [2] FILE:LINE: REASON`
+    found = (re.match(r"(?i)skipped(?::| \[\d+\]) (.+?): (.+)", line) for line in lines)
+    row: Row = {"skipped_cases": dict(m.groups() for m in found if m)}
+    if status is None:
+        return row | {"status": "timed out", "reason": f"it was ended after {limit_s} s"}
+    if status == SKIPPED and last.startswith("skipped: "):
+        reason = last.removeprefix("skipped: ")
+        return {"status": "skipped", "reason": reason, "skipped_cases": {}}
+    if status or re.match(r"\d+ skipped\b", last):  # pytest that ran no test at all
+        return row | {"status": "failed", "reason": f"exit status {status}: {last}"}
+    return row | {"status": "passed", "reason": last}
 
-    def _environment(self, step: Step | None = None) -> dict[str, str]:
-        """What a step's process has beside this one's environment; of a look, without one."""
-        paths = [ROOT, self.places.tree]
-        if self.site is not None:
-            paths.append(self.site.resolve())
-            # The other steps run without Transformer Engine, as on a machine that has none. What
-            # this Python has installed by itself, they see.
-            if step is None or step.needs_te:
-                paths.append(self.site.resolve().with_name(f"{self.site.name}-te"))
-        env = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1"}
-        env |= {"OMP_NUM_THREADS": "1"} if self.rehearse else {}
-        return env if step is None else {**env, RECORD_SUFFIX: step.suffix}
 
-    def summary(self, steps: Sequence[Step]) -> int:
-        """Print a line for each step; return the exit status."""
-        for line in table(self.rows):
-            print(line)
-        print(f"results: {self.results}")
-        if left := [step.name for step in steps if step.name not in self.rows]:
-            print(f"left for another call: {', '.join(left)}")
-            return LEFT
-        wrong = complaints(self.rows, steps) if self.rehearse else []
-        for line in wrong:
-            print(f"error: {line}", file=sys.stderr)
-        failed = any(row["status"] in ("failed", "timed out") for row in self.rows.values())
-        return int(failed or bool(wrong))
+def line_of(name: str, row: Row) -> str:
+    """The line of a step, and one for each case that it skipped."""
+    cases = [f"\n  {case}: skipped: {reason}" for case, reason in row["skipped_cases"].items()]
+    return f"{name}: {row['status']}, {row['seconds']} s: {row['reason']}{''.join(cases)}"
+
+
+def _record(rows: dict[str, Row], facts: Row, places: Places, args: argparse.Namespace) -> None:
+    file = results_file(args.out, facts)
+    known = json.loads(file.read_text()) if file.exists() else {}
+    about = {**facts, "commit": commit_of(ROOT), "megatron": str(places.tree)}
+    about["rehearsal"] = args.rehearse
+    write_results(file, "steps", {**known, "machine": about, "steps": rows})
 
 
 def commit_of(checkout: Path) -> str:
@@ -205,48 +203,6 @@ def commit_of(checkout: Path) -> str:
     except OSError:  # there is no git
         return "unknown"
     return (commit.strip() or "unknown") + ("+" if changed else "")
-
-
-def outcome(status: int | None, log: str, limit_s: int) -> Row:
-    """How a step ended, from its exit status (None: it was ended at its limit) and its output."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    last = lines[-1] if lines else "no output"
-    # `skipped: CASE: REASON`; a reason may have a colon in it, and a case has none
-    cases = dict(m.groups() for line in lines if (m := re.match(r"skipped: ([^:]+): (.+)", line)))
-    row: Row = {"status": "passed", "reason": "", "skipped_cases": cases}
-    if status is None:
-        return row | {"status": "timed out", "reason": f"it was ended after {limit_s} s"}
-    if status == SKIPPED and last.startswith("skipped: "):
-        reason = last.removeprefix("skipped: ")
-        return row | {"status": "skipped", "reason": reason, "skipped_cases": {}}
-    if status:
-        return row | {"status": "failed", "reason": f"exit status {status}: {last}"}
-    return row
-
-
-def table(rows: Mapping[str, Row]) -> list[str]:
-    """The summary: a line for each step, and one for each case that it skipped."""
-    lines = [f"{'step':16} {'status':10} {'seconds':>8}  reason"]
-    for name, row in rows.items():
-        line = f"{name:16} {row['status']:10} {row['seconds']:>8.1f}  {row['reason']}"
-        lines.append(line.rstrip())
-        for case, reason in row.get("skipped_cases", {}).items():
-            lines.append(f"  {case}: skipped: {reason}")
-    return lines
-
-
-def complaints(rows: Mapping[str, Row], steps: Sequence[Step] = STEPS) -> list[str]:
-    """What a rehearsal skipped that it need not, or did not skip that it must."""
-    names = {step.name for step in steps}
-    expected = {skip for skip in EXPECTED_SKIPS if skip.partition("/")[0] in names}
-    skipped = {name for name, row in rows.items() if row["status"] == "skipped"}
-    for name, row in rows.items():
-        skipped |= {f"{name}/{case}" for case in row.get("skipped_cases", ())}
-    where = "EXPECTED_SKIPS of proof/gpu/steps.py"
-    wrong = [f"{name} was skipped, and is not in {where}" for name in sorted(skipped - expected)]
-    return wrong + [
-        f"{name} is in {where}, and was not skipped" for name in sorted(expected - skipped)
-    ]
 
 
 if __name__ == "__main__":

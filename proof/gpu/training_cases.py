@@ -7,7 +7,7 @@ gradients are shifted by a token, so that a layer which routes live is far off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -131,44 +131,33 @@ def grad_fusion(place: Place) -> Rows:
 
 
 def fp8(place: Place) -> Rows:
-    """Experts in fp8, and the padding for it that is refused."""
-    if place.te:
-        orders = {
-            recipe: place.order("shifted", *FP8, recipe, steps=2)
-            for recipe in ("tensorwise", "delayed")
-        }
-        for name, seen in place.run_all(orders).items():
-            yield name, judged(seen, lambda one: judge.replayed(one, GROUPED, sampled=False))
-    else:
-        yield "tensorwise", {"skipped": NO_TE}
-        yield "delayed", {"skipped": NO_TE}
-    padding = [*FP8, "tensorwise", "--moe-router-padding-for-quantization"]
-    yield from refusals(place, {"padding": padding}, "routes padding to experts that no rollout")
+    """Experts in fp8."""
+    orders = {
+        recipe: place.order("shifted", *FP8, recipe, steps=2)
+        for recipe in ("tensorwise", "delayed")
+    }
+    if not place.te:
+        for name in orders:
+            yield name, {"skipped": NO_TE}
+        return
+    for name, seen in place.run_all(orders).items():
+        yield name, judged(seen, lambda one: judge.replayed(one, GROUPED, sampled=False))
 
 
 def cuda_graphs(place: Place) -> Rows:
-    """Graphs of attention, captured after warm-up steps; and the graphs that are refused."""
-    graphs = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules"]
-    if place.te and not place.cpu:
-        warm = ["--cuda-graph-warmup-steps", "3"]
-        steps = 6
-        orders = {
-            "without": place.order("shifted", steps=steps, gradients=True),
-            "attention": place.order(
-                "shifted", *graphs, "attn", *warm, steps=steps, gradients=True
-            ),
-        }
-        seen = place.run_all(orders)
-        yield "attention", beside(seen["attention"], seen["without"], judge.graphed)
-    else:
+    """Graphs of attention, captured after warm-up steps."""
+    if place.cpu or not place.te:
         yield "attention", {"skipped": NO_CUDA if place.cpu else NO_TE}
-    refused = {
-        "router": [*graphs, "attn", "moe_router"],
-        "whole layers": graphs[:2],
-        "local attention": ["--cuda-graph-impl", "local", "--cuda-graph-modules", "attn"],
-    }
-    accepted = [*graphs, "attn"]
-    yield from refusals(place, refused, "a CUDA graph that captures the router", accepted)
+        return
+    graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn "
+    graphs += "--cuda-graph-warmup-steps 3"
+    seen = place.run_all(
+        {
+            "without": place.order("shifted", steps=6, gradients=True),
+            "attention": place.order("shifted", *graphs.split(), steps=6, gradients=True),
+        }
+    )
+    yield "attention", beside(seen["attention"], seen["without"], judge.graphed)
 
 
 def fused_gate(place: Place) -> Rows:
@@ -180,24 +169,6 @@ def fused_gate(place: Place) -> Rows:
     }
     seen = place.run_all(orders)
     yield "fused", beside(seen["fused"], seen["unfused"], judge.gated)
-
-
-def refusals(
-    place: Place, lists: Mapping[str, list[str]], expected: str, accepted: Sequence[str] = ()
-) -> Rows:
-    """A row for each command line that must be refused, and one that must not be (the control)."""
-    given = [place.order("right", *more).arguments for more in [*lists.values(), accepted]]
-    order = Order(str(place.script), cpu=place.cpu, refusals=given)
-    (seen,) = place.run_all({f"refused {next(iter(lists))}": order}).values()
-    for number, name in enumerate(lists):
-        yield (
-            f"refused: {name}",
-            judged(seen, lambda one, n=number: judge.refused(one.refused[n], expected)),
-        )
-    yield (
-        "not refused",
-        judged(seen, lambda one: {"ok": one.refused[-1] == "", "refused": one.refused[-1][-500:]}),
-    )
 
 
 CASES: dict[str, Callable[[Place], Rows]] = {

@@ -141,12 +141,6 @@ def times(seen: Seen, ways: Sequence[str], pairs_wanted: int) -> dict[str, Any]:
     return row | {"ok": row["ok"] and len(turns) == pairs_wanted}
 
 
-def refused(reason: str, expected: str) -> dict[str, Any]:
-    """A command line that must be refused, for one reason."""
-    said = reason[max(reason.find("error:"), 0) :]  # behind Megatron's warnings
-    return {"ok": expected in said, "refused": said[-500:]}
-
-
 def fused_wgrad(seen: Seen, base: Seen, fused: bool) -> dict[str, Any]:
     """A training with gradient accumulation fusion, or without it, beside one without it.
 

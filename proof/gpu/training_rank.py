@@ -40,7 +40,6 @@ class Order:
         bound: False undoes the binding of what runs later to its micro-batch (a control).
         stand_in: whether torch computes what apex's fused_weight_gradient_mlp_cuda would.
         reference_gate: whether the plain reference runs where a GPU runs the gate's kernel.
-        refusals: command lines that are only parsed. If there are any, nothing is trained.
     """
 
     script: str
@@ -51,7 +50,6 @@ class Order:
     bound: bool = True
     stand_in: bool = False
     reference_gate: bool = False
-    refusals: list[list[str]] = field(default_factory=list)
 
 
 @dataclass
@@ -83,7 +81,6 @@ class Seen:
         fused_wgrad: how many modules add their weight's gradient to the sum themselves.
         counts: how often a function was called: `te_checkpoint`, `checkpoint` (binding the
             function of a recompute), `gate` (the fused gate), `stand_in`, `graphs` (captured).
-        refused: why each command line of `Order.refusals` was refused; empty where it was not.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -91,7 +88,6 @@ class Seen:
     attention: str = ""
     fused_wgrad: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
 
     def count(self, name: str, more: int = 1) -> None:
         """Add to a count."""
@@ -284,28 +280,6 @@ def _stand_in_for_apex(seen: Seen) -> None:
     sys.modules[module.__name__] = module
 
 
-def parse(order: Order, seen: Seen) -> None:
-    """Only parse and check each command line."""
-    import contextlib
-    import io
-
-    from megatron.training.arguments import parse_and_validate_args
-
-    for arguments in order.refusals:
-        sys.argv = [order.script, *arguments]
-        errors, code = io.StringIO(), None
-        try:
-            with contextlib.redirect_stderr(errors):
-                parse_and_validate_args()
-        except SystemExit as refusal:
-            code = refusal.code
-        except (AssertionError, ValueError) as refusal:  # how Megatron refuses
-            code = str(refusal) or "refused"
-        # a text is what python would print, and exit with 1
-        refused = f"{errors.getvalue()}{code if isinstance(code, str) else ''}".strip()
-        seen.refused.append(refused if code not in (None, 0) else "")
-
-
 def main() -> None:
     """Do what the order says, and write the result; a failure ends with a traceback."""
     order = Order(**json.loads(Path(sys.argv[1]).read_text()))
@@ -324,7 +298,7 @@ def main() -> None:
         from megatron_r3.cpu.megatron_gaps import patch_index_builder
 
         patch_index_builder()  # upstream's ends the process where a tree has no Makefile
-    (parse if order.refusals else train)(order, seen)
+    train(order, seen)
     torch.save(asdict(seen), result)
     sys.stdout.flush()
     sys.stderr.flush()

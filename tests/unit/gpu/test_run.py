@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,8 +16,8 @@ import psutil
 import pytest
 
 from proof.gpu import run
-from proof.gpu.run import Session, main, outcome
-from proof.gpu.steps import Step
+from proof.gpu.run import main, outcome
+from proof.gpu.steps import STEPS, Places, Step
 
 ROOT = Path(__file__).parents[3]
 FAKE = """
@@ -52,12 +54,12 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("rollouts", "checkpoint"):
         (tmp_path / "demo" / name).mkdir(parents=True)
     told = {"gpu": "NVIDIA X", "no_te": "Transformer Engine is not installed"}
-    monkeypatch.setattr(Session, "facts", lambda self: told)
+    monkeypatch.setattr(run, "facts_of", lambda *_: told)
     return tmp_path
 
 
 def step(what: str, **fields: Any) -> Step:
-    return Step(what, "fake_step", what, 60, **fields)
+    return Step(what, f"fake_step {what} {{record}}", 60, **fields)
 
 
 def call(places: Path, steps: list[Step], *more: str) -> int:
@@ -76,7 +78,7 @@ def ran(places: Path) -> list[str]:
 
 def test_each_step_is_recorded_once(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = [step("passes"), step("fails"), step("skips"), step("needs", needs_te=True)]
-    steps.append(Step("second", "fake_step", "second", 60, suffix="te"))
+    steps.append(Step("second", "fake_step second {record}", 60, suffix="te"))
     assert call(places, steps) == 1
     found = recorded(places)
     assert {name: row["status"] for name, row in found["steps"].items()} == {
@@ -98,7 +100,7 @@ def test_each_step_is_recorded_once(places: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_step_that_hangs_is_ended_with_what_it_started(places: Path) -> None:
-    hangs = Step("hangs", "fake_step", "hangs", 2)
+    hangs = Step("hangs", "fake_step hangs {record}", 2)
     assert call(places, [hangs, step("passes")]) == 1
     found = recorded(places)
     assert found["steps"]["hangs"]["status"] == "timed out"
@@ -115,11 +117,11 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(places: Path) -> None:
 def test_only_steps_that_need_transformer_engine_see_it(
     places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Session, "facts", lambda self: {"gpu": "NVIDIA X", "no_te": None})
+    monkeypatch.setattr(run, "facts_of", lambda *_: {"gpu": "NVIDIA X", "no_te": None})
     steps = [
-        Step("without", "fake_step", "sees site", 60),
-        Step("with", "fake_step", "sees site site-te", 60, needs_te=True),
-        Step("control", "fake_step", "sees site site-te", 60),
+        Step("without", "fake_step sees site {record}", 60),
+        Step("with", "fake_step sees site site-te {record}", 60, needs_te=True),
+        Step("control", "fake_step sees site site-te {record}", 60),
     ]
     assert call(places, steps, "--site", str(places / "site")) == 1
     statuses = {name: row["status"] for name, row in recorded(places)["steps"].items()}
@@ -130,7 +132,7 @@ def test_a_call_that_is_killed_keeps_its_results(places: Path) -> None:
     """The next call goes on with the step that was under way."""
     code = "from pathlib import Path; from unit.gpu.test_run import *; "
     code += "os.environ['CALLER'] = str(os.getpid()); "
-    code += "Session.facts = lambda self: {'gpu': 'NVIDIA X', 'no_te': None}; "
+    code += "run.facts_of = lambda *_: {'gpu': 'NVIDIA X', 'no_te': None}; "
     code += f"call(Path({str(places)!r}), [step('passes'), step('kills'), step('fails')])"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=False)
@@ -149,7 +151,7 @@ def test_a_commit_is_named(tmp_path: Path) -> None:
 
 
 def test_a_step_that_does_not_fit_is_left(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = [Step("short", "fake_step", "short", 5), step("long")]
+    steps = [Step("short", "fake_step short {record}", 5), step("long")]
     assert call(places, steps, "--minutes", "0.5") == run.LEFT
     assert "left for another call: long" in capsys.readouterr().out
     assert call(places, steps) == 0
@@ -175,18 +177,69 @@ def test_without_a_device_nothing_is_recorded(
     error = capsys.readouterr().err
     assert "finds no CUDA device here; --rehearse runs every step tiny on the CPU" in error
     assert error.count("\n") == 1
-    assert not [*(places / "out").glob("*.json")]
+    assert not (places / "out").exists()
 
 
-def test_outcomes() -> None:
-    assert outcome(0, "", 5)["status"] == "passed"
-    assert outcome(0, "skipped: a step that passes has no reason", 5)["skipped_cases"] == {}
-    assert outcome(1, "", 5)["reason"] == "exit status 1: no output"
-    assert outcome(-9, "x", 5)["reason"] == "exit status -9: x"
-    row = outcome(77, "skipped: a: b\nskipped: why: since", 5)
-    assert (row["status"], row["reason"], row["skipped_cases"]) == ("skipped", "why: since", {})
-    row = outcome(1, "skipped: a: b\nerror: c", 5)
-    assert (row["status"], row["skipped_cases"]) == ("failed", {"a": "b"})
+@pytest.mark.parametrize(
+    ("status", "log", "ended", "reason", "cases"),
+    [
+        (0, "", "passed", "no output", {}),
+        (0, "skipped: a step that passes has no reason", "passed", "skipped: a step that", {}),
+        (1, "", "failed", "exit status 1: no output", {}),
+        (-9, "x", "failed", "exit status -9: x", {}),
+        (77, "skipped: a: b\nskipped: why: since", "skipped", "why: since", {}),
+        (1, "skipped: a: b\nerror: c", "failed", "exit status 1: error: c", {"a": "b"}),
+        (None, "", "timed out", "it was ended after 5 s", {}),
+        (0, "SKIPPED [2] a.py:3: no c: d\n1 passed, 2 skipped", "passed", "1 passed", "a.py:3"),
+        (0, "SKIPPED [2] a.py:3: no CUDA\n2 skipped in 1 s", "failed", "exit status 0", "a.py:3"),
+    ],
+)
+def test_outcomes(status: int | None, log: str, ended: str, reason: str, cases: Any) -> None:
+    row = outcome(status, log, 5)
+    assert row["status"] == ended
+    assert row["reason"].startswith(reason)
+    assert row["skipped_cases"] == cases or [*row["skipped_cases"]] == [cases]
+
+
+# -- the table of steps
+
+CALL_S = 570  # of each of the three calls: ten minutes, less what the end of a call takes
+UNPACK_S = 45
+
+
+def calls_needed(limits: list[int]) -> int:
+    """How many calls the steps take, in their order, if each takes as long as it may."""
+    calls, left = 1, CALL_S - UNPACK_S
+    for limit in limits:
+        if limit > left:
+            calls, left = calls + 1, CALL_S
+        left -= limit
+    return calls
+
+
+def test_all_steps_fit_into_three_calls_those_without_transformer_engine_first() -> None:
+    limits = [step.limit_s for step in STEPS]
+    assert calls_needed(limits) == 3
+    assert calls_needed([*limits, 300]) == 4
+    assert len({step.name for step in STEPS}) == len(STEPS)
+    assert [step.needs_te for step in STEPS] == sorted(step.needs_te for step in STEPS)
+    assert all(importlib.util.find_spec(step.command.split()[0]) for step in STEPS)
+
+
+def test_a_place_with_a_space_is_one_word(places: Path) -> None:
+    tree = (places / "tree").rename(places / "a tree")
+    words = Places.of(tree, places / "demo").words("x {tree} {script} {record}", ["--out", "o"])
+    ours = ROOT / "megatron_r3" / "train" / "pretrain_gpt.py"
+    assert words == ["x", str(tree), str(ours), "--out", "o"]
+    (tree / "pretrain_gpt.py").touch()
+    assert Places.of(tree, places / "demo").script == tree / "pretrain_gpt.py"
+
+
+def test_each_package_is_pinned() -> None:
+    for file in (ROOT / "proof" / "gpu").glob("packages-*.txt"):
+        lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+        assert lines
+        assert all(re.fullmatch(r"[\w.-]+==[\d.]+ --hash=sha256:[0-9a-f]{64}", x) for x in lines)
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a checkout is packed by git")

@@ -131,12 +131,6 @@ def test_times_compare_neighbours_after_the_warm_up() -> None:
     assert not judge.times(seen(*warm, *turn * 7), ways, 8)["ok"]  # it ended early
 
 
-def test_a_refusal_must_have_its_reason() -> None:
-    assert judge.refused("warning: x\nerror: because of y", "because of y")["ok"]
-    assert not judge.refused("", "because of y")["ok"]
-    assert not judge.refused("error: because of z", "because of y")["ok"]
-
-
 def test_a_failed_training_fails_its_row_and_those_compared_with_it() -> None:
     failed = RunFailed("base failed; the end of base.log:\nRuntimeError: no")
     assert not judged(failed, judge.replayed)["ok"]

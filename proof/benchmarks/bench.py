@@ -1,0 +1,173 @@
+"""What the benchmarks on the CPU share: options, a table, a record, and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from proof.benchmarks.interval import median_of, shown
+from proof.benchmarks.machine import machine_at_start, write_results
+
+Row = dict[str, Any]
+Seconds = Mapping[str, Sequence[float]]  # of each round, by the name of a way
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark: what it measures, and its table.
+
+    Attributes:
+        name: of its record.
+        doc: of its module; the first line is what `--help` says.
+        columns: of the table: headings, and what makes the cell of a row.
+        measure: yields rows as they are measured, from the options; `cases` has those that were
+            chosen. A ValueError of it ends the benchmark in one line.
+        wrong: what is wrong with a row, in words; empty if nothing is. Then the exit status is 1.
+        cases: what `--only` chooses from, by name; None without that option.
+        rounds: what a round is, for the help of `--rounds`; empty without that option.
+        default_rounds: of that option.
+        options: more options, whole numbers: name, default and help.
+        about: how it was recorded, for the page, with values of the record in braces.
+        facts: more values of the record, from the options.
+    """
+
+    name: str
+    doc: str | None
+    columns: Mapping[str, Callable[[Row], str]]
+    measure: Callable[[argparse.Namespace], Iterable[Row]]
+    wrong: Callable[[Row], str] = lambda row: ""
+    cases: Mapping[str, Any] | None = None
+    rounds: str = ""
+    default_rounds: int = 32
+    options: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    about: str = "CPU tensors and gloo"
+    facts: Callable[[argparse.Namespace], Row] = lambda args: {}
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Measure every case; print and keep each row as it comes."""
+        args = self.parse(argv)
+        record = {**machine_at_start(), "device": "cpu, gloo", **self.facts(args)}
+        record["most_rounds"] = getattr(args, "rounds", 1)
+        rows: list[Row] = []
+        print(f"load at the start: {record['load']}\n{table(self.columns, [])}", flush=True)
+        try:
+            for row in self.measure(args):
+                rows.append(row)
+                print(_line(self.cells(row)), flush=True)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        write_results(args.out, self.name, {**record, "rows": rows})
+        wrong = [(row, reason) for row in rows if (reason := self.wrong(row))]
+        for row, reason in wrong:
+            named = " ".join(cell for cell in self.cells(row)[:3])
+            print(f"error: {named}: {reason}", file=sys.stderr)
+        return 1 if wrong else 0
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """The options.
+
+        Raises:
+            SystemExit: with status 2, where nothing would be measured.
+        """
+        parser = argparse.ArgumentParser(prog=self.name, description=str(self.doc).splitlines()[0])
+        add = parser.add_argument
+        add("--out", type=Path, required=True, help="the JSON file to write")
+        numbers = dict(self.options)
+        if self.rounds:
+            numbers["rounds"] = (self.default_rounds, self.rounds)
+        for name, (default, what) in numbers.items():
+            add(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+        if self.cases is not None:
+            add("--only", default="", help=f"cases with this text: {'; '.join(self.cases)}")
+        if self.name == "clients":
+            add("--skyrl", default="", help="a clone of NovaSky-AI/SkyRL; without: not its ways")
+        args = parser.parse_args(argv)
+        for name in numbers:
+            if getattr(args, name) < 1:
+                parser.error(f"--{name} {getattr(args, name)}: at least 1")
+        if self.cases is not None:
+            args.cases = {name: case for name, case in self.cases.items() if args.only in name}
+            if not args.cases:
+                names = "; ".join(self.cases)
+                parser.error(f"--only {args.only}: no case has this in its name: {names}")
+        return args
+
+    def cells(self, row: Row) -> list[str]:
+        """The cells of a row."""
+        return [cell(row) for cell in self.columns.values()]
+
+    def part(self, path: Path) -> str:
+        """The part of the page about a recorded run.
+
+        Raises:
+            ValueError: it is no JSON, or a rehearsal, which measured nothing.
+        """
+        try:
+            found = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: not a results file: {error}") from error
+        if found.get("rehearsal"):
+            raise ValueError(f"{path}: a rehearsal, which measured nothing")
+        return (
+            f"Recorded in `results/{path.name}`: {found['processor']} ({found['machine']}), "
+            f"{found['cores']} cores,\nload {found['load']} at the start, Python "
+            f"{found['python']}, {self.about.format_map(found)}\n\n"
+            f"{table(self.columns, map(self.cells, found['rows']))}"
+        )
+
+
+def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    head = [*head]
+    return "\n".join(map(_line, [head, ["---"] * len(head), *rows]))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def number(name: str, form: str = ".0f", times: float = 1.0) -> Callable[[Row], str]:
+    """A cell with a number of the row; empty where the row has none."""
+    return lambda row: "" if row.get(name) is None else format(times * row[name], form)
+
+
+def text(name: str) -> Callable[[Row], str]:
+    """A cell with a value of the row as it is."""
+    return lambda row: str(row[name])
+
+
+def ratio(name: str) -> Callable[[Row], str]:
+    """A cell with a ratio; one that cannot be told from 1 is not shown."""
+    return lambda row: shown(row[name]) if row[name] else ""
+
+
+def recompute(row: Row) -> str:
+    """A cell: what is recomputed."""
+    return "full" if row["recompute"] else "none"
+
+
+def ratios(seconds: Seconds, way: str, other: str) -> list[float]:
+    """The seconds of each step of a way by those of another way in the same round."""
+    return [mine / its for mine, its in zip(seconds[way], seconds[other], strict=True)]
+
+
+def compared(seconds: Seconds, way: str, other: str | None) -> dict[str, Any] | None:
+    """The record of the `Median` of these ratios; None for a way beside itself or beside none."""
+    return None if other in (None, way) else median_of(ratios(seconds, way, str(other))).record()
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    """In milliseconds."""
+    return 1e3 * statistics.median(seconds)
+
+
+def each(rows: Iterable[Row], **alike: Any) -> Iterator[Row]:
+    """Rows with what is alike in all of them before."""
+    return ({**alike, **row} for row in rows)

@@ -1,0 +1,298 @@
+"""Trainings whose steps go several ways in turn: one process, one model, neighbouring steps.
+
+A round has a step of each way, in an order that changes from round to round. So the ways have the
+same model in the same process, and the machine's other load is that of neighbours. Megatron is
+imported inside the functions.
+
+Shape suffixes (docs/glossary.md): K, L, T.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_r3.cpu import CPU_ARGS
+from megatron_r3.data.store import Rollout, StoreInfo, write_shard
+from megatron_r3.replay.routes import Routes
+from proof.benchmarks.bench import ratios
+from proof.benchmarks.interval import enough, turn
+from proof.benchmarks.waits import count_passes, instrument
+from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.trees import patched_copy, unpatched_copy
+
+# a Qwen3-MoE; a benchmark adds its sizes
+SHAPE = """
+--num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 32
+--qk-layernorm --ffn-hidden-size 256 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
+--disable-bias-linear --position-embedding-type rope --rotary-base 10000
+--untie-embeddings-and-output-weights --num-experts 16 --moe-router-topk 4
+--moe-token-dispatcher-type alltoall --attention-dropout 0 --hidden-dropout 0
+--tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 8
+--clip-grad 1.0 --weight-decay 0 --lr-decay-style constant --eval-iters 0 --eval-interval 1000
+--num-workers 0 --seed 1234 --ckpt-format torch_dist
+""".split()
+# the weights must not change: steps are compared
+FROZEN = """
+--moe-router-replay --finetune --no-load-optim --no-load-rng --lr 1e-30 --log-interval 1000
+--moe-router-load-balancing-type none --calculate-per-token-loss
+--moe-router-replay-log-mismatch-interval 0
+""".split()
+SMALL = """
+--num-layers 4 --hidden-size 128 --moe-ffn-hidden-size 64 --seq-length 32
+--max-position-embeddings 64
+""".split()
+ROLLOUTS = 64
+
+
+# -- the driver
+
+
+@contextmanager
+def patched_worker() -> Iterator[tuple[TreeWorker, str, Path]]:
+    """A worker on a patched copy of the default tree, the tree's name, and an empty folder."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        folder = Path(scratch)
+        tree, name = unpatched_copy(None, folder / "unpatched")
+        patched = patched_copy(tree, folder / "patched")
+        with TreeWorker(patched, preload=["megatron.training"]) as worker:
+            yield worker, name, folder
+
+
+@contextmanager
+def rig() -> Iterator[tuple[TreeWorker, str, list[str]]]:
+    """A worker, the tree's name, and arguments that train a model on its live router's routes."""
+    with patched_worker() as (worker, name, folder):
+        argv = [*CPU_ARGS, *SHAPE, *SMALL]
+        (routes,) = worker.run(record, 1, argv, folder / "checkpoint", timeout_s=300)
+        write_store(folder / "store", routes, "recorded live")
+        load = ["--load", str(folder / "checkpoint"), "--rollouts", str(folder / "store")]
+        yield worker, name, [*argv, *load]
+
+
+def record(rank: int, argv: list[str], checkpoint: Path) -> list[np.ndarray]:
+    """Build the model, save it, and return the routes `[L, T, K]` of its routers for `tokens`."""
+    from megatron_r3.replay.active import recording
+    from proof.fidelity.reference import build_and_save
+
+    args, model = build_and_save([*argv, "--micro-batch-size", "1"], checkpoint)
+    routes = []
+    for index in range(ROLLOUTS):
+        inputs = torch.from_numpy(tokens(index, args.seq_length)[None, :-1].astype(np.int64))
+        with torch.no_grad(), recording() as microbatch:
+            model(inputs, torch.arange(args.seq_length)[None], None)
+        layers = sorted(microbatch.ids)
+        routes.append(np.stack([microbatch.ids[layer].numpy() for layer in layers]))
+    return routes
+
+
+def tokens(index: int, sequence: int) -> np.ndarray:
+    """The made-up tokens of a rollout."""
+    return np.random.default_rng(index).integers(0, 63, sequence + 1).astype(np.int32)
+
+
+def write_store(folder: Path, routes: list[np.ndarray], engine: str, experts: int = 16) -> None:
+    """Rollouts with these routes `[L, T, K]`."""
+    layers, sequence, topk = routes[0].shape
+    info = StoreInfo(
+        engine=engine,
+        engine_version="0",
+        num_experts=experts,
+        topk=topk,
+        moe_layers=tuple(range(layers)),
+    )
+    response = np.arange(sequence + 1) >= 2
+    logprobs = np.where(response, -3.0, 0.0).astype(np.float32)
+    rollouts = [
+        Rollout(
+            *(tokens(index, sequence), response, logprobs, float(index % 2), index // 4, 0),
+            *(Routes.from_array(ids_LTK, experts), index % 4),
+        )
+        for index, ids_LTK in enumerate(routes)
+    ]
+    write_shard(folder, info, rollouts)
+
+
+# -- the ranks
+
+
+class Rounds:
+    """Which way each step goes, what it took, and when the steps end: alike on all ranks.
+
+    Round 0 warms up. The rounds after it are timed until they are enough. One more is counted.
+
+    Args:
+        most: so many rounds are timed at most.
+        modes: the ways; all others are compared with the first one.
+
+    Attributes:
+        wall_s, cpu_s: for each way the seconds of its steps, on the rank where they were most. CPU
+            time is that of all threads of the rank's process.
+        done: how many steps are over.
+        timing, counting: whether the step that is next is timed, or counted.
+    """
+
+    def __init__(self, most: int, modes: tuple[str, ...]) -> None:
+        self.most, self.modes = most, modes
+        self.most_steps = len(modes) * (most + 2)
+        self.wall_s: dict[str, list[float]] = {mode: [] for mode in modes}
+        self.cpu_s: dict[str, list[float]] = {mode: [] for mode in modes}
+        self.done, self.counting = 0, False
+        self._opened = threading.Condition()
+        self._open = -1  # the last step that has begun
+
+    @property
+    def timing(self) -> bool:
+        """Whether the step that is next is timed."""
+        return self.done >= len(self.modes) and not self.counting
+
+    def mode(self, step: int | None = None) -> str:
+        """The way that a step goes; None: the step that is next."""
+        number, place = divmod(self.done if step is None else step, len(self.modes))
+        return turn(self.modes, number)[place]
+
+    def open_step(self) -> None:
+        """Let the thread that prepares micro-batches go on with those of this step."""
+        with self._opened:
+            self._open = self.done
+            self._opened.notify_all()
+
+    def wait_for(self, step: int) -> None:
+        """Return when this step has begun.
+
+        Micro-batches are prepared up to three ahead of their use. At EP 4 a step has two, so that
+        all of its preparation, reading of routes and planning too, would be paid by the steps
+        before it, which go other ways. So nothing of a step is prepared before it begins. A real
+        training hides more of that work than a step here does.
+        """
+        with self._opened:
+            self._opened.wait_for(lambda: self._open >= step)
+
+    def close_step(self, mine_s: list[float]) -> bool:
+        """Note what a step took; return whether it was the last one.
+
+        Args:
+            mine_s: wall and CPU seconds of this rank.
+        """
+        mode, (number, place) = self.mode(), divmod(self.done, len(self.modes))
+        most = torch.tensor(mine_s, dtype=torch.float64)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        if self.timing:
+            self.wall_s[mode].append(float(most[0]))
+            self.cpu_s[mode].append(float(most[1]))
+        self.done += 1
+        if place < len(self.modes) - 1:
+            return False
+        if self.counting:
+            return True
+        # rank 0 decides for all: ranks that disagreed would wait for each other for ever
+        decided = torch.tensor([number > 0 and enough(self.ratios(), self.most)])
+        torch.distributed.broadcast(decided, 0)
+        self.counting = bool(decided[0])
+        return False
+
+    def ratios(self) -> list[list[float]]:
+        """What must tell: of each way but the first, wall and CPU seconds by those of the first."""
+        first, *others = self.modes
+        return [ratios(s, mode, first) for s in (self.wall_s, self.cpu_s) for mode in others]
+
+
+def modes_of_microbatches(rounds: Rounds, steps: int = 1) -> Iterator[str]:
+    """The way of each micro-batch that is prepared, once its turn has begun.
+
+    A thread prepares micro-batches ahead of their steps, so it knows a turn by the number of
+    micro-batches before it.
+
+    Args:
+        steps: optimizer steps of a turn.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    for number in count():
+        turn_number = number // (steps * get_num_microbatches())
+        rounds.wait_for(turn_number)
+        yield rounds.mode(turn_number)
+
+
+def train_in_turn(
+    argv: list[str],
+    rounds: Rounds,
+    parts: Any,
+    *,
+    batch: tuple[int, int],
+    steps: int = 1,
+    counts: Counter[str] | None = None,
+    built: Callable[[list[torch.nn.Module]], None] = lambda models: None,
+    begin: Callable[[], None] = lambda: None,
+    end: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Train with the ways in turn: warm up, time rounds, then go through one more and count.
+
+    Args:
+        argv: of Megatron.
+        parts: of a training, made for these rounds.
+        batch: rollouts of a micro-batch, and of a step.
+        steps: optimizer steps of a turn.
+        counts: counts what waits, and passes of experts; None counts nothing.
+        built: called with the models.
+        begin, end: called around each turn, outside of what is timed.
+
+    Returns:
+        The seconds of the rounds, and what was counted in the last one, by way.
+    """
+    from megatron.training import get_args, training
+
+    from megatron_r3.train.launch import train
+    from megatron_r3.train.step import made_of
+    from proof.fidelity.script import datasets, forward_step
+
+    sizes = {"micro-batch-size": batch[0], "global-batch-size": batch[1]}
+    sizes["train-iters"] = steps * rounds.most_steps
+    options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    sys.argv = ["train.py", *argv, *FROZEN, *options]
+    counted: dict[str, Counter[str]] = {}
+    before, began, done = Counter[str](), (0.0, 0.0), 0
+    train_step = training.train_step
+
+    def step(*given: Any, **named: Any) -> Any:
+        nonlocal before, began, done
+        if done % steps == 0:
+            if counts is not None and rounds.counting and not counted:
+                instrument(counts)
+            before = Counter(counts)
+            begin()
+            torch.distributed.barrier()
+            began = time.perf_counter(), time.process_time()
+            rounds.open_step()
+        result = train_step(*given, **named)
+        done += 1
+        if done % steps:
+            return result
+        mine = [time.perf_counter() - began[0], time.process_time() - began[1]]
+        end()
+        if counts is not None and rounds.counting:
+            counted[rounds.mode()] = counts - before
+        if rounds.close_step(mine):  # the loop of Megatron's train() asks before every step
+            get_args().train_iters = done
+        return result
+
+    def on_models(models: list[torch.nn.Module]) -> None:
+        if counts is not None:
+            count_passes(models, counts)
+        built(models)
+
+    training.train_step = step
+    with made_of(parts):
+        train(datasets, forward_step, on_models)
+    return {"wall_s": rounds.wall_s, "cpu_s": rounds.cpu_s, "counts": counted}

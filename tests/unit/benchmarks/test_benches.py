@@ -1,0 +1,288 @@
+"""The benchmarks on the CPU: when their rounds end, what a row claims, which rows they refuse."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_r3.data.store import RolloutStore
+from proof.benchmarks import balance, clients, dispatch, publish, scale, store, update
+from proof.benchmarks.bench import Bench, Row
+from proof.benchmarks.interval import LOOKS
+from proof.benchmarks.store import BASE, Way, run_rounds
+from proof.benchmarks.turns import Rounds
+from proof.benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
+
+CI = (Path(__file__).parents[3] / ".ci" / "run").read_text()
+MODES = dispatch.MODES
+
+
+# -- rounds
+
+
+def steps(
+    most: int, slow: dict[str, float], spread: float, modes: tuple[str, ...] = MODES
+) -> tuple[Rounds, list[str]]:
+    """Run steps of made-up times until the last one: the rounds, and the way that each step went.
+
+    Args:
+        most: rounds at most.
+        slow: how many times as long as the first way the other ways take.
+        spread: of the times, as a share of them.
+    """
+    draw, rounds, went, last = random.Random(0), Rounds(most, modes), [], False
+    while not last:
+        went.append(rounds.mode())
+        taken = slow.get(went[-1], 1.0) * draw.lognormvariate(0.0, spread)
+        last = rounds.close_step([taken, 0.5 * taken])
+    return rounds, went
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize(
+    ("most", "slow", "spread", "timed", "said"),
+    [
+        (32, {}, 0.1, 32, "cannot tell (0."),  # only noise, and nothing is claimed
+        (32, {"replay": 1.3, "plan": 0.8}, 0.02, LOOKS[0], ""),
+        (16, {"plan": 0.8}, 0.02, 16, ""),  # one way that cannot be told keeps all going
+        (1, {"replay": 1.3, "plan": 0.8}, 0.02, 1, "cannot tell (1 value)"),  # what CI runs
+    ],
+)
+def test_rounds_end_when_every_ratio_tells(
+    most: int, slow: dict[str, float], spread: float, timed: int, said: str
+) -> None:
+    rounds, went = steps(most, slow, spread)
+    assert len(went) == rounds.done == len(MODES) * (1 + timed + 1)  # warmed up, timed, counted
+    for row in rows_of_dispatch(rounds)[1:]:
+        shown = " ".join(dispatch.BENCH.cells(row))
+        if said:
+            assert shown.count(said) == 2
+            assert not row["wall_of_live"]["tells"]
+        elif row["mode"] in slow:
+            assert row["cpu_of_live"]["median"] == pytest.approx(slow[row["mode"]], rel=0.05)
+            assert row["cpu_of_live"]["tells"]
+            assert "cannot tell" not in shown
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_no_place_in_a_round_favours_a_way() -> None:
+    _, went = steps(10, {}, 0.1)
+    rounds = [tuple(went[i : i + 3]) for i in range(0, len(went), 3)]
+    assert len(set(rounds[:6])) == 6
+    for place in range(3):
+        assert set(Counter(order[place] for order in rounds[:6]).values()) == {2}
+
+
+def test_nothing_is_prepared_before_its_step_begins() -> None:
+    rounds, prepared = Rounds(1, MODES), threading.Event()
+    thread = threading.Thread(target=lambda: (rounds.wait_for(1), prepared.set()), daemon=True)
+    rounds.open_step()
+    thread.start()
+    assert not prepared.wait(0.1)
+    rounds.done = 1
+    rounds.open_step()
+    assert prepared.wait(10)
+
+
+# -- rows, and those that are refused
+
+
+def rows_of_dispatch(rounds: Rounds) -> list[Row]:
+    """Of 8 passes of MoE layers."""
+    live = {"experts": 8, WAITS: 8, COPIES: 8}
+    counts = {"live": live, "replay": live, "plan": {"experts": 8, PLANS: 2}}
+    result = {
+        "wall_s": rounds.wall_s,
+        "cpu_s": rounds.cpu_s,
+        "counts": {mode: Counter(of_mode) for mode, of_mode in counts.items()},
+        **{"microbatches": 2, "planning_s": 0.001, "checking_s": 0.001},
+    }
+    return [{"ep": 2, "recompute": False, **row} for row in dispatch.summarise(result)]
+
+
+def rows_of_update(rounds: Rounds) -> list[Row]:
+    """Of collections with 4 layers and 4 micro-batches."""
+    counts = {way: Counter({"experts": 32, WAITS: 16}) for way in update.WAYS}
+    counts[update.SAMPLER] = Counter({"experts": 16})
+    result = {"wall_s": rounds.wall_s, "cpu_s": rounds.cpu_s, "counts": counts}
+    result["layers_and_microbatches"] = 16
+    return [{"ep": 1, "mini_steps": 2, **row} for row in update.summarise(result)]
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_ratios_are_those_to_the_first_way_of_the_same_round() -> None:
+    slow = {update.TRAINER: 4 / 3, update.R2: 2.0}
+    sampler, trainer, r2 = rows_of_update(steps(8, slow, 0.0, update.WAYS)[0])
+    assert sampler["wall_of_sampler"] is sampler["cpu_of_sampler"] is None
+    assert trainer["wall_of_sampler"]["median"] == pytest.approx(4 / 3)
+    assert r2["cpu_of_sampler"]["median"] == pytest.approx(2)
+    assert r2["collection_cpu_ms"] == pytest.approx(1000)
+    assert "1.333 (1.333 to 1.333)" in update.BENCH.cells(trainer)
+
+
+PUBLISHED = {"hidden": 8, "layers": 4, "layout": "EP2", "layer": 10**8, "memory": 1.2 * 10**8}
+OF_GUESTS = {"way": balance.GUESTS, "load": 1.01, "limit": 1.02}
+COUNTED = {"what": "opens", "found": 1.0, "most": 1.0, "counted": True}
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_rows_that_break_a_promise_are_found() -> None:
+    live, replay, plan = rows_of_dispatch(steps(1, {}, 0.1)[0])
+    sampler, trainer, r2 = rows_of_update(steps(1, {}, 0.1, update.WAYS)[0])
+    no_pass, one_pass = {update.PASSES: 1.0, WAITS: 0.0}, {update.PASSES: 2.0, WAITS: 0.5}
+    table: list[tuple[Bench, Row, list[Row]]] = [
+        (dispatch.BENCH, live, [{WAITS: 0.0}, {COPIES: 0.0}]),
+        (dispatch.BENCH, replay, [{WAITS: 0.0}]),
+        (dispatch.BENCH, plan, [{WAITS: 1.0}, {COPIES: 1.0}, {GATHERS: 1.0}, {PLANS: 0.0}]),
+        (update.BENCH, sampler, [one_pass, {WAITS: 0.5}]),
+        (update.BENCH, trainer, [no_pass, {update.PASSES: 1.5}, {update.PASSES: 3.0}]),
+        (update.BENCH, r2, [no_pass, {WAITS: 1.0}]),
+        (publish.BENCH, PUBLISHED, [{"memory": 2 * 10**8}]),
+        (balance.BENCH, OF_GUESTS, [{"load": 1.03}]),
+        (scale.BENCH, COUNTED, [{"found": 1.1}]),
+    ]
+    for bench, row, faults in table:
+        assert bench.wrong(row) == ""
+        assert all(bench.wrong({**row, **fault}) for fault in faults), (bench.name, row)
+    assert balance.BENCH.wrong({**OF_GUESTS, "way": balance.OFF, "load": 1.5}) == ""
+    assert scale.BENCH.wrong({**COUNTED, "counted": False, "found": 9.0}) == ""  # a time
+
+
+def test_a_row_of_publish_is_the_slowest_and_the_largest_rank() -> None:
+    one = [(0.1, 110, 50, 400, 100), (0.3, 130, 50, 400, 100), (0.2, 120, 50, 400, 100)]
+    other = [(0.2, 100, 60, 400, 100), (0.1, 100, 60, 400, 100), (0.4, 100, 60, 400, 100)]
+    row = publish.summarise([one, other])
+    assert row == {"wall_ms": 300, "memory": 120, "part": 60, "model": 400, "layer": 100}
+    assert publish.BENCH.cells({**PUBLISHED, **row})[-2:] == ["1.20", "300"]
+
+
+def test_a_row_of_balance_has_the_slowest_planning_and_mean_guests() -> None:
+    same = {way: [taken] * 2 for way, taken in {"off": 2.0, "empty": 2.0, "guests": 1.6}.items()}
+    one = {f"{name}_s": same for name in ("wall", "cpu", "layer")}
+    one |= {"load": dict.fromkeys(same, 1.5), "planning_s": dict.fromkeys(same, 0.001)}
+    one |= {"guests": 1.0, "bytes": 10.0, "waiting_s": 0.004}
+    other = {**one, "planning_s": dict.fromkeys(same, 0.002), "guests": 2.0, "bytes": 30.0}
+    off, empty, guests = balance.summarise([one, other])
+    assert off["wall_of_off"] is None
+    assert guests["cpu_of_off"]["median"] == pytest.approx(0.8)
+    assert guests["planning_ms"] == pytest.approx(2.0)
+    assert (guests["guests"], guests["bytes"], guests["waiting_ms"]) == (1.5, 20.0, 4.0)
+    assert "guests" not in empty
+
+
+@pytest.mark.parametrize("name", balance.CASES)
+def test_the_first_rank_has_its_share(name: str, tmp_path: Path) -> None:
+    case = balance.CASES[name]
+    balance.routes_of(case, tmp_path / "store")
+    (shard,) = RolloutStore([tmp_path / "store"]).shards
+    load = shard.expert_load().sum(0)
+    of_first, *of_others = (load.reshape(2, case.ep, -1).sum(2) / load.sum(1)[0]).T
+    assert of_first == pytest.approx(case.share, abs=0.02)
+    for share in of_others:
+        assert share == pytest.approx((1 - case.share) / (case.ep - 1), abs=0.02)
+
+
+# -- the store
+
+
+@pytest.mark.parametrize(("slow", "timed"), [(1.0, 32), (1.5, LOOKS[0])])
+def test_a_slow_way_to_move_routes_is_told_and_ends_the_rounds(slow: float, timed: int) -> None:
+    draw, ran = random.Random(0), []
+
+    def taken(run: Callable[[], Any]) -> tuple[float, float]:
+        run()
+        seconds = {BASE: 1.0, "other": 2 * slow}[ran[-1]] * draw.lognormvariate(0.0, 0.05)
+        return seconds, 0.5 * seconds
+
+    # "other" moves twice the bytes: at the same speed it takes twice as long
+    ways = [
+        Way(BASE, lambda: ran.append(BASE), 1e9, 512),
+        Way("other", lambda: ran.append("other"), 2e9, None, compared=True),
+    ]
+    base, other = store.summarise(ways, run_rounds(ways, 32, taken))
+    assert len(ran) == 2 * (1 + timed)
+    assert {ran[i] for i in range(0, 8, 2)} == {BASE, "other"}  # ways take turns
+    assert base["wall_of_base"] is None
+    assert base["gb_per_s"] == pytest.approx(1.0, rel=0.1)
+    assert base["gb_per_cpu_s"] == pytest.approx(2.0, rel=0.1)
+    assert other["wall_of_base"]["tells"] == other["cpu_of_base"]["tells"] == (slow > 1)
+    assert other["wall_of_base"]["median"] == pytest.approx(slow, rel=0.1)
+
+
+def test_a_slice_that_reads_too_much_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ways = {way.what: way for way in store._ours(1, tmp_path)}
+    way = ways["slice of a PP4 x CP2 rank"]
+    way.before()
+    way.run()
+    with pytest.raises(AssertionError, match="bytes read for a slice"):
+        way.run()  # the same shards again: twice the bytes
+
+
+# -- the commands
+
+
+@pytest.mark.parametrize(
+    ("bench", "argv", "said"),
+    [
+        (store.BENCH, ["--tokens", "0"], "--tokens 0: at least 1"),
+        (update.BENCH, ["--rounds", "0"], "--rounds 0: at least 1"),
+        (clients.BENCH, ["--only", "EP3"], "no case has this in its name: EP1 none; EP1 full"),
+    ],
+)
+def test_what_measures_nothing_is_refused(
+    bench: Bench, argv: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        bench.main(["--out", str(tmp_path / "out"), *argv])
+    assert refusal.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_command_prints_records_and_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(args: Any) -> Any:
+        yield from ({"name": name, "value": value} for name, value in args.cases.items())
+
+    bench = Bench(
+        "made up",
+        "A doc.",
+        {"case": lambda row: row["name"], "": lambda row: f"{row['value']:.1f}"},
+        measure,
+        lambda row: "too large" if row["value"] > 2 else "",
+        {"one": 1, "three": 3},
+    )
+    out = tmp_path / "out.json"
+    assert bench.main(["--out", str(out), "--only", "one"]) == 0
+    assert capsys.readouterr().out.endswith("| case |  |\n| --- | --- |\n| one | 1.0 |\n")
+    assert bench.main(["--out", str(out)]) == 1
+    assert capsys.readouterr().err == "error: three 3.0: too large\n"
+    found = json.loads(out.read_text())
+    assert [row["value"] for row in found["rows"]] == [1, 3]
+    assert {"processor", "load", "cores"} <= found.keys()
+
+
+CASES = {
+    "dispatch": (dispatch.CASES, ["EP2 full"]),
+    "update": (update.CASES, ["EP2 N2", "EP2 N4"]),
+    "clients": (clients.CASES, ["EP2 full"]),
+    "publish": (publish.LAYOUTS, ["EP2"]),
+    "balance": (balance.CASES, ["EP2, 75 %, 2 slots"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ci_measures_a_case_of_two_ranks(name: str) -> None:
+    cases, wanted = CASES[name]
+    (only,) = re.findall(rf'^step make bench-{name} .*\bONLY="?([^"\n]+)', CI, re.MULTILINE)
+    assert [case for case in cases if only in case] == wanted
