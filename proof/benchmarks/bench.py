@@ -59,7 +59,7 @@ class Bench:
         try:
             for row in self.measure(args):
                 rows.append(row)
-                print(_line(self.cells(row)), flush=True)
+                print(line(self.cells(row)), flush=True)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -126,10 +126,11 @@ class Bench:
 def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of Markdown."""
     head = [*head]
-    return "\n".join(map(_line, [head, ["---"] * len(head), *rows]))
+    return "\n".join(map(line, [head, ["---"] * len(head), *rows]))
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Iterable[str]) -> str:
+    """A line of such a table."""
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
@@ -139,16 +140,16 @@ def number(name: str, form: str = ".0f", times: float = 1.0) -> Callable[[Row], 
 
 
 def text(name: str) -> Callable[[Row], str]:
-    """A cell with a value of the row as it is."""
-    return lambda row: str(row[name])
+    """A cell with a value of the row as it is; empty where the row has none."""
+    return lambda row: str(row.get(name, ""))
 
 
 def ratio(name: str) -> Callable[[Row], str]:
     """A cell with a ratio; one that cannot be told from 1 is not shown."""
-    return lambda row: shown(row[name]) if row[name] else ""
+    return lambda row: shown(row[name]) if row.get(name) else ""
 
 
-def recompute(row: Row) -> str:
+def recomputed(row: Row) -> str:
     """A cell: what is recomputed."""
     return "full" if row["recompute"] else "none"
 

@@ -1,17 +1,16 @@
 """`make bench-clients`: replay as frameworks do it, and the same through megatron_r3.
 
-    python -m proof.benchmarks.clients --out build/bench/clients.json [--rounds 32] [--skyrl CLONE]
+    python -m proof.benchmarks.clients --out build/bench/clients.json [--rounds 8] [--skyrl CLONE]
                                  [--only "EP2 full"]
 
 One model, one batch and its routes, on 1 process and on EP2, without and with full recompute. Two
 forward steps: that of verl 0.9.1's own engine, and one that is written by hand. In each of them
-replay is done by the framework's code, by the same code on megatron_r3, and by `replaying`; each
-way is compared with the one that it would replace. Exit status 1: some router took other routes
+replay is done by the framework's code, by the same code on megatron_r3, and by `replaying`. What is
+told apart is counted. The ways patch Megatron differently, so each has processes of its own, and
+its times say no more than how long a step takes about. Exit status 1: some router took other routes
 than those of its micro-batch, or a layer with a dispatch plan waits for something after all.
 
-The ways patch Megatron differently, so each way has ranks of its own, with one model each. The
-ranks of one way run a step at a time, and all others are blocked at a socket meanwhile. Megatron
-and the frameworks are imported inside the functions.
+Megatron and the frameworks are imported inside the functions.
 
 Shape suffixes (docs/glossary.md): B, E, K, L, S, T.
 """
@@ -19,20 +18,17 @@ Shape suffixes (docs/glossary.md): B, E, K, L, S, T.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,19 +42,7 @@ from megatron_r3 import (
     replaying,
 )
 from megatron_r3.replay.host_routes import HostRoutes
-from proof.benchmarks.bench import (
-    Bench,
-    Row,
-    compared,
-    each,
-    median_ms,
-    number,
-    ratio,
-    ratios,
-    recompute,
-    text,
-)
-from proof.benchmarks.interval import enough, turn
+from proof.benchmarks.bench import Bench, Row, median_ms, number, recomputed, text
 from proof.benchmarks.layers_model import Model, Sizes, make_config, make_model, start
 from proof.benchmarks.waits import (
     COPIES,
@@ -82,7 +66,7 @@ from proof.fidelity.trees import patched_copy, unpatched_copy
 
 ROOT = Path(__file__).parents[2]
 VERL = "verl-0.9.1"
-START_S, STEP_S = 300.0, 120.0  # how long ranks may take to be there, and for an answer
+START_S = 300.0  # how long ranks may take to be there, and to count
 LAYERS, EXPERTS, TOPK = 4, 16, 4
 VOCABULARY, LONGEST = 256, 48
 SIZES = Sizes(LAYERS, 128, 4, EXPERTS, TOPK, 64, LONGEST, 1, VOCABULARY)
@@ -91,42 +75,31 @@ SAMPLES, TOGETHER = 8, 4  # samples of a rank, and how many are packed into a mi
 MICROBATCHES = SAMPLES // TOGETHER
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to replay.
-
-    Attributes:
-        worker: the worker that its ranks are forked from, which has imported what they need.
-        live: the way without replay around which everything else is the same.
-        peer: the way that it would replace; None for a peer, and for live.
-        plan: whether its layers have a dispatch plan.
-    """
+class Way(NamedTuple):
+    """A way to replay: which worker has imported what its ranks need, and if its layers plan."""
 
     worker: str
-    live: str
-    peer: str | None = None
     plan: bool = False
 
 
-_VERL, _HAND = "verl, live", "by hand, live"
+LIVE = ("verl, live", "by hand, live")
 WAYS = {
-    _VERL: Way("verl on r3", _VERL),
-    "verl, own replay": Way("verl", _VERL),
-    "verl, on megatron_r3": Way("verl on r3", _VERL, "verl, own replay", plan=True),
-    "verl, native": Way("verl on r3", _VERL, "verl, own replay"),
-    "verl, native, plan": Way("verl on r3", _VERL, "verl, own replay", plan=True),
-    _HAND: Way("r3", _HAND),
-    "by hand, RouterReplay": Way("upstream", _HAND),
-    "by hand, drop-in": Way("r3", _HAND, "by hand, RouterReplay", plan=True),
-    "SkyRL, RouterReplay": Way("upstream", _HAND),
-    "SkyRL, drop-in": Way("r3", _HAND, "SkyRL, RouterReplay", plan=True),
-    "by hand, native": Way("r3", _HAND, "by hand, RouterReplay"),
-    "by hand, native, plan": Way("r3", _HAND, "by hand, RouterReplay", plan=True),
+    "verl, live": Way("verl on r3"),
+    "verl, own replay": Way("verl"),
+    "verl, on megatron_r3": Way("verl on r3", plan=True),
+    "verl, native": Way("verl on r3"),
+    "verl, native, plan": Way("verl on r3", plan=True),
+    "by hand, live": Way("megatron"),
+    "by hand, RouterReplay": Way("megatron"),
+    "by hand, drop-in": Way("megatron", plan=True),
+    "SkyRL, RouterReplay": Way("megatron"),
+    "SkyRL, drop-in": Way("megatron", plan=True),
+    "by hand, native": Way("megatron"),
+    "by hand, native, plan": Way("megatron", plan=True),
 }
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What is alike in all ways of a run.
 
     Attributes:
@@ -139,21 +112,16 @@ class Case:
     recompute: bool
     skyrl: Path | None = None
 
-    @property
-    def name(self) -> str:
-        """Of the case, without SkyRL. Example: "EP2 full"."""
-        return f"EP{self.expert_parallel} {'full' if self.recompute else 'none'}"
-
     def ways(self) -> list[str]:
         """The ways that can run."""
         return [name for name in WAYS if self.skyrl or not name.startswith("SkyRL")]
 
-    def ways_of(self, worker: str) -> list[str]:
-        """Those whose ranks are forked from one worker."""
-        return [name for name in self.ways() if WAYS[name].worker == worker]
 
-
-CASES = {case.name: case for case in (Case(ep, full) for ep in (1, 2) for full in (False, True))}
+CASES = {
+    f"EP{ep} {'full' if full else 'none'}": Case(ep, full)
+    for ep in (1, 2)
+    for full in (False, True)
+}
 
 
 # -- the driver
@@ -170,176 +138,57 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         if skyrl:
             skyrl.mkdir()
             take_from_clone("SKYRL", args.skyrl, SKYRL_FILES, skyrl)
-        tree, name = unpatched_copy(None, folder / "unpatched")
+        tree, tree_name = unpatched_copy(None, folder / "unpatched")
         patched = patched_copy(tree, folder / "patched")
-        # A worker ends with the thread that started it, and these threads end with the pool.
-        pool = stack.enter_context(ThreadPoolExecutor(max_workers=16))
-        starting = {
-            worker: pool.submit(TreeWorker, patched, *given)
-            for worker, given in _workers(clients).items()
+        workers = {
+            name: stack.enter_context(TreeWorker(patched, *given))
+            for name, given in _workers(clients).items()
         }
-        workers = {key: stack.enter_context(worker.result()) for key, worker in starting.items()}
         for case in args.cases.values():
-            case = replace(case, skyrl=skyrl)
-            with Ranks(pool, workers, case, folder, 900 + 60.0 * args.rounds) as ranks:
-                rows = summarise(run_rounds(case.ways(), ranks, args.rounds))
-            yield from each(rows, ep=case.expert_parallel, recompute=case.recompute, tree=name)
+            case, size = case._replace(skyrl=skyrl), case.expert_parallel
+            routes = workers["megatron"].run(record, size, case, timeout_s=START_S)
+            for name in case.ways():
+                given = (name, case, routes, args.rounds)
+                limit_s = START_S + 10.0 * args.rounds
+                found = workers[WAYS[name].worker].run(run_way, size, *given, timeout_s=limit_s)
+                alike = {"ep": size, "recompute": case.recompute, "tree": tree_name}
+                yield {**alike, **summarise(name, found)}
 
 
 def _workers(clients: Path) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]:
     """For each worker the modules that it imports before its ranks fork, and its environment."""
     path = os.pathsep.join(map(str, (clients / VERL, clients / "site", ROOT)))
     verl = {"PYTHONPATH": path, "VERL_USE_EXTERNAL_PLUGINS": "none"}
-    engine, gpt = "verl.workers.engine.megatron.transformer_impl", "megatron.core.models.gpt"
+    engine = "verl.workers.engine.megatron.transformer_impl"
     adapter = "megatron_r3.frameworks.verl"
     return {
         "verl": ((engine,), {**verl, "VERL_USE_EXTERNAL_MODULES": ""}),
         "verl on r3": ((engine,), {**verl, "VERL_USE_EXTERNAL_MODULES": adapter}),
-        "upstream": ((gpt,), {}),
-        "r3": ((gpt,), {}),
+        "megatron": (("megatron.core.models.gpt",), {}),
     }
 
 
-class Ranks:
-    """The ranks of all ways of one case; use it as a context manager.
+def summarise(name: str, ranks: list[dict[str, Any]]) -> Row:
+    """The row of a way, from what `run_way` returned on each rank: the worst of them."""
 
-    A `TreeWorker` runs one function until it returns. So the ranks of all ways that are forked from
-    one worker are one call of `TreeWorker.run`, in a thread of its own.
+    def most(key: str, by: str) -> float:
+        return max(float(count.get(key, 0) / count[by]) for count in ranks)
 
-    Args:
-        pool: runs the calls; it needs a free thread for each worker.
-        workers: by the name that `WAYS` has for each.
-        case: of all ways.
-        folder: where the sockets are made.
-        limit_s: seconds after which the ranks are killed.
-
-    Raises:
-        RankError: a rank failed. Any method raises it.
-        TimeoutError: a rank did not answer in time.
-    """
-
-    def __init__(
-        self,
-        pool: ThreadPoolExecutor,
-        workers: Mapping[str, TreeWorker],
-        case: Case,
-        folder: Path,
-        limit_s: float,
-    ) -> None:
-        address, size = str(folder / case.name.replace(" ", "-")), case.expert_parallel
-        self._runs: list[Future[Any]] = []
-        for name, worker in workers.items():
-            ranks = len(case.ways_of(name)) * size
-            given = (serve, ranks, name, address, case)
-            self._runs.append(pool.submit(worker.run, *given, timeout_s=limit_s))
-        self._ranks = {
-            way: [self._connected(_socket(address, way, rank)) for rank in range(size)]
-            for way in case.ways()
-        }
-
-    def _connected(self, address: str) -> Connection:
-        until = time.monotonic() + START_S
-        while True:
-            try:
-                return Client(address)
-            except (FileNotFoundError, ConnectionRefusedError):
-                self._raise_failures()
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.1)
-
-    def ask(self, way: str, method: str, *arguments: list[Any]) -> list[Any]:
-        """Have all ranks of a way do something, and return their answers by rank.
-
-        Args:
-            way: a name of `WAYS`.
-            method: of `Rank`.
-            arguments: of the method; each is a list with the argument for each rank.
-        """
-        for number_, rank in enumerate(self._ranks[way]):
-            rank.send((method, *(argument[number_] for argument in arguments)))
-        return [self._answer(rank) for rank in self._ranks[way]]
-
-    def _answer(self, rank: Connection) -> Any:
-        try:
-            if not rank.poll(STEP_S):
-                raise TimeoutError(f"a rank did not answer in {STEP_S} s")
-            return rank.recv()
-        except (EOFError, ConnectionError):
-            time.sleep(1.0)  # the call whose rank has gone has the reason
-            self._raise_failures()
-            raise
-
-    def _raise_failures(self) -> None:
-        for run in self._runs:
-            if run.done():
-                run.result()
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        for connection in (rank for ranks in self._ranks.values() for rank in ranks):
-            if kind is None:
-                connection.send(None)
-            connection.close()
-        if kind is None:
-            for run in self._runs:
-                run.result()
-
-
-def run_rounds(names: list[str], ranks: Any, most: int) -> dict[str, Any]:
-    """Record routes, warm up, time rounds until they are enough, then count in one more.
-
-    Args:
-        names: the ways.
-        ranks: a `Ranks`.
-        most: so many rounds are timed at most.
-
-    Returns:
-        "wall_s" and "cpu_s": for each way the seconds of its steps, on the rank where they were
-        most; "counts": for each way what `Rank.count` returned, by rank.
-    """
-    routes = ranks.ask("by hand, native", "record")
-    for name in names:
-        ranks.ask(name, "take", routes)
-    taken: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in ("wall", "CPU")]
-    for done in range(most + 1):
-        for name in turn(names, done):
-            of_ranks = zip(*ranks.ask(name, "step"), strict=True)
-            for of_clock, seconds in zip(taken, of_ranks, strict=True):
-                of_clock[name] += [max(seconds)] if done else []  # round 0 warms up
-        told = [
-            ratios(of, name, peer) for of in taken for name in names if (peer := WAYS[name].peer)
-        ]
-        if done and enough(told, most):
-            break
-    counts = {name: ranks.ask(name, "count") for name in names}
-    return {"wall_s": taken[0], "cpu_s": taken[1], "counts": counts}
-
-
-def summarise(result: dict[str, Any]) -> Iterator[Row]:
-    """A row for each way, from what `run_rounds` returned; the ratios are records of `Median`."""
-    for name, ranks in result["counts"].items():
-        way, wall_s, cpu_s = WAYS[name], result["wall_s"], result["cpu_s"]
-
-        def most(key: str, by: str, ranks: Any = ranks) -> float:
-            return max(float(count.get(key, 0) / count[by]) for count in ranks)
-
-        yield {
-            "way": name,
-            **{key: most(key, "experts") for key in (WAITS, COPIES, GATHERS)},
-            PLANS: max(count.get(PLANS, 0) for count in ranks),
-            "moved_per_token": most("moved", "tokens"),
-            "gathered_per_token": most(GATHERED, "tokens"),
-            "wrong_passes": sum(count["wrong"] for count in ranks),
-            "rounds": len(wall_s[name]),
-            "step_wall_ms": median_ms(wall_s[name]),
-            "step_cpu_ms": median_ms(cpu_s[name]),
-            "wall_of_peer": compared(wall_s, name, way.peer),
-            "cpu_of_peer": compared(cpu_s, name, way.peer),
-            "cpu_of_live": compared(cpu_s, name, way.live),
-        }
+    slowest = {
+        clock: median_ms([max(step) for step in zip(*(r[clock] for r in ranks), strict=True)])
+        for clock in ("wall_s", "cpu_s")
+    }
+    return {
+        "way": name,
+        **{key: most(key, "experts") for key in (WAITS, COPIES, GATHERS)},
+        PLANS: max(count.get(PLANS, 0) for count in ranks),
+        "moved_per_token": most("moved", "tokens"),
+        "gathered_per_token": most(GATHERED, "tokens"),
+        "wrong_passes": sum(count["wrong"] for count in ranks),
+        "rounds": len(ranks[0]["wall_s"]),
+        "step_wall_ms": slowest["wall_s"],
+        "step_cpu_ms": slowest["cpu_s"],
+    }
 
 
 def wrong(row: Row) -> str:
@@ -349,9 +198,9 @@ def wrong(row: Row) -> str:
     of their passes: without that the check of the other ways could not fail.
     """
     way, in_layers = WAYS[row["way"]], sum(row[name] for name in (WAITS, COPIES, GATHERS))
-    if row["way"] == way.live and not row["wrong_passes"]:
+    if row["way"] in LIVE and not row["wrong_passes"]:
         return "the live router takes the routes of the batch, so that nothing is checked"
-    if row["way"] != way.live and row["wrong_passes"]:
+    if row["way"] not in LIVE and row["wrong_passes"]:
         return f"{row['wrong_passes']} passes took other routes than their micro-batch has"
     if way.plan and in_layers:
         return f"{in_layers:g} waits, copies and collectives in a layer that has a plan"
@@ -365,7 +214,7 @@ BENCH = Bench(
     __doc__,
     {
         "EP": text("ep"),
-        "recompute": recompute,
+        "recompute": recomputed,
         "": text("way"),
         "host waits": number(WAITS),
         "copies": number(COPIES),
@@ -374,15 +223,12 @@ BENCH = Bench(
         "gathered": number("gathered_per_token"),
         "wall, ms": number("step_wall_ms"),
         "CPU, ms": number("step_cpu_ms"),
-        "wall / peer": ratio("wall_of_peer"),
-        "CPU / peer": ratio("cpu_of_peer"),
-        "CPU / live": ratio("cpu_of_live"),
-        "rounds": text("rounds"),
     },
     measure,
     wrong,
     CASES,
-    "steps of each way at most, in a case",
+    "steps of each way, in a case",
+    8,
     about="CPU tensors and gloo, verl {verl}",
     facts=lambda args: {"verl": VERL.partition("-")[2]},
 )
@@ -391,29 +237,31 @@ BENCH = Bench(
 # -- the ranks
 
 
-def _socket(address: str, way: str, rank: int) -> str:
-    return f"{address}-{way.replace(' ', '-')}-{rank}"
+def record(rank: int, case: Case) -> list[np.ndarray]:
+    """The routes of this rank's batch for all ways, made from what the live router chooses."""
+    way, chosen = Rank(rank, "by hand, native", case), []
+    for samples in way.batch.microbatches():
+        with torch.no_grad(), recording() as routes:
+            way.chunk(**packed(way.batch, samples))
+        ids_TLK = torch.stack([routes.ids[n] for n in sorted(routes.ids)], 1).numpy()
+        ends = np.cumsum([len(way.batch.tokens[index]) for index in samples])
+        # the last token of a sample has no route
+        chosen += [part_TLK[:-1] for part_TLK in np.split(ids_TLK, ends[:-1])]
+    return way.batch.turned(chosen)
 
 
-def serve(rank: int, worker: str, address: str, case: Case) -> None:
-    """Do what the driver says, until it says nothing more.
+def run_way(
+    rank: int, name: str, case: Case, routes: list[list[np.ndarray]], rounds: int
+) -> dict[str, Any]:
+    """Train on the routes that each rank has recorded: warm up, time steps, then count in one.
 
-    Args:
-        rank: among the ranks of all ways of the worker. Example with two ways on EP2: ranks 0 and 1
-            are those of the first way, ranks 2 and 3 are 0 and 1 of the second.
-        worker: whose ways are run.
-        address: where the driver looks for the sockets of all ranks.
-        case: of all ways.
+    Returns:
+        "wall_s", "cpu_s": of each step; and what `Rank.count` returns.
     """
-    number_, own_rank = divmod(rank, case.expert_parallel)
-    name = case.ways_of(worker)[number_]
-    os.environ |= {"RANK": str(own_rank), "LOCAL_RANK": str(own_rank)}
-    os.environ["WORLD_SIZE"] = str(case.expert_parallel)
-    way = Rank(own_rank, name, case, f"file://{address}-{name.replace(' ', '-')}")
-    with Listener(_socket(address, name, own_rank)) as listener, listener.accept() as connection:
-        while (word := connection.recv()) is not None:
-            method, *arguments = word
-            connection.send(getattr(way, method)(*arguments))
+    way = Rank(rank, name, case)
+    way.batch.routes = routes[rank]
+    wall_s, cpu_s = zip(*[way.step() for _ in range(rounds + 1)][1:], strict=True)
+    return {"wall_s": wall_s, "cpu_s": cpu_s, **way.count()}
 
 
 class Rank:
@@ -423,39 +271,17 @@ class Rank:
         rank: among the ranks of the way.
         name: of the way.
         case: of all ways.
-        meeting: where the ranks of the way find each other, as torch's `init_method`.
     """
 
-    def __init__(self, rank: int, name: str, case: Case, meeting: str) -> None:
+    def __init__(self, rank: int, name: str, case: Case) -> None:
         torch.set_num_threads(1)
-        start(False, meeting, rank, case.expert_parallel)
+        start(False, "env://", rank, case.expert_parallel)
         self.case, self.batch = case, Batch(rank)
         self.chunk, self.way, self.moved = self._built(name)
-        # What Python's collector of circles looks through in a step is what the step has made, and
-        # not the modules of this process, of which another process has more or fewer.
-        gc.collect()
-        gc.freeze()
-
-    def record(self) -> list[np.ndarray]:
-        """The routes of the batch for all ways, made from what the live router chooses."""
-        chosen = []
-        for samples in self.batch.microbatches():
-            with torch.no_grad(), recording() as routes:
-                self.chunk(**packed(self.batch, samples))
-            ids_TLK = torch.stack([routes.ids[n] for n in sorted(routes.ids)], 1).numpy()
-            ends = np.cumsum([len(self.batch.tokens[index]) for index in samples])
-            # the last token of a sample has no route
-            chosen += [part_TLK[:-1] for part_TLK in np.split(ids_TLK, ends[:-1])]
-        return self.batch.turned(chosen)
-
-    def take(self, routes: list[np.ndarray]) -> None:
-        """Train on these routes from now on."""
-        self.batch.routes = routes
 
     def step(self) -> tuple[float, float]:
         """Run one step; wall and CPU seconds of this rank, of all its threads."""
         self.chunk.zero_grad(set_to_none=True)
-        gc.collect()  # what an earlier step has left is not this one's to clear away
         torch.distributed.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
         self.way.step()

@@ -28,7 +28,7 @@ from proof.benchmarks.bench import (
     median_ms,
     number,
     ratio,
-    recompute,
+    recomputed,
     text,
 )
 from proof.benchmarks.turns import ROLLOUTS, Rounds, modes_of_microbatches, rig, train_in_turn
@@ -82,7 +82,7 @@ BENCH = Bench(
     __doc__,
     {
         "EP": text("ep"),
-        "recompute": recompute,
+        "recompute": recomputed,
         "": text("mode"),
         "host waits": number(WAITS),
         "copies": number(COPIES),

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from proof.benchmarks.bench import line, number, ratio, table, text
 from proof.benchmarks.interval import LOOKS
 from proof.benchmarks.kernel_ways import (
     FLOOR,
@@ -42,15 +43,22 @@ from proof.benchmarks.kernel_ways import (
     ways,
 )
 from proof.benchmarks.machine import device_of, machine_of, write_results
-from proof.benchmarks.timer import Timer, Times, cell, ratio
+from proof.benchmarks.timer import Timer, Times, ratio_of
 
 TOKENS = (1024, 4096, 16384, 65536)
 # a ratio below 1 is a way that is faster than the one it is compared with
 RATIOS = {"of_unfused": UNFUSED, "of_te": TE, "of_copies": FLOOR}
-HEAD = (
-    f"{'model':14} {'dtype':8} {'tokens':>6} {'pass':8} {'':21} {'us':>9} {'10%':>9} {'90%':>9} "
-    f"{'host us':>8} {'of (a)':>28} {'of (c)':>28} {'of copies':>28}"
-)
+COLUMNS = {
+    **{name: text(name) for name in ("model", "dtype", "tokens", "pass", "way")},
+    "us": number("us", ".1f"),
+    "10%": number("low_us", ".1f"),
+    "90%": number("high_us", ".1f"),
+    "host us": number("host_us", ".1f"),
+    "of (a)": ratio("of_unfused"),
+    "of (c)": ratio("of_te"),
+    "of copies": ratio("of_copies"),
+    "skipped": text("skipped"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,13 +73,13 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = {"rehearsal": args.rehearse, "most rounds": most, "rows": rows}
     record = {**machine_of(), **device_of(args.device), **settings}
-    print(HEAD, flush=True)
+    print(table(COLUMNS, []), flush=True)
     for name in args.models or MODELS:
         for num_tokens in tokens:
             inputs = Inputs(MODELS[name], num_tokens, args.device)
             for row in timed(inputs, timer, args, most):
                 rows.append({"model": name, "tokens": num_tokens, **row})
-                print(_line(rows[-1]), flush=True)
+                print(line(cell(rows[-1]) for cell in COLUMNS.values()), flush=True)
             written = write_results(args.out, "kernel", record)
     print(f"written: {written}")
     for way, reason in sorted({(r["way"], r["skipped"]) for r in rows if "skipped" in r}):
@@ -154,7 +162,7 @@ def _outputs(
 
 
 def _found(times: Times, name: str, of: str) -> dict[str, Any] | None:
-    return ratio(times, name, of).record() if of in times else None
+    return ratio_of(times, name, of).record() if of in times else None
 
 
 def _spread(times_us: list[float]) -> dict[str, float]:
@@ -172,15 +180,6 @@ def _checked(name: str, outputs: dict[str, tuple[torch.Tensor, ...]], inputs: In
     if name not in OF_OTHERS:
         return agree(outputs[name], outputs[UNFUSED], inputs.upstream_TE)
     return agree(replay_of(outputs[name][2], inputs), outputs[name], inputs.upstream_TE)
-
-
-def _line(row: dict[str, Any]) -> str:
-    line = f"{row['model']:14} {row['dtype']:8} {row['tokens']:>6} "
-    if "skipped" in row:
-        return f"{line}{'':8} {row['way']:21} skipped: {row['skipped']}"
-    line += f"{row['pass']:8} {row['way']:21} {row['us']:>9.1f} {row['low_us']:>9.1f} "
-    line += f"{row['high_us']:>9.1f} {row['host_us']:>8.1f}"
-    return line + "".join(f" {cell(row[name]):>28}" for name in RATIOS)
 
 
 if __name__ == "__main__":

@@ -37,16 +37,26 @@ import torch
 
 from megatron_r3.replay.gate import replayed_gate_reference, substitute_gate
 from proof.benchmarks import layers_measure as measure
+from proof.benchmarks.bench import number, ratio, recomputed, table, text
 from proof.benchmarks.layers_measure import PAGEABLE, PER_LAYER
 from proof.benchmarks.layers_model import MODELS, SPECS, Sizes, Stack, start
 from proof.benchmarks.machine import device_of, machine_of, no_transformer_engine, write_results
-from proof.benchmarks.timer import cell
 from proof.benchmarks.waits import COPIES, WAITS
 
-HEAD = (
-    f"{'recompute':9} {'way':14} {'step ms':>8} {'beside':>11} {'ratio':>28} {'waits':>6} "
-    f"{'layer':>6} {'copies':>6} {'pageable':>8} {'peak MB':>8} {'gradient':>8}"
-)
+COLUMNS = {
+    "recompute": recomputed,
+    "way": text("way"),
+    "step ms": number("step_ms", ".1f"),
+    "beside": text("beside"),
+    "ratio": ratio("ratio"),
+    "waits": number(WAITS, "g"),
+    "of a layer": number(PER_LAYER, "g"),
+    "copies": number(COPIES, "g"),
+    "pageable": number(PAGEABLE, "g"),
+    "peak MB": number("peak_mb"),
+    "gradient": number("gradient_error", ".1e"),
+    "skipped": text("skipped"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,10 +86,8 @@ def main(argv: list[str] | None = None) -> int:
             return write_results(args.out, name, {**record, **stack.described(), "rows": rows})
 
         rows = measured(stack, args, keep)
-    print(_about(name, stack))
-    print(HEAD)
-    for row in rows:
-        print(_line(row))
+    cells = ([cell(row) for cell in COLUMNS.values()] for row in rows)
+    print(f"{name}: {stack.described()['routes']}\n{table(COLUMNS, cells)}")
     print(f"written: {keep(rows)}")
     torch.distributed.destroy_process_group()
     _print_skipped(stack, rows)
@@ -215,34 +223,6 @@ def _out_of_memory(part: Callable[[], None]) -> str | None:
     return reason
 
 
-def _about(name: str, stack: Stack) -> str:
-    tokens = stack.sizes.sequence * stack.sizes.batch
-    routes = stack.described()["routes"]
-    return (
-        f"{name}: {stack.sizes.layers} layers, {tokens} tokens to {stack.sizes.topk} of "
-        f"{stack.sizes.experts} experts\n"
-        f"the routes of a microbatch take {stack.route_bytes} bytes on the device (measured: "
-        f"{routes['measured bytes']}), {routes['bytes per token']:.0f} for a token, where int64 "
-        f"would take {routes['int64 bytes per token']}\n"
-        "ratio: time of the step by that of the step next to it, of the way named under `beside`\n"
-        "waits (for each layer and pass under `layer`), copies to the host, and copies from "
-        "pageable memory are those of one step"
-    )
-
-
-def _line(row: dict[str, Any]) -> str:
-    start = f"{'full' if row['recompute'] else 'none':9} {row['way']:14}"
-    if "skipped" in row:
-        return f"{start} skipped: {row['skipped']}"
-    counts = [row.get(name) for name in (WAITS, PER_LAYER, COPIES, PAGEABLE)]
-    waits, layer, copies, pageable = ("-" if n is None else f"{n:g}" for n in counts)
-    peak = f"{row['peak_mb']:.0f}" if "peak_mb" in row else "-"
-    return (
-        f"{start} {row['step_ms']:>8.1f} {row['beside']:>11} {cell(row['ratio']):>28} {waits:>6} "
-        f"{layer:>6} {copies:>6} {pageable:>8} {peak:>8} {row['gradient_error']:>8.1e}"
-    )
-
-
 def _print_skipped(stack: Stack, rows: list[dict[str, Any]]) -> None:
     for way, reason in stack.skipped.items():
         print(f"skipped: {way}: {reason}")
@@ -250,8 +230,7 @@ def _print_skipped(stack: Stack, rows: list[dict[str, Any]]) -> None:
         print("skipped: peak memory: no CUDA device")
     for row in rows:
         if "skipped" in row:
-            recompute = "full recompute" if row["recompute"] else "no recompute"
-            print(f"skipped: {row['way']}, {recompute}: {row['skipped']}")
+            print(f"skipped: {row['way']}, recompute {recomputed(row)}: {row['skipped']}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from proof.benchmarks.interval import LOOKS, Median, enough, median_of, shown, turn
+from proof.benchmarks.interval import LOOKS, Median, enough, median_of, turn
 
 Call = Callable[[], Any]
 Times = dict[str, list[float]]  # microseconds of each round, by the name of the call
@@ -85,14 +85,9 @@ def ratios(times: Times, name: str, other: str) -> list[float]:
     return [one / two for one, two in zip(times[name], times[other], strict=True)]
 
 
-def ratio(times: Times, name: str, other: str) -> Median:
+def ratio_of(times: Times, name: str, other: str) -> Median:
     """The median of these ratios, and its interval."""
     return median_of(ratios(times, name, other))
-
-
-def cell(found: Mapping[str, Any] | None) -> str:
-    """A ratio for a table, from `Median.record`; "-" for None."""
-    return "-" if found is None else shown(found)
 
 
 def _host_us(call: Call) -> float:

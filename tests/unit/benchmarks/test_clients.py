@@ -5,7 +5,6 @@ Shape suffixes (docs/glossary.md): T, E, K.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,126 +17,41 @@ from proof.benchmarks import clients
 from proof.benchmarks.clients import (
     EXPERTS,
     LAYERS,
+    LIVE,
     MICROBATCHES,
     TOPK,
     WAYS,
     Batch,
     Case,
-    run_rounds,
     summarise,
     wrong,
     wrong_passes,
 )
-from proof.benchmarks.interval import LOOKS
 from proof.benchmarks.waits import COPIES, GATHERED, GATHERS, PLANS, WAITS
 
 
-class Ranks:
-    """Two made-up ranks of every way, which answer at once.
-
-    Args:
-        slow: how many times as long as the others a way takes.
-        spread: of the times.
-        counts: what a way counts, where it is not what is right.
-    """
-
-    def __init__(
-        self, slow: dict[str, float], spread: float, counts: dict[str, dict[str, float]]
-    ) -> None:
-        self.slow, self.spread, self.counts = slow, spread, counts
-        self.draw, self.steps, self.taken = random.Random(0), [], []
-
-    def ask(self, name: str, method: str, *arguments: list[Any]) -> list[Any]:
-        if method == "record":
-            return ["routes of rank 0", "routes of rank 1"]
-        if method == "take":
-            assert arguments == (["routes of rank 0", "routes of rank 1"],)
-            self.taken.append(name)
-            return [None, None]
-        assert not arguments
-        if method == "count":
-            return [counted(name) | self.counts.get(name, {})] * 2
-        self.steps.append(name)
-        taken = self.slow.get(name, 1.0) * self.draw.lognormvariate(0.0, self.spread)
-        return [(taken, 0.5 * taken), (0.9 * taken, 0.4 * taken)]
-
-
-def counted(name: str) -> dict[str, float]:
-    """What is right for a way: no wait with a plan; live routers take none of the routes."""
-    way = WAYS[name]
-    in_layers = {} if way.plan else {WAITS: 8, COPIES: 16, GATHERS: 8, GATHERED: 4000}
-    plan = {PLANS: 2, GATHERED: 1000} if way.plan else {}
-    is_live = name == way.live
-    return {
-        **in_layers,
-        **plan,
-        "experts": 8,
-        "wrong": 8 if is_live else 0,
-        "moved": 0 if is_live else 3200,
-        "tokens": 100,
+def row_of(name: str, **counts: Any) -> dict[str, Any]:
+    """The row of what is right for a way: no wait with a plan; live routers take other routes."""
+    plan, live = WAYS[name].plan, name in LIVE
+    in_layers = {} if plan else {WAITS: 8, COPIES: 16, GATHERS: 8, GATHERED: 4000}
+    rank = {
+        **({PLANS: 2, GATHERED: 1000} if plan else in_layers),
+        **{"experts": 8, "wrong": 8 if live else 0, "moved": 0 if live else 3200, "tokens": 100},
+        **{"wall_s": (0.3, 0.1, 0.2), "cpu_s": (0.1, 0.1, 0.1), **counts},
     }
-
-
-def rows_of(most: int = 1, **what: Any) -> tuple[dict[str, dict[str, Any]], Ranks]:
-    given = {"slow": {}, "spread": 0.1, "counts": {}, **what}
-    ranks = Ranks(**given)
-    result = run_rounds(list(WAYS), ranks, most)
-    rows = [{"ep": 2, "recompute": True, **row} for row in summarise(result)]
-    return {row["way"]: row for row in rows}, ranks
-
-
-def shown(row: dict[str, Any]) -> str:
-    return " ".join(clients.BENCH.cells(row))
-
-
-def test_every_way_has_a_turn_in_every_round_and_the_routes() -> None:
-    _, ranks = rows_of(3)
-    assert sorted(ranks.taken) == sorted(WAYS)
-    rounds = np.array(ranks.steps).reshape(4, len(WAYS))  # one warms up
-    assert all(sorted(names) == sorted(WAYS) for names in rounds)
-    assert len({tuple(names) for names in rounds}) == 4
-
-
-def test_a_way_is_compared_with_the_peer_of_its_own_forward_step() -> None:
-    for name, way in WAYS.items():
-        assert name == way.live or name.split(",")[0] in ("verl", "by hand", "SkyRL")
-        if way.peer:
-            assert WAYS[way.peer].peer is None
-            assert WAYS[way.peer].live == way.live
-            assert WAYS[way.peer].worker != way.worker
-            assert name.split(",")[0] == way.peer.split(",")[0]
-    assert "SkyRL, drop-in" not in Case(1, False).ways()
-    assert Case(1, False, Path("skyrl")).ways() == list(WAYS)
-
-
-def test_ways_that_differ_end_early_and_tell() -> None:
-    slow = {name: 0.5 for name, way in WAYS.items() if way.peer}
-    rows, ranks = rows_of(32, slow=slow, spread=0.02)
-    assert len(ranks.steps) == len(WAYS) * (1 + LOOKS[0])
-    for name, way in WAYS.items():
-        for ratio in ("wall_of_peer", "cpu_of_peer"):
-            if way.peer:
-                assert rows[name][ratio]["median"] == pytest.approx(0.5, rel=0.05)
-                assert rows[name][ratio]["tells"]
-            else:
-                assert rows[name][ratio] is None
-    assert "cannot tell" not in shown(rows["by hand, native, plan"])
-
-
-def test_equal_ways_run_to_the_end_and_cannot_tell() -> None:
-    """The control: only noise, and nothing is claimed."""
-    rows, ranks = rows_of(16)
-    assert len(ranks.steps) == len(WAYS) * 17
-    assert "cannot tell (0." in shown(rows["by hand, native"])
+    other = {**rank, "wall_s": (0.1, 0.1, 0.4)}
+    return {"ep": 2, "recompute": True, **summarise(name, [rank, other])}
 
 
 def test_a_row_says_what_a_layer_and_a_token_cost() -> None:
-    rows, _ = rows_of()
-    row = rows["verl, own replay"]
+    row = row_of("verl, own replay")
     assert (row[WAITS], row[COPIES], row[GATHERS], row[PLANS]) == (1, 2, 1, 0)
     assert (row["moved_per_token"], row["gathered_per_token"]) == (32, 40)
-    assert rows["verl, native, plan"][PLANS] == 2
-    assert not any(wrong(row) for row in rows.values())
+    assert row_of("verl, native, plan")[PLANS] == 2
+    assert (row["step_wall_ms"], row["rounds"]) == (pytest.approx(300), 3)  # on the slower rank
+    assert not any(wrong(row_of(name)) for name in WAYS)
+    assert "SkyRL, drop-in" not in Case(1, False).ways()
+    assert Case(1, False, Path("skyrl")).ways() == list(WAYS)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +67,7 @@ def test_a_row_says_what_a_layer_and_a_token_cost() -> None:
 def test_a_row_that_breaks_a_promise_is_found(
     name: str, counts: dict[str, float], fault: str
 ) -> None:
-    rows, _ = rows_of(counts={name: counts})
-    assert {row["way"] for row in rows.values() if wrong(row)} == {name}
-    assert fault in wrong(rows[name])
+    assert fault in wrong(row_of(name, **counts))
 
 
 # -- what the ranks check

@@ -51,23 +51,19 @@ def endings(outcomes: Outcomes) -> dict[str, str]:
     return {test: end for test, (end, _) in outcomes.items()}
 
 
-def test_the_same_outcomes_for_other_reasons() -> None:
-    assert differing(SAME, SAME | {"b": ("failed", "world_size (2)")}) == []
-
-
-def test_one_fails_only_when_patched() -> None:
-    assert differing(SAME, SAME | {"a": ("failed", "assert 0")}) == ["a"]
-
-
-def test_one_is_missing_on_either_side() -> None:
-    only_a = {"a": SAME["a"]}
-    assert differing(SAME, only_a) == differing(only_a, SAME) == ["b"]
-
-
-def test_hanging_in_another_test() -> None:
-    first, second = {"a": ("hung", "")}, {"a": ("passed", ""), "b": ("hung", "")}
-    assert differing(first, dict(first)) == []
-    assert differing(first, second) == ["a", "b"]
+@pytest.mark.parametrize(
+    ("unpatched", "patched", "differ"),
+    [
+        (SAME, SAME | {"b": ("failed", "world_size (2)")}, []),  # for another reason
+        (SAME, SAME | {"a": ("failed", "assert 0")}, ["a"]),
+        (SAME, {"a": SAME["a"]}, ["b"]),  # missing on either side
+        ({"a": SAME["a"]}, SAME, ["b"]),
+        ({"a": ("hung", "")}, {"a": ("hung", "")}, []),
+        ({"a": ("hung", "")}, {"a": ("passed", ""), "b": ("hung", "")}, ["a", "b"]),
+    ],
+)
+def test_what_differs(unpatched: Outcomes, patched: Outcomes, differ: list[str]) -> None:
+    assert differing(unpatched, patched) == differ
 
 
 def test_the_worst_rank_counts(tmp_path: Path) -> None:
@@ -114,26 +110,28 @@ def test_fresh_ranks_go_on_after_one_that_hangs_or_dies(
     assert ranks.done == [[], ["a", "b"]]
 
 
-def test_hanging_in_the_last_test(tmp_path: Path) -> None:
-    ranks: Any = Ranks(([{"a": "passed", "b": "passed"}], RankError(0, LATE)))
-    assert endings(Suite(ranks, tmp_path).run(FILE, 1))["c"] == "hung"
+ALL = dict.fromkeys(("a", "b", "c"), "passed")
+CRASH = "no result: SIGSEGV"
 
 
-def test_pytest_that_cannot_start_stands_for_the_file(tmp_path: Path) -> None:
-    ranks: Any = Ranks(([], RankError(0, "pytest ended with 4 before it had any test")))
-    assert endings(Suite(ranks, tmp_path).run(FILE, 2)) == {FILE: "died"}
-
-
-def test_ranks_that_die_after_their_tests_stand_for_the_file(tmp_path: Path) -> None:
-    outcomes = {"a": "passed", "b": "passed", "c": "passed"}
-    ranks: Any = Ranks(([outcomes], RankError(0, "no result: SIGSEGV")))
-    assert endings(Suite(ranks, tmp_path).run(FILE, 1)) == {**outcomes, FILE: "died"}
-
-
-def test_a_test_that_one_rank_lacks_ends_the_search(tmp_path: Path) -> None:
-    first, second = {"a": "passed", "b": "passed", "c": "passed"}, {"a": "passed", "b": "passed"}
-    ranks: Any = Ranks(([first, second], None))
-    assert endings(Suite(ranks, tmp_path).run(FILE, 2)) == {**second, "c": "died"}
+@pytest.mark.parametrize(
+    ("records", "error", "ends"),
+    [
+        # hanging in the last test
+        ([{"a": "passed", "b": "passed"}], RankError(0, LATE), {**ALL, "c": "hung"}),
+        # pytest that cannot start stands for the file
+        ([], RankError(0, "pytest ended with 4 before it had any test"), {FILE: "died"}),
+        # so do ranks that die after their tests
+        ([ALL], RankError(0, CRASH), {**ALL, FILE: "died"}),
+        # a test that one rank lacks ends the search
+        ([ALL, {"a": "passed", "b": "passed"}], None, {**ALL, "c": "died"}),
+    ],
+)
+def test_an_end_that_no_fresh_ranks_follow(
+    records: list[dict[str, str]], error: RankError | None, ends: dict[str, str], tmp_path: Path
+) -> None:
+    ranks: Any = Ranks((records, error))
+    assert endings(Suite(ranks, tmp_path).run(FILE, max(len(records), 1))) == ends
 
 
 def test_rows_say_what_differs_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
