@@ -35,8 +35,8 @@ COLLECTIONS ?= 28
 # test, test-all: how many processes share the tests (default: one more than there are cores, because many tests wait
 # for processes of their own); compare: runs at a time; mutants: faults at a time (default: the number of cores)
 JOBS     ?=
-# bench-dispatch, bench-update, bench-clients, bench-store, bench-balance: the most rounds; the benchmark ends earlier
-# if every ratio tells. bench-publish: the rounds
+# bench-dispatch, bench-update, bench-store, bench-balance: the most rounds; the benchmark ends earlier if every ratio
+# tells. bench-publish, bench-clients: the rounds
 ROUNDS   ?= 32
 # bench-store: tokens of a round
 TOKENS   ?= 100000

@@ -32,7 +32,7 @@ class Bench:
         cases: what `--only` chooses from, by name; None without that option.
         rounds: what a round is, for the help of `--rounds`; empty without that option.
         default_rounds: of that option.
-        options: more options, whole numbers: name, default and help.
+        options: more options by name, texts or whole numbers above 0: their default and help.
         about: how it was recorded, for the page, with values of the record in braces.
         facts: more values of the record, from the options.
     """
@@ -45,7 +45,7 @@ class Bench:
     cases: Mapping[str, Any] | None = None
     rounds: str = ""
     default_rounds: int = 32
-    options: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    options: Mapping[str, tuple[int | str, str]] = field(default_factory=dict)
     about: str = "CPU tensors and gloo"
     facts: Callable[[argparse.Namespace], Row] = lambda args: {}
 
@@ -79,19 +79,17 @@ class Bench:
         parser = argparse.ArgumentParser(prog=self.name, description=str(self.doc).splitlines()[0])
         add = parser.add_argument
         add("--out", type=Path, required=True, help="the JSON file to write")
-        numbers = dict(self.options)
+        options = dict(self.options)
         if self.rounds:
-            numbers["rounds"] = (self.default_rounds, self.rounds)
-        for name, (default, what) in numbers.items():
-            add(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+            options["rounds"] = (self.default_rounds, self.rounds)
+        for name, (default, what) in options.items():
+            add(f"--{name}", type=type(default), default=default, help=f"{what} (%(default)r)")
         if self.cases is not None:
             add("--only", default="", help=f"cases with this text: {'; '.join(self.cases)}")
-        if self.name == "clients":
-            add("--skyrl", default="", help="a clone of NovaSky-AI/SkyRL; without: not its ways")
         args = parser.parse_args(argv)
-        for name in numbers:
-            if getattr(args, name) < 1:
-                parser.error(f"--{name} {getattr(args, name)}: at least 1")
+        for name in options:
+            if isinstance(number := getattr(args, name), int) and number < 1:
+                parser.error(f"--{name} {number}: at least 1")
         if self.cases is not None:
             args.cases = {name: case for name, case in self.cases.items() if args.only in name}
             if not args.cases:

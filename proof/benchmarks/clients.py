@@ -229,6 +229,7 @@ BENCH = Bench(
     CASES,
     "steps of each way, in a case",
     8,
+    {"skyrl": ("", "a clone of NovaSky-AI/SkyRL; without it its ways are left out")},
     about="CPU tensors and gloo, verl {verl}",
     facts=lambda args: {"verl": VERL.partition("-")[2]},
 )
@@ -366,7 +367,8 @@ class Rank:
         full = "full" if self.case.recompute else None
         parallel = {"expert_model_parallel_size": self.case.expert_parallel}
         parallel |= {"expert_tensor_parallel_size": 1, "variable_seq_lengths": True}
-        options |= {**parallel, "recompute_granularity": full, "moe_router_fusion": False}
+        options = {"moe_router_replay": False, "moe_router_fusion": False, **options, **parallel}
+        options["recompute_granularity"] = full
         if not full:
             options |= {"recompute_method": None, "recompute_num_layers": None}
         config = make_config(MODEL, MODEL.tiny, "local", False, **options)
