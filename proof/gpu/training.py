@@ -14,6 +14,7 @@ it must, 1 if one does not, 77 if there is no row, 2 for wrong arguments.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -74,21 +75,10 @@ def run(case: str, rows: Rows, out: Path, about: dict[str, Any]) -> list[dict[st
         if "skipped" in fields:
             print(f"skipped: {case}, {name}: {fields['skipped']}", flush=True)
             continue
-        print(
-            f"{'ok    ' if fields['ok'] else 'FAILED'} {case}, {name}: {_told(fields)}", flush=True
-        )
+        told = {k: v for k, v in fields.items() if k not in ("ok", "seconds", "losses")}
+        ok = "ok    " if fields["ok"] else "FAILED"
+        print(f"{ok} {case}, {name}: {json.dumps(told)}", flush=True)
     return known
-
-
-def _told(fields: dict[str, Any]) -> str:
-    hidden = ("ok", "ratios", "seconds", "losses")
-    # of an error the last line says most; the record has all of it
-    short = {**fields, **({"error": fields["error"].splitlines()[-1]} if "error" in fields else {})}
-    told = [f"{name} {value}" for name, value in short.items() if name not in hidden]
-    for name, ratio in fields.get("ratios", {}).items():
-        tells = "" if ratio["tells"] else " (cannot tell)"
-        told.append(f"{name} {ratio['median']:.3f}{tells}")
-    return ", ".join(told)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

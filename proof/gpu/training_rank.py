@@ -240,15 +240,12 @@ def _steer(ways: list[str], seen: Seen) -> None:
             recorded[index].stop_recording()
         routes = recorded[index].fresh()
         if way == "changed" and index == 0:
-            routes = _with_one_change(routes, self._layout.router_order(_mask(prepared)))
+            mask = self._layout.router_order(prepared.batch["loss_mask"])
+            routes = _with_one_change(routes, mask)
         self._guard.add_routes(routes)
         return routes
 
     RolloutStep._microbatch = microbatch  # type: ignore[method-assign]
-
-
-def _mask(prepared: Any) -> torch.Tensor:
-    return prepared.batch["loss_mask"]
 
 
 def _with_one_change(routes: Any, counted_T: torch.Tensor) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,27 +52,18 @@ class RunFailed(RuntimeError):
     """A training ended in failure, or took too long; the message has the end of its log."""
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How much a case does.
+class Scale(NamedTuple):
+    """How much a case does: each step has the same rollouts, in several micro-batches."""
 
-    Attributes:
-        rollouts: of a step. Each step has the same ones.
-        micro_batch: rollouts of a micro-batch; each step has several.
-        pairs: timed pairs of steps.
-        limit_s: how long one training may take.
-        jobs: how many trainings that are not timed run side by side.
-    """
-
-    rollouts: int
-    micro_batch: int
-    pairs: int
-    limit_s: float
-    jobs: int
+    rollouts: int  # of a step
+    micro_batch: int  # rollouts of a micro-batch
+    pairs: int  # timed pairs of steps
+    jobs: int  # how many trainings that are not timed run side by side
+    limit_s: float = 150.0  # how long one training may take
 
 
-ON_GPU = Scale(rollouts=128, micro_batch=32, pairs=16, limit_s=150, jobs=4)
-REHEARSAL = Scale(rollouts=16, micro_batch=4, pairs=2, limit_s=150, jobs=2)
+ON_GPU = Scale(rollouts=128, micro_batch=32, pairs=16, jobs=4)
+REHEARSAL = Scale(rollouts=16, micro_batch=4, pairs=2, jobs=2)
 
 
 @dataclass(frozen=True)
