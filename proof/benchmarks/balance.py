@@ -129,7 +129,6 @@ def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
         if way == GUESTS:
             row["guests"] = sum(result["guests"] for result in results) / len(results)
             row["bytes"] = sum(result["bytes"] for result in results) / len(results)
-            row["waiting_ms"] = 1e3 * max(result["waiting_s"] for result in results)
         yield row
 
 
@@ -155,7 +154,6 @@ BENCH = Bench(
         "planning, ms": number("planning_ms", ".2f"),
         "guests": number("guests", ".1f"),
         "sent, MB": number("bytes", ".2f", 1e-6),
-        "held up, ms": number("waiting_ms", ".1f"),
         "rounds": text("rounds"),
     },
     measure,
@@ -208,7 +206,6 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
         "load": {way: busiest / mean for way, (busiest, mean) in spent.load.items()},
         "guests": spent.guests / spent.plans[GUESTS],
         "bytes": spent.bytes / spent.plans[GUESTS],
-        "waiting_s": spent.waiting_s / spent.plans[GUESTS],
         "planning_s": {way: spent.planning_s[way] / spent.plans[way] for way in WAYS},
     }
 
@@ -222,8 +219,6 @@ class Spent:
         load: sums of the busiest rank's load and of the mean, over layers and micro-batches.
         guests: of this rank, in all micro-batches and layers.
         bytes: that this rank sent to guests, and of gradients home.
-        waiting_s: seconds that this rank was held up by them, weights and gradients; those that
-            arrive while a layer computes hold nobody up.
     """
 
     def __init__(self) -> None:
@@ -231,7 +226,6 @@ class Spent:
         self.planning_s, self.plans = Counter[str](), Counter[str]()
         self.load = {way: [0.0, 0.0] for way in WAYS}
         self.guests = self.bytes = 0
-        self.waiting_s = 0.0
 
     def add_plan(self, way: str, plan: Any) -> None:
         """Count a plan."""
@@ -243,21 +237,8 @@ class Spent:
                 self.guests += len(sizes.guests.expert_of_slot)
 
     def watch_transfers(self) -> None:
-        """Count what guests' collectives send from now on, and how long they hold this rank up."""
-        from megatron_r3.balance.travel import Slots
+        """Count what guests' collectives send from now on."""
         from megatron_r3.seams import guests
-
-        def held_up(method: Any) -> Any:
-            def timed_method(*given: Any) -> Any:
-                begin = time.perf_counter()
-                result = method(*given)
-                self.waiting_s += time.perf_counter() - begin
-                return result
-
-            return timed_method
-
-        Slots.fetch = held_up(Slots.fetch)  # type: ignore[method-assign]
-        Slots.send_home = held_up(Slots.send_home)  # type: ignore[method-assign]
 
         exchange, shared = torch.distributed.all_to_all_single, guests._shared
 

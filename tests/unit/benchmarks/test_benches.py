@@ -168,13 +168,13 @@ def test_a_row_of_balance_has_the_slowest_planning_and_mean_guests() -> None:
     same = {way: [taken] * 2 for way, taken in {"off": 2.0, "empty": 2.0, "guests": 1.6}.items()}
     one = {f"{name}_s": same for name in ("wall", "cpu", "layer")}
     one |= {"load": dict.fromkeys(same, 1.5), "planning_s": dict.fromkeys(same, 0.001)}
-    one |= {"guests": 1.0, "bytes": 10.0, "waiting_s": 0.004}
+    one |= {"guests": 1.0, "bytes": 10.0}
     other = {**one, "planning_s": dict.fromkeys(same, 0.002), "guests": 2.0, "bytes": 30.0}
     off, empty, guests = balance.summarise([one, other])
     assert off["wall_of_off"] is None
     assert guests["cpu_of_off"]["median"] == pytest.approx(0.8)
     assert guests["planning_ms"] == pytest.approx(2.0)
-    assert (guests["guests"], guests["bytes"], guests["waiting_ms"]) == (1.5, 20.0, 4.0)
+    assert (guests["guests"], guests["bytes"]) == (1.5, 20.0)
     assert "guests" not in empty
 
 
