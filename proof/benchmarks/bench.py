@@ -27,7 +27,7 @@ class Bench:
         doc: of its module; the first line is what `--help` says.
         columns: of the table: headings, and what makes the cell of a row.
         measure: yields rows as they are measured, from the options; `cases` has those that were
-            chosen. A ValueError of it ends the benchmark in one line.
+            chosen. A ValueError that it raises is shown as one line.
         wrong: what is wrong with a row, in words; empty if nothing is. Then the exit status is 1.
         cases: what `--only` chooses from, by name; None without that option.
         rounds: what a round is, for the help of `--rounds`; empty without that option.

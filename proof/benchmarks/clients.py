@@ -5,10 +5,11 @@
 
 One model, one batch and its routes, on 1 process and on EP2, without and with full recompute. Two
 forward steps: that of verl 0.9.1's own engine, and one that is written by hand. In each of them
-replay is done by the framework's code, by the same code on megatron_r3, and by `replaying`. What is
-told apart is counted. The ways patch Megatron differently, so each has processes of its own, and
-its times say no more than how long a step takes about. Exit status 1: some router took other routes
-than those of its micro-batch, or a layer with a dispatch plan waits for something after all.
+replay is done by the framework's code, by the same code on megatron_r3, and by `replaying`. The
+ways differ in what is counted: waits, copies, collectives, bytes. They patch Megatron differently,
+so each way has processes of its own, and its times are no comparison with another way's. Exit
+status 1: some router took other routes than those of its micro-batch, or a layer with a dispatch
+plan waits for something after all.
 
 Megatron and the frameworks are imported inside the functions.
 
@@ -445,8 +446,8 @@ class Batch:
         """The routes of a benchmark, from those that the live router chose.
 
         Every expert is replaced by the one that stands half of the experts further. So a rank and
-        an expert have the load that another one has under live routing, and no replay that is live
-        without a word can pass for right. Example with 16 experts: [0, 3, 9, 15] is [8, 11, 1, 7].
+        an expert have the load that another one has under live routing, and no replay that is silently
+        live can pass for right. Example with 16 experts: [0, 3, 9, 15] is [8, 11, 1, 7].
         """
         return [(ids_TLK + EXPERTS // 2) % EXPERTS for ids_TLK in chosen]
 
