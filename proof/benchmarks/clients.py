@@ -446,8 +446,8 @@ class Batch:
         """The routes of a benchmark, from those that the live router chose.
 
         Every expert is replaced by the one that stands half of the experts further. So a rank and
-        an expert have the load that another one has under live routing, and no replay that is silently
-        live can pass for right. Example with 16 experts: [0, 3, 9, 15] is [8, 11, 1, 7].
+        an expert have the load that another one has under live routing, and no replay that is
+        silently live can pass for right. Example with 16 experts: [0, 3, 9, 15] is [8, 11, 1, 7].
         """
         return [(ids_TLK + EXPERTS // 2) % EXPERTS for ids_TLK in chosen]
 
