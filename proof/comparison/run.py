@@ -28,7 +28,7 @@ import torch
 from demo.process import Failed
 from megatron_r3.cpu import CPU_ARGS
 from megatron_r3.data.whole_file import write_whole
-from megatron_r3.loop.config import read_config
+from megatron_r3.loop.config import ConfigError, read_config
 from megatron_r3.loop.processes import signals_raise, start, stop
 from proof.benchmarks.machine import machine_at_start
 from proof.comparison import report
@@ -65,18 +65,17 @@ def main(argv: list[str] | None = None) -> int:
     # Results of other code, or of another starting policy, are not put beside those of this one.
     folder = out / digest_of(f"{args.learn} {args.sharpen} {args.collections}")
     try:
-        make(folder / "start", megatron, args.learn, args.sharpen)
-    except Failed as error:
+        with signals_raise():
+            make(folder / "start", megatron, args.learn, args.sharpen)
+            # seeds come one after the other: more seeds leave the ports of a run as they are
+            for port, run in enumerate(runs_of("", args.seeds), start=args.first_port):
+                write_config(folder, run, megatron, port, args.collections)
+            waiting = [run for run in wanted if not (folder / run.key / RESULT).exists()]
+            print(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them complete", flush=True)
+            failed = run_all(folder, waiting, args.jobs, args.collections)
+    except (Failed, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    # seeds come one after the other, so that more seeds leave the ports of a run as they are
-    for port, run in enumerate(runs_of("", args.seeds), start=args.first_port):
-        write_config(folder, run, megatron, port, args.collections)
-    waiting = [run for run in wanted if not (folder / run.key / RESULT).exists()]
-    print(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them complete", flush=True)
-    try:
-        with signals_raise():
-            failed = run_all(folder, waiting, args.jobs, args.collections)
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return 130
