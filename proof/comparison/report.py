@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.loop.report import read_run
-from proof.benchmarks.report import filled, table
+from proof.benchmarks.bench import table
+from proof.benchmarks.report import filled
 from proof.comparison.arms import ARMS, REGIMES
 from proof.comparison.start import ROOT
 
