@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import threading
@@ -225,6 +226,28 @@ def test_a_slice_that_reads_too_much_fails(tmp_path: Path, monkeypatch: pytest.M
     way.run()
     with pytest.raises(AssertionError, match="bytes read for a slice"):
         way.run()  # the same shards again: twice the bytes
+
+
+# -- scale
+
+
+def test_what_is_asked_of_files_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(100))
+    with scale.counted() as counts:
+        descriptor = os.open(tmp_path / "a", os.O_RDONLY)
+        os.preadv(descriptor, [bytearray(64)], 60)
+        os.fstat(descriptor)
+        os.close(descriptor)
+        os.stat(tmp_path)
+        os.listdir(tmp_path)
+    assert counts == {"opens": 1, "stats": 2, "listings": 1, "bytes": 40}
+    os.stat(tmp_path)  # control: outside of the block nothing is counted
+    assert counts["stats"] == 2
+
+
+def test_the_exponent_of_a_power() -> None:
+    assert scale.exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
+    assert scale.exponent([1, 2, 4], [3, 3, 3]) == pytest.approx(0.0)
 
 
 # -- the commands
