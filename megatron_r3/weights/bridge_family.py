@@ -14,7 +14,6 @@ A bridge is not believed: what it has converted is converted back, and must have
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -26,7 +25,7 @@ from megatron_r3.replay.words import one_line
 from megatron_r3.weights.bridge_checks import compare_models
 from megatron_r3.weights.directory import Reading
 from megatron_r3.weights.families import FAMILIES
-from megatron_r3.weights.family import VOCABULARY, Mapped, ModelSettings
+from megatron_r3.weights.family import VOCABULARY, Mapped, ModelSettings, follows_last_layer
 from megatron_r3.weights.pieces import NORMS, Place
 
 T = TypeVar("T")
@@ -98,23 +97,12 @@ class BridgeFamily:
             "of the model (--hf-like DIR)"
         )
 
-    def arguments(self, hf_config: Mapping[str, Any]) -> list[str]:
-        """Megatron's arguments of a config.json, where this project has the family.
-
-        Raises:
-            ValueError: this project does not have it.
-        """
-        if self._own is None:
-            raise ValueError(f"{self.model_type}: no family that knows Megatron's arguments")
-        return self._own.arguments(hf_config)
-
     def is_left_out(self, name: str, config: Any) -> bool:
         """See `Family`: the layers for prediction follow on the last layer."""
         if self._own is not None:
             return self._own.is_left_out(name, config)
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
         predicts = getattr(self._hf_config, "num_nextn_predict_layers", 0)
-        return bool(predicts and layer and int(layer[1]) >= config.num_layers)
+        return bool(predicts) and follows_last_layer(name, config)
 
     def compare(self, hf_config: Mapping[str, Any], config: Any, settings: ModelSettings) -> None:
         """Refuse a config.json that describes another model than a Megatron model is.

@@ -6,7 +6,8 @@ config to config.json. How a model is split over ranks is not its concern.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,7 +104,9 @@ class Mapped:
 class Family(Protocol):
     """A model family of transformers, as far as weights and config are concerned."""
 
-    model_type: str  # of config.json
+    @property
+    def model_type(self) -> str:
+        """Of config.json."""
 
     def check(self, config: Any, settings: ModelSettings) -> None:
         """Refuse a Megatron model that is not of this family.
@@ -120,13 +123,6 @@ class Family(Protocol):
 
     def tensors(self, config: Any) -> list[Mapped]:
         """All tensors of the model, in any order."""
-
-    def arguments(self, hf_config: Mapping[str, Any]) -> list[str]:
-        """Megatron's arguments for the model that a config.json describes.
-
-        Raises:
-            ValueError: it names a field that is missing, or whose value Megatron cannot do.
-        """
 
     def is_left_out(self, name: str, config: Any) -> bool:
         """Whether reading passes over a transformers tensor: that of a layer for prediction (MTP).
@@ -164,77 +160,7 @@ def check_described(
         raise ValueError(f"{file}: {error}") from error
 
 
-class OtherFamilyError(ValueError):
-    """A Megatron model is not of a family.
-
-    Args:
-        lacks: what it would need.
-    """
-
-    def __init__(self, model_type: str, lacks: Sequence[str]) -> None:
-        super().__init__(f"not a {model_type} model, which needs {', '.join(lacks)}")
-        self.lacks = lacks
-
-
-def refuse(model_type: str, needed: Sequence[tuple[bool, str]]) -> None:
-    """Raise what `Family.check` raises, if something that is needed does not hold.
-
-    Args:
-        needed: whether it holds, and what it is.
-
-    Raises:
-        OtherFamilyError: it names everything that does not hold.
-    """
-    if lacks := [name for holds, name in needed if not holds]:
-        raise OtherFamilyError(model_type, lacks)
-
-
-def same(name: str, place: Place, dtype: torch.dtype | None = None) -> Mapped:
-    """A tensor that both have as it is."""
-    return Mapped((place,), (name,), list, list, dtype)
-
-
-def halves(first: str, second: str, place: Place) -> Mapped:
-    """A tensor with the rows of two, e.g. `linear_fc1` with gate_proj's and up_proj's."""
-    return Mapped(
-        (place,),
-        (first, second),
-        lambda whole: list(whole[0].chunk(2)),
-        lambda parts: [torch.cat(parts)],
-    )
-
-
-def qkv(config: Any, names: tuple[str, str, str], place: Place) -> Mapped:
-    """`linear_qkv`, its weight or its bias, and the queries, keys and values of transformers.
-
-    Example with 4 heads in 2 query groups: Megatron's rows are, head by head,
-    q0 q1 k0 v0 q2 q3 k1 v1 (each group's queries, then its key and its value); transformers has the
-    three tensors q0 q1 q2 q3, k0 k1 and v0 v1.
-    """
-    groups, head = config.num_query_groups, config.kv_channels
-    queries = config.num_attention_heads // groups
-
-    def to_hf(whole: list[Tensor]) -> list[Tensor]:
-        (tensor,) = whole
-        by_group = tensor.reshape(groups, queries + 2, head, *tensor.shape[1:])
-        parts = by_group.split([queries, 1, 1], dim=1)
-        return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
-
-    def to_megatron(parts: list[Tensor]) -> list[Tensor]:
-        row = parts[0].shape[1:]
-        by_group = [part.reshape(groups, -1, head, *row) for part in parts]
-        return [torch.cat(by_group, dim=1).reshape(-1, *row)]
-
-    return Mapped((place,), names, to_hf, to_megatron)
-
-
-def outside_of_layers() -> list[Mapped]:
-    """The embedding, the last norm and the head, as all families with untied embeddings have them.
-
-    A family of tied embeddings leaves out the head.
-    """
-    return [
-        same("model.embed_tokens.weight", EMBEDDING),
-        same("model.norm.weight", FINAL_NORM),
-        same("lm_head.weight", HEAD),
-    ]
+def follows_last_layer(name: str, config: Any) -> bool:
+    """Whether a transformers tensor is of a layer behind the last one; MTP's layers are there."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= config.num_layers

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_r3.weights.families import FAMILIES
-from megatron_r3.weights.families.family_tables import PLAIN, SHOWN, Described
+from megatron_r3.weights.families.table_family import PLAIN, SHOWN
 from megatron_r3.weights.known import BALANCING, changes_nothing
 
 # What changes a model, and what no family describes. A config has to have the default of each.
@@ -122,8 +122,7 @@ def _arguments(function: ast.FunctionDef) -> Iterator[str]:
 def _is_known(name: str, of_layout: set[str]) -> bool:
     described = {BALANCING, *PLAIN, *SHOWN}
     for family in FAMILIES.values():
-        assert isinstance(family, Described)
-        described |= {*family.plain, *(row.attribute for row in family.rows)}
+        described |= {*family.config, *family.attributes()}
     return changes_nothing(name, of_layout) or name in CHANGE_THE_MODEL or name in described
 
 

@@ -19,7 +19,6 @@ from once import Once
 from safetensors.torch import load_file
 
 from megatron_r3.weights.families import FAMILIES
-from megatron_r3.weights.families.family_tables import Described, Number
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
 
@@ -153,7 +152,6 @@ def test_every_field_of_transformers_is_known() -> None:
     for name, family in FAMILIES.items():
         kind = transformers.AutoConfig.for_model(name)
         fields = {*kind.to_dict(), *(field.name for field in dataclasses.fields(kind))}
-        assert isinstance(family, Described)
         assert not fields - family.known_fields()
         assert len(fields) > 30
 
@@ -201,14 +199,13 @@ def test_a_directory_of_another_model(
     patched: TreeWorker, directory: Any, name: str, tmp_path: Path
 ) -> None:
     folder, family = directory(name), FAMILIES[name]
-    assert isinstance(family, Described)
     config = json.loads((folder / "config.json").read_text())
     fields = {**config, **config["rope_parameters"]}
     others = [
         (row.name, fields[row.name] * 2)
         for row in family.rows
-        if isinstance(row, Number)
-        and fields.get(row.name) is not None
+        if row.attributes
+        and type(fields.get(row.name)) in (int, float)
         and row.name not in ("num_hidden_layers", "max_position_embeddings")
     ]
     others = [*others, *OTHERS[name]]

@@ -5,28 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_r3.replay.words import quoted
-from megatron_r3.weights.families.deepseek_v3 import DeepseekV3
-from megatron_r3.weights.families.glm4_moe import Glm4Moe
-from megatron_r3.weights.families.gpt_oss import GptOss
-from megatron_r3.weights.families.mixtral import Mixtral
-from megatron_r3.weights.families.qwen2_moe import Qwen2Moe
-from megatron_r3.weights.families.qwen3_moe import Qwen3Moe
-from megatron_r3.weights.family import Family, ModelSettings, OtherFamilyError
+from megatron_r3.weights.families import table
+from megatron_r3.weights.families.table import REFUSED
+from megatron_r3.weights.families.table_family import OtherFamilyError, TableFamily
+from megatron_r3.weights.family import ModelSettings
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (Qwen3Moe(), Qwen2Moe(), Mixtral(), DeepseekV3(), Glm4Moe(), GptOss())
-}
-# types that a reader could expect here, and why they are not
-REFUSED = {
-    "olmoe": (
-        "its norms of queries and keys are over all heads together, Megatron's (SelfAttention in "
-        "megatron/core/transformer/attention.py) over each head"
-    ),
-}
+FAMILIES: dict[str, TableFamily] = {family.model_type: family for family in table.FAMILIES}
 
 
-def family_named(model_type: object, where: object) -> Family:
+def family_named(model_type: object, where: object) -> TableFamily:
     """The family of a config.json's `model_type`.
 
     Args:
@@ -46,7 +33,7 @@ def family_named(model_type: object, where: object) -> Family:
     )
 
 
-def family_of(config: Any, settings: ModelSettings) -> Family:
+def family_of(config: Any, settings: ModelSettings) -> TableFamily:
     """The family of a Megatron model.
 
     Args:

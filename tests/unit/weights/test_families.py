@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_r3.weights.families import FAMILIES, family_named
-from megatron_r3.weights.families.family_tables import Described
+from megatron_r3.weights.families.tensors import RULES
 from megatron_r3.weights.model_arguments import arguments_of, main
 
 COMMON: dict[str, Any] = {
@@ -187,9 +187,7 @@ REAL = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_fields_of_real_models_are_known(family: str) -> None:
-    described = FAMILIES[family]
-    assert isinstance(described, Described)
-    known = described.known_fields()
+    known = FAMILIES[family].known_fields()
     fields = {*EVERYWHERE.split(), *REAL[family].split(), *config(family)}
     assert not fields - known
     assert "made_up" not in known
@@ -226,13 +224,13 @@ def test_layers_for_prediction_are_left_out() -> None:
 
 def test_experts_in_one_tensor() -> None:
     """gpt-oss: the rows of gate and up take turns, and rows are columns."""
-    from megatron_r3.weights.families import gpt_oss
-
     gate, up = torch.tensor([[0.0, 1], [2, 3]]), torch.tensor([[4.0, 5], [6, 7]])
     experts = [torch.cat([gate, up]), torch.cat([gate, up]) + 10]
-    (stacked,) = gpt_oss._taking_turns(experts)
+    (stacked,) = RULES["stacked-in-turns"].to_hf(None, experts)
     assert stacked[0].tolist() == [[0, 4, 2, 6], [1, 5, 3, 7]]
-    for back, expert in zip(gpt_oss._one_after_another([stacked]), experts, strict=True):
+    for back, expert in zip(
+        RULES["stacked-in-turns"].to_megatron(None, [stacked]), experts, strict=True
+    ):
         assert torch.equal(back, expert)
 
 

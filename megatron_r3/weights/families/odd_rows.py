@@ -1,0 +1,270 @@
+"""Rows of which one field is not one argument: layers, groups, shared experts, YaRN, windows."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from megatron_r3.data.engines.shape import ModelShape
+from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.weights.families.field_rows import (
+    Fields,
+    Needed,
+    Row,
+    cannot,
+    fixed,
+    nothing,
+    shown,
+)
+from megatron_r3.weights.family import ModelSettings
+
+# -- which layers have experts
+
+# what messages call them: all fields that may say it
+MOE_LAYERS = "mlp_only_layers, decoder_sparse_step, first_k_dense_replace or moe_layer_freq"
+
+
+def _moe_layers(theirs: Fields, done: Fields) -> tuple[int, ...]:
+    return ModelShape.from_hf_config(theirs).moe_layers
+
+
+def _layer_pattern(moe: tuple[int, ...], fields: Fields) -> list[str]:
+    """For 3 dense layers in front of 58 others `([0]*3+[1]*58)`; nothing if none is dense."""
+    layers = range(fields["num_hidden_layers"])
+    if moe == tuple(layers):
+        return []
+    runs = itertools.groupby(int(layer in moe) for layer in layers)
+    pattern = "+".join(f"[{kind}]*{len(list(run))}" for kind, run in runs)
+    return ["--moe-layer-freq", f"({pattern})"]
+
+
+def _all_have_experts(config: Any) -> Needed:
+    every = config.num_moe_experts and len(moe_layer_indices(config)) == config.num_layers
+    return [(bool(every), "experts in every layer")]
+
+
+def _later_have_experts(config: Any) -> Needed:
+    moe = moe_layer_indices(config) if config.num_moe_experts else ()
+    later = tuple(range(config.num_layers - len(moe), config.num_layers))
+    return [(moe == later, "experts in all later layers")]
+
+
+def _dense_named(config: Any, settings: ModelSettings, made: Fields) -> Fields:
+    moe = moe_layer_indices(config)
+    without = [layer for layer in range(config.num_layers) if layer not in moe]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": without}
+
+
+def _dense_counted(config: Any, settings: ModelSettings, made: Fields) -> Fields:
+    dense = config.num_layers - len(moe_layer_indices(config))
+    return {"first_k_dense_replace": dense, "moe_layer_freq": 1}
+
+
+_NAMED = ("decoder_sparse_step", "mlp_only_layers")
+_COUNTED = ("first_k_dense_replace", "moe_layer_freq")
+EVERY_LAYER = Row(MOE_LAYERS, _moe_layers, nothing, _layer_pattern, needs=_all_have_experts)
+SOME_LAYERS = Row(MOE_LAYERS, _moe_layers, _dense_named, _layer_pattern, _NAMED)
+LATER_LAYERS = Row(
+    MOE_LAYERS, _moe_layers, _dense_counted, _layer_pattern, _COUNTED, (), _later_have_experts
+)
+
+# -- shared experts, which every token goes to: Megatron has them as one MLP of their joint size
+
+
+def _whole_experts(config: Any) -> Needed:
+    shared, size = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size
+    return [(shared > 0 and bool(size) and shared % size == 0, "whole shared experts")]
+
+
+SHARED_EXPERTS = Row(
+    "n_shared_experts",
+    lambda theirs, done: _whole(theirs, "n_shared_experts"),
+    lambda config, settings, made: {
+        "n_shared_experts": config.moe_shared_expert_intermediate_size // config.moe_ffn_hidden_size
+    },
+    lambda shared, fields: [
+        "--moe-shared-expert-intermediate-size",
+        shown(shared * fields["moe_intermediate_size"]),
+    ],
+    attributes=("moe_shared_expert_intermediate_size",),
+    needs=_whole_experts,
+)
+
+# -- groups of experts, of which the best ones may be chosen: how many there are and are chosen
+
+
+def _groups(theirs: Fields, done: Fields) -> tuple[int, int] | None:
+    """Both numbers; None where all groups are chosen, which limits nothing.
+
+    A group is as good as the sum of its best experts: transformers takes the best two, Megatron
+    (group_limited_topk in moe_utils.py) the best topk // topk_group.
+    """
+    groups, chosen = _whole(theirs, "n_group"), _whole(theirs, "topk_group")
+    topk = done["num_experts_per_tok"]
+    if chosen < groups and topk // chosen != 2:
+        can = f"{topk // 2} with num_experts_per_tok {topk} (or {groups}, all groups)"
+        raise cannot(theirs, "topk_group", can)
+    return (groups, chosen) if chosen < groups else None
+
+
+def _group_arguments(value: tuple[int, int] | None, fields: Fields) -> list[str]:
+    if value is None:
+        return []
+    return f"--moe-router-num-groups {value[0]} --moe-router-group-topk {value[1]}".split()
+
+
+def _two_experts_of_a_group(config: Any) -> Needed:
+    groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
+    holds = not groups or chosen == groups or (chosen and config.moe_router_topk // chosen == 2)
+    return [(bool(holds), "moe_router_topk = 2 * moe_router_group_topk")]
+
+
+GROUPS = Row(
+    "n_group and topk_group",
+    _groups,
+    lambda config, settings, made: {
+        "n_group": config.moe_router_num_groups or 1,
+        "topk_group": config.moe_router_group_topk or 1,
+    },
+    _group_arguments,
+    ("n_group", "topk_group"),
+    ("moe_router_num_groups", "moe_router_group_topk"),
+    _two_experts_of_a_group,
+)
+
+# -- RoPE of latent attention
+
+# Megatron's own numbers for MLA's YaRN, which no argument changes (MLATransformerConfig)
+_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+_YARN_ATTRIBUTES = {
+    "factor": "rotary_scaling_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+_SCALES = "mscale and mscale_all_dim, both not 0, or mscale 1 with mscale_all_dim 0"
+
+
+def _latent_rope(theirs: Fields, done: Fields) -> list[float]:
+    """Three numbers of YaRN; none for RoPE as it is by default."""
+    if theirs["rope_type"] == "default":
+        return []
+    if theirs["rope_type"] != "yarn":
+        raise cannot(theirs, "rope_type", "default and yarn")
+    for name, value in {**_YARN, "attention_factor": None, "truncate": True}.items():
+        if theirs.get(name, value) != value:
+            raise cannot(theirs, name, f"only {value}")
+    for name in _YARN_ATTRIBUTES:
+        if not isinstance(theirs.get(name), (int, float)):
+            raise ValueError(f"{name} of rope_parameters is missing")
+    if not _same_scale(theirs["mscale"], theirs["mscale_all_dim"]):
+        raise cannot(theirs, "mscale", _SCALES)
+    return [theirs[name] for name in _YARN_ATTRIBUTES]
+
+
+def _latent_rope_arguments(numbers: list[float], fields: Fields) -> list[str]:
+    found = ["--rope-type", "yarn" if numbers else "rope"]
+    for attribute, value in zip(_YARN_ATTRIBUTES.values(), numbers, strict=False):
+        found += [f"--{attribute.replace('_', '-')}", str(value)]
+    return found
+
+
+def _latent_rope_written(config: Any, settings: ModelSettings, made: Fields) -> Fields:
+    if config.rope_type != "yarn":
+        return {"rope_type": "default"}
+    numbers = {name: getattr(config, ours) for name, ours in _YARN_ATTRIBUTES.items()}
+    return {**_YARN, "rope_type": "yarn", **numbers}
+
+
+def _scaled_the_same(config: Any) -> Needed:
+    if not config.multi_latent_attention:
+        return []
+    if config.rope_type == "yarn":
+        needed = [(getattr(config, n) == value, f"{n}={value}") for n, value in _YARN.items()]
+        return [*needed, (_same_scale(config.mscale, config.mscale_all_dim), _SCALES)]
+    # without YaRN too, this scales Megatron's softmax
+    return [(not config.mscale_all_dim, "no mscale_all_dim without YaRN")]
+
+
+def _same_scale(mscale: float, mscale_all_dim: float) -> bool:
+    """Whether both sides scale YaRN's cosines the same.
+
+    Both divide the scale of `mscale` by that of `mscale_all_dim`; where one of them is 0,
+    transformers takes the scale of 1 instead.
+    """
+    return bool(mscale and mscale_all_dim) or (mscale == 1 and not mscale_all_dim)
+
+
+LATENT_ROPE = Row(
+    "rope_type",
+    _latent_rope,
+    _latent_rope_written,
+    _latent_rope_arguments,
+    attributes=("rope_type", *_YARN_ATTRIBUTES.values()),
+    needs=_scaled_the_same,
+)
+
+# -- gpt-oss: how many tokens a layer with a window sees, and which layers have one; its activation
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _window_layers(theirs: Fields, done: Fields) -> list[int]:
+    """A 1 for each layer that has the window; by default every other one, from the first on."""
+    layers = done["num_hidden_layers"]
+    kinds = theirs.get("layer_types") or [_KINDS[1 - layer % 2] for layer in range(layers)]
+    if len(kinds) != layers or not {*kinds} <= {*_KINDS}:
+        raise cannot(theirs, "layer_types", f"one of {_KINDS} for each layer")
+    return [_KINDS.index(kind) for kind in kinds]
+
+
+def _layer_types(config: Any, settings: ModelSettings, made: Fields) -> Fields:
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    size, skipped = config.window_size, config.window_attn_skip_freq
+    numbers = range(1, config.num_layers + 1)
+    kinds = [_KINDS[is_layer_window_attention(size, skipped, number)] for number in numbers]
+    return {"layer_types": kinds}
+
+
+def _window_looks_back(config: Any) -> Needed:
+    left, right = config.window_size or (0, 1)
+    return [(left >= 0 and right == 0, "window_size=N,0")]
+
+
+def _is_quick_gelu(config: Any) -> Needed:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    return [(config.activation_func is quick_gelu, "quick_gelu (--quick-geglu)")]
+
+
+WINDOW = Row(
+    "sliding_window",
+    lambda theirs, done: _whole(theirs, "sliding_window"),
+    # Megatron counts the tokens in front of a token, transformers counts that token too
+    lambda config, settings, made: {"sliding_window": config.window_size[0] + 1},
+    lambda window, fields: ["--window-size", f"{window - 1},0"],
+    attributes=("window_size",),
+    needs=_window_looks_back,
+)
+WINDOW_LAYERS = Row(
+    "layer_types",
+    _window_layers,
+    _layer_types,
+    lambda layers, fields: ["--window-attn-skip-freq", str(layers).replace(" ", "")],
+    attributes=("window_attn_skip_freq",),
+)
+# x * sigmoid(alpha * x), with the alpha of Megatron's quick_gelu
+QUICK_GELU = fixed("swiglu_alpha", 1.702, attributes=("activation_func",), needs=_is_quick_gelu)
+
+
+def plain_heads(config: Any) -> Needed:
+    """Heads of hidden_size / num_attention_heads."""
+    heads = config.kv_channels * config.num_attention_heads
+    return [(heads == config.hidden_size, "heads of hidden_size / num_attention_heads")]
+
+
+def _whole(theirs: Fields, name: str) -> int:
+    """A field that must be a whole number from 1 on."""
+    if type(value := theirs.get(name)) is not int or value < 1:
+        raise ValueError(f"{name} must be a whole number from 1 on")
+    return value

@@ -1,0 +1,228 @@
+"""A model family as its rows in `table.py` describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.replay.words import quoted
+from megatron_r3.weights.families.field_rows import Fields, Needed, Row, shown
+from megatron_r3.weights.families.odd_rows import MOE_LAYERS
+from megatron_r3.weights.families.tensors import Tensors, mapped, table
+from megatron_r3.weights.family import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    Mapped,
+    ModelSettings,
+    follows_last_layer,
+)
+from megatron_r3.weights.known import (
+    BALANCING,
+    CONFIG_CHANGES_NOTHING,
+    ROPE,
+    defaults,
+    rope_of,
+    routes_itself,
+)
+
+# What all models here are, as fields of TransformerConfig where it is not the default of Megatron's
+# class
+PLAIN: Fields = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "multi_latent_attention": False,
+}
+# ... and as ModelSettings
+_PLAIN_SETTINGS: Fields = {
+    "tied": False,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_scaling": False,
+    "interpolation": None,
+}
+# Fields of TransformerConfig that the shapes of the tensors or MOE_LAYERS show, whatever the family
+SHOWN = ("num_query_groups", "kv_channels", "ffn_hidden_size", "moe_layer_freq")
+# how messages say that an option is off, where its name is not enough
+_OFF = {"tied": "untied embeddings", "interpolation": "no rotary_seq_len_interpolation_factor"}
+# fields of config.json that are read whatever the family
+_READ = ("model_type", "quantization_config", "rope_parameters", "rope_scaling", "rope_theta")
+_OUTSIDE = table(f"""
+{EMBEDDING}    model.embed_tokens.weight    same
+{FINAL_NORM}   model.norm.weight            same
+{HEAD}         lm_head.weight               same
+""")
+
+
+class OtherFamilyError(ValueError):
+    """A Megatron model is not of a family.
+
+    Args:
+        lacks: what it would need.
+    """
+
+    def __init__(self, model_type: str, lacks: Sequence[str]) -> None:
+        super().__init__(f"not a {model_type} model, which needs {', '.join(lacks)}")
+        self.lacks = lacks
+
+
+@dataclass(frozen=True)
+class TableFamily:
+    """The family (`megatron_r3.weights.family.Family`) of one entry in the table.
+
+    Attributes:
+        model_type, architecture: of config.json.
+        rows: the fields of config.json. Of two rows with one name the later one counts.
+        flags: Megatron's arguments of every such model; `{name}` is what a row has read.
+        config: fields of TransformerConfig, where PLAIN and Megatron's defaults are not right.
+        settings: ... of ModelSettings.
+        layer: the tensors of every layer but for the MLP; a dense layer's MLP; that with experts.
+        predicts: whether layers for prediction (MTP) may follow on the last layer.
+    """
+
+    model_type: str
+    architecture: str
+    rows: Sequence[Row]
+    flags: str
+    layer: Sequence[Tensors]
+    sparse: Sequence[Tensors]
+    dense: Sequence[Tensors] = ()
+    config: Fields = field(default_factory=dict)
+    settings: Fields = field(default_factory=dict)
+    predicts: bool = False
+
+    def __post_init__(self) -> None:
+        """Leave one row of each name."""
+        last = {row.name: number for number, row in enumerate(self.rows)}
+        rows = tuple(self.rows[number] for number in sorted(last.values()))
+        object.__setattr__(self, "rows", rows)
+
+    def attributes(self) -> set[str]:
+        """The fields of TransformerConfig or ModelSettings of which the rows know every value."""
+        return {name for row in self.rows for name in row.attributes}
+
+    def known_fields(self) -> set[str]:
+        """The fields that a config.json may have beside those of RoPE."""
+        rows = {name for row in self.rows for name in row.names or (row.name,)}
+        return {*rows, *CONFIG_CHANGES_NOTHING} - {*ROPE} | {*_READ, "partial_rotary_factor"}
+
+    def tensors(self, config: Any) -> list[Mapped]:
+        """See `Family`."""
+        found = [*mapped(_OUTSIDE, config)]
+        moe = moe_layer_indices(config)
+        for layer in range(config.num_layers):
+            rows = (*self.layer, *(self.sparse if layer in moe else self.dense))
+            found += mapped(rows, config, layer)
+        return found
+
+    def is_left_out(self, name: str, config: Any) -> bool:
+        """See `Family`."""
+        return self.predicts and follows_last_layer(name, config)
+
+    def check(self, config: Any, settings: ModelSettings) -> None:
+        """See `Family`.
+
+        Raises:
+            OtherFamilyError: it names everything that the model lacks.
+        """
+        wanted = {**defaults(type(config)), **PLAIN, **self.config}
+        del wanted[BALANCING]
+        needed: Needed = [
+            (config.num_moe_experts is not None, "num_moe_experts"),
+            (not routes_itself(getattr(config, BALANCING, "none")), f"{BALANCING}=none"),
+        ]
+        any_value = {*SHOWN, *self.attributes()}
+        for values, place in ((wanted, config), ({**_PLAIN_SETTINGS, **self.settings}, settings)):
+            for name, want in values.items():
+                have = getattr(place, name, None)  # a release that lacks the field has it off
+                holds = name in any_value or have == want or (have is None and not want)
+                value = getattr(want, "__name__", want)
+                needed.append((holds, f"{name}={value}" if want else _OFF.get(name, f"no {name}")))
+        needed += [each for row in self.rows for each in row.needs(config)]
+        if lacks := [name for holds, name in needed if not holds]:
+            raise OtherFamilyError(self.model_type, lacks)
+
+    def hf_config(self, config: Any, settings: ModelSettings) -> dict[str, Any]:
+        """See `Family`."""
+        fields: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "dtype": "bfloat16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        }
+        for row in self.rows:
+            fields |= row.write(config, settings, fields)
+        rope = {name: fields.pop(name) for name in ROPE if name in fields}
+        return {**fields, "rope_parameters": rope}
+
+    def arguments(self, hf_config: Fields) -> list[str]:
+        """Megatron's arguments for the model that a config.json describes.
+
+        Raises:
+            ValueError: naming a field that is missing, or whose value Megatron cannot do.
+        """
+        fields = self.described(hf_config)
+        found = [word for row in self.rows for word in row.arguments(fields[row.name], fields)]
+        return [*found, *self.flags.format_map({n: shown(v) for n, v in fields.items()}).split()]
+
+    def described(self, hf_config: Fields) -> dict[str, Any]:
+        """What the rows read of a config.json, by their names.
+
+        Two config.json describe the same model if this is equal, but for `max_position_embeddings`.
+
+        Raises:
+            ValueError: naming a field that is missing, or whose value Megatron cannot do.
+        """
+        if (named := hf_config.get("model_type")) != self.model_type:
+            raise ValueError(f"model_type is {quoted(named)}; expected {self.model_type}")
+        if hf_config.get("quantization_config"):
+            raise ValueError(
+                "it has quantization_config; only weights in 16 or 32 bits can be moved: take a "
+                "directory of the model without it"
+            )
+        rope = rope_of(hf_config)
+        self._refuse_unknown(hf_config, rope)
+        theirs = {"rope_type": "default", **hf_config, **rope}
+        fields: dict[str, Any] = {}
+        for row in self.rows:
+            fields[row.name] = row.read(theirs, fields)
+        return fields
+
+    def compare(self, hf_config: Fields, config: Any, settings: ModelSettings) -> None:
+        """See `Family`."""
+        theirs = self.described(hf_config)
+        made = self.hf_config(config, settings)
+        if settings.vocab_size is None:
+            made["vocab_size"] = theirs["vocab_size"]
+        ours = self.described(made)
+        skipped = {"max_position_embeddings"}  # RoPE has no table that ends there
+        if self.dense and len(theirs[MOE_LAYERS]) == theirs["num_hidden_layers"]:
+            skipped.add("intermediate_size")  # of no layer
+        for name in theirs:
+            if name not in skipped and theirs[name] != ours[name]:
+                raise ValueError(
+                    f"{name} is {quoted(theirs[name])}; Megatron's arguments make it "
+                    f"{quoted(ours[name])}: other model arguments"
+                )
+
+    def _refuse_unknown(self, hf_config: Fields, rope: Mapping[str, Any]) -> None:
+        """Refuse a field of which nobody has looked at what it changes.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        for fields, known in ((hf_config, self.known_fields()), (rope, {*ROPE})):
+            for name, value in fields.items():
+                if value is not None and name not in known:
+                    raise ValueError(
+                        f"{name} is {quoted(value)}, and nobody here has looked at what it does to "
+                        f"a {self.model_type} model: take it out if it does nothing"
+                    )

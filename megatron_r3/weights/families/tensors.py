@@ -1,0 +1,165 @@
+"""From rows of a table to whole tensors: how transformers' tensors are made of Megatron's.
+
+Each rule is two functions, one the inverse of the other; they move values and never change them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_r3.weights.family import Mapped
+from megatron_r3.weights.pieces import Place
+
+# transformers keeps it in float32, whatever the other weights have
+FLOAT32 = {"mlp.router.expert_bias": torch.float32}
+# with Megatron's TransformerConfig first
+Change = Callable[[Any, list[Tensor]], list[Tensor]]
+
+
+class Rule(NamedTuple):
+    """How the tensors of one row become each other.
+
+    Attributes:
+        to_hf, to_megatron: the inverse of each other; the results may share memory.
+        all_experts: whether one tensor of transformers holds all experts of a layer.
+    """
+
+    to_hf: Change
+    to_megatron: Change
+    all_experts: bool = False
+
+
+class Tensors(NamedTuple):
+    """A row of a table: a tensor of Megatron, and the tensors of transformers with its values.
+
+    Attributes:
+        ours, theirs: the names; those of a layer's tensors without its number.
+        when: a field of TransformerConfig; the tensor is there if the field is set.
+        unless: the same, and the tensor is there if it is not set.
+    """
+
+    ours: str
+    theirs: str
+    rule: Rule
+    when: str = ""
+    unless: str = ""
+
+
+def table(text: str) -> tuple[Tensors, ...]:
+    """The rows of a text: Megatron's name, transformers', a rule of RULES, and what it depends on.
+
+    Example: `mlp.linear_fc1.weight mlp.{gate,up}_proj.weight halves` is of each layer one tensor of
+    Megatron, decoder.layers.3.mlp.linear_fc1.weight, and two of transformers:
+    model.layers.3.mlp.gate_proj.weight with the first half of its rows, ...up_proj.weight with the
+    second one. Braces are as in a shell; a `*` is the number of an expert; a last word `if=FIELD`
+    or `unless=FIELD` says when the tensor is there.
+    """
+    rows = []
+    for line in text.strip().splitlines():
+        ours, theirs, rule, *more = line.split()
+        options = dict(word.replace("if=", "when=").split("=") for word in more)
+        rows.append(Tensors(ours, theirs, RULES[rule], **options))
+    return tuple(rows)
+
+
+def mapped(rows: Iterable[Tensors], config: Any, layer: int | None = None) -> Iterator[Mapped]:
+    """The tensors of one layer, or those outside of the layers.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        layer: its index from 0.
+    """
+    ours, theirs = ("", "") if layer is None else ("decoder.layers.", f"model.layers.{layer}.")
+    for row in rows:
+        depends = row.when or row.unless
+        if depends and bool(getattr(config, depends)) != bool(row.when):
+            continue
+        names = _names(theirs + row.theirs)
+        is_expert = row.rule.all_experts or "*" in row.theirs
+        experts = range(config.num_moe_experts) if is_expert else [None]
+        places = [Place(ours + row.ours, layer, expert) for expert in experts]
+        for group in [places] if row.rule.all_experts else [[place] for place in places]:
+            yield Mapped(
+                tuple(group),
+                tuple(name.replace("*", str(group[0].expert)) for name in names),
+                partial(row.rule.to_hf, config),
+                partial(row.rule.to_megatron, config),
+                FLOAT32.get(row.ours),
+            )
+
+
+def _names(pattern: str) -> tuple[str, ...]:
+    """Of `x.{gate,up}.weight`: x.gate.weight and x.up.weight."""
+    first, *rest = re.split(r"\{(.*)\}", pattern)
+    return tuple(first + word + rest[1] for word in rest[0].split(",")) if rest else (first,)
+
+
+def _as_it_is(config: Any, tensors: list[Tensor]) -> list[Tensor]:
+    return tensors
+
+
+def _apart(config: Any, whole: list[Tensor]) -> list[Tensor]:
+    return list(whole[0].chunk(2))
+
+
+def _joined(config: Any, parts: list[Tensor]) -> list[Tensor]:
+    return [torch.cat(parts)]
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Query groups, queries in each of them, and the size of a head."""
+    groups = config.num_query_groups
+    return groups, config.num_attention_heads // groups, config.kv_channels
+
+
+def _by_kind(config: Any, whole: list[Tensor]) -> list[Tensor]:
+    """Queries, keys and values of `linear_qkv`, its weight or its bias.
+
+    Example with 4 heads in 2 query groups: Megatron's rows are, head by head,
+    q0 q1 k0 v0 q2 q3 k1 v1 (each group's queries, then its key and its value); transformers has the
+    three tensors q0 q1 q2 q3, k0 k1 and v0 v1.
+    """
+    groups, queries, head = _heads(config)
+    row = whole[0].shape[1:]
+    by_group = whole[0].reshape(groups, queries + 2, head, *row)
+    return [part.reshape(-1, *row) for part in by_group.split([queries, 1, 1], dim=1)]
+
+
+def _by_group(config: Any, parts: list[Tensor]) -> list[Tensor]:
+    groups, _, head = _heads(config)
+    row = parts[0].shape[1:]
+    by_group = [part.reshape(groups, -1, head, *row) for part in parts]
+    return [torch.cat(by_group, dim=1).reshape(-1, *row)]
+
+
+def _stacked(config: Any, experts: list[Tensor]) -> list[Tensor]:
+    """All experts in one tensor: rows and columns of a weight change their places."""
+    return [torch.stack(experts).transpose(1, -1)]
+
+
+def _unstacked(config: Any, stacked: list[Tensor]) -> list[Tensor]:
+    return [expert.t() for expert in stacked[0]]
+
+
+def _taking_turns(config: Any, experts: list[Tensor]) -> list[Tensor]:
+    """As `_stacked`; and Megatron's rows g0 g1 u0 u1 (gate, then up) become g0 u0 g1 u1."""
+    return _stacked(config, [torch.stack(e.chunk(2), dim=1).flatten(0, 1) for e in experts])
+
+
+def _one_after_another(config: Any, stacked: list[Tensor]) -> list[Tensor]:
+    return [torch.cat([rows[0::2], rows[1::2]]) for rows in _unstacked(config, stacked)]
+
+
+RULES = {
+    "same": Rule(_as_it_is, _as_it_is),
+    "halves": Rule(_apart, _joined),
+    "qkv": Rule(_by_kind, _by_group),
+    "stacked": Rule(_stacked, _unstacked, all_experts=True),
+    "stacked-in-turns": Rule(_taking_turns, _one_after_another, all_experts=True),
+}
