@@ -23,12 +23,12 @@ from megatron_r3.replay.layers import unwrapped
 from megatron_r3.replay.words import one_line, quoted
 from megatron_r3.weights import bridge_mbridge, bridge_megatron_bridge
 from megatron_r3.weights.all_ranks import everyones, my_rank, together
-from megatron_r3.weights.bridge_checks import rope_of
 from megatron_r3.weights.bridge_family import BridgeFamily, Translator, shapes_of
 from megatron_r3.weights.directory import CONFIG, read_config
 from megatron_r3.weights.families import FAMILIES, REFUSED, family_named
 from megatron_r3.weights.family import Family, check_described, settings_of
 from megatron_r3.weights.gather import plan_of
+from megatron_r3.weights.known import rope_of
 from megatron_r3.weights.pieces import pieces_of
 
 OPTION, VARIABLE = "--hf-bridge", "MEGATRON_R3_HF_BRIDGE"
@@ -196,6 +196,6 @@ def _hf_config(directory: Path) -> Any:
             f"{one_line(str(error))}"
         ) from error
     # transformers 5 has the base in rope_parameters; the bridges read the name of transformers 4
-    if not hasattr(config, "rope_theta") and "rope_theta" in rope_of(config):
-        config.rope_theta = rope_of(config)["rope_theta"]
+    if not hasattr(config, "rope_theta") and "rope_theta" in (rope := rope_of(vars(config))):
+        config.rope_theta = rope["rope_theta"]
     return config

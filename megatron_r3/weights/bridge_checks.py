@@ -11,7 +11,7 @@ from typing import Any
 from megatron_r3.replay.layers import moe_layer_indices
 from megatron_r3.replay.words import quoted
 from megatron_r3.weights.family import ModelSettings
-from megatron_r3.weights.known import BALANCING, defaults, routes_itself
+from megatron_r3.weights.known import BALANCING, defaults, rope_of, routes_itself
 
 # Fields of TransformerConfig that change what a model computes, and that a bridge gives. Those that
 # neither these lists nor _COMPARED name must be off.
@@ -88,7 +88,7 @@ def _expected(hf_config: Any, config: Any, settings: ModelSettings) -> dict[str,
         expected["num_experts_per_tok"] = config.moe_router_topk
         if config.moe_router_score_function == "softmax":
             expected["norm_topk_prob"] = not config.moe_router_pre_softmax
-    turned = rope_of(hf_config).get("partial_rotary_factor", _ABSENT)
+    turned = rope_of(vars(hf_config)).get("partial_rotary_factor", _ABSENT)
     turned = getattr(hf_config, "partial_rotary_factor", 1.0) if turned is _ABSENT else turned
     if settings.rotary_percent != (1.0 if turned is None else turned):
         raise _other(f"partial_rotary_factor is {quoted(turned)}", str(settings.rotary_percent))
@@ -98,18 +98,9 @@ def _expected(hf_config: Any, config: Any, settings: ModelSettings) -> dict[str,
     return expected
 
 
-def rope_of(hf_config: Any) -> dict[str, Any]:
-    """How RoPE is turned, by either release of transformers; empty where config.json is silent."""
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(found := getattr(hf_config, name, None), dict):
-            return found
-    return {}
-
-
 def _refuse_unknown(hf_config: Any, title: str) -> None:
     """Refuse what changes a model and is compared by no field."""
-    rope = rope_of(hf_config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope_of(vars(hf_config)).get("rope_type", "default")
     kinds = {*(getattr(hf_config, "layer_types", None) or ())} - {"full_attention"}
     for name, value, can in (
         ("quantization_config", getattr(hf_config, "quantization_config", None) or None, None),

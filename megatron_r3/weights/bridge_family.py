@@ -25,13 +25,12 @@ from megatron_r3.replay.words import one_line
 from megatron_r3.weights.bridge_checks import compare_models
 from megatron_r3.weights.directory import Reading
 from megatron_r3.weights.families import FAMILIES
+from megatron_r3.weights.families.tensors import own_dtype
 from megatron_r3.weights.family import VOCABULARY, Mapped, ModelSettings, follows_last_layer
 from megatron_r3.weights.pieces import NORMS, Place
 
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]
-# transformers keeps it in float32, whatever the other weights have (families/parts.py)
-_FLOAT32 = "mlp.router.expert_bias"
 
 
 class Translator(Protocol):
@@ -167,8 +166,7 @@ class BridgeFamily:
             self._refuse_changed(place, parts, self._to_hf(name, names, whole))
             return [whole]
 
-        dtype = torch.float32 if place.key.endswith(_FLOAT32) else None
-        return Mapped((place,), names, to_hf, to_megatron, dtype)
+        return Mapped((place,), names, to_hf, to_megatron, own_dtype(place))
 
     def _to_hf(self, name: str, names: tuple[str, ...], whole: Tensor) -> list[Tensor]:
         parts = self._asked(name, lambda: self._translator.to_hf(name, whole))

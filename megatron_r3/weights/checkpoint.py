@@ -26,6 +26,7 @@ from megatron_r3.train.launch import built_from
 from megatron_r3.weights.all_ranks import everyones, my_rank, together
 from megatron_r3.weights.family import VOCABULARY
 from megatron_r3.weights.known import differing
+from megatron_r3.weights.pieces import sharded_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -141,7 +142,7 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
         theirs = {k: tuple(t.global_shape) for k, t in saved.items() if _is_weight(k)}
         # one chunk is `model`, several are `model0`, `model1`, ...
         chunks = [value for key, value in state.items() if key.startswith("model")]
-        mine = {key: shape for key, shape in _sharded(chunks) if _is_weight(key)}
+        mine = {t.key: tuple(t.global_shape) for t in sharded_tensors(chunks) if _is_weight(t.key)}
         ours = {key: shape for of_rank in everyones(mine) for key, shape in of_rank.items()}
         _compare(ours, theirs, args.vocab_size)
         return dist_load(state, directory, *rest, **more)
@@ -182,19 +183,6 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
 def _is_weight(key: str) -> bool:
     first, last = key.partition(".")[0], key.rpartition(".")[2]
     return first in _WEIGHTS and not last.startswith("_extra_state")
-
-
-def _sharded(state: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The key and the whole shape of every tensor in a sharded state dict."""
-    if isinstance(state, Mapping):
-        state = list(state.values())
-    if isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _sharded(value)
-    elif hasattr(state, "build"):  # a ShardedTensorFactory: gate and up, one tensor in Megatron
-        yield from _sharded(state.build())
-    elif hasattr(state, "global_shape") and hasattr(state, "dtype"):  # a ShardedTensor
-        yield state.key, tuple(state.global_shape)
 
 
 def _compare(ours: Shapes, theirs: Shapes, vocab_size: int | None = None) -> None:

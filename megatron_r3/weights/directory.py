@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_r3.data.untrusted import read_json
@@ -29,7 +27,7 @@ _BESIDE_WEIGHTS = (
 )
 
 
-class Reading:
+class Reading(ExitStack):
     """The tensors of a transformers directory, each read when it is asked for.
 
     Use it as a context manager. With an index (several files) the files are those that the index
@@ -41,17 +39,23 @@ class Reading:
     """
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.directory = directory
-        self._files: list[Any] = []
         self._of: dict[str, Any] = {}  # the open file of each tensor
-        try:
+        with ExitStack() as opened:  # a file that is refused leaves none open
             for path in _files_of(directory):
-                self._add(path)
-        except BaseException:
-            self.close()
-            raise
-        if not self._of:
-            raise ValueError(f"{directory}: no tensors in its *.safetensors")
+                try:
+                    file = opened.enter_context(safe_open(path, framework="pt"))
+                except (SafetensorError, OSError) as error:
+                    raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+                if twice := self._of.keys() & {*file.keys()}:
+                    raise ValueError(
+                        f"{path}: the tensor {min(twice)} is in another file too; remove one"
+                    )
+                self._of |= dict.fromkeys(file.keys(), file)
+            if not self._of:
+                raise ValueError(f"{directory}: no tensors in its *.safetensors")
+            self.push(opened.pop_all())
 
     @property
     def names(self) -> set[str]:
@@ -74,34 +78,6 @@ class Reading:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, which is not read for that."""
         return tuple(self._of[name].get_slice(name).get_shape())
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files:
-            file.__exit__(None, None, None)
-        self._files = []
-
-    def __enter__(self) -> Reading:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _add(self, path: Path) -> None:
-        try:
-            file = safe_open(path, framework="pt").__enter__()
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
-        self._files.append(file)
-        for name in file.keys():  # noqa: SIM118
-            if name in self._of:
-                raise ValueError(f"{path}: the tensor {name} is in another file too; remove one")
-            self._of[name] = file
 
 
 def _files_of(directory: Path) -> list[Path]:
@@ -214,19 +190,6 @@ def appearing(directory: Path) -> Iterator[Path]:
         if my_rank() == 0:
             shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Write a safetensors file, with the same bytes for the same tensors.
-
-    Args:
-        tensors: on the host and contiguous; none overlaps another.
-
-    Returns:
-        How many bytes the tensors have, which is less than the file has.
-    """
-    save_file(dict(tensors), file, {"format": "pt"})
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def write_json(file: Path, value: object) -> None:

@@ -96,7 +96,7 @@ def pieces_of(models: Sequence[torch.nn.Module]) -> list[Piece]:
 def _of_chunk(model: torch.nn.Module) -> Iterator[Piece]:
     _refuse_fsdp(model)
     chunk: Any = unwrapped(model)
-    for sharded in _sharded_tensors(chunk.sharded_state_dict()):
+    for sharded in sharded_tensors(chunk.sharded_state_dict()):
         yield _piece(sharded)
 
 
@@ -111,7 +111,7 @@ def _refuse_fsdp(model: Any) -> None:
         model = getattr(model, "module", None)
 
 
-def _sharded_tensors(state: Any) -> Iterator[Any]:
+def sharded_tensors(state: Any) -> Iterator[Any]:
     """Megatron's ShardedTensors in a sharded state dict.
 
     Its other objects are Transformer Engine's extra states, which are no weights.
@@ -120,9 +120,9 @@ def _sharded_tensors(state: Any) -> Iterator[Any]:
         state = list(state.values())
     if isinstance(state, (list, tuple)):
         for value in state:
-            yield from _sharded_tensors(value)
+            yield from sharded_tensors(value)
     elif hasattr(state, "build"):  # a ShardedTensorFactory: gate and up, one tensor in Megatron
-        yield from _sharded_tensors(state.build())
+        yield from sharded_tensors(state.build())
     elif hasattr(state, "local_shape"):
         yield state
 

@@ -6,12 +6,14 @@ in every layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_r3.data.digest import file_digest
@@ -27,7 +29,6 @@ from megatron_r3.weights.directory import (
     copy_beside_weights,
     read_config,
     write_json,
-    write_tensors,
     writing,
 )
 from megatron_r3.weights.families import family_named, family_of
@@ -100,50 +101,65 @@ def write_policy(
         ValueError: `directory` is in use or cannot be written, a weight is not finite, `like`
             describes another model, or the model cannot be moved. The same on every rank.
     """
-
-    def prepare() -> tuple[_Model, dict[str, Any]]:
-        if my_rank() == 0:
-            check_target(directory)
-        if vocab_size is None:
-            raise ValueError("the vocabulary without padding (--vocab-size) must be known")
-        theirs = None if like is None else read_config(like)
-        chosen = family
-        if chosen is None and theirs is not None:
-            chosen = family_named(theirs.get("model_type"), like)
-        model = _model(models, chosen, vocab_size)
-        if like is not None and theirs is not None:
-            check_described(model.family, theirs, model.config, model.settings, like / CONFIG)
-            return model, {}
-        described = model.family.hf_config(model.config, model.settings)
-        described["dtype"] = str(dtype).removeprefix("torch.")
-        return model, described
-
     _finish_updates(models)
-    model, described = together(prepare)
+    model, described = together(
+        lambda: _model_to_write(models, directory, family, like, dtype, vocab_size)
+    )
     plan = _checked_plan(model)
     with appearing(directory) as folder:
         written = _write_files(model, plan, folder, directory, dtype)
-
-        def rest() -> None:
-            with writing(directory):
-                of_tensor = {name: file.name for file in written for name in file.names}
-                index = {
-                    "metadata": {"total_size": sum(file.size for file in written)},
-                    "weight_map": dict(sorted(of_tensor.items())),
-                }
-                write_json(folder / INDEX, index)
-                if like is not None:
-                    copy_beside_weights(like, folder)
-                else:
-                    write_json(folder / CONFIG, described)
-                if finish is not None:
-                    digests = {file.name: file.sha256 for file in written}
-                    others = (path for path in folder.iterdir() if path.name not in digests)
-                    digests |= {path.name: file_digest(path) for path in others}
-                    finish(folder, dict(sorted(digests.items())))
-
-        on_first_rank(rest)
+        on_first_rank(lambda: _write_rest(written, folder, directory, described, like, finish))
     return sum(file.size for file in written)
+
+
+def _model_to_write(
+    models: Sequence[torch.nn.Module],
+    directory: Path,
+    family: Family | None,
+    like: Path | None,
+    dtype: torch.dtype,
+    vocab_size: int | None,
+) -> tuple[_Model, dict[str, Any]]:
+    """The model, and its config.json if `like` has none; see `write_policy` for the arguments."""
+    if my_rank() == 0:
+        check_target(directory)
+    if vocab_size is None:
+        raise ValueError("the vocabulary without padding (--vocab-size) must be known")
+    if like is None:
+        model = _model(models, family, vocab_size)
+        described = model.family.hf_config(model.config, model.settings)
+        return model, {**described, "dtype": str(dtype).removeprefix("torch.")}
+    theirs = read_config(like)
+    chosen = family or family_named(theirs.get("model_type"), like)
+    model = _model(models, chosen, vocab_size)
+    check_described(chosen, theirs, model.config, model.settings, like / CONFIG)
+    return model, {}
+
+
+def _write_rest(
+    written: Sequence[_File],
+    folder: Path,
+    directory: Path,
+    described: dict[str, Any],
+    like: Path | None,
+    finish: Finish | None,
+) -> None:
+    """Write what is no weights, on the first rank; see `write_policy` for the arguments."""
+    with writing(directory):
+        of_tensor = {name: file.name for file in written for name in file.names}
+        size = {"total_size": sum(file.size for file in written)}
+        write_json(
+            folder / INDEX, {"metadata": size, "weight_map": dict(sorted(of_tensor.items()))}
+        )
+        if like is not None:
+            copy_beside_weights(like, folder)
+        else:
+            write_json(folder / CONFIG, described)
+        if finish is not None:
+            digests = {file.name: file.sha256 for file in written}
+            others = (path for path in folder.iterdir() if path.name not in digests)
+            digests |= {path.name: file_digest(path) for path in others}
+            finish(folder, dict(sorted(digests.items())))
 
 
 def read_policy(
@@ -168,21 +184,29 @@ def read_policy(
         ValueError: a tensor is missing, has another shape or dtype or is not finite, or config.json
             describes another model. The same on every rank; the model is then unchanged.
     """
-
-    def prepare() -> _Model:
-        theirs = read_config(directory)
-        where = directory / CONFIG
-        chosen = family or family_named(theirs.get("model_type"), where)
-        model = _model(models, chosen, vocab_size or _vocab_size(theirs, where))
-        check_described(chosen, theirs, model.config, model.settings, where)
-        return model
-
-    model = together(prepare)
+    model = together(lambda: _model_to_read(models, directory, family, vocab_size))
     _checked_plan(model)
     with together(lambda: Reading(directory)) as reading:
         together(lambda: _check_names(model, reading))
         together(lambda: _load(model, reading, into_model=False))
         together(lambda: _load(model, reading, into_model=True))
+
+
+def _model_to_read(
+    models: Sequence[torch.nn.Module],
+    directory: Path,
+    family: Family | None,
+    vocab_size: int | None,
+) -> _Model:
+    """The model, if it is the one of `directory`; see `read_policy` for the arguments."""
+    theirs, where = read_config(directory), directory / CONFIG
+    chosen = family or family_named(theirs.get("model_type"), where)
+    size = vocab_size or theirs.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{where}: vocab_size is {quoted(size)}; expected a number of tokens")
+    model = _model(models, chosen, size)
+    check_described(chosen, theirs, model.config, model.settings, where)
+    return model
 
 
 def _model(
@@ -212,13 +236,6 @@ def _finish_updates(models: Sequence[Any]) -> None:
                 model.start_param_sync(force_sync=True)
 
 
-def _vocab_size(config: dict[str, Any], file: Path) -> int:
-    size = config.get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"{file}: vocab_size is {quoted(size)}; expected a number of tokens")
-    return size
-
-
 def _checked_plan(model: _Model) -> Plan:
     """Which rank has what, once the model has exactly the tensors that the family maps."""
     plan = plan_of(model.pieces)
@@ -239,19 +256,12 @@ def _checked_plan(model: _Model) -> Plan:
 
 def _files(mapped: Sequence[Mapped]) -> list[list[Mapped]]:
     """The tensors of each file: the embedding, then each layer, then the rest."""
-
-    def number(entry: Mapped) -> tuple[int, str, int]:
-        first = entry.places[0]
-        if first == EMBEDDING:
-            return (0, "", 0)
-        if first.layer is None:
-            return (2, "", 0)
-        return (1, first.key.partition(".")[0], first.layer)  # "decoder" before "mtp"
-
-    files: dict[tuple[int, str, int], list[Mapped]] = {}
+    files: dict[float, list[Mapped]] = {}
     for entry in mapped:
-        files.setdefault(number(entry), []).append(entry)
-    return [files[key] for key in sorted(files)]
+        first = entry.places[0]
+        outside = -1 if first == EMBEDDING else math.inf
+        files.setdefault(outside if first.layer is None else first.layer, []).append(entry)
+    return [files[number] for number in sorted(files)]
 
 
 def _write_files(
@@ -299,7 +309,9 @@ def _write_file(
             tensor = tensor.contiguous()
             _refuse_non_finite(name, tensor, f"the model in {str(tensor.dtype)[6:]}")
             tensors[name] = tensor
-    return _File(file.name, list(tensors), write_tensors(file, tensors), file_digest(file))
+    save_file(tensors, file, {"format": "pt"})  # the same bytes for the same tensors
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return _File(file.name, list(tensors), size, file_digest(file))
 
 
 def _refuse_non_finite(name: str, tensor: Tensor, where: object) -> None:

@@ -16,8 +16,6 @@ from torch import Tensor
 from megatron_r3.weights.family import Mapped
 from megatron_r3.weights.pieces import Place
 
-# transformers keeps it in float32, whatever the other weights have
-FLOAT32 = {"mlp.router.expert_bias": torch.float32}
 # with Megatron's TransformerConfig first
 Change = Callable[[Any, list[Tensor]], list[Tensor]]
 
@@ -90,8 +88,13 @@ def mapped(rows: Iterable[Tensors], config: Any, layer: int | None = None) -> It
                 tuple(name.replace("*", str(group[0].expert)) for name in names),
                 partial(row.rule.to_hf, config),
                 partial(row.rule.to_megatron, config),
-                FLOAT32.get(row.ours),
+                own_dtype(group[0]),
             )
+
+
+def own_dtype(place: Place) -> torch.dtype | None:
+    """The dtype that transformers keeps whatever the other weights have; None: it is as theirs."""
+    return torch.float32 if place.key.endswith("mlp.router.expert_bias") else None
 
 
 def _names(pattern: str) -> tuple[str, ...]:
