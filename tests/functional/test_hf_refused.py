@@ -335,14 +335,18 @@ def _with(name: str, value: Any) -> Any:
     return change
 
 
+TENSOR = "model.norm.weight"
 LAST = "model-00006-of-00006.safetensors"  # with the last norm and the head
 
 
 def _tensor(change: Any) -> Any:
+    """The last norm becomes the tensors that `change` makes of it."""
+
     def on_file(folder: Path) -> None:
         tensors = load_file(folder / LAST)
-        tensors["model.norm.weight"] = change(tensors["model.norm.weight"])
-        save_file(tensors, folder / LAST)
+        made = change(tensors.pop(TENSOR))
+        save_file({**tensors, **made}, folder / LAST)
+        (folder / "model.safetensors.index.json").unlink()  # it names the tensors too
 
     return on_file
 
@@ -365,8 +369,11 @@ IMPORTS = {
     "heads": (_with("num_key_value_heads", 99), ("num_key_value_heads is 99",)),
     "vocabulary": (_with("vocab_size", 250), ("vocab_size is 250",)),
     "rope": (_with("rope_parameters", {"rope_theta": 5e5}), ("rope_theta is 500000.0",)),
-    "nan": (_tensor(lambda t: t * torch.nan), ("values of model.norm.weight are not finite",)),
-    "int": (_tensor(lambda t: t.to(torch.int8)), ("model.norm.weight is torch.int8",)),
+    "nan": (_tensor(lambda t: {TENSOR: t * torch.nan}), (f"values of {TENSOR} are not finite",)),
+    "int": (_tensor(lambda t: {TENSOR: t.to(torch.int8)}), (f"{TENSOR} is torch.int8",)),
+    "missing": (_tensor(lambda t: {}), (f"no tensor {TENSOR} (of Megatron's decoder.final_",)),
+    "unknown": (_tensor(lambda t: {TENSOR: t, "x": t}), ("the model has no place for ['x']",)),
+    "shape": (_tensor(lambda t: {TENSOR: t[1:]}), (f"['{TENSOR}'] make (127,)", "is (128,)")),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from once import Once
 from slow import slow_except
-from training import Policy, differences, import_weights, train
+from training import Policy, differences, export, train
 
 from demo import task
 from demo.model import arguments
@@ -43,7 +43,7 @@ def cut(patched: TreeWorker, policy: Policy, once: Once) -> Policy:
         in_float32(policy.hf, folder / "hf")
         save = ["--save", str(folder / "checkpoint"), "--save-interval", "1"]
         argv = arguments(["--micro-batch-size", "1", *save], ["--hf-import", str(folder / "hf")])
-        patched.run(import_weights, 1, argv, timeout_s=120)
+        patched.run(export, 1, argv, timeout_s=120)
         task.write_prompts(folder / "prompts.jsonl", 8, 10_000_000)
         argv = ["rollouts", "collect", "--engine", "transformers", "--model", str(folder / "hf")]
         argv += ["--prompts", str(folder / "prompts.jsonl"), "--out", str(folder / "store")]

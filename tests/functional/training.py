@@ -118,14 +118,6 @@ def export(rank: int, argv: list[str]) -> None:
     hf.main()
 
 
-def import_weights(rank: int, argv: list[str]) -> None:
-    """megatron_r3/weights/hf.py."""
-    from megatron_r3.weights import hf
-
-    sys.argv = ["hf.py", *argv]
-    hf.main()
-
-
 def trained_with(rank: int, checkpoint: Path, name: str, value: Any) -> None:
     """Make a checkpoint in one file say that it was trained with another argument."""
     (file,) = checkpoint.glob("iter_*/*/*.pt")

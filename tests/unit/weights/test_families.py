@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -165,32 +166,33 @@ def test_a_field_of_one_family(family: str, fields: dict[str, Any], words: str) 
         arguments(family, **fields)
 
 
-# What config.json of real models has beside the fields that the tests above change.
-EVERYWHERE = """
-architectures attention_bias attention_dropout bos_token_id eos_token_id head_dim hidden_act
-initializer_range max_position_embeddings rope_scaling tie_word_embeddings torch_dtype
-transformers_version use_cache output_router_logits router_aux_loss_coef
-"""
-QWEN = "mlp_only_layers decoder_sparse_step norm_topk_prob max_window_layers sliding_window"
-SIGMOIDS = "norm_topk_prob num_nextn_predict_layers pad_token_id"
-REAL = {
-    "qwen3_moe": f"{QWEN} use_sliding_window",
-    "qwen2_moe": f"{QWEN} use_sliding_window shared_expert_intermediate_size",
-    "mixtral": "sliding_window",
-    "deepseek_v3": f"{SIGMOIDS} auto_map ep_size aux_loss_alpha seq_aux moe_layer_freq "
-    "pretraining_tp scoring_func topk_method quantization_config",
-    "glm4_moe": f"{SIGMOIDS} partial_rotary_factor use_qk_norm",
-    "gpt_oss": "experts_per_token initial_context_length layer_types swiglu_limit pad_token_id "
-    "quantization_config",
-}
+# What config.json of real models has beside the fields of transformers 5.
+REAL = dict.fromkeys(FAMILIES, "rope_theta rope_scaling torch_dtype quantization_config")
+REAL["deepseek_v3"] += " auto_map ep_size aux_loss_alpha seq_aux moe_layer_freq pretraining_tp"
+REAL["deepseek_v3"] += " scoring_func topk_method num_nextn_predict_layers"
+REAL["gpt_oss"] += " experts_per_token initial_context_length"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_fields_of_real_models_are_known(family: str) -> None:
+def test_the_fields_of_transformers_and_of_real_models_are_known(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.AutoConfig.for_model(family)
+    fields = {*kind.to_dict(), *(field.name for field in dataclasses.fields(kind))}
+    assert len(fields) > 30
     known = FAMILIES[family].known_fields()
-    fields = {*EVERYWHERE.split(), *REAL[family].split(), *config(family)}
-    assert not fields - known
+    assert not {*fields, *REAL[family].split(), *config(family)} - known
     assert "made_up" not in known
+
+
+def test_a_family_near_another_is_an_entry_of_the_table() -> None:
+    """Kimi-K2 is a DeepSeek-V3 by another name."""
+    kimi = dataclasses.replace(FAMILIES["deepseek_v3"], model_type="kimi_k2")
+    fields = {**config("deepseek_v3", n_group=4), "model_type": "kimi_k2"}
+    assert kimi.arguments(fields) == FAMILIES["deepseek_v3"].arguments(
+        config("deepseek_v3", n_group=4)
+    )
+    with pytest.raises(ValueError, match="of a kimi_k2 model Megatron can do only True"):
+        kimi.arguments({**fields, "rope_interleave": False})
 
 
 def test_what_changes_nothing_is_taken() -> None:
