@@ -5,7 +5,7 @@ Without process groups there is one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -82,29 +82,17 @@ def on_first_rank(step: Callable[[], None]) -> None:
     together(lambda: step() if my_rank() == 0 else None)
 
 
-def send(tensors: Sequence[Tensor], to: int) -> None:
-    """Send tensors to a rank in one message; `receive` takes it there.
-
-    Args:
-        tensors: of any dtypes and devices; both ranks know their shapes.
-    """
+def send(tensor: Tensor, to: int) -> None:
+    """Send a tensor of any dtype and device to a rank; `receive` takes it there."""
     # NCCL moves tensors of its GPU only, and gloo those of the host only.
-    parts = [tensor.to(_device()).contiguous().flatten().view(torch.uint8) for tensor in tensors]
-    dist.send(torch.cat(parts), to)
+    dist.send(tensor.to(_device()).contiguous().flatten().view(torch.uint8), to)
 
 
-def receive(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], sender: int) -> Iterator[Tensor]:
-    """The tensors that a rank sent, on the host, one by one.
-
-    Args:
-        shapes: shape and dtype of each tensor, in the order of `send`.
-    """
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
-    message = torch.empty(sum(sizes), dtype=torch.uint8, device=_device())
-    dist.recv(message, sender)
-    for part, (shape, dtype) in zip(message.cpu().split(sizes), shapes, strict=True):
-        # A clone begins at byte 0; torch refuses to view bytes from an odd one as another dtype.
-        yield part.clone().view(dtype).view(shape)
+def receive(shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> Tensor:
+    """The tensor that a rank sent, on the host."""
+    tensor = torch.empty(shape, dtype=dtype, device=_device())
+    dist.recv(tensor.flatten().view(torch.uint8), sender)
+    return tensor.cpu()
 
 
 def _device() -> torch.device:

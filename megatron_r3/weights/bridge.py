@@ -29,7 +29,7 @@ from megatron_r3.weights.families import FAMILIES, REFUSED, family_named
 from megatron_r3.weights.family import Family, check_described, settings_of
 from megatron_r3.weights.gather import plan_of
 from megatron_r3.weights.known import rope_of
-from megatron_r3.weights.pieces import pieces_of
+from megatron_r3.weights.pieces import Place, pieces_of
 
 OPTION, VARIABLE = "--hf-bridge", "MEGATRON_R3_HF_BRIDGE"
 
@@ -120,7 +120,7 @@ def _why_not(name: str, config: Mapping[str, Any]) -> str | None:
     try:
         known, field = bridge.known()
     except Exception as error:  # of another project's import: any
-        return f"{_title(name)} cannot be imported: {type(error).__name__}: {one_line(str(error))}"
+        return f"{_title(name)} cannot be imported: {_reason(error)}"
     theirs = config.get(field)
     if not known & {str(each) for each in (theirs if isinstance(theirs, list) else [theirs])}:
         return f"{_title(name)} does not know the {field} {quoted(theirs)}"
@@ -163,25 +163,34 @@ def chosen_family(
     if my_rank() == 0:
         print(f"{where}: weights go through {titles[0]}", file=sys.stderr, flush=True)
     places = list(plan_of(together(lambda: pieces_of(models))))
+    return together(lambda: _bridged(name, titles[0], directory, config, models, places))
 
-    def through() -> Family:
-        chunk: Any = unwrapped(models[0])
-        theirs = _hf_config(directory)
-        try:
-            translator = BRIDGES[name].translator(titles[0], theirs, chunk.config)
-        except Exception as error:  # of another project: any
-            raise ValueError(
-                f"{where}: {titles[0]} refuses it: {type(error).__name__}: {one_line(str(error))}"
-            ) from error
-        family = BridgeFamily(translator, theirs, places, shapes_of(directory))
-        # What cannot be moved is refused before a checkpoint is loaded.
-        settings = settings_of(chunk, None)
-        family.check(chunk.config, settings)
-        check_described(family, config, chunk.config, settings, where)
-        family.tensors(chunk.config)
-        return family
 
-    return together(through)
+def _bridged(
+    name: str,
+    title: str,
+    directory: Path,
+    config: Mapping[str, Any],
+    models: Sequence[torch.nn.Module],
+    places: Sequence[Place],
+) -> BridgeFamily:
+    """The family that a bridge knows. What it cannot move is refused before anything is loaded."""
+    chunk: Any = unwrapped(models[0])
+    theirs, where = _hf_config(directory), directory / CONFIG
+    try:
+        translator = BRIDGES[name].translator(title, theirs, chunk.config)
+    except Exception as error:  # of another project: any
+        raise ValueError(f"{where}: {title} refuses it: {_reason(error)}") from error
+    family = BridgeFamily(translator, theirs, places, shapes_of(directory))
+    settings = settings_of(chunk, None)
+    family.check(chunk.config, settings)
+    check_described(family, config, chunk.config, settings, where)
+    family.tensors(chunk.config)
+    return family
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(str(error))}"
 
 
 def _hf_config(directory: Path) -> Any:
@@ -191,10 +200,8 @@ def _hf_config(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers checks the fields of some models, and not of others
-        raise ValueError(
-            f"{directory / CONFIG}: transformers refuses it: {type(error).__name__}: "
-            f"{one_line(str(error))}"
-        ) from error
+        where = directory / CONFIG
+        raise ValueError(f"{where}: transformers refuses it: {_reason(error)}") from error
     # transformers 5 has the base in rope_parameters; the bridges read the name of transformers 4
     if not hasattr(config, "rope_theta") and "rope_theta" in (rope := rope_of(vars(config))):
         config.rope_theta = rope["rope_theta"]

@@ -77,38 +77,26 @@ class BridgeFamily:
         self._own = FAMILIES.get(self.model_type)
 
     def check(self, config: Any, settings: ModelSettings) -> None:
-        """Refuse a Megatron model that is not of this family, as far as it is known here.
-
-        Raises:
-            ValueError: it says what the model lacks.
-        """
+        """See `Family`; only a family of this project can say."""
         if self._own is not None:
             self._own.check(config, settings)
 
     def hf_config(self, config: Any, settings: ModelSettings) -> dict[str, Any]:
-        """No config.json is made through a bridge; that of a directory is copied.
-
-        Raises:
-            ValueError: always.
-        """
+        """See `Family`; this always raises: config.json is copied from a directory."""
         raise ValueError(
             f"{self._translator.title} does not write config.json: name a transformers directory "
             "of the model (--hf-like DIR)"
         )
 
     def is_left_out(self, name: str, config: Any) -> bool:
-        """See `Family`: the layers for prediction follow on the last layer."""
+        """See `Family`."""
         if self._own is not None:
             return self._own.is_left_out(name, config)
         predicts = getattr(self._hf_config, "num_nextn_predict_layers", 0)
         return bool(predicts) and follows_last_layer(name, config)
 
     def compare(self, hf_config: Mapping[str, Any], config: Any, settings: ModelSettings) -> None:
-        """Refuse a config.json that describes another model than a Megatron model is.
-
-        Raises:
-            ValueError: it names the first field that differs.
-        """
+        """See `Family`; for a model of no family the bridge's own config is compared."""
         if self._own is not None:
             self._own.compare(hf_config, config, settings)
             return

@@ -1,7 +1,7 @@
 """Whole tensors on one rank, out of the pieces of all ranks.
 
 No rank holds more than its part of the model, the tensors that are gathered at the time, and one
-message.
+part of a tensor that is on its way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron_r3.weights.all_ranks import everyones, my_rank, receive, send
 from megatron_r3.weights.pieces import Piece, Place
 
-MESSAGE = 1 << 22  # bytes of a message, unless a single piece is longer
 Dtypes = Mapping[Place, torch.dtype]
 
 
@@ -97,45 +96,30 @@ def gather(
         The tensors, on the host; none on ranks other than the first holder.
     """
     me, (writer, *others) = my_rank(), holders(plan, places)
+    mine = {
+        (piece.place, piece.offset): piece.tensor
+        for place in places
+        for piece in pieces.get(place, ())
+        if piece.is_first
+    }
     if me != writer:
-        for batch in _messages(plan, places, me, dtypes):
-            by_offset = {(p.place, p.offset): p.tensor for p in _first(pieces, places)}
-            send([by_offset[at, p.offset].to(dtypes[at]) for at, p in batch], writer)
+        for place, part in _parts(plan, places, me):
+            send(mine[place, part.offset].to(dtypes[place]), writer)
         return {}
-    wholes = {at: torch.empty(plan[at].shape, dtype=dtypes[at]) for at in places}
-    for piece in _first(pieces, places):
-        part = Part(me, piece.offset, tuple(piece.tensor.shape))
-        wholes[piece.place][part.slices].copy_(piece.tensor)
-    for rank in others:
-        for batch in _messages(plan, places, rank, dtypes):
-            shapes = [(part.shape, dtypes[at]) for at, part in batch]
-            for (at, part), tensor in zip(batch, receive(shapes, rank), strict=True):
-                wholes[at][part.slices].copy_(tensor)
+    wholes = {place: torch.empty(plan[place].shape, dtype=dtypes[place]) for place in places}
+    for rank in (me, *others):
+        for place, part in _parts(plan, places, rank):
+            if rank == me:
+                tensor = mine[place, part.offset]
+            else:
+                tensor = receive(part.shape, dtypes[place], rank)
+            wholes[place][part.slices].copy_(tensor)
     return wholes
 
 
-def _first(pieces: Mapping[Place, Sequence[Piece]], places: Sequence[Place]) -> Iterator[Piece]:
-    return (piece for place in places for piece in pieces.get(place, ()) if piece.is_first)
-
-
-def _messages(
-    plan: Plan, places: Sequence[Place], rank: int, dtypes: Dtypes
-) -> Iterator[list[tuple[Place, Part]]]:
-    """What a rank sends of these tensors, message by message; both sides compute the same."""
-    batch: list[tuple[Place, Part]] = []
-    size = 0
-    for place in places:
-        for part in plan[place].parts:
-            if part.rank != rank:
-                continue
-            more = math.prod(part.shape) * dtypes[place].itemsize
-            if batch and size + more > MESSAGE:
-                yield batch
-                batch, size = [], 0
-            batch.append((place, part))
-            size += more
-    if batch:
-        yield batch
+def _parts(plan: Plan, places: Sequence[Place], rank: int) -> Iterator[tuple[Place, Part]]:
+    """What a rank has of these tensors, in an order that is the same on all ranks."""
+    return ((at, part) for at in places for part in plan[at].parts if part.rank == rank)
 
 
 def by_place(pieces: Sequence[Piece]) -> dict[Place, list[Piece]]:
