@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 from megatron_r3.data.engines.shape import ModelShape
@@ -13,7 +14,6 @@ from megatron_r3.weights.families.field_rows import (
     Row,
     cannot,
     fixed,
-    nothing,
     shown,
 )
 from megatron_r3.weights.family import ModelSettings
@@ -38,56 +38,59 @@ def _layer_pattern(moe: tuple[int, ...], fields: Fields) -> list[str]:
     return ["--moe-layer-freq", f"({pattern})"]
 
 
-def _all_have_experts(config: Any) -> Needed:
-    every = config.num_moe_experts and len(moe_layer_indices(config)) == config.num_layers
-    return [(bool(every), "experts in every layer")]
+def _dense(config: Any) -> list[int]:
+    """The layers of a Megatron model that have no experts."""
+    return sorted({*range(config.num_layers)} - {*moe_layer_indices(config)})
 
 
-def _later_have_experts(config: Any) -> Needed:
-    moe = moe_layer_indices(config) if config.num_moe_experts else ()
-    later = tuple(range(config.num_layers - len(moe), config.num_layers))
-    return [(moe == later, "experts in all later layers")]
-
-
-def _dense_named(config: Any, settings: ModelSettings, made: Fields) -> Fields:
-    moe = moe_layer_indices(config)
-    without = [layer for layer in range(config.num_layers) if layer not in moe]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": without}
-
-
-def _dense_counted(config: Any, settings: ModelSettings, made: Fields) -> Fields:
-    dense = config.num_layers - len(moe_layer_indices(config))
-    return {"first_k_dense_replace": dense, "moe_layer_freq": 1}
-
-
-_NAMED = ("decoder_sparse_step", "mlp_only_layers")
-_COUNTED = ("first_k_dense_replace", "moe_layer_freq")
-EVERY_LAYER = Row(MOE_LAYERS, _moe_layers, nothing, _layer_pattern, needs=_all_have_experts)
-SOME_LAYERS = Row(MOE_LAYERS, _moe_layers, _dense_named, _layer_pattern, _NAMED)
-LATER_LAYERS = Row(
-    MOE_LAYERS, _moe_layers, _dense_counted, _layer_pattern, _COUNTED, (), _later_have_experts
+# three ways in which a config.json says it
+EVERY_LAYER = Row(
+    MOE_LAYERS,
+    _moe_layers,
+    arguments=_layer_pattern,
+    needs=lambda config: [(not _dense(config), "experts in every layer")],
+)
+SOME_LAYERS = replace(
+    EVERY_LAYER,
+    write=lambda config, settings, made: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": _dense(config),
+    },
+    names=("decoder_sparse_step", "mlp_only_layers"),
+    needs=lambda config: [],
+)
+LATER_LAYERS = replace(
+    EVERY_LAYER,
+    write=lambda config, settings, made: {
+        "first_k_dense_replace": len(_dense(config)),
+        "moe_layer_freq": 1,
+    },
+    names=("first_k_dense_replace", "moe_layer_freq"),
+    needs=lambda config: [
+        (_dense(config) == [*range(len(_dense(config)))], "experts in all later layers")
+    ],
 )
 
 # -- shared experts, which every token goes to: Megatron has them as one MLP of their joint size
 
 
-def _whole_experts(config: Any) -> Needed:
-    shared, size = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size
-    return [(shared > 0 and bool(size) and shared % size == 0, "whole shared experts")]
+def _shared_experts(config: Any) -> float:
+    """How many experts of ordinary size the shared MLP is as large as, e.g. 2.0."""
+    return (config.moe_shared_expert_intermediate_size or 0) / (config.moe_ffn_hidden_size or 1)
 
 
 SHARED_EXPERTS = Row(
     "n_shared_experts",
     lambda theirs, done: _whole(theirs, "n_shared_experts"),
-    lambda config, settings, made: {
-        "n_shared_experts": config.moe_shared_expert_intermediate_size // config.moe_ffn_hidden_size
-    },
+    lambda config, settings, made: {"n_shared_experts": int(_shared_experts(config))},
     lambda shared, fields: [
         "--moe-shared-expert-intermediate-size",
         shown(shared * fields["moe_intermediate_size"]),
     ],
     attributes=("moe_shared_expert_intermediate_size",),
-    needs=_whole_experts,
+    needs=lambda config: [
+        (_shared_experts(config) >= 1 and _shared_experts(config) % 1 == 0, "whole shared experts")
+    ],
 )
 
 # -- groups of experts, of which the best ones may be chosen: how many there are and are chosen
