@@ -351,24 +351,18 @@ def _tensor(change: Any) -> Any:
     return on_file
 
 
+# other fields of config.json: tests/unit/weights/test_families.py, test_families.py
 IMPORTS = {
     "gone": (shutil.rmtree, ("no config.json",)),
     "no file": (lambda f: (f / LAST).unlink(), (LAST, "not a whole safetensors")),
     "cut": (lambda f: os.truncate(f / LAST, 5000), ("not a whole safetensors",)),
     "family": (_with("model_type", "gpt2"), ("is 'gpt2', which is none of this project's",)),
     "quantized": (_with("quantization_config", {"bits": 4}), ("has quantization_config",)),
-    "scaled": (
-        _with("rope_parameters", {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4}),
-        ("rope_type is 'yarn'",),
-    ),
     "index": (
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
         ("'../b' is no file of this folder",),
     ),
     "topk": (_with("num_experts_per_tok", 2), ("num_experts_per_tok is 2", "make it 4")),
-    "heads": (_with("num_key_value_heads", 99), ("num_key_value_heads is 99",)),
-    "vocabulary": (_with("vocab_size", 250), ("vocab_size is 250",)),
-    "rope": (_with("rope_parameters", {"rope_theta": 5e5}), ("rope_theta is 500000.0",)),
     "nan": (_tensor(lambda t: {TENSOR: t * torch.nan}), (f"values of {TENSOR} are not finite",)),
     "int": (_tensor(lambda t: {TENSOR: t.to(torch.int8)}), (f"{TENSOR} is torch.int8",)),
     "missing": (_tensor(lambda t: {}), (f"no tensor {TENSOR} (of Megatron's decoder.final_",)),

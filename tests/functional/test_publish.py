@@ -107,21 +107,6 @@ def test_every_layout_publishes_the_same_policy(
 
 
 @pytest.mark.slow
-def test_parameters_that_are_gathered_late_are_published_up_to_date(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
-    """--overlap-param-gather brings an update to the other ranks with the next forward pass."""
-    store, found = stores(policy, tmp_path, mixed=True), {}
-    for name, more in {"late": ["--overlap-grad-reduce", "--overlap-param-gather"], "": []}.items():
-        folder = tmp_path / (name or "at once")
-        argv = steps_on(policy, store, 2, *publishes(policy, folder), "--bf16")
-        patched.run(train, 2, [*argv, "--use-distributed-optimizer", *more], timeout_s=180)
-        found[name] = all_of(folder)
-    assert [one.files for one in found["late"]] == [one.files for one in found[""]]
-    assert len({one.digest for one in found[""]}) == 3
-
-
-@pytest.mark.slow
 def test_a_resumed_training_compares_with_what_it_published(
     patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
