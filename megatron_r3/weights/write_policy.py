@@ -125,15 +125,11 @@ def _model_to_write(
         check_target(directory)
     if vocab_size is None:
         raise ValueError("the vocabulary without padding (--vocab-size) must be known")
-    if like is None:
-        model = _model(models, family, vocab_size)
-        described = model.family.hf_config(model.config, model.settings)
-        return model, {**described, "dtype": str(dtype).removeprefix("torch.")}
-    theirs = read_config(like)
-    chosen = family or family_named(theirs.get("model_type"), like)
-    model = _model(models, chosen, vocab_size)
-    check_described(chosen, theirs, model.config, model.settings, like / CONFIG)
-    return model, {}
+    if like is not None:
+        return _model_of(models, like, family, vocab_size), {}
+    model = _model(models, family, vocab_size)
+    described = model.family.hf_config(model.config, model.settings)
+    return model, {**described, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def _write_rest(
@@ -184,7 +180,7 @@ def read_policy(
         ValueError: a tensor is missing, has another shape or dtype or is not finite, or config.json
             describes another model. The same on every rank; the model is then unchanged.
     """
-    model = together(lambda: _model_to_read(models, directory, family, vocab_size))
+    model = together(lambda: _model_of(models, directory, family, vocab_size))
     _checked_plan(model)
     with together(lambda: Reading(directory)) as reading:
         together(lambda: _check_names(model, reading))
@@ -192,13 +188,13 @@ def read_policy(
         together(lambda: _load(model, reading, into_model=True))
 
 
-def _model_to_read(
+def _model_of(
     models: Sequence[torch.nn.Module],
     directory: Path,
     family: Family | None,
     vocab_size: int | None,
 ) -> _Model:
-    """The model, if it is the one of `directory`; see `read_policy` for the arguments."""
+    """The model, if config.json of `directory` describes it; see `read_policy`."""
     theirs, where = read_config(directory), directory / CONFIG
     chosen = family or family_named(theirs.get("model_type"), where)
     size = vocab_size or theirs.get("vocab_size")

@@ -366,7 +366,10 @@ IMPORTS = {
     "nan": (_tensor(lambda t: {TENSOR: t * torch.nan}), (f"values of {TENSOR} are not finite",)),
     "int": (_tensor(lambda t: {TENSOR: t.to(torch.int8)}), (f"{TENSOR} is torch.int8",)),
     "missing": (_tensor(lambda t: {}), (f"no tensor {TENSOR} (of Megatron's decoder.final_",)),
-    "unknown": (_tensor(lambda t: {TENSOR: t, "x": t}), ("the model has no place for ['x']",)),
+    "unknown": (
+        _tensor(lambda t: {TENSOR: t, "x": t.clone()}),
+        ("the model has no place for ['x']",),
+    ),
     "shape": (_tensor(lambda t: {TENSOR: t[1:]}), (f"['{TENSOR}'] make (127,)", "is (128,)")),
 }
 

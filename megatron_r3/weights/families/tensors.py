@@ -112,7 +112,7 @@ def _apart(config: Any, whole: list[Tensor]) -> list[Tensor]:
 
 
 def _joined(config: Any, parts: list[Tensor]) -> list[Tensor]:
-    return [torch.cat(parts)]
+    return [torch.stack(parts).flatten(0, 1)]  # unlike cat, this refuses parts of unequal shapes
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
