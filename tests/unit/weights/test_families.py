@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,16 +225,29 @@ def test_layers_for_prediction_are_left_out() -> None:
     assert not FAMILIES["mixtral"].is_left_out("model.layers.61.eh_proj.weight", megatron)
 
 
-def test_experts_in_one_tensor() -> None:
-    """gpt-oss: the rows of gate and up take turns, and rows are columns."""
-    gate, up = torch.tensor([[0.0, 1], [2, 3]]), torch.tensor([[4.0, 5], [6, 7]])
-    experts = [torch.cat([gate, up]), torch.cat([gate, up]) + 10]
-    (stacked,) = RULES["stacked-in-turns"].to_hf(None, experts)
-    assert stacked[0].tolist() == [[0, 4, 2, 6], [1, 5, 3, 7]]
-    for back, expert in zip(
-        RULES["stacked-in-turns"].to_megatron(None, [stacked]), experts, strict=True
-    ):
-        assert torch.equal(back, expert)
+@pytest.mark.parametrize(
+    ("rule", "ours", "theirs"),
+    [
+        ("halves", [[0, 1, 2, 3]], [[0, 1], [2, 3]]),
+        # two groups of two queries, each with its key and its value
+        ("qkv", [[0, 1, 10, 20, 2, 3, 11, 21]], [[0, 1, 2, 3], [10, 11], [20, 21]]),
+        ("stacked", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], [[[[0, 2], [1, 3]], [[4, 6], [5, 7]]]]),
+        # the rows gate, gate, up, up take turns and become columns
+        ("stacked-in-turns", [[[0, 1], [2, 3], [4, 5], [6, 7]]], [[[[0, 4, 2, 6], [1, 5, 3, 7]]]]),
+    ],
+)
+def test_a_rule_and_its_inverse(rule: str, ours: list[Any], theirs: list[Any]) -> None:
+    heads = SimpleNamespace(num_query_groups=2, num_attention_heads=4, kv_channels=1)
+    wholes = [torch.tensor(each) for each in ours]
+    parts = RULES[rule].to_hf(heads, wholes)
+    assert [part.tolist() for part in parts] == theirs
+    back = RULES[rule].to_megatron(heads, parts)
+    assert [whole.tolist() for whole in back] == ours
+
+
+def test_halves_of_unequal_shapes_are_refused() -> None:
+    with pytest.raises(RuntimeError):
+        RULES["halves"].to_megatron(None, [torch.ones(3, 2), torch.ones(5, 2)])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
