@@ -77,7 +77,7 @@ def number(
             raise ValueError(f"{name} is missing")
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
             raise ValueError(f"{name} is {quoted(value)}; expected a number")
-        if flag == "rotary-base" and value != int(value or 0):
+        if flag == "rotary-base" and isinstance(value, float) and not value.is_integer():
             raise ValueError(f"{name} is {value}; --rotary-base takes whole numbers")
         return value
 

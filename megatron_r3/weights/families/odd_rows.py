@@ -147,10 +147,10 @@ _YARN_ATTRIBUTES = {
 _SCALES = "mscale and mscale_all_dim, both not 0, or mscale 1 with mscale_all_dim 0"
 
 
-def _latent_rope(theirs: Fields, done: Fields) -> list[float]:
-    """Three numbers of YaRN; none for RoPE as it is by default."""
+def _latent_rope(theirs: Fields, done: Fields) -> list[Any]:
+    """Either `["default"]`, or `["yarn", factor, mscale, mscale_all_dim]`."""
     if theirs["rope_type"] == "default":
-        return []
+        return ["default"]
     if theirs["rope_type"] != "yarn":
         raise cannot(theirs, "rope_type", "default and yarn")
     for name, value in {**_YARN, "attention_factor": None, "truncate": True}.items():
@@ -161,13 +161,14 @@ def _latent_rope(theirs: Fields, done: Fields) -> list[float]:
             raise ValueError(f"{name} of rope_parameters is missing")
     if not _same_scale(theirs["mscale"], theirs["mscale_all_dim"]):
         raise cannot(theirs, "mscale", _SCALES)
-    return [theirs[name] for name in _YARN_ATTRIBUTES]
+    return ["yarn", *(theirs[name] for name in _YARN_ATTRIBUTES)]
 
 
-def _latent_rope_arguments(numbers: list[float], fields: Fields) -> list[str]:
-    found = ["--rope-type", "yarn" if numbers else "rope"]
-    for attribute, value in zip(_YARN_ATTRIBUTES.values(), numbers, strict=False):
-        found += [f"--{attribute.replace('_', '-')}", str(value)]
+def _latent_rope_arguments(value: list[Any], fields: Fields) -> list[str]:
+    kind, *numbers = value
+    found = ["--rope-type", "rope" if kind == "default" else kind]
+    for attribute, number in zip(_YARN_ATTRIBUTES.values(), numbers, strict=False):
+        found += [f"--{attribute.replace('_', '-')}", str(number)]
     return found
 
 

@@ -128,6 +128,8 @@ def test_a_field_that_megatron_cannot_do(family: str, fields: dict[str, Any], wo
     ("family", "fields", "words"),
     [
         ("qwen3_moe", {"rope_theta": 10000.5}, "rope_theta is 10000.5"),
+        ("qwen3_moe", {"rope_theta": float("inf")}, "rope_theta is inf"),
+        ("qwen3_moe", {"num_attention_heads": "4"}, "num_attention_heads is '4'; expected a numb"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias is True"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1; expected true or false"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is True"),
