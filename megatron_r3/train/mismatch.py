@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.data.truth.alarms import Alarm, Limits, table_alarms
+from megatron_r3.data.truth.alarms import Alarm, table_alarms
+from megatron_r3.data.truth.limit import NONE, Share
 from megatron_r3.data.truth.mismatch_tables import (
     MOST_POSITIONS,
     MOST_TURNS,
-    NONE,
-    Share,
     Tables,
     position_bins,
     position_name,
@@ -144,7 +143,6 @@ def _tables(counts_Y4: np.ndarray, places_V2: np.ndarray, newest: int) -> Tables
     positions, turns, lags = (shares(part) for part in np.split(places_V2, ends[:-1]))
     prompts_Y2 = counts_Y4[:, [1, 3]] - counts_Y4[:, [0, 2]]
     responses_Y2 = counts_Y4[:, [0, 2]]
-    first = int((counts_Y4[:, 3] > 0).argmax())
     return Tables(
         layers={
             number + 1: Share(wrong / of, of)
@@ -156,12 +154,10 @@ def _tables(counts_Y4: np.ndarray, places_V2: np.ndarray, newest: int) -> Tables
         versions={newest - lag: share for lag, share in lags.items()},
         prompts=_share(prompts_Y2.sum(0), num_moe),
         responses=_share(responses_Y2.sum(0), num_moe),
-        first_prompts=_share(prompts_Y2[first]),
-        first_others=_share(responses_Y2[first]),
     )
 
 
-def _share(wrong_and_of: np.ndarray, layers: int = 1) -> Share:
+def _share(wrong_and_of: np.ndarray, layers: int) -> Share:
     wrong, of = wrong_and_of.tolist()
     return Share(wrong / of, of / layers) if of else NONE
 
@@ -194,18 +190,13 @@ class StepAlarms:
     """
 
     def __init__(self) -> None:
-        self._first_version: int | None = None
         self._before: set[str] = set()
 
     def look(self, tables: Tables) -> tuple[int, list[Alarm]]:
         """How many alarms a step has, and those that the step measured before did not have."""
         if not tables.layers:
             return 0, []
-        if self._first_version is None:
-            self._first_version = min(tables.versions, default=0)
-        alarms = table_alarms(
-            tables, Limits(), first_version=self._first_version, model="the trainer"
-        )
+        alarms = table_alarms(tables, model="the trainer")
         new = [alarm for alarm in alarms if alarm.cause not in self._before]
         self._before = {alarm.cause for alarm in alarms}
         return len(alarms), new

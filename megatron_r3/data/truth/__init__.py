@@ -3,10 +3,10 @@
 numpy only. Nothing here runs a model: the live routes of the same tokens come from the caller.
 """
 
-from megatron_r3.data.truth.alarms import Alarm, Limits
+from megatron_r3.data.truth.alarms import Alarm
 from megatron_r3.data.truth.compared import Compared
 from megatron_r3.data.truth.examine import Report, examine
-from megatron_r3.data.truth.mismatch_floor import (
+from megatron_r3.data.truth.floor import (
     Floor,
     FloorError,
     floor_path,
@@ -20,7 +20,6 @@ __all__ = [
     "Compared",
     "Floor",
     "FloorError",
-    "Limits",
     "Report",
     "examine",
     "floor_path",

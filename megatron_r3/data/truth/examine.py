@@ -11,30 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.data.truth.alarms import Alarm, Limits, table_alarms
+from megatron_r3.data.truth.alarms import Alarm, table_alarms
 from megatron_r3.data.truth.compared import Compared
-from megatron_r3.data.truth.mismatch_floor import Floor
+from megatron_r3.data.truth.floor import Floor
+from megatron_r3.data.truth.limit import MOST_ROUTES
 from megatron_r3.data.truth.mismatch_tables import Tables, tables_of
-from megatron_r3.data.truth.misplaced import (
-    layer_order,
-    older_weights,
-    other_rollout,
-    renumbered,
-    shifted,
-)
-from megatron_r3.data.truth.unwritten import not_captured, one_row, stale
+from megatron_r3.data.truth.misplaced import older_weights, shifted
+from megatron_r3.data.truth.unwritten import not_captured, stale
 
 # The order matters: what an earlier one explains is not looked at by the next ones.
-CAUSES = (
-    not_captured,
-    one_row,
-    stale,
-    older_weights,
-    layer_order,
-    renumbered,
-    shifted,
-    other_rollout,
-)
+CAUSES = (not_captured, stale, older_weights, shifted)
 LEAST_ROWS = 32  # of a floor, and of what is compared with one
 
 
@@ -67,7 +53,7 @@ def examine(
     layers: Sequence[int],
     *,
     floor: Floor | None = None,
-    limits: Limits | None = None,
+    most: float = MOST_ROUTES,
     model: str = "the model",
 ) -> Report:
     """Compare recorded routes with live ones of the same tokens.
@@ -80,34 +66,28 @@ def examine(
         compared: rollouts of one model; the more of them, the smaller the faults that show.
         layers: what the MoE layers are called, in the order of the routes.
         floor: of this model and engine; None if there is none yet.
-        limits: when a share is too high; None for the usual ones.
+        most: the highest share of a table where there is no floor; routers that are noisy on
+            purpose need more.
         model: what messages call the live side.
     """
     if not compared:
         raise ValueError("no rollouts: the truth test needs at least one")
-    limits = limits or Limits()
     tables = tables_of(compared, layers)
     newest = max(tables.versions, default=0)
     older = [one.version_T != newest for one in compared]
     alarms, marks = [], older
     for cause in CAUSES:
         left = [_without(one, out_T) for one, out_T in zip(compared, marks, strict=True)]
-        if (found := cause(left, layers, limits)) is not None:
+        if (found := cause(left)) is not None:
             alarms.append(found.alarm)
             marks = [a | b for a, b in zip(marks, found.explains, strict=True)]
     rest = tables_of(compared, layers, marks)
-    first = min(tables.versions, default=0) if floor is None else floor.version
     # all versions, but those rows of the newest one that are explained
     versions = tables_of(
         compared, layers, [m & ~o for m, o in zip(marks, older, strict=True)]
     ).versions
-    alarms += table_alarms(
-        replace(rest, versions=versions),
-        limits,
-        floor.tables if floor else None,
-        first_version=min(first, 0) if floor is None and len(versions) < 2 else first,
-        model=model,
-    )
+    normal = floor.tables if floor else None
+    alarms += table_alarms(replace(rest, versions=versions), normal, most=most, model=model)
     return Report(tables, tables_of(compared, layers, older), alarms)
 
 

@@ -1,32 +1,23 @@
-"""Mismatch by layer, position, turn and policy version; the bins that tables and metrics share.
+"""Mismatch by layer, position, turn, version and rollout; the bins that tables and metrics share.
 
-Shape suffixes (docs/glossary.md): L, N, T, U.
+Shape suffixes (docs/glossary.md): L, N, T.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megatron_r3.data.truth.compared import NO_TURN, Compared
+from megatron_r3.data.truth.limit import NONE, Share
 
 # Positions are counted in bins whose widths double: 0 to 7, 8 to 15, 16 to 31, 32 to 63, ...
 _EDGES = 8 << np.arange(40, dtype=np.int64)
 MOST_POSITIONS = len(_EDGES) + 1
 MOST_TURNS = 5  # turn 1, 2, 3 and 4, and all later turns together
-
-
-class Share(NamedTuple):
-    """Which share of (token, layer) pairs differs, and over how many rows that was measured."""
-
-    share: float
-    rows: float
-
-
-NONE = Share(0.0, 0)
 
 
 def position_bins(position_T: np.ndarray) -> np.ndarray:
@@ -51,18 +42,14 @@ def turn_name(number: int) -> str:
 
 @dataclass(frozen=True)
 class Tables:
-    """Mismatch, each time the share of (row, layer) pairs whose two sets differ.
+    """Router mismatch: the share of (row, layer) pairs with other experts than live, by place.
 
     Attributes:
         layers: by the number of the layer, as the caller counts it.
         positions, turns: by bin (`position_name`, `turn_name`).
         versions: by policy version.
+        rollouts: by the number of the rollout; empty in training, which sums over rollouts.
         prompts, responses: rows that predict a token which nobody sampled, and sampled tokens.
-        parts: by part of the conversation (`Compared.part_T`).
-        first_prompts, first_others: of the first MoE layer alone: rows of the first prompt, and all
-            other rows. Below it there is one attention layer or none that can carry a fault on.
-        last_of_prompt: the row before each turn, with which its prefill ends.
-        last_of_turn: the row of the last token of each turn, which the next turn's prefill makes.
         tokens: rows that differ in at least one layer.
         abs_dlogp: mean difference of the log-probs of sampled tokens; None where it is not known.
     """
@@ -71,13 +58,9 @@ class Tables:
     positions: dict[int, Share] = field(default_factory=dict)
     turns: dict[int, Share] = field(default_factory=dict)
     versions: dict[int, Share] = field(default_factory=dict)
+    rollouts: dict[int, Share] = field(default_factory=dict)
     prompts: Share = NONE
     responses: Share = NONE
-    parts: dict[int, Share] = field(default_factory=dict)
-    first_prompts: Share = NONE
-    first_others: Share = NONE
-    last_of_prompt: Share = NONE
-    last_of_turn: Share = NONE
     tokens: Share = NONE
     abs_dlogp: float | None = None
 
@@ -144,9 +127,7 @@ def tables_of(
     def table(label_T: np.ndarray) -> dict[int, Share]:
         return {int(n): _of(wrong_T, label_T == n) for n in np.unique(label_T) if n != NO_TURN}
 
-    turn_T, part_T = taken(lambda one: one.turn_T), taken(lambda one: one.part_T)
-    first_T = wrong_LT[0].astype(float)
-    before_T, last_T = taken(_ends_a_prompt), taken(_ends_a_turn)
+    turn_T = taken(lambda one: one.turn_T)
     return Tables(
         layers={
             n: Share(float(w.mean()) if w.size else 0.0, w.size)
@@ -155,13 +136,9 @@ def tables_of(
         positions=table(position_bins(taken(lambda one: np.arange(one.num_rows)))),
         turns=table(turn_bins(turn_T)),
         versions=table(taken(lambda one: one.version_T)),
+        rollouts=table(np.repeat(np.arange(len(compared)), [t.sum() for t in counted])),
         prompts=_of(wrong_T, turn_T == NO_TURN),
         responses=_of(wrong_T, turn_T != NO_TURN),
-        parts=table(part_T),
-        first_prompts=_of(first_T, part_T == 0),
-        first_others=_of(first_T, part_T > 0),
-        last_of_prompt=_of(wrong_T, before_T),
-        last_of_turn=_of(wrong_T, last_T),
         tokens=_of((wrong_T > 0).astype(float), np.ones(len(wrong_T), bool)),
         abs_dlogp=_abs_dlogp(compared),
     )
@@ -170,18 +147,6 @@ def tables_of(
 def _of(wrong_T: np.ndarray, here_T: np.ndarray) -> Share:
     rows = int(here_T.sum())
     return Share(float(wrong_T[here_T].mean()) if rows else 0.0, rows)
-
-
-def _ends_a_prompt(one: Compared) -> np.ndarray:
-    """The rows that predict the first token of a turn."""
-    rows = one.rollout.spans_U2[:, 0] - 1
-    return np.isin(np.arange(one.num_rows), rows)
-
-
-def _ends_a_turn(one: Compared) -> np.ndarray:
-    """The rows of the last token of a turn; the last turn's is there if text follows it."""
-    rows = one.rollout.spans_U2[:, 1] - 1
-    return np.isin(np.arange(one.num_rows), rows)
 
 
 def _abs_dlogp(compared: Iterable[Compared]) -> float | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_r3.data.truth.alarms import percent
-from megatron_r3.data.truth.compared import part_name
 from megatron_r3.data.truth.examine import Report
-from megatron_r3.data.truth.mismatch_floor import Floor
-from megatron_r3.data.truth.mismatch_tables import Share, Tables, position_name
+from megatron_r3.data.truth.floor import Floor
+from megatron_r3.data.truth.limit import Share, percent
+from megatron_r3.data.truth.mismatch_tables import Tables, position_name, turn_name
 
 MOST_CELLS = 12  # of a line
 
@@ -25,7 +24,8 @@ def mismatch_text(report: Report, floor: Floor | None) -> str:
     lines = [
         _line("layer", tables.layers, normal.layers, str),
         _line("position", tables.positions, normal.positions, position_name),
-        _line("part", tables.parts, normal.parts, part_name),
+        _line("prompts", {0: tables.prompts}, {0: normal.prompts}, lambda _: "not sampled"),
+        _line("turn", tables.turns, normal.turns, turn_name),
         _line("policy version", tables.versions, {}, str),
     ]
     rows = tables.all_rows

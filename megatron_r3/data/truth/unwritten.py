@@ -6,22 +6,18 @@ Shape suffixes (docs/glossary.md): K, L, T.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_r3.data.truth.alarms import Alarm, Finding, Limits, percent
+from megatron_r3.data.truth.alarms import Alarm, Finding
 from megatron_r3.data.truth.compared import Compared, row_keys
-from megatron_r3.data.truth.mismatch_tables import Share
 from megatron_r3.replay.routes import repeated_rows
 
 LEAST_RUN = 4  # rows
 
 
-def not_captured(
-    compared: Sequence[Compared], layers: Sequence[int], limits: Limits
-) -> Finding | None:
+def not_captured(compared: Sequence[Compared]) -> Finding | None:
     """Rows that no router makes: an expert twice, or with top-1 expert 0 in all rows of a layer."""
     marks = []
     for one in compared:
@@ -32,47 +28,25 @@ def not_captured(
             wrong_LT = np.broadcast_to(empty_L[:, None], one.same_LT.shape)
         marks.append(wrong_LT.any(0) & one.recorded_T)
     rows = sum(int(mark_T.sum()) for mark_T in marks)
+    num_rows = sum(int(one.recorded_T.sum()) for one in compared)
     if not rows:
         return None
     index = next(i for i, mark_T in enumerate(marks) if mark_T.any())
     token = int(marks[index].argmax())
     ids = compared[index].rollout.routes.ids_LTK[:, token].tolist()
     evidence = (
-        f"{rows} of {_num_rows(compared)} rows have an expert several times, the first is token "
-        f"{token} of {compared[index].name}: {_short(ids)}"
+        f"{rows} of {num_rows} rows have an expert several times, the first is token "
+        f"{token} of {compared[index].name}: {ids[0]} in its first layer"
     )
     action = "the engine did not capture them: another backend or version (docs/collect.md)"
     return Finding(Alarm("zeros", evidence, action), marks)
 
 
-def one_row(compared: Sequence[Compared], layers: Sequence[int], limits: Limits) -> Finding | None:
-    """One row in the place of many, in all rollouts."""
-    keys = [row_keys(one.codes_LT) for one in compared]
-    live = Counter(k for one in compared for k in row_keys(one.live_codes_LT).tolist())
-    taken = [keys_T[one.recorded_T] for keys_T, one in zip(keys, compared, strict=True)]
-    counts = Counter(key for keys_T in taken for key in keys_T.tolist())
-    rows = sum(counts.values())
-    if not rows:
-        return None
-    key, count = counts.most_common(1)[0]
-    share, normal = Share(count / rows, rows), Share(max(live.values()) / rows, rows)
-    if count < 2 * LEAST_RUN or not limits.above(share, normal):
-        return None
-    marks = [(k == key) & one.recorded_T for k, one in zip(keys, compared, strict=True)]
-    places = [(i, int(t)) for i, mark_T in enumerate(marks) for t in np.flatnonzero(mark_T)]
-    if sum(bool(mark_T.any()) for mark_T in marks) < min(2, len(marks)):
-        return None  # in one rollout of several: `stale` says from which token on
-    ids = compared[places[0][0]].rollout.routes.ids_LTK[:, places[0][1]].tolist()
-    evidence = (
-        f"{percent(share.share)} of the rows are {_short(ids)} in all layers; no live row is more "
-        f"than {percent(normal.share)}"
-    )
-    action = "the engine returns a buffer that nothing was written to, or one row for all tokens"
-    return Finding(Alarm("one constant row", evidence, action), marks)
+def stale(compared: Sequence[Compared]) -> Finding | None:
+    """Runs of rows that are copies of rows in another place, where the live rows are not alike.
 
-
-def stale(compared: Sequence[Compared], layers: Sequence[int], limits: Limits) -> Finding | None:
-    """Runs of rows that are copies of rows in another place, where the live rows are not alike."""
+    One row in the place of all is such a run, too: each of its rows is a copy of the row before.
+    """
     keys_T = np.concatenate([row_keys(one.codes_LT) for one in compared])
     live_LT = np.concatenate([one.live_codes_LT for one in compared], 1)
     recorded_T = np.concatenate([one.recorded_T for one in compared])
@@ -106,10 +80,11 @@ def stale(compared: Sequence[Compared], layers: Sequence[int], limits: Limits) -
         + f" are {what}, and the live ones are not"
     )
     action = (
-        "the engine returns rows that it did not write in this request (padding, preemption, a "
-        "buffer of the batch before)"
+        "the engine returns rows that it did not write in this request (padding, preemption, one "
+        "row for all tokens, a buffer of the batch before)"
     )
-    return Finding(Alarm("stale padded rows", evidence, action), list(marks))
+    cause = "one constant row" if back == 1 else "stale padded rows"
+    return Finding(Alarm(cause, evidence, action), list(marks))
 
 
 def _least_run(live_keys_T: np.ndarray) -> int:
@@ -147,12 +122,3 @@ def _copied_runs(
         for f, e in zip(first.tolist(), ends.tolist(), strict=True)
         if back_T[f] and e - f >= LEAST_RUN
     ]
-
-
-def _num_rows(compared: Sequence[Compared]) -> int:
-    return sum(int(one.recorded_T.sum()) for one in compared)
-
-
-def _short(ids: list[list[int]]) -> str:
-    """The ids of the first layer, and how many other layers there are."""
-    return f"{ids[0]}" + (f" and {len(ids) - 1} other layers" if ids[1:] else "")

@@ -1,6 +1,6 @@
 """Each alarm, with its fault injected into the routes of a real model; healthy rows raise none.
 
-Shape suffixes (docs/glossary.md): E, K, L, N, T, U.
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sampled import (
 )
 
 from megatron_r3.data.rollout import Rollout
-from megatron_r3.data.truth import Compared, Floor, Limits, Report, examine
+from megatron_r3.data.truth import Compared, Floor, Report, examine
 from megatron_r3.replay.routes import Routes
 
 NAMES = (1, 2, 3, 5)  # the hidden layers, say
@@ -110,45 +110,77 @@ def test_strong_noise_raises_what_it_is_unless_the_limit_allows_it(rig: Rig) -> 
     with noisy_routers(rig.model, 0.4):
         noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
     evidence = the_alarm(noisy, "the engine computes another model")
-    assert evidence.startswith("4 of 4 layers are too high: 6")
+    assert evidence.startswith("too many routes differ: 6")
+    assert "% in layer 1 (at most 5" in evidence
     assert not examined(noisy).may_be_floor
-    assert examined(noisy, limits=Limits(mismatch=0.9)).alarms == []
+    assert examined(noisy, most=0.9).alarms == []
 
 
-def test_rows_of_zeros(rig: Rig) -> None:
-    zeros = changed(rig.healthy, np.zeros_like, every=5)
-    evidence = the_alarm(zeros, "zeros")
-    rows = sum(one.num_rows for one in zeros[::5])
-    assert f"{rows} of {sum(one.num_rows for one in zeros)} rows" in evidence
-    assert "the first is token 0 of rollout 0: [0, 0, 0, 0] and 3 other layers" in evidence
+def constant(ids_LTK: np.ndarray) -> np.ndarray:
+    """One row for all tokens, as a buffer has it that was never written."""
+    ids_LTK[:] = np.arange(4)
+    return ids_LTK
 
 
-def test_one_row_for_all_tokens(rig: Rig) -> None:
-    def constant(ids_LTK: np.ndarray) -> np.ndarray:
-        ids_LTK[:] = np.arange(4)
-        return ids_LTK
-
-    evidence = the_alarm(changed(rig.healthy, constant), "one constant row")
-    assert evidence.startswith("100.0 % of the rows are [0, 1, 2, 3] and 3 other layers")
+def stuck(ids_LTK: np.ndarray) -> np.ndarray:
+    """The rows stay the same from a position on."""
+    ids_LTK[:, 40:] = ids_LTK[:, 39:40]
+    return ids_LTK
 
 
-def test_rows_that_stay_the_same_from_a_position_on(rig: Rig) -> None:
-    def stuck(ids_LTK: np.ndarray) -> np.ndarray:
-        ids_LTK[:, 40:] = ids_LTK[:, 39:40]
-        return ids_LTK
-
-    evidence = the_alarm(changed(rig.healthy, stuck, every=4), "stale padded rows")
-    assert "in 3 of 10 rollouts" in evidence
-    assert "the rows from 40 on are all the same as row 39" in evidence
+def padded(ids_LTK: np.ndarray) -> np.ndarray:
+    """Padding has the rows of an earlier place."""
+    ids_LTK[:, 45:] = ids_LTK[:, 5 : ids_LTK.shape[1] - 40]
+    return ids_LTK
 
 
-def test_rows_that_are_those_of_another_place(rig: Rig) -> None:
-    def padded(ids_LTK: np.ndarray) -> np.ndarray:
-        ids_LTK[:, 45:] = ids_LTK[:, 5 : ids_LTK.shape[1] - 40]
-        return ids_LTK
+def foreign(ids_LTK: np.ndarray) -> np.ndarray:
+    """From token 32 on the rows of a request that is not there."""
+    random = np.random.default_rng(0).random((*ids_LTK[:, 32:].shape[:2], EXPERTS))
+    ids_LTK[:, 32:] = random.argsort(-1)[..., : ids_LTK.shape[-1]]
+    return ids_LTK
 
-    evidence = the_alarm(changed(rig.healthy, padded), "stale padded rows")
-    assert "the rows from 45 on are copies of the rows from 5 on of the same rollout" in evidence
+
+def renumbered(ids_LTK: np.ndarray) -> np.ndarray:
+    """Physical ids of experts that an engine has moved."""
+    return np.random.default_rng(0).permutation(EXPERTS).astype(np.uint8)[ids_LTK]
+
+
+def late(tokens: int) -> Change:
+    """Rows of the token that many places before."""
+    return lambda ids_LTK: np.roll(ids_LTK, tokens, 1)
+
+
+OTHER = "the engine computes another model"
+IN_ALL = "in all parts each row is that of another token, "
+# the planted change, in each n-th rollout, the cause that is named, and words of the evidence
+FAULTS: dict[str, tuple[Change, int, str, str]] = {
+    "zeros": (np.zeros_like, 5, "zeros", "the first is token 0 of rollout 0: [0, 0, 0, 0] in its"),
+    "one row": (constant, 1, "one constant row", "rollout 9 the rows from 0 on are all the same"),
+    "stuck": (stuck, 4, "one constant row", "in 3 of 10 rollouts are copies; in rollout 8 the "
+              "rows from 40 on are all the same as row 39"),
+    "padded": (padded, 1, "stale padded rows", "the rows from 45 on are copies of the rows from 5 "
+               "on of the same rollout"),
+    "1 earlier": (late(1), 1, "shifted rows", f"{IN_ALL}1 token earlier: 9"),
+    "1 later": (late(-1), 1, "shifted rows", f"{IN_ALL}1 token later: 9"),
+    "3 earlier": (late(3), 1, "shifted rows", f"{IN_ALL}3 tokens earlier: 9"),
+    "some": (late(1), 5, "shifted rows", "in 2 of 10 rollouts, the first is rollout 0"),
+    "order of layers": (lambda ids_LTK: np.roll(ids_LTK, 1, 0), 1, OTHER, "% in layer 1 (at most"),
+    "physical ids": (renumbered, 1, OTHER, "% in layer 2, 2 more, "),
+    "from a place on": (foreign, 1, OTHER, "% in positions 32 to 63 (at most "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_is_planted_is_found_and_named(rig: Rig, name: str) -> None:
+    change, every, cause, words = FAULTS[name]
+    assert words in the_alarm(changed(rig.healthy, change, every), cause)
+
+
+def test_shifted_rows_show_in_noise(rig: Rig) -> None:
+    with noisy_routers(rig.model, 0.1):
+        noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
+    the_alarm(changed(noisy, late(1)), "shifted rows")
 
 
 def test_tokens_that_repeat_are_no_stale_rows(rig: Rig) -> None:
@@ -162,28 +194,6 @@ def test_tokens_that_repeat_are_no_stale_rows(rig: Rig) -> None:
     assert examined(repeated).alarms == []
 
 
-@pytest.mark.parametrize("tokens", [1, -1, 3])
-def test_shifted_rows(rig: Rig, tokens: int) -> None:
-    shifted = changed(rig.healthy, lambda ids_LTK: np.roll(ids_LTK, tokens, 1))
-    evidence = the_alarm(shifted, "shifted rows")
-    number = abs(tokens)
-    which = f"{number} token{'s' if number > 1 else ''} {'earlier' if tokens > 0 else 'later'}"
-    assert f"in all parts each row is that of another token, {which}: 9" in evidence
-
-
-def test_shifted_rows_of_some_rollouts(rig: Rig) -> None:
-    evidence = the_alarm(
-        changed(rig.healthy, lambda ids_LTK: np.roll(ids_LTK, 1, 1), every=5), "shifted rows"
-    )
-    assert "in 2 of 10 rollouts, the first is rollout 0" in evidence
-
-
-def test_shifted_rows_show_in_noise(rig: Rig) -> None:
-    with noisy_routers(rig.model, 0.1):
-        noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
-    the_alarm(changed(noisy, lambda ids_LTK: np.roll(ids_LTK, 1, 1)), "shifted rows")
-
-
 def test_rows_that_are_lost_at_the_border_of_a_turn(rig: Rig) -> None:
     """Joined turns without the row that the next prefill brings: all later rows move up."""
 
@@ -194,52 +204,11 @@ def test_rows_that_are_lost_at_the_border_of_a_turn(rig: Rig) -> None:
         assert first == first_turn(one)
         return with_rows(one, ids_LTK)
 
-    evidence = the_alarm([lost(one) for one in rig.healthy], "turn border")
-    assert "from the text before turn 2 on each row is that of another token, 1 token later" in (
-        evidence
+    evidence = the_alarm([lost(one) for one in rig.healthy], "shifted rows")
+    assert evidence.startswith(
+        "from the text before turn 2 on (the prompts, turn 1 fit) each row is that of another "
+        "token, 1 token later: "
     )
-    assert evidence.endswith("and the prompts fit")
-
-
-@pytest.mark.parametrize(
-    ("end", "words"),
-    [(0, "the last row of each prompt"), (1, "the row of each turn's last token")],
-)
-def test_single_rows_at_the_border_of_a_turn(rig: Rig, end: int, words: str) -> None:
-    """The row before each turn, or that of its last token, is that of another rollout."""
-
-    def wrong(number: int) -> Compared:
-        one, other = rig.healthy[number], rig.healthy[number - 1]
-        ids_LTK = one.rollout.routes.ids_LTK.copy()
-        rows = one.rollout.spans_U2[:, end] - 1
-        rows = rows[rows < one.num_rows]
-        ids_LTK[:, rows] = other.rollout.routes.ids_LTK[:, rows - 5]
-        return with_rows(one, ids_LTK)
-
-    evidence = the_alarm([wrong(i) for i in range(len(rig.healthy))], "turn border")
-    assert words in evidence
-
-
-def test_layers_in_another_order(rig: Rig) -> None:
-    evidence = the_alarm(
-        changed(rig.healthy, lambda ids_LTK: ids_LTK[[1, 0, 2, 3]]), "wrong layer order"
-    )
-    assert evidence.startswith("recorded layer 1 has those of 2, 2 has those of 1 (")
-
-
-def test_layers_that_are_all_one_too_far(rig: Rig) -> None:
-    evidence = the_alarm(
-        changed(rig.healthy, lambda ids_LTK: np.roll(ids_LTK, 1, 0)), "wrong layer order"
-    )
-    assert "1 has those of 5, 2 has those of 1, 3 has those of 2, 5 has those of 3" in evidence
-
-
-def test_experts_with_other_numbers(rig: Rig) -> None:
-    number_E = np.random.default_rng(0).permutation(EXPERTS).astype(np.uint8)
-    evidence = the_alarm(
-        changed(rig.healthy, lambda ids_LTK: number_E[ids_LTK]), "renumbered experts"
-    )
-    assert "(4 of 4 layers)" in evidence
 
 
 def test_rows_of_another_rollout(rig: Rig) -> None:
@@ -252,8 +221,9 @@ def test_rows_of_another_rollout(rig: Rig) -> None:
         with_rows(second, swapped),
         *others,
     ]
-    evidence = the_alarm(given, "rows of another rollout")
-    assert "in 2 of 10 rollouts; the rows of rollout 0 agree with rollout 1 in 9" in evidence
+    evidence = the_alarm(given, OTHER)
+    assert "% in rollout 0 (at most " in evidence
+    assert "% in rollout 1; mean |dlogp|" in evidence
 
 
 def test_a_prefix_cache_from_before_the_update(rig: Rig) -> None:
@@ -272,23 +242,18 @@ def test_a_prefix_cache_from_before_the_update(rig: Rig) -> None:
     assert examined(flushed).alarms == []
 
 
-def rows_of_old_prompts(rig: Rig, new: Any, version: int) -> list[Compared]:
+def test_old_rows_of_prompts_without_the_weights_before(rig: Rig) -> None:
     """The engine kept the rows of prompts, and not their keys and values."""
-    given = [replace(one, policy_version=version) for one in rollouts(10, turns=1)]
+    new = moved(rig.model, 0.05)
+    given = [replace(one, policy_version=1) for one in rollouts(10, turns=1)]
     old, live = [run(rig.model, r) for r in given], [run(new, r) for r in given]
-    return [
+    stale = [
         with_rows(one, np.where(one.part_T[:, None] == 0, there.ids_LTK, here.ids_LTK))
         for one, there, here in zip(compared(given, live, live), old, live, strict=True)
     ]
-
-
-def test_old_rows_of_prompts_without_the_weights_before(rig: Rig) -> None:
-    new = moved(rig.model, 0.05)
-    evidence = the_alarm(rows_of_old_prompts(rig, new, 1), "old KV after an update")
-    assert "of the rows of prompts differ, and 0.0 % of those of sampled tokens" in evidence
-    assert evidence.endswith("at policy version 1")
-    # there was no update before the first collection: it is another fault
-    the_alarm(rows_of_old_prompts(rig, new, 0), "rows of prompts")
+    evidence = the_alarm(stale, "rows of prompts")
+    assert "of the rows of prompts differ, at most " in evidence
+    assert "3 times the share of sampled tokens, or of the floor, 0.0 %, plus 1" in evidence
 
 
 def test_an_update_that_the_engine_did_not_take(rig: Rig) -> None:
@@ -308,7 +273,7 @@ def test_a_version_that_was_sampled_by_other_weights(rig: Rig) -> None:
     given = [replace(one, policy_version=1 + (i < half)) for i, one in enumerate(rig.given)]
     recorded = [run(new if i < half else rig.sampler, one) for i, one in enumerate(rig.given)]
     evidence = the_alarm(compared(given, recorded, rig.live), "weights of another version")
-    assert "differ at policy version 2, the newest, and " in evidence
+    assert "differ at policy version 2, the newest, at most " in evidence
     # control: older rollouts differ, which they may
     given = [replace(one, policy_version=2 - (i < half)) for i, one in enumerate(rig.given)]
     assert examined(compared(given, recorded, rig.live)).alarms == []
@@ -324,8 +289,8 @@ def wrong_rotary(model: Any) -> Any:
 def test_an_engine_that_computes_the_model_wrongly(rig: Rig) -> None:
     engine = wrong_rotary(rig.model)
     wrong = compared(rig.given, [run(engine, one) for one in rig.given], rig.live)
-    evidence = the_alarm(wrong, "the engine computes another model", model="DIR")
-    assert "layers are too high: " in evidence
+    evidence = the_alarm(wrong, OTHER, model="DIR")
+    assert "% in layer 1 (at most 5" in evidence
     assert "; mean |dlogp| " in evidence
 
 
@@ -338,27 +303,12 @@ def test_a_floor_finds_smaller_faults(rig: Rig) -> None:
     with noisy_routers(rig.model, 0.1):
         noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
     assert examined(noisy).alarms == []
-    evidence = the_alarm(noisy, "the engine computes another model", floor=floor_of(rig))
-    assert "(floor " in evidence
+    evidence = the_alarm(noisy, OTHER, floor=floor_of(rig))
+    assert "which is 3 times the floor, " in evidence
     # control: the same sampler again
     assert examined(rig.healthy, floor=floor_of(rig)).alarms == []
     for first in range(0, 10, 2):
         assert examined(rig.healthy[first : first + 2], floor=floor_of(rig)).alarms == []
-
-
-def test_rows_that_are_wrong_from_a_position_on(rig: Rig) -> None:
-    """Rows of a request that is not there, from token 48 on."""
-    rng = np.random.default_rng(0)
-
-    def foreign(ids_LTK: np.ndarray) -> np.ndarray:
-        shape = (*ids_LTK[:, 48:].shape[:2], EXPERTS)
-        ids_LTK[:, 48:] = rng.random(shape).argsort(-1)[..., : ids_LTK.shape[-1]]
-        return ids_LTK
-
-    given = changed(rig.healthy, foreign)
-    causes = {alarm.cause for alarm in examined(given).alarms}
-    assert causes <= {"rows from a position on", "turn border"}
-    assert causes
 
 
 def test_one_layer_of_one_expert_is_no_fault() -> None:

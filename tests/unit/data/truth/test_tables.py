@@ -24,8 +24,8 @@ from megatron_r3.data.truth import (
     write_floor,
 )
 from megatron_r3.data.truth.compared import row_keys, set_codes
+from megatron_r3.data.truth.limit import Share
 from megatron_r3.data.truth.mismatch_tables import (
-    Share,
     Tables,
     position_bins,
     position_name,
@@ -80,10 +80,7 @@ def test_a_row_counts_where_the_token_that_it_predicts_does() -> None:
     assert tables.versions == {3: Share(3 / 14, 7), 5: Share(0, 2)}
     assert (tables.prompts, tables.responses) == (Share(1 / 8, 4), Share(2 / 10, 5))
     assert tables.all_rows == Share(pytest.approx(3 / 18), 9)
-    assert tables.parts == {0: Share(0, 2), 1: Share(0.5, 2), 2: Share(0.25, 2), 3: Share(0, 3)}
-    assert (tables.first_prompts, tables.first_others) == (Share(0, 2), Share(3 / 7, 7))
-    assert tables.last_of_prompt == Share(1 / 4, 2)  # rows 2 and 6
-    assert tables.last_of_turn == Share(1 / 2, 1)  # row 4; the other turn's is not there
+    assert tables.rollouts == {0: Share(3 / 18, 9)}
     assert tables.tokens == Share(3 / 9, 9)
     assert tables.abs_dlogp == 0.25
     assert Tables.from_json(json.loads(json.dumps(tables.to_json()))) == tables
@@ -145,8 +142,8 @@ def test_a_floor_is_written_once_and_whole(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[]", "TypeError"),
-        ('{"format": 2}', "format 2; this version reads format 1"),
-        ('{"format": 1}', "KeyError: 'model'"),
+        ('{"format": 1}', "format 1; this version reads format 2"),
+        ('{"format": 2}', "KeyError: 'model'"),
         ("nan share", r"\[2.0, 5.0\] is no share"),
     ],
 )
@@ -181,9 +178,8 @@ def test_the_tables_as_text() -> None:
     )
     assert lines[1] == f"layer           4: {share:.1f} % (25.0 %), 7: 0.0 %"
     assert lines[2].startswith("position        0 to 7: ")
-    assert lines[3].startswith(
-        "part            the prompts: 0.0 %, turn 1: 25.0 %, the text before"
-    )
+    assert lines[3].startswith("prompts         not sampled: ")
+    assert lines[4].startswith("turn            1: 25.0 %, 2: ")
     wide = replace(report, tables=Tables(layers={n: Share(n / 100, 9) for n in range(40)}))
     assert (
         mismatch_text(wide, None)

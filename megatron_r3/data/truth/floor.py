@@ -13,7 +13,7 @@ from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.whole_file import write_whole
 from megatron_r3.replay.words import one_line
 
-FORMAT = 1
+FORMAT = 2
 _MOST_BYTES = 1 << 22
 
 

@@ -1,0 +1,84 @@
+"""How far a sampler may be from the trainer: three times what is usual, plus a room.
+
+Two things are judged by this rule: the shares of routes that differ (`alarms.py`, docs/truth.md),
+and a push of weights (`megatron_r3/loop/push_floor.py`, docs/online.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+# Right pushes and right collections of the same model in bfloat16 are up to twice their median.
+FACTOR = 3.0
+# Of a MoE layer's routes. A right engine in bfloat16 has up to 0.2 of them otherwise than the
+# trainer (docs/truth.md); a wrong rotary kernel had 0.88 to 0.97.
+MOST_ROUTES, ROOM_ROUTES = 0.5, 0.05
+
+
+class Share(NamedTuple):
+    """Which share of (token, layer) pairs differs, and over how many rows that was measured."""
+
+    share: float
+    rows: float
+
+
+NONE = Share(0.0, 0)
+
+
+class Limit(NamedTuple):
+    """The most that a number may be.
+
+    Example: usually 0.02 of a layer's routes differ, and the room is 0.05: 0.11 may differ.
+
+    Attributes:
+        usual: what it is without a fault; None where nothing is known yet.
+        room: what is added to three times that.
+        first: the most where nothing is known yet.
+        source: where `usual` comes from, as messages call it.
+    """
+
+    usual: float | None
+    room: float
+    first: float
+    source: str
+
+    @property
+    def most(self) -> float:
+        """The largest value without a fault."""
+        return self.first if self.usual is None else FACTOR * self.usual + self.room
+
+    def refuses(self, value: float) -> bool:
+        """Whether a value is too large. NaN is."""
+        return not value <= self.most
+
+    def words(self, number: Callable[[float], str] = "{:.3g}".format) -> str:
+        """The limit and its rule, for a message that has the value already."""
+        if self.usual is None:
+            return f"at most {number(self.first)}, since {self.source} is not known yet"
+        return (
+            f"at most {number(self.most)}, which is {FACTOR:g} times {self.source}, "
+            f"{number(self.usual)}, plus {number(self.room)}"
+        )
+
+
+def share_limit(rows: float, usual: Share | None, source: str, most: float = MOST_ROUTES) -> Limit:
+    """The limit of a share that is measured over so many rows.
+
+    One over the root of the rows is added: the share of n rows varies by at most half of that from
+    sample to sample. Example: of 100 rows 0.1 more may differ, of 10,000 rows 0.01 more.
+
+    Args:
+        usual: the share that it is compared with; None, or one of no rows, where there is none.
+        source: where that comes from.
+        most: the limit where there is none.
+    """
+    known = usual if usual and usual.rows else None
+    chance = 1 / math.sqrt(max(1.0, min(rows, known.rows if known else rows)))
+    return Limit(known.share if known else None, ROOM_ROUTES + chance, most + chance, source)
+
+
+def percent(share: float) -> str:
+    """Example: 12.3 %."""
+    return f"{100 * share:.1f} %"
