@@ -34,7 +34,7 @@ from megatron_r3.loop.published import (
     wait_for_policy,
 )
 from megatron_r3.loop.push import Push, Pusher, PushError
-from megatron_r3.loop.push_floor import Floor
+from megatron_r3.loop.push_floor import PushFloor
 
 PART = "collector"
 TRIES = 5  # how often a collection is begun anew after the sampler went away
@@ -189,9 +189,9 @@ class Collector:
             **_numbers(push.difference),
         )
 
-    def _floor(self) -> Floor:
+    def _floor(self) -> PushFloor:
         """What pushes showed before, also before this part was killed."""
-        floor = Floor()
+        floor = PushFloor()
         for event in self.directory.read_events(PART):
             if event.get("event") == "compared" or (
                 event.get("event") == "pushed" and event["verified"]
@@ -199,8 +199,8 @@ class Collector:
                 floor.accept(
                     Difference(
                         event["abs_dlogp"],
+                        event.get("abs_dlogp_all") or event["abs_dlogp"],
                         tuple(event["route_agreement"]),
-                        abs_dlogp_all=event.get("abs_dlogp_all"),
                         left_out=event.get("left_out"),
                     )
                 )

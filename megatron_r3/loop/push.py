@@ -20,7 +20,7 @@ from megatron_r3.loop.loading import MOST_BYTES, Loader, LoadError
 from megatron_r3.loop.probe import Difference, Probe, difference, same_experts
 from megatron_r3.loop.probe_requests import Asked, probe_request, read_answer
 from megatron_r3.loop.published import PublishedPolicy
-from megatron_r3.loop.push_floor import Floor, still_before
+from megatron_r3.loop.push_floor import PushFloor, still_before
 from megatron_r3.replay.words import quoted
 
 
@@ -65,7 +65,7 @@ class Pusher:
         floor: what pushes showed before.
     """
 
-    def __init__(self, loader: Loader, client: Client, shape: ModelShape, floor: Floor) -> None:
+    def __init__(self, loader: Loader, client: Client, shape: ModelShape, floor: PushFloor) -> None:
         self.loader, self.shape, self.floor = loader, shape, floor
         self._client = client
 
@@ -88,7 +88,7 @@ class Pusher:
         served = await self._check_version(policy)
         sampler, shown = await self._compare(policy)
         seconds = time.monotonic() - started
-        push = Push(self.loader.how, seconds, shown, self.floor.limits(shown)[0], served)
+        push = Push(self.loader.how, seconds, shown, self.floor.dlogp_limit(shown).most, served)
         wrong = self.floor.judge(shown)
         if before is not None and (stale := still_before(sampler, policy.probe, before)):
             wrong.append(stale)

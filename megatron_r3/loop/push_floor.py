@@ -1,45 +1,37 @@
 """What a push of weights may differ from the trainer by, from the pushes that were right before.
 
+There is one rule (`megatron_r3/data/truth/limit.py`): at most three times the median of the last
+eight right pushes, plus a room. It is asked of the log-probs, of the routes of each MoE layer, and
+of both once more with the keys and values that the engine kept.
+
 Shape suffixes (docs/glossary.md): N, P.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_r3.data.truth.limit import MOST_ROUTES, ROOM_ROUTES, Limit
 from megatron_r3.loop.probe import ENOUGH, Difference, Probe, abs_dlogp, same_so_far
 
-# A sampler that begins with a policy is compared with these, since nothing of it is known yet.
-# Measured: an engine in bfloat16 is up to 0.08 from a float32 model of random weights (0.3 with
-# MLA), and at least 0.8 of its routes are the same; wrong rotary kernels leave 0.03 to 0.12.
-MOST_DLOGP, MOST_DISAGREEMENT = 0.3, 0.4
-# How far one push may be above the median, and above the largest, of those before; the larger of
-# the two is the limit. Measured: the 4600 right pushes of the comparison (docs/comparison.md), in
-# float32, bfloat16 and float8, were at most 0.86 of it.
-FACTORS = (2.5, 1.5)
-# The same where the tokens after near ties of routers are not left out. A few of them make most of
-# the mean: the pushes of one right run in bfloat16 showed 0.027, 0.084, 0.037, 0.078 and 0.141.
-FACTORS_OF_ALL_TOKENS = (3.0, 2.0)
-# In float32 nothing usually differs; then a few near ties of routers may. The routes of one layer
-# vary more than the mean of all layers: the same pushes were at most 0.77 of a layer's limit.
-ROOM_DLOGP, ROOM_DISAGREEMENT, ROOM_OF_LAYER = 2e-6, 0.03, 0.05
-# Tokens after one with other experts are left out of the mean. This is the most that they may add
-# to the mean of all tokens. Measured in 3736 right pushes: up to 0.12 in bfloat16, 0.22 in float8.
-MOST_AFTER_OTHER_EXPERTS = 0.3
-# And the most of their own mean (measured: 0.87), unless they are fewer than this share: 2 tokens
-# of 152 that the policy hardly ever takes were 2.1 apart in a right push.
-MOST_OF_THEIR_MEAN, FEW = 1.0, 0.05
+REMEMBERED = 8  # pushes
+# In nats. Right engines in bfloat16 are up to 0.08 from a float32 model, with MLA 0.3; two engines
+# in float32 are less than 1e-5 apart, and a tensor that was not loaded makes more.
+MOST_DLOGP, ROOM_DLOGP = 0.3, 1e-5
 # A sampler that did not take the new weights is as near to the policy before as right samplers are
 # to theirs. It is refused if its difference to the policy before is below this part of the other,
-# and so many of the tokens are nearer to the policy before.
+# and so many of the tokens are nearer to the policy before. One alone refused right pushes.
 CLOSER, MOST_TOKENS = 0.7, 0.55
-_REMEMBERED = 8
+
+_WEIGHTS = "it has other weights, or computes them wrongly"
+_CACHE = "its prefix cache is of older weights: have it empty the cache with each load"
 
 
 @dataclass
-class Floor:
+class PushFloor:
     """What usually differs between a sampler and the trainer, from the pushes so far.
 
     Attributes:
@@ -48,92 +40,53 @@ class Floor:
 
     before: list[Difference] = field(default_factory=list)
 
-    def limits(self, push: Difference) -> tuple[float, float]:
-        """The largest |dlogp| and share of other routes that a push may show.
+    def dlogp_limit(self, push: Difference) -> Limit:
+        """The limit of a push's mean |dlogp|, from means of the same tokens.
 
-        Its mean is compared with means of the same tokens: without those that are left out, or of
-        all where it leaves none out because they are too many.
+        These are all tokens where the push leaves none out since they would be too many, or where
+        each push before left none out.
         """
-        if not self.before:
-            return MOST_DLOGP, MOST_DISAGREEMENT
-        alike = [one.abs_dlogp for one in self.before if one.left_out is not None]
-        factors = FACTORS
-        if push.left_out is None or not alike:
-            factors = FACTORS_OF_ALL_TOKENS
-            alike = [
-                one.abs_dlogp if one.abs_dlogp_all is None else one.abs_dlogp_all
-                for one in self.before
-            ]
-        routes = _above([one.disagreement for one in self.before])
-        return _above(alike, factors) + ROOM_DLOGP, routes + ROOM_DISAGREEMENT
-
-    def layer_limits(self) -> list[float]:
-        """The largest share of other routes that a push may show, for each MoE layer.
-
-        A router that kept its old weights, or an expert that is wrong, changes the routes of one
-        layer and of those after it, which may be little in the mean of all layers. Empty where
-        nothing is known yet.
-        """
-        by_layer = zip(*(one.agreement for one in self.before), strict=True)
-        return [_above([1 - same for same in pushes]) + ROOM_OF_LAYER for pushes in by_layer]
+        usual = [one.abs_dlogp for one in self.before if one.left_out is not None]
+        if push.left_out is None or not usual:
+            usual = [one.abs_dlogp_all for one in self.before]
+        return self._limit(usual, ROOM_DLOGP, MOST_DLOGP)
 
     def judge(self, push: Difference) -> list[str]:
         """What is wrong with a push, in words with both numbers; empty if it is accepted."""
-        dlogp, routes = self.limits(push)
-        usual = "no push was compared before" if not self.before else "by what pushes showed"
-        wrong = []
-        if not push.abs_dlogp <= dlogp:  # NaN is wrong too
-            wrong.append(f"mean |dlogp| {push.abs_dlogp:.3g}, at most {dlogp:.3g} ({usual})")
-        left_out = push.left_out or 0.0
-        added = left_out * push.dlogp_left_out
-        if left_out >= FEW and not push.dlogp_left_out <= MOST_OF_THEIR_MEAN:
-            wrong.append(
-                f"after tokens with other experts mean |dlogp| {push.dlogp_left_out:.3g}, at most "
-                f"{MOST_OF_THEIR_MEAN:g}"
-            )
-        if not added <= MOST_AFTER_OTHER_EXPERTS:
-            wrong.append(
-                f"tokens after one with other experts add {added:.3g} to the mean |dlogp|, at most "
-                f"{MOST_AFTER_OTHER_EXPERTS:g}"
-            )
-        if not push.disagreement <= routes:
-            layers = ", ".join(f"{share:.3f}" for share in push.agreement)
-            wrong.append(
-                f"{push.disagreement:.3g} of the routes differ, at most {routes:.3g} ({usual}); "
-                f"the same by MoE layer: {layers}"
-            )
-        limits = self.layer_limits()
-        for layer, (same, most) in enumerate(zip(push.agreement, limits, strict=False)):
-            if not 1 - same <= most:
-                wrong.append(
-                    f"in MoE layer {layer} {1 - same:.3g} of the routes differ, at most {most:.3g} "
-                    f"({usual})"
-                )
-        return wrong + self._judge_cache(push)
-
-    def _judge_cache(self, push: Difference) -> list[str]:
-        dlogp, routes = self.limits(push)
-        old = "the engine's prefix cache is of older weights"
-        wrong = []
-        if not push.cached_dlogp <= dlogp:
-            wrong.append(
-                f"with kept keys and values |dlogp| {push.cached_dlogp:.3g}, at most {dlogp:.3g}: "
-                f"{old}"
-            )
-        if not push.cached_disagreement <= routes:
-            wrong.append(
-                f"with kept keys and values {push.cached_disagreement:.3g} of the routes differ, "
-                f"at most {routes:.3g}: {old}"
-            )
-        return wrong
+        dlogp = self.dlogp_limit(push)
+        layers = zip(*(one.agreement for one in self.before), strict=True)
+        usual = [[1 - same for same in layer] for layer in layers] or [[] for _ in push.agreement]
+        means = [one.disagreement for one in self.before]
+        shown = [
+            ("mean |dlogp|", push.abs_dlogp, dlogp, _WEIGHTS),
+            *(
+                (f"share of other routes in MoE layer {i}", 1 - same, self._routes(own), _WEIGHTS)
+                for i, (same, own) in enumerate(zip(push.agreement, usual, strict=False))
+            ),
+            ("|dlogp| with kept keys and values", push.cached_dlogp, dlogp, _CACHE),
+            (
+                "share of other routes with kept keys and values",
+                push.cached_disagreement,
+                self._routes(means),
+                _CACHE,
+            ),
+        ]
+        return [
+            f"{name} {value:.3g}, {limit.words()}: {cause}"
+            for name, value, limit, cause in shown
+            if limit.refuses(value)
+        ]
 
     def accept(self, push: Difference) -> None:
         """Remember a push that was right."""
-        self.before = [*self.before, push][-_REMEMBERED:]
+        self.before = [*self.before, push][-REMEMBERED:]
 
+    def _routes(self, usual: Sequence[float]) -> Limit:
+        return self._limit(usual, ROOM_ROUTES, MOST_ROUTES)
 
-def _above(before: list[float], factors: tuple[float, float] = FACTORS) -> float:
-    return max(factors[0] * float(np.median(before)), factors[1] * max(before))
+    def _limit(self, usual: Sequence[float], room: float, first: float) -> Limit:
+        median = float(np.median(usual)) if usual else None
+        return Limit(median, room, first, f"the median of the last {REMEMBERED} pushes")
 
 
 def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
@@ -144,11 +97,8 @@ def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
     0.012 apart. With the new weights it is 0.010 from the new one and some 0.016 from the one
     before; with the old weights the other way round, and 0.010 is below 0.7 times 0.016.
 
-    A mean alone can be that of a few tokens after a near tie of routers which went as it did in the
-    policy before: a right sampler in bfloat16 was 0.092 and 0.055 from the two, and 41 % of its
-    tokens nearer to the policy before. So most tokens must be nearer to it too, and tokens that
-    follow one with other experts than in either policy are left out of the mean, unless they are
-    too many.
+    Tokens that follow one with other experts than in either policy are left out of the mean, unless
+    they are too many: they make most of it, and a near tie may go as it did in the policy before.
     """
     to_now_PN, to_before_PN = abs_dlogp(sampler, now), abs_dlogp(sampler, before)
     nearer = float((to_before_PN < to_now_PN).mean())
@@ -159,6 +109,7 @@ def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
     if to_now <= ROOM_DLOGP or not to_before < CLOSER * to_now or nearer < MOST_TOKENS:
         return ""
     return (
-        f"mean |dlogp| {to_now:.3g} to this policy and {to_before:.3g} to the one before, and "
-        f"{nearer:.0%} of the tokens nearer to the one before: it has the weights of before"
+        f"mean |dlogp| {to_now:.3g} to this policy and {to_before:.3g} to the one before, below "
+        f"{CLOSER:g} times that, and {nearer:.0%} of the tokens nearer to the one before, above "
+        f"{MOST_TOKENS:.0%}: it has the weights of before"
     )

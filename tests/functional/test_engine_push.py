@@ -27,7 +27,7 @@ from megatron_r3.data.engines.shape import ModelShape
 from megatron_r3.loop.loading import Loader
 from megatron_r3.loop.published import PublishedPolicy, read_policy, version_name
 from megatron_r3.loop.push import Pusher, PushError
-from megatron_r3.loop.push_floor import Floor
+from megatron_r3.loop.push_floor import PushFloor
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def pushing(engine: str, url: str, model: Path, work: Callable[..., Any], *comma
         client = Client(url, 4, 120, 3, 0.2)
         loader = Loader(engine, client, in_place=True, command=command, wait_s=60)
         try:
-            await work(Pusher(loader, client, ModelShape.from_hf_config(model), Floor()))
+            await work(Pusher(loader, client, ModelShape.from_hf_config(model), PushFloor()))
         finally:
             await client.close()
 

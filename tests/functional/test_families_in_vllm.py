@@ -33,7 +33,7 @@ from megatron_r3.loop.loading import Loader
 from megatron_r3.loop.probe import Probe, abs_dlogp, same_experts
 from megatron_r3.loop.published import PublishedPolicy, version_name
 from megatron_r3.loop.push import Pusher
-from megatron_r3.loop.push_floor import Floor
+from megatron_r3.loop.push_floor import PushFloor
 from proof.fidelity.rig.worker import TreeWorker
 
 # How much further from float32 vLLM may be than transformers in bfloat16 is. A probe has 256
@@ -123,7 +123,7 @@ def ask_vllm(
     async def compare(url: str) -> Probe:
         client = Client(url, 4, 120, 3, 0.2)
         loader = Loader("vllm", client, in_place=False, command=(), wait_s=60)
-        pusher = Pusher(loader, client, ModelShape.from_hf_config(path), Floor())
+        pusher = Pusher(loader, client, ModelShape.from_hf_config(path), PushFloor())
         try:
             served, _ = await pusher._compare(PublishedPolicy(path, 0, 0, {}, exact))
             return served
