@@ -6,8 +6,7 @@ Shape suffixes (docs/glossary.md): E, G, K, L, M, N, T, V.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,13 @@ from megatron_r3.data.values import wrong_logprob
 from megatron_r3.replay.words import one_line
 
 CHUNK_ROWS = 1 << 15  # read at a time
-BARS, PLAIN_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # the second for terminals without UTF-8
-MOST_BARS = 64  # characters of a histogram
 MOST_CELL = 400  # characters of a cell of the table
+MOST_VALUES = 8  # of a list in a cell
+# what has tables or warnings of its own, and the counts of each expert, which --json has
+NOT_IN_TABLE = {
+    "by_version", "experts", "impossible_logprobs", "layer", "layers", "policy_versions",
+    "token_versions", "truth",
+}  # fmt: skip
 
 
 def inspect_store(directory: Path) -> dict[str, Any]:
@@ -31,7 +34,6 @@ def inspect_store(directory: Path) -> dict[str, Any]:
         StoreError: the store is damaged.
     """
     store = RolloutStore([directory], mixed_policies=True)
-    routes = _read_routes(store)
     size = sum(shard.path.stat().st_size for shard in store.shards)
     num_tokens = int(store.column("num_tokens").sum())
     return {
@@ -46,13 +48,7 @@ def inspect_store(directory: Path) -> dict[str, Any]:
         "reward": _spread(store.column("reward").astype(float)),
         "advantages": _share_of_advantages(store),
         **_responses(store),
-        "missing_rows": routes.missing / max(routes.rows, 1),
-        "repeated_rows": routes.repeated / max(routes.pairs, 1),
-        "layers": [
-            _layer(hidden, routes.counts_LE[i], routes.repeated_L[i] / max(routes.pairs, 1))
-            for i, hidden in enumerate(store.info.moe_layers)
-        ],
-        "all_layers": _layer(None, routes.counts_LE.sum(0), routes.repeated / max(routes.pairs, 1)),
+        **_routes(store),
     }
 
 
@@ -195,44 +191,36 @@ def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[st
     }
 
 
-@dataclass
-class _Routes:
-    """Counts over all rows of a store.
+def _routes(store: RolloutStore) -> dict[str, Any]:
+    """Counts over all rows: which are missing, and how the others spread over the experts.
 
-    Attributes:
-        rows: all rows.
-        missing: rows that the engine returned no route for.
-        pairs: recorded rows that follow a recorded row of the same rollout.
-        repeated: pairs whose two rows are the same in all layers.
-        repeated_L: pairs whose two rows are the same in each layer.
-        counts_LE: rows of each expert.
+    A row counts as repeated where it has the experts of the row before it, in one layer or in all.
+    Neighbours that are the same in all layers are rare; a stale buffer makes many of them.
     """
-
-    repeated_L: np.ndarray
-    counts_LE: np.ndarray
-    rows: int = 0
-    missing: int = 0
-    pairs: int = 0
-    repeated: int = 0
-
-
-def _read_routes(store: RolloutStore) -> _Routes:
-    layers, experts = len(store.info.moe_layers), store.info.num_experts
-    seen = _Routes(np.zeros(layers, np.int64), np.zeros((layers, experts), np.int64))
+    shape = len(store.info.moe_layers), store.info.num_experts
+    counts_LE, repeated_L = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)
+    rows = missing = pairs = repeated = 0
     for ids_LTK, recorded_T, follows_T in _chunks(store):
-        seen.rows += len(recorded_T)
-        seen.missing += int((~recorded_T).sum())
+        rows += len(recorded_T)
+        missing += int((~recorded_T).sum())
         for layer, ids_TK in enumerate(ids_LTK):
             where = f"{store.shards[0].path.parent}: MoE layer {layer}"
-            seen.counts_LE[layer] += count_rows(ids_TK, recorded_T, experts, where)
-        # Neighbours of one rollout that have the same row in all layers are rare. An engine that
-        # returns a stale buffer makes many of them.
+            counts_LE[layer] += count_rows(ids_TK, recorded_T, shape[1], where)
         pair_T = recorded_T[1:] & recorded_T[:-1] & follows_T[1:]
         same_LT = (ids_LTK[:, 1:] == ids_LTK[:, :-1]).all(-1) & pair_T
-        seen.pairs += int(pair_T.sum())
-        seen.repeated_L += same_LT.sum(1)
-        seen.repeated += int(same_LT.all(0).sum())
-    return seen
+        pairs += int(pair_T.sum())
+        repeated_L += same_LT.sum(1)
+        repeated += int(same_LT.all(0).sum())
+    of_all = repeated / max(pairs, 1)
+    return {
+        "missing_rows": missing / max(rows, 1),
+        "repeated_rows": of_all,
+        "layers": [
+            _layer(hidden, counts_LE[i], repeated_L[i] / max(pairs, 1))
+            for i, hidden in enumerate(store.info.moe_layers)
+        ],
+        "all_layers": _layer(None, counts_LE.sum(0), of_all),
+    }
 
 
 def _chunks(store: RolloutStore) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -250,164 +238,78 @@ def _chunks(store: RolloutStore) -> Iterator[tuple[np.ndarray, np.ndarray, np.nd
             batch = []
 
 
-def table(stores: Sequence[dict[str, Any]]) -> str:
-    """Stores side by side as text: a row for each fact, a column for each store.
-
-    Whoever wrote a store chose the names in it, so every cell is made one line without control
-    characters.
+def text_of(stores: Sequence[dict[str, Any]], each_layer: bool) -> str:
+    """Stores side by side, then tables of each one: its policy versions and, if asked, its layers.
 
     Args:
         stores: from `inspect_store`.
     """
-    columns = [_column(store) for store in stores]
-    names = list(columns[0])
-    cells = [names, *([one_line(column[name], MOST_CELL) for name in names] for column in columns)]
-    widths = [max(map(len, column)) for column in cells]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in zip(*cells, strict=True)
-    ]
-    return "\n".join([*lines, *(text for store in stores for text in _versions(store))])
+    parts = [_table(stores)]
+    for store in stores:
+        name = one_line(store["directory"])
+        parts.append(f"policy versions, {name}:\n{_versions(store)}")
+        parts += [f"MoE layers, {name}:\n{_layers(store)}"] if each_layer else []
+    return "\n\n".join(parts)
 
 
-def _versions(store: dict[str, Any]) -> list[str]:
-    """A line for each policy version that sampled, if there are several."""
+def _table(stores: Sequence[dict[str, Any]]) -> str:
+    """A row for each number, a column for each store."""
+    columns = [dict(_facts(store)) for store in stores]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return _grid([name, *(column.get(name, "-") for column in columns)] for name in names)
+
+
+def _versions(store: dict[str, Any]) -> str:
+    """A row for each policy version that sampled; of an only version, too."""
     rollouts, tokens = store["by_version"], store["token_versions"]
-    versions = sorted({*rollouts, *tokens}, key=int)
-    if len(versions) < 2:
-        return []
-    lines = [f"\npolicy versions, {one_line(store['directory'])}:"]
-    lines.append("version  rollouts   reward   length  of all tokens  policy")
-    for version in versions:
-        row = rollouts.get(version)
-        said = (
-            f"{row['rollouts']:8} {row['reward']:8.4g} {row['response_length']:8.1f}" if row else ""
-        )
-        policy = one_line(_few(row["policies"]), 40) if row else "in rollouts of earlier ones"
-        lines.append(f"{version:>7}  {said:26}  {tokens.get(version, 0):13.1%}  {policy}")
-    return lines
+    rows = [["version", "rollouts", "reward", "response length", "share of tokens", "policy"]]
+    for version in sorted({*rollouts, *tokens}, key=int):
+        # a version that only went on with rollouts which an earlier one had begun has no row
+        row = rollouts.get(version, {})
+        of_row = [row.get(name) for name in ("rollouts", "reward", "response_length")]
+        policies = row.get("policies", ["in rollouts of earlier ones"])
+        rows.append([*map(_cell, [version, *of_row, tokens.get(version, 0.0), policies])])
+    return _grid(rows)
 
 
-def _few(values: Sequence[str]) -> str:
-    """The value that all have, or how many different ones there are."""
-    return f"{len(values)} different" if len(values) > 1 else "".join(values) or "none"
+def _layers(store: dict[str, Any]) -> str:
+    """How the rows of each MoE layer spread over its experts, a row for each layer."""
+    names = [name for name in store["all_layers"] if name != "experts"]
+    rows = [[_cell(layer[name]) for name in names] for layer in store["layers"]]
+    return _grid([[name.replace("_", " ") for name in names], *rows])
 
 
-def _column(store: dict[str, Any]) -> dict[str, str]:
-    reward, length = store["reward"], store["response_length"]
-    least, most = store["rollouts_per_prompt"]
-    versions = [*store["policy_versions"]]
-    policies = store["engine_policies"]
-    experts = f"{store['num_experts']} in {len(store['moe_layers'])} layers, top-{store['topk']}"
-    all_layers = store["all_layers"]
-    return {
-        "store": store["directory"],
-        "rollouts": f"{store['rollouts']} in {store['shards']} shards",
-        "prompts": f"{store['prompts']}, {_range(least, most)} rollouts each",
-        "policy version": versions[0] if len(versions) == 1 else f"{len(versions)}, see below",
-        "engine": f"{store['engine']} {store['engine_version']}",
-        "model": store["model"] or "-",
-        "sampling": _sampling(store["sampling"]),
-        "kept sets": f"of {store['kept_share']:.1%} of the sampled tokens, mean size "
-        f"{store['kept_size']:.1f}"
-        if store["kept_share"]
-        else "none",
-        "advantages": "given"
-        if store["advantages"] == 1
-        else f"of {store['advantages']:.1%}"
-        if store["advantages"]
-        else "none",
-        "vocabulary": f"{store['vocab_size'] or 'not said'}",
-        "router fingerprint": _few([digests[0] for digests in store["router_fingerprints"]]),
-        "policy stamp": _few(store["policy_stamps"]),
-        "engine's policy": _few(policies) if policies else "not said",
-        "experts": experts,
-        "reward": f"{reward['mean']:.4g} ± {reward['std']:.4g} "
-        f"({_range(reward['min'], reward['max'])})",
-        "prompts of one reward": f"{store['prompts_of_one_reward']}",
-        "tokens": f"{store['tokens']}, {store['response_tokens']} sampled",
-        "response length": f"{length['mean']:.1f} ± {length['std']:.1f} "
-        f"({_range(length['min'], length['max'])}, median {length['median']:g})",
-        "mean log-prob": f"{store['logprob_mean']:.4f}",
-        "impossible log-probs": f"in {len(store['impossible_logprobs'])} rollouts",
-        "on disk": f"{_size(store['bytes'])}, {store['bytes_per_token']:.1f} bytes a token",
-        "missing rows": f"{store['missing_rows']:.2%}",
-        "rows like the one before": f"{store['repeated_rows']:.2%}",
-        "busiest expert": f"{_worst(store)}; {all_layers['uneven']:.2f} over all layers",
-        "unused experts": str(sum(layer["unused"] for layer in store["layers"])),
-        **(_agreement(store) if "agreement" in store else {}),
-    }
+def _facts(numbers: Mapping[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
+    """Each number with its name, for example "reward mean" and "0.25"."""
+    for key, value in numbers.items():
+        name = f"{of} {key}".replace("_", " ").strip()
+        if key in NOT_IN_TABLE:
+            continue
+        if isinstance(value, Mapping):
+            yield from _facts(value, name)
+        else:
+            yield name, _cell(value)
 
 
-def _sampling(settings: dict[str, Any]) -> str:
-    """Example: temperature 1, top-p 1, at most 64 tokens."""
-    names = {"temperature": "temperature", "top_p": "top-p", "top_k": "top-k", "min_p": "min-p"}
-    words = [
-        f"{text} {settings[name]:g}" if name != "top_k" or settings[name] else "top-k off"
-        for name, text in names.items()
-        if settings[name] is not None
-    ]
-    if settings["max_tokens"] is not None:
-        words.append(f"at most {settings['max_tokens']} tokens")
-    if settings["logprobs_of"] is not None:
-        words.append(f"log-probs {settings['logprobs_of']}")
-    return ", ".join(words) or "not said"
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        if len(value) > MOST_VALUES:
+            return f"{len(value)} different, see --json"
+        return " ".join(map(_cell, value)) or "-"
+    return "-" if value in (None, "") else str(value)
 
 
-def _agreement(store: dict[str, Any]) -> dict[str, str]:
-    measured, several = store["agreement"], len(store["policy_versions"]) > 1
-    return {
-        "compared with transformers": f"{measured['rollouts']} rollouts, "
-        f"{measured['tokens']} sampled tokens"
-        + (f", of policy version {measured['policy_version']}" if several else ""),
-        "same routes, by layer": " ".join(f"{share:.3f}" for share in measured["routes"]),
-        "k3 KL, mean |dlogp|": f"{measured['k3_kl']:.5f}, {measured['abs_dlogp']:.5f}",
-        "ratio outside 1/2..2": f"{measured['extreme']:.3%}",
-    }
+def _grid(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of cells under each other.
 
-
-def _worst(store: dict[str, Any]) -> str:
-    worst = max(store["layers"], key=lambda layer: layer["uneven"])
-    return f"{worst['uneven']:.2f} times the mean (layer {worst['layer']})"
-
-
-def _range(least: float, most: float) -> str:
-    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}" if unit != "bytes" else f"{count} bytes"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def histogram(store: dict[str, Any], each_layer: bool, encoding: str) -> str:
-    """The rows of each expert as bars: a line for each layer, or one line for the sum of them.
-
-    Args:
-        encoding: of the terminal.
+    Whoever wrote a store chose the names in it, so every cell is made one line without control
+    characters.
     """
-    layers = store["layers"] if each_layer else [store["all_layers"]]
-    names = [f"layer {layer['layer']}" if each_layer else "all layers" for layer in layers]
-    width = max(map(len, names))
+    lines = [[one_line(cell, MOST_CELL) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        f"{name.ljust(width)}  {_bars(layer['experts'], encoding)}  busiest {layer['busiest']}, "
-        f"{layer['uneven']:.2f} times the mean; {layer['unused']} unused; "
-        f"{layer['repeated_rows']:.2%} repeated"
-        for name, layer in zip(names, layers, strict=True)
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     )
-
-
-def _bars(counts: Sequence[int], encoding: str) -> str:
-    """A character for each expert, or for some neighbours together if there are many experts.
-
-    Example: 128 experts make 64 characters of 2 experts each. The highest bar is the busiest; a bar
-    that is not blank has at least one row.
-    """
-    bars = BARS if "utf" in encoding.lower() else PLAIN_BARS
-    each = -(-len(counts) // MOST_BARS)  # rounded up, as is the height of a bar below
-    sums = [sum(counts[i : i + each]) for i in range(0, len(counts), each)]
-    top = max(*sums, 1)
-    return "|" + "".join(bars[-(-8 * value // top)] for value in sums) + "|"

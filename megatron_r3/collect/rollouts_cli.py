@@ -154,12 +154,13 @@ def _engine_maker(args: argparse.Namespace) -> Callable[[Plan, int], Engine]:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Print a table of the stores, then how their routes spread over the experts, then the truth
-    test. The exit status is 1 where --fail-on-alarm is given and there is an alarm.
+    """Print a table of the stores, their policy versions and layers, then the truth test.
+
+    The exit status is 1 where --fail-on-alarm is given and there is an alarm.
     """
     import json
 
-    from megatron_r3.collect.inspect import histogram, inspect_store, store_warnings, table
+    from megatron_r3.collect.inspect import inspect_store, store_warnings, text_of
     from megatron_r3.replay.words import one_line
 
     for option, value in vars(args).items():
@@ -176,10 +177,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(stores))
         return status
-    print(table(stores))
-    for store in stores:
-        print(f"\nrows of each expert, {one_line(store['directory'])}:")
-        print(histogram(store, args.layers, sys.stdout.encoding or ""))
+    print(text_of(stores, args.layers))
     for truth in truths:
         print(f"\n{truth}")
     return status

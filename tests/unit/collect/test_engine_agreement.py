@@ -75,9 +75,11 @@ def test_its_own_routes_agree(
     directory = store(model, tmp_path / "right", 0)
     assert main(["rollouts", "inspect", str(directory), "--model", str(model)]) == 0
     out, err = capsys.readouterr()
-    assert "4 rollouts, 60 sampled tokens" in out
-    assert "1.000 1.000" in out
-    assert "0.00000, 0.00000" in out
+    rows = {
+        " ".join(words[:-2]): words[-2:] for line in out.splitlines() if (words := line.split())
+    }
+    assert "agreement rollouts        4\nagreement tokens          60\n" in out
+    assert rows["agreement routes"] == ["1", "1"]
     assert "warning" not in err
 
 
@@ -88,9 +90,10 @@ def test_other_routes_are_flagged(
     argv = ["rollouts", "inspect", str(directory), "--model", str(model), "--agreement", "2"]
     assert main(argv) == 0
     out, err = capsys.readouterr()
-    assert "2 rollouts, 30 sampled tokens" in out
+    assert "agreement rollouts        2\nagreement tokens          30\n" in out
     assert err.count("warning: ") == 1
-    assert f"warning: {directory}: renumbered experts: with one new number for each expert" in err
+    assert f"warning: {directory}: the engine computes another model: too many routes differ" in err
+    assert "% in layer 1 (at most 66.2 %, since the floor is not known yet), " in err
     assert "no floor: what was measured is not kept" in out
     assert not (tmp_path / "floors").exists()
     assert main([*argv, "--fail-on-alarm"]) == 1
@@ -121,8 +124,8 @@ def test_the_first_collection_makes_the_floor(
     third = store(model, tmp_path / "third", 0, wrong_rows=4)
     assert main(["rollouts", "inspect", str(third), *argv]) == 1
     out, err = capsys.readouterr()
-    assert "the engine computes another model: 2 of 2 layers are too high: 2" in err
-    assert "(floor 0.0 %)" in err
+    assert "the engine computes another model: too many routes differ: 2" in err
+    assert "(at most 16.5 %, which is 3 times the floor, 0.0 %, plus 16.5 %)" in err
     assert f"floor: {path}\n" in out
     path.unlink()
     assert main(["rollouts", "inspect", str(third), *argv]) == 0
@@ -183,11 +186,11 @@ def test_a_store_of_several_policies_is_compared_with_the_models_own(
     argv = ["rollouts", "inspect", str(tmp_path / "both"), "--model", str(model)]
     assert main([*argv, "--fail-on-alarm"]) == of_model
     out, err = capsys.readouterr()
-    assert f"4 rollouts, 60 sampled tokens, of policy version {of_model}\n" in out
+    assert f"agreement policy version  {of_model}\nagreement rollouts        4\n" in out
     later = f"{model} sampled policy version 0: later versions are not compared\n"
     assert (later in err) == (of_model == 0)
-    (agree,) = [line.split()[-2:] for line in out.splitlines() if "same routes, by layer" in line]
-    assert (agree == ["1.000", "1.000"]) == (of_model == 0)
+    (agree,) = [line.split()[-2:] for line in out.splitlines() if "agreement routes" in line]
+    assert (agree == ["1", "1"]) == (of_model == 0)
 
 
 def test_another_model_is_refused(
