@@ -6,6 +6,7 @@ more. An alarm that comes without a fault is soon ignored: each share has the li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ def table_alarms(
     *,
     most: float = MOST_ROUTES,
     model: str = "the trainer",
+    names: Sequence[str] = (),
 ) -> list[Alarm]:
     """What is wrong, as far as shares alone tell.
 
@@ -57,6 +59,7 @@ def table_alarms(
         floor: what is normal for this model and engine; None where nobody knows.
         most: the highest share where no floor is known.
         model: what messages call the live side.
+        names: what messages call the rollouts of `found`.
     """
     normal = floor or Tables()
     raised = [
@@ -64,7 +67,7 @@ def table_alarms(
     ]
     if raised:
         return raised
-    wrong = _too_high(found, normal, most, model)
+    wrong = _too_high(found, normal, most, model, names)
     return [wrong] if wrong else []
 
 
@@ -102,7 +105,9 @@ def _versions(found: Tables, model: str) -> Alarm | None:
     return None
 
 
-def _too_high(found: Tables, floor: Tables, most: float, model: str) -> Alarm | None:
+def _too_high(
+    found: Tables, floor: Tables, most: float, model: str, names: Sequence[str]
+) -> Alarm | None:
     """Each cell of each table against its floor or, where there is none, against `most`."""
     rollouts = dict.fromkeys(found.rollouts, floor.all_rows)
     high: list[str] = []
@@ -110,7 +115,7 @@ def _too_high(found: Tables, floor: Tables, most: float, model: str) -> Alarm | 
         ("layer {}".format, found.layers, floor.layers),
         (lambda number: f"positions {position_name(number)}", found.positions, floor.positions),
         (lambda number: f"turn {turn_name(number)}", found.turns, floor.turns),
-        ("rollout {}".format, found.rollouts, rollouts),
+        (lambda number: names[number], found.rollouts, rollouts),
     ):
         wrong: list[str] = []
         for number, share in sorted(cells.items()):

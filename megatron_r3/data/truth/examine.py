@@ -87,7 +87,9 @@ def examine(
         compared, layers, [m & ~o for m, o in zip(marks, older, strict=True)]
     ).versions
     normal = floor.tables if floor else None
-    alarms += table_alarms(replace(rest, versions=versions), normal, most=most, model=model)
+    rest = replace(rest, versions=versions)
+    names = [one.name for one in compared]
+    alarms += table_alarms(rest, normal, most=most, model=model, names=names)
     return Report(tables, tables_of(compared, layers, older), alarms)
 
 
