@@ -1,7 +1,7 @@
 """Response bodies around made-up samples, as the servers of vLLM, SGLang and Megatron write them.
 
 The fields were taken from the recorded responses in tests/data/vllm and from
-tests/support/engine_bodies.py.
+tests/support/engine_bodies.py, which has bodies of one sample that is always the same.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.data.engines.shape import ModelShape
+from proof.fuzz.command import from_tests
 
 VOCABULARY = 64
 EVERY_LAYER = ModelShape(16, 4, (0, 1, 2), 3, VOCABULARY)
 SHAPE = ModelShape(16, 4, (1, 2, 4), 5, VOCABULARY)
+
+Exchange = tuple[Any, dict[str, Any]]  # a body, and the request that led to it
 
 
 @dataclass
@@ -28,25 +31,25 @@ class Choice:
     """One sample of an answer. Each value may be an impossible one.
 
     Attributes:
-        rows: the expert ids, rows x hidden layers x top-k, or what is sent in their place.
+        rows: the expert ids, rows x hidden layers x top-k.
         names: what the log-probs call their tokens. None means that they are called by their ids.
         reason: why the sample ended.
     """
 
     tokens: list[Any]
     logprobs: list[Any]
-    rows: Any
+    rows: np.ndarray
     names: list[Any] | None = None
     reason: Any = "length"
 
 
 @dataclass
 class Answer:
-    """What a server answers to one prompt: `n` choices."""
+    """What a server answers to one prompt: `n` choices. `returned_prompt` is what it repeats."""
 
     prompt: list[int]
-    choices: list[Choice]
-    returned_prompt: Any = None
+    returned_prompt: list[int]
+    choices: list[Choice] = field(default_factory=list)
     model: Any = "tiny"
     max_tokens: int = 8
     extra: dict[str, Any] = field(default_factory=dict)
@@ -54,22 +57,18 @@ class Answer:
 
 def make_rows(rng: random.Random, rows: int, shape: ModelShape) -> np.ndarray:
     """Made-up ids, int32, rows x hidden layers x top-k; those of dense layers are zero."""
-    numbers = np.random.default_rng(rng.getrandbits(64))
-    ids = numbers.random((rows, shape.num_hidden_layers, shape.num_experts)).argsort(-1)
-    ids = ids[..., : shape.topk].astype(np.int32)
-    ids[:, [i for i in range(shape.num_hidden_layers) if i not in shape.moe_layers]] = 0
-    return ids
+    made: np.ndarray = from_tests("engine_bodies").made_rows(rows, rng.getrandbits(64), shape)
+    return made
 
 
 def make_answer(rng: random.Random, shape: ModelShape, choices: int) -> Answer:
     """An answer with a made-up prompt and possible samples of it."""
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 7))]
-    answer = Answer(prompt, [])
+    answer = Answer(prompt, prompt)
     for _ in range(choices):
-        count = rng.randint(1, 6)
-        tokens = [rng.randrange(VOCABULARY) for _ in range(count)]
-        logprobs = [rng.choice((0.0, -rng.random(), -8 * rng.random(), -60.0)) for _ in tokens]
-        rows = make_rows(rng, len(prompt) + count - 1, shape)
+        tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
+        logprobs = [rng.choice((0.0, -0.25, -8 * rng.random(), -60.0)) for _ in tokens]
+        rows = make_rows(rng, len(prompt) + len(tokens) - 1, shape)
         answer.choices.append(Choice(tokens, logprobs, rows))
     return answer
 
@@ -77,25 +76,24 @@ def make_answer(rng: random.Random, shape: ModelShape, choices: int) -> Answer:
 # -- the encodings of routes
 
 
-def npy(rows: Any) -> Any:
+def npy(rows: np.ndarray) -> str:
     """vLLM from 0.22 on: a `.npy` file in base64; its ids are uint8 where they fit."""
-    if not isinstance(rows, np.ndarray):
-        return rows
-    stream = io.BytesIO()
     small = rows.dtype.kind == "i" and rows.size and rows.min() >= 0 and rows.max() < 256
+    stream = io.BytesIO()
     np.save(stream, rows.astype(np.uint8) if small else rows)
     return base64.b64encode(stream.getvalue()).decode()
 
 
-def int32(rows: Any) -> Any:
+def int32(rows: np.ndarray) -> str:
     """SGLang: the bytes of an int32 tensor in base64, without its shape."""
-    if not isinstance(rows, np.ndarray):
-        return rows
     return base64.b64encode(rows.astype("<i4").tobytes()).decode()
 
 
-def _plain(rows: Any) -> Any:
-    return rows.tolist() if isinstance(rows, np.ndarray) else rows
+def shaped(rows: np.ndarray) -> list[Any]:
+    """A patched Megatron: bytes in base64 beside dtype and shape."""
+    small = rows.size and rows.min() >= -(1 << 15) and rows.max() < 1 << 15
+    routes: list[Any] = from_tests("engine_bodies").as_bytes(rows.astype("<i2" if small else "<i4"))
+    return routes
 
 
 # -- the parts of a body in the form of OpenAI's API
@@ -106,13 +104,7 @@ def _names(choice: Choice) -> list[Any]:
 
 
 def _listed(choice: Choice) -> dict[str, Any]:
-    return {
-        "text_offset": [0] * len(choice.tokens),
-        "token_logprobs": choice.logprobs,
-        "tokens": _names(choice),
-        "top_logprobs": [{name: value} for name, value in zip(map(str, _names(choice)),
-                                                              choice.logprobs, strict=False)],
-    }  # fmt: skip
+    return {"token_logprobs": choice.logprobs, "tokens": _names(choice), "top_logprobs": None}
 
 
 def _content(choice: Choice) -> dict[str, Any]:
@@ -120,14 +112,20 @@ def _content(choice: Choice) -> dict[str, Any]:
     return {"content": [{"token": n, "logprob": v, "bytes": None} for n, v in pairs]}
 
 
-def _openai(answer: Answer, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _sent(choice: Choice) -> dict[str, Any]:
+    """What chats and `generate` of vLLM say of a choice."""
+    routes = {"routed_experts": npy(choice.rows)}
+    return {"logprobs": _content(choice), "token_ids": choice.tokens, **routes}
+
+
+def _body(answer: Answer, kind: str, fields: Callable[[Choice], dict[str, Any]]) -> dict[str, Any]:
+    choices = [
+        {"index": i, "finish_reason": one.reason, "text": "made up", **fields(one)}
+        for i, one in enumerate(answer.choices)
+    ]
     body = {"id": "b2b8", "object": kind, "created": 1795225217, "model": answer.model}
-    return {
-        **body,
-        "choices": choices,
-        "usage": {"prompt_tokens": len(answer.prompt)},
-        **answer.extra,
-    }
+    usage = {"prompt_tokens": len(answer.prompt)}
+    return {**body, "choices": choices, "usage": usage, **answer.extra}
 
 
 def _asked(answer: Answer, **more: Any) -> dict[str, Any]:
@@ -135,89 +133,58 @@ def _asked(answer: Answer, **more: Any) -> dict[str, Any]:
     return {**request, "return_token_ids": True, **more}
 
 
-def _returned(answer: Answer) -> Any:
-    return answer.prompt if answer.returned_prompt is None else answer.returned_prompt
+_CHAT = {"messages": [{"role": "user", "content": "say something"}], "logprobs": True}
 
 
 # -- the dialects
 
 
-def completions(answer: Answer) -> tuple[Any, dict[str, Any]]:
+def completions(answer: Answer) -> Exchange:
     """vLLM's /v1/completions, routes as base64."""
-    choices = [
-        {
-            "index": i, "text": "made up", "logprobs": _listed(one), "finish_reason": one.reason,
-            "stop_reason": None, "token_ids": one.tokens, "prompt_token_ids": _returned(answer),
-            "routed_experts": npy(one.rows),
-        }
-        for i, one in enumerate(answer.choices)
-    ]  # fmt: skip
-    return _openai(answer, "text_completion", choices), _asked(
-        answer, prompt=answer.prompt, logprobs=1
-    )
+
+    def fields(one: Choice) -> dict[str, Any]:
+        prompt = {"prompt_token_ids": answer.returned_prompt}
+        return {**_sent(one), "logprobs": _listed(one), **prompt}
+
+    request = _asked(answer, prompt=answer.prompt, logprobs=1)
+    return _body(answer, "text_completion", fields), request
 
 
-def chat(answer: Answer) -> tuple[Any, dict[str, Any]]:
+def chat(answer: Answer) -> Exchange:
     """vLLM's /v1/chat/completions. Only the response says which tokens the prompt has."""
-    choices = [
-        {
-            "index": i, "message": {"role": "assistant", "content": "made up"},
-            "logprobs": _content(one), "finish_reason": one.reason, "token_ids": one.tokens,
-            "routed_experts": npy(one.rows),
-        }
-        for i, one in enumerate(answer.choices)
-    ]  # fmt: skip
-    body = _openai(answer, "chat.completion", choices) | {"prompt_token_ids": _returned(answer)}
-    messages = [{"role": "user", "content": "say something"}]
-    return body, _asked(answer, messages=messages, logprobs=True)
+    body = _body(answer, "chat.completion", _sent)
+    return {**body, "prompt_token_ids": answer.returned_prompt}, _asked(answer, **_CHAT)
 
 
-def generate(answer: Answer) -> tuple[Any, dict[str, Any]]:
+def generate(answer: Answer) -> Exchange:
     """vLLM's /inference/v1/generate."""
-    choices = [
-        {
-            "index": i, "logprobs": _content(one), "finish_reason": one.reason,
-            "token_ids": one.tokens, "routed_experts": npy(one.rows),
-        }
-        for i, one in enumerate(answer.choices)
-    ]  # fmt: skip
-    body = _openai(answer, "generate", choices)
     params = {"max_tokens": answer.max_tokens, "logprobs": 1, "n": len(answer.choices)}
-    return body, {"model": "tiny", "token_ids": answer.prompt, "sampling_params": params}
+    request = {"model": "tiny", "token_ids": answer.prompt, "sampling_params": params}
+    return _body(answer, "generate", _sent), request
 
 
-def sglang(answer: Answer) -> tuple[Any, dict[str, Any]]:
-    """SGLang's /generate."""
-    items = [
-        {
-            "text": "made up", "output_ids": one.tokens,
-            "meta_info": {
-                "id": "b2b8", "finish_reason": {"type": one.reason, "length": len(one.tokens)},
-                "prompt_tokens": len(p) if isinstance(p := _returned(answer), list) else -1,
-                "weight_version": "default", "num_retractions": 0,
-                "output_token_logprobs": [
-                    [value, named, None]
-                    for value, named in zip_longest(
-                        one.logprobs,
-                        (one.tokens if one.names is None else one.names)[: len(one.logprobs)],
-                        fillvalue=3,
-                    )
-                ],
-                "completion_tokens": len(one.tokens), "cached_tokens": 0,
-                "routed_experts": int32(one.rows),
-            },
-            **answer.extra,
-        }
-        for one in answer.choices
-    ]  # fmt: skip
-    request = {
-        "input_ids": answer.prompt, "return_logprob": True, "return_routed_experts": True,
-        "sampling_params": {"max_new_tokens": answer.max_tokens, "n": len(answer.choices)},
-    }  # fmt: skip
+def sglang(answer: Answer) -> Exchange:
+    """SGLang's /generate: one sample, or a list of several."""
+    items = []
+    for one in answer.choices:
+        names = (one.tokens if one.names is None else one.names)[: len(one.logprobs)]
+        pairs = zip_longest(one.logprobs, names, fillvalue=3)
+        meta = {
+            "id": "b2b8", "finish_reason": {"type": one.reason, "length": len(one.tokens)},
+            "prompt_tokens": len(answer.returned_prompt), "routed_experts": int32(one.rows),
+            "weight_version": "default", "num_retractions": 0, "cached_tokens": 0,
+            "output_token_logprobs": [[value, named, None] for value, named in pairs],
+            "completion_tokens": len(one.tokens),
+        }  # fmt: skip
+        sample = {"text": "made up", "output_ids": one.tokens, "meta_info": meta}
+        items.append({**sample, **answer.extra})
+    params = {"max_new_tokens": answer.max_tokens, "n": len(answer.choices)}
+    flags = {"return_logprob": True, "return_routed_experts": True}
+    request = {"input_ids": answer.prompt, **flags, "sampling_params": params}
     return (items[0] if len(items) == 1 else items), request
 
 
-def sglang_openai(answer: Answer) -> tuple[Any, dict[str, Any]]:
+def sglang_openai(answer: Answer) -> Exchange:
     """SGLang's /v1/completions: `sglext` for one choice, `meta_info` in each of several."""
     body, request = completions(answer)
     for one, choice in zip(answer.choices, body["choices"], strict=True):
@@ -229,32 +196,19 @@ def sglang_openai(answer: Answer) -> tuple[Any, dict[str, Any]]:
     return body, {**request, "return_routed_experts": True, "return_meta_info": True}
 
 
-def megatron(answer: Answer) -> tuple[Any, dict[str, Any]]:
+def megatron(answer: Answer) -> Exchange:
     """A patched Megatron's /v1/chat/completions. Only the response says what the prompt is."""
-    choices = [
-        {
-            "index": i, "finish_reason": one.reason, "logprobs": _content(one),
-            "message": {
-                "role": "assistant", "content": "made up", "prompt_token_ids": answer.prompt,
-                "generation_token_ids": one.tokens, "generation_log_probs": one.logprobs,
-                "policy_epoch": None, "num_evictions": 0,
-            },
-            "moe_topk_indices": _shaped(one.rows),
-        }
-        for i, one in enumerate(answer.choices)
-    ]  # fmt: skip
-    body = _openai(answer, "chat.completion", choices)
-    return body, _asked(answer, messages=[{"role": "user", "content": "hi"}], logprobs=True)
 
+    def fields(one: Choice) -> dict[str, Any]:
+        message = {
+            "role": "assistant", "policy_epoch": None, "num_evictions": 0,
+            "prompt_token_ids": answer.prompt, "generation_token_ids": one.tokens,
+            "generation_log_probs": one.logprobs,
+        }  # fmt: skip
+        routes = {"moe_topk_indices": shaped(one.rows)}
+        return {"message": message, "logprobs": _content(one), **routes}
 
-def _shaped(rows: Any) -> Any:
-    """Bytes in base64 beside dtype and shape."""
-    if not isinstance(rows, np.ndarray):
-        return rows
-    small = rows.size and rows.min() >= -(1 << 15) and rows.max() < 1 << 15
-    sent = rows.astype("<i2" if small else "<i4")
-    data = base64.b64encode(sent.tobytes()).decode()
-    return ["ndarray", {"data": data, "dtype": str(sent.dtype), "shape": list(sent.shape)}]
+    return _body(answer, "chat.completion", fields), _asked(answer, **_CHAT)
 
 
 @dataclass(frozen=True)
@@ -263,7 +217,7 @@ class Dialect:
 
     Attributes:
         engine: the engine whose decoder reads the body.
-        build: makes the body, and the request that led to it.
+        build: makes the body and its request.
         shape: the model that sampled.
         names_tokens: whether each log-prob says which token it belongs to.
         names_model: whether the body says which model sampled.
@@ -271,18 +225,18 @@ class Dialect:
     """
 
     engine: str
-    build: Callable[[Answer], tuple[Any, dict[str, Any]]]
+    build: Callable[[Answer], Exchange]
     shape: ModelShape = SHAPE
     names_tokens: bool = True
     names_model: bool = True
-    returns_prompt: bool = True
+    returns_prompt: bool = False
 
 
 DIALECTS = {
-    "completions": Dialect("vllm", completions),
-    "chat": Dialect("vllm", chat, returns_prompt=False),
-    "generate": Dialect("vllm", generate, returns_prompt=False),
-    "sglang": Dialect("sglang", sglang, names_model=False),
-    "sglang openai": Dialect("sglang", sglang_openai),
-    "megatron": Dialect("megatron", megatron, EVERY_LAYER, False, returns_prompt=False),
+    "completions": Dialect("vllm", completions, returns_prompt=True),
+    "chat": Dialect("vllm", chat),
+    "generate": Dialect("vllm", generate),
+    "sglang": Dialect("sglang", sglang, names_model=False, returns_prompt=True),
+    "sglang openai": Dialect("sglang", sglang_openai, returns_prompt=True),
+    "megatron": Dialect("megatron", megatron, EVERY_LAYER, names_tokens=False),
 }

@@ -1,4 +1,4 @@
-"""The real commands, each in a process of its own, and the check of what they write to stderr."""
+"""The real commands, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from proof.fuzz.outcome import bad_line
+from proof.fuzz.outcome import HANG, Fault
 
 ROOT = Path(__file__).parents[2]
-_MOST_LINES = 60  # of the list below an error
 
 
 def start(arguments: Sequence[str], folder: Path, name: str) -> subprocess.Popen[bytes]:
@@ -29,23 +28,13 @@ def start(arguments: Sequence[str], folder: Path, name: str) -> subprocess.Popen
         )
 
 
-def bad_stderr(text: str, names: Sequence[str]) -> str | None:
-    """Why this is not one `error:` line, in a few words; None if it is.
-
-    A list may stand below the line: `apply` names each wrong file in a line of its own there.
-    """
-    first, *rest = text.removesuffix("\n").split("\n")
-    if not first.startswith("error: "):
-        return f"it does not begin with `error: `: {text[:2000]!a}"
-    wrong = bad_line(first, names if not rest else [first])
-    if wrong is None and not any(name in text for name in names):
-        wrong = f"names none of {list(names)[:3]}"
-    if wrong is None and len(rest) > _MOST_LINES:
-        wrong = f"{len(rest)} lines below it"
-    for line in rest:
-        if not line.isprintable() or "Traceback" in line or line.startswith("error:"):
-            wrong = "a line below it is no part of a list"
-    return wrong if wrong is None else f"{wrong}: {text[:2000]!a}"
+def ended(process: subprocess.Popen[bytes], limit_s: float, what: str) -> int:
+    """The exit status of a process, which must end within this time."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise Fault(HANG, f"{what} does not end in {limit_s:g} s") from None
 
 
 def from_tests(name: str) -> ModuleType:

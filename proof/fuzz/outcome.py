@@ -2,68 +2,51 @@
 
 from __future__ import annotations
 
-import random
+import io
+import signal
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 RIGHT = "right"  # accepted, with the content that it must have
 REFUSED = "refused"  # by an error of one clear line
 WRONGLY_REFUSED = "wrong refusal"  # the input had nothing wrong with it
 SILENT = "silent wrong"  # accepted with wrong content, or although the input is impossible
-CRASH = "crash"  # the process died, or an exception came that is not meant for users
-HANG = "hang"  # no end within the limit of the class
+CRASH = "crash"  # an exception came that is not meant for users, or the memory was filled
+HANG = "hang"  # no end within the limit
 BAD_MESSAGE = "bad message"  # refused, but not with one clear line
 OUTCOMES = (RIGHT, REFUSED, WRONGLY_REFUSED, SILENT, CRASH, HANG, BAD_MESSAGE)
-FAULTS = OUTCOMES[2:]
 
 MOST_CHARACTERS = 1000  # of a clear line; the paths of a try have some 50
-_NOTE = "what"  # the file in the folder of a try that says what is wrong with its input
+LIMIT_S = 30.0  # generous, since other programs may be busy on the machine
+_MOST_LINES = 60  # of the list below an error of `apply`
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of one try, and a detail for people to read."""
+class Fault(Exception):
+    """What hypothesis looks for and shrinks: an outcome that is neither right nor refused."""
 
-    outcome: str
-    detail: str = ""
+    def __init__(self, outcome: str, detail: str) -> None:
+        super().__init__(f"{outcome}: {detail}")
+        self.outcome, self.detail = outcome, detail
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A class of tries.
-
-    Attributes:
-        share: how many of 1000 tries are of this class.
-        limit_s: seconds after which a try counts as hanging. It is generous, since other programs
-            may be busy on the machine.
-        memory_mb: by how much the process of a try may grow. If it needs more, it gets a
-            MemoryError, which counts as a crash.
-        prepare: makes what all tries begin with. It is called once, with a folder that stays.
-        attempt: makes one try, with random numbers of its own, an empty folder, and the result of
-            `prepare`. It leaves the bad input in the folder. If it raises, that is a crash.
-    """
-
-    name: str
-    share: int
-    limit_s: float
-    memory_mb: int
-    prepare: Callable[[Path], Any]
-    attempt: Callable[[random.Random, Path, Any], Verdict]
+class _Hang(BaseException):
+    """Raised in code that takes too long. No `except Exception` of that code catches it."""
 
 
 def note(folder: Path, text: str) -> None:
     """Write down what is wrong with the input of this try, before the try may kill its process."""
-    (folder / _NOTE).write_text(text)
+    (folder / "what").write_text(text, errors="backslashreplace")
 
 
 def noted(folder: Path) -> str:
     """What `note` wrote last into this folder; empty if it wrote nothing."""
-    path = folder / _NOTE
+    path = folder / "what"
     return path.read_text() if path.is_file() else ""
 
 
@@ -91,28 +74,23 @@ def bad_line(text: str, names: Sequence[str]) -> str | None:
     return None
 
 
-def _for_users(error: BaseException) -> bool:
-    """Whether users may see it: a plain ValueError, or an error class of this project."""
-    if not isinstance(error, ValueError):
-        return False
-    return type(error) is ValueError or type(error).__module__.partition(".")[0] == "megatron_r3"
+def bad_stderr(text: str, names: Sequence[str]) -> str | None:
+    """Why this is not one `error:` line, in a few words; None if it is.
 
-
-def refusal(error: BaseException, names: Sequence[str], must: bool = False) -> Verdict:
-    """The verdict on an exception that the code under test has raised.
-
-    Args:
-        error: the exception.
-        names: see `bad_line`.
-        must: whether the input has nothing wrong with it, so that any refusal is a fault.
+    A list may stand below the line: `apply` names each wrong file in a line of its own there.
     """
-    if not _for_users(error):
-        frames = "".join(traceback.format_exception(error, limit=-4))
-        return Verdict(CRASH, frames.strip())
-    wrong = bad_line(str(error), names)
-    if wrong is not None:
-        return Verdict(BAD_MESSAGE, f"{wrong}: {str(error)[:2000]!a}")
-    return Verdict(WRONGLY_REFUSED if must else REFUSED, str(error))
+    first, *rest = text.removesuffix("\n").split("\n")
+    if not first.startswith("error: "):
+        return f"it does not begin with `error: `: {text[:2000]!a}"
+    wrong = bad_line(first, names if not rest else [first])
+    if wrong is None and not any(name in text for name in names):
+        wrong = f"names none of {list(names)[:3]}"
+    if wrong is None and len(rest) > _MOST_LINES:
+        wrong = f"{len(rest)} lines below it"
+    for line in rest:
+        if not line.isprintable() or "Traceback" in line or line.startswith("error:"):
+            wrong = "a line below it is no part of a list"
+    return wrong if wrong is None else f"{wrong}: {text[:2000]!a}"
 
 
 def judged(
@@ -120,17 +98,60 @@ def judged(
     difference: Callable[[T], str | None],
     names: Sequence[str],
     must: bool = False,
-) -> Verdict:
-    """The verdict on one call of the code under test.
+) -> str:
+    """RIGHT or REFUSED, after one call of the code under test; or else a Fault.
 
     Args:
         action: calls the code under test.
         difference: says what is wrong with the result of `action`; None if nothing is.
-        names, must: see `refusal`.
+        names: see `bad_line`.
+        must: whether the input has nothing wrong with it, so that any refusal is a fault.
     """
+    said = io.StringIO()
     try:
-        got = action()
-    except Exception as error:
-        return refusal(error, names, must)
-    wrong = difference(got)
-    return Verdict(RIGHT) if wrong is None else Verdict(SILENT, wrong)
+        with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings(), _limited():
+            warnings.simplefilter("always")
+            got = action()
+    except KeyboardInterrupt:
+        raise
+    except _Hang:
+        raise Fault(HANG, f"no end in {LIMIT_S:g} s") from None
+    except BaseException as error:  # SystemExit too: it would end the process of a user
+        outcome = _refusal(error, names, must)
+    else:
+        wrong = difference(got)
+        if wrong is not None:
+            raise Fault(SILENT, wrong)
+        outcome = RIGHT
+    if said.getvalue():
+        raise Fault(BAD_MESSAGE, f"beside it, this was printed: {said.getvalue()[:3000]!a}")
+    return outcome
+
+
+def _refusal(error: BaseException, names: Sequence[str], must: bool) -> str:
+    """REFUSED, if users may see the error: a plain ValueError, or an error of this project."""
+    own = type(error) is ValueError or type(error).__module__.partition(".")[0] == "megatron_r3"
+    if not (isinstance(error, ValueError) and own):
+        raise Fault(CRASH, "".join(traceback.format_exception(error, limit=-4)).strip())
+    wrong = bad_line(str(error), names)
+    if wrong is not None:
+        raise Fault(BAD_MESSAGE, f"{wrong}: {str(error)[:2000]!a}")
+    if must:
+        raise Fault(WRONGLY_REFUSED, str(error))
+    return REFUSED
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """End what takes too long, such as opening a named pipe that nobody writes to."""
+
+    def ring(number: int, frame: object) -> None:
+        raise _Hang
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
 
 from megatron_r3.collect.prompts import read_prompts
-from proof.fuzz.outcome import Kind, Verdict, judged, note
+from proof.fuzz.damage import TEXTS, damage, noise, odd, text_of
+from proof.fuzz.outcome import judged, note
+from proof.fuzz.search import Kind
 
-ODD: list[Any] = [
-    None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 2**70, 10**400, 1.5, 3.0, math.nan,
-    math.inf, "", "a", "7", "\x1b[2J", "\ud800", "\u202ea", "a\nb", [], {}, [[]], [None], [1, "a"],
-    [-1], [2**31], [True], [1.0], [{}], [{"role": "user"}, 3], {"a": 1}, "x" * 10_000, [0] * 5000,
-]  # fmt: skip
 _LINES = (
-    "{", "}", "null", "3", '"a"', "[]", "{}", "\ufeff{}", "NaN", '{"prompt"}', "[" * 100_000,
-    '{"prompt": ' * 50_000, '{"prompt": [' + "9" * 5000 + "]}", '{"prompt": "a", "messages": []}',
-    '{"prompt": "\\ud800"}', '{"prompt": "a"} {"prompt": "b"}', "{'prompt': 'a'}", "\x1b[2J", "\0",
-    '{"prompt": "a", "prompt": [1]}', '{"prompt": "\u2028"}', '{"prompt": "a"}\r', "\x0b\x0c",
+    *TEXTS, '{"prompt": "a", "messages": []}', '{"prompt": "a", "prompt": [1]}',
+    '{"prompt": "\\ud800"}', '{"prompt": "a"} {"prompt": "b"}', '{"prompt": "\u2028"}',
+    '{"prompt": "a"}\r', '{"prompt": [' + "9" * 5000 + "]}",
 )  # fmt: skip
-
-
-def prepare(shared: Path) -> None:
-    """Prepare nothing: every try writes its own prompts."""
+_TOKENS = (-1, 2**31, 2**70, 1.0, True, None, "3", [3], 2**31 - 1)
+_ENCODINGS = ("utf-16", "utf-32", "utf-8-sig", "latin-1")
 
 
 def _line(rng: random.Random, number: int) -> dict[str, Any]:
@@ -48,40 +41,32 @@ def _line(rng: random.Random, number: int) -> dict[str, Any]:
     return line
 
 
-def attempt(rng: random.Random, folder: Path, state: None) -> Verdict:
+def attempt(rng: random.Random, folder: Path, state: None) -> str:
     """Write a file of prompts with something wrong in it, and read it."""
     lines = [_line(rng, number) for number in range(rng.randint(1, 6))]
     path = folder / "prompts.jsonl"
-    chance = rng.random()
-    must, change = False, "nothing is changed"
-    if chance < 0.05:
-        must = True
-    elif chance < 0.5:
-        change = _change(lines, rng)
-    texts = [json.dumps(line) for line in lines]
-    if 0.5 <= chance < 0.7:
-        text = rng.choice(_LINES)
-        texts.insert(rng.randrange(len(texts) + 1), text)
-        change = f"odd line: {text!a:.60}"
-    data = rng.choice(("\n", "\n\n", "\r\n")).join(texts).encode(errors="surrogatepass")
-    data += rng.choice((b"", b"\n", b" \n\t"))
-    if chance >= 0.7:
-        data, change = _noise(data, rng)
-    note(folder, change)
+    kind = rng.choice(("nothing", *["damage"] * 6, "line", "line", *["noise"] * 3, "no file"))
+    said = _change(lines, rng) if kind == "damage" else kind
+    texts = [text_of(line) for line in lines]
+    if kind == "line":
+        texts.insert(rng.randrange(len(texts) + 1), rng.choice(_LINES).encode())
+    data = rng.choice((b"\n", b"\n\n", b"\r\n")).join(texts) + rng.choice((b"", b"\n", b" \n\t"))
+    if kind == "noise":
+        data, said = _noise(data, rng)
     path.write_bytes(data)
-    if chance >= 0.97:
-        change = _no_file(path, rng)
-        note(folder, change)
-    expected = meant(data) if path.is_file() else None
+    if kind == "no file":
+        said = _no_file(path, rng)
+    note(folder, f"{said}: {data[:500]!a}")
+    expected = meant(path.read_bytes()) if path.is_file() else None
 
-    def difference(got: list[tuple[int, Any, Any]]) -> str | None:
+    def difference(got: list[Any]) -> str | None:
         if expected is None:
             return f"accepted, and it is no file of prompts: {str(got)[:200]!a}"
         if repr(got) != repr(expected):  # NaN != NaN, but both print as nan
             return f"{str(got)[:300]!a}, not {str(expected)[:300]!a}"
         return None
 
-    return judged(lambda: _read(path), difference, [str(path)], must)
+    return judged(lambda: _read(path), difference, [str(path)], must=kind == "nothing")
 
 
 def _read(path: Path) -> list[tuple[int, Any, Any]]:
@@ -99,6 +84,7 @@ def meant(data: bytes) -> list[tuple[int, Any, Any]] | None:
     None means that the file is wrong: there is no prompt in it, a line is no prompt, or two prompts
     have the same group.
     """
+    # a group that nobody names is the number of the line, empty lines counted
     by_group: dict[int, tuple[int, Any, Any]] = {}
     for number, line in enumerate(data.split(b"\n")):
         if not line.strip():
@@ -142,43 +128,25 @@ def _group(fields: dict[str, Any], number: int) -> int:
 
 def _change(lines: list[dict[str, Any]], rng: random.Random) -> str:
     line = rng.choice(lines)
-    kind = rng.choice(("typed", "typed", "typed", "missing", "both", "twice", "token", "group"))
-    if kind == "typed":
-        name = rng.choice([*line])
-        line[name] = rng.choice(ODD)
-        return f"typed: {name} {line[name]!a:.60}"
-    if kind == "missing":
-        del line[rng.choice([*line])]
-    elif kind == "both":
+    kind = rng.choice(("damage", "damage", "damage", "both", "twice", "token", "group"))
+    if kind == "damage":
+        return damage(line, rng)
+    if kind == "both":
         line |= {"prompt": [1], "messages": [{"role": "user"}]}
     elif kind == "twice":
         lines.append(dict(line))
     elif kind == "token" and isinstance(line.get("prompt"), list):
-        where = rng.randrange(len(line["prompt"]))
-        line["prompt"][where] = rng.choice((-1, 2**31, 2**70, 1.0, True, None, "3", [3], 2**31 - 1))
+        line["prompt"][rng.randrange(len(line["prompt"]))] = rng.choice(_TOKENS)
     else:
-        line[rng.choice(("group", "id"))] = rng.choice(ODD)
+        line[rng.choice(("group", "id"))] = odd(rng)
     return kind
 
 
 def _noise(data: bytes, rng: random.Random) -> tuple[bytes, str]:
-    changed = bytearray(data)
-    where = rng.randrange(len(data))
-    kind = rng.choice(("flip", "byte", "cut", "delete", "insert", "encoding"))
-    if kind == "flip":
-        changed[where] ^= 1 << rng.randrange(8)
-    elif kind == "byte":
-        changed[where] = rng.choice((0, 0x1B, 0x22, 0x7F, 0x80, 0xC0, 0xFF))
-    elif kind == "cut":
-        del changed[where:]
-    elif kind == "delete":
-        del changed[where : where + rng.randint(1, 9)]
-    elif kind == "insert":
-        changed[where:where] = rng.randbytes(rng.randint(1, 9))
-    else:
-        name = rng.choice(("utf-16", "utf-32", "utf-8-sig", "latin-1"))
-        changed = bytearray(data.decode(errors="replace").encode(name, "replace"))
-    return bytes(changed), f"noise, {kind}"
+    name = rng.choice(("", "", "", *_ENCODINGS))
+    if not name:
+        return noise(data, rng)
+    return data.decode(errors="replace").encode(name, "replace"), f"as {name}"
 
 
 def _no_file(path: Path, rng: random.Random) -> str:
@@ -190,8 +158,7 @@ def _no_file(path: Path, rng: random.Random) -> str:
         path.symlink_to(path.name)
     elif kind == "empty":
         path.write_bytes(b"")
-        return "no file, empty"
     return f"no file, {kind}"
 
 
-KIND = Kind("prompts", 80, 30.0, 512, prepare, attempt)
+KIND = Kind("prompts", 80, attempt=attempt)

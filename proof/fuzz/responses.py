@@ -3,7 +3,7 @@
 Each try begins with made-up samples, so that it knows what must come out: these samples, perhaps
 with another possible value in them, or an error that names the request.
 
-Shape suffixes (docs/glossary.md): K, L, N, T, U.
+Shape suffixes (docs/glossary.md): G, K, L, N, T, U.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import io
 import json
 import math
 import random
-import warnings
 from collections.abc import Callable
-from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +25,41 @@ from megatron_r3.data import engines
 from megatron_r3.data.rollout import Rollout
 from megatron_r3.data.untrusted import read_json
 from proof.fuzz import bodies
-from proof.fuzz.bodies import VOCABULARY, Answer, Dialect
-from proof.fuzz.body_changes import CHANGES, ODD, changed_text
-from proof.fuzz.outcome import Kind, Verdict, judged, note
+from proof.fuzz.bodies import VOCABULARY, Answer, Choice, Dialect
+from proof.fuzz.damage import TEXTS, at, damage, noise, odd, places
+from proof.fuzz.outcome import judged, note
+from proof.fuzz.search import Kind
 
 WHERE = "prompts.jsonl, line 3, sample 1"
+_WAYS = ("nothing", "other order", "other value", *["impossible"] * 3, *["field"] * 3, "base64",
+         "base64", "choices", "text")  # fmt: skip
+# Fields that say nothing of the sample: whatever stands there, the same sample must come out.
+_SAY_NOTHING = ("created", "id", "usage", "stop_reason", "text", "top_logprobs", "bytes")
+_TEXTS = (
+    *TEXTS, '{"error": {"message": "no room\\n\\u001b[2J"}}', '{"detail": "Not Found"}',
+    '{"object": "error"}', '{"detail": [{"loc": ["body"], "msg": "\\u202e"}]}',
+    '{"meta_info": {}}', '{"choices": {}}', '{"choices": [[]]}', '{"choices": ' + "9" * 5000 + "}",
+    '{"choices": ' + "[" * 3000 + "]" * 3000 + "}",
+)  # fmt: skip
 
 
-def prepare(shared: Path) -> dict[str, Callable[..., list[Rollout]]]:
-    """The decoders."""
-    return {name: partial(engines.decode, name) for name in ("vllm", "sglang", "megatron")}
-
-
-def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdict:
+def attempt(rng: random.Random, folder: Path, state: None) -> str:
     """Make an answer, put it into a body, change one of them, and decode the body."""
     name = rng.choice([*bodies.DIALECTS])
     dialect = bodies.DIALECTS[name]
     answer = bodies.make_answer(rng, dialect.shape, rng.choice((1, 1, 1, 2, 3)))
-    kind = rng.choice([*_WAYS])
-    possible, must = True, kind in ("nothing", "other value", "other order")
-    expected = copy.deepcopy(answer)
+    kind, said = rng.choice(_WAYS), ""
     if kind == "other value":
         said = _other_value(answer, dialect, rng)
-        expected = copy.deepcopy(answer)
-    elif kind == "impossible":
-        said, possible = _impossible(answer, dialect, rng), False
-    else:
-        said = ""
+    expected = copy.deepcopy(answer)
+    if kind == "impossible":
+        said = _impossible(answer, dialect, rng)
     body, request = dialect.build(answer)
-    if kind in CHANGES:
-        body, said = CHANGES[kind](body, rng)
+    if kind in _CHANGES:
+        body, said = _CHANGES[kind](copy.deepcopy(body), rng)
     text = json.dumps(body)
     if kind == "text":
-        text, said = changed_text(text, rng)
+        text = rng.choice((text[: rng.randrange(len(text) - 4)], *_TEXTS))
     note(folder, f"{name}, {kind}: {said}"[:500])
     (folder / "body").write_text(text, errors="surrogatepass")
     (folder / "request.json").write_text(json.dumps(request))
@@ -66,73 +67,55 @@ def attempt(rng: random.Random, folder: Path, decoders: dict[str, Any]) -> Verdi
     if kind == "base64":  # right is what was there before the damage, and what numpy reads now
         _reread(expected, body, dialect)
         wanted.append(_samples(expected, dialect))
-    decode = decoders[dialect.engine]
 
-    def difference(got: list[Rollout]) -> str | None:
-        if not possible:
+    def decode() -> list[Sample]:
+        """Do with a body what a collection does: parse it within bounds, then decode it."""
+        asked, response = json.loads(json.dumps(request)), read_json(text, WHERE)
+        rollouts = engines.decode(dialect.engine, response, asked, dialect.shape, WHERE)
+        return [_sample(rollout) for rollout in rollouts]
+
+    def difference(got: list[Sample]) -> str | None:
+        if kind == "impossible":
             return f"accepted, and it cannot be: {said}"
-        found = [decode_difference(got, one) for one in wanted]
-        return None if None in found else found[-1]
+        odd_ones = [(a, b) for a, b in zip_longest(got, wanted[-1]) if a != b]
+        return None if got in wanted else f"{odd_ones[0][0]}, not {odd_ones[0][1]}"
 
-    return judged(lambda: decode_all(decode, text, request, dialect), difference, [WHERE], must)
-
-
-def decode_all(
-    decode: Callable[..., list[Rollout]], text: str, request: dict[str, Any], dialect: Dialect
-) -> list[Rollout]:
-    """Do with a body what a collection does: parse it within bounds, then decode it."""
-    return decode(read_json(text, WHERE), json.loads(json.dumps(request)), dialect.shape, WHERE)
+    return judged(decode, difference, [WHERE], kind in ("nothing", "other value", "other order"))
 
 
-def _samples(answer: Answer, dialect: Dialect) -> list[dict[str, Any]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return [
-            {
-                "tokens_N": [*answer.prompt, *one.tokens],
-                "prompt_length": len(answer.prompt),
-                "logprobs_G": np.array(
-                    [math.nan if v is None else float(v) for v in one.logprobs], np.float32
-                ).tolist(),
-                "routes": _moe_rows(one.rows, dialect),
-                "turns": [[len(answer.prompt), len(answer.prompt) + len(one.tokens)]],
-                "group": 0,
-            }
-            for one in answer.choices
-        ]
+# tokens, length of the prompt, log-probs of what was sampled, routes, turns, group
+Sample = tuple[list[int], int, list[float], list[Any] | None, list[list[int]], int]
 
 
-def _moe_rows(rows: Any, dialect: Dialect) -> list[Any] | None:
-    """The ids `[L, T, K]` of the MoE layers, as lists; None if the rows have no such axes."""
-    if not isinstance(rows, np.ndarray) or rows.ndim != 3:
-        return None
-    if rows.shape[1] == dialect.shape.num_hidden_layers:
-        rows = rows[:, [*dialect.shape.moe_layers]]
-    return rows.swapaxes(0, 1).tolist()
+def _sample(rollout: Rollout) -> Sample:
+    routes = rollout.routes.ids_LTK.tolist() if rollout.routes.recorded_T.all() else None
+    logprobs_G = rollout.logprobs_N[rollout.response_N].tolist()
+    tokens, turns = rollout.tokens_N.tolist(), rollout.spans_U2.tolist()
+    return tokens, rollout.prompt_length, logprobs_G, routes, turns, rollout.group
 
 
-def decode_difference(got: list[Rollout], wanted: list[dict[str, Any]]) -> str | None:
-    """Where decoded samples differ from those of the answer; None if they do not."""
-    if len(got) != len(wanted):
-        return f"{len(got)} samples, not {len(wanted)}"
-    for index, (sample, fields) in enumerate(zip(got, wanted, strict=True)):
-        found = {
-            "tokens_N": sample.tokens_N.tolist(),
-            "prompt_length": sample.prompt_length,
-            "logprobs_G": sample.logprobs_N[sample.response_N].tolist(),
-            "routes": sample.routes.ids_LTK.tolist()
-            if sample.routes.recorded_T.all()
-            else "missing",
-            "turns": sample.spans_U2.tolist(),
-            "group": sample.group,
-        }
-        for name, value in fields.items():
-            if found[name] != value:
-                return f"sample {index}: {name} is {found[name]!r:.300}, not {value!r:.300}"
-    return None
+def _samples(answer: Answer, dialect: Dialect) -> list[Sample]:
+    """What must come out of an answer."""
+    samples, begin = [], len(answer.prompt)
+    for one in answer.choices:
+        rows, routes = one.rows, None
+        if rows.ndim == 3:  # else no decoder can read what is there
+            whole = rows.shape[1] == dialect.shape.num_hidden_layers
+            rows = rows[:, [*dialect.shape.moe_layers]] if whole else rows
+            routes = rows.swapaxes(0, 1).tolist()
+        logprobs = np.array(one.logprobs, np.float32).tolist()
+        tokens, turns = [*answer.prompt, *one.tokens], [[begin, begin + len(one.tokens)]]
+        samples.append((tokens, begin, logprobs, routes, turns, 0))
+    return samples
 
 
 # -- values
+
+_BAD_LOGPROBS: Any = (
+    5.0, 0.01, -9999.0, -95.0, math.nan, math.inf, -math.inf, 1e308, None, "-1", True, [], "nan",
+    -(10**400),
+)  # fmt: skip
+_BAD_TOKENS = (-1, 2**31, 2**63, 2**70, 1.0, "12", True, None, VOCABULARY)
 
 
 def _other_value(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
@@ -141,15 +124,13 @@ def _other_value(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
     where = rng.randrange(len(choice.tokens))
     kind = rng.choice(("token", "log-prob", "routes", "unknown fields", "no model", "reason"))
     if kind == "token":
-        choice.tokens[where] = rng.choice((0, VOCABULARY - 1, rng.randrange(VOCABULARY)))
+        choice.tokens[where] = rng.choice((0, VOCABULARY - 1))
     elif kind == "log-prob":
         choice.logprobs[where] = rng.choice((0, -0.0, -1e-30, -63.9, -1, 1e-7))
-    elif kind == "routes":
-        rows = bodies.make_rows(rng, len(choice.rows), dialect.shape)
-        if len(answer.choices) == 1:
-            choice.rows = rows
+    elif kind == "routes" and len(answer.choices) == 1:
+        choice.rows = bodies.make_rows(rng, len(choice.rows), dialect.shape)
     elif kind == "unknown fields":
-        answer.extra = {"new_field": rng.choice(ODD[:30]), "another": {"deep": [[[1]]]}}
+        answer.extra = {"new_field": odd(rng), "another": {"deep": [[[1]]]}}
     elif kind == "no model":
         answer.model = None if dialect.names_model else answer.model
     else:
@@ -163,77 +144,127 @@ def _impossible(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
     where = rng.randrange(len(choice.tokens))
     kinds = ["log-prob", "log-prob", "token", "routes", "routes", "counts", "too many", "aborted"]
     kinds += ["prompt"] * dialect.returns_prompt + ["names"] * dialect.names_tokens
-    kinds += ["model"] * dialect.names_model
-    kind = rng.choice(kinds)
+    kind = rng.choice([*kinds, *["model"] * dialect.names_model])
+    value: Any = kind
     if kind == "log-prob":
-        value = rng.choice((5.0, 0.01, -9999.0, -95.0, math.nan, math.inf, -math.inf, 1e308, None,
-                            "-1", True, [], "nan", -(10**400)))  # fmt: skip
-        choice.logprobs[where] = value
+        choice.logprobs[where] = value = rng.choice(_BAD_LOGPROBS)
     elif kind == "token":
-        known = dialect.shape.vocab_size
-        value = rng.choice((-1, 2**31, 2**63, 2**70, 1.0, "12", True, None, known or 2**31))
-        choice.tokens[where] = value
+        choice.tokens[where] = value = rng.choice(_BAD_TOKENS)
     elif kind == "routes":
-        return f"routes, {_impossible_rows(choice, dialect, rng)}"
+        value = _impossible_rows(choice, dialect, rng)
     elif kind == "counts":
-        value = rng.choice(("tokens", "log-probs", "rows"))
-        if value == "tokens":
-            choice.names = choice.names or [f"token_id:{one}" for one in choice.tokens]
-            choice.tokens = rng.choice(([*choice.tokens, 3], choice.tokens[:-1]))
-        elif value == "log-probs":
-            choice.logprobs = rng.choice(([*choice.logprobs, -1.0], choice.logprobs[:-1]))
-        else:
-            rows = choice.rows
-            choice.rows = rng.choice((rows[:-1], rows[1:], np.concatenate([rows, rows[:1]])))
+        value = rng.choice(("tokens", "logprobs", "rows"))
+        choice.names = choice.names or [f"token_id:{one}" for one in choice.tokens]
+        items = [*getattr(choice, value)]
+        items = rng.choice((items[:-1], [*items, items[0]]))
+        setattr(choice, value, np.array(items) if value == "rows" else items)
     elif kind == "too many":  # more tokens than the request allowed, with their routes
-        value = f"{len(choice.tokens)} of {len(choice.tokens) - 1}"
-        answer.max_tokens = max(len(one.tokens) for one in answer.choices) - 1
+        answer.max_tokens = value = max(len(one.tokens) for one in answer.choices) - 1
     elif kind == "aborted":
         choice.reason = value = rng.choice(("abort", "error"))
     elif kind == "prompt":
-        answer.returned_prompt = value = [*answer.prompt[:-1], *[(answer.prompt[-1] + 1) % 60] * 2]
+        answer.returned_prompt = value = [*answer.prompt, (answer.prompt[-1] + 1) % VOCABULARY]
     elif kind == "names":
-        names = [f"token_id:{one}" for one in choice.tokens]
-        names[where] = f"token_id:{(choice.tokens[where] + 1) % VOCABULARY}"
-        if dialect is bodies.DIALECTS["sglang"]:
-            names = [*choice.tokens]
-            names[where] = (names[where] + 1) % VOCABULARY
-        choice.names, value = names, names[where]
+        text = "" if dialect is bodies.DIALECTS["sglang"] else "token_id:"
+        named = [(one + (i == where)) % VOCABULARY for i, one in enumerate(choice.tokens)]
+        choice.names = value = [f"{text}{one}" if text else one for one in named]
     else:
         answer.model = value = rng.choice(("other", "tiny2", "TINY", "\x1b[2J", 7))
     return f"{kind} {value!r:.60}"
 
 
-def _impossible_rows(choice: Any, dialect: Dialect, rng: random.Random) -> str:
-    rows, shape = choice.rows, dialect.shape
+def _impossible_rows(choice: Choice, dialect: Dialect, rng: random.Random) -> str:
+    rows, shape = choice.rows.astype(np.int64), dialect.shape
     row, layer = rng.randrange(len(rows)), rng.choice(shape.moe_layers)
-    kind = rng.choice(("twice", "outside", "zeros", "all zeros", "layers", "top-k", "dense", "axes",
-                       "floats", "swapped axes"))  # fmt: skip
-    dense = [i for i in range(shape.num_hidden_layers) if i not in shape.moe_layers]
-    if kind == "outside":
-        rows = choice.rows = rows.astype(np.int64)
-        most = 255 if dialect.engine == "vllm" else 2**31 - 1
-        rows[row, layer, 0] = rng.choice((shape.num_experts, most, -1))
-    elif kind == "zeros":
-        rows[row, layer] = 0
-    elif kind == "all zeros":
-        rows[:] = 0
-    elif kind == "layers":
-        choice.rows = rng.choice((rows[:, :-1], np.concatenate([rows, rows[:, 1:2]], 1)))
-    elif kind == "top-k":
-        choice.rows = rng.choice((rows[:, :, :-1], np.concatenate([rows, rows[:, :, :1]], 2)))
-    elif kind == "dense" and dense:
-        rows[row, dense[0]] = [1, 2, 3, 4]
-    elif kind == "axes" and dialect.engine == "vllm":
-        choice.rows = rng.choice((rows.reshape(len(rows), -1), rows[None]))
-    elif kind == "floats" and dialect.engine == "vllm":
-        choice.rows = rows + 0.5
-    elif kind == "swapped axes" and len(rows) not in (shape.num_hidden_layers, 3, 1):
-        choice.rows = rows.swapaxes(0, 1).copy()
-    else:
-        rows[row, layer, 0] = rows[row, layer, 1]
-        return "twice"
+    dense = {*range(shape.num_hidden_layers)} - {*shape.moe_layers}
+    shapes: dict[str, np.ndarray] = {
+        "less top-k": rows[:, :, :-1],
+        "more top-k": rows[:, :, [0, 1, 2, 3, 0]],
+        "less layers": rows[:, :-1],
+        "more layers": rows[:, [*range(rows.shape[1]), 1]],
+    }
+    if dialect.engine == "vllm":
+        shapes |= {"floats": rows + 0.5, "less axes": rows[..., 0], "more axes": rows[None]}
+    if len(rows) not in (shape.num_hidden_layers, 3, 1):
+        shapes["swapped axes"] = rows.swapaxes(0, 1).copy()
+    most = 255 if dialect.engine == "vllm" else 2**31 - 1
+    values = {"twice": rows[row, layer, 1], "outside": shape.num_experts, "most": most, "-1": -1}
+    kind = rng.choice([*shapes, *values, "zeros", "all zeros", "dense"])
+    choice.rows = shapes.get(kind, rows)
+    if kind in values or (kind == "dense" and not dense):
+        rows[row, layer, 0] = values.get(kind, -1)
+    elif kind in ("zeros", "all zeros"):
+        rows[row if kind == "zeros" else slice(None), layer] = 0
+    elif kind == "dense":
+        rows[row, min(dense)] = [1, 2, 3, 4]
     return kind
+
+
+# -- the form of a body: fields, choices, base64
+
+
+def _odd_field(body: Any, rng: random.Random) -> tuple[Any, str]:
+    """Take a field out, rename it, or give it a value of another type, but never another value."""
+    return body, damage(body, rng, _SAY_NOTHING)
+
+
+def _other_order(body: Any, rng: random.Random) -> tuple[Any, str]:
+    """Put the choices into another order. Their `index` still says which is which."""
+    if isinstance(body, dict) and "choices" in body and "sglext" not in body:
+        rng.shuffle(body["choices"])
+    return body, ""
+
+
+def _odd_choices(body: Any, rng: random.Random) -> tuple[Any, str]:
+    """Take a choice out, put it in twice, or change its number."""
+    kind = rng.choice(("twice", "none", "fewer", "index", "null"))
+    choices = body["choices"] if isinstance(body, dict) and "choices" in body else None
+    items = choices or (body if isinstance(body, list) else [body])  # SGLang's list, or one sample
+    changed: Any = {
+        "twice": [*items, items[0]],
+        "none": [],
+        "fewer": items[:-1],
+        "index": {"0": items},
+        "null": [None, *items[1:]],
+    }[kind]
+    if choices is None:
+        return changed, kind
+    if kind == "index":
+        choices[0]["index"] = rng.choice((7, -1, None, "0", 0.0, True, 2**70))
+    else:
+        body["choices"] = changed
+    return body, kind
+
+
+def _damaged_base64(body: Any, rng: random.Random) -> tuple[Any, str]:
+    """Damage the base64 text of the routes, or the bytes in it."""
+    # of Megatron's bytes the name is `data`
+    found = [path for path in places(body) if path[-1] in ("routed_experts", "data")]
+    *parents, key = rng.choice([path for path in found if isinstance(at(body, path), str)])
+    parent = at(body, tuple(parents))
+    raw, text = base64.b64decode(parent[key]), parent[key]
+    where = rng.randrange(len(raw))
+    kind = rng.choice(("bytes", "header", "id", "letter", "cut", "line"))
+    if kind == "bytes":
+        raw, kind = noise(raw, rng)
+    elif kind == "header":
+        head, kind = noise(raw[:128], rng)
+        raw = head + raw[128:]
+    elif kind == "id":
+        raw = raw[:where] + bytes([rng.randrange(16)]) + raw[where + 1 :]
+    changed = base64.b64encode(raw).decode()
+    other = {"letter": text[:where] + rng.choice("=!- \u00e9\x00") + text[where + 1 :],
+             "cut": text[:where], "line": text[:8] + "\n" + text[8:]}  # fmt: skip
+    parent[key] = other.get(kind, changed)
+    return body, kind
+
+
+_CHANGES: dict[str, Callable[[Any, random.Random], tuple[Any, str]]] = {
+    "field": _odd_field,
+    "choices": _odd_choices,
+    "base64": _damaged_base64,
+    "other order": _other_order,
+}
 
 
 # -- the routes of a damaged body
@@ -245,15 +276,14 @@ def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
     Where numpy cannot read any, the answer keeps its routes: a decoder may refuse the body, or find
     a way to read what was sent.
     """
-    if dialect.engine == "megatron":
-        holders = [one["moe_topk_indices"][1] for one in body["choices"]]
-    elif dialect.engine == "vllm":
-        holders = body["choices"]
-    elif isinstance(body, dict) and "sglext" in body:
+    if isinstance(body, dict) and "sglext" in body:
         holders = [body["sglext"]]
     else:
         items = body["choices"] if isinstance(body, dict) and "choices" in body else body
-        holders = [one["meta_info"] for one in (items if isinstance(items, list) else [items])]
+        holders = items if isinstance(items, list) else [items]
+    if dialect.engine == "megatron":
+        holders = [one["moe_topk_indices"][1] for one in holders]
+    holders = [one.get("meta_info", one) for one in holders]
     for choice, holder in zip(answer.choices, holders, strict=True):
         try:
             key = "data" if dialect.engine == "megatron" else "routed_experts"
@@ -270,7 +300,4 @@ def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
         choice.rows = rows
 
 
-_WAYS = ["nothing", "text", "other value", "impossible", "impossible", "impossible"]
-_WAYS += ["field", "field", "field", "base64", "base64", "choices", "other order"]
-
-KIND = Kind("responses", 400, 30.0, 1024, prepare, attempt)
+KIND = Kind("responses", 400, attempt=attempt)

@@ -1,28 +1,33 @@
 """Bad input, thousands of times.
 
-    python -m proof.fuzz.run --tries N --seed S [--only CLASS [--try K]]
+    python -m proof.fuzz.run --tries N --seed S [--only CLASS [--again LETTERS]]
 
 The table says how many tries of each class had which outcome (docs/fuzz.md). The exit status is 1
 if any input was accepted wrongly or refused wrongly, if the code crashed or hung, or if an error
-was not one clear line.
+was not one clear line. A class ends at its first fault, which is shrunken and printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
+import resource
+import signal
+import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
-from proof.fuzz.outcome import FAULTS, OUTCOMES, Kind
-from proof.fuzz.pool import Result, run_tries
+from proof.fuzz.outcome import OUTCOMES, Fault, noted
+from proof.fuzz.search import Kind, blob_of, search, steps_of
 
-CLASSES = ("shards", "responses", "prompts", "configs", "trees", "signals")
-_SHOWN = 12  # this many faults of a class are printed whole; the others are counted
+# first what waits for other processes: it takes longest
+CLASSES = ("signals", "trees", "shards", "responses", "prompts", "configs")
+_MEMORY = 1 << 30  # by how much a class may grow: a config may not make its reader fill the memory
 
 
 def load(name: str) -> Kind:
@@ -40,43 +45,62 @@ def shares(tries: int, kinds: Sequence[Kind]) -> list[int]:
     return counts
 
 
-def main(argv: Sequence[str] | None = None, kinds: Sequence[Kind] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the tries and print the table; return 1 if there is a fault."""
     parser = argparse.ArgumentParser(prog="python -m proof.fuzz.run", description=__doc__)
     add = parser.add_argument
     add("--tries", type=int, default=10_000, help="of all classes together (default: 10000)")
     add("--seed", type=int, default=0, help="the same seed makes the same tries (default: 0)")
     add("--only", metavar="CLASS", help=f"one of {', '.join(CLASSES)}")
-    add("--try", type=int, dest="number", metavar="K", help="of --only: this try alone")
-    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    add("--again", metavar="LETTERS", default="", help="of --only: the one try that had a fault")
     text = "where the input of each fault is kept (default: build/fuzz)"
     add("--out", type=Path, default=Path("build/fuzz"), metavar="DIR", help=text)
-    add("--verbose", action="store_true", help="count by what was done to the input, too")
     args = parser.parse_args(argv)
-    if kinds is None:
-        if args.only and args.only not in CLASSES:
-            parser.error(f"--only {args.only}: one of {', '.join(CLASSES)}")
-        kinds = [load(name) for name in ([args.only] if args.only else CLASSES)]
-    if args.number is not None and len(kinds) != 1:
-        parser.error("--try K is a try of one class: give --only CLASS")
-    faults = 0
-    print(_row(["class", "tries", *OUTCOMES, "seconds"]))
-    for kind, count in zip(kinds, shares(max(1, args.tries), kinds), strict=True):
-        numbers = range(count) if args.number is None else [args.number]
-        start = time.monotonic()
-        results = [*run_tries(kind, numbers, args.seed, args.jobs, args.out)]
-        counts = Counter(result.verdict.outcome for result in results)
-        cells = [kind.name, len(results), *(counts[outcome] for outcome in OUTCOMES)]
-        print(_row([*cells, round(time.monotonic() - start)]), flush=True)
-        _say_faults(kind, results, args.seed, args.out)
-        if args.number is not None:
-            print("\n".join(f"  {result.what}: {result.verdict}" for result in results))
-        elif args.verbose:
-            _say_by_what(results)
-        faults += sum(counts[outcome] for outcome in FAULTS)
-    if faults:
-        print(f"{faults} faults; what was given in each is in {args.out}/", file=sys.stderr)
-    return int(faults > 0)
+    if args.only and args.only not in CLASSES:
+        parser.error(f"--only {args.only}: one of {', '.join(CLASSES)}")
+    if args.again and not args.only:
+        parser.error("--again is a try of one class: give --only CLASS")
+    place = args.out.absolute()
+    if args.only:
+        kind = load(args.only)
+        faulthandler.enable()
+        if kind.attempt:  # what is called in this process; a command has its own
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * os.sysconf("SC_PAGE_SIZE") + _MEMORY
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        return run_one(kind, max(1, args.tries), args.seed, place, args.again)
+    print(_row(["class", "tries", *OUTCOMES, "seconds"]), flush=True)
+    counts = shares(max(1, args.tries), [load(name) for name in CLASSES])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        words = (["--tries", str(n), "--seed", str(args.seed), "--out", place] for n in counts)
+        return max(pool.map(_in_a_process, CLASSES, words, [place] * len(CLASSES)))
+
+
+def _in_a_process(name: str, words: Sequence[object], place: Path) -> int:
+    """Run a class in a process of its own, which the code under test may end."""
+    command = [sys.executable, "-m", "proof.fuzz.run", "--only", name, *map(str, words)]
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    said = done.stdout + done.stderr
+    # A fault of numpy or of a mapped file ends a process by a signal: counts of 2**62, whose sum
+    # wraps around to 0, once made numpy write out of bounds. No `except` in that process sees it.
+    if done.returncode < 0:
+        by, folder = signal.Signals(-done.returncode).name, place / name / "try"
+        said += f"{name}: crash: the process ended by {by}: {noted(folder)}; input: {folder}\n"
+    print(said, end="", flush=True)
+    return int(done.returncode != 0)
+
+
+def run_one(kind: Kind, tries: int, seed: int, out: Path, again: str = "") -> int:
+    """Run the tries of one class and print their row, and the fault if there is one."""
+    start = time.monotonic()
+    counts, fault = search(kind, tries, seed, out / kind.name, again)
+    cells = [kind.name, counts.total(), *(counts[outcome] for outcome in OUTCOMES)]
+    print(_row([*cells, round(time.monotonic() - start)]))
+    if fault:
+        _say(kind, fault, out / kind.name)
+    elif again:
+        print("  this try has no fault any more")
+    return int(fault is not None)
 
 
 def _row(cells: Sequence[object]) -> str:
@@ -84,30 +108,15 @@ def _row(cells: Sequence[object]) -> str:
     return f"{name:<10}" + "".join(f"{count:>15}" for count in counts)
 
 
-def _say_faults(kind: Kind, results: Sequence[Result], seed: int, out: Path) -> None:
-    faults = sorted((r for r in results if r.verdict.outcome in FAULTS), key=lambda r: r.number)
-    for fault in faults[:_SHOWN]:
-        detail = fault.verdict.detail.strip().replace("\n", "\n      ")
-        print(f"  {fault.verdict.outcome}: {fault.what}\n      {detail[:800]}")
-        again = f"python -m proof.fuzz.run --only {kind.name} --seed {seed} --try {fault.number}"
-        print(f"      again: {again}; input: {out / f'{kind.name}-{seed}-{fault.number}'}")
-    if len(faults) > _SHOWN:
-        by_what = Counter((f.verdict.outcome, f.what.partition(":")[0]) for f in faults)
-        listed = ", ".join(f"{n} {outcome} ({what})" for (outcome, what), n in by_what.items())
-        print(f"  {len(faults)} faults: {listed}")
-
-
-def _say_by_what(results: Sequence[Result]) -> None:
-    by_what: dict[str, Counter[str]] = {}
-    said: dict[str, str] = {}
-    for result in results:
-        what = result.what.partition(":")[0]
-        by_what.setdefault(what, Counter())[result.verdict.outcome] += 1
-        said[what] = " ".join(result.verdict.detail.split()) or said.get(what, "")
-    for what, counts in sorted(by_what.items()):
-        told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
-        example = f"; such as: {said[what][:200]}" if said[what] else ""
-        print(f"    {what}: {told}{example}")
+def _say(kind: Kind, fault: Fault, place: Path) -> None:
+    blob = blob_of(fault)
+    folder = place / ("try" if blob or not (place / "first").exists() else "first")
+    detail = fault.detail.strip().replace("\n", "\n      ")
+    print(f"  {fault.outcome}: {noted(folder)}\n      {detail[:2000]}")
+    for step in steps_of(fault):
+        print(f"      {step}")
+    again = f"again: python -m proof.fuzz.run --only {kind.name} --again {blob}"
+    print(f"      {again if blob else 'it did not come again'}\n      input: {folder}")
 
 
 if __name__ == "__main__":

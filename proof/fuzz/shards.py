@@ -12,11 +12,13 @@ import contextlib
 import io
 import os
 import random
-from dataclasses import asdict, replace
+import shutil
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from megatron_r3.cli import main as megatron_r3
 from megatron_r3.data.kept import KeptSets
@@ -30,134 +32,113 @@ from megatron_r3.data.store import (
 )
 from megatron_r3.data.store.verify_shard import ReadChecks
 from megatron_r3.replay.routes import Routes
-from proof.fuzz import shard_bytes, store_files
-from proof.fuzz.outcome import (
-    BAD_MESSAGE,
-    REFUSED,
-    RIGHT,
-    SILENT,
-    Kind,
-    Verdict,
-    bad_line,
-    judged,
-    note,
-)
-from proof.fuzz.shard_extras import VOCABULARY
-from proof.fuzz.shard_parts import ShardFile
-from proof.fuzz.store_files import Base
+from proof.fuzz.damage import noise
+from proof.fuzz.forgeries import VOCABULARY, forge, stored, write_again
+from proof.fuzz.outcome import BAD_MESSAGE, REFUSED, SILENT, Fault, bad_stderr, judged, note
+from proof.fuzz.search import Kind
 
 # Seconds since 1970: what the files of a store say when they were written. Every change to such a
 # file shows in its time, also where the clock of the file system is coarse.
 _LONG_AGO = 1_700_000_000
+_SCALARS = ("reward", "group", "sample", "policy_version", "prompt_digest", "advantage")
+_WAYS = ("nothing", "written again", "files", "files", "while it is open", "while it is open",
+         *["noise"] * 4, *["forged"] * 9)  # fmt: skip
+_NAMES = (
+    "shard-00000 (copy).safetensors", "shard-00000.bak.safetensors", "shard-00009.safetensors",
+    "shard-000000.safetensors", "shard-0.safetensors", "shard-99999.safetensors",
+    "shard-0000A.safetensors", "shard-00000.safetensors.bak", "shard--0001.safetensors",
+    ".shard-abc.tmp", "shard-00001.safetensors~", "Shard-00001", "model.safetensors",
+    "shard-00000.safetensors.safetensors", "shard-000000000000000000000001.safetensors",
+)  # fmt: skip
+# what a shard may turn into, and where it leads if it is a link
+_ODD_FILES = {"a folder": "", "a pipe": "", "a link": "", "zeros": "/dev/zero",
+              "a loop": "shard-00000.safetensors", "nowhere": "/nowhere/at all"}  # fmt: skip
 
 
-def _info(experts: int, topk: int, layers: tuple[int, ...], stamped: bool) -> StoreInfo:
-    return StoreInfo(
-        num_experts=experts,
-        topk=topk,
-        moe_layers=layers,
-        engine="vllm",
-        engine_version="0.30.0",
-        model="tiny",
-        router_fingerprint=tuple(f"{layer:016x}" for layer in layers) if stamped else (),
-        policy_stamp="ab" * 8 if stamped else "",
-        engine_policy="step-3" if stamped else "",
-        vocab_size=VOCABULARY if stamped else 0,
-        sampling=SamplingSettings(1.0, 1.0, 0, 0.0, 16),
-    )
+@dataclass(frozen=True)
+class Base:
+    """A whole store, which a try copies and then damages.
+
+    Attributes:
+        info: of the store.
+        files: the bytes of each shard, by its name.
+        expected: what a reader must find in the store (`contents`).
+        other: the shards of a valid store with other rollouts of the same model, as many.
+    """
+
+    info: StoreInfo
+    files: dict[str, bytes]
+    expected: dict[str, Any]
+    other: dict[str, bytes]
 
 
-def _rollout(info: StoreInfo, rng: np.random.Generator, group: int, sample: int) -> Rollout:
-    num_tokens = int(rng.integers(3, 13) if rng.random() < 0.8 else rng.integers(60, 135))
-    shape = (len(info.moe_layers), num_tokens - 1)
-    ids_LTK = rng.random((*shape, info.num_experts)).argsort(-1)[..., : info.topk]
+def _rollout(info: StoreInfo, seed: int, group: int, sample: int) -> Rollout:
+    """A rollout of the tests, with turns, a prompt, rows that are not recorded, and extras."""
+    rng = np.random.default_rng(seed)
+    num_tokens = int(rng.choice((3, 6, 9, 12, 60, 65, 134)))
+    rollout: Rollout = stored.make_rollout(num_tokens, seed, info.num_experts, group, sample=sample)
     recorded_T = rng.random(num_tokens - 1) > 0.1
     response_N = np.arange(num_tokens) >= rng.integers(1, num_tokens)
     if num_tokens > 8:  # two turns, with a token between them that was given
         response_N[3], response_N[4], response_N[5] = True, False, True
-    rollout = Rollout(
-        tokens_N=rng.integers(0, VOCABULARY, num_tokens).astype(np.int32),
+    rollout = replace(
+        rollout,
         response_N=response_N,
         logprobs_N=np.where(response_N, -4 * rng.random(num_tokens), 0).astype(np.float32),
-        reward=float(np.float32(rng.normal())),
-        group=group,
-        policy_version=7,
-        routes=Routes.from_array(ids_LTK, info.num_experts, recorded_T),
-        sample=sample,
+        routes=Routes.from_array(rollout.routes.ids_LTK, info.num_experts, recorded_T),
         prompt_digest=1 + group,
     )
-    return _with_extras(rollout, rng) if info.sampling.logprobs_of else rollout
-
-
-def _with_extras(rollout: Rollout, rng: np.random.Generator) -> Rollout:
-    """The rollout with kept sets, two policy versions and an advantage."""
-    drawn = zip(rollout.response_N.tolist(), rollout.tokens_N.tolist(), strict=True)
-    sets = [
-        sorted({own, *rng.choice(np.delete(np.arange(VOCABULARY), own), 3).tolist()}) if new else []
-        for new, own in drawn
+    if not info.sampling.logprobs_of:
+        return rollout
+    first, last = np.flatnonzero(response_N)[[0, -1]].tolist()
+    sets = [  # of 2 ids or more, as a cut distribution keeps them
+        sorted({token, 60, 61}) if drawn else []
+        for token, drawn in zip(rollout.tokens_N.tolist(), response_N.tolist(), strict=True)
     ]
-    first, last = np.flatnonzero(rollout.response_N)[[0, -1]].tolist()
     spans = [(first, 7), *([(last, 9)] if last > first else [])]
+    versions_C2 = np.array(spans, np.int64)
     return replace(
-        rollout,
-        kept=KeptSets.from_lists(sets),
-        versions_C2=np.array(spans, np.int64),
-        advantage=float(np.float32(rng.normal())),
+        rollout, kept=KeptSets.from_lists(sets), versions_C2=versions_C2, advantage=0.5 * sample
     )
 
 
 def _write(folder: Path, info: StoreInfo, shards: int, seed: int) -> dict[str, bytes]:
-    rng = np.random.default_rng(seed)
     for shard in range(shards):
-        groups = range(2 * shard, 2 * shard + 2)
-        rollouts = [_rollout(info, rng, group, sample) for group in groups for sample in range(2)]
+        names = [(group, sample) for group in (2 * shard, 2 * shard + 1) for sample in range(2)]
+        rollouts = [_rollout(info, seed + 9 * i + j, i, j) for i, j in names]
         write_shard(folder, info, rollouts)
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
 def prepare(shared: Path) -> list[Base]:
-    """Stores of one to three shards, of one- and two-byte ids, of both versions, with extras."""
-    small = _info(16, 4, (1, 2, 5), stamped=True)
-    wide = _info(300, 2, (0,), stamped=False)
-    cut = replace(small, sampling=SamplingSettings(0.7, 0.9, 20, 0.0, 16, "processed"))
+    """Stores of one to three shards, of one- and two-byte ids, one with extras."""
+    plain = SamplingSettings(1.0, 1.0, 0, 0.0, 16)
+    cut = SamplingSettings(0.7, 0.9, 20, 0.0, 16, "processed")
+    bare = replace(stored.INFO, sampling=plain, router_fingerprint=(), num_experts=300)
+    full = replace(stored.INFO, sampling=plain, vocab_size=VOCABULARY)
+    full = replace(full, policy_stamp="ab" * 8, engine_policy="step-3")
     bases = []
-    for index, (info, shards) in enumerate(((small, 3), (small, 2), (wide, 1), (cut, 2))):
+    kinds = ((full, 3), (full, 2), (bare, 1), (replace(full, sampling=cut), 2))
+    for index, (info, shards) in enumerate(kinds):
         folder, elsewhere = shared / f"store{index}", shared / f"other{index}"
-        files, other = (
-            _write(f, info, shards, s) for f, s in ((folder, index), (elsewhere, index + 100))
-        )
-        bases.append(Base(files, contents(RolloutStore([folder])), other, numbered=True))
-    return [*bases, _version_2(bases[0], shared / "old")]
-
-
-def _version_2(base: Base, folder: Path) -> Base:
-    """The same rollouts, written as version 2: they read the same, but for what is new since."""
-    files = {name: ShardFile.of(data).as_version_2() for name, data in base.files.items()}
-    other = {name: ShardFile.of(data).as_version_2() for name, data in base.other.items()}
-    folder.mkdir()
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    got = contents(RolloutStore([folder]))
-    kept = {k for k in got if not k.startswith("info.") and not k.endswith("prompt_digest")}
-    assert difference({k: base.expected[k] for k in kept}, {k: got[k] for k in kept}) is None
-    return Base(files, got, other, numbered=False)
+        files, other = _write(folder, info, shards, index), _write(elsewhere, info, shards, 100)
+        bases.append(Base(info, files, contents(RolloutStore([folder])), other))
+    return bases
 
 
 def contents(store: RolloutStore, verify: bool = True) -> dict[str, Any]:
     """All that training can read of a store: by rollout, and by row id."""
     if verify:
         store.verify()
-    result: dict[str, Any] = {f"info.{k}": v for k, v in asdict(store.info).items()}
-    layers = range(len(store.info.moe_layers))
+    loads = [load_LE for shard in store.shards for load_LE in shard.expert_load()]
+    found = {**asdict(store.info), "groups": store.groups(), "reward": store.column("reward")}
+    found |= {f"load of {index}": load_LE for index, load_LE in enumerate(loads)}
     for index in range(len(store)):
         rollout, fields = store.rollout(index), store.fields(index)
-        ids_LTK, recorded_T = store.routes(store.row_ids(index), layers)
-        result |= {f"{index}.{name}": value for name, value in fields.items()}
-        result |= {f"{index}.ids": ids_LTK, f"{index}.recorded by row": recorded_T}
-        for name in ("reward", "group", "sample", "policy_version", "prompt_digest"):
-            result[f"{index}.{name}"] = getattr(rollout, name)
-        result[f"{index}.turns"] = rollout.spans_U2
-        result |= _extras(store, index, rollout)
+        rows = store.row_ids(index)
+        ids_LTK, recorded_T = store.routes(rows, range(len(store.info.moe_layers)))
+        by_row = store.kept_of_next(rows)
+        kept = rollout.kept or KeptSets.from_lists([[]] * len(rollout.tokens_N))
         # Both ways of reading give the same. A row without recorded routes has ids of its own
         # in each of them, so that only recorded rows are compared.
         pairs = (
@@ -165,80 +146,60 @@ def contents(store: RolloutStore, verify: bool = True) -> dict[str, Any]:
             (rollout.response_N, fields["response"]),
             (rollout.logprobs_N, fields["logprobs"]),
             (rollout.routes.ids_LTK, np.where(recorded_T[:, None], ids_LTK, 0)),
+            (kept.sizes_N[1:], by_row.sizes_N),
+            (kept.ids_V, by_row.ids_V),
         )
-        for by_rollout, by_row in pairs:
-            result[f"{index}.two readings agree"] = np.array_equal(by_rollout, by_row)
-    loads = [load_LE for shard in store.shards for load_LE in shard.expert_load()]
-    result |= {f"{index}.load": load_LE for index, load_LE in enumerate(loads)}
-    result["groups"] = store.groups()
-    result["reward"] = store.column("reward")
-    return result
+        values = {
+            **fields, "ids": ids_LTK, "recorded by row": recorded_T, "kept": kept.ids_V,
+            "turns": rollout.spans_U2, "versions": store.versions(index),
+            "both readings agree": all(np.array_equal(*pair) for pair in pairs),
+        } | {name: getattr(rollout, name) for name in _SCALARS}  # fmt: skip
+        found |= {f"{index}.{name}": value for name, value in values.items()}
+    return {name: _comparable(value) for name, value in found.items()}
 
 
-def _extras(store: RolloutStore, index: int, rollout: Rollout) -> dict[str, Any]:
-    by_row = store.kept_of_next(store.row_ids(index))
-    kept = rollout.kept or KeptSets.from_lists([[]] * len(rollout.tokens_N))
-    return {
-        f"{index}.kept sizes": kept.sizes_N,
-        f"{index}.kept ids": kept.ids_V,
-        f"{index}.kept by row agree": np.array_equal(by_row.sizes_N, kept.sizes_N[1:])
-        and np.array_equal(by_row.ids_V, kept.ids_V),
-        f"{index}.versions": store.versions(index),
-        f"{index}.advantage": rollout.advantage,
-    }
+def _comparable(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return type(value), value
 
 
 def difference(got: dict[str, Any], expected: dict[str, Any]) -> str | None:
     """Where two contents differ, or None."""
-    if got.keys() != expected.keys():
-        odd = sorted(got.keys() ^ expected.keys())
-        return f"it has {len(odd)} fields more or less than it must, {odd[0]} the first"
-    for name, wanted in expected.items():
-        value = got[name]
-        if isinstance(wanted, np.ndarray):
-            same = isinstance(value, np.ndarray) and value.dtype == wanted.dtype
-            same = same and value.shape == wanted.shape and value.tobytes() == wanted.tobytes()
-        else:
-            same = type(value) is type(wanted) and value == wanted
-        if not same:
-            return f"{name} is {value!r:.200}, not {wanted!r:.200}"
+    for name in {**got, **expected}:
+        if got.get(name) != expected.get(name):
+            return f"{name} is {got.get(name)!r:.200}, not {expected.get(name)!r:.200}"
     return None
 
 
-def attempt(rng: random.Random, folder: Path, bases: list[Base]) -> Verdict:
+def attempt(rng: random.Random, folder: Path, bases: list[Base]) -> str:
     """Change a store, or its files while it is open, then read all of it."""
     base, store = rng.choice(bases), folder / "store"
     store.mkdir()
     for name, data in base.files.items():
         (store / name).write_bytes(data)
         os.utime(store / name, (_LONG_AGO, _LONG_AGO))
-    chance = rng.random()
-    if chance < 0.02:
-        note(folder, "nothing is changed")
-        return _read(store, base, must=True)
-    if chance < 0.04:  # control: a forged shard is not refused merely since ShardFile wrote it
-        name = rng.choice([*base.files])
-        (store / name).write_bytes(ShardFile.of(base.files[name]).file())
-        note(folder, "put together again")
-        return _read(store, base, must=True)
-    if chance < 0.3:
-        name = rng.choice([*base.files])
-        data, what = shard_bytes.changed_bytes(base.files[name], rng)
-        (store / name).write_bytes(data)
-    elif chance < 0.8:
-        name = rng.choice([*base.files])
-        data, what = shard_bytes.forged(base.files[name], rng)
-        (store / name).write_bytes(data)
-    elif chance < 0.9:
+    path, what = store / rng.choice([*base.files]), rng.choice(_WAYS)
+    if what == "files":
         return _with_other_files(rng, folder, store, base)
-    else:
+    if what == "while it is open":
         return _while_open(rng, folder, store, base)
-    note(folder, what)
-    verdict = _read(store, base)
-    return _by_command(store, verdict) if rng.random() < 0.25 else verdict
+    must = what in ("nothing", "written again")
+    if what == "written again":  # a forged shard is not refused merely since the fuzz wrote it
+        write_again(path, base.info, load_file(path))
+    elif what == "noise":
+        data, what = noise(path.read_bytes(), rng)
+        path.write_bytes(data)
+    elif what == "forged":
+        what = forge(path, base.info, rng)
+    note(folder, f"{path.name}: {what}")
+    outcome = _read(store, base, must)
+    if rng.randrange(4) == 0:
+        _by_command(store, outcome)
+    return outcome
 
 
-def _read(store: Path, base: Base, must: bool = False) -> Verdict:
+def _read(store: Path, base: Base, must: bool = False) -> str:
     return judged(
         lambda: contents(RolloutStore([store])),
         lambda got: difference(got, base.expected),
@@ -247,37 +208,78 @@ def _read(store: Path, base: Base, must: bool = False) -> Verdict:
     )
 
 
-def _with_other_files(rng: random.Random, folder: Path, store: Path, base: Base) -> Verdict:
-    what, directories, change = store_files.change(rng, store, base)
-    follow_s = 0.01 if not directories and rng.random() < 0.2 else None
+def _with_other_files(rng: random.Random, folder: Path, store: Path, base: Base) -> str:
+    what, directories, shorter = _change_files(rng, store, base)
+    follow_s = 0.01 if len(directories) == 1 and rng.randrange(5) == 0 else None
     note(folder, f"files{' of a followed store' if follow_s else ''}: {what}")
-    directories = directories or [store]
 
     def wrong(got: dict[str, Any]) -> str | None:
-        if change == "shorter" or follow_s:  # what is left must be right, and may be shorter
-            kept = {key: value for key, value in got.items() if key[0].isdigit()}
-            return difference(kept, {k: v for k, v in base.expected.items() if k in kept})
-        return difference(got, base.expected)
+        # what is left of a store that lost its last shard must be right, and may be shorter
+        kept = {k: v for k, v in got.items() if k[0].isdigit() or not (shorter or follow_s)}
+        missing = () if not (shorter or follow_s) else base.expected.keys() - kept.keys()
+        return difference(kept, {k: v for k, v in base.expected.items() if k not in missing})
 
-    return judged(
-        lambda: contents(open_stores(directories, follow_s=follow_s)),
-        wrong,
-        [str(directory) for directory in directories],
-    )
+    names = [str(directory) for directory in directories]
+    return judged(lambda: contents(open_stores(directories, follow_s=follow_s)), wrong, names)
 
 
-def _while_open(rng: random.Random, folder: Path, store: Path, base: Base) -> Verdict:
+def _change_files(rng: random.Random, store: Path, base: Base) -> tuple[str, list[Path], bool]:
+    """Do one thing to the files of a store.
+
+    Returns:
+        What was done; the directories to read; and whether the store now is one that has merely
+        not grown so far.
+    """
+    names = [*base.files]
+    name, other = rng.choice(names), rng.choice(names)
+    path, copy, elsewhere = store / name, store.with_name("copy"), store.with_name("elsewhere")
+    last = name == names[-1] and len(names) > 1
+    kind = rng.choice((*_ODD_FILES, "removed", "renamed", "copied", "swapped", "mixed", "twice"))
+    if kind == "copied":
+        odd_name = rng.choice([*_NAMES, f"shard-{len(names):05d}.safetensors"])
+        shutil.copy2(path, store / odd_name)
+        return f"{name} is copied to {odd_name}", [store], False
+    if kind == "swapped" or kind == "mixed":
+        path.write_bytes(base.files[other])
+        if kind == "swapped":
+            (store / other).write_bytes(base.files[name])
+        return f"{name} and {other} are {kind}", [store], False
+    if kind == "twice":
+        if rng.choice((True, False)):
+            shutil.copytree(store, copy, copy_function=rng.choice((shutil.copy2, os.link)))
+        else:
+            copy.symlink_to(store)
+        return "the store is given twice, the second time a copy", [store, copy], False
+    data = path.read_bytes()
+    path.unlink()
+    if kind == "renamed":
+        odd_name = rng.choice([n for n in _NAMES if n.startswith("shard-")])
+        # a reader does not take a file with such a name for a shard, so the shard is lost
+        (store / odd_name).write_bytes(data)
+        kind = f"renamed to {odd_name}"
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a link":  # a link to a file with the same content is no fault
+        elsewhere.write_bytes(data)
+        path.symlink_to(elsewhere)
+    elif kind in _ODD_FILES:
+        path.symlink_to(_ODD_FILES[kind])
+    return f"{name} is {kind}", [store], last and kind.startswith(("removed", "renamed"))
+
+
+def _while_open(rng: random.Random, folder: Path, store: Path, base: Base) -> str:
     opened = RolloutStore([store])
-    verified = rng.random() < 0.5
+    verified = rng.choice((True, False))
     if verified:  # a training verifies its store once, and then reads for hours
         opened.verify()
-    if rng.random() < 0.5:  # and looks at its files once in a step, not after each read
-        opened.trained_on(ReadChecks() if rng.random() < 0.5 else None)
-    for shard in (
-        opened.shards if rng.random() < 0.3 else ()
-    ):  # the reader keeps what it opened here
-        shard.read_routes(np.arange(min(1, shard.num_rows)), [0])
-    note(folder, f"while it is open: {store_files.change_open(rng, store, base)}")
+    if rng.choice((True, False)):  # and looks at its files once in a step, not after each read
+        opened.trained_on(ReadChecks() if rng.choice((True, False)) else None)
+    if rng.choice((True, False)):  # the reader keeps what it opened here
+        for shard in opened.shards:
+            shard.read_routes(np.arange(min(1, shard.num_rows)), [0])
+    note(folder, f"while it is open: {_change_open(rng, store, base)}")
     return judged(
         lambda: contents(opened, verify=not verified),
         lambda got: difference(got, base.expected),
@@ -285,25 +287,48 @@ def _while_open(rng: random.Random, folder: Path, store: Path, base: Base) -> Ve
     )
 
 
-def _by_command(store: Path, verdict: Verdict) -> Verdict:
-    """Whether `rollouts verify` agrees with the verdict, and `inspect` prints clean lines."""
-    if verdict.outcome not in (RIGHT, REFUSED):
-        return verdict
-    for command, wanted in (("verify", int(verdict.outcome == REFUSED)), ("inspect", None)):
+def _change_open(rng: random.Random, store: Path, base: Base) -> str:
+    """Do one thing to the files of a store that a reader has opened; return what was done."""
+    name = rng.choice([*base.files])
+    path, data = store / name, base.files[name]
+    kind = rng.choice(("replaced", "cut", "written over", "removed", "all removed", "all others",
+                       "touched"))  # fmt: skip
+    if kind == "replaced":
+        (store / ".beside").write_bytes(base.other[name])
+        os.replace(store / ".beside", path)
+    elif kind == "cut":
+        os.truncate(path, rng.choice((0, 8, rng.randrange(len(data)), len(data) - 1)))
+    elif kind == "written over":
+        where = rng.randrange(8 + int.from_bytes(data[:8], "little"), len(data))
+        with path.open("r+b") as file:
+            file.seek(where)
+            file.write(rng.randbytes(rng.randint(1, min(1000, len(data) - where))))
+        kind += f" from byte {where} on"
+    elif kind == "removed":
+        path.unlink()
+    elif kind == "all removed":
+        shutil.rmtree(store)
+    elif kind == "all others":
+        for other, bytes_of_it in base.other.items():
+            (store / other).write_bytes(bytes_of_it)
+    else:
+        os.utime(path)
+    return f"{name} is {kind}"
+
+
+def _by_command(store: Path, outcome: str) -> None:
+    """Whether `rollouts verify` agrees with the outcome, and `inspect` prints clean lines."""
+    for command, wanted in (("verify", int(outcome == REFUSED)), ("inspect", None)):
         out, error = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
             status = megatron_r3(["rollouts", command, str(store)])
-        said = error.getvalue().removesuffix("\n")
         if wanted is not None and status != wanted:
-            return Verdict(SILENT, f"{command} ends with {status}; reading it: {verdict}")
-        wrong = bad_line(said, [str(store)]) if status else None
-        if wrong is None and status and not said.startswith("error: "):
-            wrong = "no `error:` before it"
-        if wrong is None and not status and not out.getvalue().replace("\n", "").isprintable():
-            wrong, said = "its output has characters that are not printable", out.getvalue()
+            raise Fault(SILENT, f"{command} ends with {status}; reading it: {outcome}")
+        wrong = bad_stderr(error.getvalue(), [str(store)]) if status else None
+        if not status and not out.getvalue().replace("\n", "").isprintable():
+            wrong = f"its output has characters that are not printable: {out.getvalue()!a}"
         if wrong is not None:
-            return replace(verdict, outcome=BAD_MESSAGE, detail=f"{command}: {wrong}: {said!a}")
-    return verdict
+            raise Fault(BAD_MESSAGE, f"{command}: {wrong}")
 
 
-KIND = Kind("shards", 420, 30.0, 1024, prepare, attempt)
+KIND = Kind("shards", 420, prepare, attempt)

@@ -9,29 +9,33 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
 
 from megatron_r3.patching.series import read_series
 from megatron_r3.patching.versions import patches_folder, read_versions
 from proof.fidelity.trees import unpatched_copy
-from proof.fuzz.command import bad_stderr, start
+from proof.fuzz.command import ended, start
 from proof.fuzz.outcome import (
     BAD_MESSAGE,
     CRASH,
+    LIMIT_S,
     REFUSED,
     RIGHT,
     SILENT,
     WRONGLY_REFUSED,
-    Kind,
-    Verdict,
-    note,
+    Fault,
+    bad_stderr,
 )
+from proof.fuzz.search import Kind, Machine
 
 _AROUND = ("pyproject.toml", "megatron/core/__init__.py", "megatron/core/package_info.py")
 _MARK = "RUN-BY-THE-TREE"
@@ -58,7 +62,9 @@ def prepare(shared: Path) -> State:
     versions = read_versions(patches_folder())
     paths = {path for line in versions.lines for path in read_series(line.folder).blobs}
     trees = {
-        (form, done): shared / f"{form}-{done}" for form in ("plain", "git") for done in (0, 1)
+        (form, done): shared / f"{form}-{done}"
+        for form in ("plain", "git")
+        for done in (False, True)
     }
     plain = trees["plain", False]
     for path in [*paths, *_AROUND]:
@@ -100,83 +106,59 @@ def _snapshot(tree: Path) -> Snapshot:
     return found
 
 
-# -- changes to a tree. Each returns what it changed, and whether the commands must still succeed.
+# -- changes to a tree. Each returns whether the commands must still succeed.
 
 
-def _some(state: State, rng: random.Random, tree: Path) -> str:
-    return rng.choice([path for path in sorted(state.base) if (tree / path).is_file()])
+def _some(state: State, rng: random.Random, tree: Path) -> Path:
+    """A file of the series."""
+    return tree / rng.choice([path for path in sorted(state.base) if (tree / path).is_file()])
 
 
-def _nothing(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    return "nothing is changed", True
-
-
-def _flip(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    path = _some(state, rng, tree)
-    data = bytearray((tree / path).read_bytes())
-    where = rng.randrange(len(data))
-    data[where] ^= 1 << rng.randrange(7)
-    (tree / path).write_bytes(data)
-    return f"flip: byte {where} of {path}", False
-
-
-def _delete(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    path = _some(state, rng, tree)
-    (tree / path).unlink()
-    return f"deleted: {path}", False
-
-
-def _crlf(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    paths = [_some(state, rng, tree)]
-    if rng.random() < 0.5:
-        paths = [path for path in state.base if (tree / path).is_file()]
-    for path in paths:
-        (tree / path).write_bytes((tree / path).read_bytes().replace(b"\n", b"\r\n"))
-    return f"CRLF: {len(paths)} files", False
-
-
-def _odd_file(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    path = _some(state, rng, tree)
-    kind = rng.choice(("link", "link away", "folder", "pipe", "linked folder", "empty"))
-    target = tree / path
-    if kind == "linked folder":
-        target = target.parent
-    if kind in ("link", "linked folder"):
-        os.rename(target, tree.parent / "elsewhere")
-        target.symlink_to(tree.parent / "elsewhere")
+def _file(state: State, rng: random.Random, tree: Path) -> bool:
+    path, elsewhere = _some(state, rng, tree), tree.parent / "elsewhere"
+    data = path.read_bytes()
+    new: dict[str, Callable[[], Any]] = {
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to(rng.choice((elsewhere, "/nowhere"))),
+        "CRLF": lambda: path.write_bytes(data.replace(b"\n", b"\r\n")),
+        "flip": lambda: path.write_bytes(data[:-1] + b"?"),
+        "empty": path.touch,
+        "gone": lambda: None,
+    }
+    kind = rng.choice([*new, "mode", "linked folder"])
+    if kind == "mode":
+        path.chmod(rng.choice((0o755, 0o444, 0o600, 0o000)))
+    elif kind == "linked folder":
+        shutil.rmtree(elsewhere, ignore_errors=True)
+        os.rename(path.parent, elsewhere)
+        path.parent.symlink_to(elsewhere)
     else:
-        target.unlink()
-        if kind == "folder":
-            target.mkdir()
-        elif kind == "pipe":
-            os.mkfifo(target)
-        elif kind == "empty":
-            target.write_bytes(b"")
-        else:
-            target.symlink_to("/nowhere")
-    return f"odd file: {kind} {path}", False
+        path.unlink()
+        new[kind]()
+    return False
 
 
-def _mode(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    path, mode = _some(state, rng, tree), rng.choice((0o755, 0o444, 0o600, 0o000))
-    (tree / path).chmod(mode)
-    return f"mode: {mode:o} of {path}", False
+def _untracked(state: State, rng: random.Random, tree: Path) -> bool:
+    name = rng.choice(("notes.txt", "megatron/core/own.py", "a b\n'c\u00e9"))
+    (tree / name).write_bytes(rng.randbytes(20))
+    path = _some(state, rng, tree)  # of a killed command
+    path.with_name(f".{path.name}.megatron-r3-new").write_bytes(rng.randbytes(9))
+    return True
 
 
-def _untracked(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    path = tree / rng.choice(("notes.txt", "megatron/core/own.py", "a b\n'c\u00e9"))
-    path.write_bytes(rng.randbytes(20))
-    return f"untracked: {path.name!a}", True
-
-
-def _other_file(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
+def _other_file(state: State, rng: random.Random, tree: Path) -> bool:
     (tree / "pyproject.toml").write_text("# mine\n")
-    if rng.random() < 0.5 and (tree / ".git").exists():
-        subprocess.run(["git", "add", "-A"], cwd=tree, check=True)
-    return "another file is changed", False
+    return False
 
 
-def _half(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
+def _staged(state: State, rng: random.Random, tree: Path) -> bool:
+    if (tree / ".git").is_dir():
+        subprocess.run(["git", "add", "-A"], cwd=tree, check=False, capture_output=True)
+    return True
+
+
+def _half(state: State, rng: random.Random, tree: Path) -> bool:
     for path in state.base:
         data = rng.choice((state.base, state.patched))[path]
         if data is None:
@@ -184,110 +166,96 @@ def _half(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
         else:
             (tree / path).parent.mkdir(parents=True, exist_ok=True)
             (tree / path).write_bytes(data)
-    return "half applied", True
+    return True
 
 
-def _staged(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    said, must = rng.choice((_half, _flip, _delete))(state, rng, tree)
-    if (tree / ".git").exists():
-        subprocess.run(["git", "add", "-A"], cwd=tree, check=True)
-    return f"staged: {said}", must
-
-
-def _leftover(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    path = tree / _some(state, rng, tree)
-    path.with_name(f".{path.name}.megatron-r3-new").write_bytes(rng.randbytes(9))
-    return "leftover of a killed one", True
-
-
-def _killed(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
-    raise AssertionError("this stands for a killed command, not for a change: see `attempt`")
-
-
-def _git_folder(state: State, rng: random.Random, tree: Path) -> tuple[str, bool]:
+def _git_folder(state: State, rng: random.Random, tree: Path) -> bool:
     git = tree / ".git"
-    kind = rng.choice((*["filter"] * 4, "hook", "monitor", "head", "no index", "nowhere", "config"))
-    if not git.exists() or kind == "nowhere":
+    kind = rng.choice(("filter", "filter", "hook", "monitor", "HEAD", "index", "config", "nowhere"))
+    if not git.is_dir() or kind == "nowhere":
         shutil.rmtree(git, ignore_errors=True)
         git.write_text("gitdir: /nowhere/at/all\n")
-        return "git: a .git that leads nowhere", True
+        return True
     command = f"touch {tree.parent / _MARK}; cat"
     if kind == "filter":
         (git / "info" / "attributes").write_text("* filter=evil\n")
-        subprocess.run(["git", "config", "filter.evil.clean", command], cwd=tree, check=True)
+        _configure(git, f'[filter "evil"]\nclean = "{command}"\n')
         for path in state.base:  # a new time makes git read the file again, through the filter
             if (tree / path).exists():
                 os.utime(tree / path)
     elif kind == "monitor":
-        subprocess.run(["git", "config", "core.fsmonitor", command], cwd=tree, check=True)
+        _configure(git, f'[core]\nfsmonitor = "{command}"\n')
     elif kind == "hook":
         for name in ("post-index-change", "pre-commit", "reference-transaction"):
             (git / "hooks" / name).write_text(f"#!/bin/sh\n{command}\n")
             (git / "hooks" / name).chmod(0o755)
-    elif kind == "head":
-        (git / "HEAD").write_bytes(rng.choice((b"", b"ref: refs/heads/none\n", b"\xff\xfe")))
-    elif kind == "config":
-        (git / "config").write_bytes(
-            rng.choice((b"[core\n", b"\xff\xfe[", b"[include]\npath = /etc"))
-        )
     else:
-        (git / "index").unlink()
-    return f"git: {kind}", False
+        odd = (b"", b"ref: refs/heads/none\n", b"\xff\xfe[", b"[core\n", b"[include]\npath = /etc")
+        (git / kind).write_bytes(rng.choice(odd))
+    return False
 
 
-_CHANGES: list[Callable[[State, random.Random, Path], tuple[str, bool]]] = [
-    _nothing, _flip, _delete, _crlf, _odd_file, _mode, _untracked, _other_file, _half, _half,
-    _staged, _leftover, _git_folder, _git_folder, _git_folder, *[_killed] * 6,
-]  # fmt: skip
+def _configure(git: Path, text: str) -> None:
+    with (git / "config").open("a") as file:
+        file.write(text)
 
 
-# -- a try
+_CHANGES = {"half applied": _half, "a file": _file, "untracked": _untracked,
+            "pyproject.toml": _other_file, "git add": _staged}  # fmt: skip
+_COMMANDS = st.sampled_from(("apply", "revert", "status"))
 
 
-def attempt(rng: random.Random, folder: Path, state: State) -> Verdict:
-    """Change a tree, then run commands. Where they must succeed, the last two are apply, revert."""
-    form, done = rng.choice([*state.trees])
-    change = rng.choice(_CHANGES)
-    first = rng.choice(("apply", "apply", "revert", "status"))
-    if change is _git_folder and rng.random() < 0.7:  # `apply` on a git tree asks git the most
-        form, done, first = "git", False, "apply"
-    tree = folder / "tree"
-    shutil.copytree(state.trees[form, done], tree, symlinks=True)
-    if change is _killed:
-        first = rng.choice(("apply", "revert"))
-        note(folder, f"killed: {first} of {form}, {'patched' if done else 'unpatched'}")
-        _kill(rng, first, tree, folder)
-        must, commands = True, [rng.choice(("status", "apply")), "apply", "revert"]
-    else:
-        said, must = change(state, rng, tree)
-        note(folder, f"{said}; {first}, {form}, {'patched' if done else 'unpatched'}")
-        commands = [first, "apply", "revert"] if must else [first]
-    verdict = Verdict(RIGHT)
-    for command in commands:
-        verdict_now = run_command(command, tree, folder, state, must)
-        if verdict_now.outcome != RIGHT:
-            verdict = verdict_now
-        if verdict_now.outcome not in (RIGHT, REFUSED):
-            break
-    if (folder / _MARK).exists():
-        return Verdict(SILENT, "a program that the tree names was run")
-    return verdict
+class Tree(Machine):
+    """A tree that is changed, and on which commands are run, some of which are killed.
+
+    Attributes:
+        tree: its folder.
+        must: whether each command has to succeed, for nothing is wrong with the tree.
+    """
+
+    @initialize(form=st.sampled_from(("git", "git", "plain")), patched=st.booleans())
+    def begin(self, form: str, patched: bool) -> None:
+        """Copy a tree."""
+        self.tree, self.must = self.folder / "tree", True
+        shutil.copytree(self.state.trees[form, patched], self.tree, symlinks=True)
+
+    @rule(what=st.sampled_from([*_CHANGES]), rng=st.randoms(use_true_random=False))
+    def change(self, what: str, rng: random.Random) -> None:
+        """Change something."""
+        self.must &= _CHANGES[what](self.state, rng, self.tree)
+
+    @rule(rng=st.randoms(use_true_random=False))
+    def change_git(self, rng: random.Random) -> None:
+        """Change what git reads. A step of its own, for a tree may name programs in many ways."""
+        self.must &= _git_folder(self.state, rng, self.tree)
+
+    @rule(command=st.sampled_from(("apply", "revert")), pause=st.floats(0, 0.8))
+    def kill(self, command: str, pause: float) -> None:
+        """Kill a command after some time, or, before 0.4 s, soon after it began to write."""
+        process = start([command, str(self.tree)], self.folder, "killed")
+        if pause < 0.4:  # a file is written beside its place, and then gets its name
+            while process.poll() is None and not any(self.tree.rglob(".*.megatron-r3-new")):
+                pass
+            pause /= 40
+        time.sleep(pause)
+        process.kill()
+        process.wait()
+
+    @rule(command=_COMMANDS)
+    def run(self, command: str) -> None:
+        """Run a command, and judge it."""
+        outcome = run_command(command, self.tree, self.folder, self.state, self.must)
+        if (self.folder / _MARK).exists():
+            raise Fault(SILENT, "a program that the tree names was run")
+        self.outcome = REFUSED if outcome == REFUSED else self.outcome
+
+    def finish(self) -> None:
+        """A tree with nothing wrong in it can be applied and reverted; another is only tried."""
+        for command in ("apply", "revert") if self.must else ("apply",):
+            self.run(command)
 
 
-def _kill(rng: random.Random, command: str, tree: Path, folder: Path) -> None:
-    """Kill a command after some time, or when it begins to write."""
-    process = start([command, str(tree)], folder, "killed")
-    if rng.random() < 0.3:
-        time.sleep(rng.uniform(0, 0.8))
-    else:
-        while process.poll() is None and not any(tree.rglob(".*.megatron-r3-new")):
-            pass
-        time.sleep(rng.uniform(0, 0.01))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-
-
-def run_command(command: str, tree: Path, folder: Path, state: State, must: bool) -> Verdict:
+def run_command(command: str, tree: Path, folder: Path, state: State, must: bool) -> str:
     """Run one command on a tree, and judge its exit status, its messages and what it changed.
 
     Args:
@@ -298,36 +266,38 @@ def run_command(command: str, tree: Path, folder: Path, state: State, must: bool
         must: whether the command has to succeed.
     """
     before = _snapshot(tree)
-    files = {path: before.get(path) for path in state.base}
-    known = all(_is_known(path, files[path], state) for path in files)
-    status = start([command, str(tree)], folder, command).wait()
-    out = (folder / f"{command}.out").read_text(errors="replace")
-    error = (folder / f"{command}.err").read_text(errors="replace")
-    after = _snapshot(tree)
-    if status not in (0, 1):
-        return Verdict(CRASH, f"{command}: exit status {status}: {error[-1500:]}")
-    if command == "status":
-        return _status(status, out, error, before, after, state, known, tree)
+    status = ended(start([command, str(tree)], folder, command), 8 * LIMIT_S, command)
+    out, error = (
+        (folder / f"{command}.{kind}").read_text(errors="replace") for kind in ("out", "err")
+    )
+    after, ended_with = _snapshot(tree), f"{command} ends with {status}"
+    wrong = bad_stderr(error, [str(tree), *state.base]) if error else None
+    if status not in (0, 1) or "Traceback" in error:
+        raise Fault(CRASH, f"{ended_with}: {error[-1500:]}")
+    if wrong or (error and not status) or (status and not error and command != "status"):
+        raise Fault(BAD_MESSAGE, f"{ended_with}: {wrong or error!r}")
+    if not out.replace("\n", "").isprintable():
+        raise Fault(BAD_MESSAGE, f"{ended_with} and says {out[:500]!a}")
+    ours = state.base if command != "status" and not status else ()
+    changed = _changed(before, after, ours)
+    if changed or (command == "status" and before != after):
+        raise Fault(SILENT, f"{ended_with}, and changed {changed[:5]}")
+    known = all(_is_known(path, before.get(path), state) for path in state.base)
+    if command == "status" and not error:
+        _judge_status(status, out, before, state, known)
+        return RIGHT if known else REFUSED
     if status:
-        wrong = bad_stderr(error, [str(tree), *state.base])
-        if wrong is not None:
-            return Verdict(CRASH if "Traceback" in error else BAD_MESSAGE, f"{command}: {wrong}")
-        changed = _changed(before, after, set())
-        if changed:
-            return Verdict(SILENT, f"{command} refused, and changed {changed[:5]}")
-        return Verdict(WRONGLY_REFUSED if must else REFUSED, error)
-    if error or not out.replace("\n", "").isprintable():
-        return Verdict(BAD_MESSAGE, f"{command} ends with 0 and says {error!a} {out[:500]!a}")
-    goal = state.patched if command == "apply" else state.base
-    for path, data in goal.items():
+        if must:
+            raise Fault(WRONGLY_REFUSED, error)
+        return REFUSED
+    for path, data in (state.patched if command == "apply" else state.base).items():
         if (after[path][1] if path in after else None) != data:
-            return Verdict(SILENT, f"{command} ends with 0, and {path} is not what it must be")
+            raise Fault(SILENT, f"{ended_with}, and {path} is not what it must be")
         if path in before and path in after and before[path][0] != after[path][0]:
-            return Verdict(SILENT, f"{command} changed the mode of {path}")
+            raise Fault(SILENT, f"{command} changed the mode of {path}")
     if not known:
-        return Verdict(SILENT, f"{command} wrote over a file that was neither base nor patched")
-    changed = _changed(before, after, {*state.base})
-    return Verdict(SILENT, f"{command} changed {changed[:5]} too") if changed else Verdict(RIGHT)
+        raise Fault(SILENT, f"{command} wrote over a file that was neither base nor patched")
+    return RIGHT
 
 
 def _is_known(path: str, found: tuple[int, bytes] | None, state: State) -> bool:
@@ -336,8 +306,9 @@ def _is_known(path: str, found: tuple[int, bytes] | None, state: State) -> bool:
     return stat.S_ISREG(found[0]) and found[1] in (state.base[path], state.patched[path])
 
 
-def _changed(before: Snapshot, after: Snapshot, ours: set[str]) -> list[str]:
+def _changed(before: Snapshot, after: Snapshot, ours: Collection[str]) -> list[str]:
     """Paths that are not as they were. Files that a killed command left behind may be gone."""
+    # a new file of the series may have made its folder
     folders = {str(folder) for path in ours for folder in Path(path).parents}
     return sorted(
         path
@@ -349,31 +320,13 @@ def _changed(before: Snapshot, after: Snapshot, ours: set[str]) -> list[str]:
     )
 
 
-def _status(
-    status: int,
-    out: str,
-    error: str,
-    before: Snapshot,
-    after: Snapshot,
-    state: State,
-    known: bool,
-    tree: Path,
-) -> Verdict:
-    if before != after:
-        return Verdict(SILENT, f"status changed {_changed(before, after, set())[:5]}")
-    if error:
-        wrong = bad_stderr(error, [str(tree)])
-        return Verdict(BAD_MESSAGE, f"status: {wrong}") if wrong else Verdict(REFUSED, error)
-    if str(tree) not in out or not out.replace("\n", "").isprintable():
-        return Verdict(BAD_MESSAGE, f"status says {out[:1000]!a}")
+def _judge_status(status: int, out: str, before: Snapshot, state: State, known: bool) -> None:
     now = {path: before[path][1] if path in before else None for path in state.base}
-    truth = {True: "pristine", False: "unknown"}[now == state.base]
-    truth = "applied" if now == state.patched else truth
-    truth = "half applied" if truth == "unknown" and known else truth
+    truth = "half applied" if known else "unknown"
+    truth = "pristine" if now == state.base else "applied" if now == state.patched else truth
     said = out.partition(":")[0]
     if said != truth or status != int(truth in ("unknown", "half applied")):
-        return Verdict(SILENT, f"status says {said} and ends with {status}; it is {truth}")
-    return Verdict(RIGHT) if known else Verdict(REFUSED, out)
+        raise Fault(SILENT, f"status says {said} and ends with {status}; it is {truth}")
 
 
-KIND = Kind("trees", 12, 240.0, 2048, prepare, attempt)
+KIND = Kind("trees", 12, prepare, machine=Tree, steps=4)

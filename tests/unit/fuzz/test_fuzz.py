@@ -1,51 +1,38 @@
-"""The fuzz can fail: each kind of fault is counted if it is planted, and a short run finds none.
+"""The fuzz can fail: each kind of fault is found if it is planted, and a short run finds none.
 
 Shape suffixes (docs/glossary.md): G.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 from megatron_r3.data import rollout
 from megatron_r3.data.engines import conversation
 from megatron_r3.data.store import reader
-from proof.fuzz import (
-    command,
-    configs,
-    outcome,
-    pool,
-    prompts,
-    responses,
-    run,
-    shards,
-    signals,
-    trees,
-)
+from proof.fuzz import configs, outcome, prompts, responses, run, shards, signals, trees
 from proof.fuzz.outcome import (
     BAD_MESSAGE,
     CRASH,
-    FAULTS,
     HANG,
     REFUSED,
     RIGHT,
     SILENT,
     WRONGLY_REFUSED,
-    Kind,
-    Verdict,
+    Fault,
     bad_line,
+    bad_stderr,
     judged,
+    note,
     noted,
 )
+from proof.fuzz.search import Kind, Tries, search
 
 CHEAP = ("shards", "responses", "prompts", "configs")
 
@@ -69,80 +56,84 @@ def test_one_clear_line(text, wrong):
 
 def test_a_list_may_stand_below_an_error_line():
     good = "error: DIR is not 0.19.2:\n  a.py: missing\n  b.py: missing\n"
-    assert command.bad_stderr(good, ["DIR"]) is None
+    assert bad_stderr(good, ["DIR"]) is None
     for bad in ("DIR is wrong", "error: DIR\nerror: DIR", f"{good}Traceback (most", "error: a\n"):
-        assert command.bad_stderr(bad, ["DIR"])
+        assert bad_stderr(bad, ["DIR"])
 
 
-def planted(what: str) -> None:
-    if what == "attribute":
-        raise AttributeError("'NoneType' object has no attribute 'items'")
-    if what == "system":
-        raise FileNotFoundError(2, "No such file", "a.json")
-    if what == "unicode":
-        b"\xff".decode()
-    if what == "exit":
-        sys.exit(3)
-    if what == "sleep":
-        time.sleep(60)
-    if what == "segfault":
-        ctypes.string_at(0)
-    if what == "memory":
-        bytearray(8 << 30)
-    if what == "killed":
-        os.kill(os.getpid(), 9)
-    if what == "two lines":
-        raise ValueError("a.json: wrong\na.json: more")
-    if what == "no name":
-        raise ValueError("Expecting value: line 1 column 1")
-    if what == "prints":
-        print("RuntimeWarning: overflow")
-        raise ValueError("a.json: wrong")
-    if what in ("refused", "refuses all"):
-        raise ValueError("a.json: wrong")
+def refuse(text="a.json: wrong", kind=ValueError):
+    raise kind(text)
 
 
-PLANTED = {
-    "attribute": CRASH, "system": CRASH, "unicode": CRASH, "exit": CRASH, "segfault": CRASH,
-    "memory": CRASH, "killed": CRASH, "sleep": HANG, "two lines": BAD_MESSAGE,
-    "prints": BAD_MESSAGE, "no name": BAD_MESSAGE, "accepts all": SILENT,
-    "refuses all": WRONGLY_REFUSED, "refused": REFUSED, "fine": RIGHT,
-}  # fmt: skip
+def prints():
+    print("RuntimeWarning: overflow")
+    refuse()
 
 
-def attempt(rng: random.Random, folder: Path, names: list[str]) -> Verdict:
-    what = names.pop(0)
-    names.append(what)
-    outcome.note(folder, what)
-    (folder / "input").write_text(what)
-    wrong = "other content" if what == "accepts all" else None
-    return judged(lambda: planted(what), lambda _: wrong, ["a.json"], what == "refuses all")
+@pytest.mark.parametrize(
+    ("action", "wrong", "must", "expected"),
+    [
+        (lambda: {}["items"], None, False, CRASH),
+        (partial(open, "/nowhere"), None, False, CRASH),
+        (b"\xff".decode, None, False, CRASH),
+        (partial(sys.exit, 3), None, False, CRASH),
+        (partial(refuse, kind=MemoryError), None, False, CRASH),
+        (partial(time.sleep, 60), None, False, HANG),
+        (partial(refuse, "a.json: wrong\na.json: more"), None, False, BAD_MESSAGE),
+        (partial(refuse, "Expecting value: line 1 column 1"), None, False, BAD_MESSAGE),
+        (prints, None, False, BAD_MESSAGE),
+        (int, "other content", False, SILENT),
+        (refuse, None, True, WRONGLY_REFUSED),
+        (refuse, None, False, REFUSED),
+        (int, None, True, RIGHT),
+    ],
+)
+def test_an_outcome(action, wrong, must, expected, monkeypatch):
+    monkeypatch.setattr(outcome, "LIMIT_S", 0.5)
+    try:
+        found = judged(action, lambda got: wrong, ["a.json"], must)
+    except Fault as fault:
+        found = fault.outcome
+    assert found == expected
 
 
-@pytest.mark.parametrize("what", PLANTED)
-def test_a_planted_fault_is_counted(what, tmp_path, capfd):
-    """The fault is counted, and the next try is made all the same."""
-    limit_s = 1.5 if PLANTED[what] == HANG else 60.0
-    kind = Kind("planted", 1, limit_s, 256, lambda shared: [what, "fine"], attempt)
-    found = [*pool.run_tries(kind, [0, 1], 0, 1, tmp_path)]
-    assert (found[0].what, found[0].verdict.outcome) == (what, PLANTED[what]), found[0].verdict
-    # A new worker, which replaces one that died, begins the list of planted faults again.
-    assert found[1].verdict.outcome in (RIGHT, PLANTED[what])
-    fault = PLANTED[what] in FAULTS
-    assert (tmp_path / "planted-0-0" / "input").exists() == fault
-    assert (tmp_path / "planted-0-0" / "fault.txt").exists() == fault
-    status = run.main(["--tries", "1", "--out", str(tmp_path)], [kind])
-    told = capfd.readouterr()
-    assert status == fault
-    assert ("--only planted --seed 0 --try 0" in told.out) == fault
-    assert ("1 faults" in told.err) == fault
+def planted(rng, folder, state):
+    number = rng.randrange(1000)
+    note(folder, f"number {number}")
+    if number > 300 and state.pop():
+        raise Fault(CRASH, "too large")
+    return RIGHT
 
 
-def test_the_process_that_died_says_how(tmp_path):
-    kind = Kind("planted", 1, 30.0, 256, lambda shared: ["segfault"], attempt)
-    (found,) = pool.run_tries(kind, [0], 0, 1, tmp_path)
-    assert "SIGSEGV" in found.verdict.detail
-    assert "in planted" in found.verdict.detail  # faulthandler's stack
+def test_a_fault_is_shrunken_and_comes_again(tmp_path, capsys):
+    kind = Kind("planted", 1, lambda shared: [True] * 9999, planted)
+    assert run.run_one(kind, 100, 0, tmp_path) == 1
+    told = capsys.readouterr().out
+    assert "crash: number 301\n      too large" in told
+    assert told.split()[6] == "1"  # the tries up to the first fault, and none of the shrinking
+    assert noted(tmp_path / "planted" / "try") == "number 301"
+    blob = told.partition("--only planted --again ")[2].split()[0]
+    _, fault = search(kind, 100, 0, tmp_path / "again", blob)
+    assert fault.outcome == CRASH
+    assert noted(tmp_path / "again" / "try") == "number 301"
+    mended = Kind("planted", 1, lambda shared: [False], planted)
+    assert run.run_one(mended, 100, 0, tmp_path, blob) == 0
+    assert "no fault any more" in capsys.readouterr().out
+
+
+def test_a_fault_that_does_not_come_again_is_one(tmp_path, capsys):
+    kind = Kind("planted", 1, lambda shared: [*[False] * 9999, True], planted)
+    assert run.run_one(kind, 100, 0, tmp_path) == 1
+    told = capsys.readouterr().out
+    assert "too large\n      it did not come again" in told
+    assert f"input: {tmp_path}/planted/first" in told
+
+
+def test_a_class_whose_process_dies(tmp_path, monkeypatch, capsys):
+    died = subprocess.CompletedProcess([], -11, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: died)
+    assert run.main(["--out", str(tmp_path)]) == 1
+    assert "shards: crash: the process ended by SIGSEGV" in capsys.readouterr().out
 
 
 def test_shares():
@@ -152,106 +143,52 @@ def test_shares():
         counts = run.shares(tries, kinds)
         assert sum(counts) == tries
         assert min(counts) >= 1
-    assert run.shares(10_000, kinds)[-2:] == [120, 80]
-
-
-def made(name, tmp_path, seed=3, count=40):
-    found = pool.run_tries(run.load(name), range(count), seed, 2, tmp_path)
-    return sorted((r.number, r.what, r.verdict.outcome) for r in found)
+    assert run.shares(10_000, kinds)[:2] == [80, 120]
 
 
 @pytest.mark.parametrize("name", CHEAP)
-def test_the_same_seed_makes_the_same_tries(name, tmp_path):
-    first = made(name, tmp_path)
-    assert made(name, tmp_path) == first
-    assert made(name, tmp_path, seed=4) != first
-    assert len({what for _, what, _ in first}) > 5
+def test_a_short_run_finds_no_fault_and_makes_the_same_tries_again(name, tmp_path):
+    counts, found = search(run.load(name), 120, 3, tmp_path / name)
+    assert found is None, found
+    assert counts[RIGHT] >= 5
+    assert counts[REFUSED] >= 20
+    assert search(run.load(name), 120, 3, tmp_path / name)[0] == counts
+    assert search(run.load(name), 120, 4, tmp_path / name)[0] != counts
 
 
-@pytest.mark.parametrize("name", CHEAP)
-def test_a_short_run_finds_no_fault(name, tmp_path, capfd):
-    status = run.main(["--only", name, "--tries", "150", "--seed", "3", "--out", str(tmp_path)])
-    told = capfd.readouterr()
-    assert status == 0, told.out
-    row = told.out.splitlines()[1].split()
-    assert int(row[2]) >= 5  # accepted
-    assert int(row[3]) >= 20  # refused
+def fill_the_memory(path):
+    return [0] * (1 << 40)
 
 
-# -- what each class would say of code that is wrong
-
-
-def outcomes(name, tmp_path, count=120):
-    return {outcome for _, _, outcome in made(name, tmp_path, count=count)}
-
-
-def test_shards_that_nobody_verifies(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "verify_shard", lambda shard: None)
-    assert SILENT in outcomes("shards", tmp_path)
-
-
-def test_shards_whose_reader_mixes_up_rollouts(tmp_path, monkeypatch):
-    """The reader is replaced after `prepare` has read what is in the stores."""
-    states = shards.prepare(tmp_path)
-    read = shards.RolloutStore.column
-    backwards = lambda self, name: read(self, name)[::-1]  # noqa: E731
-    monkeypatch.setattr(shards.RolloutStore, "column", backwards)
-    found = []
-    for number in range(60):
-        (folder := tmp_path / str(number)).mkdir()
-        verdict = shards.attempt(random.Random(number), folder, states)
-        # of a store that lost files, or grows, the rollouts are compared and the columns are not
-        if not noted(folder).startswith("files"):
-            found.append(verdict.outcome)
-    assert SILENT in found
-    assert RIGHT not in found
+read_prompts = prompts.read_prompts
 
 
 @pytest.mark.parametrize(
-    ("decode", "expected"),
+    ("module", "holder", "name", "wrong", "expected"),
     [
-        (lambda body, request, shape, where: body["no such field"], CRASH),
-        (lambda body, request, shape, where: [], SILENT),
+        (shards, reader, "verify_shard", lambda shard: None, SILENT),
+        (shards, shards, "difference", lambda got, expected: "another", SILENT),
+        (responses, (rollout, conversation), "wrong_logprob", lambda logprobs_G: None, SILENT),
+        (responses, responses.engines, "decode", lambda *args: [], SILENT),
+        (responses, responses.engines, "decode", lambda *args: {}["no such field"], CRASH),
+        (prompts, prompts, "read_prompts", lambda path: read_prompts(path)[:1], SILENT),
+        (configs, configs, "read_model", fill_the_memory, CRASH),
     ],
 )
-def test_decoders_that_are_wrong(tmp_path, monkeypatch, decode, expected):
-    decoders = dict.fromkeys(("vllm", "sglang", "megatron"), decode)
-    kind = Kind("responses", 1, 30.0, 256, lambda shared: decoders, responses.attempt)
-    found = {r.verdict.outcome for r in pool.run_tries(kind, range(40), 3, 1, tmp_path)}
-    assert expected in found
-    assert RIGHT not in found
-
-
-def test_a_decoder_that_takes_any_log_prob(tmp_path, monkeypatch):
-    for module in (rollout, conversation):
-        monkeypatch.setattr(module, "wrong_logprob", lambda logprobs_G: None)
-    assert SILENT in outcomes("responses", tmp_path, 200)
-
-
-def test_prompts_of_which_one_is_lost(tmp_path, monkeypatch):
-    read = prompts.read_prompts
-    monkeypatch.setattr(prompts, "read_prompts", lambda path: read(path)[:1])
-    assert SILENT in outcomes("prompts", tmp_path)
-
-
-def test_a_config_that_fills_the_memory(tmp_path, monkeypatch):
-    def read_model(path):
-        return [0] * (1 << 30)
-
-    monkeypatch.setattr(configs, "read_model", read_model)
-    assert outcomes("configs", tmp_path, 4) == {CRASH}
+def test_code_that_is_wrong(module, holder, name, wrong, expected, tmp_path, monkeypatch):
+    for each in holder if isinstance(holder, tuple) else (holder,):
+        monkeypatch.setattr(each, name, wrong)
+    _, found = search(module.KIND, 400, 3, tmp_path / "class")
+    assert found.outcome == expected, found
 
 
 def fake(script):
     """In place of `megatron-r3`."""
 
     def start(arguments, folder, name):
-        with (
-            (folder / f"{name}.out").open("wb") as out,
-            (folder / f"{name}.err").open("wb") as error,
-        ):
-            words = [sys.executable, "-c", script, *arguments]
-            return subprocess.Popen(words, cwd=folder, stdout=out, stderr=error)
+        out, error = (folder / f"{name}.{kind}" for kind in ("out", "err"))
+        words = [sys.executable, "-c", script, *arguments]
+        return subprocess.Popen(words, cwd=folder, stdout=out.open("wb"), stderr=error.open("wb"))
 
     return start
 
@@ -271,27 +208,15 @@ def test_commands_on_trees_that_are_wrong(tmp_path, monkeypatch, script, expecte
     (tmp_path / "tree" / "x.py").write_text("base")
     state = trees.State({}, {"x.py": b"base"}, {"x.py": b"patched"})
     monkeypatch.setattr(trees, "start", fake(script))
-    given = trees.run_command("apply", tmp_path / "tree", tmp_path, state, must=True)
-    assert given.outcome == expected, given
+    with pytest.raises(Fault, match=expected):
+        trees.run_command("apply", tmp_path / "tree", tmp_path, state, must=True)
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("import signal, time; [signal.signal(n, lambda *_: None) for n in (1, 2, 15)];"
-         "time.sleep(30)", HANG),
-        ("import sys; sys.exit(1)", SILENT),
-    ],
-)  # fmt: skip
-def test_a_collection_that_is_wrong(tmp_path, monkeypatch, script, expected):
-    monkeypatch.setattr(signals, "start", fake(script))
-    if expected == HANG:
-        monkeypatch.setattr(signals, "LIMIT_S", 1.0)
-        monkeypatch.setattr(signals, "SIGNALS", (15,))
-    verdict = signals.attempt(random.Random(0), tmp_path, signals.prepare(tmp_path))
-    assert verdict.outcome == expected, verdict
-
-
+IGNORES = """
+import signal, time
+[signal.signal(n, lambda *_: None) for n in (1, 2, 15)]
+time.sleep(30)
+"""
 GOES_ON = """
 import json, signal, sys, urllib.request
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -305,18 +230,27 @@ sys.exit(143)
 """
 
 
-def test_a_collection_that_goes_on_after_a_signal(tmp_path, monkeypatch):
-    """It ends as it must, but only after one of its workers took all the rest."""
+@pytest.mark.parametrize(
+    ("script", "expected", "what"),
+    [
+        (IGNORES, HANG, "does not end"),
+        ("import sys; sys.exit(1)", SILENT, "again ends with 1"),
+        (GOES_ON, SILENT, "requests after the signal"),  # and ends as it must, but too late
+    ],
+)
+def test_a_collection_that_is_wrong(tmp_path, monkeypatch, script, expected, what):
+    monkeypatch.setattr(signals, "start", fake(script))
+    if expected == HANG:
+        monkeypatch.setattr(signals, "LIMIT_S", 1.0)
+    machine = signals.Collection(Tries(tmp_path), signals.prepare(tmp_path))
+    machine.begin(40, 2, 1000, 0.005)
 
-    def when_it_asks(rng, process, server, total, seen):
-        signals.wait_until(lambda: bool(seen), process)
-        return True
+    def collect():
+        machine.interrupt(signal.SIGTERM, None if expected == HANG else 0.0, 0.03, None)
+        machine.finish()
 
-    monkeypatch.setattr(signals, "start", fake(GOES_ON))
-    monkeypatch.setattr(signals, "wait_for_a_moment", when_it_asks)
-    monkeypatch.setattr(signals, "SIGNALS", (signal.SIGTERM,))
-    rng = random.Random(0)
-    monkeypatch.setattr(rng, "random", lambda: 0.5)  # the signal is sent once
-    verdict = signals.attempt(rng, tmp_path, signals.prepare(tmp_path))
-    assert verdict.outcome == SILENT, verdict
-    assert "requests after the signal" in verdict.detail, verdict
+    try:
+        with pytest.raises(Fault, match=f"{expected}: .*{what}"):
+            collect()
+    finally:
+        machine.close()
