@@ -156,7 +156,7 @@ def _by_version(store: RolloutStore, length_M: np.ndarray) -> dict[str, dict[str
 
 
 def _share_of_advantages(store: RolloutStore) -> float:
-    given = [s.extras.advantage(i) is not None for s in store.shards for i in range(s.num_rollouts)]
+    given = [s.advantage(i) is not None for s in store.shards for i in range(s.num_rollouts)]
     return sum(given) / len(given)
 
 

@@ -71,13 +71,8 @@ def to_parquet(directory: Path, path: Path) -> int:
     return len(store)
 
 
-def _has(store: RolloutStore, tensor: str) -> bool:
-    """Whether any shard has an optional tensor (docs/rollout-store.md)."""
-    return any(tensor in shard.header.tensors for shard in store.shards)
-
-
 def _schema(store: RolloutStore) -> pa.Schema:
-    """The columns; those of what only some stores have come last, where a shard has it."""
+    """The columns; those of what only some rollouts have come last, where a rollout has it."""
     names = (*KEY, "prompt_digest", "num_tokens", "prompt_length")
     columns: dict[str, pa.DataType] = {
         **dict.fromkeys(names, pa.int64()),
@@ -89,18 +84,18 @@ def _schema(store: RolloutStore) -> pa.Schema:
         "turns": pa.list_(pa.list_(pa.int32(), 2)),
         **dict.fromkeys(("shard", "engine", "engine_version", "model"), pa.string()),
     }
-    some = {
-        "advantage": pa.float32(),
-        "versions": pa.list_(pa.list_(pa.int64(), 2)),
-        "kept_sizes": pa.list_(pa.int32()),
-        "kept_ids": pa.list_(pa.int32()),
-    }
-    return pa.schema({**columns, **{name: some[name] for name in some if _has(store, name)}})
+    if not np.isnan(store.index.columns["advantage"]).all():
+        columns["advantage"] = pa.float32()
+    if store.column("num_versions").any():
+        columns["versions"] = pa.list_(pa.list_(pa.int64(), 2))
+    if store.column("num_kept").any():
+        columns |= dict.fromkeys(("kept_sizes", "kept_ids"), pa.list_(pa.int32()))
+    return pa.schema(columns)
 
 
 def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[str, Any]:
     fields, kept = store.fields(rollout), store.kept(rollout)
-    versions_C2 = shard.extras.versions_C2(index)
+    versions_C2 = shard.versions_C2(index)
     return {
         **{name: int(shard.tensors[name][index]) for name in (*KEY, "prompt_digest", "num_tokens")},
         # argmax of booleans is the first True
@@ -113,7 +108,7 @@ def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[st
         "engine_version": shard.info.engine_version,
         "model": shard.info.model,
         # a schema without these columns leaves them out
-        "advantage": shard.extras.advantage(index),
+        "advantage": shard.advantage(index),
         "versions": None if versions_C2 is None else versions_C2.tolist(),
         "kept_sizes": None if kept is None else kept.sizes_N,
         "kept_ids": None if kept is None else kept.ids_V,
@@ -170,7 +165,7 @@ def _rows(
     """
     known = set(zip(*(store.column(name).tolist() for name in KEY), strict=True))
     known_tokens = int(store.column("num_tokens").sum())
-    has_advantages = _has(store, "advantage")
+    has_advantages = not np.isnan(store.index.columns["advantage"]).all()
     rows: dict[tuple[int, ...], dict[str, Any]] = {}
     for number, row in enumerate(_read(path, known_tokens, has_advantages)):
         for name in KEY:

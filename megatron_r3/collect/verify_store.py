@@ -85,7 +85,7 @@ def _model_of(shard: Shard, policies: Policies) -> Model | None:
 def _versions(shard: Shard) -> tuple[int, int]:
     """The oldest and the newest policy version of a shard's rollouts."""
     oldest = int(shard.tensors["policy_version"].min())
-    return oldest, int(shard.extras.newest_version_M.max())
+    return oldest, int(shard.newest_version_M.max())
 
 
 def _said(text: str, policies: Policies, pairs: list[tuple[Shard, Model | None]]) -> Checked:

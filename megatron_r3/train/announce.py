@@ -25,7 +25,6 @@ from megatron_r3.data.store.files import POLL_S, allow_most_files
 from megatron_r3.data.store.follow import FollowedStore, Lookout, News
 from megatron_r3.data.store.index import Index
 from megatron_r3.data.store.schema import StoreError
-from megatron_r3.data.store.shard import Shard
 from megatron_r3.train.one_look import told_by_first
 
 ANSWER_S = 60.0  # how long the first rank may take to answer
@@ -43,31 +42,32 @@ def follow_together(directory: Path, wait_s: float, lookout: Lookout) -> Followe
 
     def look() -> tuple[Index, Arriving]:
         global _announcer
-        first = lookout.news()
+        index, waiting = lookout.news()
         if _announcer is not None:  # of an earlier training in this process
             _announcer.end()
-        _announcer = Announcer(lookout, first.waiting)
-        return first.shards or Index.of([directory], []), _announcer.arriving
+        _announcer = Announcer(lookout, waiting)
+        return Index.of([directory], []) if index is None else index, _announcer.arriving
 
     index, arriving = told_by_first(look)
-    return FollowedStore(directory, wait_s, arriving, index, _opened_here(index))
+    return FollowedStore(directory, wait_s, arriving, index)
 
 
-def _opened_here(index: Index) -> list[Shard]:
-    """The first shards of an index, as many of them as this process has looked at.
+def _with_opened(index: Index) -> Index:
+    """An index that was announced, with the shards that this process has looked at.
 
     The first rank has opened them all. A worker that was forked of it has those of that time.
     """
-    opened: list[Shard] = []
     looked = [] if _announcer is None else _announcer.lookout.shards
-    for number, identity in zip(index.table["number"].tolist(), index.identities(), strict=True):
+    numbers = zip(index.table["number"].tolist(), index.identities(), strict=True)
+    for place, (number, identity) in enumerate(numbers):
         # An Announcer of an earlier training in this process has shards of another directory.
-        if number >= len(looked) or looked[number].identity != identity:
-            break
-        if str(looked[number].path.parent) != index.directories[0]:
-            break
-        opened.append(looked[number])
-    return opened
+        if (
+            number < len(looked)
+            and looked[number].identity == identity
+            and str(looked[number].path.parent) == index.directories[0]
+        ):
+            index.made[place] = looked[number]
+    return index
 
 
 class Arriving:
@@ -101,14 +101,14 @@ class Arriving:
                 said = json.loads(text)
                 if said["wrong"]:  # the last announcement: whoever asks again hears it again
                     raise StoreError(said["wrong"])
-                index = Index.unpacked(packed) if packed else None
+                index = _with_opened(Index.unpacked(packed)) if packed else None
                 self._waiting, self._heard = said["waiting"], self._heard + 1
         except RuntimeError as error:  # of torch, when it cannot reach the server
             raise StoreError(
                 f"the first rank, at {self.host}, which looks for new shards, does not answer "
                 f"({str(error).splitlines()[0]}): did it end?"
             ) from error
-        return News(index, [] if index is None else _opened_here(index), self._waiting)
+        return index, self._waiting
 
     def _connected(self) -> Any:
         # A forked worker has its parent's client, whose connection the parent goes on to use.
@@ -170,9 +170,9 @@ class Announcer:
     def _run(self) -> None:
         try:
             while not self._end.is_set():
-                news = self.lookout.news()
-                if news.shards is not None or news.waiting != self._waiting:
-                    self._announce(news.shards, news.waiting)
+                index, waiting = self.lookout.news()
+                if index is not None or waiting != self._waiting:
+                    self._announce(index, waiting)
                 self._end.wait(POLL_S)
         except ValueError as error:  # every rank that asks hears this from now on, and ends
             self._announce(None, wrong=str(error))

@@ -244,13 +244,13 @@ class FollowedRollouts(RolloutDataset):
             reward = shard.tensors["reward"]
             number = number.reshape(-1)
             if self.use.advantages == STORED:
-                advantage = shard.extras.advantages_M()
+                advantage = shard.advantages_M()
             else:
                 advantage = ADVANTAGES[self.use.advantages](reward, number)
             self.uniform = np.append(self.uniform, group_spread(reward, number) == 0)
             self.reward = np.append(self.reward, reward)
             self.version = np.append(self.version, versions)
-            self.newest = np.append(self.newest, shard.extras.newest_version_M)
+            self.newest = np.append(self.newest, shard.newest_version_M)
             self.advantage = np.append(self.advantage, advantage)
             self._groups |= keys
             self._num_shards += 1

@@ -101,7 +101,7 @@ def shared_out(store: RolloutStore, place: Place, check: Callable[[Shard], None]
         place: of this rank.
         check: reads a shard, and raises a ValueError for what is wrong.
     """
-    wrong, mine = None, place.shards(store.index.first_rollout())
+    wrong, mine = None, place.shards(store.index.first_rollout)
     for number in mine:
         try:
             check(store.shards[number])

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron_r3.data.fingerprint import policy_stamp
 from megatron_r3.data.store.follow import Lookout, open_stores
-from megatron_r3.data.store.index import numbered
+from megatron_r3.data.store.index import Index, numbered
 from megatron_r3.data.store.kinship import Versions
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.shard import Shard
@@ -35,9 +34,9 @@ from megatron_r3.train.policy_check import published_folder, version_of
 from megatron_r3.train.publish_options import published
 from megatron_r3.train.schedule import STORED
 
-# The shards of which this process has read every byte: their identity, size and time of change. A
-# shard that was replaced since is another one, and is read again.
-_verified: set[tuple[Any, ...]] = set()
+# The identities of the shards of which this process has read every byte. A shard that was replaced
+# since has another one, and is read again.
+_verified: set[str] = set()
 
 
 def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutStore:
@@ -59,7 +58,7 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
     as_read, mixed = follows or options.checks_as_read, options.any_policy or follows
     names, follow_s = list(options.directories), options.follow_s
     versions = None if options.any_policy else Versions(partial(_is_published, options))
-    head = partial(_check_head, options, as_read, versions)
+    head = partial(_check_head, options, versions)
     if place is None:
         store = open_stores(names, mixed, follow_s, head, waits)
     elif follow_s is not None:
@@ -68,15 +67,13 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
         if waits:
             store.wait_for(0)
     else:
-        opened: list[RolloutStore] = []
 
-        def look() -> Any:
-            opened.append(open_stores(names, mixed, check=head))
-            opened[0].groups()  # worked out once, for all
-            return opened[0].index
+        def look() -> Index:
+            first = open_stores(names, mixed, check=head)
+            first.groups()  # worked out once, for all
+            return first.index
 
-        index = told_by_first(look)
-        store = opened[0] if opened else RolloutStore.told(index)
+        store = RolloutStore.told(told_by_first(look))
     store.trained_on(_read_checks(options) if as_read else None)
     if not as_read:
         check = partial(_check_bytes, options)
@@ -85,7 +82,6 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
                 check(shard)
         else:
             shared_out(store, place, check)
-        store.need_no_look()
     if store.shards:
         try:
             check_use(options, store)
@@ -158,7 +154,7 @@ def _is_even(options: RolloutOptions, store: RolloutStore) -> bool:
 
 def _has_kept(shard: Shard) -> bool:
     """Whether every rollout of a shard says what the sampler kept."""
-    return bool((shard.extras.num_kept_M > 0).all())
+    return bool((shard.tensors["num_kept"] > 0).all())
 
 
 def _all_have_kept(store: RolloutStore) -> bool:
@@ -171,11 +167,11 @@ def _refuse_mixed_versions(shard: Shard) -> None:
     The routers of the trainer are compared with these digests. They would say nothing of the
     tokens that other versions sampled, which would pass as those of the trainer's own policy.
     """
-    version_M, newest_M = shard.tensors["policy_version"], shard.extras.newest_version_M
+    version_M, newest_M = shard.tensors["policy_version"], shard.newest_version_M
     oldest, newest = int(version_M.argmin()), int(newest_M.argmax())
     if not shard.info.router_fingerprint or version_M[oldest] == newest_M[newest]:
         return
-    spans_C2 = shard.extras.versions_C2(newest)
+    spans_C2 = shard.versions_C2(newest)
     token = "" if spans_C2 is None else f", from token {spans_C2[-1, 0]} on"
     raise ValueError(
         f"{shard.path}: rollout {newest}{token}: sampled with policy version {newest_M[newest]}, "
@@ -196,19 +192,12 @@ def _is_published(options: RolloutOptions, shard: Shard) -> bool:
     return bool(there) and version_of(shard) < min(there)
 
 
-def _check_head(
-    options: RolloutOptions, as_read: bool, versions: Versions | None, shard: Shard
-) -> None:
+def _check_head(options: RolloutOptions, versions: Versions | None, shard: Shard) -> None:
     """Refuse a shard that cannot be trained on, by what is known without its tokens and routes.
 
     Args:
         versions: of the shards that were checked; None where any policy is taken.
-        as_read: whether nobody will read the whole shard before its rollouts are used. A shard of
-            an earlier megatron-r3 is then read whole here: parts of its rollouts have no checksums,
-            so a rank that reads them could not compare them.
     """
-    if as_read and not shard.known.has_parts:
-        _check_bytes(options, shard)
     biased = shard.info.sampling.unknown_to_the_loss(_has_kept(shard))
     if biased and not options.any_sampling:
         raise ValueError(
@@ -229,7 +218,7 @@ def _check_head(
         _refuse_mixed_versions(shard)
         versions.check(shard)
     if options.use.advantages == STORED:
-        shard.extras.advantages_M()
+        shard.advantages_M()
     longest = int(shard.tensors["num_tokens"].argmax())
     # the last token of a rollout is predicted, and never an input
     num_inputs = int(shard.tensors["num_tokens"][longest]) - 1
@@ -247,14 +236,13 @@ def _read_checks(options: RolloutOptions) -> ReadChecks:
 
 def _check_bytes(options: RolloutOptions, shard: Shard) -> None:
     """Refuse a shard that is damaged, or whose tokens or missing rows cannot be trained on."""
-    known, checks = shard.known, _read_checks(options)
-    content = known.identity, known.size, known.mtime_ns
-    if content not in _verified:
+    checks = _read_checks(options)
+    if shard.identity not in _verified:
         verify_shard(shard, thorough=False)
-        _verified.add(content)
+        _verified.add(shard.identity)
     rollouts, sampler = range(shard.num_rollouts), shard.info.vocab_size
     # `verify_shard` has compared the tokens with the sampler's vocabulary
     if checks.vocab_size and not 0 < sampler <= checks.vocab_size:
         check_tokens(shard, checks.vocab_size)
-    if checks.refuses_missing and known.recorded_rows < shard.num_rows:
-        refuse_missing(shard, rollouts, shard.tensors["recorded"])
+    if checks.refuses_missing and shard.recorded_rows < shard.num_rows:
+        refuse_missing(shard, rollouts, shard.read_tensor("recorded"))

@@ -213,10 +213,6 @@ class RolloutStep:
 
     def check(self, models: list[Any]) -> None:
         """Look at a step after its last backward pass. It ends training, or returns."""
-        try:
-            self.store.look()
-        except StoreError as error:
-            refuse(str(error))
         self._guard.check(models, self.progress.iteration + 1, self._digest_of_used_shards())
 
     def log(self, iteration: int, writer: Any, wandb_writer: Any, beside: dict[str, float]) -> str:

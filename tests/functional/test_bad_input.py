@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from stored import block_sums, metadata_of, part_sums
+from safetensors.numpy import load_file
+from stored import rewrite
 from training import STEP, Policy, changed_store, parse, train, unread_options
+from wrongs import FIRST, WRONGS
 
 from demo.model import arguments
 from megatron_r3.data.store import RolloutStore, SamplingSettings, write_shard
-from megatron_r3.data.store.shard import Shard
 from megatron_r3.replay.routes import Routes
 from megatron_r3.train.option_table import NOT_WITH_ROLLOUTS
 from proof.fidelity import model_options
@@ -143,73 +143,24 @@ def test_a_missing_store(patched: TreeWorker, policy: Policy, tmp_path: Path) ->
     assert f"{tmp_path / 'nothing'}: no such rollout store" in text
 
 
-def damaged(policy: Policy, tmp_path: Path, change: Any) -> Path:
-    store = tmp_path / "store"
-    shutil.copytree(policy.store, store)
-    shard = store / "shard-00000.safetensors"
-    shard.write_bytes(change(bytearray(shard.read_bytes())))
-    return store
+# Of the wrongs of tests/support/wrongs.py, those that fit any store: one of each kind.
+WRONG_SHARDS = [
+    "cut to -1",
+    "a bit of the last byte of routes",
+    "header: version 3",
+    "a link that dangles",
+    "exchanged with the second",
+    "an expert twice",
+]
 
 
-def flip(data: bytearray) -> bytearray:
-    data[len(data) // 2] ^= 4
-    return data
-
-
-@pytest.mark.parametrize(
-    ("change", "message"), [(flip, "checksum"), (lambda data: data[:-100], "not a whole shard")]
-)
-def test_a_damaged_shard(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, change: Any, message: str
-) -> None:
-    text = refused(patched, policy.arguments(store=damaged(policy, tmp_path, change)))
-    assert message in text
-    assert "shard-00000.safetensors" in text
-
-
-def rewritten(policy: Policy, tmp_path: Path, change: Any) -> Path:
-    """A shard that is whole, with checksums that fit, and says something wrong."""
-    source = policy.store / "shard-00000.safetensors"
-    tensors = load_file(source)
-    tensors.update(change(tensors))
-    tensors["block_crc32"] = block_sums(tensors)
-    tensors["part_crc32"] = part_sums(tensors)
-    target = tmp_path / "store" / source.name
-    target.parent.mkdir()
-    save_file(tensors, target, metadata_of(Shard(source).info, tensors))
-    return target.parent
-
-
-def out_of_range(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    routes = tensors["routes"].copy()
-    routes[2, 5, 0] = 16
-    return {"routes": routes}
-
-
-def duplicated(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    routes = tensors["routes"].copy()
-    routes[2, 5, 0] = routes[2, 5, 1]
-    return {"routes": routes}
-
-
-def short_by_one(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {"routes": tensors["routes"][:, :-1].copy(), "recorded": tensors["recorded"][:-1]}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (out_of_range, ["outside 0..15", "rollout 0", "MoE layer 2", "token 5"]),
-        (duplicated, ["twice in one row", "rollout 0", "MoE layer 2", "token 5"]),
-        (short_by_one, ["one row for every token"]),
-    ],
-)
-def test_a_shard_with_wrong_routes(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, change: Any, words: list[str]
-) -> None:
-    text = refused(patched, policy.arguments(store=rewritten(policy, tmp_path, change)))
-    assert "shard-00000.safetensors" in text
-    assert all(word in text for word in words), text
+@pytest.mark.parametrize("name", WRONG_SHARDS)
+def test_a_wrong_shard(patched: TreeWorker, policy: Policy, tmp_path: Path, name: str) -> None:
+    store = shutil.copytree(policy.store, tmp_path / "store")
+    change, _ = WRONGS[name]
+    change(store / FIRST)
+    line = refused(patched, policy.arguments(store=store))
+    assert f"error: {store / FIRST}: " in " ".join(line.split())
 
 
 def test_missing_rows_with_policy_error(
@@ -310,10 +261,10 @@ def test_an_unpatched_tree_is_named_before_megatron_reads_options(
 
 
 def test_a_store_that_recorded_nothing(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
-    def nothing(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {"recorded": np.zeros_like(tensors["recorded"])}
-
-    argv = policy.arguments(store=rewritten(policy, tmp_path, nothing))
+    store = shutil.copytree(policy.store, tmp_path / "store")
+    for path in store.glob("*.safetensors"):
+        rewrite(path, recorded=np.zeros_like(load_file(path)["recorded"]))
+    argv = policy.arguments(store=store)
     line = the_error(train_on(patched, argv, tmp_path / "logs"))
     assert "no token has recorded routes" in line
 

@@ -53,7 +53,7 @@ def test_a_wrong_expert_is_refused_before_the_step_that_would_use_it(
     info = RolloutStore([store]).info
     routes = load_file(path)["routes"]
     routes[-1, 5, 0] = routes[-1, 5, 1]
-    rewrite(path, info, routes=routes)
+    rewrite(path, routes=routes)
     layer = len(info.moe_layers) - 1
     for number, check in enumerate(((), READS)):
         saved = ("--save", str(tmp_path / str(number)), "--save-interval", "1")

@@ -52,69 +52,64 @@ def files_open(store):
     return sorted(there[path] for path in held if path in there)
 
 
-def block_sums(tensors):
-    """The `block_crc32` of a shard's other tensors, uint32 `[M, L + 4]`, by docs/rollout-store.md.
-
-    Written out by itself, so that a fault of the writer cannot hide in it.
-    """
-    sums, row, token = [], 0, 0
-    for length in tensors["num_tokens"].reshape(-1).tolist():
-        rows, tokens = slice(row, row + length - 1), slice(token, token + length)
-        parts = [layer[rows] for layer in tensors["routes"]]
-        parts += [tensors[name][rows if name == "recorded" else tokens] for name in PER_TOKEN]
-        sums.append([zlib.crc32(part.tobytes()) for part in parts])
-        row, token = row + length - 1, token + length
-    return np.array(sums, np.uint32)
-
-
 def part_sums(tensors):
-    """The `part_crc32` of a shard's other tensors, uint32, by docs/rollout-store.md.
+    """The tables of sums of a shard's other tensors, by docs/rollout-store.md, not yet combined
+    with the number of the shard.
 
     Written out by itself, so that a fault of the writer cannot hide in it.
     """
-    seed = zlib.crc32(tensors["block_crc32"].tobytes())
-    sums, row, token = [], 0, 0
-    for length in tensors["num_tokens"].reshape(-1).tolist():
-        rows, tokens = slice(row, row + length - 1), slice(token, token + length)
-        columns = [layer[rows] for layer in tensors["routes"]]
-        columns += [tensors[name][rows if name == "recorded" else tokens] for name in PER_TOKEN]
-        for column in columns:
-            for start in range(0, length, 64):
-                sums.append(zlib.crc32(column[start : start + 64].tobytes(), seed))
+    tables = {"route_crc32": [], "token_crc32": [], "kept_crc32": []}
+    row, token, kept = 0, 0, 0
+    for rollout, length in enumerate(tensors["num_tokens"].reshape(-1).tolist()):
+        for start in range(0, length, 64):
+            end = min(start + 64, length)
+            tokens = slice(token + start, token + end)
+            rows = slice(row + start, row + min(end, length - 1))
+            of_tokens = [tensors[n][rows if n == "recorded" else tokens] for n in PER_TOKEN]
+            tables["route_crc32"].append([layer[rows] for layer in tensors["routes"]])
+            tables["token_crc32"].append(of_tokens)
+            if "kept_ids" in tensors:
+                sizes = tensors["kept_sizes"][token : token + length]
+                offsets = np.cumsum([0, *sizes.tolist()])
+                mine = tensors["kept_ids"][kept : kept + max(tensors["num_kept"][rollout], 0)]
+                ids = mine[offsets[start] : offsets[min(end, len(sizes))]]
+                tables["kept_crc32"].append([sizes[start:end], ids])
         row, token = row + length - 1, token + length
-    return np.array(sums, np.uint32)
-
-
-def metadata_of(info, tensors, number=0):
-    """The header's texts for a shard of these tensors, `block_crc32` included."""
-    whole = tensors.keys() - {"routes", *PER_TOKEN}
-    body = {
-        "format": "megatron-r3 rollouts",
-        "version": 3,
-        "number": number,
-        "info": asdict(info),
-        "crc32": {name: zlib.crc32(tensors[name].tobytes()) for name in whole},
-        "must_know": [],
+        kept += int(tensors["num_kept"][rollout])
+    return {
+        name: np.array([[zlib.crc32(one.tobytes()) for one in line] for line in table], np.uint32)
+        for name, table in tables.items()
+        if table
     }
-    text = json.dumps(body)
-    return {"megatron_r3": text, "crc32": str(zlib.crc32(text.encode()))}
-
-
-def rewrite(path, info=INFO, **changes):
-    """Give a shard other tensors, and checksums that fit them: only its meaning is wrong."""
-    tensors = {**load_file(path), **changes}
-    shapes_fit = tensors["num_tokens"].sum() == len(tensors["tokens"]) == len(tensors["logprobs"])
-    if shapes_fit and "block_crc32" not in changes and tensors["num_tokens"].dtype == np.int64:
-        tensors["block_crc32"] = block_sums(tensors)
-        whole = tensors["num_tokens"].max() <= len(tensors["tokens"])
-        if whole and "part_crc32" in tensors and changes.keys() != {"part_crc32"}:
-            tensors["part_crc32"] = part_sums(tensors)
-    save_file(tensors, path, metadata_of(info, tensors, int(path.name[6:11])))
 
 
 def header_of(path):
     with safe_open(path, "numpy") as file:
         return json.loads(file.metadata()["megatron_r3"])
+
+
+def rewrite(path, info=None, **changes):
+    """Give a shard other tensors or another info, and checksums that fit them.
+
+    Only its meaning is wrong then. A tensor that is None is left out.
+    """
+    body, tensors = header_of(path), {**load_file(path), **changes}
+    tensors = {name: np.ascontiguousarray(t) for name, t in tensors.items() if t is not None}
+    lengths = tensors["num_tokens"]
+    if lengths.dtype == np.int64 and lengths.min() > 0 and lengths.max() <= len(tensors["tokens"]):
+        tables = {n: t for n, t in part_sums(tensors).items() if n not in changes}
+        others = [
+            n for n in sorted(tensors) if n not in ("route_crc32", "token_crc32", "kept_crc32")
+        ]
+        sums = np.array([zlib.crc32(tensors[name].tobytes()) for name in others], "<u4")
+        tensors |= {n: t ^ np.uint32(zlib.crc32(sums.tobytes())) for n, t in tables.items()}
+    body["crc32"] = {name: zlib.crc32(tensor.tobytes()) for name, tensor in tensors.items()}
+    if "recorded" in tensors:
+        body["recorded_rows"] = int((tensors["recorded"] == 1).sum())
+    if info is not None:
+        body["info"] = asdict(info)
+    save_file(tensors, path, {"megatron_r3": "", "crc32": ""})
+    rewrite_header(path, body)
 
 
 def rewrite_header(path, text):

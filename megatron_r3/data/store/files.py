@@ -1,8 +1,8 @@
 """The files of a store: which of them are shards, and a shard's file kept open while it is used.
 
 Shards are called `shard-NNNNN.safetensors` and are numbered 0, 1, 2 ... without a gap. The number
-stands in the name and, from format version 3 on, in the header too, so a shard that was copied,
-renamed or lost in between is noticed.
+stands in the name and in the header, so a shard that was copied, renamed or lost in between is
+noticed.
 """
 
 from __future__ import annotations
@@ -105,29 +105,21 @@ class HeldFile:
 
     Args:
         path: of the file.
-        size: in bytes, where another process has asked; None to ask here. Of a shared file system
-            each such question is a request to its server.
         late_s: how long to wait for a file that is not there.
 
     Attributes:
         size: in bytes, when the file was opened.
-        mtime_ns: the time of the last change, when the file was first asked for it; None until
-            then.
 
     Raises:
         StoreError: there is no such file, it cannot be opened, or it is a device or a pipe.
     """
 
-    def __init__(self, path: Path, size: int | None = None, late_s: float = 0.0) -> None:
+    def __init__(self, path: Path, late_s: float = 0.0) -> None:
         self.path = path
-        self.mtime_ns: int | None = None
         self._descriptor = -1
         self._begin = memoryview(b"")
         try:
             self._descriptor = _open(path, late_s)
-            if size is not None:
-                self.size = size
-                return
             status = os.fstat(self._descriptor)
         except OSError as error:
             advice = "copy it again or remove it"
@@ -136,7 +128,7 @@ class HeldFile:
             raise StoreError(f"{path}: cannot be opened ({error.strerror}): {advice}") from error
         if not stat.S_ISREG(status.st_mode):
             raise StoreError(f"{path}: not a regular file, as every shard must be: remove it")
-        self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
+        self.size = status.st_size
 
     def __del__(self) -> None:
         """Close the file."""
@@ -144,11 +136,10 @@ class HeldFile:
             with suppress(OSError):  # its file system may be gone
                 os.close(self._descriptor)
 
-    def read(self, into: np.ndarray, offset: int) -> None:
-        """Fill an array with the bytes from `offset` on.
+    def read(self, into: np.ndarray, offset: int) -> np.ndarray:
+        """Fill an array with the bytes from `offset` on, and return it.
 
-        The caller calls `check_unchanged` after its last read, not before its first: a change that
-        happens between a check and a read would not be noticed.
+        Whether they are the bytes that were written is for the caller to say, who has their sums.
 
         Args:
             into: C-contiguous, of any dtype.
@@ -159,16 +150,21 @@ class HeldFile:
         rest = memoryview(into.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
         if offset + len(rest) <= len(self._begin):
             rest[:] = self._begin[offset : offset + len(rest)]
-            return
+            return into
         while len(rest):  # a system may read less than it was asked for (Linux: at most 2 GiB)
             try:
                 count = os.preadv(self._descriptor, [rest], offset)
             except OSError as error:
-                raise self._unreadable(error) from error
+                raise StoreError(
+                    f"{self.path}: cannot be read any more ({error.strerror}): was it removed or "
+                    "replaced while it is in use? Put it back, and start again"
+                ) from error
             if not count:  # the file ends here, though it was longer when it was opened
-                self.check_unchanged()
-                raise self._changed()
+                raise StoreError(
+                    f"{self.path}: was cut while it is in use: copy it again, and start again"
+                )
             rest, offset = rest[count:], offset + count
+        return into
 
     def read_begin(self, num_bytes: int) -> None:
         """Read the beginning of the file at once. Until `forget_begin`, `read` takes it from there.
@@ -177,52 +173,17 @@ class HeldFile:
             StoreError: as `read`.
         """
         begin: np.ndarray = np.empty(min(num_bytes, self.size), np.uint8)
-        self.read(begin, 0)
-        self._begin = memoryview(begin)  # type: ignore[arg-type]
+        self._begin = memoryview(self.read(begin, 0))  # type: ignore[arg-type]
 
     def forget_begin(self) -> None:
         """Read everything from the file again."""
         self._begin = memoryview(b"")
-
-    def check_unchanged(self) -> None:
-        """Refuse to go on with a file that somebody changed or removed.
-
-        Example: a file that is replaced by a rename keeps its bytes and its descriptor, but loses
-        its last name, so its number of links is 0. A file that is written in place keeps its name
-        and gets another time of change.
-
-        Raises:
-            StoreError: the message says which of the two happened.
-        """
-        try:
-            status = os.fstat(self._descriptor)
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if not status.st_nlink:
-            raise StoreError(
-                f"{self.path}: was removed or replaced while it is in use: put the old file "
-                "back, and start again"
-            )
-        if status.st_size != self.size or self.mtime_ns not in (None, status.st_mtime_ns):
-            raise self._changed()
-        self.mtime_ns = status.st_mtime_ns
 
     def damaged(self, what_differs: str, where: str = "") -> StoreError:
         """The error of bytes that are not those of their checksum."""
         return StoreError(
             f"{self.path}: {what_differs} differs{where}: the shard is damaged, or was changed "
             "while it is in use: copy it again or remove it"
-        )
-
-    def _changed(self) -> StoreError:
-        return StoreError(
-            f"{self.path}: was changed while it is in use: copy it again, and start again"
-        )
-
-    def _unreadable(self, error: OSError) -> StoreError:
-        return StoreError(
-            f"{self.path}: cannot be read any more ({error.strerror}): was it removed or replaced "
-            "while it is in use? Put it back, and start again"
         )
 
 

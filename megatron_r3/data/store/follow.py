@@ -14,33 +14,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_r3.data.store.files import POLL_S, listed_shards, shard_name
-from megatron_r3.data.store.index import Index, KnownShards
+from megatron_r3.data.store.index import Index
 from megatron_r3.data.store.kinship import Kinship, Names, without_collector
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError
-from megatron_r3.data.store.shard import Shard
-from megatron_r3.data.store.shard_file import LATE_S
+from megatron_r3.data.store.shard import LATE_S, Shard
 
 CheckShard = Callable[[Shard], None]  # refuses a shard by a ValueError
 
 
-class News(NamedTuple):
-    """Shards that came behind those that were known.
-
-    Attributes:
-        shards: their index; None if none came.
-        opened: the first of the same, as many of them as this process has looked at.
-        waiting: what later shards wait for, for a message; empty if no later shard is there.
-    """
-
-    shards: Index | None
-    opened: Sequence[Shard] = ()
-    waiting: str = ""
+# Shards that came behind those that were known, None if none came; and what later shards wait for,
+# for a message: it is empty if no later shard is there.
+News = tuple[Index | None, str]
 
 
 class Arrivals(Protocol):
@@ -99,18 +89,17 @@ class Lookout:
                 try:
                     # A name that is listed, and that this machine cannot open yet, will come.
                     path = self.directory / shard_name(number)
-                    self._take(Shard(path, late_s=min(self._late_s, LATE_S)))
+                    self._take(Shard.look(path, min(self._late_s, LATE_S)))
                 except StoreError:
                     if len(self.shards) == known:
                         raise
                     break  # first those that came before it
-        opened, later = self.shards[known:], max(there, default=-1)
-        missing, waiting = len(self.shards), ""
+        later, missing, waiting = max(there, default=-1), len(self.shards), ""
         if later > missing and missing not in there:
             first = min(number for number in there if number > missing)
             waiting = f", {shard_name(missing)} is missing and {shard_name(first)} is there"
-        index = Index.of([self.directory], opened) if opened else None
-        return News(index, opened, waiting)
+        come = self.shards[known:]
+        return Index.of([self.directory], come) if come else None, waiting
 
     def _check_folder(self) -> None:
         """Refuse a folder that took the place of the one whose shards were taken."""
@@ -149,8 +138,8 @@ class Lookout:
         if not self.shards:
             return
         last = self.shards[-1]
-        newest = int(last.extras.newest_version_M.max())
-        oldest = int(shard.extras.newest_version_M.min())
+        newest = int(last.newest_version_M.max())
+        oldest = int(shard.newest_version_M.min())
         if oldest < newest:
             raise StoreError(
                 f"{shard.path}: policy version {oldest} comes after {newest} of "
@@ -210,7 +199,6 @@ class FollowedStore(RolloutStore):
         wait_s: how long `wait_for` waits for the next shard.
         arrivals: tells which shards have come.
         index: of the shards that are known already; None for none.
-        opened: the first of these, as many of them as this process has looked at.
     """
 
     def __init__(
@@ -219,15 +207,13 @@ class FollowedStore(RolloutStore):
         wait_s: float,
         arrivals: Arrivals,
         index: Index | None = None,
-        opened: Sequence[Shard] = (),
     ) -> None:
         self.directories = [directory]
         self.wait_s, self._arrivals, self._waiting = wait_s, arrivals, ""
-        # Hand-over without a lock for readers: `refresh` makes new KnownShards and puts them here
-        # with one assignment, so a reader in another thread has the old shards or the new, never
+        # Hand-over without a lock for readers: `refresh` makes a new Index and puts it here with
+        # one assignment, so a reader in another thread has the old shards or the new, never
         # new shards with old row ids. The lock only keeps two refreshes apart.
-        index = Index.of(self.directories, []) if index is None else index
-        self._shards = KnownShards(index, made=dict(enumerate(opened)))
+        self.index = Index.of(self.directories, []) if index is None else index
         self._refreshing = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -246,11 +232,10 @@ class FollowedStore(RolloutStore):
         """
         with self._refreshing:
             while True:
-                news = self._arrivals.news()
-                self._waiting = news.waiting
-                if news.shards is None:
+                come, self._waiting = self._arrivals.news()
+                if come is None:
                     return
-                self._shards = self._shards.plus(news.shards, news.opened)
+                self.index = self.index.plus(come)
 
     def wait_for(self, rollout: int) -> None:
         """Wait until the store has the rollout of this index.
@@ -290,5 +275,5 @@ class FollowedStore(RolloutStore):
             StoreError: as `wait_for`.
         """
         last = int(rows.max()) if rows.size else -1
-        self._wait(lambda: last < int(self._shards.first_row[-1]), f"row {last}")
+        self._wait(lambda: last < int(self.index.first_row[-1]), f"row {last}")
         return super().shards_of(rows)

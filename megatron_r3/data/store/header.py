@@ -8,17 +8,19 @@ reading takes no more memory than the file is long.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron_r3.data.digest import short_digest
 from megatron_r3.data.lazy import lazy
 from megatron_r3.data.store.files import HeldFile, shard_name, shard_number
-from megatron_r3.data.store.layout import DTYPES, MOST_HEADER_BYTES, Entry, read_layout
 from megatron_r3.data.store.schema import (
     FORMAT,
     FORMAT_VERSION,
@@ -30,41 +32,52 @@ from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.routes import id_dtype
 from megatron_r3.replay.words import quoted
 
+# safetensors' names of the types that a shard's tensors have
+_CODES = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I32": "<i4", "I64": "<i8", "F32": "<f4"}
+DTYPES = {name: np.dtype(code) for name, code in _CODES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 # The tensors of a shard and their types (docs/rollout-store.md).
 PER_ROLLOUT = {
-    **dict.fromkeys(("group", "num_tokens", "num_turns", "policy_version", "sample"), "I64"),
-    "reward": "F32",
+    **dict.fromkeys(("group", "num_kept", "num_tokens", "num_turns", "num_versions"), "I64"),
+    **dict.fromkeys(("policy_version", "prompt_digest", "sample"), "I64"),
+    **dict.fromkeys(("advantage", "reward"), "F32"),
 }
-# `block_crc32` has a sum of each rollout's rows in every layer of `routes`, then of its slice of
-# each of these, in this order.
+# pairs of numbers, by the tensor that says how many pairs a rollout has
+PAIRS = {"turns": "num_turns", "versions": "num_versions"}
+IN_MEMORY = (*PER_ROLLOUT, *PAIRS)  # of an open shard; all other tensors stay in the file
 PER_TOKEN = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"}
-_TENSORS = {**PER_ROLLOUT, **PER_TOKEN, "turns": "I32", "routes": ""}  # "": see `id_dtype`
-_SINCE_3 = {"prompt_digest": "I64", "block_crc32": "U32"}
-# Tensors that a shard has where one of its rollouts needs them, in sets that come together. They
-# are named in `must_know`, so a megatron-r3 that does not know them refuses the shard.
-OPTIONAL = {
-    "kept_ids": {"num_kept": "I64", "kept_sizes": "I32", "kept_ids": "I32", "kept_crc32": "U32"},
-    "versions": {"num_versions": "I64", "versions": "I64"},
-    "advantage": {"advantage": "F32"},
-}
-# How many rows take each expert, which routes say too. So it is not in `must_know`: a shard may
-# lack it, and a megatron-r3 that does not know it leaves it out.
-EXPERT_LOAD = "expert_load"
-_LOAD_DTYPES = ("U16", "U32")
-# The sums of each `PART_TOKENS` tokens of a rollout (`part_sums.py`). A reader of some rows
-# compares theirs alone. It may be missing like the load.
-PART_CRC32 = "part_crc32"
+KEPT = {"kept_sizes": "I32", "kept_ids": "I32"}  # in a shard that has a rollout with kept sets
+# The sums of parts of rollouts (`part_sums.py`): for each table, which tensors are its columns. The
+# layers are those of `routes`.
 PART_TOKENS = 64
-_OPTIONAL_TENSORS = {n: dtype for tensors in OPTIONAL.values() for n, dtype in tensors.items()}
+TOKEN_SUMS, ROUTE_SUMS, KEPT_SUMS = "token_crc32", "route_crc32", "kept_crc32"
+COLUMNS = {ROUTE_SUMS: (), TOKEN_SUMS: (*PER_TOKEN,), KEPT_SUMS: (*KEPT,)}
+EXPERT_LOAD = "expert_load"
+_TYPES = {
+    **{**PER_ROLLOUT, **PER_TOKEN, "turns": "I32", "versions": "I64"},
+    **{"routes": "", EXPERT_LOAD: "", ROUTE_SUMS: "U32", TOKEN_SUMS: "U32"},  # "": see `_wanted`
+}
+_KEPT_TYPES = {**KEPT, KEPT_SUMS: "U32"}
 
-_VERSIONS = (2, FORMAT_VERSION)
+MOST_HEADER_BYTES = 1 << 26
+_BODY = ("format", "version", "number", "recorded_rows", "info", "crc32")
 _infos: dict[str, StoreInfo] = {}  # those that were checked, by what the headers say
 _MOST_INFOS = 1000  # policies of a long training
 
 
-def num_parts(num_tokens: Any) -> Any:
-    """How many parts of 64 tokens rollouts of these numbers of tokens have. Example: 65 has 2."""
-    return -(-num_tokens // PART_TOKENS)
+class Entry(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        dtype: safetensors' name of it.
+        begin, end: bytes of the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -72,34 +85,33 @@ class Header:
     """A shard's header, read and checked.
 
     Attributes:
-        version: of the format.
         entries: where each tensor lies.
-        crc32: of each tensor's bytes; from version 3 on without `routes` and PER_TOKEN, whose sums
-            are in the tensor `block_crc32`.
-        must_know: the names that a reader has to know.
-        recorded_rows: how many rows have routes; None in a shard of an earlier megatron-r3.
+        crc32: of each tensor's bytes.
+        recorded_rows: how many rows have routes.
         identity: 16 hex digits of the SHA-256 of the header's text. The text holds the checksums of
             all tensors, so two shards of one identity have the same content.
     """
 
-    version: int
     info: StoreInfo
     entries: Mapping[str, Entry]
     crc32: Mapping[str, int]
-    must_know: frozenset[str]
-    recorded_rows: int | None
+    recorded_rows: int
     identity: str
 
     @lazy
-    def tensors(self) -> dict[str, str]:
-        """The names and types of the tensors that this shard must have."""
-        if self.version < FORMAT_VERSION:
-            return _TENSORS
-        tensors, present = {**_TENSORS, **_SINCE_3}, self.entries.keys() | self.must_know
-        for together in OPTIONAL.values():
-            if together.keys() & present:
-                tensors |= together
-        return tensors
+    def mask(self) -> int:
+        """See `mask_of`."""
+        return mask_of(self.crc32)
+
+
+def mask_of(crc32: Mapping[str, int]) -> int:
+    """The number that all sums of a shard's parts are combined with: it differs between shards.
+
+    Args:
+        crc32: of all tensors; those of the tables of sums take no part.
+    """
+    names = sorted(crc32.keys() - COLUMNS.keys())
+    return zlib.crc32(np.array([crc32[name] for name in names], "<u4").tobytes())
 
 
 def read_header(file: HeldFile) -> Header:
@@ -110,31 +122,86 @@ def read_header(file: HeldFile) -> Header:
     """
     where = str(file.path)
     try:
-        metadata, entries = read_layout(file)
-        body, text = _read_body(metadata, where)
-        version = _read_version(body, where)
-        info_values = _dict(body, "info", where)
-        must_know: frozenset[str] = frozenset()
-        recorded_rows = None
-        if version >= FORMAT_VERSION:
-            _check_number(file.path, body)
-            must_know = _read_must_know(body, where)
-            recorded_rows = _read_recorded_rows(body, where)
-        info = read_info(info_values, where)
-        crc32 = _dict(body, "crc32", where)
-        for name, value in crc32.items():
-            if not _is_whole(value, 2**32 - 1):
-                raise StoreError(f"{where}: crc32 of {quoted(name)}: {quoted(value)} is no CRC-32")
+        layout, data = _read_layout(file)
+        body, text = _read_body(layout.pop("__metadata__", None), where)
+        _check_body(file.path, body)
+        entries = _read_entries(layout, data, file)
+        info = read_info(body["info"], where)
     except StoreError:
         raise
     except ValueError as error:  # from read_json: the text is not JSON; begins with the path
         raise StoreError(f"{error}; copy the shard again or remove it") from error
-    identity = short_digest(text)
-    header = Header(version, info, entries, crc32, must_know, recorded_rows, identity)
-    _check_names(header, where)
-    _check_shapes(header, where)
-    check_logprobs_of(info, "kept_ids" in header.tensors, where)
-    return header
+    _check_names(entries, body["crc32"], where)
+    _check_shapes(entries, info, where)
+    check_logprobs_of(info, "kept_ids" in entries, where)
+    return Header(info, entries, body["crc32"], body["recorded_rows"], short_digest(text))
+
+
+def _read_layout(file: HeldFile) -> tuple[dict[str, Any], int]:
+    """The JSON of a safetensors file, and the byte at which the tensors begin.
+
+    A file (https://github.com/huggingface/safetensors) is the length of the header (8 bytes,
+    little-endian), the header (JSON) and the tensors' bytes, whose offsets count from the end of
+    the header. Example of a header:
+
+        {"__metadata__": {"megatron_r3": "{...}", "crc32": "123"},
+         "reward": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+    Raises:
+        ValueError: the header is cut, or not JSON; beginning with the file's path.
+    """
+    where = f"{file.path}: not a whole shard"
+    if file.size < 8:
+        raise _not_whole(where, f"{file.size} bytes")
+    length = int.from_bytes(file.read(np.empty(8, np.uint8), 0).tobytes(), "little")
+    if not 2 <= length <= min(MOST_HEADER_BYTES, file.size - 8):
+        raise _not_whole(where, f"a header of {length} bytes in a file of {file.size}")
+    text = file.read(np.empty(length, np.uint8), 8).tobytes()
+    layout = read_json(text, where, MOST_HEADER_BYTES)
+    if not isinstance(layout, dict):
+        raise _not_whole(where, "its header is no JSON object")
+    return layout, 8 + length
+
+
+def _read_entries(layout: dict[str, Any], data: int, file: HeldFile) -> dict[str, Entry]:
+    """Where each tensor lies; together they must fill the file without overlap or hole."""
+    where = f"{file.path}: not a whole shard"
+    entries = {name: _read_entry(name, value, data, where) for name, value in layout.items()}
+    # in the order in which they lie, each tensor begins where the one before it ends
+    end = data
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if entry.begin != end:
+            raise _not_whole(
+                where, f"tensor {quoted(name)} begins at byte {entry.begin}, not {end}"
+            )
+        end = entry.end
+    if end != file.size:
+        raise _not_whole(where, f"{file.size} bytes; its header describes {end}")
+    return entries
+
+
+def _read_entry(name: str, value: Any, data: int, where: str) -> Entry:
+    """One tensor's entry, whose offsets count from the byte `data` of the file."""
+    try:
+        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+        numbers = (*shape, begin, end)
+        if (
+            isinstance(shape, list)
+            and {*map(type, numbers)} == {int}  # JSON's true and 3.0 are not
+            and min(numbers) >= 0
+            and math.prod(shape) * DTYPES[dtype].itemsize == end - begin
+        ):
+            return Entry(dtype, tuple(shape), data + begin, data + end)
+    except (TypeError, ValueError, KeyError):
+        pass
+    raise _not_whole(
+        where,
+        f"tensor {quoted(name)}: {quoted(value)} is not a dtype, shape and place that agree",
+    )
+
+
+def _not_whole(where: str, reason: str) -> StoreError:
+    return StoreError(f"{where} ({reason}); copy it again or remove it")
 
 
 def check_logprobs_of(info: StoreInfo, has_kept_sets: bool, where: str) -> None:
@@ -147,9 +214,9 @@ def check_logprobs_of(info: StoreInfo, has_kept_sets: bool, where: str) -> None:
         )
 
 
-def _read_body(metadata: dict[str, Any], where: str) -> tuple[dict[str, Any], bytes]:
+def _read_body(metadata: Any, where: str) -> tuple[dict[str, Any], bytes]:
     """What the shard says of itself: as a JSON object, and as the text in the header."""
-    text = metadata.get("megatron_r3")
+    text = metadata.get("megatron_r3") if isinstance(metadata, dict) else None
     if not isinstance(text, str) or not text:
         raise StoreError(f"{where}: a safetensors file, but not a rollout shard")
     data = text.encode(errors="surrogatepass")
@@ -161,73 +228,58 @@ def _read_body(metadata: dict[str, Any], where: str) -> tuple[dict[str, Any], by
     return body, data
 
 
-def _read_version(body: dict[str, Any], where: str) -> int:
+def _check_body(path: Path, body: dict[str, Any]) -> None:
+    """Refuse another format or version, and values that no header has."""
     version = body.get("version")
-    # JSON's true and 3.0 equal whole numbers in Python, but no writer writes a version so
-    if body.get("format") != FORMAT or type(version) is not int or version not in _VERSIONS:
+    # JSON's true and 4.0 equal whole numbers in Python, but no writer writes a version so
+    if body.get("format") != FORMAT or type(version) is not int or version != FORMAT_VERSION:
         raise StoreError(
-            f"{where}: {quoted(body.get('format'))} version {quoted(version)}; this megatron-r3 "
-            f"reads {FORMAT!r} versions {' and '.join(map(str, _VERSIONS))}"
+            f"{path}: {quoted(body.get('format'))} version {quoted(version)}; this megatron-r3 "
+            f"reads {FORMAT!r} version {FORMAT_VERSION}: sample or convert the rollouts again"
         )
-    return version
-
-
-def _check_number(path: Path, body: dict[str, Any]) -> None:
-    number = body.get("number")
-    if not _is_whole(number):
-        raise StoreError(f"{path}: number {quoted(number)} is not the number of a shard")
-    if number != shard_number(path):
+    _check_keys(str(path), "the header", body, _BODY)
+    for name in ("number", "recorded_rows"):
+        if not _is_whole(body[name]):
+            raise StoreError(f"{path}: {name} {quoted(body[name])} is no whole number from 0 on")
+    if body["number"] != shard_number(path):
         raise StoreError(
-            f"{path}: says that it is shard {number}; was it renamed or copied? Give it back "
-            f"the name {shard_name(number)}, or remove the copy"  # type: ignore[arg-type]
+            f"{path}: says that it is shard {body['number']}; was it renamed or copied? Give it "
+            f"back the name {shard_name(body['number'])}, or remove the copy"
+        )
+    crc32 = body["crc32"]
+    for name, value in crc32.items() if isinstance(crc32, dict) else [("it", crc32)]:
+        if not _is_whole(value, 2**32 - 1):
+            raise StoreError(f"{path}: crc32 of {quoted(name)}: {quoted(value)} is no CRC-32")
+
+
+def _check_keys(where: str, what: str, values: Any, wanted: Iterable[str]) -> None:
+    if not isinstance(values, dict) or values.keys() != {*wanted}:
+        got = sorted(values) if isinstance(values, dict) else values
+        raise StoreError(
+            f"{where}: {what} must have the keys {sorted(wanted)}; got {quoted(got, 400)}: copy "
+            "the shard again or remove it"
         )
 
 
-def _read_must_know(body: dict[str, Any], where: str) -> frozenset[str]:
-    """What `must_know` names; a shard that names what this reader does not know is refused."""
-    names = body.get("must_know")
-    if not isinstance(names, list):
-        raise StoreError(f"{where}: must_know {quoted(names)} is no list of names")
-    for name in names:
-        if not isinstance(name, str) or name not in _known_names():
-            raise StoreError(
-                f"{where}: needs {quoted(name)}, which this megatron-r3 does not know: "
-                "update megatron-r3"
-            )
-    return frozenset(names)
-
-
-def _read_recorded_rows(body: dict[str, Any], where: str) -> int | None:
-    count = body.get("recorded_rows")
-    if count is not None and not _is_whole(count):
-        raise StoreError(f"{where}: recorded_rows {quoted(count)} is no number of rows")
-    return count
-
-
-def read_info(given: dict[str, Any], where: str) -> StoreInfo:
-    """What a header says of its store; keys that are not known are left out.
+def read_info(given: Any, where: str) -> StoreInfo:
+    """What a header says of its store.
 
     Args:
         given: the object `info` of the header.
         where: for the error.
 
     Raises:
-        StoreError: a key is missing, or a value cannot be.
+        StoreError: a key is missing or unknown, or a value cannot be.
     """
     text = repr(given)
     if text in _infos:  # the shards of a store say the same
         return _infos[text]
+    _check_keys(where, "info", given, _field_names(StoreInfo))
+    _check_keys(where, "info.sampling", given["sampling"], _field_names(SamplingSettings))
     values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in given.items()
-        if name in _field_names(StoreInfo)
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
-    if "sampling" in values:
-        sampling, known = _dict(given, "sampling", where), _field_names(SamplingSettings)
-        values["sampling"] = SamplingSettings(**{k: v for k, v in sampling.items() if k in known})
-    for name in ("num_experts", "topk", "moe_layers", "engine", "engine_version"):
-        if name not in values:
-            raise StoreError(f"{where}: info has no {name}; copy the shard again or remove it")
+    values["sampling"] = SamplingSettings(**given["sampling"])
     info = StoreInfo(**values)
     info.check(where)
     if len(_infos) < _MOST_INFOS:
@@ -235,30 +287,23 @@ def read_info(given: dict[str, Any], where: str) -> StoreInfo:
     return info
 
 
-def _check_names(header: Header, where: str) -> None:
-    """Refuse tensors that are missing, and tensors without a checksum."""
-    needed, present = header.tensors.keys(), header.entries.keys()
-    if needed - present or (header.version < FORMAT_VERSION and present - needed):
-        raise StoreError(
-            f"{where}: tensors {quoted(sorted(present), 400)}; a shard of version "
-            f"{header.version} has {sorted(needed)}"
-        )
-    in_blocks = {"routes", *PER_TOKEN} if header.version >= FORMAT_VERSION else set()
-    for name in sorted(present - in_blocks - header.crc32.keys()):
-        raise StoreError(f"{where}: crc32 has no checksum of {quoted(name)}")
+def _check_names(entries: Mapping[str, Entry], crc32: Mapping[str, int], where: str) -> None:
+    """Refuse tensors that are missing or unknown, and tensors without a checksum."""
+    wanted = {**_TYPES, **(_KEPT_TYPES if _KEPT_TYPES.keys() & entries.keys() else {})}
+    for what, names in (("tensors", entries.keys()), ("checksums of", crc32.keys())):
+        if names != wanted.keys():
+            raise StoreError(
+                f"{where}: {what} {quoted(sorted(names), 400)}; a shard has {sorted(wanted)}"
+            )
 
 
-def _check_shapes(header: Header, where: str) -> None:
+def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> None:
     """Refuse tensors whose types or shapes do not fit each other.
 
     M rollouts with N tokens in all have N - M rows, because the last token of each rollout has no
-    row. So the shapes of `num_tokens`, `tokens` and `turns` determine those of all tensors.
+    row. So the shapes of `num_tokens`, `tokens` and the sums determine those of all tensors.
     """
-    entries, info = header.entries, header.info
-    # tensors of any length, by how many numbers belong together
-    ragged = {"turns": 2, "kept_ids": 1, "versions": 2}
-    ragged = {name: width for name, width in ragged.items() if name in header.tensors}
-    for name in ("num_tokens", "tokens", *ragged):
+    for name in ("num_tokens", "tokens", *PAIRS, *(n for n in KEPT if n in entries)):
         if len(entries[name].shape) != 1:
             raise StoreError(f"{where}: {name} has {len(entries[name].shape)} dimensions, not 1")
     num_rollouts, num_tokens = entries["num_tokens"].shape[0], entries["tokens"].shape[0]
@@ -268,63 +313,35 @@ def _check_shapes(header: Header, where: str) -> None:
             "rollouts, and each has at least 2 tokens"
         )
     num_layers, num_rows = len(info.moe_layers), num_tokens - num_rollouts
+    # how many parts there are is known with the lengths of the rollouts, see `Shard.look`
+    parts = (entries[TOKEN_SUMS].shape or (0,))[0]
     shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys((*PER_ROLLOUT, "prompt_digest"), (num_rollouts,)),
-        **dict.fromkeys(PER_TOKEN, (num_tokens,)),
+        **dict.fromkeys(PER_ROLLOUT, (num_rollouts,)),
+        **dict.fromkeys((*PER_TOKEN, "kept_sizes"), (num_tokens,)),
         "recorded": (num_rows,),
         "routes": (num_layers, num_rows, info.topk),
-        "block_crc32": (num_rollouts, num_layers + len(PER_TOKEN)),
-        **dict.fromkeys(("num_kept", "num_versions", "advantage"), (num_rollouts,)),
-        "kept_sizes": (num_tokens,),
-        "kept_crc32": (num_rollouts, 2),
+        EXPERT_LOAD: (num_rollouts, num_layers, info.num_experts),
+        **{ROUTE_SUMS: (parts, num_layers), TOKEN_SUMS: (parts, len(PER_TOKEN))},
+        KEPT_SUMS: (parts, len(KEPT)),
         # an odd length does not fit pairs
-        **{n: (entries[n].shape[0] // width * width,) for n, width in ragged.items()},
+        **{name: (entries[name].shape[0] // 2 * 2,) for name in PAIRS},
     }
-    ids = next(name for name, dtype in DTYPES.items() if dtype == id_dtype(info.num_experts))
-    for name, dtype in header.tensors.items():
-        entry = entries[name]
-        if (entry.dtype, entry.shape) != (dtype or ids, shapes[name]):
+    ids, types = DTYPE_NAMES[np.dtype(id_dtype(info.num_experts))], {**_TYPES, **_KEPT_TYPES}
+    for name, entry in entries.items():
+        wanted = {"routes": (ids,), EXPERT_LOAD: ("U16", "U32")}.get(name, (types[name],))
+        shape = shapes.get(name, entry.shape)
+        if entry.dtype not in wanted or entry.shape != shape:
             one_row = ": one row for every token of a rollout but its last"
             raise StoreError(
-                f"{where}: {name} is {entry.dtype} {entry.shape}; {num_rollouts} rollouts "
-                f"with {num_tokens} tokens and {info.num_experts} experts need "
-                f"{dtype or ids} {shapes[name]}{one_row if name in ('routes', 'recorded') else ''}"
+                f"{where}: {name} is {entry.dtype} {entry.shape}; {num_rollouts} rollouts with "
+                f"{num_tokens} tokens and {info.num_experts} experts need {' or '.join(wanted)} "
+                f"{shape}{one_row if name in ('routes', 'recorded') else ''}"
             )
-    _check_parts(header, where)
-    load, load_shape = entries.get(EXPERT_LOAD), (num_rollouts, num_layers, info.num_experts)
-    if load is not None and (load.dtype not in _LOAD_DTYPES or load.shape != load_shape):
-        raise StoreError(
-            f"{where}: {EXPERT_LOAD} is {load.dtype} {load.shape}; {num_rollouts} rollouts with "
-            f"{num_layers} MoE layers and {info.num_experts} experts need "
-            f"{' or '.join(_LOAD_DTYPES)} {load_shape}"
-        )
-
-
-def _check_parts(header: Header, where: str) -> None:
-    """Refuse sums of parts of a wrong type. How many there must be is known with the lengths."""
-    entry = header.entries.get(PART_CRC32)
-    if entry is not None and (entry.dtype != "U32" or len(entry.shape) != 1):
-        raise StoreError(f"{where}: {PART_CRC32} is {entry.dtype} {entry.shape}, not U32 [sums]")
 
 
 @cache
 def _field_names(kind: type) -> frozenset[str]:
     return frozenset(field.name for field in fields(kind))
-
-
-@cache
-def _known_names() -> frozenset[str]:
-    """What `must_know` may name."""
-    known = {"format", "version", "number", "info", "crc32", "must_know", "recorded_rows"}
-    known |= {*_TENSORS, *_SINCE_3, *_OPTIONAL_TENSORS, EXPERT_LOAD, PART_CRC32}
-    return frozenset(known) | _field_names(StoreInfo) | _field_names(SamplingSettings)
-
-
-def _dict(values: dict[str, Any], name: str, where: str) -> dict[str, Any]:
-    value = values.get(name)
-    if not isinstance(value, dict):
-        raise StoreError(f"{where}: {name} is no JSON object; got {quoted(value)}")
-    return value
 
 
 def _is_whole(value: Any, most: int = 2**63 - 1) -> bool:

@@ -10,50 +10,45 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
-from megatron_r3.data.store.extras import newest_versions
+from megatron_r3.data.lazy import lazy
 from megatron_r3.data.store.files import shard_name, shard_number
-from megatron_r3.data.store.header import PER_ROLLOUT, read_info
+from megatron_r3.data.store.header import DTYPES, PAIRS, PER_ROLLOUT, read_info
+from megatron_r3.data.store.part_sums import starts_of
 from megatron_r3.data.store.schema import StoreInfo
-from megatron_r3.data.store.shard import Shard
-from megatron_r3.data.store.shard_file import Known, LaterLooks
+from megatron_r3.data.store.shard import Shard, newest_versions
 
 # what a shard has once
 _SHARD = np.dtype(
     [
-        *(("folder", "i4"), ("number", "i8"), ("size", "i8"), ("mtime_ns", "i8")),
-        *(("identity", "S16"), ("info", "i4"), ("version", "i4"), ("has_parts", "?")),
+        *(("folder", "i4"), ("number", "i8"), ("identity", "S16"), ("info", "i4")),
         *(("recorded_rows", "i8"), ("rollouts", "i8")),
     ]
 )
-# What a rollout has once, and what stands there for rollouts of a shard that lacks it.
-_COLUMNS: dict[str, tuple[type, float]] = {
-    **dict.fromkeys((*PER_ROLLOUT, "prompt_digest", "num_kept", "num_versions"), (np.int64, 0)),
-    "reward": (np.float32, 0),
-    "advantage": (np.float32, np.nan),
+_DTYPES = {name: DTYPES[dtype] for name, dtype in PER_ROLLOUT.items()} | {
+    **{"turns": DTYPES["I32"], "versions": DTYPES["I64"]}
 }
-# tensors of any length, how many of them a rollout has, and their type; each is a pair of numbers
-_RAGGED = {"turns": ("num_turns", np.int32), "versions": ("num_versions", np.int64)}
 
 
-@dataclass(frozen=True)
-class Index:
-    """All shards of a store.
+@dataclass(frozen=True, eq=False)
+class Index(Sequence[Shard]):
+    """All shards of a store, each made when it is asked for, and opened when it is read.
 
     Attributes:
         directories: of the store, as they were named.
         resolved: the same without symbolic links, so that two names of one directory are equal.
         infos: the different infos that its shards have.
         table: a record of each shard; `folder` and `info` are places in the two above.
-        columns: by name, the tensors of all shards that have a value for each rollout, one shard
-            behind the other. `newest_version` and, where somebody has asked, `groups` are worked
-            out from them.
+        columns: by name, the tensors of all shards that have a value or pairs for each rollout, one
+            shard behind the other. `newest_version` and, where somebody has asked, `groups` are
+            worked out from them.
+        made: shards that this process has already, by their place. Another process gets none.
     """
 
     directories: tuple[str, ...]
@@ -61,33 +56,38 @@ class Index:
     infos: tuple[StoreInfo, ...]
     table: np.ndarray
     columns: dict[str, np.ndarray]
+    made: dict[int, Shard] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, directories: Sequence[Path], shards: Sequence[Shard]) -> Index:
         """The index of shards that this process has looked at."""
         table, places = np.zeros(len(shards), _SHARD), dict[StoreInfo, int]()
         folders = {folder: place for place, folder in enumerate(directories)}
-        known = [shard.known for shard in shards]
         table["folder"] = [folders[shard.path.parent] for shard in shards]
         table["number"] = [shard_number(shard.path) for shard in shards]
-        table["info"] = [places.setdefault(one.info, len(places)) for one in known]
+        table["info"] = [places.setdefault(shard.info, len(places)) for shard in shards]
         table["rollouts"] = [shard.num_rollouts for shard in shards]
-        for name in ("size", "mtime_ns", "identity", "version", "has_parts", "recorded_rows"):
-            table[name] = [getattr(one, name) for one in known]
-        memories = [one.memory for one in known]
+        table["identity"] = [shard.identity for shard in shards]
+        table["recorded_rows"] = [shard.recorded_rows for shard in shards]
         columns = {
-            name: _joined([_column(memory, name) for memory in memories], dtype)
-            for name, (dtype, _) in _COLUMNS.items()
+            name: np.concatenate([np.zeros(0, dtype), *(shard.tensors[name] for shard in shards)])
+            for name, dtype in _DTYPES.items()
         }
-        for name, (_, dtype) in _RAGGED.items():
-            none = np.zeros(0, dtype)
-            columns[name] = _joined([memory.get(name, none) for memory in memories], dtype)
         columns["newest_version"] = newest_versions(columns)
         resolved = tuple(str(folder.resolve()) for folder in directories)
-        return cls(tuple(map(str, directories)), resolved, (*places,), table, columns)
+        names, made = tuple(map(str, directories)), dict(enumerate(shards))
+        return cls(names, resolved, (*places,), table, columns, made)
+
+    def __reduce__(self) -> Any:
+        """Another process gets no shard, and opens what it reads."""
+        return Index, (self.directories, self.resolved, self.infos, self.table, self.columns)
 
     def plus(self, other: Index) -> Index:
-        """These shards, and those of another index of the same directories behind them."""
+        """These shards, and those of another index of the same directories behind them.
+
+        Both indices have one `made`: what a thread opens in the shorter one meanwhile is in the
+        longer one.
+        """
         infos = {info: place for place, info in enumerate(self.infos)}
         places = [infos.setdefault(info, len(infos)) for info in other.infos]
         table = np.concatenate([self.table, other.table])
@@ -97,14 +97,15 @@ class Index:
             for name, mine in self.columns.items()
             if name != "groups"
         }
-        return Index(self.directories, self.resolved, (*infos,), table, columns)
+        self.made.update({len(self) + place: shard for place, shard in other.made.items()})
+        return Index(self.directories, self.resolved, (*infos,), table, columns, self.made)
 
     def packed(self) -> bytes:
         """The index without Python objects in it, for a channel that others could write to.
 
         What `pickle` reads can run code; this cannot.
         """
-        infos = [info.stored for info in self.infos]
+        infos = [asdict(info) for info in self.infos]
         texts = json.dumps([self.directories, self.resolved, infos]).encode()
         buffer = io.BytesIO()
         columns: dict[str, Any] = {**self.columns, "table": self.table}
@@ -123,6 +124,58 @@ class Index:
         directories, resolved, infos = json.loads(texts.tobytes())
         known = tuple(read_info(info, "an index") for info in infos)
         return cls(tuple(directories), tuple(resolved), known, table, columns)
+
+    # The shards
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, number: int) -> Shard: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Shard]: ...
+    def __getitem__(self, number: int | slice) -> Shard | Sequence[Shard]:
+        """One shard or several."""
+        if isinstance(number, slice):
+            return [self[place] for place in range(*number.indices(len(self)))]
+        place = range(len(self))[number]
+        if place not in self.made:
+            self.made.setdefault(place, self._make(place))
+        return self.made[place]
+
+    def __iter__(self) -> Iterator[Shard]:
+        return (self[place] for place in range(len(self)))
+
+    def _make(self, place: int) -> Shard:
+        record = self.table[place]
+        rollouts = slice(*self.first_rollout[place : place + 2].tolist())
+        tensors = {name: self.columns[name][rollouts] for name in PER_ROLLOUT}
+        for name, first in self._first_pair.items():
+            tensors[name] = self.columns[name][slice(*first[place : place + 2].tolist())]
+        folder, name = self.directories[record["folder"]], shard_name(int(record["number"]))
+        return Shard(
+            Path(folder) / name,
+            record["identity"].decode(),
+            self.infos[record["info"]],
+            int(record["recorded_rows"]),
+            tensors,
+        )
+
+    @lazy
+    def first_rollout(self) -> np.ndarray:
+        """`[shards + 1]`: the index of each shard's first rollout, then the number of rollouts."""
+        return starts_of(self.table["rollouts"])
+
+    @lazy
+    def first_row(self) -> np.ndarray:
+        """`[shards + 1]`: the id of each shard's first row, then the number of rows."""
+        return starts_of(self.columns["num_tokens"] - 1)[self.first_rollout]
+
+    @lazy
+    def _first_pair(self) -> dict[str, np.ndarray]:
+        """Where the pairs of each shard begin in `turns` and in `versions`."""
+        starts = {name: starts_of(self.columns[count]) for name, count in PAIRS.items()}
+        return {name: 2 * start_M[self.first_rollout] for name, start_M in starts.items()}
 
     def groups(self) -> np.ndarray:
         """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`.
@@ -151,15 +204,6 @@ class Index:
         identities: list[str] = np.char.decode(self.table["identity"][:count]).tolist()
         return identities
 
-    def first_rollout(self) -> np.ndarray:
-        """`[shards + 1]`, the index of each shard's first rollout; last, how many there are."""
-        return np.concatenate([[0], np.cumsum(self.table["rollouts"])])
-
-    def first_row(self) -> np.ndarray:
-        """`[shards + 1]`, the id of each shard's first row; last, how many rows there are."""
-        row_M = np.concatenate([[0], np.cumsum(self.columns["num_tokens"] - 1)])
-        return row_M[self.first_rollout()]
-
 
 def numbered(*keys: np.ndarray) -> np.ndarray:
     """One number for each different tuple of keys, in the order of the tuples: int64 `[M]`.
@@ -173,98 +217,3 @@ def numbered(*keys: np.ndarray) -> np.ndarray:
     found = np.empty(len(order), np.int64)
     found[order] = np.cumsum(changes)
     return found
-
-
-def _column(memory: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    if name in memory:
-        return memory[name]
-    return np.full(len(memory["num_tokens"]), _COLUMNS[name][1], _COLUMNS[name][0])
-
-
-def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    """The parts one behind the other; nothing, of this type, where there are none."""
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
-
-
-class KnownShards(Sequence[Shard]):
-    """The shards of an index, each made when it is asked for, and opened when it is read.
-
-    Args:
-        index: of these shards.
-        looks: see ShardFile.
-        made: shards that this process has already, by their place; it is kept and filled.
-    """
-
-    def __init__(
-        self, index: Index, looks: LaterLooks | None = None, made: dict[int, Shard] | None = None
-    ) -> None:
-        self.known, self.looks = index, looks
-        self._made: dict[int, Shard] = {} if made is None else made
-        self._folders = [Path(folder) for folder in index.directories]
-        self.first_rollout, self.first_row = index.first_rollout(), index.first_row()
-        # where the pairs of each shard begin in a ragged tensor
-        self._first_pair = {
-            name: 2 * np.concatenate([[0], np.cumsum(index.columns[count])])[self.first_rollout]
-            for name, (count, _) in _RAGGED.items()
-        }
-
-    def plus(self, index: Index, opened: Sequence[Shard] = ()) -> KnownShards:
-        """These shards and more.
-
-        Args:
-            index: of those that come behind these.
-            opened: the first of the same, as many of them as this process has looked at.
-        """
-        if self.looks is not None:
-            for shard in opened:
-                shard.look_later(self.looks)
-        # One dict for both: what a thread opens in the shorter one meanwhile is in the longer one.
-        self._made.update(enumerate(opened, len(self)))
-        return KnownShards(self.known.plus(index), self.looks, self._made)
-
-    def look_later(self, looks: LaterLooks) -> None:
-        """Note in `looks` which files are read from now on, in the place of looking at them."""
-        self.looks = looks
-        for shard in self._made.values():
-            shard.look_later(looks)
-
-    def __reduce__(self) -> Any:
-        """Another process gets the index, and opens what it reads."""
-        return KnownShards, (self.known, self.looks)
-
-    def __len__(self) -> int:
-        return len(self.known.table)
-
-    @overload
-    def __getitem__(self, number: int) -> Shard: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Shard]: ...
-    def __getitem__(self, number: int | slice) -> Shard | Sequence[Shard]:
-        """One shard or several."""
-        if isinstance(number, slice):
-            return [self[place] for place in range(*number.indices(len(self)))]
-        place = range(len(self))[number]
-        if place not in self._made:
-            self._made.setdefault(place, self._make(place))
-        return self._made[place]
-
-    def __iter__(self) -> Iterator[Shard]:
-        return (self[place] for place in range(len(self)))
-
-    def _make(self, place: int) -> Shard:
-        index = self.known
-        (folder, number, size, mtime_ns, identity, info, version, has_parts, recorded_rows, _) = (
-            index.table[place].item()
-        )
-        rollouts = slice(*self.first_rollout[place : place + 2].tolist())
-        memory = {name: index.columns[name][rollouts] for name in _COLUMNS}
-        for name, first in self._first_pair.items():
-            memory[name] = index.columns[name][slice(*first[place : place + 2].tolist())]
-        known = Known(
-            *(size, mtime_ns, identity.decode(), version, has_parts, recorded_rows),
-            *(index.infos[info], memory),
-        )
-        shard = Shard(self._folders[folder] / shard_name(number), known)
-        if self.looks is not None:
-            shard.look_later(self.looks)
-        return shard

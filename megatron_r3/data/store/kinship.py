@@ -111,7 +111,7 @@ class Versions:
             StoreError: naming both shards.
         """
         info, version_M = shard.info, shard.tensors["policy_version"]
-        version, newest = int(version_M.min()), int(shard.extras.newest_version_M.max())
+        version, newest = int(version_M.min()), int(shard.newest_version_M.max())
         # Digests of the routers alone prove nothing: where routers are frozen, they stay the same.
         if version != newest or not info.policy_stamp:
             return
@@ -185,6 +185,6 @@ def _names(shard: Shard) -> list[bytes]:
     """policy_version, group and sample of each rollout, as 24 bytes, a third of a tuple's."""
     names = np.empty((shard.num_rollouts, 3), np.int64)
     for column, name in enumerate(("policy_version", "group", "sample")):
-        names[:, column] = shard.known.memory[name]
+        names[:, column] = shard.tensors[name]
     data = names.tobytes()
     return [data[i : i + 24] for i in range(0, len(data), 24)]

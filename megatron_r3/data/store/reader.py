@@ -17,11 +17,10 @@ import numpy as np
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.rollout import Rollout, versions_of
 from megatron_r3.data.store.files import SHARD_GLOB, shard_name, shards_in_order
-from megatron_r3.data.store.index import Index, KnownShards
+from megatron_r3.data.store.index import Index
 from megatron_r3.data.store.kinship import Kinship, refuse_namesakes, without_collector
 from megatron_r3.data.store.schema import StoreError, StoreInfo
 from megatron_r3.data.store.shard import Shard
-from megatron_r3.data.store.shard_file import LaterLooks
 from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
 from megatron_r3.replay.routes import Routes
 
@@ -37,15 +36,14 @@ class RolloutStore:
             may differ between them.
 
     Attributes:
-        looks: the files that were read since the last look at them; None where each file is looked
-            at after each read.
+        index: what is known of all shards, for other processes.
 
     Raises:
         StoreError: no shard, a damaged shard, one that is missing or there twice, a rollout that is
             there twice, or stores that do not belong together.
     """
 
-    looks: LaterLooks | None = None
+    index: Index
     _checks: ReadChecks | None = None
 
     def __init__(self, directories: Sequence[str | Path], mixed_policies: bool = False) -> None:
@@ -67,58 +65,30 @@ class RolloutStore:
                 )
             with without_collector():
                 for number in numbers:
-                    shard = Shard(directory / shard_name(number))
+                    shard = Shard.look(directory / shard_name(number))
                     kinship.check(shard, opened)
                     kinship.add(shard)
                     opened.append(shard)
-        index = Index.of(self.directories, opened)
-        if index.has_namesakes():
+        self.index = Index.of(self.directories, opened)
+        if self.index.has_namesakes():
             refuse_namesakes(opened)
-        self._shards = KnownShards(index, made=dict(enumerate(opened)))
 
     @classmethod
     def told(cls, index: Index) -> RolloutStore:
-        """The store that another process has looked at; nothing is opened before it is read."""
+        """The store that this process, or another one, has looked at; it opens what it reads."""
         store = cls.__new__(cls)
         store.directories = [Path(directory) for directory in index.directories]
-        store._shards = KnownShards(index)
+        store.index = index
         return store
 
     def trained_on(self, checks: ReadChecks | None) -> None:
-        """Look at files once in a step (`look`), and not after each read.
-
-        Args:
-            checks: what to check of values as they are read; None where that was done before.
-        """
-        self.looks, self._checks = LaterLooks(), checks
-        self._shards.look_later(self.looks)
-
-    def look(self) -> None:
-        """Refuse to go on with a file that was read, and that somebody changed or removed.
-
-        Raises:
-            StoreError: naming the file.
-        """
-        if self.looks is not None:
-            self.looks.look()
-
-    def need_no_look(self) -> None:
-        """Say that what was read until now was compared with the headers, as `verify_shard` does.
-
-        The headers were read when the files were opened, and have the checksums of all bytes.
-        """
-        if self.looks is not None:
-            self.looks.forget()
-
-    @property
-    def index(self) -> Index:
-        """What is known of all shards, for other processes."""
-        return self._shards.known
+        """Check values as they are read; None where a verification has done that before."""
+        self._checks = checks
 
     @property
     def shards(self) -> Sequence[Shard]:
         """The shards, in the order of their rollouts."""
-        return self._shards
+        return self.index
 
     @property
     def info(self) -> StoreInfo:
@@ -150,12 +120,12 @@ class RolloutStore:
             verify_shard(shard)
 
     def __len__(self) -> int:
-        return int(self._shards.first_rollout[-1])
+        return int(self.index.first_rollout[-1])
 
     def shard_of_rollout(self, rollout: int) -> int:
         """The number, in `shards`, of the shard that holds a rollout."""
         assert 0 <= rollout < len(self), f"rollout {rollout} of {len(self)}"
-        return int(np.searchsorted(self._shards.first_rollout, rollout, side="right")) - 1
+        return int(np.searchsorted(self.index.first_rollout, rollout, side="right")) - 1
 
     def find(self, rollout: int) -> tuple[Shard, int]:
         """A rollout's shard, and its index there."""
@@ -164,7 +134,7 @@ class RolloutStore:
     def _find(self, rollout: int) -> tuple[Shard, int, int]:
         """A rollout's shard, its index there, and the shard's first row id."""
         number = self.shard_of_rollout(rollout)
-        shards = self._shards
+        shards = self.index
         first_rollout, first_row = shards.first_rollout[number], shards.first_row[number]
         return shards[number], rollout - int(first_rollout), int(first_row)
 
@@ -198,10 +168,8 @@ class RolloutStore:
         """
         if name == "advantage":
             for rollout in np.flatnonzero(np.isnan(self.index.columns[name]))[:1].tolist():
-                self.find(rollout)[0].extras.advantages_M()  # raises
-        if name in self.index.columns:
-            return self.index.columns[name]
-        return np.concatenate([shard.tensors[name] for shard in self.shards])
+                self.find(rollout)[0].advantages_M()  # raises
+        return self.index.columns[name]
 
     def newest_versions(self) -> np.ndarray:
         """The newest policy version of each rollout, that of its last span: int64 `[M]`."""
@@ -209,7 +177,7 @@ class RolloutStore:
 
     def recorded_share(self) -> float:
         """The share of all rows that have routes, from 0 to 1."""
-        return float(self.index.table["recorded_rows"].sum() / self._shards.first_row[-1])
+        return float(self.index.table["recorded_rows"].sum() / self.index.first_row[-1])
 
     def groups(self) -> np.ndarray:
         """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`."""
@@ -237,9 +205,9 @@ class RolloutStore:
             int(shard.tensors["sample"][index]),
             shard.turns(index),
             int(shard.tensors["prompt_digest"][index]),
-            shard.extras.kept(index),
-            shard.extras.versions_C2(index),
-            shard.extras.advantage(index),
+            shard.kept(index),
+            shard.versions_C2(index),
+            shard.advantage(index),
         )
 
     def versions(self, rollout: int, response_N: np.ndarray | None = None) -> np.ndarray:
@@ -252,7 +220,7 @@ class RolloutStore:
         if response_N is None:
             response_N = shard.read_tokens(index)["response"].astype(bool)
         version = int(shard.tensors["policy_version"][index])
-        return versions_of(shard.extras.versions_C2(index), response_N, version)
+        return versions_of(shard.versions_C2(index), response_N, version)
 
     def kept(self, rollout: int) -> KeptSets | None:
         """The kept sets of a rollout's tokens; None if it has none.
@@ -261,7 +229,7 @@ class RolloutStore:
             StoreError: the shard is damaged, or was changed since it was opened.
         """
         shard, index, _ = self._find(rollout)
-        return shard.extras.kept(index)
+        return shard.kept(index)
 
     def kept_of_next(self, rows_T: np.ndarray) -> KeptSets:
         """By row id, the kept set of the token that follows: what the logits of the row predict.
@@ -280,7 +248,7 @@ class RolloutStore:
         Raises:
             StoreError: a shard is damaged, or was changed since it was opened.
         """
-        shards = self._shards
+        shards = self.index
         parts, base = [KeptSets.from_lists([])], 0
         # where in `parts`, taken one behind the other, the set of each row is
         place_T = np.full(len(rows_T), -1, np.int64)
@@ -290,7 +258,7 @@ class RolloutStore:
             rows = rows_T[here] - first
             rollouts = np.searchsorted(shard.row_start_M, rows, side="right") - 1
             for rollout in np.unique(rollouts).tolist():
-                kept = shard.extras.kept(rollout)
+                kept = shard.kept(rollout)
                 if kept is None:
                     continue
                 of_it = rollouts == rollout
@@ -311,7 +279,7 @@ class RolloutStore:
             ids `[len(layers), T, K]` in the stored dtype, and the recorded bits `[T]`.
         """
         numbers = self.shards_of(rows_T)
-        shards = self._shards
+        shards = self.index
         ids_LTK = np.zeros((len(layers), len(rows_T), self.info.topk), shards[0].dtype)
         recorded_T = np.zeros(len(rows_T), bool)
         for number in numbers:
@@ -340,7 +308,7 @@ class RolloutStore:
         Args:
             rows: int64 of any shape; -1 (padding) is in no shard.
         """
-        numbers = np.searchsorted(self._shards.first_row, rows[rows >= 0], side="right") - 1
+        numbers = np.searchsorted(self.index.first_row, rows[rows >= 0], side="right") - 1
         return np.unique(numbers).tolist()
 
     def rollouts_of(self, rows: np.ndarray) -> list[int]:
@@ -350,7 +318,7 @@ class RolloutStore:
             rows: int64 of any shape; -1 (padding) is in no rollout.
         """
         numbers = self.shards_of(rows)
-        shards = self._shards
+        shards = self.index
         first_rollout, first_row = shards.first_rollout, shards.first_row
         found: list[int] = []
         for number in numbers:
@@ -362,7 +330,7 @@ class RolloutStore:
 
     def locate(self, row: int) -> tuple[int, int]:
         """The rollout of a row id, and the token in it."""
-        shards = self._shards
+        shards = self.index
         first_rollout, first_row = shards.first_rollout, shards.first_row
         number = int(np.searchsorted(first_row, row, side="right")) - 1
         index, token = shards[number].locate_row(row - int(first_row[number]))

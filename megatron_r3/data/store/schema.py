@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_r3.data.values import wrong_text
@@ -11,7 +11,7 @@ from megatron_r3.replay.routes import MoEShape
 from megatron_r3.replay.words import must_be, quoted, wrong_whole
 
 FORMAT = "megatron-r3 rollouts"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4  # a change of what the page specifies is another version
 
 _DIGEST = re.compile("[0-9a-f]{16}")
 
@@ -62,12 +62,6 @@ class SamplingSettings:
             raise StoreError(
                 f"{where}: {must_be('sampling.logprobs_of', expected, self.logprobs_of)}"
             )
-
-    @property
-    def stored(self) -> dict[str, Any]:
-        """The object that a header has; `logprobs_of` is left out where nobody knows it."""
-        values = asdict(self)
-        return {k: v for k, v in values.items() if k != "logprobs_of" or v is not None}
 
     def unknown_to_the_loss(self, has_kept: bool = False) -> list[str]:
         """The settings that the policy loss cannot follow.
@@ -130,11 +124,6 @@ class StoreInfo(MoEShape):
         return cls(
             shape.num_experts, shape.topk, shape.moe_layers, engine, engine_version, **others
         )
-
-    @property
-    def stored(self) -> dict[str, Any]:
-        """The object `info` that a header has."""
-        return {**asdict(self), "sampling": self.sampling.stored}
 
     @property
     def policy(self) -> tuple[tuple[str, ...], str, str]:

@@ -1,201 +1,144 @@
 """One shard: opened, checked and read.
 
-What each rollout has once (its reward, its lengths) is kept in memory. Tokens and routes stay in
-the open file and are read where they are asked for.
+What each rollout has once (its reward, its lengths) is kept in memory. Tokens, routes and kept sets
+stay in the open file; whatever is read of them is compared with its checksums.
 
-Shape suffixes (docs/glossary.md): E, K, L, M, T.
+One process looks at a store and tells the others what it found (`index.py`). These open a shard
+only where they read rows of it, and then they compare its header with what they were told.
+
+Shape suffixes (docs/glossary.md): C, E, K, L, M, N, P, T, U.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from zlib_ng import zlib_ng
 
+from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.lazy import lazy
-from megatron_r3.data.store.expert_load import StoredLoad
-from megatron_r3.data.store.extras import Extras, optional_in_memory
 from megatron_r3.data.store.files import HeldFile
-from megatron_r3.data.store.header import PART_CRC32, PER_ROLLOUT, PER_TOKEN, Header, num_parts
-from megatron_r3.data.store.layout import DTYPES, Entry
-from megatron_r3.data.store.part_sums import AllParts, Sums
+from megatron_r3.data.store.header import (
+    DTYPES,
+    EXPERT_LOAD,
+    IN_MEMORY,
+    KEPT_SUMS,
+    PAIRS,
+    PER_TOKEN,
+    TOKEN_SUMS,
+    Header,
+    read_header,
+)
+from megatron_r3.data.store.part_sums import (
+    PartSums,
+    ids_of_parts,
+    locate,
+    read_tensor,
+    starts_of,
+    sums_of,
+)
 from megatron_r3.data.store.schema import StoreError, StoreInfo
-from megatron_r3.data.store.shard_file import Known, LaterLooks, ShardFile
 from megatron_r3.data.values import wrong_count, wrong_name, wrong_reward
 from megatron_r3.replay.routes import id_dtype
 
-# The sums of rollouts that are compared when a shard is looked at, if it has no sums of parts.
-_SUMS = ("block_crc32", "kept_crc32")
+# How long a file may come later to this machine than the first rank has seen it: the most that an
+# NFS client keeps what it knows of a directory (acdirmax).
+LATE_S = 60.0
+# What the first look at a shard reads at once: its header, and most of what each rollout has once.
+LOOK_BYTES = 1 << 14
 
 
 class Shard:
-    """A shard's tensors by name (docs/rollout-store.md), and what its store says.
+    """A shard that somebody has looked at: this process (`Shard.look`), or one that tells of it.
 
-    All reads are from the file that was opened, even if another file has its name by then. What is
-    read is compared with its checksums; `verify_shard.py` reads all of it. A shard that another
-    process has looked at is opened when something in the file is first asked for.
+    All reads are from the file that was opened, even if another file has its name by then.
+    `verify_shard.py` reads all of it.
 
     Args:
-        path: of the file.
-        known: what another process found there; None to look at it here and now.
-        late_s: see ShardFile.
+        path: of the file, which is opened when something in it is first asked for.
+        identity: as in `Header`. It differs for shards of different content.
+        info: what its store says.
+        recorded_rows: how many of its rows have routes.
+        tensors: those that have a value or pairs for each rollout, by name (docs/rollout-store.md).
 
     Attributes:
-        known: what another process has to know of it.
         bytes_read: the bytes of routes that this process has read so far.
-
-    Raises:
-        StoreError: naming the file, and what is wrong with it.
     """
 
-    def __init__(self, path: Path, known: Known | None = None, late_s: float = 0.0) -> None:
-        self.path = path
-        self.bytes_read = 0
-        self._opened = ShardFile(path, known, late_s)
-        self.known = self._look() if known is None else known
-        if self.known.recorded_rows < 0:  # an earlier megatron-r3 did not count them
-            recorded = self.tensors["recorded"]
-            self.known = replace(self.known, recorded_rows=int((recorded == 1).sum()))
+    def __init__(
+        self,
+        path: Path,
+        identity: str,
+        info: StoreInfo,
+        recorded_rows: int,
+        tensors: Mapping[str, np.ndarray],
+    ) -> None:
+        self.path, self.identity, self.info = path, identity, info
+        self.recorded_rows, self.tensors, self.bytes_read = recorded_rows, tensors, 0
+        self._opened: tuple[HeldFile, Header] | None = None
 
-    @property
-    def info(self) -> StoreInfo:
-        """What its store says."""
-        return self.known.info
+    @classmethod
+    def look(cls, path: Path, late_s: float = 0.0) -> Shard:
+        """Open a shard, read what each rollout has once, and check it.
 
-    @property
-    def identity(self) -> str:
-        """16 hex digits that differ for shards of different content; its number is part of that."""
-        return self.known.identity
+        Args:
+            late_s: how long to wait for a file that is not there.
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether each rollout has checksums of its own, as from version 3 on."""
-        return self.known.version > 2
-
-    @property
-    def _memory(self) -> Mapping[str, np.ndarray]:
-        """The tensors that have a value for each rollout, by name."""
-        return self.known.memory
-
-    def _look(self) -> Known:
-        """Read what each rollout has once, and check it."""
-        header, file = self.header, self.file
-        has_parts = header.version > 2 and PART_CRC32 in header.entries
-        names, summed = ["turns", *PER_ROLLOUT], list[str]()
-        if header.version > 2:
-            names += ["prompt_digest", *optional_in_memory(header)]
-            summed = [name for name in _SUMS if name in header.tensors and not has_parts]
-        memory = {name: read_tensor(file, header.entries[name]) for name in names}
-        tensors = memory | {name: read_tensor(file, header.entries[name]) for name in summed}
-        for name, tensor in tensors.items():
-            if zlib_ng.crc32(tensor.data) != header.crc32[name]:
-                file.check_unchanged()
+        Raises:
+            StoreError: naming the file, and what is wrong with it.
+        """
+        file = HeldFile(path, late_s)
+        file.read_begin(LOOK_BYTES)
+        header = read_header(file)
+        tensors = {}
+        for name in IN_MEMORY:
+            tensors[name], fits = read_tensor(file, header, name)
+            if not fits:
                 raise file.damaged(f"checksum of {name!r}")
-        if not has_parts:
-            file.check_unchanged()
-        memory.setdefault("prompt_digest", np.zeros(len(memory["num_tokens"]), np.int64))
-        assert file.mtime_ns is not None
-        self.known = Known(
-            *(file.size, file.mtime_ns, header.identity, header.version, has_parts),
-            *(-1 if header.recorded_rows is None else header.recorded_rows, header.info, memory),
-        )
-        self._check_rollouts()
-        self.extras.check_counts()
-        if has_parts:
-            self._check_number_of_parts()
+        shard = cls(path, header.identity, header.info, header.recorded_rows, tensors)
+        shard._opened = file, header
+        shard._check_counts()
+        shard._check_values()
         file.forget_begin()
-        return self.known
-
-    def _check_number_of_parts(self) -> None:
-        """Refuse sums of parts that are more or fewer than the rollouts need."""
-        columns = len(self.header.info.moe_layers) + len(PER_TOKEN)
-        wanted = int(num_parts(self._memory["num_tokens"]).sum()) * columns
-        got = self.header.entries[PART_CRC32].shape[0]
-        if got != wanted:
-            raise StoreError(
-                f"{self.path}: {PART_CRC32} has {got} sums; its rollouts and layers need {wanted}"
-            )
-
-    def look_later(self, looks: LaterLooks) -> None:
-        """Note in `looks` that the file was read, from now on, in the place of looking at it."""
-        self._opened.looks = looks
-
-    def after_read(self) -> None:
-        """See `ShardFile.after_read`."""
-        self._opened.after_read()
-
-    @property
-    def file(self) -> HeldFile:
-        """The shard's file, opened by now."""
-        return self._opened.file
-
-    @property
-    def header(self) -> Header:
-        """The shard's header; the file is opened by now."""
-        return self._opened.header
-
-    @lazy
-    def token_start_M(self) -> np.ndarray:
-        """`[M + 1]`, where each rollout's tokens begin, and where the last one's end."""
-        return _starts(self._memory["num_tokens"])
-
-    @lazy
-    def row_start_M(self) -> np.ndarray:
-        """`[M + 1]`, where each rollout's rows begin, and where the last one's end."""
-        return _starts(self._memory["num_tokens"] - 1)
-
-    @lazy
-    def turn_start_M(self) -> np.ndarray:
-        """`[M + 1]`, where each rollout's turns begin, and where the last one's end."""
-        return _starts(self._memory["num_turns"])
-
-    @lazy
-    def extras(self) -> Extras:
-        """What only some rollouts have."""
-        return Extras(self._opened, self._memory, self.token_start_M)
-
-    @lazy
-    def load(self) -> StoredLoad:
-        """How many rows take each expert, as the shard says."""
-        return StoredLoad(self._opened, self.row_start_M)
-
-    @lazy
-    def sums(self) -> Sums:
-        """The checksums of its rollouts."""
-        layers, num_tokens_M = len(self.info.moe_layers), self._memory["num_tokens"]
-        return Sums(self._opened, layers, num_tokens_M, self.has_blocks, self.known.has_parts)
-
-    def all_parts(self) -> AllParts | None:
-        """The sums of all its parts, to verify them; None where it has none."""
-        if not self.known.has_parts:
-            return None
-        return AllParts(self._opened, self.sums, len(self.info.moe_layers))
+        return shard
 
     def __reduce__(self) -> Any:
         """Let another process open the file when it reads it, and find the same file there."""
-        return Shard, (self.path, self.known)
+        return Shard, (self.path, self.identity, self.info, self.recorded_rows, self.tensors)
 
-    def _check_rollouts(self) -> None:
-        """Refuse impossible counts, names and rewards."""
-        entries = self.header.entries
+    def _check_counts(self) -> None:
+        """Refuse counts that do not divide the tensors among the rollouts."""
+        entries, tensors = self.header.entries, self.tensors
+        kept = "kept_ids" in entries
         for count, least, total in (
             ("num_tokens", 2, entries["tokens"].shape[0]),
-            ("num_turns", 0, entries["turns"].shape[0] // 2),
+            *((count, 0, entries[name].shape[0] // 2) for name, count in PAIRS.items()),
+            ("num_kept", 0, entries["kept_ids"].shape[0] if kept else 0),
         ):
-            if wrong := wrong_count(self._memory[count], least, total):
+            if wrong := wrong_count(tensors[count], least, total):
                 raise StoreError(f"{self.path}: {count}: {wrong}")
-        memory = self._memory
+        if kept and not tensors["num_kept"].any():
+            raise StoreError(f"{self.path}: has kept sets, and no rollout has one")
+        got, parts = entries[TOKEN_SUMS].shape[0], int(self.sums.part_start_M[-1])
+        if got != parts:
+            raise StoreError(f"{self.path}: has sums of {got} parts; its rollouts have {parts}")
+
+    def _check_values(self) -> None:
+        """Refuse impossible names, rewards and advantages."""
+        tensors = self.tensors
         names = ("policy_version", "sample", "prompt_digest")
-        if min(memory[name].min() for name in names) >= 0 and np.isfinite(memory["reward"]).all():
+        if (
+            min(tensors[name].min() for name in names) >= 0
+            and np.isfinite(tensors["reward"]).all()
+            and not np.isinf(tensors["advantage"]).any()
+        ):
             return  # nothing below can be wrong; it says which rollout is
-        columns = ("reward", "policy_version", "group", "sample", "prompt_digest")
-        values = zip(*(self._memory[name].tolist() for name in columns), strict=True)
-        for rollout, (reward, version, group, sample, digest) in enumerate(values):
+        columns = ("reward", "policy_version", "group", "sample", "prompt_digest", "advantage")
+        values = zip(*(tensors[name].tolist() for name in columns), strict=True)
+        for rollout, (reward, version, group, sample, digest, advantage) in enumerate(values):
             where = f"{self.path}: rollout {rollout}"
             if wrong := wrong_reward(reward):
                 raise StoreError(f"{where}: reward {reward}: {wrong}")
@@ -203,16 +146,56 @@ class Shard:
                 raise StoreError(f"{where}: {wrong}")
             if digest < 0:
                 raise StoreError(f"{where}: prompt_digest must not be negative")
+            if np.isinf(advantage):
+                raise StoreError(
+                    f"{where}: advantage {advantage}: must be finite, or NaN for a rollout that "
+                    "has none"
+                )
 
     @property
-    def tensors(self) -> Mapping[str, np.ndarray]:
-        """All tensors but the routes; those of PER_TOKEN are read when they are asked for."""
-        return _Tensors(self, self._memory)
+    def file(self) -> HeldFile:
+        """The file, which stays open from now on.
+
+        Raises:
+            StoreError: it cannot be opened, or is not the one that was looked at.
+        """
+        return self._open()[0]
+
+    @property
+    def header(self) -> Header:
+        """The header, read and checked.
+
+        Raises:
+            StoreError: as `file`.
+        """
+        return self._open()[1]
+
+    def _open(self) -> tuple[HeldFile, Header]:
+        # No lock: two threads that are here at once both open the file, and one of the two files is
+        # closed again. A lock could be held by another thread while a process is forked.
+        if self._opened is None:
+            file = HeldFile(self.path, LATE_S)
+            try:
+                header = read_header(file)
+            except StoreError as error:
+                raise self._another() from error
+            if header.identity != self.identity:
+                raise self._another()
+            self._opened = file, header
+        return self._opened
+
+    def _another(self) -> StoreError:
+        return StoreError(
+            f"{self.path}: was changed or replaced since the first rank looked at it, or is another"
+            " file on this node: put the old file back, and start again"
+        )
+
+    # What each rollout has once
 
     @property
     def num_rollouts(self) -> int:
         """How many rollouts, M."""
-        return len(self._memory["num_tokens"])
+        return len(self.tensors["num_tokens"])
 
     @property
     def num_rows(self) -> int:
@@ -224,103 +207,162 @@ class Shard:
         """The type of an expert id."""
         return id_dtype(self.info.num_experts)
 
+    @lazy
+    def sums(self) -> PartSums:
+        """The sums of parts of its rollouts; the file is opened by now."""
+        return PartSums(*self._open(), self.tensors["num_tokens"])
+
+    @lazy
+    def token_start_M(self) -> np.ndarray:
+        """`[M + 1]`, where each rollout's tokens begin, and where the last one's end."""
+        return starts_of(self.tensors["num_tokens"])
+
+    @lazy
+    def row_start_M(self) -> np.ndarray:
+        """`[M + 1]`, where each rollout's rows begin, and where the last one's end."""
+        return starts_of(self.tensors["num_tokens"] - 1)
+
+    @lazy
+    def kept_start_M(self) -> np.ndarray:
+        """`[M + 1]`, where each rollout's kept ids begin, and where the last one's end."""
+        return starts_of(self.tensors["num_kept"])
+
+    @lazy
+    def pair_start_M(self) -> Mapping[str, np.ndarray]:
+        """The same for `turns` and `versions`, by their names; counted in pairs."""
+        return {name: starts_of(self.tensors[count]) for name, count in PAIRS.items()}
+
     def locate_token(self, token: int) -> tuple[int, int]:
         """The rollout of a token of this shard, and the token's place in it."""
-        return _locate(self.token_start_M, token)
+        return locate(self.token_start_M, token)
 
     def locate_row(self, row: int) -> tuple[int, int]:
         """The rollout of a row of this shard, and the row's token in it."""
-        return _locate(self.row_start_M, row)
+        return locate(self.row_start_M, row)
 
     def turns(self, rollout: int) -> np.ndarray:
         """First token and end of each of a rollout's turns, int32 `[U, 2]`."""
-        bounds = slice(2 * self.turn_start_M[rollout], 2 * self.turn_start_M[rollout + 1])
-        return self._memory["turns"][bounds].reshape(-1, 2).copy()
+        return self._pairs("turns", rollout)
 
-    # Reading
+    def versions_C2(self, rollout: int) -> np.ndarray | None:
+        """First token and policy version of each span, int64; None if one policy sampled all."""
+        spans_C2 = self._pairs("versions", rollout)
+        return spans_C2 if len(spans_C2) else None
+
+    def _pairs(self, name: str, rollout: int) -> np.ndarray:
+        begin, end = (2 * self.pair_start_M[name][rollout : rollout + 2]).tolist()
+        return self.tensors[name][begin:end].reshape(-1, 2).copy()
+
+    @lazy
+    def newest_version_M(self) -> np.ndarray:
+        """See `newest_versions`."""
+        return newest_versions(self.tensors)
+
+    def advantages_M(self) -> np.ndarray:
+        """The advantage of each rollout, float32 `[M]`.
+
+        Raises:
+            StoreError: a rollout has none; the message names the file and the rollout.
+        """
+        advantage_M = self.tensors["advantage"]
+        for rollout in np.flatnonzero(np.isnan(advantage_M))[:1]:
+            raise StoreError(
+                f"{self.path}: rollout {rollout} has no advantage: give every rollout of "
+                "the store one, or work advantages out of the rewards"
+            )
+        return advantage_M
+
+    def advantage(self, rollout: int) -> float | None:
+        """The advantage of a rollout; None if it has none."""
+        value = float(self.tensors["advantage"][rollout])
+        return None if np.isnan(value) else value
+
+    # Reading. Each of these raises a StoreError if the file is damaged, or was changed since it was
+    # opened.
+
+    def read_tensor(self, name: str) -> np.ndarray:
+        """A whole tensor, compared with its checksum; the error names the rollout, if it can."""
+        tensor, fits = read_tensor(self.file, self.header, name)
+        if not fits:
+            if name in PER_TOKEN:
+                self.sums.compare_whole(name, tensor, self.read_tensor(TOKEN_SUMS))
+            raise self.file.damaged(f"checksum of {name!r}")
+        return tensor
 
     def expert_load(self) -> np.ndarray:
         """How many recorded rows of each rollout take each expert, int64 `[M, L, E]`.
 
-        No route is read, but in a shard whose writer did not count them.
+        No route is read.
 
         Raises:
-            StoreError: the file is damaged, or was changed since it was opened.
+            StoreError: also where the counts cannot be those of routes.
         """
-        load_MLE = self.load.read()
-        if load_MLE is not None:
-            return load_MLE
-        recorded_T = self.tensors["recorded"].astype(bool)
-        loads = [
-            self.load.of_layer(layer, self.read_routes_whole(layer)[0], recorded_T)
-            for layer in range(len(self.info.moe_layers))
-        ]
-        return np.stack(loads, axis=1)
-
-    def _starts(self, name: str) -> np.ndarray:
-        """Where each rollout begins in a tensor of PER_TOKEN: `recorded` has rows, not tokens."""
-        return self.row_start_M if name == "recorded" else self.token_start_M
-
-    def read_per_token(self, name: str) -> np.ndarray:
-        """One of the tensors PER_TOKEN, each rollout's part compared with its checksum.
-
-        Raises:
-            StoreError: the file is damaged, or was changed since it was opened.
-        """
-        tensor = read_tensor(self.file, self.header.entries[name])
-        self.after_read()
-        self.sums.compare_whole(name, 0, 0, tensor, self._starts(name).tolist())
-        return tensor
+        load_MLE = self.read_tensor(EXPERT_LOAD).astype(np.int64)
+        rows_M, topk = np.diff(self.row_start_M), self.info.topk
+        total_ML = load_MLE.sum(2)
+        # each recorded row counts for K experts, in each layer
+        wrong_ML = (load_MLE > rows_M[:, None, None]).any(2) | (total_ML % topk != 0)
+        wrong_ML |= total_ML != total_ML[:, :1]
+        if wrong_ML.any():
+            rollout, layer = np.argwhere(wrong_ML)[0].tolist()
+            raise StoreError(
+                f"{self.path}: rollout {rollout}: {EXPERT_LOAD} of MoE layer {layer} has "
+                f"{total_ML[rollout, layer]} (row, expert) pairs, at most "
+                f"{load_MLE[rollout, layer].max()} of one expert; {rows_M[rollout]} rows with "
+                f"top-{topk} cannot have that: write the shard again"
+            )
+        return load_MLE
 
     def read_tokens(self, rollout: int) -> dict[str, np.ndarray]:
-        """tokens, response, logprobs `[N]` and recorded `[N - 1]` of a rollout, as stored.
-
-        Raises:
-            StoreError: the file is damaged, or was changed since it was opened.
-        """
-        parts = {}
+        """tokens, response, logprobs `[N]` and recorded `[N - 1]` of a rollout, as stored."""
+        found, sums = {}, []
         for name in PER_TOKEN:
-            begin, end = self._starts(name)[rollout : rollout + 2].tolist()
-            entry = self.header.entries[name]
-            part: np.ndarray = np.empty(end - begin, DTYPES[entry.dtype])
-            self.file.read(part, entry.begin + begin * part.itemsize)
-            parts[name] = part
-        self.after_read()
-        self.sums.compare_tokens(rollout, parts)
-        return parts
+            rows = name == "recorded"
+            start_M = self.row_start_M if rows else self.token_start_M
+            found[name] = self._read_slice(name, *start_M[rollout : rollout + 2].tolist())
+            sums.append(sums_of(found[name], self.sums.bounds(rollout, of_rows=rows)))
+        self.sums.compare(TOKEN_SUMS, [*range(len(PER_TOKEN))], rollout, 0, sums)
+        return found
+
+    def kept(self, rollout: int) -> KeptSets | None:
+        """The kept sets of a rollout's tokens; None if it has none."""
+        if not self.kept_start_M[-1]:
+            return None
+        sizes_N = self._read_slice("kept_sizes", *self.token_start_M[rollout:][:2].tolist())
+        ids_V = self._read_slice("kept_ids", *self.kept_start_M[rollout:][:2].tolist())
+        bounds = self.sums.bounds(rollout)
+        sums = [sums_of(sizes_N, bounds), sums_of(ids_V, ids_of_parts(sizes_N, bounds))]
+        self.sums.compare(KEPT_SUMS, [0, 1], rollout, 0, sums)
+        if not len(ids_V) and sizes_N.any():
+            raise StoreError(f"{self.path}: rollout {rollout}: kept sets without ids")
+        return KeptSets(sizes_N, ids_V) if len(ids_V) else None
 
     def read_recorded(self, rows_T: np.ndarray) -> np.ndarray:
         """Whether the engine returned routes for these rows, bool `[T]`; see `read_routes`."""
         return self._read_rows("recorded", rows_T, [0], 1)[0, :, 0].astype(bool)
 
     def read_routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> np.ndarray:
-        """The routes `[len(layers), T, K]` of some rows, compared with their checksums.
+        """The routes `[len(layers), T, K]` of some rows.
 
         These bytes are read, and at most the rest of the 64 rows at each end of a run of rows.
 
         Args:
             rows_T: ascending, without repeats.
             layers: indices into `info.moe_layers`.
-
-        Raises:
-            StoreError: the file is damaged, or was changed since it was opened.
         """
         return self._read_rows("routes", rows_T, layers, self.info.topk)
 
-    def read_routes_whole(self, layer: int) -> np.ndarray:
-        """All routes of a layer, `[1, T, K]`, compared with the sums of whole rollouts.
-
-        A sum of a whole rollout costs a tenth of the sums of its parts.
-
-        Raises:
-            StoreError: the file is damaged, or was changed since it was opened.
-        """
-        ids_LTK = self._room("routes", [layer], self.num_rows, self.info.topk)
+    def read_layer(self, layer: int) -> np.ndarray:
+        """All routes of a layer, `[1, T, K]`; the caller compares them with their sums."""
+        ids_LTK = np.empty((1, self.num_rows, self.info.topk), self.dtype)
         self.file.read(ids_LTK, self.header.entries["routes"].begin + layer * ids_LTK.nbytes)
         self.bytes_read += ids_LTK.nbytes
-        self.after_read()
-        self.sums.compare_whole("routes", layer, 0, ids_LTK[0], self.row_start_M.tolist())
         return ids_LTK
+
+    def _read_slice(self, name: str, begin: int, end: int) -> np.ndarray:
+        entry = self.header.entries[name]
+        part: np.ndarray = np.empty(end - begin, DTYPES[entry.dtype])
+        return self.file.read(part, entry.begin + begin * part.itemsize)
 
     def _read_rows(
         self, name: str, rows_T: np.ndarray, layers: Sequence[int], items: int
@@ -331,60 +373,37 @@ class Shard:
         and rollout 2 the rows 6 7 8, then the rows 7 and 8 are read too, since they are in one part
         with row 6, whose sum is compared.
         """
-        entry, read = self.header.entries[name], self._room(name, layers, len(rows_T), items)
+        entry = self.header.entries[name]
+        dtype = DTYPES[entry.dtype]
+        read = np.empty((len(layers), len(rows_T), items), dtype)
         if not len(rows_T) or not len(layers):  # a chunk without MoE layers needs no routes
             return read
         cuts = (np.flatnonzero(np.diff(rows_T) != 1) + 1).tolist()
-        found = []
         for start, end in pairwise([0, *cuts, len(rows_T)]):
             first, last = int(rows_T[start]), int(rows_T[end - 1]) + 1
             begin, stop = self.sums.widened(first, last)
             exactly = (begin, stop) == (first, last)
-            into = read[:, start:end] if exactly else self._room(name, layers, stop - begin, items)
+            shape = (len(layers), stop - begin, items)
+            into = read[:, start:end] if exactly else np.empty(shape, dtype)
             for index, layer in enumerate(layers):
                 row = layer * self.num_rows + begin
-                self.file.read(into[index], entry.begin + row * items * read.itemsize)
+                self.file.read(into[index], entry.begin + row * items * dtype.itemsize)
             if name == "routes":
                 self.bytes_read += into.nbytes
-            found.append((begin, into))
+            self.sums.compare_rows(name, layers, begin, into)
             if not exactly:
                 read[:, start:end] = into[:, first - begin : last - begin]
-        self.after_read()
-        for begin, into in found:
-            self.sums.compare_rows(name, layers, begin, into)
         return read
 
-    def _room(self, name: str, layers: Sequence[int], rows: int, items: int) -> np.ndarray:
-        return np.empty((len(layers), rows, items), DTYPES[self.header.entries[name].dtype])
 
+def newest_versions(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The newest policy version of each rollout, that of its last span: int64 `[M]`.
 
-def read_tensor(file: HeldFile, entry: Entry) -> np.ndarray:
-    """A tensor as it lies in the file; the caller compares its checksum."""
-    tensor: np.ndarray = np.empty(entry.shape, DTYPES[entry.dtype])
-    file.read(tensor, entry.begin)
-    return tensor
-
-
-class _Tensors(Mapping[str, np.ndarray]):
-    """A shard's tensors by name: in memory, or read when they are asked for."""
-
-    def __init__(self, shard: Shard, in_memory: Mapping[str, np.ndarray]) -> None:
-        self.shard, self.in_memory = shard, in_memory
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.shard.read_per_token(name) if name in PER_TOKEN else self.in_memory[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self.in_memory, *PER_TOKEN])
-
-    def __len__(self) -> int:
-        return len(self.in_memory) + len(PER_TOKEN)
-
-
-def _starts(counts_M: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts_M)])
-
-
-def _locate(start_M: np.ndarray, place: int) -> tuple[int, int]:
-    rollout = int(np.searchsorted(start_M, place, side="right")) - 1
-    return rollout, place - int(start_M[rollout])
+    The oldest one is the rollout's `policy_version`. Where one policy sampled all of a rollout, the
+    two are the same.
+    """
+    newest_M, counts_M = tensors["policy_version"].copy(), tensors["num_versions"]
+    has_M = counts_M > 0
+    # versions of all spans one behind the other: a rollout's last one is before its end
+    newest_M[has_M] = tensors["versions"][1::2][np.cumsum(counts_M)[has_M] - 1]
+    return newest_M

@@ -12,15 +12,19 @@ from itertools import pairwise
 import numpy as np
 from zlib_ng import zlib_ng
 
-from megatron_r3.data.rollout import sampled_tokens, wrong_logprobs
-from megatron_r3.data.store.header import EXPERT_LOAD, PER_TOKEN
-from megatron_r3.data.store.part_sums import AllParts
+from megatron_r3.data.rollout import sampled_tokens, wrong_logprobs, wrong_versions
+from megatron_r3.data.store.expert_load import count_rows
+from megatron_r3.data.store.header import (
+    EXPERT_LOAD,
+    IN_MEMORY,
+    PER_TOKEN,
+    ROUTE_SUMS,
+    TOKEN_SUMS,
+)
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.data.store.shard import Shard
 from megatron_r3.data.values import MOST_TOKEN_ID, wrong_token
 from megatron_r3.replay.routes import Origin, RoutesError, check_ids
-
-_PIECE = 1 << 24  # bytes of an unknown tensor that are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -91,36 +95,27 @@ def verify_shard(shard: Shard, thorough: bool = True) -> None:
     """Read everything; check all sums and values, and that each row has distinct ids in range.
 
     Args:
-        thorough: whether what training does not need is compared too: the load of the experts is
-            counted from the routes, and the sums of parts of rollouts are made anew.
+        thorough: whether what training compares as it reads is compared here too: the load of the
+            experts with the routes, and the sums of parts of rollouts. A sum of a whole tensor
+            costs a tenth of the sums of its parts.
 
     Raises:
         ValueError: naming the file, and for a wrong value or id the rollout, layer and token.
     """
-    # All tensors but those with sums by rollout: another process may have been the one that looked
-    # at the shard. `routes` follow layer by layer, and the sum of the load is compared where the
-    # load is read. Version 2 has no sums by rollout.
-    per_token = {name: shard.tensors[name] for name in PER_TOKEN}
-    whole = shard.header.entries.keys() - {*PER_TOKEN, "routes", EXPERT_LOAD}
-    if not shard.has_blocks:
-        whole |= {*PER_TOKEN}
-    for name in sorted(whole):
-        if _crc32_of(shard, name) != shard.header.crc32[name]:
-            raise shard.file.damaged(f"checksum of {name!r}")
-    check_values(shard, range(shard.num_rollouts), per_token)
+    for name in IN_MEMORY:  # another process may have been the one that looked at the shard
+        shard.read_tensor(name)
+    per_token = {name: shard.read_tensor(name) for name in PER_TOKEN}
+    sums_PC = shard.read_tensor(TOKEN_SUMS)
+    for name, tensor in per_token.items() if thorough else ():
+        shard.sums.compare_whole(name, tensor, sums_PC)
+    check_values(shard, range(shard.num_rollouts), per_token)  # compares kept sets, too
     recorded = int(per_token["recorded"].sum())
-    if recorded != shard.known.recorded_rows:
+    if recorded != shard.recorded_rows:
         raise StoreError(
-            f"{shard.path}: recorded_rows is {shard.known.recorded_rows}; {recorded} rows have "
+            f"{shard.path}: recorded_rows is {shard.recorded_rows}; {recorded} rows have "
             "routes: write the shard again"
         )
-    parts = shard.all_parts() if thorough else None
-    _verify_routes(shard, per_token["recorded"].astype(bool), thorough, parts)
-    if parts is not None:
-        for name, tensor in per_token.items():
-            parts.compare(name, 0, tensor[:, None])
-    shard.sums.forget()
-    shard.after_read()
+    _verify_routes(shard, per_token["recorded"].astype(bool), thorough)
 
 
 def check_tokens(
@@ -139,12 +134,21 @@ def check_tokens(
         StoreError: naming the file, the rollout and the token.
     """
     rollouts = range(shard.num_rollouts) if rollouts is None else rollouts
-    tokens = shard.tensors["tokens"] if tokens is None else tokens
+    tokens = shard.read_tensor("tokens") if tokens is None else tokens
     if wrong := wrong_token(tokens, vocab_size):
         first = int(shard.token_start_M[rollouts.start])
         rollout, token = shard.locate_token(first + wrong[0])
         raise StoreError(f"{shard.path}: rollout {rollout}: token {token} {wrong[1]}")
-    shard.extras.check_kept_ids(rollouts, vocab_size)
+    for rollout in rollouts if shard.kept_start_M[-1] else ():
+        if (kept := shard.kept(rollout)) is None:
+            continue
+        place = int(kept.ids_V.argmax())
+        if kept.ids_V[place] >= vocab_size:
+            token = int(np.searchsorted(kept.offsets, place, side="right")) - 1
+            raise StoreError(
+                f"{shard.path}: rollout {rollout}: token {token}: its kept set has id "
+                f"{kept.ids_V[place]}; the vocabulary has ids 0 to {vocab_size - 1}"
+            )
 
 
 def refuse_missing(shard: Shard, rollouts: range, recorded: np.ndarray) -> None:
@@ -165,30 +169,29 @@ def refuse_missing(shard: Shard, rollouts: range, recorded: np.ndarray) -> None:
         )
 
 
-def _verify_routes(
-    shard: Shard, recorded_T: np.ndarray, thorough: bool, parts: AllParts | None
-) -> None:
-    load_MLE, crc32 = shard.load.read(), 0
-    wrong_layer: int | None = None
-    for layer in range(len(shard.info.moe_layers)):
-        ids_LTK = shard.read_routes_whole(layer)
-        crc32 = crc32 if shard.has_blocks else zlib_ng.crc32(ids_LTK.data, crc32)
+def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None:
+    load_MLE, crc32, sums_PL = shard.expert_load(), 0, shard.read_tensor(ROUTE_SUMS)
+    layers, wrong_layer = range(len(shard.info.moe_layers)), None
+    for layer in layers:
+        ids_LTK = shard.read_layer(layer)
+        crc32 = zlib_ng.crc32(ids_LTK.data, crc32)
+        if thorough:
+            shard.sums.compare_whole("routes", ids_LTK[0], sums_PL, layer)
         try:
             check_ids(ids_LTK, shard.info.num_experts, recorded_T)
         except RoutesError:
             wrong_layer = layer if wrong_layer is None else wrong_layer
             continue
-        if parts is not None:
-            parts.compare("routes", layer, ids_LTK[0])
-        if thorough and load_MLE is not None:
-            counted_ME = shard.load.of_layer(layer, ids_LTK[0], recorded_T)
-            shard.load.compare(layer, load_MLE[:, layer], counted_ME)
+        if thorough:
+            _compare_load(shard, layer, load_MLE[:, layer], ids_LTK[0], recorded_T)
     # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
-    if not shard.has_blocks and crc32 != shard.header.crc32["routes"]:
+    if crc32 != shard.header.crc32["routes"]:
+        for layer in layers:  # the parts say where
+            shard.sums.compare_whole("routes", shard.read_layer(layer)[0], sums_PL, layer)
         raise shard.file.damaged("checksum of 'routes'")
     if wrong_layer is None:
         return
-    ids_LTK = shard.read_routes_whole(wrong_layer)
+    ids_LTK = shard.read_layer(wrong_layer)
     for rollout, (begin, end) in enumerate(pairwise(shard.row_start_M.tolist())):
         check_ids(  # the same error again, with the rollout and the token inside it
             ids_LTK[:, begin:end],
@@ -199,16 +202,21 @@ def _verify_routes(
         )
 
 
-def _crc32_of(shard: Shard, name: str) -> int:
-    """The checksum of a tensor of any type, with little of it in memory."""
-    entry = shard.header.entries[name]
-    crc32 = 0
-    for begin in range(entry.begin, entry.end, _PIECE):
-        piece = np.empty(min(_PIECE, entry.end - begin), np.uint8)
-        shard.file.read(piece, begin)
-        crc32 = zlib_ng.crc32(piece.data, crc32)
-    shard.after_read()
-    return crc32
+def _compare_load(
+    shard: Shard, layer: int, stored_ME: np.ndarray, ids_TK: np.ndarray, recorded_T: np.ndarray
+) -> None:
+    """Refuse a shard whose load of a layer is not what its routes have."""
+    for rollout, (begin, end) in enumerate(pairwise(shard.row_start_M.tolist())):
+        where = f"{shard.path}: rollout {rollout}: MoE layer {layer}"
+        counted_E = count_rows(
+            ids_TK[begin:end], recorded_T[begin:end], shard.info.num_experts, where
+        )
+        for expert in np.flatnonzero(stored_ME[rollout] != counted_E)[:1].tolist():
+            raise StoreError(
+                f"{shard.path}: rollout {rollout}: {EXPERT_LOAD} says that "
+                f"{stored_ME[rollout, expert]} rows take expert {expert} in MoE layer {layer}; its "
+                f"routes say {counted_E[expert]}: write the shard again"
+            )
 
 
 def check_values(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarray]) -> None:
@@ -254,7 +262,28 @@ def check_values(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarr
             f"{shard.path}: rollout {wrong_rollout}: its `turns` and its `response` name different "
             "tokens"
         )
-    shard.extras.check(rollouts, per_token, vocab_size)
+    _check_extras(shard, rollouts, per_token)
+
+
+def _check_extras(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarray]) -> None:
+    """Refuse kept sets and version spans that no rollout can have."""
+    if not shard.kept_start_M[-1] and not len(shard.tensors["versions"]):
+        return
+    begin = int(shard.token_start_M[rollouts.start])
+    for rollout in rollouts:
+        first, end = (shard.token_start_M[rollout : rollout + 2] - begin).tolist()
+        tokens_N, response_N, logprobs_N = (
+            per_token[name][first:end] for name in ("tokens", "response", "logprobs")
+        )
+        sampled_N = response_N.astype(bool)
+        wrong, versions_C2, kept = None, shard.versions_C2(rollout), shard.kept(rollout)
+        if versions_C2 is not None:
+            version = int(shard.tensors["policy_version"][rollout])
+            wrong = wrong_versions(versions_C2, sampled_N, version)
+        if wrong is None and kept is not None:
+            wrong = kept.wrong(tokens_N, sampled_N, logprobs_N, shard.info.vocab_size)
+        if wrong is not None:
+            raise StoreError(f"{shard.path}: rollout {rollout}: {wrong}")
 
 
 def _turns_fit(shard: Shard, rollouts: range, response: np.ndarray) -> bool:
@@ -262,7 +291,7 @@ def _turns_fit(shard: Shard, rollouts: range, response: np.ndarray) -> bool:
     start_M = shard.token_start_M[rollouts.start : rollouts.stop + 1]
     start_M = start_M - start_M[0]
     num_turns = shard.tensors["num_turns"][rollouts.start : rollouts.stop]
-    first, last = shard.turn_start_M[[rollouts.start, rollouts.stop]].tolist()
+    first, last = shard.pair_start_M["turns"][[rollouts.start, rollouts.stop]].tolist()
     starts_U = np.repeat(start_M[:-1], num_turns)
     ends_U = np.repeat(start_M[1:], num_turns)
     turns_U2 = shard.tensors["turns"][2 * first : 2 * last].reshape(-1, 2) + starts_U[:, None]

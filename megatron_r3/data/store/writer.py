@@ -17,9 +17,9 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,25 +31,22 @@ from megatron_r3.data.rollout import Rollout, RolloutError
 from megatron_r3.data.store.expert_load import load_tensor
 from megatron_r3.data.store.files import shard_name, shards_in_order
 from megatron_r3.data.store.header import (
+    DTYPE_NAMES,
     EXPERT_LOAD,
-    OPTIONAL,
-    PART_CRC32,
-    PER_TOKEN,
+    KEPT_SUMS,
+    ROUTE_SUMS,
+    TOKEN_SUMS,
     check_logprobs_of,
-    num_parts,
+    mask_of,
 )
 from megatron_r3.data.store.link import give_name
-from megatron_r3.data.store.part_sums import part_sums
+from megatron_r3.data.store.part_sums import part_bounds, sums_of
 from megatron_r3.data.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreInfo
 
 _LARGEST_NUMBER = 10**9 - 1  # of a shard: nine digits, the most that its name can have
 _LARGEST_CRC32 = 2**32 - 1
 _COMPACT = (",", ":")  # JSON without spaces: every rank that opens a shard reads its header
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")  # that one writev takes; 1024 on Linux
-_SAFETENSORS_NAMES = {
-    **{"int64": "I64", "int32": "I32", "uint32": "U32", "uint16": "U16", "uint8": "U8"},
-    "float32": "F32",
-}
 
 
 def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -> Path:
@@ -71,13 +68,14 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
         descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".shard-", suffix=".tmp")
         try:
             with open(descriptor, "wb", buffering=0) as file:
-                tensors = _tensors(rollouts)
+                crc32: dict[str, int] = {}
+                tensors = _tensors(rollouts, crc32)
                 recorded = sum(int(r.routes.recorded_T.sum()) for r in rollouts)
                 metadata = partial(_metadata, info, recorded)
                 # the longest texts that the header can come to have
                 longest = metadata(dict.fromkeys(tensors, _LARGEST_CRC32), _LARGEST_NUMBER)
                 longest["crc32"] = str(_LARGEST_CRC32)
-                written = write_tensors(file, tensors, longest)
+                written = write_tensors(file, tensors, longest, crc32)
                 os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
                 return _link_next(directory, temporary, number, metadata, written)
         finally:
@@ -143,12 +141,9 @@ def _metadata(
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "number": number,
-            "info": info.stored,
+            "info": asdict(info),
             "recorded_rows": recorded_rows,
             "crc32": dict(crc32),
-            "must_know": [
-                name for together in OPTIONAL.values() for name in together if name in crc32
-            ],
         },
         sort_keys=True,
         separators=_COMPACT,
@@ -156,82 +151,78 @@ def _metadata(
     return {"megatron_r3": body, "crc32": str(zlib.crc32(body.encode()))}
 
 
-def _tensors(rollouts: Sequence[Rollout]) -> dict[str, Streamed]:
+def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str, Streamed]:
     """A shard's tensors in the order in which they are written.
 
-    `block_crc32` comes behind the routes, whose sums are known when they have been written, and
-    `part_crc32` behind `block_crc32`, whose own sum is in it.
+    The tables of sums come last: the sums of the routes are worked out as the routes are written,
+    and all sums are combined with a number that is made of the checksums of everything else.
+
+    Args:
+        crc32: of the tensors, filled in as they are written.
     """
-    per_rollout: dict[str, np.ndarray] = {
+    routes, lengths = rollouts[0].routes, [len(r.tokens_N) for r in rollouts]
+    no_spans_C2 = np.zeros((0, 2), np.int64)
+    spans = [no_spans_C2 if r.versions_C2 is None else r.versions_C2 for r in rollouts]
+    given = [np.nan if r.advantage is None else r.advantage for r in rollouts]
+    kept = [r.kept or KeptSets.from_lists([[]] * len(r.tokens_N)) for r in rollouts]
+    tensors: dict[str, np.ndarray] = {
         "turns": np.concatenate([r.spans_U2 for r in rollouts]).reshape(-1),
-        "num_tokens": np.array([len(r.tokens_N) for r in rollouts], np.int64),
+        "versions": np.concatenate(spans).reshape(-1),
+        "num_tokens": np.array(lengths, np.int64),
         "num_turns": np.array([len(r.spans_U2) for r in rollouts], np.int64),
+        "num_versions": np.array([len(versions_C2) for versions_C2 in spans], np.int64),
+        "num_kept": np.array([len(k.ids_V) for k in kept], np.int64),
         "reward": np.array([r.reward for r in rollouts], np.float32),
+        "advantage": np.array(given, np.float32),
         "group": np.array([r.group for r in rollouts], np.int64),
         "sample": np.array([r.sample for r in rollouts], np.int64),
         "policy_version": np.array([r.policy_version for r in rollouts], np.int64),
         "prompt_digest": np.array([r.prompt_digest for r in rollouts], np.int64),
+        EXPERT_LOAD: load_tensor([r.routes for r in rollouts]),
     }
-    per_rollout |= _optional_tensors(rollouts)
-    per_rollout[EXPERT_LOAD] = load_tensor([r.routes for r in rollouts])
     per_token: dict[str, np.ndarray] = {
         "tokens": np.concatenate([r.tokens_N for r in rollouts]).astype(np.int32),
         "response": np.concatenate([r.response_N for r in rollouts]).astype(np.uint8),
         "logprobs": np.concatenate([r.logprobs_N for r in rollouts]).astype(np.float32),
         "recorded": np.concatenate([r.routes.recorded_T for r in rollouts]).astype(np.uint8),
     }
-    routes = rollouts[0].routes
-    num_layers, num_rows = routes.num_layers, len(per_token["recorded"])
-    sums = np.zeros((len(rollouts), num_layers + len(PER_TOKEN)), np.uint32)
-    for column, name in enumerate(PER_TOKEN, num_layers):
-        ends = np.cumsum(per_rollout["num_tokens"] - (name == "recorded"))  # N - 1 rows
-        slices = pairwise([0, *ends.tolist()])
-        sums[:, column] = [zlib_ng.crc32(per_token[name][begin:end].data) for begin, end in slices]
-    shape = (num_layers, num_rows, routes.topk)
-    layers, parts = _layers(rollouts, sums), int(num_parts(per_rollout["num_tokens"]).sum())
+    tokens, rows = part_bounds(lengths), part_bounds(lengths, of_rows=True)
+    sums = [sums_of(t, rows if n == "recorded" else tokens) for n, t in per_token.items()]
+    tables = {TOKEN_SUMS: np.array(sums, np.uint32).T}
+    if any(r.kept is not None for r in rollouts):
+        whole = KeptSets.joined(kept)
+        per_token |= {"kept_sizes": whole.sizes_N, "kept_ids": whole.ids_V}
+        offsets = whole.offsets.tolist()
+        ids = sums_of(whole.ids_V, [(offsets[begin], offsets[end]) for begin, end in tokens])
+        tables[KEPT_SUMS] = np.array([sums_of(whole.sizes_N, tokens), ids], np.uint32).T
+    tables[ROUTE_SUMS] = np.zeros((len(tokens), routes.num_layers), np.uint32)
+    shape = (routes.num_layers, len(per_token["recorded"]), routes.topk)
+    layers = _layers(rollouts, tables[ROUTE_SUMS])
     return {
-        **{n: Streamed(t.dtype, t.shape, [[t]]) for n, t in per_rollout.items()},
-        **{n: Streamed(t.dtype, t.shape, [[t]], summed=False) for n, t in per_token.items()},
-        "routes": Streamed(routes.ids_LTK.dtype, shape, layers, summed=False),
-        "block_crc32": Streamed(sums.dtype, sums.shape, [[sums]]),
-        PART_CRC32: Streamed(
-            sums.dtype, (parts * sums.shape[1],), part_sums(rollouts, per_token, sums)
-        ),
+        **{n: Streamed(t.dtype, t.shape, [[t]]) for n, t in (tensors | per_token).items()},
+        "routes": Streamed(routes.ids_LTK.dtype, shape, layers),
+        **{n: Streamed(t.dtype, t.shape, _masked(t, crc32)) for n, t in tables.items()},
     }
 
 
-def _optional_tensors(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """What only some rollouts have; a tensor that no rollout needs is left out."""
-    tensors: dict[str, np.ndarray] = {}
-    if any(r.kept is not None for r in rollouts):
-        # a rollout without sets: all of its tokens have an empty one
-        kept = [r.kept or KeptSets.from_lists([[]] * len(r.tokens_N)) for r in rollouts]
-        sums = [[zlib_ng.crc32(k.sizes_N.data), zlib_ng.crc32(k.ids_V.data)] for k in kept]
-        tensors["num_kept"] = np.array([len(k.ids_V) for k in kept], np.int64)
-        tensors["kept_sizes"] = np.concatenate([k.sizes_N for k in kept])
-        tensors["kept_ids"] = np.concatenate([k.ids_V for k in kept])
-        tensors["kept_crc32"] = np.array(sums, np.uint32)
-    if any(r.versions_C2 is not None for r in rollouts):
-        empty_C2 = np.zeros((0, 2), np.int64)
-        spans = [empty_C2 if r.versions_C2 is None else r.versions_C2 for r in rollouts]
-        tensors["num_versions"] = np.array([len(versions_C2) for versions_C2 in spans], np.int64)
-        tensors["versions"] = np.concatenate(spans).reshape(-1)
-    if any(r.advantage is not None for r in rollouts):
-        given = [np.nan if r.advantage is None else r.advantage for r in rollouts]
-        tensors["advantage"] = np.array(given, np.float32)
-    return tensors
-
-
-def _layers(rollouts: Sequence[Rollout], sums: np.ndarray) -> Iterator[list[np.ndarray]]:
+def _layers(rollouts: Sequence[Rollout], sums_PL: np.ndarray) -> Iterator[list[np.ndarray]]:
     """The routes of all rollouts, one layer at a time, as views of the rollouts' own arrays.
 
     Args:
-        sums: `[M, L + 4]`, whose column of a layer is filled in when that layer is asked for.
+        sums_PL: the sums of the parts; the column of a layer is filled in when that layer is asked
+            for.
     """
+    bounds = [part_bounds([len(rollout.tokens_N)], of_rows=True) for rollout in rollouts]
     for layer in range(rollouts[0].routes.num_layers):
         pieces = [rollout.routes.ids_LTK[layer] for rollout in rollouts]
-        sums[:, layer] = [zlib_ng.crc32(piece.data) for piece in pieces]
+        sums = [sums_of(piece, parts) for piece, parts in zip(pieces, bounds, strict=True)]
+        sums_PL[:, layer] = [*chain.from_iterable(sums)]
         yield pieces
+
+
+def _masked(sums: np.ndarray, crc32: Mapping[str, int]) -> Iterator[list[np.ndarray]]:
+    """A table of sums as it is stored; asked for when all other tensors have been written."""
+    yield [np.ascontiguousarray(sums) ^ np.uint32(mask_of(crc32))]
 
 
 @dataclass(frozen=True)
@@ -241,18 +232,11 @@ class Streamed:
     Attributes:
         parts: lists of contiguous arrays whose bytes follow each other. The arrays of one list are
             written at once. A list is asked for when everything before it is written.
-        summed: whether the header needs the CRC-32 of the whole tensor.
     """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     parts: Iterable[list[np.ndarray]]
-    summed: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -262,7 +246,7 @@ class Written:
     Attributes:
         entries: the type, shape and place of each tensor, as the header has them.
         header_bytes: the space that was kept free for the header.
-        crc32: of each tensor that asked for its sum.
+        crc32: of each tensor.
     """
 
     file: BinaryIO
@@ -281,7 +265,10 @@ class Written:
 
 
 def write_tensors(
-    file: BinaryIO, tensors: Mapping[str, Streamed], longest: Mapping[str, str]
+    file: BinaryIO,
+    tensors: Mapping[str, Streamed],
+    longest: Mapping[str, str],
+    crc32: dict[str, int],
 ) -> Written:
     """Write all tensors; `Written.write_header` then completes the file.
 
@@ -292,30 +279,28 @@ def write_tensors(
     Args:
         file: unbuffered, empty, open for writing.
         longest: the header's texts, each as long as it can become.
+        crc32: filled in with the CRC-32 of each tensor that is written.
     """
     entries: dict[str, Any] = {}
     data_bytes = 0
     for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
-        tensor = tensors[name]
-        begin, data_bytes = data_bytes, data_bytes + tensor.nbytes
-        dtype = _SAFETENSORS_NAMES[str(tensor.dtype)]
-        entries[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, data_bytes]}
+        dtype, shape = tensors[name].dtype, tensors[name].shape
+        begin, data_bytes = data_bytes, data_bytes + math.prod(shape) * dtype.itemsize
+        places = [begin, data_bytes]
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": places}
     header_bytes = -(-len(_header(longest, entries)) // 8) * 8  # a multiple of 8, for alignment
     data = 8 + header_bytes  # where the tensors' bytes begin
     os.posix_fallocate(file.fileno(), 0, data + data_bytes)  # a full disk is an error here, early
-    crc32 = {}
     for name, tensor in tensors.items():
         begin, end = entries[name]["data_offsets"]
         file.seek(data + begin)
         total = 0
         for arrays in tensor.parts:
-            if tensor.summed:
-                for array in arrays:
-                    total = zlib_ng.crc32(array.data, total)
+            for array in arrays:
+                total = zlib_ng.crc32(array.data, total)
             _write_all(file, arrays)
         assert file.tell() == data + end, f"{name} has other bytes than its shape says"
-        if tensor.summed:
-            crc32[name] = total
+        crc32[name] = total
     return Written(file, entries, header_bytes, crc32)
 
 

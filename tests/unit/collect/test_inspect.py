@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from safetensors.torch import save_file as save_torch
-from stored import INFO, block_sums, make_rollout, metadata_of, part_sums
+from stored import INFO, make_rollout, rewrite
 
 from megatron_r3.cli import main
 from megatron_r3.collect.inspect import inspect_store, text_of
@@ -230,10 +230,7 @@ def test_verify_names_what_is_wrong(store, model, capsys):
     info = RolloutStore([store]).info
     routes = tensors["routes"].copy()
     routes[1, 3 + 2, 0] = 99
-    changed = {**tensors, "routes": routes}
-    changed["block_crc32"] = block_sums(changed)
-    changed["part_crc32"] = part_sums(changed)
-    save_file(changed, path, metadata_of(info, changed, number=1))
+    rewrite(path, routes=routes)
     error = refused(capsys, store)
     assert f"{path}: rollout 1: " in error
     assert "at MoE layer 1, token 2" in error

@@ -12,7 +12,7 @@ from stored import INFO, OTHER, files_open, make_rollout
 
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.store import RolloutStore, SamplingSettings, write_shard
-from megatron_r3.data.store.index import Index, KnownShards
+from megatron_r3.data.store.index import Index
 
 CUT = replace(INFO, sampling=SamplingSettings(0.7, 0.9, 0, 0.0, 16, "processed"))
 # of two policies, the second of which comes back; with kept sets, versions and advantages or not
@@ -72,8 +72,8 @@ def assert_same_index(got, wanted):
     assert (got.names(), got.identities()) == (wanted.names(), wanted.identities())
     assert got.identities(2) == wanted.identities()[:2]
     assert got.has_namesakes() == wanted.has_namesakes()
-    assert np.array_equal(got.first_rollout(), wanted.first_rollout())
-    assert np.array_equal(got.first_row(), wanted.first_row())
+    assert np.array_equal(got.first_rollout, wanted.first_rollout)
+    assert np.array_equal(got.first_row, wanted.first_row)
 
 
 def test_an_index_says_what_its_shards_say(directories):
@@ -85,12 +85,12 @@ def test_an_index_says_what_its_shards_say(directories):
     assert [index.infos[place] for place in index.table["info"]] == [s.info for s in shards]
     assert index.table["folder"].tolist() == [0, 0, 0, 1, 1]
     assert index.table["rollouts"].tolist() == [2, 3, 4, 2, 3]
-    assert index.table["recorded_rows"].sum() == index.first_row()[-1] == store.row_ids(13)[-1] + 1
+    assert index.table["recorded_rows"].sum() == index.first_row[-1] == store.row_ids(13)[-1] + 1
     for name in ("reward", "group", "sample", "policy_version", "num_tokens", "prompt_digest"):
         wanted = np.concatenate([shard.tensors[name] for shard in shards])
         assert np.array_equal(index.columns[name], wanted)
         assert np.array_equal(store.column(name), wanted)
-    wanted = np.concatenate([shard.extras.newest_version_M for shard in shards])
+    wanted = np.concatenate([shard.newest_version_M for shard in shards])
     assert np.array_equal(store.newest_versions(), wanted)
     assert {7, 9} == {*wanted.tolist()}
     # a group is one of its directory and policy version
@@ -139,7 +139,7 @@ def assert_same_store(got, wanted):
             assert one.kept.ids_V.tolist() == other.kept.ids_V.tolist()
     for mine, other in zip(got.shards, wanted.shards, strict=True):
         assert (mine.path, mine.identity, mine.info) == (other.path, other.identity, other.info)
-        assert mine.known.recorded_rows == other.known.recorded_rows
+        assert mine.recorded_rows == other.recorded_rows
 
 
 @pytest.mark.parametrize("cuts", [[], [2], [1, 3, 4]])
@@ -155,13 +155,13 @@ def test_a_store_that_is_told_is_the_store_that_was_looked_at(directories, cuts)
 def test_shards_that_come_behind_keep_those_that_are_there(directories):
     store = RolloutStore(directories, mixed_policies=True)
     shards = [*store.shards]
-    known = KnownShards(Index.of(directories, shards[:2]))
+    known = Index.of(directories, shards[:2])
     first = known[1]
-    longer = known.plus(Index.of(directories, shards[2:]), shards[2:])
+    longer = known.plus(Index.of(directories, shards[2:]))
     assert longer[1] is first
     assert longer[2:] == shards[2:]
     assert len(known) == 2
-    assert_same_index(longer.known, store.index)
+    assert_same_index(longer, store.index)
 
 
 def test_an_index_of_one_store_with_rollouts_of_one_name(tmp_path):

@@ -5,6 +5,7 @@ Each shard here is whole, with checksums that fit: only its meaning is wrong.
 Shape suffixes (docs/glossary.md): K, L, N, T.
 """
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ OTHERS = (0, 2, 3, 4)  # the rollouts without the fault, of both shards
 
 def trained_on(directory, checks, told=False):
     store = RolloutStore([directory])
-    store = RolloutStore.told(store.index) if told else store
+    store = RolloutStore.told(pickle.loads(pickle.dumps(store.index))) if told else store
     store.trained_on(checks)
     return store
 
@@ -30,46 +31,6 @@ def changed(path, name, place, value):
     tensor = load_file(path)[name]
     tensor[place] = value
     rewrite(path, **{name: tensor})
-
-
-SAMPLED = "rollout 1: its `turns` and its `response` name different tokens"
-TOKENS = [  # tensor, place and value, in rollout 1
-    ("logprobs", 8, np.nan, "rollout 1: token 3: its log-prob is nan, which is not finite"),
-    ("logprobs", 8, -9999, "rollout 1: token 3: its log-prob is -9999, which vLLM sends"),
-    ("logprobs", 13, 5, "rollout 1: token 8: its log-prob is 5: a probability above 1"),
-    ("logprobs", 6, -1, "rollout 1: token 1: its log-prob is -1; it was not sampled, so 0"),
-    ("tokens", 9, -7, "rollout 1: token 4 is id -7; the vocabulary has ids 0 to 2147483647"),
-    ("response", 5, 1, "rollout 1: its first token cannot be sampled"),
-    ("response", 8, 2, "rollout 1: response must be 0 or 1"),
-    ("recorded", 7, 2, "rollout 1: recorded must be 0 or 1"),
-    ("response", 8, 0, SAMPLED),
-    ("turns", 2, 3, SAMPLED),
-    ("turns", 3, 12, SAMPLED),
-]
-
-
-@pytest.mark.parametrize("told", [False, True])
-@pytest.mark.parametrize(("name", "place", "value", "message"), TOKENS)
-def test_wrong_values_of_a_token(store_dir, name, place, value, message, told):
-    path = store_dir / SHARD
-    changed(path, name, place, value)
-    if name == "response" and value == 0:  # a token that was not sampled has the log-prob 0
-        changed(path, "logprobs", place, 0)
-    store = trained_on(store_dir, ReadChecks(), told)
-    for rollout in OTHERS:
-        store.fields(rollout)
-        store.rollout(rollout)
-    for read in (store.fields, store.rollout):
-        with pytest.raises(StoreError) as refusal:
-            read(1)
-        assert str(refusal.value).startswith(f"{path}: {message}")
-    # control: it is what a verification of the whole shard refuses, and the check that refuses it
-    with pytest.raises(StoreError) as refusal:
-        verify_shard(store.shards[0])
-    assert str(refusal.value).startswith(f"{path}: {message}")
-    unchecked = trained_on(store_dir, None, told)
-    for rollout in (1, *OTHERS):
-        unchecked.fields(rollout)
 
 
 def of_vocabulary(directory, sampler):

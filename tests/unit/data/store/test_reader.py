@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from stored import INFO, OTHER, ROLLOUTS, make_rollout, opened, rewrite
+from safetensors.numpy import save_file
+from stored import INFO, OTHER, ROLLOUTS, make_rollout, opened
 
-from megatron_r3.data.store import RolloutStore, StoreError, write_shard
-from megatron_r3.replay.routes import RoutesError
+from megatron_r3.data.store import RolloutStore, SamplingSettings, StoreError, write_shard
 from megatron_r3.train.dataset import RolloutDataset
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
@@ -60,73 +59,6 @@ def test_uint16_above_256_experts(tmp_path):
     write_shard(tmp_path, info, [rollout])
     store = RolloutStore([tmp_path])
     assert np.array_equal(store.rollout(0).routes.ids_LTK, rollout.routes.ids_LTK)
-
-
-def test_every_flipped_bit_and_every_truncation_is_refused(store_dir):
-    path = store_dir / "shard-00001.safetensors"
-    whole = path.read_bytes()
-    rng = np.random.default_rng(0)
-    for position in sorted({0, 8, len(whole) - 1, *rng.integers(0, len(whole), 60).tolist()}):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << int(rng.integers(8))
-        path.write_bytes(damaged)
-        with pytest.raises(StoreError, match="shard-00001"):
-            opened(store_dir)
-    for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        with pytest.raises(StoreError, match="shard-00001"):
-            opened(store_dir)
-    path.write_bytes(whole)
-    assert len(opened(store_dir)) == 5
-
-
-def test_mutated_shards_are_the_same_or_refused(store_dir):
-    """Some of a shard's bytes changed, cut, repeated or moved: never other rollouts."""
-    path = store_dir / "shard-00001.safetensors"
-    whole, rng = path.read_bytes(), np.random.default_rng(1)
-    kept, errors = 0, []
-    for _ in range(1500):
-        data = bytearray(whole)
-        for _ in range(int(rng.integers(1, 4))):
-            at, size = int(rng.integers(len(data))), int(rng.integers(1, 40))
-            piece = data[int(rng.integers(len(data))) :][:size]
-            kind = rng.integers(4)
-            if kind == 0:
-                data[at : at + size] = rng.bytes(size)
-            elif kind == 1:
-                del data[at : at + size]
-            elif kind == 2:
-                data[at:at] = piece
-            else:
-                data[at : at + len(piece)] = piece
-        path.write_bytes(data)
-        try:
-            store = opened(store_dir)
-        except (StoreError, RoutesError) as error:
-            errors.append(str(error))
-            continue
-        kept += 1
-        for index in range(2, 5):
-            got, want = store.rollout(index), ROLLOUTS[index]
-            assert np.array_equal(got.tokens_N, want.tokens_N)
-            assert np.array_equal(got.routes.ids_LTK, want.routes.ids_LTK)
-    assert kept < 50, "hardly any mutation was noticed"
-    assert [e for e in errors if not e.startswith(f"{path}: ") or not e.isprintable()] == []
-
-
-def test_ids_out_of_range_and_twice_name_file_rollout_layer_token(store_dir):
-    path = store_dir / "shard-00000.safetensors"
-    routes = load_file(path)["routes"]
-    wrong = routes.copy()
-    wrong[1, 4 + 3, 0] = 16  # the second rollout's rows begin at 4
-    rewrite(path, routes=wrong)
-    with pytest.raises(ValueError, match=r"00000.*: rollout 1: .*0\.\.15 at MoE layer 1, token 3"):
-        opened(store_dir)
-    wrong = routes.copy()
-    wrong[2, 1, 0] = wrong[2, 1, 1]
-    rewrite(path, routes=wrong)
-    with pytest.raises(ValueError, match=r"rollout 0: .*twice.* at MoE layer 2, token 1"):
-        opened(store_dir)
 
 
 def test_a_store_named_twice(store_dir):
@@ -209,3 +141,19 @@ def test_no_layer_at_all_needs_no_routes(store_dir):
         ids_LTK, recorded_T = store.routes(rows, [])
         assert ids_LTK.shape == (0, len(rows), 4)
         assert recorded_T.all()
+
+
+def test_prompt_digests_and_settings_are_kept(tmp_path):
+    info = replace(
+        INFO,
+        policy_stamp="0011",
+        engine_policy="step 7",
+        vocab_size=64,
+        sampling=SamplingSettings(1.0, 1.0, 0, 0.0, 512),
+    )
+    rollouts = [replace(rollout, prompt_digest=2**62 + rollout.group) for rollout in ROLLOUTS]
+    write_shard(tmp_path / "s", info, rollouts)
+    store = opened(tmp_path / "s")
+    assert store.info == info
+    assert [store.rollout(i).prompt_digest for i in range(5)] == [r.prompt_digest for r in rollouts]
+    assert store.column("prompt_digest").tolist() == [r.prompt_digest for r in rollouts]
