@@ -3,7 +3,7 @@
 Routes are gigabytes, and what loads the ranks is a hundredth of that: a count for each rollout,
 layer and expert. Rows that the engine did not return are not counted.
 
-Shape suffixes (docs/glossary.md): E, K, L, M, T.
+Shape suffixes (docs/glossary.md): E, K, L, T.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ it open. The rows that the rank reads then fit the sums in the file, and both ar
 shard. Their mask is another one, so no sum fits the header that the rank has, and it need not ask
 the file system after each read whether the file was changed.
 
-Shape suffixes (docs/glossary.md): C, L, M, N, P, T.
+Shape suffixes (docs/glossary.md): L, M, N, T.
 """
 
 from __future__ import annotations
@@ -156,27 +156,27 @@ class PartSums:
         Args:
             sums: what was worked out, `[len(columns), parts]`, from the part `part` on.
         """
-        sums_CP = np.array(sums, np.uint32)
+        found = np.array(sums, np.uint32)
         first, entry = int(self.part_start_M[rollout]) + part, self.header.entries[table]
-        stored_PC: np.ndarray = np.empty((sums_CP.shape[1], entry.shape[1]), np.uint32)
-        self.file.read(stored_PC, entry.begin + 4 * first * entry.shape[1])
-        wrong_CP = sums_CP ^ np.uint32(self.header.mask) != stored_PC[:, columns].T
-        for index, place in np.argwhere(wrong_CP)[:1].tolist():
+        stored: np.ndarray = np.empty((found.shape[1], entry.shape[1]), np.uint32)
+        self.file.read(stored, entry.begin + 4 * first * entry.shape[1])
+        wrong = found ^ np.uint32(self.header.mask) != stored[:, columns].T
+        for index, place in np.argwhere(wrong)[:1].tolist():
             raise self._damaged(table, columns[index], rollout, part + place)
 
     def compare_whole(
-        self, name: str, tensor: np.ndarray, stored_PC: np.ndarray, layer: int = 0
+        self, name: str, tensor: np.ndarray, stored: np.ndarray, layer: int = 0
     ) -> None:
         """Compare all parts of a layer of `routes`, or of one of the tensors PER_TOKEN.
 
         Args:
             tensor: the whole of it; of the routes `[T, K]`.
-            stored_PC: the table with its sums.
+            stored: the table with its sums.
         """
         table, column = _place(name, layer)
         bounds = part_bounds(self.num_tokens_M.tolist(), of_rows=name in ("routes", "recorded"))
-        sums_P = np.array(sums_of(tensor, bounds), np.uint32) ^ np.uint32(self.header.mask)
-        for part in np.flatnonzero(sums_P != stored_PC[:, column])[:1].tolist():
+        found = np.array(sums_of(tensor, bounds), np.uint32) ^ np.uint32(self.header.mask)
+        for part in np.flatnonzero(found != stored[:, column])[:1].tolist():
             raise self._damaged(table, column, *locate(self.part_start_M, part))
 
     def _damaged(self, table: str, column: int, rollout: int, part: int) -> StoreError:

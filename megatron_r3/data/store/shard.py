@@ -6,7 +6,7 @@ stay in the open file; whatever is read of them is compared with its checksums.
 One process looks at a store and tells the others what it found (`index.py`). These open a shard
 only where they read rows of it, and then they compare its header with what they were told.
 
-Shape suffixes (docs/glossary.md): C, E, K, L, M, N, P, T, U.
+Shape suffixes (docs/glossary.md): C, E, K, L, M, N, T, V.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether what a shard holds can be trained on: the whole of it, or what was just read.
 
-Shape suffixes (docs/glossary.md): E, K, L, M, T, U.
+Shape suffixes (docs/glossary.md): C, E, K, L, M, N, T, U, V.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def verify_shard(shard: Shard, thorough: bool = True) -> None:
     for name in IN_MEMORY:  # another process may have been the one that looked at the shard
         shard.read_tensor(name)
     per_token = {name: shard.read_tensor(name) for name in PER_TOKEN}
-    sums_PC = shard.read_tensor(TOKEN_SUMS)
+    token_sums = shard.read_tensor(TOKEN_SUMS)
     for name, tensor in per_token.items() if thorough else ():
-        shard.sums.compare_whole(name, tensor, sums_PC)
+        shard.sums.compare_whole(name, tensor, token_sums)
     check_values(shard, range(shard.num_rollouts), per_token)  # compares kept sets, too
     recorded = int(per_token["recorded"].sum())
     if recorded != shard.recorded_rows:
@@ -170,13 +170,13 @@ def refuse_missing(shard: Shard, rollouts: range, recorded: np.ndarray) -> None:
 
 
 def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None:
-    load_MLE, crc32, sums_PL = shard.expert_load(), 0, shard.read_tensor(ROUTE_SUMS)
+    load_MLE, crc32, route_sums = shard.expert_load(), 0, shard.read_tensor(ROUTE_SUMS)
     layers, wrong_layer = range(len(shard.info.moe_layers)), None
     for layer in layers:
         ids_LTK = shard.read_layer(layer)
         crc32 = zlib_ng.crc32(ids_LTK.data, crc32)
         if thorough:
-            shard.sums.compare_whole("routes", ids_LTK[0], sums_PL, layer)
+            shard.sums.compare_whole("routes", ids_LTK[0], route_sums, layer)
         try:
             check_ids(ids_LTK, shard.info.num_experts, recorded_T)
         except RoutesError:
@@ -187,7 +187,7 @@ def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None
     # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
     if crc32 != shard.header.crc32["routes"]:
         for layer in layers:  # the parts say where
-            shard.sums.compare_whole("routes", shard.read_layer(layer)[0], sums_PL, layer)
+            shard.sums.compare_whole("routes", shard.read_layer(layer)[0], route_sums, layer)
         raise shard.file.damaged("checksum of 'routes'")
     if wrong_layer is None:
         return

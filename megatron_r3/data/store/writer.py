@@ -205,18 +205,18 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
     }
 
 
-def _layers(rollouts: Sequence[Rollout], sums_PL: np.ndarray) -> Iterator[list[np.ndarray]]:
+def _layers(rollouts: Sequence[Rollout], table: np.ndarray) -> Iterator[list[np.ndarray]]:
     """The routes of all rollouts, one layer at a time, as views of the rollouts' own arrays.
 
     Args:
-        sums_PL: the sums of the parts; the column of a layer is filled in when that layer is asked
+        table: the sums of the parts; the column of a layer is filled in when that layer is asked
             for.
     """
     bounds = [part_bounds([len(rollout.tokens_N)], of_rows=True) for rollout in rollouts]
     for layer in range(rollouts[0].routes.num_layers):
         pieces = [rollout.routes.ids_LTK[layer] for rollout in rollouts]
         sums = [sums_of(piece, parts) for piece, parts in zip(pieces, bounds, strict=True)]
-        sums_PL[:, layer] = [*chain.from_iterable(sums)]
+        table[:, layer] = [*chain.from_iterable(sums)]
         yield pieces
 
 

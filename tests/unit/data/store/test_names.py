@@ -65,22 +65,6 @@ def test_a_shard_that_is_missing(store_dir):
     assert refusal(store_dir).startswith(f"{store_dir / FIRST}: is missing, though shard-00002")
 
 
-def test_shards_that_were_copied_renamed_or_swapped(store_dir):
-    shutil.copy(store_dir / FIRST, store_dir / "shard-00002.safetensors")
-    assert refusal(store_dir) == (
-        f"{store_dir / 'shard-00002.safetensors'}: says that it is shard 0; was it renamed or "
-        "copied? Give it back the name shard-00000.safetensors, or remove the copy"
-    )
-    (store_dir / "shard-00002.safetensors").unlink()
-    (store_dir / FIRST).rename(store_dir / "x")
-    (store_dir / SECOND).rename(store_dir / FIRST)
-    (store_dir / "x").rename(store_dir / SECOND)
-    assert refusal(store_dir).startswith(f"{store_dir / FIRST}: says that it is shard 1; was it")
-    (store_dir / FIRST).unlink()
-    (store_dir / SECOND).rename(store_dir / FIRST)
-    assert len(opened(store_dir)) == 2
-
-
 def test_a_directory_that_was_copied(store_dir, tmp_path):
     shutil.copytree(store_dir, tmp_path / "copy")
     assert refusal(store_dir, tmp_path / "copy") == (

@@ -2,8 +2,6 @@
 
 What can be wrong is one list, tests/support/wrongs.py. Here a store is wrong before it is opened,
 and becomes wrong while it is open.
-
-Shape suffixes (docs/glossary.md): K, L, N, T.
 """
 
 import shutil
