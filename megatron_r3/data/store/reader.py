@@ -4,7 +4,7 @@ A row id counts the rows of all shards in the order of their numbers, so one int
 token of which rollout it is. Example: shard 0 has rollouts of 5 and 9 tokens, so 4 + 8 rows, and
 the row ids 0 to 11; row id 5 is row 1 of rollout 1, and the first row of shard 1 has row id 12.
 
-Shape suffixes (docs/glossary.md): C, K, L, M, N, T.
+Shape suffixes (docs/glossary.md): C, K, L, M, N, T, U.
 """
 
 from __future__ import annotations
@@ -195,19 +195,19 @@ class RolloutStore:
             self.name(rollout),
         )
         return Rollout(
-            fields["tokens"],
-            fields["response"],
-            fields["logprobs"],
-            float(shard.tensors["reward"][index]),
-            int(shard.tensors["group"][index]),
-            int(shard.tensors["policy_version"][index]),
-            routes,
-            int(shard.tensors["sample"][index]),
-            shard.turns(index),
-            int(shard.tensors["prompt_digest"][index]),
-            shard.kept(index),
-            shard.versions_C2(index),
-            shard.advantage(index),
+            tokens_N=fields["tokens"],
+            response_N=fields["response"],
+            logprobs_N=fields["logprobs"],
+            reward=float(shard.tensors["reward"][index]),
+            group=int(shard.tensors["group"][index]),
+            policy_version=int(shard.tensors["policy_version"][index]),
+            routes=routes,
+            sample=int(shard.tensors["sample"][index]),
+            turns_U2=shard.turns(index),
+            prompt_digest=int(shard.tensors["prompt_digest"][index]),
+            kept=shard.kept(index),
+            versions_C2=shard.versions_C2(index),
+            advantage=shard.advantage(index),
         )
 
     def versions(self, rollout: int, response_N: np.ndarray | None = None) -> np.ndarray:

@@ -210,7 +210,7 @@ class Shard:
     @lazy
     def sums(self) -> PartSums:
         """The sums of parts of its rollouts; the file is opened by now."""
-        return PartSums(*self._open(), self.tensors["num_tokens"])
+        return PartSums(self.file, self.header, self.tensors["num_tokens"])
 
     @lazy
     def token_start_M(self) -> np.ndarray:
