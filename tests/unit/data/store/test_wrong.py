@@ -9,8 +9,10 @@ import shutil
 import numpy as np
 import pytest
 from wrongs import (
+    CUT,
     FIRST,
     IN_FILE,
+    RIGHT,
     TABLES,
     WAYS,
     WRONGS,
@@ -22,7 +24,7 @@ from wrongs import (
     verified,
 )
 
-from megatron_r3.data.store import StoreError
+from megatron_r3.data.store import StoreError, write_shard
 from megatron_r3.data.values import wrong_count
 
 
@@ -80,7 +82,7 @@ def test_a_file_that_loses_its_name_is_read_on_by_whoever_has_it_open(folder, tm
     opened, later = verified(folder), told(folder)
     (folder / FIRST).unlink()
     if change == "replaced":
-        shutil.copy(folder / "shard-00001.safetensors", folder / FIRST)
+        shutil.copy(write_shard(tmp_path / "other", CUT, RIGHT[3:]), folder / FIRST)
         with pytest.raises(StoreError, match="was changed or replaced since the first rank looked"):
             later.fields(0)
     assert refusals(opened, folder) == {}
