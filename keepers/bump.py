@@ -10,26 +10,30 @@ import json
 import os
 import re
 import shlex
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepers.clone import (
+    borrow,
+    committed_files,
+    dirty_files,
+    has_commit,
+    refuse_unfinished,
+    resolve,
+)
 from keepers.export import (
     MailFailed,
     am,
     am_stopped_at,
     commits_above,
     export_commits,
-    refuse_unfinished,
     write_series,
 )
-from megatron_r3.patching.apply import five_lines, upstream_commits
-from megatron_r3.patching.cleanroom import has_commit, read_git, resolve
-from megatron_r3.patching.git import PatchingError
-from megatron_r3.patching.repository import OwnRepository, PatchFailed, new_folder
+from megatron_r3.patching.fetch import new_folder
+from megatron_r3.patching.git import PatchingError, git, run_git
+from megatron_r3.patching.scratch import PatchFailed, scratch
 from megatron_r3.patching.series import Patch, Series, read_series
-from megatron_r3.patching.tree import dirty_files
 from megatron_r3.patching.versions import Line, Versions, parse_versions, read_versions
 
 # The note in the git directory of a bump's checkout, by which the next run recognises it.
@@ -104,7 +108,7 @@ def bump_line(
         refuse_unfinished(work)
         if not commits_above(work, job.commit):
             with suppress(MailFailed):  # git am is then in progress, which is explained below
-                am(OwnRepository(work), [patch.file for patch in series.patches])
+                am(work, [patch.file for patch in series.patches])
     if am_stopped_at(work):
         raise PatchingError(explain_stop(work, job, series, repo))
     exported = export_commits(work, job.commit, versions, job.line)
@@ -199,8 +203,6 @@ def open_workplace(work: Path, repo: Path, job: Job) -> None:
     """
     if work.exists() and (not work.is_dir() or any(work.iterdir())):
         note = work / ".git" / _NOTE
-        if work.stat().st_uid != os.geteuid():  # git runs there, with the configuration there
-            raise PatchingError(f"{work} belongs to another user: choose another --work")
         if not note.is_file() or note.read_text() != job.note:
             raise PatchingError(
                 f"{work} is something else than the checkout of this bump: choose another --work, "
@@ -208,18 +210,17 @@ def open_workplace(work: Path, repo: Path, job: Job) -> None:
             )
         return
     with new_folder(work) as folder:
-        # Not git clone: that runs a second git in `repo`, with the configuration of `repo`.
-        clone = OwnRepository.new(folder, borrow_from=repo)
+        borrow(repo, folder)
         for key, value in _CONFIG.items():
-            clone.git("config", key, value)
+            git(folder, "config", key, value)
         tags = ("for-each-ref", "--format=create %(refname) %(objectname)", "refs/tags/")
-        clone.git("update-ref", "--stdin", stdin=read_git(repo, *tags).stdout)
-        clone.check_out(job.commit)
+        git(folder, "update-ref", "--stdin", stdin=run_git(repo, *tags).stdout)
+        git(folder, "checkout", "--quiet", "--detach", job.commit)
         (folder / ".git" / _NOTE).write_text(job.note)
 
 
 def explain_stop(work: Path, job: Job, series: Series, repo: Path) -> str:
-    """The five lines about the patch that git am waits for in `work`.
+    """What a keeper reads about the patch that git am waits for in `work`.
 
     If the files of `work` are as committed, nobody has begun to resolve the patch. Then its hunks
     that fit are put into the files, and the other hunks beside them, as git apply --reject does.
@@ -236,15 +237,14 @@ def explain_stop(work: Path, job: Job, series: Series, repo: Path) -> str:
         reason = {path: f"{path}: it fits, but git am was interrupted"}
         failed = PatchFailed(number, patch, reason)
         following = f"cd {shlex.quote(str(work))}; git am, which goes on; then the same bump again"
-    commits = _commits(repo, job, failed.path)
-    return five_lines(failed, len(series.patches), commits, following)
+    commits = f"upstream commits: {_commits(repo, job, failed.path)}"
+    return failed.explain(len(series.patches), commits, f"next: {following}")
 
 
 def _try_patch(work: Path, number: int, patch: Patch) -> PatchFailed | None:
     """How the patch fails on what is committed in `work`; None where it fits."""
-    with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
-        ours = OwnRepository.new(Path(folder), borrow_from=work)
-        ours.git("read-tree", resolve(work, "HEAD"))
+    files = committed_files(work, "HEAD", [change.path for change in patch.changes])
+    with scratch(files) as ours:
         try:
             ours.apply(number, patch, patch.changes)
         except PatchFailed as failed:
@@ -264,13 +264,22 @@ def _commits(repo: Path, job: Job, path: str) -> str:
     return f"unknown: {repo} does not hold the base of {job.old.name}"
 
 
+def upstream_commits(repo: Path, base: tuple[str, str], path: str, head: str, most: int = 3) -> str:
+    """The newest commits of `repo` that touched `path` since `base`: a name and a commit."""
+    name, commit = base
+    command = ("log", "--oneline", "--no-decorate", "--no-color", f"{commit}..{head}", "--", path)
+    commits = git(repo, *command).splitlines()
+    shown = "; ".join(commits[:most]) or "none"
+    more = f" and {len(commits) - most} more" if len(commits) > most else ""
+    return f"{shown}{more} since {name}"
+
+
 def _reject(work: Path, series: Series, patch: Patch, failed: PatchFailed) -> None:
     """Put the hunks that fit into the files of `work`, and the others into PATH.rej beside them."""
     for path in series.blobs:  # what earlier patches left
         (work / f"{path}.rej").unlink(missing_ok=True)
-    repo = OwnRepository(work)
     diff = b"".join(change.diff for change in patch.changes)
-    repo.run("apply", "--reject", "-", stdin=diff, check=False)
+    run_git(work, "apply", "--reject", "-", stdin=diff, check=False)
     for change in patch.changes:
         file = work / f"{change.path}.rej"
         if change.path in failed.failures and not file.exists():
@@ -281,7 +290,7 @@ def _reject(work: Path, series: Series, patch: Patch, failed: PatchFailed) -> No
             # A new file is made known to git without its content: git add -u then adds it and git
             # checkout -f removes it, but nothing is staged, so that git am --continue refuses
             # until somebody has looked.
-            repo.run("add", "--intent-to-add", "--", change.path, check=False)
+            run_git(work, "add", "--intent-to-add", "--", change.path, check=False)
 
 
 def _next_command(work: Path, job: Job, patch: Patch) -> str:

@@ -15,20 +15,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from megatron_r3.patching.cleanroom import find_git_dirs, is_checkout, read_git, resolve
-from megatron_r3.patching.git import PatchingError, names
-from megatron_r3.patching.repository import OwnRepository
-from megatron_r3.patching.series import (
-    Patch,
-    Series,
-    broken_rules,
-    plan_numbers,
-    read_patch,
-    read_series,
-)
-from megatron_r3.patching.tree import dirty_files, read_file
+from keepers.clone import borrow, git_path, refuse_unfinished, resolve
+from keepers.rules import broken_rules, plan_numbers
+from megatron_r3.patching.files import read_file, replace_files
+from megatron_r3.patching.git import PatchingError, git, names, run_git
+from megatron_r3.patching.series import Patch, Series, read_patch, read_series
 from megatron_r3.patching.versions import KnownTree, Line, Versions, read_versions
-from megatron_r3.patching.write import replace_files
 
 # Who commits what `am` applies: the user may have no name in git, and the name is in no patch.
 _COMMITTER = {"GIT_COMMITTER_NAME": "megatron-r3", "GIT_COMMITTER_EMAIL": "megatron-r3@localhost"}
@@ -46,14 +38,6 @@ _FORMAT = (
 # These keep what format-patch wrote: brackets in the subject ("[MoE] ..."), CR at a line's end,
 # and lines like "-- >8 --", which git would take for scissors and cut the message there.
 _AM = ("--quiet", "--keep-non-patch", "--keep-cr", "--no-scissors", "--no-message-id", "--no-3way")
-
-_IN_PROGRESS = {
-    "rebase-apply": "git am or git rebase",
-    "rebase-merge": "git rebase",
-    "MERGE_HEAD": "git merge",
-    "CHERRY_PICK_HEAD": "git cherry-pick",
-    "REVERT_HEAD": "git revert",
-}
 
 
 @dataclass(frozen=True)
@@ -150,10 +134,10 @@ def reexport(root: Path, base: str, series: Series, tree: KnownTree | None) -> d
     """
     due = [patch for patch in series.patches if not _absent(patch, tree)]
     with tempfile.TemporaryDirectory(prefix="megatron-r3-") as temp:
-        work = OwnRepository.new(Path(temp, "tree"), borrow_from=root)
-        work.check_out(base)
+        work = borrow(root, Path(temp, "tree"))
+        git(work, "checkout", "--quiet", "--detach", base)
         am(work, [patch.file for patch in due])
-        written = _format(work.folder, base, Path(temp, "by place"))
+        written = _format(work, base, Path(temp, "by place"))
         return {
             f"{patch.number:04d}{file.name[4:]}": file.read_bytes()
             for patch, file in zip(due, written, strict=True)
@@ -212,19 +196,19 @@ def _format(repo: Path, base: str, folder: Path) -> list[Path]:
     if not commits:
         return []
     with tempfile.TemporaryDirectory(prefix="megatron-r3-") as temp:
-        ours = OwnRepository.new(Path(temp), borrow_from=repo)
+        ours = borrow(repo, Path(temp))
         commit_range = f"{base}..{commits[-1]}"
         # With a path, here the whole tree, rev-list leaves out commits that change nothing in it.
-        changing = ours.git("rev-list", commit_range, "--", ".").splitlines()
+        changing = git(ours, "rev-list", commit_range, "--", ".").splitlines()
         for commit in commits:
             if commit not in changing:
                 raise PatchingError(f"commit {commit[:12]} changes nothing: drop it")
         output = ("--output-directory", str(folder.absolute()))
-        written = ours.git("format-patch", *_FORMAT, *output, commit_range)
+        written = git(ours, "format-patch", *_FORMAT, *output, commit_range)
         return [Path(file) for file in written.splitlines()]
 
 
-def am(tree: OwnRepository, patches: Sequence[Path]) -> None:
+def am(tree: Path, patches: Sequence[Path]) -> None:
     """Commit the patches to a checkout, with the authors, dates and messages they have.
 
     Raises:
@@ -232,33 +216,18 @@ def am(tree: OwnRepository, patches: Sequence[Path]) -> None:
     """
     files = [str(patch.absolute()) for patch in patches]
     command = ("am", *_AM, "--committer-date-is-author-date", *files)
-    done = tree.run(*command, env=_COMMITTER, check=False)
+    done = run_git(tree, *command, env=_COMMITTER, check=False)
     if done.returncode:
         message = (done.stderr + done.stdout).decode(errors="replace").strip()
-        if not (place := am_stopped_at(tree.folder)):
-            raise PatchingError(f"git am failed in {tree.folder}: {message}")
+        if not (place := am_stopped_at(tree)):
+            raise PatchingError(f"git am failed in {tree}: {message}")
         raise MailFailed(f"git am stopped at {patches[place - 1].name}: {message}")
 
 
 def am_stopped_at(root: Path) -> int:
     """The place, from 1, of the patch that git am waits for in `root`; 0 if no git am waits."""
-    state = find_git_dirs(root).path("rebase-apply")  # of git rebase too, without `applying`
+    state = git_path(root, "rebase-apply")  # of git rebase too, without `applying`
     return int((state / "next").read_text()) if (state / "applying").exists() else 0
-
-
-def refuse_unfinished(root: Path) -> None:
-    """Refuse what is no checkout, has uncommitted changes, or is in the middle of something.
-
-    Raises:
-        PatchingError: saying which.
-    """
-    if not is_checkout(root):
-        raise PatchingError(f"{root} is no git checkout")
-    for name, action in _IN_PROGRESS.items():
-        if find_git_dirs(root).path(name).exists():
-            raise PatchingError(f"{action} is in progress in {root}: finish or abort it first")
-    if dirty := dirty_files(root):
-        raise PatchingError(f"{root} has uncommitted changes: {names(dirty)}; commit them first")
 
 
 def find_base(root: Path, versions: Versions, line: str = "", base: str = "") -> Base:
@@ -318,5 +287,5 @@ def _history(root: Path) -> list[list[str]]:
     In topological order, so that no commit comes before one that was made from it. Without merges
     the commits before `base` in this list are therefore the commits above `base`.
     """
-    listed = read_git(root, "rev-list", "--topo-order", "--parents", "HEAD")
-    return [entry.split() for entry in listed.stdout.decode().splitlines()]
+    listed = git(root, "rev-list", "--topo-order", "--parents", "HEAD")
+    return [entry.split() for entry in listed.splitlines()]

@@ -107,8 +107,8 @@ def _result(check: TreeCheck) -> str:
     if (done := check.verified) is None:
         return "not checked, its base is not there"
     return (
-        f"{done.num_patches} patches of {done.num_files} files, tree {done.base_tree[:12]} to "
-        f"{done.patched_tree[:12]} and back{left_out_of(check.tree.name, check.tree.absent)}"
+        f"{done.num_patches} patches of {done.num_files} files, every byte there and back"
+        f"{left_out_of(check.tree.name, check.tree.absent)}"
     )
 
 

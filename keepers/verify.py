@@ -1,20 +1,20 @@
 """Check whole series against the commits they are made for, without a checkout.
 
-In an index of our own the patches are applied one by one, and taken back last patch first. Every
-blob id on the way must be the promised one, and at the end git must give the same tree id as at
-the start: that id covers every byte and mode of every file.
+The files of a series are read from the commit, the patches are applied to them and taken back, last
+patch first. Every blob id must be the promised one, and at the end every byte is as it was.
 """
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_r3.patching.cleanroom import find_git_dirs, has_commit, resolve
-from megatron_r3.patching.git import PatchingError, names
-from megatron_r3.patching.repository import OwnRepository, run_series
-from megatron_r3.patching.series import broken_rules, read_series, unequal_numbers
+from keepers.clone import check_clone, committed_files, has_commit, resolve
+from keepers.rules import broken_rules, unequal_numbers
+from megatron_r3.patching.files import FileOnDisk
+from megatron_r3.patching.git import PatchingError, git, names
+from megatron_r3.patching.scratch import patched_contents
+from megatron_r3.patching.series import read_series
 from megatron_r3.patching.tree import TreeState, TreeStatus, compare
 from megatron_r3.patching.versions import KnownTree, Line, Versions
 
@@ -25,13 +25,10 @@ class Verified:
 
     Attributes:
         base: the commit that the series was applied to.
-        base_tree, patched_tree: ids of the whole trees before and after.
         num_patches, num_files: how many were applied and touched.
     """
 
     base: str
-    base_tree: str
-    patched_tree: str
     num_patches: int
     num_files: int
 
@@ -61,41 +58,42 @@ def verify_tree(repo: Path, line: Line, tree: KnownTree) -> Verified | None:
             be taken back; or `repo` is no git repository.
     """
     series = read_series(line.folder)
-    with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
-        ours = OwnRepository.new(Path(folder), borrow_from=repo)
-        if tree.commit and has_commit(repo, tree.commit):
-            base = tree.commit
-        elif tree.pypi and has_commit(repo, "HEAD"):
-            base = resolve(repo, "HEAD")
-        else:
+    if tree.commit and has_commit(repo, tree.commit):
+        base = tree.commit
+    elif tree.pypi and has_commit(repo, "HEAD"):
+        base = resolve(repo, "HEAD")
+    else:
+        return None
+    status = compare(repo, line, series, tree, committed_files(repo, base, series.blobs))
+    if status.state is not TreeState.PRISTINE:
+        if base != tree.commit:  # HEAD is some other commit than the package's files
             return None
-        ours.git("read-tree", base)
-        base_tree = ours.git("write-tree")
-        status = compare(repo, line, series, tree, ours.blobs(series.blobs))
-        if status.state is not TreeState.PRISTINE:
-            if base != tree.commit:  # HEAD is some other commit than the package's files
-                return None
-            wrong = names(status.unknown or status.patched)
+        wrong = names(status.unknown or status.patched)
+        raise PatchingError(f"the commit of {tree.name} has other files than the patches: {wrong}")
+    _there_and_back(status)
+    _compare_modes(status, base)
+    due = [{c.path for c in patch.changes} - {*tree.absent} for patch in series.patches]
+    return Verified(base, sum(map(bool, due)), len(set().union(*due)))
+
+
+def _there_and_back(status: TreeStatus) -> None:
+    """Each way compares what it gives with the blob ids that are promised."""
+    contents = patched_contents(status)
+    applied = status.with_files({path: FileOnDisk(data) for path, data in contents.items()})
+    patched_contents(applied, reverse=True)
+
+
+def _compare_modes(status: TreeStatus, base: str) -> None:
+    """A deleted file comes back with the mode that its patch names, so that must be its own."""
+    wanted = {c.path: c for patch in status.series.patches for c in patch.changes if c.pre}
+    # one entry: "100755 blob <id>\tmegatron/core/a.sh"
+    for entry in git(status.root, "ls-tree", "-z", base, "--", *wanted).split("\0")[:-1]:
+        head, path = entry.split("\t", 1)
+        if (head.split()[0] == "100755") != wanted[path].executable:
             raise PatchingError(
-                f"the commit of {tree.name} has other files than the patches: {wrong}"
+                f"{status.tree.name}: the patches name another mode of {path} than {head[:6]}: "
+                "reverting would not give it back"
             )
-        return _there_and_back(ours, status, base, base_tree)
-
-
-def _there_and_back(ours: OwnRepository, status: TreeStatus, base: str, base_tree: str) -> Verified:
-    line, series, tree = status.line, status.series, status.tree
-    steps = run_series(ours, status)
-    patched_tree = ours.git("write-tree")
-    applied = compare(status.root, line, series, tree, ours.blobs(series.blobs))
-    if applied.state is not TreeState.APPLIED:
-        raise PatchingError(f"after all patches {tree.name} is {applied.state.value}")
-    run_series(ours, applied, reverse=True)
-    # Equal blob ids are not enough: a patch that says "deleted file mode 100644" of an executable
-    # file gives the bytes back and loses the mode, which only the id of the whole tree shows.
-    if (after := ours.git("write-tree")) != base_tree:
-        raise PatchingError(f"{tree.name}: reverting gives the tree {after}, not {base_tree} again")
-    num_files = len({change.path for _, changes in steps for change in changes})
-    return Verified(base, base_tree, patched_tree, len(steps), num_files)
 
 
 def verify_repo(repo: Path, versions: Versions, line: str = "") -> list[TreeCheck]:
@@ -104,7 +102,7 @@ def verify_repo(repo: Path, versions: Versions, line: str = "") -> list[TreeChec
     Raises:
         PatchingError: `repo` is no git repository, or there is no such line.
     """
-    find_git_dirs(repo)
+    check_clone(repo)
     checks = []
     for candidate in [versions.line(line)] if line else versions.lines:
         for tree in candidate.trees:

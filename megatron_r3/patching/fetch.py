@@ -6,17 +6,15 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from urllib.parse import unquote
 
 from megatron_r3.data.digest import file_digest
-from megatron_r3.patching.cleanroom import clean_room
-from megatron_r3.patching.git import PatchingError
-from megatron_r3.patching.repository import OwnRepository, new_folder
+from megatron_r3.patching.files import locked
+from megatron_r3.patching.git import PatchingError, git, new_repository
 from megatron_r3.patching.versions import KnownTree
-from megatron_r3.patching.write import locked
 
 UPSTREAM = "https://github.com/NVIDIA/Megatron-LM.git"
 
@@ -47,25 +45,29 @@ def clone_tree(tree: KnownTree, url: str, target: Path) -> None:
         raise PatchingError(f"{target}: is there already")
     # the one setting of the environment that git keeps here: which certificates https trusts
     ca = {k: os.environ[k] for k in ("GIT_SSL_CAINFO",) if k in os.environ}
+    source = str(Path(url).absolute()) if Path(url).is_dir() else url
     with new_folder(target) as folder:
-        repo = OwnRepository.new(folder)
-        with _source(url) as source:
-            repo.run("fetch", "--quiet", "--depth=1", source, tree.commit, env=ca)
-        repo.check_out(tree.commit)
+        new_repository(folder)
+        git(folder, "fetch", "--quiet", "--depth=1", source, tree.commit, env=ca)
+        git(folder, "checkout", "--quiet", "--detach", tree.commit)
 
 
 @contextmanager
-def _source(url: str) -> Iterator[str]:
-    """What git fetches from: a clean room for a repository on this machine, else `url`.
+def new_folder(target: Path) -> Iterator[Path]:
+    """A path beside `target` where the body makes a folder, which then becomes `target`.
 
-    To fetch from a folder git runs a second git in it, which obeys the configuration there.
+    A body that raises leaves nothing behind. It may put other files beside the path.
+
+    Raises:
+        PatchingError: the folder cannot be written.
     """
-    path = Path(unquote(url.removeprefix("file://")) if url.startswith("file://") else url)
-    if not path.is_dir():
-        yield url
-        return
-    with clean_room(path) as room:
-        yield str(room)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".megatron-", dir=target.parent) as temp:
+            yield Path(temp, "tree")
+            Path(temp, "tree").rename(target)
+    except OSError as error:
+        raise PatchingError(f"{target}: {error}") from error
 
 
 def fetch_tree(tree: KnownTree, out: Path) -> Path:
@@ -87,10 +89,10 @@ def fetch_tree(tree: KnownTree, out: Path) -> Path:
             return target
         with new_folder(target) as folder:
             _unpack(_download(tree, folder.parent), folder.parent / "unpacked").rename(folder)
-            repo = OwnRepository.new(folder)
-            repo.git("add", "--all", "--force")  # files that .gitignore names too
+            new_repository(folder)
+            git(folder, "add", "--all", "--force")  # files that .gitignore names too
             message = f"{tree.pypi}\n\nsdist sha256: {tree.sdist_sha256}\n"
-            repo.run("commit", "--quiet", "-m", message, env=_COMMITTER)
+            git(folder, "commit", "--quiet", "-m", message, env=_COMMITTER)
     return target
 
 

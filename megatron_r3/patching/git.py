@@ -1,7 +1,8 @@
 """Runs git so that it gives the same result on every machine.
 
-The user's configuration, attributes, hooks and environment have no effect. Git runs only in git
-directories that this project made; `cleanroom` is the way to read somebody else's repository.
+The user's configuration, attributes, hooks and environment have no effect. To apply, revert or look
+at a tree git runs in a folder of ours alone, never in that tree: a repository's configuration can
+name programs, and git would run them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ _ENVIRONMENT = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_DEFAULT_HASH": "sha1",
     "GIT_LITERAL_PATHSPECS": "1",  # a path is the name of a file, never a pattern
-    "GIT_NO_LAZY_FETCH": "1",
     "GIT_NO_REPLACE_OBJECTS": "1",  # `git replace` would show another commit under the same id
     "GIT_OPTIONAL_LOCKS": "0",  # `git status` must not refresh the index of the user's checkout
     "GIT_TERMINAL_PROMPT": "0",
@@ -55,21 +55,19 @@ def names(items: Sequence[str], most: int = 5) -> str:
 def blob_id(data: bytes) -> str:
     """The id that git gives to a file of these bytes, as `git hash-object` prints it.
 
-    It is computed here because every command does it for each file of every release line, and
-    starting git takes a hundred times as long. Example: b"hi\\n" is hashed as b"blob 3\\0hi\\n".
+    Example: b"hi\\n" is hashed as b"blob 3\\0hi\\n".
     """
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 def run_git(
+    folder: Path,
     *args: str,
-    cwd: Path,
-    git_dir: Path | None = None,
     stdin: bytes = b"",
     env: dict[str, str] | None = None,
     check: bool = True,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run git in `cwd`, which is the top of the work tree of `git_dir`.
+    """Run git in `folder`, which is the top of a work tree or a bare repository.
 
     Raises:
         PatchingError: git is not installed, or (with `check`) it failed; the message is git's.
@@ -77,20 +75,33 @@ def run_git(
     full_env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     # With "." on PATH, a program called `git` that lies in the tree would be run.
     full_env["PATH"] = os.pathsep.join(filter(os.path.isabs, os.get_exec_path()))
-    # Git must never look for a repository above `cwd`: below another repository's work tree
+    # Git must never look for a repository above `folder`: below another repository's work tree
     # `git apply` prints "Skipped patch", changes nothing and exits with 0.
-    full_env |= _ENVIRONMENT | {"GIT_CEILING_DIRECTORIES": str(cwd.resolve().parent)} | (env or {})
-    if git_dir is not None:
-        # Ceilings are separated by ':', so a path that contains one needs explicit directories.
-        full_env |= {"GIT_DIR": str(git_dir.absolute()), "GIT_WORK_TREE": str(cwd.absolute())}
+    full_env |= _ENVIRONMENT | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
     pins = [word for key, value in _PINS.items() for word in ("-c", f"{key}={value}")]
     try:
         result = subprocess.run(
-            ["git", *pins, *args], cwd=cwd, env=full_env, input=stdin, capture_output=True
+            ["git", *pins, *args],
+            cwd=folder,
+            env=full_env | (env or {}),
+            input=stdin,
+            capture_output=True,
         )
     except FileNotFoundError:
         raise PatchingError("git is not installed, or not on PATH") from None
     if check and result.returncode:
         message = result.stderr.decode(errors="replace").strip()
-        raise PatchingError(f"git {args[0]} failed in {cwd}: {message}")
+        raise PatchingError(f"git {args[0]} failed in {folder}: {message}")
     return result
+
+
+def git(folder: Path, *args: str, stdin: bytes = b"", env: dict[str, str] | None = None) -> str:
+    """Run git as `run_git` does, and return what it prints, without the last line end."""
+    return os.fsdecode(run_git(folder, *args, stdin=stdin, env=env).stdout).removesuffix("\n")
+
+
+def new_repository(folder: Path) -> Path:
+    """Make an empty git repository of ours in `folder`, and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    git(folder, "init", "--quiet", "--template=")  # no sample hooks, no info/exclude
+    return folder

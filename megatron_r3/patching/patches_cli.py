@@ -16,7 +16,7 @@ from megatron_r3.patching.apply import Change, apply_series, revert_series, why_
 from megatron_r3.patching.fetch import UPSTREAM, clone_tree, fetch_tree, tree_folder
 from megatron_r3.patching.git import names
 from megatron_r3.patching.record import Unreleased, files_digest, read_record
-from megatron_r3.patching.series import GROUPS, read_series
+from megatron_r3.patching.series import GROUPS
 from megatron_r3.patching.tree import TreeState, TreeStatus, identify
 from megatron_r3.patching.unreleased import find_fits, how_to_take
 from megatron_r3.patching.versions import patches_folder, read_versions
@@ -97,17 +97,15 @@ def run_status(args: argparse.Namespace) -> int:
         print(how_to_take(status.root, fits) if fits else why_not(status, versions))
         return 1
     tree = status.unreleased
-    print(
-        f"{'unreleased' if tree else 'release'}: {_tree(status)}, {_size(status)}"
-        f"{left_out_of(status.tree.name, status.tree.absent)}"
-    )
+    what = "unreleased" if tree and tree.differ else "release"
+    print(f"{what}: {_tree(status)}, {_size(status)}{_absent(status)}")
     if tree:
         print(_differ(tree))
     print(_groups(status))
     if status.state is TreeState.PRISTINE:
         print(f"not patched: make apply MEGATRON={_quoted(status)}")
     if status.state is TreeState.HALF_APPLIED:
-        rest = [p for p in status.files if p not in status.patched and p not in status.tree.absent]
+        rest = [p for p in status.files if p not in status.patched and p not in status.absent]
         print(f"patched: {names(status.patched)}; not patched: {names(rest)}")
         print("an apply or a revert was interrupted: apply finishes it, revert undoes it")
         return 1
@@ -137,9 +135,10 @@ def _differ(tree: Unreleased) -> str:
 
 def _groups(status: TreeStatus) -> str:
     """The groups that are in the tree, or would be, and those of its line that are not."""
-    here = status.series.groups
-    rest = [name for name in read_series(status.line.folder).groups if name not in here]
-    return f"groups: {', '.join(here)}" + (f"; not in it: {', '.join(rest)}" if rest else "")
+    rest = status.unreleased.left_out if status.unreleased else ()
+    return f"groups: {', '.join(status.groups)}" + (
+        f"; not in it: {', '.join(rest)}" if rest else ""
+    )
 
 
 def _quoted(status: TreeStatus) -> str:
@@ -170,7 +169,7 @@ def _done(verb: str, where: str, change: Change) -> str:
     rest = ", the others were done before" if change.before is TreeState.HALF_APPLIED else ""
     return (
         f"{verb} {_size(status)} {where} {status.root} ({_tree(status)}); files changed: "
-        f"{len(change.files)}{rest}{left_out_of(status.tree.name, status.tree.absent)}"
+        f"{len(change.files)}{rest}{_absent(status)}"
     )
 
 
@@ -179,8 +178,14 @@ def _tree(status: TreeStatus) -> str:
 
 
 def _size(status: TreeStatus) -> str:
-    num_files = len(status.blobs) - len(status.tree.absent)
-    return f"{len(status.series.patches)} patches of {num_files} files"
+    tree = status.unreleased
+    num_patches = tree.num_patches if tree else len(status.series.patches)
+    return f"{num_patches} patches of {len(status.blobs) - len(status.tree.absent)} files"
+
+
+def _absent(status: TreeStatus) -> str:
+    near = status.unreleased.near if status.unreleased else status.tree.name
+    return left_out_of(near, status.absent)
 
 
 def left_out_of(name: str, absent: tuple[str, ...]) -> str:

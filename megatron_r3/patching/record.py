@@ -1,70 +1,79 @@
 """The record of a tree: how an unreleased tree was patched, and when a tree was checked.
 
-versions.toml knows the files of releases. For a tree between two releases the same facts, the chain
-of blob ids of each file, are worked out when it is patched, and are written into the tree:
+versions.toml knows the files of releases. Of any other tree, `apply` writes down what it does, as
+one diff with the blob ids of each file before and after. This diff alone takes the patches back, or
+finishes an apply that was killed; a later megatron-r3, with other patches, can do it too. The
+record lies in the tree:
 
     .git/megatron-r3.json     in a checkout, inside the git directory of this work tree: git does
                               not see the file, and neither git clean nor git stash removes it
     .megatron-r3.json         at the top of any other tree
 
-A copy of the whole folder takes the record along; a git clone does not. The record has a digest of
-itself, so that a record which was edited by hand is refused as a whole.
+A copy of the whole folder takes the record along; a git clone does not.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import stat
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_r3.data.digest import digest
-from megatron_r3.patching.cleanroom import find_git_dirs
+from megatron_r3.patching.files import read_file, replace_files
 from megatron_r3.patching.git import PatchingError
-from megatron_r3.patching.series import Blobs, Series
+from megatron_r3.patching.series import Patch, Series, read_changes
 
 NAME = "megatron-r3.json"
-_FORMAT = 2
-_MOST_BYTES = 1 << 20  # a record has some 5 kB
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Unreleased:
-    """What versions.toml would say of a tree that it does not list.
+    """What was done to a tree that versions.toml does not list.
 
     Attributes:
         line: the release line whose patches fit.
         near: the known tree of that line with the fewest other files.
-        differ: the files of the series that are not those of `near`.
-        commit: HEAD at that time; empty for a tree that is no checkout.
-        series: the digest of the patches, from `series_digest`.
-        version: the version of megatron-r3 that had those patches.
-        absent: files of the series that the tree lacks, as `near` does.
-        blobs: the chain of each other file of the series.
-        groups: the groups whose patches are in it; `series` is of these patches alone.
+        differ: the files that are not those of `near`.
+        absent: files of the patches that the tree lacks, as `near` does.
+        groups: the groups whose patches are in it; `left_out` are the line's other groups.
+        num_patches: how many patches these are.
+        series: the digest of these patches, from `series_digest`.
+        version: the version of megatron-r3 that had them.
+        diff: from the unpatched files to the patched ones. Bytes that are not UTF-8 are in it as
+            Python's surrogates, for example "\\udcff" for the byte 0xff.
     """
 
     line: str
     near: str
     differ: tuple[str, ...]
-    commit: str
+    absent: tuple[str, ...]
+    groups: tuple[str, ...]
+    left_out: tuple[str, ...]
+    num_patches: int
     series: str
     version: str
-    absent: tuple[str, ...]
-    blobs: Mapping[str, Blobs]
-    groups: tuple[str, ...]
+    diff: str
 
     @property
     def name(self) -> str:
-        """How messages call the tree: "14346b651c68, close to core_v0.19.0 (1 file differs)"."""
+        """How messages call the tree, for example "close to core_v0.19.0 (1 file differs)"."""
         num = len(self.differ)
         differ = f"{num} file differs" if num == 1 else f"{num} files differ"
-        what = self.commit[:12] or "unreleased"
-        return f"{what}, close to {self.near} ({differ})"
+        return f"close to {self.near} ({differ})" if num else self.near
+
+    @property
+    def num_files(self) -> int:
+        """How many files the diff changes."""
+        return len(self.patch(Path(NAME)).changes)
+
+    def patch(self, file: Path) -> Patch:
+        """The diff as one patch; errors call it `file`."""
+        diff = self.diff.encode(errors="surrogateescape")
+        return Patch(file, "what this record says", "", read_changes(diff, file))
 
 
 @dataclass(frozen=True)
@@ -94,42 +103,32 @@ class Record:
 
 def record_path(root: Path) -> Path:
     """Where the record of `root` is, or would be written."""
-    try:
-        # the git directory of this work tree, which `git worktree add` makes one for each
-        inside = find_git_dirs(root).own.resolve() / NAME if (root / ".git").exists() else None
-    except PatchingError:  # a .git that points to nothing
-        inside = None
-    outside = root / f".{NAME}"
+    outside, git = root / f".{NAME}", root / ".git"
+    if git.is_file():  # `git worktree add` and submodules: "gitdir: ../repo/.git/worktrees/name"
+        git = root / git.read_text(errors="replace").removeprefix("gitdir: ").strip()
+    inside = git.resolve() / NAME if (git / "HEAD").is_file() else outside
     # A tree that became a checkout later keeps the record that it has.
-    return outside if inside is None or (outside.exists() and not inside.exists()) else inside
+    return outside if outside.exists() and not inside.exists() else inside
 
 
 def read_record(root: Path) -> Record | None:
     """The record of `root`; None where there is none.
 
     Raises:
-        PatchingError: the file is damaged, was edited, or is of a newer megatron-r3.
+        PatchingError: the file is damaged, or another version of megatron-r3 wrote it.
     """
     path = record_path(root)
     try:
-        # O_NOFOLLOW, O_NONBLOCK: a link is refused, and a pipe does not wait for a writer
-        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(opened, "rb") as file:
-            info = os.fstat(opened)
-            if not stat.S_ISREG(info.st_mode) or info.st_size > _MOST_BYTES:
-                raise _damaged(path, "not a small plain file")
-            data = file.read()
-    except FileNotFoundError:
-        return None
-    except OSError as error:  # a folder too
-        raise _damaged(path, error.strerror or str(error)) from None
-    try:
-        return _parse(json.loads(data))
+        if (data := read_file(path.parent, path.name).data) is None:
+            return None
+        return _parse(json.loads(data), path)
+    # PatchingError and errors of JSON are ValueErrors
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _damaged(path, str(error) or type(error).__name__) from None
+        raise damaged(path, str(error) or type(error).__name__) from None
 
 
-def _damaged(path: Path, why: str) -> PatchingError:
+def damaged(path: Path, why: str) -> PatchingError:
+    """The error about a record that cannot be used."""
     return PatchingError(
         f"{path} does not say how the tree was patched, because it is damaged or was edited "
         f"({why}): bring it back; or bring back the unpatched files (git checkout -- megatron), "
@@ -137,25 +136,19 @@ def _damaged(path: Path, why: str) -> PatchingError:
     )
 
 
-def _parse(data: Any) -> Record:
-    if not isinstance(data, dict) or data.get("format") not in (1, _FORMAT):
-        raise ValueError(f"its format is not {_FORMAT}")
-    if data.get("digest") != _digest(data):
-        raise ValueError("its digest is another one")
-    tree, checked = data["tree"], data["checked"]
-    if tree is not None:
-        blobs = {path: tuple(chain) for path, chain in tree["blobs"].items()}
-        # format 1 knew no groups: its patches are not those of today, and `tree.py` says so
-        lists = {key: tuple(tree.get(key, ())) for key in ("differ", "absent", "groups")}
-        tree = Unreleased(**{**tree, **lists, "blobs": blobs})
-    if checked is not None:
-        checked = CheckedOn(**{**checked, "not_run": tuple(checked["not_run"])})
-    return Record(tree, checked)
+def _parse(data: Any, path: Path) -> Record:
+    if data["format"] != _FORMAT:
+        raise ValueError(f"its format is {data['format']!r}, and this megatron-r3 reads {_FORMAT}")
+    tree, checked = (_with_tuples(data[key]) for key in ("tree", "checked"))
+    record = Record(Unreleased(**tree) if tree else None, CheckedOn(**checked) if checked else None)
+    if record.tree is not None and not record.tree.patch(path).changes:
+        raise ValueError("its diff is empty")
+    return record
 
 
-def _digest(data: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in data.items() if key != "digest"}
-    return digest(json.dumps(rest, sort_keys=True))
+def _with_tuples(fields: dict[str, Any] | None) -> dict[str, Any]:
+    """JSON has lists where the record has tuples."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in (fields or {}).items()}
 
 
 def write_record(root: Path, record: Record) -> None:
@@ -164,48 +157,24 @@ def write_record(root: Path, record: Record) -> None:
     Raises:
         PatchingError: the file cannot be written.
     """
-    if record == Record():
-        remove_record(root)
-        return
-    data: dict[str, Any] = {
-        "about": "written by megatron-r3, which reads it; megatron-r3 revert removes it",
-        "format": _FORMAT,
-        **asdict(record),
-    }
-    data = json.loads(json.dumps(data))  # tuples are lists from here on, as they are in the file
-    data["digest"] = _digest(data)
+    about = "written by megatron-r3, which reads it; megatron-r3 revert removes it"
+    text = json.dumps({"about": about, "format": _FORMAT, **asdict(record)}, indent=1) + "\n"
     path = record_path(root)
-    # The name is the same in every run: what a killed run has left is written over by the next.
-    waiting = path.with_name(f"{path.name}-new")
-    try:
-        waiting.unlink(missing_ok=True)
-        # O_EXCL: if somebody puts a link in this place now, it is not followed
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with open(os.open(waiting, flags, 0o644), "w") as file:
-            file.write(json.dumps(data, indent=1) + "\n")
-        os.replace(waiting, path)
-    except OSError as error:
-        with suppress(OSError):
-            waiting.unlink(missing_ok=True)
-        raise PatchingError(f"cannot write {path}: {error.strerror or error}") from error
+    old = read_file(path.parent, path.name)
+    if record != Record() or old.data is not None:
+        data = None if record == Record() else text.encode()
+        replace_files(path.parent, {path.name: data}, {path.name: old})
 
 
 def remove_record(root: Path) -> None:
-    """Remove the record of `root`, if it has one.
-
-    Raises:
-        PatchingError: the file cannot be removed.
-    """
-    path = record_path(root)
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise PatchingError(f"cannot remove {path}: {error.strerror or error}") from error
+    """Remove the record of `root`, if it has one; errors as `write_record`."""
+    write_record(root, Record())
 
 
-def series_digest(series: Series) -> str:
-    """What tells two versions of a series apart: every byte that the patches change."""
-    diffs = [change.diff for patch in series.patches for change in patch.changes]
+def series_digest(series: Series, groups: Collection[str] = ()) -> str:
+    """What tells two versions of a series, or of these groups of it, apart: every byte changed."""
+    patches = [patch for patch in series.patches if not groups or patch.group in groups]
+    diffs = [change.diff for patch in patches for change in patch.changes]
     return digest(b"".join(b"%d " % len(diff) + diff for diff in diffs))
 
 

@@ -12,14 +12,11 @@ from __future__ import annotations
 import email
 import email.policy
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_r3.patching.git import PatchingError, names
-
-MOST_CHANGED = 100
-"""How many lines a patch may add and remove, together; more is more than one concern."""
 
 Blobs = tuple[str | None, ...]
 """The blob ids of one file before, between and after its patches; None where there is no file.
@@ -59,11 +56,6 @@ NEEDED = "r3"  # a tree to which this group does not apply is refused
 _INDEX = re.compile(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})(?: (100644|100755))?")
 _CREATED = re.compile(r"(?:new|deleted) file mode (100644|100755)")
 _NUMBERED = re.compile(r"(?!0000)\d{4}-", re.ASCII)
-# what format-patch ends a mail with by default: "-- " and git's version, for example 2.39.5
-_SIGNATURE = re.compile(rb"\n-- \n\d[^\n]*\n+\Z")
-
-_OFF = re.compile(r"^Off \(the default\):[ \n]*\S")
-_FORWARDED = re.compile(r"^Forwarded: *\S", re.M)
 
 
 @dataclass(frozen=True)
@@ -111,13 +103,6 @@ class Patch:
         """How a message calls the patch: its release line and its file."""
         return f"{self.file.parent.name}/{self.file.name}"
 
-    @property
-    def num_changed(self) -> int:
-        """How many lines the patch adds and removes, together."""
-        # The signature begins with "-", and so would count as a line that is removed.
-        hunks = (_SIGNATURE.sub(b"", change.diff.partition(b"\n@@")[2]) for change in self.changes)
-        return sum(line[:1] in (b"+", b"-") for hunk in hunks for line in hunk.split(b"\n"))
-
 
 @dataclass(frozen=True)
 class Series:
@@ -131,19 +116,6 @@ class Series:
     def groups(self) -> tuple[str, ...]:
         """The names of the groups that have patches here."""
         return tuple(dict.fromkeys(patch.group for patch in self.patches))
-
-    def part(self, groups: Collection[str]) -> Series:
-        """The patches of these groups alone.
-
-        A chain of blobs is then as long as it must be, and no more is known of it: the ids between
-        the patches of a file are others where a patch between them is left out. Those of a tree are
-        in its record.
-        """
-        patches = tuple(patch for patch in self.patches if patch.group in groups)
-        blobs: dict[str, Blobs] = {}
-        for change in (change for patch in patches for change in patch.changes):
-            blobs[change.path] = (*blobs.get(change.path, (change.pre,)), change.post)
-        return Series(self.line, patches, blobs)
 
     def place(self, change: FileChange) -> int:
         """Where in the file's chain of blobs the change starts; it ends one place later."""
@@ -195,15 +167,21 @@ def read_patch(file: Path) -> Patch:
     mail = email.message_from_bytes(data, policy=email.policy.default)
     subject = re.sub(r"^\[PATCH[^]]*\] *", "", str(mail["subject"] or "")).strip()
     # The message may quote a diff: the patch begins after the first line that is only '---'.
-    diffs = re.split(rb"^(?=diff --git )", data.partition(b"\n---\n")[2], flags=re.MULTILINE)[1:]
-    if not subject or not diffs:
+    changes = read_changes(data.partition(b"\n---\n")[2], file)
+    if not subject or not changes:
         raise PatchingError(f"{file}: not a patch made by git format-patch")
-    changes = tuple(_file_change(diff, file) for diff in diffs)
+    message = data.partition(b"\n\n")[2].partition(b"\n---\n")[0].decode(errors="replace")
+    return Patch(file, subject, message, changes)
+
+
+def read_changes(diff: bytes, file: Path) -> tuple[FileChange, ...]:
+    """The parts of a diff, one for each file that it changes; errors name `file`."""
+    parts = re.split(rb"^(?=diff --git )", diff, flags=re.MULTILINE)[1:]
+    changes = tuple(_file_change(part, file) for part in parts)
     paths = [change.path for change in changes]
     if len(set(paths)) < len(paths):
         raise PatchingError(f"{file}: a file is in it twice: {names(sorted(paths))}")
-    message = data.partition(b"\n\n")[2].partition(b"\n---\n")[0].decode(errors="replace")
-    return Patch(file, subject, message, changes)
+    return changes
 
 
 def _file_change(diff: bytes, file: Path) -> FileChange:
@@ -238,75 +216,3 @@ def _path(pair: str, file: Path) -> str:
     if pair != f"a/{path} b/{path}" or not path or {"", ".", "..", ".git"} & set(parts):
         raise PatchingError(f"{file}: cannot patch {pair!r}: one plain path in the tree, no rename")
     return path
-
-
-def broken_rules(patch: Patch) -> list[str]:
-    """What is wrong with one patch, each in one line; an empty list for a good patch."""
-    paragraphs = [part for part in re.split(r"\n[ \t]*\n", patch.message.strip()) if part]
-    wrong = []
-    if patch.num_changed > MOST_CHANGED:
-        wrong.append(f"changes {patch.num_changed} lines, more than {MOST_CHANGED}: split it")
-    if not any(_OFF.search(paragraph) for paragraph in paragraphs):
-        wrong.append("its message has no paragraph 'Off (the default): ...'")
-    if not paragraphs or not _FORWARDED.search(paragraphs[-1]):
-        wrong.append("its message has no trailer 'Forwarded: ...' at its end")
-    return [f"{patch.name}: {reason}" for reason in wrong]
-
-
-def unequal_numbers(several: Sequence[Series], line: str = "") -> list[str]:
-    """Where two lines use one number for two concerns, or two numbers for one.
-
-    With `line`, only the conflicts that this line is part of. The first line that has a number or
-    a subject is taken to be right.
-    """
-    wrong: list[str] = []
-    first_numbers: dict[int, Patch] = {}
-    first_subjects: dict[str, Patch] = {}
-    for patch in (patch for series in several for patch in series.patches):
-        number = first_numbers.setdefault(patch.number, patch)
-        subject = first_subjects.setdefault(patch.subject, patch)
-        for first in {number.file: number, subject.file: subject}.values():
-            same = (first.number, first.subject) == (patch.number, patch.subject)
-            lines = (patch.file.parent.name, first.file.parent.name)
-            if not same and (not line or line in lines):
-                wrong.append(
-                    f"{patch.name} and {first.name}: "
-                    "a number and its subject must go together in every line"
-                )
-    return wrong
-
-
-def plan_numbers(
-    subjects: Sequence[str], known: Mapping[str, int], taken: Collection[int]
-) -> list[int]:
-    """The number of each subject of a series, in order.
-
-    A `known` subject keeps its number. A new subject gets the first number after the patch before
-    it that no other line has `taken`. Example: subjects A, new, B with A = 1 and B = 4 give
-    1, 2, 4; if another line has taken 2, they give 1, 3, 4; if 3 is taken too, there is no number.
-
-    Raises:
-        PatchingError: a subject is there twice, or is not where its number belongs.
-    """
-    numbers: list[int] = []
-    for place, subject in enumerate(subjects):
-        if subject in subjects[:place]:
-            raise PatchingError(f"two commits have the subject {subject!r}: one concern, one patch")
-        before = numbers[-1] if numbers else 0
-        number = known.get(subject, before + 1)
-        while subject not in known and number in taken:
-            number += 1
-        after = [known[later] for later in subjects[place + 1 :] if later in known]
-        if subject in known and number <= before:
-            raise PatchingError(
-                f"{subject!r} has the number {number}, but comes after {subjects[place - 1]!r}, "
-                f"which has {before}: put the commits into the order of the numbers"
-            )
-        if subject not in known and number >= min(after, default=number + 1):
-            raise PatchingError(
-                f"{subject!r} is new, and there is no free number between {before} and "
-                f"{min(after)}: put it last, or if it was renamed give it its subject back (to "
-                "rename a concern, edit the patches of every line)"
-            )
-        numbers.append(number)
-    return numbers

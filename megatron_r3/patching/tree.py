@@ -5,22 +5,21 @@ nothing (upstream's tag core_v0.19.0 calls itself 0.19.1), and the tree need not
 Every file has a place in its chain of blobs: place 0 is the base, the last place is patched.
 Example: two patches change router.py, so its chain is (a, b, c). A file with the id b has place 1:
 the first patch is in it, the second is not. The chains of a release are those of its patches and of
-versions.toml; those of an unreleased tree that was patched are in the tree's own record.
+versions.toml. An unreleased tree that was patched has a record of itself, with a diff that counts
+as one patch. No other file is looked at, and git does not run.
 """
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
-from megatron_r3.patching.cleanroom import is_checkout, read_git
-from megatron_r3.patching.git import PatchingError, blob_id
-from megatron_r3.patching.record import Unreleased, read_record, record_path, series_digest
+from megatron_r3.patching.files import FileOnDisk, read_file
+from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.record import Unreleased, read_record, record_path
 from megatron_r3.patching.series import Blobs, Series, read_series
 from megatron_r3.patching.versions import KnownTree, Line, Versions
 
@@ -35,35 +34,14 @@ class TreeState(Enum):
 
 
 @dataclass(frozen=True)
-class FileOnDisk:
-    """A file as it was read; data and stat are None where there is no file."""
-
-    data: bytes | None
-    stat: os.stat_result | None
-
-    @cached_property
-    def blob(self) -> str | None:
-        """The file's git blob id."""
-        return None if self.data is None else blob_id(self.data)
-
-    @cached_property
-    def lf_blob(self) -> str | None:
-        """The blob id that the file would have with LF for CRLF; None for a file without CRLF."""
-        if self.data is None or b"\r\n" not in self.data:
-            return None
-        return blob_id(self.data.replace(b"\r\n", b"\n"))
-
-
-@dataclass(frozen=True)
 class TreeStatus:
     """A directory compared with the known tree that it matches best.
 
     Attributes:
         names: the known trees that the directory matches equally well; `tree` is the first.
-        files: the files as they were read; empty where the tree is a commit, not a directory.
-        blobs: the chain of each file of the series in `tree`; (None,) for a file that `tree` lacks.
-        places: the index of each file in its chain, or None where its id is not in the chain.
-        unreleased: what the record of the tree says, if `tree` is made of it; else None.
+        files: the files of the series as they were read.
+        blobs: the chain of each file in `tree`; (None,) for a file that `tree` lacks.
+        unreleased: what the record of the tree says, if `series` is made of it; else None.
     """
 
     root: Path
@@ -73,8 +51,34 @@ class TreeStatus:
     names: tuple[str, ...]
     files: Mapping[str, FileOnDisk]
     blobs: Mapping[str, Blobs]
-    places: Mapping[str, int | None]
     unreleased: Unreleased | None = None
+
+    @cached_property
+    def places(self) -> dict[str, int | None]:
+        """The index of each file in its chain, or None where its id is not in the chain."""
+        ids = {path: self.files[path].blob for path in self.blobs}
+        return {
+            path: chain.index(ids[path]) if ids[path] in chain else None
+            for path, chain in self.blobs.items()
+        }
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of patches that are in the tree, or would be."""
+        return self.unreleased.groups if self.unreleased else self.series.groups
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The files of these patches that the tree is known to lack."""
+        return self.unreleased.absent if self.unreleased else self.tree.absent
+
+    def with_files(self, files: Mapping[str, FileOnDisk]) -> TreeStatus:
+        """The same comparison, of other contents of the files."""
+        return replace(self, files=files)
+
+    def read_again(self) -> TreeStatus:
+        """The same comparison, of the files as they are now."""
+        return self.with_files({path: read_file(self.root, path) for path in self.files})
 
     @property
     def state(self) -> TreeState:
@@ -116,12 +120,26 @@ class TreeStatus:
     def why_unknown(self, path: str) -> str:
         """What is wrong with a file of `unknown`, in a few words."""
         if self.files[path].data is None:
-            return "missing"
+            return "missing; if git left it out of the checkout: git sparse-checkout disable"
         if self.blobs[path] == (None,):
             return f"{self.tree.name} has no such file"
         if path in self.crlf:
             return "has CRLF line ends"
         return "neither the base nor the patched file"
+
+
+def find_root(root: Path) -> Path:
+    """The resolved path of the tree `root`.
+
+    Raises:
+        PatchingError: it is no Megatron-LM tree.
+    """
+    root = root.resolve()
+    if not root.is_dir():
+        raise PatchingError(f"{root}: no such directory")
+    if not (root / "megatron" / "core").is_dir():
+        raise PatchingError(f"{root} is no Megatron-LM tree: there is no megatron/core in it")
+    return root
 
 
 def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
@@ -132,95 +150,44 @@ def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
     Raises:
         PatchingError: `root` is no Megatron-LM tree, or a file in question is a symlink, a folder
             or unreadable; or the series or its entry in versions.toml is wrong; or the record of
-            an unknown tree is damaged, or is about other patches.
+            an unknown tree is damaged.
     """
-    root = root.resolve()
-    if not root.is_dir():
-        raise PatchingError(f"{root}: no such directory")
-    if not (root / "megatron" / "core").is_dir():
-        raise PatchingError(f"{root} is no Megatron-LM tree: there is no megatron/core in it")
+    root = find_root(root)
     matches: list[TreeStatus] = []
-    read = cache(partial(read_file, root))  # most files are in the series of every line
     for candidate in [versions.line(line)] if line else versions.lines:
         series = read_series(candidate.folder)
-        files = {path: read(path) for path in series.blobs}
-        ids = {path: file.blob for path, file in files.items()}
-        for tree in candidate.trees:
-            matches.append(compare(root, candidate, series, tree, ids, files))
-    best = _best(matches)
+        files = {path: read_file(root, path) for path in series.blobs}
+        matches += [compare(root, candidate, series, tree, files) for tree in candidate.trees]
+    # no unknown file, then as many known files as possible
+    best = max(matches, key=lambda m: (not m.unknown, m.num_recognised, -len(m.unknown)))
     # A tree that has some of the groups looks like a release that is half patched.
-    odd = best.state in (TreeState.UNKNOWN, TreeState.HALF_APPLIED)
-    if odd and (recorded := _recorded(root, versions, line)):
-        if recorded.patched and not recorded.unknown:
-            return recorded
-        # A release that has as many of the files is the better name for an unpatched tree.
-        matches = [recorded, *matches] if recorded.patched else [*matches, recorded]
-        best = _best(matches)
+    if best.state in (TreeState.UNKNOWN, TreeState.HALF_APPLIED):
+        record = read_record(root)
+        if record and record.tree and line in ("", record.tree.line):
+            recorded = from_record(root, versions, record.tree)
+            if not recorded.unknown or (recorded.patched and best.unknown):
+                return recorded
     equal = [m for m in matches if m.line is best.line and m.places == best.places]
     return replace(best, names=tuple(match.tree.name for match in equal))
 
 
-def _best(matches: list[TreeStatus]) -> TreeStatus:
-    """The first of the best matches: no unknown file, then as many known files as possible."""
-    return max(matches, key=lambda m: (not m.unknown, m.num_recognised, -len(m.unknown)))
-
-
-def _recorded(root: Path, versions: Versions, line: str) -> TreeStatus | None:
-    """`root` compared with the tree of its record; None where the record does not matter.
-
-    Raises:
-        PatchingError: the record is damaged, or other patches than those of today are in the tree.
-    """
-    record = read_record(root)
-    if record is None or (tree := record.tree) is None or (line and tree.line != line):
-        return None
-    own = next((candidate for candidate in versions.lines if candidate.name == tree.line), None)
-    series = read_series(own.folder).part(tree.groups) if own else None
-    if own is None or series is None or series_digest(series) != tree.series:
-        base = {path: chain[0] for path, chain in tree.blobs.items()}
-        if all(read_file(root, path).blob == blob for path, blob in base.items()):
-            return None  # nothing is patched, so it does not matter how it was patched before
-        raise PatchingError(
-            f"{root} was patched by other patches of {tree.line}, those of megatron-r3 "
-            f"{tree.version}: revert with that version; or bring back the unpatched files (git "
-            f"checkout -- megatron) and remove {record_path(root)}; then apply again"
-        )
+def from_record(root: Path, versions: Versions, record: Unreleased) -> TreeStatus:
+    """`root` compared with what its record says, whatever the patches are today."""
+    folder = versions.folder / record.line
+    gone = Line(record.line, folder, "", "", "", ())  # versions.toml may have dropped the line
+    line = next((known for known in versions.lines if known.name == record.line), gone)
+    patch = record.patch(record_path(root))
+    series = Series(
+        line.name, (patch,), {change.path: (change.pre, change.post) for change in patch.changes}
+    )
     files = {path: read_file(root, path) for path in series.blobs}
-    ids = {path: file.blob for path, file in files.items()}
-    known = KnownTree(tree.name, absent=tree.absent, blobs=tree.blobs)
-    return replace(compare(root, own, series, known, ids, files), unreleased=tree)
-
-
-def read_file(root: Path, path: str) -> FileOnDisk:
-    """Read one file of a tree.
-
-    Raises:
-        PatchingError: it is not a plain file, or lies behind a symlink.
-    """
-    for part in (path, *map(str, Path(path).parents)):
-        # A file behind a link may belong to another tree; writing it would change that tree.
-        if part != "." and (root / part).is_symlink():
-            raise PatchingError(f"{root / part} is a symlink: patch the tree that it points into")
-    try:
-        info = (root / path).stat()
-        if not stat.S_ISREG(info.st_mode):  # opening a pipe would wait for ever
-            raise PatchingError(f"{root / path} is not a plain file")
-        return FileOnDisk((root / path).read_bytes(), info)
-    except (FileNotFoundError, NotADirectoryError):
-        return FileOnDisk(None, None)
-    except OSError as error:
-        raise PatchingError(f"{root / path}: {error.strerror}") from None
+    return replace(compare(root, line, series, KnownTree(record.name), files), unreleased=record)
 
 
 def compare(
-    root: Path,
-    line: Line,
-    series: Series,
-    tree: KnownTree,
-    ids: Mapping[str, str | None],
-    files: Mapping[str, FileOnDisk] | None = None,
+    root: Path, line: Line, series: Series, tree: KnownTree, files: Mapping[str, FileOnDisk]
 ) -> TreeStatus:
-    """How far the files with the blob `ids` are patched, if they are the files of `tree`.
+    """How far the files are patched, if they are the files of `tree`.
 
     Raises:
         PatchingError: the entry of `tree` in versions.toml does not fit the series.
@@ -236,34 +203,4 @@ def compare(
                 f"versions.toml: {tree.name}: blobs of {path}: there must be one blob more "
                 "than patches"
             )
-    places = {
-        path: chain.index(ids.get(path)) if ids.get(path) in chain else None
-        for path, chain in blobs.items()
-    }
-    return TreeStatus(root, line, series, tree, (tree.name,), files or {}, blobs, places)
-
-
-def dirty_files(root: Path) -> list[str]:
-    """The tracked files of the checkout `root` that differ from its HEAD, staged or not.
-
-    A file that differs only in having CRLF where the commit has LF is not dirty. Filters are not
-    run: a file of Git LFS is dirty once it is newer than git's index.
-    """
-    # git diff compares bytes where the size in the index is another, as with CRLF; git status and
-    # the plumbing (git diff-files) call such a file changed without looking into it.
-    dirty: set[str] = set()
-    for staged in ([], ["--cached"]):
-        command = ("diff", *staged, "--name-only", "-z", "--no-renames", "--ignore-submodules=all")
-        listed = read_git(root, *command, work_tree=True).stdout
-        dirty.update(os.fsdecode(listed).split("\0")[:-1])
-    return sorted(dirty)
-
-
-def left_out_files(status: TreeStatus) -> list[str]:
-    """The missing files of the series that git leaves out on purpose (sparse checkout)."""
-    missing = [path for path in status.unknown if status.files[path].data is None]
-    if not missing or not is_checkout(status.root):
-        return []
-    # one entry: "H <path>", or "S <path>" for a file that git does not expect in the work tree
-    listed = read_git(status.root, "ls-files", "-t", "-z", "--", *missing).stdout
-    return [entry[2:] for entry in os.fsdecode(listed).split("\0") if entry.startswith("S ")]
+    return TreeStatus(root, line, series, tree, (tree.name,), files, blobs)

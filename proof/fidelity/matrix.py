@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_r3.patching.cleanroom import find_git_dirs, has_commit, resolve
+from keepers.clone import check_clone, has_commit, resolve
 from megatron_r3.patching.fetch import fetch_tree
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.versions import (
@@ -104,7 +104,7 @@ def _trees(
     double the time of CI for nothing.
     """
     if repo is not None:
-        find_git_dirs(repo)
+        check_clone(repo)
     for line in [versions.line(only)] if only else versions.lines:
         trees = [tree for tree in line.trees if (tree.pypi if repo is None else tree.commit)]
         for tree in trees if only else trees[:1]:

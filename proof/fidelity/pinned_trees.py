@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from keepers.clone import borrow, has_commit
 from megatron_r3.patching.apply import apply_series, revert_series
-from megatron_r3.patching.cleanroom import has_commit
-from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.git import PatchingError, git
 from megatron_r3.patching.record import series_digest
-from megatron_r3.patching.repository import OwnRepository
 from megatron_r3.patching.series import read_series
 from megatron_r3.patching.versions import Versions, patches_folder, read_versions
 from proof.fidelity.trees import ROOT
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     versions, rows = read_versions(patches_folder()), []
     try:
         with tempfile.TemporaryDirectory(prefix="trees-") as folder:
-            tree = OwnRepository.new(Path(folder) / "tree", borrow_from=args.repo)
+            tree = borrow(args.repo, Path(folder) / "tree")
             for name, commit in trees_of(versions):
                 if not has_commit(args.repo, commit):
                     raise PatchingError(f"{args.repo} has no {commit}, {name}: git fetch it there")
@@ -78,18 +77,17 @@ def digests(versions: Versions) -> dict[str, str]:
     return {line.name: series_digest(read_series(line.folder)) for line in versions.lines}
 
 
-def tried(repo: OwnRepository, commit: str, versions: Versions) -> dict[str, Any]:
+def tried(tree: Path, commit: str, versions: Versions) -> dict[str, Any]:
     """What one commit takes, and whether it comes back; `error` where it takes nothing."""
-    tree = repo.folder
-    repo.git("checkout", "--quiet", "--detach", "--force", commit)
-    row: dict[str, Any] = {"commit": repo.git("rev-parse", "HEAD")}
+    git(tree, "checkout", "--quiet", "--detach", "--force", commit)
+    row: dict[str, Any] = {"commit": git(tree, "rev-parse", "HEAD")}
     try:
         status = apply_series(tree, versions.folder, unreleased=True).status
         whole = read_series(status.line.folder).groups
-        row |= {"line": status.line.name, "groups": [*status.series.groups]}
+        row |= {"line": status.line.name, "groups": [*status.groups]}
         row["left_out"] = [name for name in whole if name not in row["groups"]]
         revert_series(tree, versions.folder)
-        row["reverted"] = not repo.git("status", "--porcelain", "--ignored")
+        row["reverted"] = not git(tree, "status", "--porcelain", "--ignored")
     except PatchingError as error:
         row["error"] = str(error).splitlines()[0]
     return row

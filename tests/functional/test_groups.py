@@ -24,7 +24,7 @@ def r3_alone(megatron_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     tree = tmp_path_factory.mktemp("r3") / "tree"
     shutil.copytree(megatron_tree, tree, ignore=shutil.ignore_patterns("__pycache__"))
     status = apply_series(tree, patches_folder(), groups=["r3"]).status
-    assert status.series.groups == ("r3",)
+    assert status.groups == ("r3",)
     with TreeWorker(tree, ["megatron.training", "pytest"]) as worker:
         yield worker
 

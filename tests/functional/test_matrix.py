@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from keepers.clone import resolve
 from megatron_r3.patching.apply import apply_series
-from megatron_r3.patching.cleanroom import resolve
 from megatron_r3.patching.fetch import tree_folder
 from megatron_r3.patching.versions import patches_folder, read_versions
 from proof.fidelity import line_checks

@@ -18,6 +18,7 @@ import pytest
 import torch
 from docs_pages import FENCE, PAGES, ROOT, blocks, commands, help_of, spans
 
+from keepers.rules import num_changed
 from megatron_r3.data.truth.mismatch_tables import Share, Tables
 from megatron_r3.patching.series import read_series
 from megatron_r3.train.losses.agreement import agreement_sums
@@ -325,7 +326,7 @@ def test_the_counts_of_the_readme_are_those_of_the_cases_and_the_patches() -> No
     text = (ROOT / "README.md").read_text()
     assert f"[{len(CASES)} cases](docs/fidelity.md)" in text
     patches = read_series(ROOT / "patches" / "core_r0.19.0").patches
-    lines = sum(patch.num_changed for patch in patches)
+    lines = sum(num_changed(patch) for patch in patches)
     assert f"# {len(patches)} patches with {lines} changed lines on 0.19;" in text
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_r3.patching.repository import OwnRepository
+from megatron_r3.patching.git import git, new_repository
 from megatron_r3.patching.versions import patches_folder, read_versions
 from proof.fidelity import pinned_trees
 from proof.fidelity.pinned_trees import HEAD, RECORD, digests, main, row_of, trees_of, tried
@@ -52,26 +52,26 @@ def test_a_patch_that_changes_makes_the_record_old(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def repo(tmp_path: Path) -> OwnRepository:
+def repo(tmp_path: Path) -> Path:
     """A tree of two files, which is of no line."""
-    made = OwnRepository.new(tmp_path / "tree")
-    (made.folder / "megatron" / "core").mkdir(parents=True)
-    (made.folder / "megatron" / "core" / "a.py").write_text("")
-    made.git("add", "-A")
-    made.git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "a")
+    made = new_repository(tmp_path / "tree")
+    (made / "megatron" / "core").mkdir(parents=True)
+    (made / "megatron" / "core" / "a.py").write_text("")
+    git(made, "add", "-A")
+    git(made, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "a")
     return made
 
 
-def test_a_tree_that_is_refused_is_a_row(repo: OwnRepository) -> None:
+def test_a_tree_that_is_refused_is_a_row(repo: Path) -> None:
     row = {"tree": "mine", **tried(repo, "HEAD", VERSIONS)}
     assert "| refused: " in row_of(row)
 
 
 @pytest.mark.parametrize("left", ["", "a.rej"])
 def test_a_tree_that_does_not_come_back_is_seen(
-    repo: OwnRepository, monkeypatch: pytest.MonkeyPatch, left: str
+    repo: Path, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
-    status = SimpleNamespace(line=VERSIONS.lines[0], series=SimpleNamespace(groups=("r3",)))
+    status = SimpleNamespace(line=VERSIONS.lines[0], groups=("r3",))
     done = SimpleNamespace(status=status)
     monkeypatch.setattr(pinned_trees, "apply_series", lambda *_, **__: done)
 
@@ -86,9 +86,9 @@ def test_a_tree_that_does_not_come_back_is_seen(
 
 
 def test_a_clone_that_lacks_a_tree_is_one_line(
-    repo: OwnRepository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for clone, words in ((repo.folder, "git fetch it there"), (tmp_path, "is no git repository")):
+    for clone, words in ((repo, "git fetch it there"), (tmp_path, "is no git repository")):
         assert main(["--repo", str(clone), "--out", str(tmp_path / "out")]) == 2
         said = capsys.readouterr().err
         assert said.startswith(f"error: {clone} ")

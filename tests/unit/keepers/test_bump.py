@@ -18,12 +18,12 @@ from patching_upstream import (
     write,
 )
 
+import keepers.bump
 from keepers.bump import bump_line
 from keepers.export import export_series
 from keepers.patches import main
 from keepers.verify import check_rules, verify_repo
 from megatron_r3.patching.git import PatchingError
-from megatron_r3.patching.repository import OwnRepository
 from megatron_r3.patching.versions import read_versions
 
 # --- a bump without conflicts
@@ -187,10 +187,13 @@ def test_a_clone_that_is_killed_leaves_nothing(upstream, tmp_path, monkeypatch):
     release(upstream, {OTHER: ("1", "2")})
 
     def failing(*args, **kwargs):
-        raise PatchingError("no disk")
+        if "checkout" in args:
+            raise PatchingError("no disk")
+        return git_of_ours(*args, **kwargs)
 
+    git_of_ours = keepers.bump.git
     with monkeypatch.context() as patch, refused(tmp_path, "no disk"):
-        patch.setattr(OwnRepository, "check_out", failing)
+        patch.setattr(keepers.bump, "git", failing)
         bump(upstream)
     bump(upstream)
 

@@ -1,13 +1,10 @@
 """Groups of patches: all on a release, those that fit on another tree, some on request."""
 
-import json
 import re
-import signal
 
 import pytest
 from patching_upstream import (
     DISPATCHER,
-    KILLED,
     LINE,
     NEW,
     OLD,
@@ -21,7 +18,6 @@ from patching_upstream import (
     snapshot,
 )
 
-from megatron_r3.patching import record
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.record import record_path
@@ -55,7 +51,7 @@ def status_of(upstream):
 
 def test_a_release_takes_all(grouped):
     change = apply_series(grouped.checkout, grouped.patches)
-    assert change.status.series.groups == ("r3", "guests", "engine", "rl")
+    assert change.status.groups == ("r3", "guests", "engine", "rl")
     assert change.status.unreleased is None
     assert "\ngroups: r3, guests, engine, rl\n" in status_of(grouped)
 
@@ -97,7 +93,7 @@ def test_some_groups_of_a_release(grouped, asked):
     tree, patches = grouped.checkout, grouped.patches
     before = snapshot(tree)
     change = apply_series(tree, patches, groups=asked)
-    assert {*change.status.series.groups} == {*asked}
+    assert {*change.status.groups} == {*asked}
     text = (tree / ROUTER).read_text()
     assert ("hook = None" in text, "bind(hook)" in text) == ("r3" in asked, "guests" in asked)
     assert (tree / NEW).exists() == ("rl" in asked)
@@ -120,8 +116,8 @@ def test_a_package_takes_some_groups(grouped):
     """It is no checkout, lacks a file, and has another base of one that two patches change."""
     before = snapshot(grouped.package)
     change = apply_series(grouped.package, grouped.patches, groups=["r3", "guests", "engine"])
-    assert change.status.series.groups == ("r3", "guests", "engine")
-    assert change.status.tree.absent == (README,)
+    assert change.status.groups == ("r3", "guests", "engine")
+    assert change.status.absent == (README,)
     revert_series(grouped.package, grouped.patches)
     assert snapshot(grouped.package) == before
 
@@ -137,36 +133,6 @@ def test_groups_that_cannot_be_asked_for(grouped):
     apply_series(tree, patches, groups=["r3"])
     with refused(tree, "is patched with r3, not with r3, guests: revert it first"):
         apply_series(tree, patches, groups=["r3", "guests"])
-
-
-@pytest.mark.parametrize("killed", ["apply", "revert"])
-@pytest.mark.parametrize("then", [apply_series, revert_series])
-@pytest.mark.parametrize("n", range(1, 3))
-def test_killed_between_two_files_of_some_groups(grouped, n, killed, then):
-    tree, patches = grouped.checkout, grouped.patches
-    pristine = snapshot(tree)
-    apply_series(tree, patches, groups=["r3", "guests"])
-    applied = snapshot(tree)
-    words = ()
-    if killed == "apply":
-        revert_series(tree, patches)
-        words = ("--groups", "r3", "guests")
-    done = run_cli(killed, tree, "--patches", patches, *words, prelude=KILLED.format(n=n))
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert identify(tree, read_versions(patches)).state is TreeState.HALF_APPLIED
-    then(tree, patches)  # the groups were said already
-    assert snapshot(tree) == (applied if then is apply_series else pristine)
-
-
-def test_a_record_of_before_there_were_groups_names_the_version_to_revert_with(grouped):
-    tree = grouped.checkout
-    apply_series(tree, grouped.patches, groups=["r3"])
-    data = json.loads(record_path(tree).read_text())
-    del data["tree"]["groups"], data["digest"]
-    data |= {"format": 1}
-    record_path(tree).write_text(json.dumps({**data, "digest": record._digest(data)}))
-    with refused(tree, "was patched by other patches", "revert with that version"):
-        revert_series(tree, grouped.patches)
 
 
 def test_a_number_beyond_all_groups_is_refused(grouped):

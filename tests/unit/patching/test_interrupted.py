@@ -17,9 +17,10 @@ from patching_upstream import (
     snapshot,
 )
 
-from megatron_r3.patching import apply, write
+from megatron_r3.patching import apply, files
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.record import record_path
 from megatron_r3.patching.tree import TreeState, identify
 from megatron_r3.patching.versions import read_versions
 
@@ -28,25 +29,66 @@ def state(upstream):
     return identify(upstream.checkout, read_versions(upstream.patches)).state
 
 
-@pytest.mark.parametrize("n", [0, 1, 5])
+# The tree is a release, one between releases, or a release that takes some groups alone. The last
+# two have a record, which is one more file to write, before the others or after them.
+KINDS = {"release": {}, "unreleased": {"unreleased": True}, "groups": {"groups": ["r3", "guests"]}}
+
+
+def make_kind(upstream, kind):
+    if kind == "unreleased":
+        text = (upstream.checkout / ROUTER).read_text()
+        (upstream.checkout / ROUTER).write_text(text.replace("line 20\n", "line twenty\n"))
+    if kind == "groups":
+        for file, number in zip(upstream.series, ("0001", "0101", "0102", "0401"), strict=True):
+            file.rename(file.with_name(f"{number}{file.name[4:]}"))
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
 @pytest.mark.parametrize("killed", ["apply", "revert"])
 @pytest.mark.parametrize("then", [apply_series, revert_series])
-def test_killed_between_two_files(upstream, n, killed, then):
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_between_two_files(upstream, n, killed, then, kind):
     tree, patches = upstream.checkout, upstream.patches
+    make_kind(upstream, kind)
     pristine = snapshot(tree)
-    apply_series(tree, patches)
+    apply_series(tree, patches, **KINDS[kind])
     applied = snapshot(tree)
+    words = ()
     if killed == "apply":
         revert_series(tree, patches)
-    done = run_cli(killed, tree, "--patches", patches, prelude=KILLED.format(n=n))
+        words = {"unreleased": ("--unreleased",), "groups": ("--groups", "r3", "guests")}
+        words = words.get(kind, ())
+    done = run_cli(killed, tree, "--patches", patches, *words, prelude=KILLED.format(n=n))
     assert done.returncode == -signal.SIGKILL, done.stderr
-    untouched = TreeState.PRISTINE if killed == "apply" else TreeState.APPLIED
-    assert state(upstream) is (TreeState.HALF_APPLIED if n else untouched)
-    told = run_cli("status", tree, "--patches", patches)
-    assert told.returncode == (1 if n else 0)
-    assert ("apply finishes it, revert undoes it" in told.stdout) == bool(n)
-    then(tree, patches)
-    assert snapshot(tree) == (applied if then is apply_series else pristine)
+    recorded = record_path(tree).exists()
+    num_files = n - (killed == "apply" and kind != "release")  # without the record
+    assert recorded == (kind != "release" and num_files >= 0)
+    untouched = TreeState.APPLIED if killed == "revert" else TreeState.PRISTINE
+    if num_files < 0 and kind == "unreleased":
+        untouched = TreeState.UNKNOWN
+    assert state(upstream) is (TreeState.HALF_APPLIED if num_files > 0 else untouched)
+    # The word was said already, unless the record was not written yet. A release of which nothing
+    # is patched is a release, whatever was about to be applied to it.
+    again = num_files < 0 or (num_files == 0 and kind == "groups" and killed == "apply")
+    more = KINDS[kind] if then is apply_series and again else {}
+    if then is revert_series and num_files < 0:
+        assert snapshot_without_leftovers(tree) == pristine
+    else:
+        then(tree, patches, **more)
+        assert snapshot(tree) == (applied if then is apply_series else pristine)
+        assert record_path(tree).exists() == (then is apply_series and kind != "release")
+
+
+def snapshot_without_leftovers(tree):
+    return {name: it for name, it in snapshot(tree).items() if not name.endswith("-new")}
+
+
+def test_a_killed_apply_is_told_by_status(upstream):
+    arguments = (upstream.checkout, "--patches", upstream.patches)
+    run_cli("apply", *arguments, prelude=KILLED.format(n=2))
+    told = run_cli("status", *arguments)
+    assert told.returncode == 1
+    assert "apply finishes it, revert undoes it" in told.stdout
 
 
 def failing(real, after, error, times=10**6):
@@ -87,7 +129,7 @@ def test_a_full_disk_is_found_before_anything_changes(upstream, monkeypatch, mos
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
         try:
-            write.replace_files(*args)
+            files.replace_files(*args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

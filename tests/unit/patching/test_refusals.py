@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from patching_upstream import (
     DISPATCHER,
+    FILES,
     LINE,
     NEW,
-    OTHER,
     README,
     ROUTER,
+    SCHEDULE,
     TAG,
-    commit,
     git,
     refused,
     snapshot,
@@ -20,10 +20,9 @@ from patching_upstream import (
 )
 
 from megatron_r3.patching.apply import apply_series, revert_series
-from megatron_r3.patching.git import PatchingError
+from megatron_r3.patching.files import locked
 from megatron_r3.patching.tree import TreeState, identify
 from megatron_r3.patching.versions import read_versions
-from megatron_r3.patching.write import locked
 
 
 def edit(tree, path, old, new):
@@ -32,73 +31,99 @@ def edit(tree, path, old, new):
     (tree / path).write_text(text.replace(old, new))
 
 
-def test_a_file_that_upstream_changed_gives_five_lines(upstream):
-    tree = upstream.checkout
-    for i in range(4):
-        edit(tree, ROUTER, "line 29\n", f"upstream {i}\nline 29\n")
-        commit(tree, f"Change the router {i}")
-    edit(tree, ROUTER, "line 30\n", "thirty\n")
-    commit(tree, "Rename thirty")
-    with pytest.raises(PatchingError) as error:
-        apply_series(tree, upstream.patches)
-    lines = str(error.value).splitlines()
-    base = git("rev-parse", TAG, cwd=tree).strip()
-    assert lines[0] == "patch 2 of 4 does not apply: 0002-Bind-the-hook-to-the-microbatch.patch"
-    assert lines[1].startswith(f"  at: {ROUTER}:")
-    assert lines[2] == "  subject: Bind the hook to the microbatch"
-    assert lines[3].startswith("  upstream commits: ")
-    assert "Rename thirty; " in lines[3]
-    assert "Change the router 3; " in lines[3]
-    assert lines[3].endswith(f"Change the router 2 and 2 more since {TAG}")
-    assert lines[4] == f"  next: git -C {tree} checkout {base}  # {TAG}"
-    assert len(lines) == 5
-    with refused(tree, ROUTER):
-        apply_series(tree, upstream.patches)
-    git("checkout", "--quiet", base, cwd=tree)  # what the message says to do
-    apply_series(tree, upstream.patches)
+def crlf(tree, *paths):
+    for path in paths:
+        (tree / path).write_bytes((tree / path).read_bytes().replace(b"\n", b"\r\n"))
 
 
-def test_five_lines_outside_git(upstream):
-    edit(upstream.package, DISPATCHER, "splits", "pieces")
-    with refused(
-        upstream.package,
-        "patch 1 of 4",
-        f"{DISPATCHER}:1",
-        "unknown: not a git checkout",
-        "next: megatron-r3 megatron",
-    ):
+def in_place_of(tree, path, make):
+    (tree / path).unlink()
+    make(tree / path)
+
+
+# what happens to a tree, and what apply says then; revert names the file too
+TREES = {
+    "a line of context": (
+        lambda tree: edit(tree, DISPATCHER, "splits", "pieces"),
+        ["patch 1 of 4 does not apply: 0001-", f"at: {DISPATCHER}:1", "subject: Ask the hook"],
+        DISPATCHER,
+    ),
+    "a line where the patches fit by luck": (
+        lambda tree: edit(tree, ROUTER, "line 20\n", "mine\n"),
+        [f"differ:\n  {ROUTER}\n", "nobody has tested", "--unreleased"],
+        ROUTER,
+    ),
+    "a file that is gone": (
+        lambda tree: (tree / ROUTER).unlink(),
+        ["patch 1 of 4", f"at: {ROUTER}: no such file"],
+        f"{ROUTER}: missing; if git left it out of the checkout: git sparse-checkout disable",
+    ),
+    "a file that the patches add": (
+        lambda tree: write(tree, NEW, "mine\n"),
+        ["patch 3 of 4", f"at: {NEW}: already there"],
+        NEW,
+    ),
+    "a file that the package lacks": (
+        lambda tree: write(tree, README, "mine\n"),
+        [f"{README}: 9.1.1 has no such file"],
+        README,
+    ),
+    "another version altogether": (
+        lambda tree: [write(tree, path, "x\n") for path in FILES if (tree / path).exists()],
+        ["is no tree of a known release line", f"{LINE}: {TAG}, 9.1.1", f"\n  {ROUTER}: "],
+        ROUTER,
+    ),
+    "CRLF": (
+        lambda tree: crlf(tree, ROUTER, DISPATCHER),
+        [f"{ROUTER}: has CRLF", f"{DISPATCHER}: has CRLF", "core.autocrlf false", "with LF"],
+        ROUTER,
+    ),
+    "CRLF and an edit": (
+        lambda tree: (crlf(tree, ROUTER), edit(tree, SCHEDULE, "return", "mine")),
+        [f"{ROUTER}: has CRLF", f"{SCHEDULE}: neither the base nor", "core.autocrlf false"],
+        ROUTER,
+    ),
+    "a pipe, which would wait for ever": (
+        lambda tree: in_place_of(tree, ROUTER, os.mkfifo),
+        [f"{ROUTER} is not a plain file"],
+        ROUTER,
+    ),
+    "a folder": (
+        lambda tree: in_place_of(tree, ROUTER, os.mkdir),
+        [f"{ROUTER} is not a plain file"],
+        ROUTER,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_file_that_is_not_as_it_should_be(upstream, name):
+    happens, words, where = TREES[name]
+    happens(upstream.package)
+    with refused(upstream.package, *words):
         apply_series(upstream.package, upstream.patches)
-
-
-def test_five_lines_in_a_checkout_without_the_known_commit(upstream):
-    edit(upstream.package, DISPATCHER, "splits", "pieces")
-    git("init", "--quiet", cwd=upstream.package)
-    commit(upstream.package, "As it is")
-    with refused(upstream.package, DISPATCHER, f"the checkout does not hold {TAG}"):
-        apply_series(upstream.package, upstream.patches)
-
-
-def test_another_version_altogether(upstream):
-    for path in upstream.package.rglob("*.*"):
-        if path.is_file():
-            path.write_text("another version\n")
-    with refused(upstream.package, "no tree of a known release line", LINE, TAG, ROUTER):
-        apply_series(upstream.package, upstream.patches)
-    with refused(upstream.package, ROUTER):
+    with refused(upstream.package, where):
         revert_series(upstream.package, upstream.patches)
-    with refused(upstream.package, "patch 1 of 4", DISPATCHER):  # asked for the line, it says where
-        apply_series(upstream.package, upstream.patches, line=LINE)
 
 
-@pytest.mark.parametrize("name", ["checkout", "package"])
-def test_a_file_where_the_patches_fit_by_luck(upstream, name):
-    tree = getattr(upstream, name)
-    edit(tree, ROUTER, "line 20\n", "mine\n")
-    with refused(tree, ROUTER):
+def test_the_next_command_of_a_patch_that_fails_helps(upstream):
+    tree = upstream.checkout
+    edit(tree, ROUTER, "line 31\n", "mine\n")
+    base = git("rev-parse", TAG, cwd=tree).strip()
+    with refused(tree, "patch 2 of 4", f"{ROUTER}:29", f"next: git -C {tree} checkout {base}"):
         apply_series(tree, upstream.patches)
-    assert identify(tree, read_versions(upstream.patches)).unknown == [ROUTER]
-    edit(tree, ROUTER, "mine\n", "line 20\n")
+    git("checkout", "--quiet", "--force", base, cwd=tree)
     apply_series(tree, upstream.patches)
+    edit(upstream.package, ROUTER, "line 31\n", "mine\n")
+    with refused(upstream.package, "next: megatron-r3 megatron"):
+        apply_series(upstream.package, upstream.patches)
+
+
+def test_asked_for_the_line_it_says_where_another_version_differs(upstream):
+    for path in (ROUTER, DISPATCHER, SCHEDULE):
+        write(upstream.package, path, "x\n")
+    with refused(upstream.package, "patch 1 of 4", DISPATCHER):
+        apply_series(upstream.package, upstream.patches, line=LINE)
 
 
 def test_revert_of_an_edited_file(upstream):
@@ -109,57 +134,28 @@ def test_revert_of_an_edited_file(upstream):
             move(upstream.package, upstream.patches)
 
 
-def test_a_deleted_file(upstream):
-    (upstream.package / ROUTER).unlink()
-    with refused(upstream.package, ROUTER, "no such file"):
-        apply_series(upstream.package, upstream.patches)
-    with refused(upstream.package, ROUTER, "missing"):
-        revert_series(upstream.package, upstream.patches)
+def test_a_crlf_checkout_is_mended_by_what_the_message_says(upstream, tmp_path):
+    git(
+        "clone", "--quiet", "-c", "core.autocrlf=true", str(upstream.checkout), "crlf", cwd=tmp_path
+    )
+    tree = tmp_path / "crlf"
+    assert b"\r\n" in (tree / ROUTER).read_bytes()
+    with refused(tree, ROUTER, "CRLF"):
+        apply_series(tree, upstream.patches)
+    git("config", "core.autocrlf", "false", cwd=tree)
+    git("rm", "-r", "--cached", "--quiet", ".", cwd=tree)
+    git("reset", "--quiet", "--hard", cwd=tree)
+    apply_series(tree, upstream.patches)
 
 
-def test_a_file_that_the_patches_add_is_there_already(upstream):
-    write(upstream.package, NEW, "mine\n")
-    with refused(upstream.package, NEW, "already there"):
-        apply_series(upstream.package, upstream.patches)
-
-
-def test_a_file_that_the_tree_is_known_to_lack_is_there(upstream):
-    write(upstream.package, README, "mine\n")
-    with refused(upstream.package, README):
-        apply_series(upstream.package, upstream.patches)
-
-
-def test_only_the_known_absent_files_may_be_absent(upstream):
-    versions = upstream.patches / "versions.toml"
-    versions.write_text(versions.read_text().replace(f'absent = ["{README}"]', "absent = []"))
-    with refused(upstream.package, README, "no such file"):
-        apply_series(upstream.package, upstream.patches)
-
-
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("path", [OTHER, ROUTER])
-def test_uncommitted_changes(upstream, path, staged):
-    write(upstream.checkout, path, "mine\n")
-    if staged:
-        git("add", path, cwd=upstream.checkout)
-    with refused(upstream.checkout, path, "commit or stash"):
-        apply_series(upstream.checkout, upstream.patches)
-    git("stash", "--quiet", cwd=upstream.checkout)
-    apply_series(upstream.checkout, upstream.patches)
-
-
-def test_a_deleted_tracked_file(upstream):
-    (upstream.checkout / README).unlink()  # not the package, which is known to lack it
-    with refused(upstream.checkout, README, "uncommitted"):
-        apply_series(upstream.checkout, upstream.patches)
-
-
-def test_crlf_line_ends(upstream):
-    for path in upstream.package.rglob("*.*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    with refused(upstream.package, ROUTER, "CRLF"):
-        apply_series(upstream.package, upstream.patches)
+def test_a_sparse_checkout_is_mended_by_what_the_message_says(upstream):
+    tree = upstream.checkout
+    git("status", cwd=tree)  # git leaves out only files that its index knows to be unchanged
+    git("sparse-checkout", "set", "--cone", "megatron/core/empty", cwd=tree)
+    with refused(tree, ROUTER, "no such file"):
+        apply_series(tree, upstream.patches)
+    git("sparse-checkout", "disable", cwd=tree)
+    apply_series(tree, upstream.patches)
 
 
 @pytest.mark.parametrize("path", [ROUTER, "megatron/core/transformer"])
@@ -170,17 +166,6 @@ def test_symlinks(upstream, tmp_path, path):
     with refused(upstream.package, path, "symlink"):
         apply_series(upstream.package, upstream.patches)
     assert snapshot(tmp_path) == outside
-
-
-def test_a_folder_or_a_pipe_in_place_of_a_file(upstream):
-    (upstream.package / ROUTER).unlink()
-    os.mkfifo(upstream.package / ROUTER)  # reading it would wait for ever
-    with refused(upstream.package, ROUTER, "not a plain file"):
-        apply_series(upstream.package, upstream.patches)
-    (upstream.package / ROUTER).unlink()
-    (upstream.package / ROUTER).mkdir()
-    with refused(upstream.package, ROUTER, "not a plain file"):
-        apply_series(upstream.package, upstream.patches)
 
 
 @pytest.mark.parametrize("below", ["megatron", "nowhere", f"{ROUTER}"])
@@ -203,33 +188,48 @@ def test_two_at_once_wait_for_each_other(upstream):
         assert second.result(timeout=60).before is TreeState.PRISTINE
 
 
-def test_a_patch_that_does_not_fit_its_own_base(upstream):
-    patch = upstream.series[1]
-    patch.write_bytes(patch.read_bytes().replace(b" line 29\n", b" line 92\n"))
-    with refused(
-        upstream.checkout, "patch 2 of 4", f"{ROUTER}:", f"-C {upstream.patches / LINE} checkout"
-    ):
+# -- patches that are damaged
+
+
+@pytest.mark.parametrize(
+    ("place", "old", "new", "words"),
+    [
+        (1, b" line 29\n", b" line 92\n", ["patch 2 of 4", f"{ROUTER}:", "checkout -- ."]),
+        (0, b"+hook = None", b"+hook = True", ["0001-", ROUTER, "damaged"]),
+    ],
+)
+def test_a_patch_that_was_edited(upstream, place, old, new, words):
+    patch = upstream.series[place]
+    assert old in patch.read_bytes()
+    patch.write_bytes(patch.read_bytes().replace(old, new))
+    with refused(upstream.checkout, *words):
         apply_series(upstream.checkout, upstream.patches)
     assert identify(upstream.checkout, read_versions(upstream.patches)).state is TreeState.PRISTINE
 
 
-def test_a_patch_that_fits_but_was_edited(upstream):
-    patch = upstream.series[0]
-    patch.write_bytes(patch.read_bytes().replace(b"+hook = None", b"+hook = True"))
-    with refused(upstream.checkout, patch.name, ROUTER, "damaged"):
-        apply_series(upstream.checkout, upstream.patches)
+def test_a_patch_that_does_not_give_what_versions_toml_promises(upstream):
+    """The package has another base of this file, so the ids in the patch do not tell."""
+    patch = upstream.series[1]
+    patch.write_bytes(patch.read_bytes().replace(b"+    return bind", b"+    return bound"))
+    with refused(upstream.package, SCHEDULE, "the patches of core_r9.1.0 are damaged", "9.1.1"):
+        apply_series(upstream.package, upstream.patches)
 
 
-def test_a_patch_that_is_cut(upstream):
-    patch = upstream.series[0]
-    patch.write_bytes(patch.read_bytes()[:-40])
-    with refused(upstream.checkout, patch.name, "corrupt patch"):
-        apply_series(upstream.checkout, upstream.patches)
-
-
-def test_a_garbage_patch(upstream):
-    patch = upstream.series[2]
-    patch.write_bytes(b"\xff\x00 not a patch\n" * 10)
+def test_a_patch_that_is_cut_or_garbage(upstream):
+    first, *_, last = upstream.series
+    whole = last.read_bytes()
+    last.write_bytes(b"\xff\x00 not a patch\n" * 10)
     for move in (apply_series, revert_series):
-        with refused(upstream.checkout, patch.name, "git format-patch"):
+        with refused(upstream.checkout, last.name, "git format-patch"):
             move(upstream.checkout, upstream.patches)
+    last.write_bytes(whole)
+    first.write_bytes(first.read_bytes()[:-40])
+    with refused(upstream.checkout, first.name, "corrupt patch"):
+        apply_series(upstream.checkout, upstream.patches)
+
+
+def test_only_the_known_absent_files_may_be_absent(upstream):
+    versions = upstream.patches / "versions.toml"
+    versions.write_text(versions.read_text().replace(f'absent = ["{README}"]', "absent = []"))
+    with refused(upstream.package, README, "no such file"):
+        apply_series(upstream.package, upstream.patches)

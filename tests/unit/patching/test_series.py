@@ -5,9 +5,10 @@ import textwrap
 import pytest
 from patching_upstream import DISPATCHER, LINE, README, ROUTER, TAG, git, refused
 
+from keepers.rules import num_changed
 from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.git import PatchingError, blob_id, names
-from megatron_r3.patching.repository import patched_contents
+from megatron_r3.patching.scratch import patched_contents
 from megatron_r3.patching.series import read_patch, read_series
 from megatron_r3.patching.tree import TreeState, identify
 from megatron_r3.patching.versions import patches_folder, read_versions
@@ -121,7 +122,7 @@ def test_a_line_may_lack_a_concern(upstream):
 
 def test_a_patch_that_others_need_is_missing(upstream):
     upstream.series[0].unlink()
-    with refused(upstream.checkout, ROUTER, "neither the base nor the patched file"):
+    with refused(upstream.checkout, f"1 of its 5 files differ:\n  {ROUTER}\n"):
         apply_series(upstream.checkout, upstream.patches)
 
 
@@ -142,10 +143,10 @@ def test_two_patches_of_one_number(upstream):
 def test_changed_lines_are_counted_as_git_counts_them(upstream):
     for patch in read_series(upstream.patches / LINE).patches:
         stat = git("apply", "--numstat", str(patch.file), cwd=upstream.checkout)
-        assert patch.num_changed == sum(int(n) for x in stat.splitlines() for n in x.split()[:2])
+        assert num_changed(patch) == sum(int(n) for x in stat.splitlines() for n in x.split()[:2])
     file = upstream.series[3]
     file.write_text(file.read_text() + "-- \n2.39.5\n\n")
-    assert read_patch(file).num_changed == 2
+    assert num_changed(read_patch(file)) == 2
 
 
 def test_patches_in_another_order(upstream):

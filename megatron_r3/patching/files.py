@@ -1,4 +1,4 @@
-"""Replaces files of a tree: all of them or none.
+"""Reads files of a tree, and replaces them: all of them or none.
 
 Every new file is first written whole beside the old one, so that a full disk or a folder that
 cannot be written is found before anything changes; then each new file is renamed over the old one.
@@ -13,10 +13,57 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from megatron_r3.patching.git import PatchingError, names
-from megatron_r3.patching.tree import FileOnDisk
+from megatron_r3.patching.git import PatchingError, blob_id, names
+
+
+@dataclass(frozen=True)
+class FileOnDisk:
+    """A file as it was read; data is None where there is no file, stat also where git had it."""
+
+    data: bytes | None
+    stat: os.stat_result | None = None
+
+    @cached_property
+    def blob(self) -> str | None:
+        """The file's git blob id."""
+        return None if self.data is None else blob_id(self.data)
+
+    @property
+    def executable(self) -> bool:
+        """Whether git would give the file the mode 100755."""
+        return self.stat is not None and bool(self.stat.st_mode & 0o100)
+
+    @property
+    def lf_blob(self) -> str | None:
+        """The blob id that the file would have with LF for CRLF; None for a file without CRLF."""
+        if self.data is None or b"\r\n" not in self.data:
+            return None
+        return blob_id(self.data.replace(b"\r\n", b"\n"))
+
+
+def read_file(root: Path, path: str) -> FileOnDisk:
+    """Read one file of a tree.
+
+    Raises:
+        PatchingError: it is not a plain file, or lies behind a symlink.
+    """
+    for part in (path, *map(str, Path(path).parents)):
+        # A file behind a link may belong to another tree; writing it would change that tree.
+        if part != "." and (root / part).is_symlink():
+            raise PatchingError(f"{root / part} is a symlink: patch the tree that it points into")
+    try:
+        info = (root / path).stat()
+        if not stat.S_ISREG(info.st_mode):  # opening a pipe would wait for ever
+            raise PatchingError(f"{root / path} is not a plain file")
+        return FileOnDisk((root / path).read_bytes(), info)
+    except (FileNotFoundError, NotADirectoryError):
+        return FileOnDisk(None)
+    except OSError as error:
+        raise PatchingError(f"{root / path}: {error.strerror}") from None
 
 
 @contextmanager
@@ -75,7 +122,7 @@ def remove_leftovers(root: Path, paths: Iterable[str]) -> None:
     That is a new file that was not renamed yet, and the empty folders of a file that is gone.
     """
     for path in paths:
-        with suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(OSError):
             _staged(root / path).unlink()
         if not (root / path).exists():
             _remove_empty_folders(root, path)

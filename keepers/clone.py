@@ -1,0 +1,115 @@
+"""What is read of a keeper's clone of Megatron-LM, with git, which obeys the clone's own settings.
+
+What is made of it lies elsewhere: in a repository of ours, which only reads the clone's objects.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_r3.patching.files import FileOnDisk
+from megatron_r3.patching.git import PatchingError, git, names, new_repository, run_git
+
+_IN_PROGRESS = {
+    "rebase-apply": "git am or git rebase",
+    "rebase-merge": "git rebase",
+    "MERGE_HEAD": "git merge",
+    "CHERRY_PICK_HEAD": "git cherry-pick",
+    "REVERT_HEAD": "git revert",
+}
+
+
+def check_clone(repo: Path) -> None:
+    """Refuse what is neither the top of a work tree nor a bare repository.
+
+    Raises:
+        PatchingError: it is neither, or git does not trust it; the message is git's.
+    """
+    if not repo.is_dir():
+        raise PatchingError(f"{repo} is no git repository: there is no such folder")
+    found = run_git(repo, "rev-parse", "--git-dir", check=False)
+    if found.returncode:
+        raise PatchingError(f"{repo} is no git repository: {found.stderr.decode().strip()}")
+
+
+def git_path(repo: Path, name: str) -> Path:
+    """Where the repository keeps its file of this name, such as objects or rebase-apply."""
+    return (repo / git(repo, "rev-parse", "--git-path", name)).resolve()
+
+
+def resolve(repo: Path, revision: str) -> str:
+    """The id of the commit that `revision` names in `repo`.
+
+    Raises:
+        PatchingError: `repo` has no such commit.
+    """
+    check_clone(repo)
+    # --end-of-options: a revision that begins with "-" is a name too, never an option
+    command = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    parsed = run_git(repo, *command, check=False)
+    if parsed.returncode:
+        raise PatchingError(f"{repo} has no commit {revision!r}: fetch it there first")
+    return parsed.stdout.decode().strip()
+
+
+def has_commit(repo: Path, commit: str) -> bool:
+    """Whether `repo` holds this commit (a shallow clone may not)."""
+    check_clone(repo)
+    return run_git(repo, "cat-file", "-e", f"{commit}^{{commit}}", check=False).returncode == 0
+
+
+def borrow(repo: Path, folder: Path) -> Path:
+    """Make a repository of ours in `folder` that can read the objects of `repo`; return it.
+
+    Nothing else of `repo`, such as settings, attributes, notes or hooks, has an effect there.
+    """
+    check_clone(repo)
+    git_dir = new_repository(folder) / ".git"
+    # The file has one path a line, in C quotes: a newline becomes \012.
+    objects = os.fsencode(git_path(repo, "objects"))
+    quoted = re.sub(rb'["\\\x00-\x1f]', lambda c: b"\\%03o" % ord(c[0]), objects)
+    (git_dir / "objects" / "info").mkdir(exist_ok=True)
+    (git_dir / "objects" / "info" / "alternates").write_bytes(b'"%s"\n' % quoted)
+    if (shallow := git_path(repo, "shallow")).is_file():
+        shutil.copy2(shallow, git_dir / "shallow")
+    return folder
+
+
+def committed_files(repo: Path, commit: str, paths: Iterable[str]) -> dict[str, FileOnDisk]:
+    """These files as a commit has them.
+
+    Raises:
+        PatchingError: `repo` lacks one that its commit has, as a partial clone may.
+    """
+    files = dict.fromkeys(paths, FileOnDisk(None))
+    # one entry: "100644 blob <id>\tmegatron/core/a.py"
+    for entry in git(repo, "ls-tree", "-z", commit, "--", *files).split("\0")[:-1]:
+        head, path = entry.split("\t", 1)
+        files[path] = FileOnDisk(run_git(repo, "cat-file", "blob", head.split()[2]).stdout)
+    return files
+
+
+def dirty_files(repo: Path) -> list[str]:
+    """The tracked files of a checkout that differ from its HEAD, staged or not."""
+    flags = ("--porcelain", "-z", "--no-renames", "--untracked-files=no")
+    listed = git(repo, "status", *flags, "--ignore-submodules=all")
+    return sorted(entry[3:] for entry in listed.split("\0") if entry)
+
+
+def refuse_unfinished(repo: Path) -> None:
+    """Refuse what is no checkout, has uncommitted changes, or is in the middle of something.
+
+    Raises:
+        PatchingError: saying which.
+    """
+    if not repo.is_dir() or run_git(repo, "rev-parse", "HEAD", check=False).returncode:
+        raise PatchingError(f"{repo} is no git checkout")
+    for name, action in _IN_PROGRESS.items():
+        if git_path(repo, name).exists():
+            raise PatchingError(f"{action} is in progress in {repo}: finish or abort it first")
+    if dirty := dirty_files(repo):
+        raise PatchingError(f"{repo} has uncommitted changes: {names(dirty)}; commit them first")

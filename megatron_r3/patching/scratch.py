@@ -1,0 +1,180 @@
+"""A folder of ours, in which patches are tried before a tree is touched.
+
+Only the files that a series changes are copied into the folder. Git applies the patches there, one
+after the other, and what it makes of each file is compared with what the patch promises.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_r3.patching.files import FileOnDisk
+from megatron_r3.patching.git import PatchingError, git, new_repository, run_git
+from megatron_r3.patching.series import FileChange, Patch
+from megatron_r3.patching.tree import TreeStatus
+
+# what `git apply` says of one file: "error: patch failed: a.py:29", or
+# "error: a.py: No such file or directory"
+_FAILED = re.compile(r"^error: patch failed: (?P<path>.+):(?P<line>\d+)$")
+_MISSING = re.compile(r"^error: (?P<path>.+): (?P<why>No such file .*|already exists in .*)$")
+# and of a hunk that is not where the patch names it:
+# "Hunk #2 succeeded at 812 (offset -30 lines)."
+_OFFSET = re.compile(rb"^Hunk #\d+ succeeded at \d+ \(offset -?(\d+) lines?\)\.$", re.M)
+
+
+class PatchFailed(PatchingError):
+    """A patch does not fit.
+
+    Attributes:
+        number: the place of the patch in its series, from 1.
+        failures: each file that the patch does not fit, with a line or a reason.
+        path: the first of those files; `where` says how it failed.
+    """
+
+    def __init__(self, number: int, patch: Patch, failures: Mapping[str, str]):
+        self.number, self.patch, self.failures = number, patch, dict(failures)
+        self.path, self.where = next(iter(failures.items()))
+        super().__init__(f"{patch.file.name} does not apply at {self.where}")
+
+    def explain(self, num_patches: int, *more: str) -> str:
+        """What a user reads, for example:
+
+        patch 2 of 10 does not apply: 0002-Ask-the-hook.patch
+          at: megatron/core/transformer/moe/router.py:120
+          subject: Ask the hook
+        """
+        first = f"patch {self.number} of {num_patches} does not apply: {self.patch.file.name}"
+        lines = (first, f"at: {self.where}", f"subject: {self.patch.subject}", *more)
+        return "\n  ".join(lines)
+
+
+class Scratch:
+    """Files in `folder`, a git repository that this project made, so that git may run in it."""
+
+    def __init__(self, folder: Path, files: Mapping[str, FileOnDisk]) -> None:
+        self.folder = new_repository(folder)
+        # the mode of a file that a patch deletes is in the diff, so that the file can come back
+        self._executables = {path for path, file in files.items() if file.executable}
+        self.put({path: file.data for path, file in files.items()})
+
+    def put(self, contents: Mapping[str, bytes | None]) -> None:
+        """Write these files; None removes one."""
+        for path, data in contents.items():
+            target = self.folder / path
+            if data is None:
+                target.unlink(missing_ok=True)
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data)
+                if path in self._executables:
+                    target.chmod(0o755)
+
+    def contents(self, paths: Iterable[str]) -> dict[str, bytes | None]:
+        """The bytes of these files; None for a file that is not there."""
+        found = ((path, self.folder / path) for path in paths)
+        return {path: file.read_bytes() if file.is_file() else None for path, file in found}
+
+    def apply(
+        self, number: int, patch: Patch, changes: Collection[FileChange], *, reverse: bool = False
+    ) -> int:
+        """Apply these parts of a patch: all of them, or none.
+
+        Returns:
+            By how many lines the hunks are away from where the patch names them, together.
+
+        Raises:
+            PatchFailed: one of them does not fit.
+            PatchingError: one fits, and does not give the file that the patch promises.
+        """
+        diffs = {change.path: change.diff for change in changes}
+        before = self.contents(diffs)
+        command = ("apply", "--verbose", *(["-R"] if reverse else []), "-")
+        done = run_git(self.folder, *command, stdin=b"".join(diffs.values()), check=False)
+        if done.returncode:
+            raise PatchFailed(number, patch, _failures(done.stderr, next(iter(diffs))))
+        after = self.contents(diffs)
+        for change in changes:
+            old, new = change.pre, change.post
+            old, new = (new, old) if reverse else (old, new)
+            fits = FileOnDisk(before[change.path]).blob == old
+            if fits and FileOnDisk(after[change.path]).blob != new:
+                raise PatchingError(
+                    f"{patch.file} is damaged: it does not give the {change.path} that it "
+                    "promises; nothing was changed"
+                )
+        return sum(int(offset) for offset in _OFFSET.findall(done.stderr))
+
+    def snapshot(self) -> str:
+        """The id that git gives to all files as they are now."""
+        git(self.folder, "add", "--all", "--force")
+        return git(self.folder, "write-tree")
+
+    def diff(self, old: str, new: str) -> bytes:
+        """What makes the files of the snapshot `new` of those of `old`, as one patch."""
+        flags = ("-r", "--patch", "--full-index", "--no-renames", "--text")
+        return run_git(self.folder, "diff-tree", *flags, old, new).stdout
+
+
+@contextmanager
+def scratch(files: Mapping[str, FileOnDisk]) -> Iterator[Scratch]:
+    """A temporary folder with these files, each where it is in its tree."""
+    with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
+        yield Scratch(Path(folder), files)
+
+
+def _failures(stderr: bytes, first: str) -> dict[str, str]:
+    """Each file that git's message is about, and where in it the patch failed."""
+    failures: dict[str, str] = {}
+    lines = stderr.decode(errors="replace").splitlines()
+    for line in lines:
+        if failed := _FAILED.match(line):
+            failures.setdefault(failed["path"], f"{failed['path']}:{failed['line']}")
+        elif failed := _MISSING.match(line):
+            reason = "no such file" if failed["why"].startswith("No") else "already there"
+            failures.setdefault(failed["path"], f"{failed['path']}: {reason}")
+    errors = [line for line in lines if line.startswith("error: ")] or ["git gives no reason"]
+    return failures or {first: f"{first}: {errors[0]}"}
+
+
+def patched_contents(status: TreeStatus, *, reverse: bool = False) -> dict[str, bytes | None]:
+    """The contents of a tree's files after the series is applied or, with `reverse`, taken back.
+
+    Each file starts from the place in its chain at which it is now. Unknown files are tried from
+    the first patch on, and cannot be reverted. None stands for a file that is then not there.
+
+    Raises:
+        PatchFailed: a patch does not fit.
+        PatchingError: the patches fit but do not give the files that they promise.
+    """
+    due: list[tuple[int, Patch, list[FileChange]]] = []
+    for number, patch in enumerate(status.series.patches, 1):
+        if changes := [change for change in patch.changes if _is_due(status, change, reverse)]:
+            due.append((number, patch, changes))
+    with scratch(status.files) as ours:
+        for number, patch, changes in reversed(due) if reverse else due:
+            ours.apply(number, patch, changes, reverse=reverse)
+        contents = ours.contents(status.files)
+    for path, chain in status.blobs.items():
+        blob = FileOnDisk(contents[path]).blob
+        if status.places[path] is not None and blob != chain[0 if reverse else -1]:
+            raise PatchingError(
+                f"the patches of {status.line.name} are damaged: they do not give the {path} that "
+                f"is promised for {status.tree.name}; nothing was changed"
+            )
+    return contents
+
+
+def _is_due(status: TreeStatus, change: FileChange, reverse: bool) -> bool:
+    """Whether this part of a patch is still to be applied or, with `reverse`, to be taken back.
+
+    Example: a file with three patches has four places, 0 to 3. At place 1, patch 0 (from place 0
+    to 1) is in the file and patches 1 and 2 are not: apply runs 1 and 2, revert takes back 0.
+    """
+    place = status.places[change.path]
+    if change.path in status.tree.absent or (reverse and place is None):
+        return False
+    return (status.series.place(change) < (place or 0)) == reverse
