@@ -160,10 +160,8 @@ def write_record(root: Path, record: Record) -> None:
     about = "written by megatron-r3, which reads it; megatron-r3 revert removes it"
     text = json.dumps({"about": about, "format": _FORMAT, **asdict(record)}, indent=1) + "\n"
     path = record_path(root)
-    old = read_file(path.parent, path.name)
-    if record != Record() or old.data is not None:
-        data = None if record == Record() else text.encode()
-        replace_files(path.parent, {path.name: data}, {path.name: old})
+    data = None if record == Record() else text.encode()
+    replace_files(path.parent, {path.name: data}, {path.name: read_file(path.parent, path.name)})
 
 
 def remove_record(root: Path) -> None:

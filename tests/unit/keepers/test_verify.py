@@ -4,7 +4,6 @@ import re
 
 import pytest
 from patching_bump import everything
-from patching_hostile import hostile
 from patching_upstream import (
     BODY,
     LINE,
@@ -51,7 +50,7 @@ def test_nothing_is_written_to_the_clone(upstream):
     assert (done.num_patches, done.num_files) == (4, 6)
 
 
-@pytest.mark.parametrize("kind", ["--bare", "--mirror", "--shared", "--depth=1", "worktree"])
+@pytest.mark.parametrize("kind", ["--bare", "--shared", "--depth=1", "worktree"])
 def test_any_repository(upstream, tmp_path, kind):
     repo = clone(upstream.checkout, tmp_path / "with spaces: ü", kind)
     assert verify(upstream, repo).num_patches == 4
@@ -78,13 +77,6 @@ def test_a_head_that_is_not_the_package(upstream, path):
     assert verify(upstream, repo, 1) is not None
     commit(repo, "Mine")
     assert verify(upstream, repo, 1) is None
-
-
-def test_the_users_git_configuration_changes_nothing(upstream, tmp_path, monkeypatch):
-    expected = verify(upstream, upstream.checkout)
-    hostile(tmp_path, monkeypatch, upstream.checkout)
-    assert verify(upstream, upstream.checkout) == expected
-    assert main(["verify", str(upstream.checkout), "--patches", str(upstream.patches)]) == 0
 
 
 @pytest.mark.parametrize(
