@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_r3.patching.files import FileOnDisk
 from megatron_r3.patching.git import PatchingError, git, names, new_repository, run_git
+from megatron_r3.patching.tree_files import FileOnDisk
 
 _IN_PROGRESS = {
     "rebase-apply": "git am or git rebase",

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from keepers.clone import borrow, git_path, refuse_unfinished, resolve
 from keepers.rules import broken_rules, plan_numbers
-from megatron_r3.patching.files import read_file, replace_files
 from megatron_r3.patching.git import PatchingError, git, names, run_git
 from megatron_r3.patching.series import Patch, Series, read_patch, read_series
+from megatron_r3.patching.tree_files import read_file, replace_files
 from megatron_r3.patching.versions import KnownTree, Line, Versions, read_versions
 
 # Who commits what `am` applies: the user may have no name in git, and the name is in no patch.

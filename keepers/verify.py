@@ -11,11 +11,11 @@ from pathlib import Path
 
 from keepers.clone import check_clone, committed_files, has_commit, resolve
 from keepers.rules import broken_rules, unequal_numbers
-from megatron_r3.patching.files import FileOnDisk
 from megatron_r3.patching.git import PatchingError, git, names
 from megatron_r3.patching.scratch import patched_contents
 from megatron_r3.patching.series import read_series
 from megatron_r3.patching.tree import TreeState, TreeStatus, compare
+from megatron_r3.patching.tree_files import FileOnDisk
 from megatron_r3.patching.versions import KnownTree, Line, Versions
 
 

@@ -7,7 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_r3.patching.files import FileOnDisk, locked, remove_leftovers, replace_files
 from megatron_r3.patching.git import PatchingError, names
 from megatron_r3.patching.record import (
     Record,
@@ -20,6 +19,7 @@ from megatron_r3.patching.record import (
 from megatron_r3.patching.scratch import PatchFailed, patched_contents
 from megatron_r3.patching.series import GROUPS, read_series
 from megatron_r3.patching.tree import TreeState, TreeStatus, find_root, from_record, identify
+from megatron_r3.patching.tree_files import FileOnDisk, locked, remove_leftovers, replace_files
 from megatron_r3.patching.unreleased import choose, find_fits, fit_line, how_to_take
 from megatron_r3.patching.versions import Versions, read_versions
 
@@ -122,6 +122,8 @@ def _take(
     Raises:
         PatchingError: no line fits; or one fits, and the user has not said the word for that.
     """
+    if status.unreleased and status.unknown:  # some of its files are patched already
+        raise PatchingError(why_not(status, versions))
     known = status.state is TreeState.PRISTINE
     line = status.line.name if known else line
     fits = find_fits(status.root, versions, line, groups)
@@ -223,8 +225,8 @@ def why_not(status: TreeStatus, versions: Versions) -> str:
     if status.unreleased:
         return (
             f"{status.root} has changed since {record_path(status.root)} was written: it was "
-            f"{status.line.name}, {status.tree.name}; bring back these files, or if nothing of it "
-            f"is patched any more, apply it again with --unreleased:{wrong}"
+            f"{status.line.name}, {status.tree.name}; bring back these files, or all unpatched "
+            f"ones (git checkout -- megatron), then apply again:{wrong}"
         )
     if status.num_recognised:
         return (

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from megatron_r3.patching.files import locked
 from megatron_r3.patching.git import PatchingError, git, new_repository
+from megatron_r3.patching.tree_files import locked
 from megatron_r3.patching.versions import KnownTree
 
 UPSTREAM = "https://github.com/NVIDIA/Megatron-LM.git"

@@ -93,7 +93,7 @@ def run_status(args: argparse.Namespace) -> int:
     status = identify(args.tree, versions, args.line)
     print(f"{status.state.value}: {status.root}")  # the image's build looks for `applied: `
     if status.state is TreeState.UNKNOWN:
-        fits = find_fits(status.root, versions, args.line)
+        fits = [] if status.unreleased else find_fits(status.root, versions, args.line)
         print(how_to_take(status.root, fits) if fits else why_not(status, versions))
         return 1
     tree = status.unreleased
@@ -135,10 +135,8 @@ def _differ(tree: Unreleased) -> str:
 
 def _groups(status: TreeStatus) -> str:
     """The groups that are in the tree, or would be, and those of its line that are not."""
-    rest = status.unreleased.left_out if status.unreleased else ()
-    return f"groups: {', '.join(status.groups)}" + (
-        f"; not in it: {', '.join(rest)}" if rest else ""
-    )
+    rest = names(status.unreleased.left_out if status.unreleased else ())
+    return f"groups: {', '.join(status.groups)}" + (f"; not in it: {rest}" if rest else "")
 
 
 def _quoted(status: TreeStatus) -> str:

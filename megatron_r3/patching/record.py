@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.data.digest import digest
-from megatron_r3.patching.files import read_file, replace_files
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import Patch, Series, read_changes
+from megatron_r3.patching.tree_files import read_file, replace_files
 
 NAME = "megatron-r3.json"
 _FORMAT = 3

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_r3.patching.files import FileOnDisk
 from megatron_r3.patching.git import PatchingError, git, new_repository, run_git
 from megatron_r3.patching.series import FileChange, Patch
 from megatron_r3.patching.tree import TreeStatus
+from megatron_r3.patching.tree_files import FileOnDisk
 
 # what `git apply` says of one file: "error: patch failed: a.py:29", or
 # "error: a.py: No such file or directory"

@@ -17,10 +17,10 @@ from enum import Enum
 from functools import cached_property
 from pathlib import Path
 
-from megatron_r3.patching.files import FileOnDisk, read_file
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.record import Unreleased, read_record, record_path
 from megatron_r3.patching.series import Blobs, Series, read_series
+from megatron_r3.patching.tree_files import FileOnDisk, read_file
 from megatron_r3.patching.versions import KnownTree, Line, Versions
 
 

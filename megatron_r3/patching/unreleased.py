@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_r3 import __version__
-from megatron_r3.patching.files import read_file
 from megatron_r3.patching.git import PatchingError, names
 from megatron_r3.patching.record import Unreleased, series_digest
 from megatron_r3.patching.scratch import PatchFailed, Scratch, scratch
 from megatron_r3.patching.series import GROUPS, NEEDED, Series, read_series
 from megatron_r3.patching.tree import compare
+from megatron_r3.patching.tree_files import read_file
 from megatron_r3.patching.versions import Line, Versions
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import megatron_r3
 from megatron_r3.patching.apply import apply_series, revert_series
-from megatron_r3.patching.files import locked
 from megatron_r3.patching.git import PatchingError, names
 from megatron_r3.patching.record import (
     NAME,
@@ -35,6 +34,7 @@ from megatron_r3.patching.record import (
     write_record,
 )
 from megatron_r3.patching.tree import TreeState, TreeStatus, identify
+from megatron_r3.patching.tree_files import locked
 from megatron_r3.patching.versions import patches_folder, read_versions
 from proof.fidelity import line_checks
 from proof.fidelity.line_checks import Copies, files_and_modes

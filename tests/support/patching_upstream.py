@@ -75,7 +75,7 @@ def dying(real):
         left -= 1
         return real(*args, **kwargs)
     return call
-import megatron_r3.patching.files as write
+import megatron_r3.patching.tree_files as write
 write._put = dying(write._put)
 """
 

@@ -17,7 +17,7 @@ from patching_upstream import (
     snapshot,
 )
 
-from megatron_r3.patching import apply, files
+from megatron_r3.patching import apply, tree_files
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.record import record_path
@@ -129,7 +129,7 @@ def test_a_full_disk_is_found_before_anything_changes(upstream, monkeypatch, mos
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
         try:
-            files.replace_files(*args)
+            tree_files.replace_files(*args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

@@ -20,8 +20,8 @@ from patching_upstream import (
 )
 
 from megatron_r3.patching.apply import apply_series, revert_series
-from megatron_r3.patching.files import locked
 from megatron_r3.patching.tree import TreeState, identify
+from megatron_r3.patching.tree_files import locked
 from megatron_r3.patching.versions import read_versions
 
 
