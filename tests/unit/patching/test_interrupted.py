@@ -30,7 +30,7 @@ def state(upstream):
 
 
 # The tree is a release, one between releases, or a release that takes some groups alone. The last
-# two have a record, which is one more file to write, before the others or after them.
+# two have a record, which is written before the other files and removed after them.
 KINDS = {"release": {}, "unreleased": {"unreleased": True}, "groups": {"groups": ["r3", "guests"]}}
 
 
@@ -61,7 +61,7 @@ def test_killed_between_two_files(upstream, n, killed, then, kind):
     done = run_cli(killed, tree, "--patches", patches, *words, prelude=KILLED.format(n=n))
     assert done.returncode == -signal.SIGKILL, done.stderr
     recorded = record_path(tree).exists()
-    num_files = n - (killed == "apply" and kind != "release")  # without the record
+    num_files = n - (killed == "apply")  # the record is the first, written or removed
     assert recorded == (kind != "release" and num_files >= 0)
     untouched = TreeState.APPLIED if killed == "revert" else TreeState.PRISTINE
     if num_files < 0 and kind == "unreleased":
@@ -210,7 +210,7 @@ def test_a_read_only_file_in_a_folder_that_can_be_written(upstream):
 def test_what_a_killed_process_left_is_removed(upstream):
     pristine = snapshot(upstream.checkout)
     arguments = ("apply", upstream.checkout, "--patches", upstream.patches)
-    run_cli(*arguments, prelude=KILLED.format(n=0))
+    run_cli(*arguments, prelude=KILLED.format(n=1))
     assert len(list(Path(upstream.checkout).rglob("*.megatron-r3-new"))) > 1
     assert revert_series(upstream.checkout, upstream.patches).files == ()
     assert snapshot(upstream.checkout) == pristine
