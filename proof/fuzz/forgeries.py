@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-import zlib
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +32,10 @@ Tensors = dict[str, np.ndarray]
 
 def write_again(path: Path, info: StoreInfo, tensors: Tensors) -> None:
     """Write a shard with these tensors, and with checksums that are right wherever possible."""
-    if {"num_tokens", "num_kept", "kept_sizes", "kept_ids", "kept_crc32"} <= tensors.keys():
-        counts = [tensors[name].reshape(-1).tolist() for name in ("num_tokens", "num_kept")]
-        parts = zip(*map(_cut, (tensors["kept_sizes"], tensors["kept_ids"]), counts), strict=False)
-        sums = [[zlib.crc32(part.tobytes()) for part in both] for both in parts]
-        if np.shape(sums) == tensors["kept_crc32"].shape:
-            tensors["kept_crc32"] = np.array(sums, np.uint32)
     with safe_open(path, "numpy") as file:
         texts = file.metadata()
     save_file(tensors, path, texts)
     stored.rewrite(path, info)
-
-
-def _cut(tensor: np.ndarray, counts: list[int]) -> list[np.ndarray]:
-    """The tensor cut into so many items each; a negative count is none."""
-    bounds = pairwise(accumulate([0, *counts]))
-    return [tensor[max(begin, 0) : max(end, 0)] for begin, end in bounds]
 
 
 def forge(path: Path, info: StoreInfo, rng: random.Random) -> str:
@@ -142,7 +128,7 @@ def _counts(tensors: Tensors, info: StoreInfo, rng: random.Random) -> str:
 
 
 def _spans(tensors: Tensors, info: StoreInfo, rng: random.Random) -> str:
-    name = rng.choice([name for name in ("turns", "versions") if name in tensors])
+    name = rng.choice([name for name in ("turns", "versions") if len(tensors[name])])
     spans_U2 = tensors[name].reshape(-1, 2)
     span = rng.randrange(len(spans_U2))
     begin, end = spans_U2[span].tolist()
@@ -217,8 +203,6 @@ def _body(path: Path, rng: random.Random) -> str:
     name, value = rng.choice([*body]), odd(rng)
     if name == "number" and value == body[name]:
         value += 9
-    elif name == "must_know":
-        value = [value]  # alone it might be an empty list
     elif isinstance(body[name], dict) and name != "info":  # checksums by the names of tensors
         value = {**body[name], rng.choice([*body[name]]): value}
     body[name] = value
@@ -233,14 +217,11 @@ def _text(path: Path, rng: random.Random) -> str:
 
 
 def _unknown(path: Path, rng: random.Random) -> str:
-    """Add a key that a newer megatron-r3 may write. A reader that ignores it reads the same."""
+    """Add a key that another writer may write."""
     body = stored.header_of(path)
-    place = rng.choice(("body", "info", "sampling", "must_know"))
-    if place == "must_know":
-        body["must_know"] = [rng.choice(("new_tensor", "\x1b[2J", 7, "x" * 10_000))]
-    else:
-        holders = {"body": body, "info": body["info"], "sampling": body["info"]["sampling"]}
-        holders[place]["new\x1b[2J"] = odd(rng)
+    holders = {"body": body, "info": body["info"], "sampling": body["info"]["sampling"]}
+    place = rng.choice([*holders])
+    holders[place]["new\x1b[2J"] = odd(rng)
     stored.rewrite_header(path, body)
     return place
 
