@@ -109,7 +109,6 @@ RUN_BY = [
         "tests/unit/benchmarks/test_report.py::test_the_command",
     ),
     (r"python -m proof\.benchmarks\.\w+", REHEARSAL),
-    (r"python -m demo\.collect\b", "by hand: it takes a server for minutes"),
     (r"python -m megatron_r3\.cpu\b", "ci make demo"),
     (
         r"(python -m proof\.fidelity\.traced|torchrun .*--moe-routing-trace-path)\b",
