@@ -239,7 +239,6 @@ def test_wrong_imports_in_python_blocks_are_found() -> None:
     assert wrong_python(block) == ["Cellar"]
 
 
-STILL_WIDE = ("bumping.md", "engines.md", "fuzz.md", "image.md", "rollout-store.md")
 DEMO = json.loads((ROOT / "docs" / "demo.json").read_text())
 ROWS = {
     "k3 KL, sampler to trainer": "k3_kl",
@@ -312,7 +311,7 @@ def test_the_numbers_of_the_update_are_those_of_the_recorded_trainings() -> None
 
 @each_page
 def test_lines_fit_a_screen(page: Path) -> None:
-    if page.name in STILL_WIDE or page.parent.name == "benchmarks":
+    if page.parent.name == "benchmarks":
         return
     prose = [
         line
