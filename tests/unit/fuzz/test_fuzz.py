@@ -153,7 +153,9 @@ def test_a_short_run_finds_no_fault_and_makes_the_same_tries_again(name, tmp_pat
     assert counts[RIGHT] >= 5
     assert counts[REFUSED] >= 20
     assert search(run.load(name), 120, 3, tmp_path / name)[0] == counts
-    assert search(run.load(name), 120, 4, tmp_path / name)[0] != counts
+    # two seeds may give as many of each outcome by chance; four do not
+    others = (search(run.load(name), 120, seed, tmp_path / name)[0] for seed in (4, 5, 6, 7))
+    assert any(other != counts for other in others)
 
 
 def fill_the_memory(path):
