@@ -77,7 +77,10 @@ def part_sums(tensors):
         row, token = row + length - 1, token + length
         kept += int(tensors["num_kept"][rollout])
     return {
-        name: np.array([[zlib.crc32(one.tobytes()) for one in line] for line in table], np.uint32)
+        name: np.array(
+            [[zlib.crc32(one.tobytes()) for one in parts] for parts in zip(*table, strict=True)],
+            np.uint32,
+        )
         for name, table in tables.items()
         if table
     }

@@ -336,10 +336,10 @@ wrong(
     f"routes is I64 (3, 14, 4); {FIT} U8 (3, 14, 4){ONE_ROW}", tensors(routes=zeros(int, 3, 14, 4))
 )
 wrong("routes is U8 (3, 13, 4)", tensors(routes=zeros("u1", 3, 13, 4)))
-wrong("route_crc32 is U32 (3, 2); ", tensors(routes=zeros("u1", 2, 14, 4)))
-wrong("route_crc32 is U32 (3, 4)", tensors(route_crc32=zeros("u4", 3, 4)))
-wrong("token_crc32 is I32 (3, 4)", tensors(token_crc32=zeros("i4", 3, 4)))
-PARTS = {name: zeros("u4", 2, n) for name, n in zip(TABLES, (3, 4, 2), strict=True)}
+wrong("route_crc32 is U32 (2, 3); ", tensors(routes=zeros("u1", 2, 14, 4)))
+wrong("route_crc32 is U32 (4, 3)", tensors(route_crc32=zeros("u4", 4, 3)))
+wrong("token_crc32 is I32 (4, 3)", tensors(token_crc32=zeros("i4", 4, 3)))
+PARTS = {name: zeros("u4", n, 2) for name, n in zip(TABLES, (3, 4, 2), strict=True)}
 wrong("has sums of 2 parts; its rollouts have 3", tensors(**PARTS))
 wrong("expert_load is U16 (3, 3, 15);", tensors(expert_load=zeros("u2", 3, 3, 15)))
 wrong(

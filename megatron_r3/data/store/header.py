@@ -52,7 +52,7 @@ KEPT = {"kept_sizes": "I32", "kept_ids": "I32"}  # in a shard that has a rollout
 # layers are those of `routes`.
 PART_TOKENS = 64
 TOKEN_SUMS, ROUTE_SUMS, KEPT_SUMS = "token_crc32", "route_crc32", "kept_crc32"
-COLUMNS = {ROUTE_SUMS: (), TOKEN_SUMS: (*PER_TOKEN,), KEPT_SUMS: (*KEPT,)}
+LINES = {ROUTE_SUMS: (), TOKEN_SUMS: (*PER_TOKEN,), KEPT_SUMS: (*KEPT,)}
 EXPERT_LOAD = "expert_load"
 _TYPES = {
     **{**PER_ROLLOUT, **PER_TOKEN, "turns": "I32", "versions": "I64"},
@@ -110,7 +110,7 @@ def mask_of(crc32: Mapping[str, int]) -> int:
     Args:
         crc32: of all tensors; those of the tables of sums take no part.
     """
-    names = sorted(crc32.keys() - COLUMNS.keys())
+    names = sorted(crc32.keys() - LINES.keys())
     return zlib.crc32(np.array([crc32[name] for name in names], "<u4").tobytes())
 
 
@@ -314,15 +314,15 @@ def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> 
         )
     num_layers, num_rows = len(info.moe_layers), num_tokens - num_rollouts
     # how many parts there are is known with the lengths of the rollouts, see `Shard.look`
-    parts = (entries[TOKEN_SUMS].shape or (0,))[0]
+    parts = (entries[TOKEN_SUMS].shape or (0,))[-1]
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(PER_ROLLOUT, (num_rollouts,)),
         **dict.fromkeys((*PER_TOKEN, "kept_sizes"), (num_tokens,)),
         "recorded": (num_rows,),
         "routes": (num_layers, num_rows, info.topk),
         EXPERT_LOAD: (num_rollouts, num_layers, info.num_experts),
-        **{ROUTE_SUMS: (parts, num_layers), TOKEN_SUMS: (parts, len(PER_TOKEN))},
-        KEPT_SUMS: (parts, len(KEPT)),
+        **{ROUTE_SUMS: (num_layers, parts), TOKEN_SUMS: (len(PER_TOKEN), parts)},
+        KEPT_SUMS: (len(KEPT), parts),
         # an odd length does not fit pairs
         **{name: (entries[name].shape[0] // 2 * 2,) for name in PAIRS},
     }

@@ -2,8 +2,9 @@
 
 A rank reads parts of a rollout, with context parallelism never the whole. So each 64 tokens of a
 rollout are a part, and a part has a CRC-32 in each layer of `routes` and in each tensor that has a
-value for each token. These sums are tables in the file, a line for each part; whoever reads some
-parts reads their lines. Example: rollouts of 65 and 3 tokens have the parts
+value for each token. These sums are tables in the file, a line for each layer or tensor; whoever
+reads some parts of some layers reads their sums, and no others. Example: rollouts of 65 and 3
+tokens have the parts
 
     part                0       1      2
     its tokens       0-63      64  65-67      of the shard
@@ -28,8 +29,8 @@ from zlib_ng import zlib_ng
 
 from megatron_r3.data.store.files import HeldFile
 from megatron_r3.data.store.header import (
-    COLUMNS,
     DTYPES,
+    LINES,
     PART_TOKENS,
     PER_TOKEN,
     ROUTE_SUMS,
@@ -137,7 +138,7 @@ class PartSums:
             read_LT: `[len(layers), T, items]`, rows that begin and end as `widened` says.
         """
         stop = begin + read_LT.shape[1]
-        table, column = _place(name)
+        table, line = _place(name)
         first, last = (locate(self.row_start_M, row)[0] for row in (begin, stop - 1))
         for rollout in range(first, last + 1):
             start, end = self.row_start_M[rollout : rollout + 2].tolist()
@@ -145,24 +146,23 @@ class PartSums:
             cuts = range(low - begin, high - begin, PART_TOKENS)
             bounds = [(cut, min(cut + PART_TOKENS, high - begin)) for cut in cuts]
             sums = [sums_of(rows, bounds) for rows in read_LT]
-            columns = layers if name == "routes" else [column]
-            self.compare(table, columns, rollout, (low - start) // PART_TOKENS, sums)
+            lines = layers if name == "routes" else [line]
+            self.compare(table, lines, rollout, (low - start) // PART_TOKENS, sums)
 
-    def compare(
-        self, table: str, columns: Sequence[int], rollout: int, part: int, sums: Any
-    ) -> None:
+    def compare(self, table: str, lines: Sequence[int], rollout: int, part: int, sums: Any) -> None:
         """Refuse parts of a rollout that do not have the sums that the shard says.
 
         Args:
-            sums: what was worked out, `[len(columns), parts]`, from the part `part` on.
+            sums: what was worked out, `[len(lines), parts]`, from the part `part` on.
         """
         found = np.array(sums, np.uint32)
         first, entry = int(self.part_start_M[rollout]) + part, self.header.entries[table]
-        stored: np.ndarray = np.empty((found.shape[1], entry.shape[1]), np.uint32)
-        self.file.read(stored, entry.begin + 4 * first * entry.shape[1])
-        wrong = found ^ np.uint32(self.header.mask) != stored[:, columns].T
+        stored = np.empty_like(found)
+        for line, into in zip(lines, stored, strict=True):
+            self.file.read(into, entry.begin + 4 * (line * entry.shape[1] + first))
+        wrong = found ^ np.uint32(self.header.mask) != stored
         for index, place in np.argwhere(wrong)[:1].tolist():
-            raise self._damaged(table, columns[index], rollout, part + place)
+            raise self._damaged(table, lines[index], rollout, part + place)
 
     def compare_whole(
         self, name: str, tensor: np.ndarray, stored: np.ndarray, layer: int = 0
@@ -173,23 +173,23 @@ class PartSums:
             tensor: the whole of it; of the routes `[T, K]`.
             stored: the table with its sums.
         """
-        table, column = _place(name, layer)
+        table, line = _place(name, layer)
         bounds = part_bounds(self.num_tokens_M.tolist(), of_rows=name in ("routes", "recorded"))
         found = np.array(sums_of(tensor, bounds), np.uint32) ^ np.uint32(self.header.mask)
-        for part in np.flatnonzero(found != stored[:, column])[:1].tolist():
-            raise self._damaged(table, column, *locate(self.part_start_M, part))
+        for part in np.flatnonzero(found != stored[line])[:1].tolist():
+            raise self._damaged(table, line, *locate(self.part_start_M, part))
 
-    def _damaged(self, table: str, column: int, rollout: int, part: int) -> StoreError:
-        name = "routes" if table == ROUTE_SUMS else COLUMNS[table][column]
+    def _damaged(self, table: str, line: int, rollout: int, part: int) -> StoreError:
+        name = "routes" if table == ROUTE_SUMS else LINES[table][line]
         of_rows = name in ("routes", "recorded")
         begin, end = self.bounds(rollout, of_rows=of_rows)[part]
-        what = f"the routes of MoE layer {column}" if name == "routes" else repr(name)
+        what = f"the routes of MoE layer {line}" if name == "routes" else repr(name)
         places = f" in {'rows' if of_rows else 'tokens'} {begin} to {end - 1}"
         return self.file.damaged(f"rollout {rollout}: checksum of {what}", places)
 
 
 def _place(name: str, layer: int = 0) -> tuple[str, int]:
-    """The table with the sums of a tensor, and its column there."""
+    """The table with the sums of a tensor, and its line there."""
     if name == "routes":
         return ROUTE_SUMS, layer
     return TOKEN_SUMS, [*PER_TOKEN].index(name)

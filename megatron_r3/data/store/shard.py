@@ -122,7 +122,7 @@ class Shard:
                 raise StoreError(f"{self.path}: {count}: {wrong}")
         if kept and not tensors["num_kept"].any():
             raise StoreError(f"{self.path}: has kept sets, and no rollout has one")
-        got, parts = entries[TOKEN_SUMS].shape[0], int(self.sums.part_start_M[-1])
+        got, parts = entries[TOKEN_SUMS].shape[1], int(self.sums.part_start_M[-1])
         if got != parts:
             raise StoreError(f"{self.path}: has sums of {got} parts; its rollouts have {parts}")
 

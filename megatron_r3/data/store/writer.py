@@ -188,14 +188,14 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
     }
     tokens, rows = part_bounds(lengths), part_bounds(lengths, of_rows=True)
     sums = [sums_of(t, rows if n == "recorded" else tokens) for n, t in per_token.items()]
-    tables = {TOKEN_SUMS: np.array(sums, np.uint32).T}
+    tables = {TOKEN_SUMS: np.array(sums, np.uint32)}
     if any(r.kept is not None for r in rollouts):
         whole = KeptSets.joined(kept)
         per_token |= {"kept_sizes": whole.sizes_N, "kept_ids": whole.ids_V}
         offsets = whole.offsets.tolist()
         ids = sums_of(whole.ids_V, [(offsets[begin], offsets[end]) for begin, end in tokens])
-        tables[KEPT_SUMS] = np.array([sums_of(whole.sizes_N, tokens), ids], np.uint32).T
-    tables[ROUTE_SUMS] = np.zeros((len(tokens), routes.num_layers), np.uint32)
+        tables[KEPT_SUMS] = np.array([sums_of(whole.sizes_N, tokens), ids], np.uint32)
+    tables[ROUTE_SUMS] = np.zeros((routes.num_layers, len(tokens)), np.uint32)
     shape = (routes.num_layers, len(per_token["recorded"]), routes.topk)
     layers = _layers(rollouts, tables[ROUTE_SUMS])
     return {
@@ -209,20 +209,19 @@ def _layers(rollouts: Sequence[Rollout], table: np.ndarray) -> Iterator[list[np.
     """The routes of all rollouts, one layer at a time, as views of the rollouts' own arrays.
 
     Args:
-        table: the sums of the parts; the column of a layer is filled in when that layer is asked
-            for.
+        table: the sums of the parts; the line of a layer is filled in when that layer is asked for.
     """
     bounds = [part_bounds([len(rollout.tokens_N)], of_rows=True) for rollout in rollouts]
     for layer in range(rollouts[0].routes.num_layers):
         pieces = [rollout.routes.ids_LTK[layer] for rollout in rollouts]
         sums = [sums_of(piece, parts) for piece, parts in zip(pieces, bounds, strict=True)]
-        table[:, layer] = [*chain.from_iterable(sums)]
+        table[layer] = [*chain.from_iterable(sums)]
         yield pieces
 
 
 def _masked(sums: np.ndarray, crc32: Mapping[str, int]) -> Iterator[list[np.ndarray]]:
     """A table of sums as it is stored; asked for when all other tensors have been written."""
-    yield [np.ascontiguousarray(sums) ^ np.uint32(mask_of(crc32))]
+    yield [sums ^ np.uint32(mask_of(crc32))]
 
 
 @dataclass(frozen=True)
