@@ -6,7 +6,7 @@ Without --repo the trees are those of the package index. With it they are the co
 versions.toml, main and upstream's own pretrain_gpt.py included. Of each line the first such tree is
 checked, which is its newest; with --line every one. Unless --repo or --line asks for a tree, the
 cases of replay and the engine are left out on the default tree, where `make test-all` runs them,
-and the other lines share the cases of replay: each case runs on one of them.
+and the other lines share the cases of replay: each case runs on one of them that can run it.
 Trees are checked side by side, because many checks leave a core idle. Exit status 0 says that every
 check passed.
 """
@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,7 +79,12 @@ def main(argv: list[str] | None = None) -> int:
     with ProcessPoolExecutor(min(args.jobs, len(trees)), spawned) as pool:
         asked = bool(args.line or args.repo)
         checks = [[*CHECKS] if asked else checks_of(versions, tree) for _, tree, *_ in trees]
-        cases = [QUICK if asked else share_of(number, len(trees)) for number in range(len(trees))]
+        older = [(line, source) for line, tree, source, _ in trees if tree != versions.default]
+        dealt = iter(shared_out(older))
+        cases = [
+            QUICK if asked else () if tree == versions.default else next(dealt)
+            for _, tree, *_ in trees
+        ]
         for row in pool.map(_run, *zip(*trees, strict=True), checks, cases):
             results += row
             print(line_of(row), flush=True)
@@ -125,13 +130,22 @@ def checks_of(versions: Versions, tree: KnownTree) -> list[str]:
     return [name for name in CHECKS if name not in in_tests]
 
 
-def share_of(number: int, trees: int) -> tuple[Case, ...]:
-    """The cases of replay that the tree of this number runs; the last of `trees` runs none.
+def shared_out(trees: Sequence[tuple[Line, Path]]) -> list[tuple[Case, ...]]:
+    """The cases of replay that each tree runs: each case runs on one tree that can run it.
 
-    With four trees the first one runs cases 0, 3, 6 ..., the second one 1, 4, 7 ... A case that a
-    tree cannot run (`Case.runs_on`) is left out there, and runs on the default tree.
+    Example: four trees and five cases, of which the first tree cannot run case 1 and no tree can
+    run case 4: the trees run the cases 0; 1; 2; 3.
     """
-    return QUICK[number :: max(1, trees - 1)]
+    shares: list[list[Case]] = [[] for _ in trees]
+    for case in QUICK:
+        able = [
+            share
+            for share, (line, source) in zip(shares, trees, strict=True)
+            if case.runs_on(source, line.name)
+        ]
+        if able:
+            min(able, key=len).append(case)
+    return [tuple(share) for share in shares]
 
 
 def _run(
