@@ -150,6 +150,10 @@ class Buffer:
             rank `[T, R]`, and an event.
         """
         _refuse(options)
+        _require(
+            bool(((topk_idx >= -1) & (topk_idx < num_experts)).all()),
+            f"topk_idx is -1 or one of {num_experts} experts",
+        )
         # floor division takes -1 to -1, which is no rank
         rank_TK = topk_idx // (num_experts // self.group_size)
         in_rank_TR = (rank_TK.unsqueeze(-1) == torch.arange(self.group_size)).any(dim=1)
@@ -189,11 +193,12 @@ class Buffer:
         _refuse(options)
         _check_rows(x)
         if handle is not None:
+            _require(len(x) == handle.tokens, f"{len(x)} tokens for a handle of {handle.tokens}")
             return self._send(x, handle), None, None, None, None, EventOverlap(EventHandle())
         if topk_idx is None or topk_weights is None or num_tokens_per_expert is None:
             raise NotEmulated("deep_ep on the CPU: a dispatch without a handle, experts or weights")
-        if topk_weights.dtype != torch.float32:
-            raise NotEmulated("deep_ep on the CPU: topk_weights: float32, as in DeepEP")
+        _require(topk_weights.dtype == torch.float32, "topk_weights: float32, as in DeepEP")
+        _require(len(x) == len(topk_idx), f"{len(x)} tokens, but experts for {len(topk_idx)}")
         num_experts = num_tokens_per_expert.numel()
         *_, in_rank, event = self.get_dispatch_layout(topk_idx, num_experts)
         handle = self._make_handle(in_rank)
@@ -226,6 +231,8 @@ class Buffer:
         """
         _refuse(options)
         _check_rows(x)
+        received = sum(handle.received)
+        _require(len(x) == received, f"{len(x)} rows for a handle that received {received}")
         if topk_weights is not None:
             topk_weights = self._add_up(topk_weights, handle)
         return self._add_up(x, handle), topk_weights, EventOverlap(EventHandle())
@@ -256,15 +263,19 @@ class Buffer:
         return total.index_add_(0, handle.rows, back.to(wide)).to(rows.dtype)
 
 
+def _require(holds: bool, requirement: str) -> None:
+    if not holds:
+        raise NotEmulated(f"deep_ep on the CPU: {requirement}")
+
+
 def _refuse(options: dict[str, Any]) -> None:
     """Refuse options of DeepEP that do more than tune it."""
-    if more := options.keys() - _IGNORED:
-        raise NotEmulated(f"deep_ep on the CPU: no {', '.join(sorted(more))}")
+    _require(options.keys() <= _IGNORED, f"no {', '.join(sorted(options.keys() - _IGNORED))}")
 
 
 def _check_rows(x: Any) -> None:
     """Refuse what DeepEP refuses, and also its pairs of FP8 values and scales."""
-    if not (isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_contiguous()):
-        raise NotEmulated(
-            "deep_ep on the CPU: x: one contiguous tensor [T, H] (no FP8 with its scales)"
-        )
+    _require(
+        isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_contiguous(),
+        "x: one contiguous tensor [T, H] (no FP8 with its scales)",
+    )
