@@ -65,7 +65,7 @@ def test_apply_check_status_revert(tree: Path) -> None:
 def test_what_was_checked_is_recorded_until_a_file_changes(
     tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # make matrix runs the other three on every line
+    # the other three take minutes; make matrix runs them
     monkeypatch.setattr(check, "CHECKS", {name: check.CHECKS[name] for name in FEW})
     assert main(["apply", str(tree), "--unreleased"]) == 0
     assert check.main([str(tree)]) == 0

@@ -24,7 +24,6 @@ from proof.fidelity.rig.worker import TreeWorker
 TRAINER = ["--rollouts-old-policy", "trainer"]
 TWO = [*TRAINER, "--rollouts-mini-steps", "2"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "1": (1, []),
     "TP2 SP": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "PP2 VPP2": (
         2,
@@ -68,7 +67,7 @@ def on_response(seen: Seen, name: str) -> list[torch.Tensor]:
     return [one[name][one["mask"] > 0] for one in seen]
 
 
-# one process has nothing that the other layouts lack, and EP2 changes no log-prob's way
+# EP2 is a layout of the tests of R2 below
 SPLIT = ["TP2 SP", "PP2 VPP2", "CP2", "DP2, overlap"]
 
 
@@ -247,7 +246,7 @@ def routed(rank: int, argv: list[str], shifted: bool = False) -> Trained:
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
 FULL += ["--recompute-num-layers", "1"]
 PACK = ["--rollouts-pack", "--micro-batch-size", "1", "--global-batch-size", "2"]
-OF_R2 = {name: LAYOUTS[name] for name in ("1", "PP2 VPP2", "EP2", "CP2")}
+OF_R2 = {name: LAYOUTS[name] for name in ("PP2 VPP2", "EP2", "CP2")}
 OF_R2 |= {"packs": (1, PACK), "packs, CP2": (2, [*PACK, *LAYOUTS["CP2"][1]])}
 
 
