@@ -1,7 +1,7 @@
 """How unevenly the rollouts of stores load the ranks: in their order, shuffled, and with guests.
 
-Nothing is trained and no route is read: the shards say how many rows of each rollout take each
-expert. What a GPU would take for it is not worked out here.
+Nothing is trained: the rows of each rollout that take each expert are counted. What a GPU would
+take for it is not worked out here.
 
 Shape suffixes (docs/glossary.md): E, L, M, R, V.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_r3.balance.moves import LEAST_TOKENS, plan_moves, rank_load
 from megatron_r3.data.store import RolloutStore
+from megatron_r3.data.store.expert_load import expert_load
 from megatron_r3.train.schedule import Schedule
 
 ORDERS = ("store", "shuffled")
@@ -142,18 +143,16 @@ def _shuffled(rollouts: int, global_batch: int, seed: int) -> np.ndarray:
 
 
 def _loads(store: RolloutStore) -> np.ndarray:
-    """The load of all rollouts `[M, L, E]`.
+    """The load of all rollouts `[M, L, E]`, in the smallest type that can hold it.
 
-    The numbers of each shard are put into the smallest type that holds them before the next shard
-    is read, because a shard gives eight bytes for each. Example: 100,000 rollouts of 48 layers with
-    128 experts are 4.9 GB in eight bytes, and 1.2 GB in two.
+    Example: 100,000 rollouts of 48 layers with 128 experts are 4.9 GB in eight bytes, and 1.2 GB in
+    two.
     """
-    loads = [_in_few_bytes(shard.expert_load()) for shard in store.shards]
-    return np.concatenate(loads)  # in the largest of their types
-
-
-def _in_few_bytes(load_MLE: np.ndarray) -> np.ndarray:
-    return load_MLE.astype(np.min_scalar_type(int(load_MLE.max(initial=0))))
+    most = np.min_scalar_type(int(store.column("num_tokens").max()))
+    load_MLE = np.empty((len(store), len(store.info.moe_layers), store.info.num_experts), most)
+    for rollout in range(len(store)):
+        load_MLE[rollout] = expert_load(store, rollout)
+    return load_MLE
 
 
 def _of_size(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.data.store import RolloutStore
-from megatron_r3.data.store.expert_load import count_rows
+from megatron_r3.data.store.expert_load import count_recorded
 from megatron_r3.data.values import wrong_logprob
 from megatron_r3.replay.words import one_line
 
@@ -203,9 +203,7 @@ def _routes(store: RolloutStore) -> dict[str, Any]:
     for ids_LTK, recorded_T, follows_T in _chunks(store):
         rows += len(recorded_T)
         missing += int((~recorded_T).sum())
-        for layer, ids_TK in enumerate(ids_LTK):
-            where = f"{store.shards[0].path.parent}: MoE layer {layer}"
-            counts_LE[layer] += count_rows(ids_TK, recorded_T, shape[1], where)
+        counts_LE += count_recorded(ids_LTK, recorded_T, shape[1], str(store.directories[0]))
         pair_T = recorded_T[1:] & recorded_T[:-1] & follows_T[1:]
         same_LT = (ids_LTK[:, 1:] == ids_LTK[:, :-1]).all(-1) & pair_T
         pairs += int(pair_T.sum())

@@ -57,6 +57,11 @@ class KeptSets:
         return cls(sizes_N, np.concatenate(ids) if ids else np.zeros(0, np.int32))
 
     @classmethod
+    def none(cls, num_tokens: int) -> KeptSets:
+        """Of tokens without sets."""
+        return cls(np.zeros(num_tokens, np.int32), np.zeros(0, np.int32))
+
+    @classmethod
     def joined(cls, parts: Sequence[KeptSets]) -> KeptSets:
         """The tokens of all parts, one part behind the other."""
         return cls(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.data.store import RolloutStore
+from megatron_r3.data.store.expert_load import expert_load
 from megatron_r3.data.store.files import SHARD_GLOB
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.loop.config import Config
@@ -91,9 +92,7 @@ def end_tokens(model: Path) -> set[int]:
 def _loads(store: RolloutStore, rollouts: Sequence[int]) -> list[float]:
     """Of each MoE layer the load of the busiest expert, as a multiple of the mean."""
     info = store.info
-    counts = np.zeros((len(info.moe_layers), info.num_experts), np.int64)
+    counts_LE = np.zeros((len(info.moe_layers), info.num_experts), np.int64)
     for index in rollouts:
-        ids_LTK = store.rollout(index).routes.ids_LTK
-        for layer, ids_TK in enumerate(ids_LTK):
-            counts[layer] += np.bincount(ids_TK.ravel(), minlength=info.num_experts)
-    return (counts.max(1) / np.maximum(counts.mean(1), 1)).tolist()
+        counts_LE += expert_load(store, index)
+    return (counts_LE.max(1) / np.maximum(counts_LE.mean(1), 1)).tolist()

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_r3.replay.routes import RoutesError
+
 
 class PlanError(RuntimeError):
     """A plan that contradicts itself; the message names layer and rank."""
@@ -80,13 +82,31 @@ class LayerSizes:
 
 
 def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
-    """How many of this rank's tokens each layer sends to each expert, int32 `[L, E]`."""
-    num_layers = len(ids_LTK)
-    # One bincount for all layers: expert e of layer l is counted as number l * E + e. Example with
-    # E = 8: the ids 3 and 5 of layer 2 are counted as 19 and 21.
-    first_L = np.arange(num_layers, dtype=np.int32)[:, None, None] * num_experts
-    counts = np.bincount((ids_LTK + first_L).ravel(), minlength=num_layers * num_experts)
-    return counts.reshape(num_layers, num_experts).astype(np.int32)
+    """How many of these tokens each layer sends to each expert, int64 `[L, E]`.
+
+    Example: two tokens of one layer with 4 experts, `[[[0, 2], [2, 3]]]`, are counted as `1 0 2 1`.
+
+    Args:
+        ids_LTK: of any integer dtype; copied only where a layer is not contiguous.
+
+    Raises:
+        RoutesError: an id is out of range; the message names the layer.
+    """
+    counts_LE = np.empty((len(ids_LTK), num_experts), np.int64)
+    # torch counts bytes as they are, where numpy makes eight bytes of each id first. It does not
+    # count uint16; ids are below 32,768, so that int16 has the same bits.
+    ids_LTK = ids_LTK.view(np.int16) if ids_LTK.dtype == np.uint16 else ids_LTK
+    for layer, ids_TK in enumerate(ids_LTK):
+        ids = torch.from_numpy(np.ascontiguousarray(ids_TK)).view(-1)
+        counts_E = torch.bincount(ids, minlength=num_experts).numpy()
+        # there are as many counts as the largest id wants
+        if len(counts_E) > num_experts:
+            raise RoutesError(
+                f"MoE layer {layer} has the expert id {len(counts_E) - 1}; there are {num_experts} "
+                "experts"
+            )
+        counts_LE[layer] = counts_E
+    return counts_LE
 
 
 def layer_sizes(

@@ -75,7 +75,7 @@ class Planner:
 
     def plan(self, routes: PlannedRoutes) -> dict[int, LayerSizes] | None:
         """The sizes of every layer; None if any rank has tokens whose route is not known yet."""
-        counts_LE = count_tokens(routes.ids_LTK, self.num_experts)
+        counts_LE = count_tokens(routes.ids_LTK, self.num_experts).astype(np.int32)
         known = not routes.live_T.any()
         # One message a rank: the counts of all layers, then 1 if all its routes are known.
         # Example with 2 layers and 4 experts: [3 1 0 2  2 2 1 1  1].

@@ -159,7 +159,7 @@ def reading(folder: Path) -> Iterator[Row]:
         with (
             mock.patch.object(PartSums, "compare_rows"),
             mock.patch.object(PartSums, "compare"),
-            mock.patch.object(store_shard, "sums_of"),
+            mock.patch.object(store_shard, "part_sums"),
             mock.patch.object(PartSums, "widened", lambda _, *rows: rows),
         ):
             seconds["nothing"].append(_cpu(read)[0])

@@ -130,15 +130,13 @@ def contents(store: RolloutStore, verify: bool = True) -> dict[str, Any]:
     """All that training can read of a store: by rollout, and by row id."""
     if verify:
         store.verify()
-    loads = [load_LE for shard in store.shards for load_LE in shard.expert_load()]
     found = {**asdict(store.info), "groups": store.groups(), "reward": store.column("reward")}
-    found |= {f"load of {index}": load_LE for index, load_LE in enumerate(loads)}
     for index in range(len(store)):
         rollout, fields = store.rollout(index), store.fields(index)
         rows = store.row_ids(index)
         ids_LTK, recorded_T = store.routes(rows, range(len(store.info.moe_layers)))
         by_row = store.kept_of_next(rows)
-        kept = rollout.kept or KeptSets.from_lists([[]] * len(rollout.tokens_N))
+        kept = rollout.kept or KeptSets.none(len(rollout.tokens_N))
         # Both ways of reading give the same. A row without recorded routes has ids of its own
         # in each of them, so that only recorded rows are compared.
         pairs = (

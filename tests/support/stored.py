@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -52,13 +53,24 @@ def files_open(store):
     return sorted(there[path] for path in held if path in there)
 
 
+def sum_of(data):
+    """The sum of a part, by docs/rollout-store.md, in Python's own numbers."""
+    data, total, state = data + bytes(-len(data) % 4), 0, 0
+    for (word,) in struct.iter_unpack("<I", data):
+        number = state = (state + 0x9E3779B97F4A7C15) % 2**64
+        number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        number = (number ^ number >> 27) * 0x94D049BB133111EB % 2**64
+        total += word * (number ^ number >> 31)
+    return total % 2**64 >> 32
+
+
 def part_sums(tensors):
     """The tables of sums of a shard's other tensors, by docs/rollout-store.md, not yet combined
     with the number of the shard.
 
     Written out by itself, so that a fault of the writer cannot hide in it.
     """
-    tables = {"route_crc32": [], "token_crc32": [], "kept_crc32": []}
+    tables = {"route_sums": [], "token_sums": [], "kept_sums": []}
     row, token, kept = 0, 0, 0
     for rollout, length in enumerate(tensors["num_tokens"].reshape(-1).tolist()):
         for start in range(0, length, 64):
@@ -66,19 +78,19 @@ def part_sums(tensors):
             tokens = slice(token + start, token + end)
             rows = slice(row + start, row + min(end, length - 1))
             of_tokens = [tensors[n][rows if n == "recorded" else tokens] for n in PER_TOKEN]
-            tables["route_crc32"].append([layer[rows] for layer in tensors["routes"]])
-            tables["token_crc32"].append(of_tokens)
+            tables["route_sums"].append([layer[rows] for layer in tensors["routes"]])
+            tables["token_sums"].append(of_tokens)
             if "kept_ids" in tensors:
                 sizes = tensors["kept_sizes"][token : token + length]
                 offsets = np.cumsum([0, *sizes.tolist()])
                 mine = tensors["kept_ids"][kept : kept + max(tensors["num_kept"][rollout], 0)]
                 ids = mine[offsets[start] : offsets[min(end, len(sizes))]]
-                tables["kept_crc32"].append([sizes[start:end], ids])
+                tables["kept_sums"].append([sizes[start:end], ids])
         row, token = row + length - 1, token + length
         kept += int(tensors["num_kept"][rollout])
     return {
         name: np.array(
-            [[zlib.crc32(one.tobytes()) for one in parts] for parts in zip(*table, strict=True)],
+            [[sum_of(one.tobytes()) for one in parts] for parts in zip(*table, strict=True)],
             np.uint32,
         )
         for name, table in tables.items()
@@ -101,9 +113,7 @@ def rewrite(path, info=None, **changes):
     lengths = tensors["num_tokens"]
     if lengths.dtype == np.int64 and lengths.min() > 0 and lengths.max() <= len(tensors["tokens"]):
         tables = {n: t for n, t in part_sums(tensors).items() if n not in changes}
-        others = [
-            n for n in sorted(tensors) if n not in ("route_crc32", "token_crc32", "kept_crc32")
-        ]
+        others = [n for n in sorted(tensors) if n not in ("route_sums", "token_sums", "kept_sums")]
         sums = np.array([zlib.crc32(tensors[name].tobytes()) for name in others], "<u4")
         tensors |= {n: t ^ np.uint32(zlib.crc32(sums.tobytes())) for n, t in tables.items()}
     body["crc32"] = {name: zlib.crc32(tensor.tobytes()) for name, tensor in tensors.items()}

@@ -181,7 +181,7 @@ for noise in (b"\xff" * 8, b"\0" * 100, (2**62).to_bytes(8, "little") + b"{}"):
 PER_ROLLOUT = ["group", "num_kept", "num_tokens", "num_turns", "num_versions", "policy_version"]
 PER_ROLLOUT += ["prompt_digest", "sample", "advantage", "reward", "turns", "versions"]
 IN_FILE = ["tokens", "response", "logprobs", "recorded", "kept_sizes", "kept_ids", "routes"]
-TABLES = ["route_crc32", "token_crc32", "kept_crc32"]
+TABLES = ["route_sums", "token_sums", "kept_sums"]
 for tensor in (*PER_ROLLOUT, *IN_FILE, *TABLES):
     for last in (0, 1):
 
@@ -252,10 +252,10 @@ wrong("the header: not JSON", body(lambda b: "no JSON"))
 wrong("the header: JSON with more than 64 brackets", body(lambda b: "[" * 100_000))
 wrong("the header: not JSON (Exceeds the", body(lambda b: '{"x": ' + "9" * 5000 + "}"))
 wrong("the header is no JSON object", body(lambda b: []))
-wrong("'other' version 4; this", with_key("format", "other"))
+wrong("'other' version 5; this", with_key("format", "other"))
 FORMAT = "'megatron-r3 rollouts'"
-for version in (0, 2, 3, 5, 4.0, True):
-    reads = f"this megatron-r3 reads {FORMAT} version 4: sample or convert the rollouts again"
+for version in (0, 3, 4, 6, 5.0, True):
+    reads = f"this megatron-r3 reads {FORMAT} version 5: sample or convert the rollouts again"
     message = f"{FORMAT} version {version}; {reads}"
     wrong(message, with_key("version", version), f"version {version}")
 for number in (None, -1, False):
@@ -336,15 +336,11 @@ wrong(
     f"routes is I64 (3, 14, 4); {FIT} U8 (3, 14, 4){ONE_ROW}", tensors(routes=zeros(int, 3, 14, 4))
 )
 wrong("routes is U8 (3, 13, 4)", tensors(routes=zeros("u1", 3, 13, 4)))
-wrong("route_crc32 is U32 (2, 3); ", tensors(routes=zeros("u1", 2, 14, 4)))
-wrong("route_crc32 is U32 (4, 3)", tensors(route_crc32=zeros("u4", 4, 3)))
-wrong("token_crc32 is I32 (4, 3)", tensors(token_crc32=zeros("i4", 4, 3)))
+wrong("route_sums is U32 (2, 3); ", tensors(routes=zeros("u1", 2, 14, 4)))
+wrong("route_sums is U32 (4, 3)", tensors(route_sums=zeros("u4", 4, 3)))
+wrong("token_sums is I32 (4, 3)", tensors(token_sums=zeros("i4", 4, 3)))
 PARTS = {name: zeros("u4", n, 2) for name, n in zip(TABLES, (3, 4, 2), strict=True)}
 wrong("has sums of 2 parts; its rollouts have 3", tensors(**PARTS))
-wrong("expert_load is U16 (3, 3, 15);", tensors(expert_load=zeros("u2", 3, 3, 15)))
-wrong(
-    f"expert_load is I32 (3, 3, 16); {FIT} U16 or U32", tensors(expert_load=zeros("i4", 3, 3, 16))
-)
 wrong("turns is I32 (5,)", tensors(turns=zeros("i4", 5)))
 wrong("kept_sizes is I32 (16,)", tensors(kept_sizes=zeros("i4", 16)))
 wrong("versions is I64 (7,)", tensors(versions=zeros("i8", 7)))
@@ -367,7 +363,7 @@ wrong("rollout 1: reward inf: a reward is finite", tensors(reward=np.array([1, n
 wrong("rollout 0: advantage inf: must be", tensors(advantage=np.array([np.inf, 1, 1], "f4")))
 one_name = tensors(group=np.array([1, 1, 1]), sample=np.array([0, 0, 2]))
 wrong("rollout 1 is sample 0 of group 1, policy version 7: the same as", one_name)
-for name in ("reward", "kept_ids", "expert_load", "route_crc32"):
+for name in ("reward", "kept_ids", "route_sums"):
     wrong("tensors [", tensors(**{name: None}), f"no {name}")
 wrong("tensors [", tensors(spans=zeros("i4", 3)))
 

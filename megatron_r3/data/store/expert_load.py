@@ -1,57 +1,45 @@
-"""How many of a rollout's rows take each expert: written beside the routes, and read without them.
-
-Routes are gigabytes, and what loads the ranks is a hundredth of that: a count for each rollout,
-layer and expert. Rows that the engine did not return are not counted.
+"""How many of a rollout's rows take each expert: what loads the ranks.
 
 Shape suffixes (docs/glossary.md): E, K, L, T.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError
-from megatron_r3.replay.routes import Routes
+from megatron_r3.replay.plan import count_tokens
+from megatron_r3.replay.routes import RoutesError
 
 
-def count_rows(
-    ids_TK: np.ndarray, recorded_T: np.ndarray, num_experts: int, where: str
+def expert_load(store: RolloutStore, rollout: int) -> np.ndarray:
+    """How many recorded rows of a rollout take each expert, int64 `[L, E]`.
+
+    Raises:
+        StoreError: as `RolloutStore.routes`, or an id is out of range.
+    """
+    layers = range(len(store.info.moe_layers))
+    ids_LTK, recorded_T = store.routes(store.row_ids(rollout), layers)
+    return count_recorded(ids_LTK, recorded_T, store.info.num_experts, store.name(rollout))
+
+
+def count_recorded(
+    ids_LTK: np.ndarray, recorded_T: np.ndarray, num_experts: int, where: str
 ) -> np.ndarray:
-    """How many recorded rows of a layer take each expert, int64 `[E]`.
-
-    Example: two rows of a layer with 4 experts, `[[0, 2], [2, 3]]`, are counted as `1 0 2 1`.
+    """How many recorded rows take each expert, int64 `[L, E]`.
 
     Args:
-        where: the file or folder and the layer, for the error.
+        where: the file or folder, for the error.
 
     Raises:
         StoreError: an id is out of range.
     """
     if not recorded_T.all():
-        ids_TK = ids_TK[recorded_T]
-    counts_E = np.bincount(ids_TK.reshape(-1), minlength=num_experts)
-    # The counts are as many as the largest id wants, which shows an id out of range.
-    if len(counts_E) > num_experts:
+        ids_LTK = ids_LTK[:, recorded_T]
+    try:
+        return count_tokens(ids_LTK, num_experts)
+    except RoutesError as error:
         raise StoreError(
-            f"{where} has the expert id {len(counts_E) - 1}, but there are {num_experts} experts: "
-            "the store is damaged; megatron-r3 rollouts verify says where"
-        )
-    return counts_E
-
-
-def load_tensor(routes: Sequence[Routes]) -> np.ndarray:
-    """The tensor of a shard with these rollouts, `[M, L, E]`: uint16 where each count fits in."""
-    most = max(one.num_rows for one in routes)
-    dtype = np.uint16 if most <= np.iinfo(np.uint16).max else np.uint32
-    return np.stack([_load(one).astype(dtype) for one in routes])
-
-
-def _load(routes: Routes) -> np.ndarray:
-    """How many recorded rows of a rollout take each expert, int64 `[L, E]`."""
-    counts = [
-        count_rows(ids_TK, routes.recorded_T, routes.num_experts, f"MoE layer {layer}")
-        for layer, ids_TK in enumerate(routes.ids_LTK)
-    ]
-    return np.stack(counts)
+            f"{where}: {error}: the store is damaged; megatron-r3 rollouts verify says where"
+        ) from error

@@ -51,12 +51,11 @@ KEPT = {"kept_sizes": "I32", "kept_ids": "I32"}  # in a shard that has a rollout
 # The sums of parts of rollouts (`part_sums.py`): for each table, which tensors are its columns. The
 # layers are those of `routes`.
 PART_TOKENS = 64
-TOKEN_SUMS, ROUTE_SUMS, KEPT_SUMS = "token_crc32", "route_crc32", "kept_crc32"
+TOKEN_SUMS, ROUTE_SUMS, KEPT_SUMS = "token_sums", "route_sums", "kept_sums"
 LINES = {ROUTE_SUMS: (), TOKEN_SUMS: (*PER_TOKEN,), KEPT_SUMS: (*KEPT,)}
-EXPERT_LOAD = "expert_load"
 _TYPES = {
     **{**PER_ROLLOUT, **PER_TOKEN, "turns": "I32", "versions": "I64"},
-    **{"routes": "", EXPERT_LOAD: "", ROUTE_SUMS: "U32", TOKEN_SUMS: "U32"},  # "": see `_wanted`
+    **{"routes": "U8 or U16", ROUTE_SUMS: "U32", TOKEN_SUMS: "U32"},  # of ids: see `_check_shapes`
 }
 _KEPT_TYPES = {**KEPT, KEPT_SUMS: "U32"}
 
@@ -231,7 +230,7 @@ def _read_body(metadata: Any, where: str) -> tuple[dict[str, Any], bytes]:
 def _check_body(path: Path, body: dict[str, Any]) -> None:
     """Refuse another format or version, and values that no header has."""
     version = body.get("version")
-    # JSON's true and 4.0 equal whole numbers in Python, but no writer writes a version so
+    # JSON's true and 5.0 equal whole numbers in Python, but no writer writes a version so
     if body.get("format") != FORMAT or type(version) is not int or version != FORMAT_VERSION:
         raise StoreError(
             f"{path}: {quoted(body.get('format'))} version {quoted(version)}; this megatron-r3 "
@@ -320,7 +319,6 @@ def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> 
         **dict.fromkeys((*PER_TOKEN, "kept_sizes"), (num_tokens,)),
         "recorded": (num_rows,),
         "routes": (num_layers, num_rows, info.topk),
-        EXPERT_LOAD: (num_rollouts, num_layers, info.num_experts),
         **{ROUTE_SUMS: (num_layers, parts), TOKEN_SUMS: (len(PER_TOKEN), parts)},
         KEPT_SUMS: (len(KEPT), parts),
         # an odd length does not fit pairs
@@ -328,13 +326,13 @@ def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> 
     }
     ids, types = DTYPE_NAMES[np.dtype(id_dtype(info.num_experts))], {**_TYPES, **_KEPT_TYPES}
     for name, entry in entries.items():
-        wanted = {"routes": (ids,), EXPERT_LOAD: ("U16", "U32")}.get(name, (types[name],))
+        wanted = ids if name == "routes" else types[name]
         shape = shapes.get(name, entry.shape)
-        if entry.dtype not in wanted or entry.shape != shape:
+        if entry.dtype != wanted or entry.shape != shape:
             one_row = ": one row for every token of a rollout but its last"
             raise StoreError(
                 f"{where}: {name} is {entry.dtype} {entry.shape}; {num_rollouts} rollouts with "
-                f"{num_tokens} tokens and {info.num_experts} experts need {' or '.join(wanted)} "
+                f"{num_tokens} tokens and {info.num_experts} experts need {wanted} "
                 f"{shape}{one_row if name in ('routes', 'recorded') else ''}"
             )
 

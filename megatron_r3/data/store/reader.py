@@ -249,7 +249,7 @@ class RolloutStore:
             StoreError: a shard is damaged, or was changed since it was opened.
         """
         shards = self.index
-        parts, base = [KeptSets.from_lists([])], 0
+        parts, base = [KeptSets.none(0)], 0
         # where in `parts`, taken one behind the other, the set of each row is
         place_T = np.full(len(rows_T), -1, np.int64)
         for number in self.shards_of(rows_T):

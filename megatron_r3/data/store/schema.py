@@ -11,7 +11,7 @@ from megatron_r3.replay.routes import MoEShape
 from megatron_r3.replay.words import must_be, quoted, wrong_whole
 
 FORMAT = "megatron-r3 rollouts"
-FORMAT_VERSION = 4  # a change of what the page specifies is another version
+FORMAT_VERSION = 5  # a change of what the page specifies is another version
 
 _DIGEST = re.compile("[0-9a-f]{16}")
 

@@ -23,7 +23,6 @@ from megatron_r3.data.lazy import lazy
 from megatron_r3.data.store.files import HeldFile
 from megatron_r3.data.store.header import (
     DTYPES,
-    EXPERT_LOAD,
     IN_MEMORY,
     KEPT_SUMS,
     PAIRS,
@@ -34,11 +33,11 @@ from megatron_r3.data.store.header import (
 )
 from megatron_r3.data.store.part_sums import (
     PartSums,
-    ids_of_parts,
+    kept_sums,
     locate,
+    part_sums,
     read_tensor,
     starts_of,
-    sums_of,
 )
 from megatron_r3.data.store.schema import StoreError, StoreInfo
 from megatron_r3.data.values import wrong_count, wrong_name, wrong_reward
@@ -285,33 +284,9 @@ class Shard:
         tensor, fits = read_tensor(self.file, self.header, name)
         if not fits:
             if name in PER_TOKEN:
-                self.sums.compare_whole(name, tensor, self.read_tensor(TOKEN_SUMS))
+                self.sums.compare_whole(name, tensor[None], self.read_tensor(TOKEN_SUMS))
             raise self.file.damaged(f"checksum of {name!r}")
         return tensor
-
-    def expert_load(self) -> np.ndarray:
-        """How many recorded rows of each rollout take each expert, int64 `[M, L, E]`.
-
-        No route is read.
-
-        Raises:
-            StoreError: also where the counts cannot be those of routes.
-        """
-        load_MLE = self.read_tensor(EXPERT_LOAD).astype(np.int64)
-        rows_M, topk = np.diff(self.row_start_M), self.info.topk
-        total_ML = load_MLE.sum(2)
-        # each recorded row counts for K experts, in each layer
-        wrong_ML = (load_MLE > rows_M[:, None, None]).any(2) | (total_ML % topk != 0)
-        wrong_ML |= total_ML != total_ML[:, :1]
-        if wrong_ML.any():
-            rollout, layer = np.argwhere(wrong_ML)[0].tolist()
-            raise StoreError(
-                f"{self.path}: rollout {rollout}: {EXPERT_LOAD} of MoE layer {layer} has "
-                f"{total_ML[rollout, layer]} (row, expert) pairs, at most "
-                f"{load_MLE[rollout, layer].max()} of one expert; {rows_M[rollout]} rows with "
-                f"top-{topk} cannot have that: write the shard again"
-            )
-        return load_MLE
 
     def read_tokens(self, rollout: int) -> dict[str, np.ndarray]:
         """tokens, response, logprobs `[N]` and recorded `[N - 1]` of a rollout, as stored."""
@@ -320,8 +295,9 @@ class Shard:
             rows = name == "recorded"
             start_M = self.row_start_M if rows else self.token_start_M
             found[name] = self._read_slice(name, *start_M[rollout : rollout + 2].tolist())
-            sums.append(sums_of(found[name], self.sums.bounds(rollout, of_rows=rows)))
-        self.sums.compare(TOKEN_SUMS, [*range(len(PER_TOKEN))], rollout, 0, sums)
+            num_tokens = int(self.tensors["num_tokens"][rollout])
+            sums.append(part_sums(found[name][None], num_tokens)[0])
+        self.sums.compare(TOKEN_SUMS, [*range(len(PER_TOKEN))], rollout, 0, np.stack(sums))
         return found
 
     def kept(self, rollout: int) -> KeptSets | None:
@@ -330,12 +306,11 @@ class Shard:
             return None
         sizes_N = self._read_slice("kept_sizes", *self.token_start_M[rollout:][:2].tolist())
         ids_V = self._read_slice("kept_ids", *self.kept_start_M[rollout:][:2].tolist())
-        bounds = self.sums.bounds(rollout)
-        sums = [sums_of(sizes_N, bounds), sums_of(ids_V, ids_of_parts(sizes_N, bounds))]
-        self.sums.compare(KEPT_SUMS, [0, 1], rollout, 0, sums)
+        kept = KeptSets(sizes_N, ids_V)
+        self.sums.compare(KEPT_SUMS, [0, 1], rollout, 0, kept_sums(kept))
         if not len(ids_V) and sizes_N.any():
             raise StoreError(f"{self.path}: rollout {rollout}: kept sets without ids")
-        return KeptSets(sizes_N, ids_V) if len(ids_V) else None
+        return kept if len(ids_V) else None
 
     def read_recorded(self, rows_T: np.ndarray) -> np.ndarray:
         """Whether the engine returned routes for these rows, bool `[T]`; see `read_routes`."""
@@ -352,10 +327,11 @@ class Shard:
         """
         return self._read_rows("routes", rows_T, layers, self.info.topk)
 
-    def read_layer(self, layer: int) -> np.ndarray:
-        """All routes of a layer, `[1, T, K]`; the caller compares them with their sums."""
-        ids_LTK = np.empty((1, self.num_rows, self.info.topk), self.dtype)
-        self.file.read(ids_LTK, self.header.entries["routes"].begin + layer * ids_LTK.nbytes)
+    def read_layers(self, layers: range) -> np.ndarray:
+        """All routes of some layers, `[L, T, K]`; the caller compares them with their sums."""
+        ids_LTK = np.empty((len(layers), self.num_rows, self.info.topk), self.dtype)
+        begin = self.header.entries["routes"].begin + layers.start * ids_LTK[0].nbytes
+        self.file.read(ids_LTK, begin)
         self.bytes_read += ids_LTK.nbytes
         return ids_LTK
 

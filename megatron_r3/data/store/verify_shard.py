@@ -13,9 +13,7 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from megatron_r3.data.rollout import sampled_tokens, wrong_logprobs, wrong_versions
-from megatron_r3.data.store.expert_load import count_rows
 from megatron_r3.data.store.header import (
-    EXPERT_LOAD,
     IN_MEMORY,
     PER_TOKEN,
     ROUTE_SUMS,
@@ -25,6 +23,8 @@ from megatron_r3.data.store.schema import StoreError
 from megatron_r3.data.store.shard import Shard
 from megatron_r3.data.values import MOST_TOKEN_ID, wrong_token
 from megatron_r3.replay.routes import Origin, RoutesError, check_ids
+
+_READ_BYTES = 1 << 22  # of routes that a verification reads at once: a processor's cache has them
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,8 @@ def verify_shard(shard: Shard, thorough: bool = True) -> None:
     """Read everything; check all sums and values, and that each row has distinct ids in range.
 
     Args:
-        thorough: whether what training compares as it reads is compared here too: the load of the
-            experts with the routes, and the sums of parts of rollouts. A sum of a whole tensor
-            costs a tenth of the sums of its parts.
+        thorough: whether what training compares as it reads is compared here too: the sums of parts
+            of rollouts. A sum of a whole tensor costs a tenth of the sums of its parts.
 
     Raises:
         ValueError: naming the file, and for a wrong value or id the rollout, layer and token.
@@ -107,7 +106,7 @@ def verify_shard(shard: Shard, thorough: bool = True) -> None:
     per_token = {name: shard.read_tensor(name) for name in PER_TOKEN}
     token_sums = shard.read_tensor(TOKEN_SUMS)
     for name, tensor in per_token.items() if thorough else ():
-        shard.sums.compare_whole(name, tensor, token_sums)
+        shard.sums.compare_whole(name, tensor[None], token_sums)
     check_values(shard, range(shard.num_rollouts), per_token)  # compares kept sets, too
     recorded = int(per_token["recorded"].sum())
     if recorded != shard.recorded_rows:
@@ -170,52 +169,33 @@ def refuse_missing(shard: Shard, rollouts: range, recorded: np.ndarray) -> None:
 
 
 def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None:
-    load_MLE, crc32, route_sums = shard.expert_load(), 0, shard.read_tensor(ROUTE_SUMS)
-    layers, wrong_layer = range(len(shard.info.moe_layers)), None
-    for layer in layers:
-        ids_LTK = shard.read_layer(layer)
+    crc32, route_sums, wrong_layers = 0, shard.read_tensor(ROUTE_SUMS), None
+    at_once = max(1, _READ_BYTES // (shard.num_rows * shard.info.topk * shard.dtype.itemsize))
+    layers = range(len(shard.info.moe_layers))
+    some = [layers[first : first + at_once] for first in layers[::at_once]]
+    for these in some:
+        ids_LTK = shard.read_layers(these)
         crc32 = zlib_ng.crc32(ids_LTK.data, crc32)
         if thorough:
-            shard.sums.compare_whole("routes", ids_LTK[0], route_sums, layer)
+            shard.sums.compare_whole("routes", ids_LTK, route_sums, these.start)
         try:
             check_ids(ids_LTK, shard.info.num_experts, recorded_T)
         except RoutesError:
-            wrong_layer = layer if wrong_layer is None else wrong_layer
-            continue
-        if thorough:
-            _compare_load(shard, layer, load_MLE[:, layer], ids_LTK[0], recorded_T)
+            wrong_layers = wrong_layers or these
     # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
     if crc32 != shard.header.crc32["routes"]:
-        for layer in layers:  # the parts say where
-            shard.sums.compare_whole("routes", shard.read_layer(layer)[0], route_sums, layer)
+        for these in some:  # the parts say where
+            shard.sums.compare_whole("routes", shard.read_layers(these), route_sums, these.start)
         raise shard.file.damaged("checksum of 'routes'")
-    if wrong_layer is None:
-        return
-    ids_LTK = shard.read_layer(wrong_layer)
-    for rollout, (begin, end) in enumerate(pairwise(shard.row_start_M.tolist())):
-        check_ids(  # the same error again, with the rollout and the token inside it
-            ids_LTK[:, begin:end],
-            shard.info.num_experts,
-            recorded_T[begin:end],
-            f"{shard.path}: rollout {rollout}",
-            Origin(layer=wrong_layer),
-        )
-
-
-def _compare_load(
-    shard: Shard, layer: int, stored_ME: np.ndarray, ids_TK: np.ndarray, recorded_T: np.ndarray
-) -> None:
-    """Refuse a shard whose load of a layer is not what its routes have."""
-    for rollout, (begin, end) in enumerate(pairwise(shard.row_start_M.tolist())):
-        where = f"{shard.path}: rollout {rollout}: MoE layer {layer}"
-        counted_E = count_rows(
-            ids_TK[begin:end], recorded_T[begin:end], shard.info.num_experts, where
-        )
-        for expert in np.flatnonzero(stored_ME[rollout] != counted_E)[:1].tolist():
-            raise StoreError(
-                f"{shard.path}: rollout {rollout}: {EXPERT_LOAD} says that "
-                f"{stored_ME[rollout, expert]} rows take expert {expert} in MoE layer {layer}; its "
-                f"routes say {counted_E[expert]}: write the shard again"
+    for layer in wrong_layers or ():
+        ids_LTK = shard.read_layers(range(layer, layer + 1))
+        for rollout, (begin, end) in enumerate(pairwise(shard.row_start_M.tolist())):
+            check_ids(  # the same error again, with the rollout and the token inside it
+                ids_LTK[:, begin:end],
+                shard.info.num_experts,
+                recorded_T[begin:end],
+                f"{shard.path}: rollout {rollout}",
+                Origin(layer=layer),
             )
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,11 +27,9 @@ from zlib_ng import zlib_ng
 
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.rollout import Rollout, RolloutError
-from megatron_r3.data.store.expert_load import load_tensor
 from megatron_r3.data.store.files import shard_name, shards_in_order
 from megatron_r3.data.store.header import (
     DTYPE_NAMES,
-    EXPERT_LOAD,
     KEPT_SUMS,
     ROUTE_SUMS,
     TOKEN_SUMS,
@@ -40,7 +37,7 @@ from megatron_r3.data.store.header import (
     mask_of,
 )
 from megatron_r3.data.store.link import give_name
-from megatron_r3.data.store.part_sums import part_bounds, sums_of
+from megatron_r3.data.store.part_sums import kept_sums, part_sums, sums_of
 from megatron_r3.data.store.schema import FORMAT, FORMAT_VERSION, StoreError, StoreInfo
 
 _LARGEST_NUMBER = 10**9 - 1  # of a shard: nine digits, the most that its name can have
@@ -154,8 +151,8 @@ def _metadata(
 def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str, Streamed]:
     """A shard's tensors in the order in which they are written.
 
-    The tables of sums come last: the sums of the routes are worked out as the routes are written,
-    and all sums are combined with a number that is made of the checksums of everything else.
+    The tables of sums come last: all sums are combined with a number that is made of the checksums
+    of everything else.
 
     Args:
         crc32: of the tensors, filled in as they are written.
@@ -164,7 +161,7 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
     no_spans_C2 = np.zeros((0, 2), np.int64)
     spans = [no_spans_C2 if r.versions_C2 is None else r.versions_C2 for r in rollouts]
     given = [np.nan if r.advantage is None else r.advantage for r in rollouts]
-    kept = [r.kept or KeptSets.from_lists([[]] * len(r.tokens_N)) for r in rollouts]
+    kept = [r.kept or KeptSets.none(len(r.tokens_N)) for r in rollouts]
     tensors: dict[str, np.ndarray] = {
         "turns": np.concatenate([r.spans_U2 for r in rollouts]).reshape(-1),
         "versions": np.concatenate(spans).reshape(-1),
@@ -178,7 +175,6 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
         "sample": np.array([r.sample for r in rollouts], np.int64),
         "policy_version": np.array([r.policy_version for r in rollouts], np.int64),
         "prompt_digest": np.array([r.prompt_digest for r in rollouts], np.int64),
-        EXPERT_LOAD: load_tensor([r.routes for r in rollouts]),
     }
     per_token: dict[str, np.ndarray] = {
         "tokens": np.concatenate([r.tokens_N for r in rollouts]).astype(np.int32),
@@ -186,37 +182,26 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
         "logprobs": np.concatenate([r.logprobs_N for r in rollouts]).astype(np.float32),
         "recorded": np.concatenate([r.routes.recorded_T for r in rollouts]).astype(np.uint8),
     }
-    tokens, rows = part_bounds(lengths), part_bounds(lengths, of_rows=True)
-    sums = [sums_of(t, rows if n == "recorded" else tokens) for n, t in per_token.items()]
-    tables = {TOKEN_SUMS: np.array(sums, np.uint32)}
+    tokens_M = np.array(lengths)
+    sums = [sums_of(t[None], tokens_M, of_rows=n == "recorded") for n, t in per_token.items()]
+    of_routes = [part_sums(r.routes.ids_LTK, len(r.tokens_N)) for r in rollouts]
+    tables = {TOKEN_SUMS: np.concatenate(sums), ROUTE_SUMS: np.concatenate(of_routes, 1)}
     if any(r.kept is not None for r in rollouts):
         whole = KeptSets.joined(kept)
         per_token |= {"kept_sizes": whole.sizes_N, "kept_ids": whole.ids_V}
-        offsets = whole.offsets.tolist()
-        ids = sums_of(whole.ids_V, [(offsets[begin], offsets[end]) for begin, end in tokens])
-        tables[KEPT_SUMS] = np.array([sums_of(whole.sizes_N, tokens), ids], np.uint32)
-    tables[ROUTE_SUMS] = np.zeros((routes.num_layers, len(tokens)), np.uint32)
+        tables[KEPT_SUMS] = np.concatenate([kept_sums(k) for k in kept], 1)
     shape = (routes.num_layers, len(per_token["recorded"]), routes.topk)
-    layers = _layers(rollouts, tables[ROUTE_SUMS])
     return {
         **{n: Streamed(t.dtype, t.shape, [[t]]) for n, t in (tensors | per_token).items()},
-        "routes": Streamed(routes.ids_LTK.dtype, shape, layers),
+        "routes": Streamed(routes.ids_LTK.dtype, shape, _layers(rollouts)),
         **{n: Streamed(t.dtype, t.shape, _masked(t, crc32)) for n, t in tables.items()},
     }
 
 
-def _layers(rollouts: Sequence[Rollout], table: np.ndarray) -> Iterator[list[np.ndarray]]:
-    """The routes of all rollouts, one layer at a time, as views of the rollouts' own arrays.
-
-    Args:
-        table: the sums of the parts; the line of a layer is filled in when that layer is asked for.
-    """
-    bounds = [part_bounds([len(rollout.tokens_N)], of_rows=True) for rollout in rollouts]
+def _layers(rollouts: Sequence[Rollout]) -> Iterator[list[np.ndarray]]:
+    """The routes of all rollouts, one layer at a time, as views of the rollouts' own arrays."""
     for layer in range(rollouts[0].routes.num_layers):
-        pieces = [rollout.routes.ids_LTK[layer] for rollout in rollouts]
-        sums = [sums_of(piece, parts) for piece, parts in zip(pieces, bounds, strict=True)]
-        table[layer] = [*chain.from_iterable(sums)]
-        yield pieces
+        yield [rollout.routes.ids_LTK[layer] for rollout in rollouts]
 
 
 def _masked(sums: np.ndarray, crc32: Mapping[str, int]) -> Iterator[list[np.ndarray]]:

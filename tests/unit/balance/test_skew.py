@@ -39,7 +39,6 @@ def lopsided(tmp_path):
 def test_store_order_and_shuffled(lopsided):
     store = RolloutStore([lopsided])
     numbers = measure_skew(store, SkewPlan([2], [0, 1], seed=3, least_tokens=1))
-    assert sum(shard.bytes_read for shard in store.shards) == 0  # no route was read
     (size,) = numbers["sizes"]
     assert (size["micro_batches"], size["rollouts_left_out"]) == (4, 0)
     # each micro-batch has two rollouts of one group, and all their tokens are on one rank

@@ -39,8 +39,8 @@ def flip(path, tensor, place):
 def test_the_sums_are_those_of_the_specification(long_store):
     path = long_store / SHARD
     tensors, whole, crc32 = load_file(path), path.read_bytes(), header_of(path)["crc32"]
-    assert tensors["route_crc32"].shape == (3, 4 + 2 + 3 + 1)
-    assert tensors["token_crc32"].shape == (4, 4 + 2 + 3 + 1)
+    assert tensors["route_sums"].shape == (3, 4 + 2 + 3 + 1)
+    assert tensors["token_sums"].shape == (4, 4 + 2 + 3 + 1)
     assert crc32 == {name: zlib.crc32(tensor.tobytes()) for name, tensor in tensors.items()}
     rewrite(path)  # by the specification
     written = load_file(path)
@@ -104,7 +104,7 @@ def test_a_flipped_recorded_bit_is_found_by_whoever_reads_its_rows(long_store):
     store.routes(np.arange(130, 140), [1])
 
 
-@pytest.mark.parametrize("table", ["route_crc32", "token_crc32"])
+@pytest.mark.parametrize("table", ["route_sums", "token_sums"])
 @pytest.mark.parametrize("place", [(0, 0), (3, 2), (5, 1), (9, 0)])
 def test_verify_compares_the_sums_with_the_rows(long_store, table, place):
     """A writer that sums wrongly: its shard is whole, and every rank would refuse it later."""
