@@ -1,6 +1,6 @@
 """What the store of a run has: how many collections, and what each of them showed.
 
-Shape suffixes (docs/glossary.md): K, L, M, N, T.
+Shape suffixes (docs/glossary.md): E, L, M, N.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Shape suffixes (docs/glossary.md): L, T, K.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_r3.replay.microbatch import MicrobatchRoutes
-from megatron_r3.replay.routes import MoEShape, Routes
+from megatron_r3.replay.routes import MoEShape, Routes, id_dtype
 from megatron_r3.replay.rows import PADDING, spread_padding
 
 
@@ -25,8 +26,15 @@ class RouteSource(Protocol):
     def info(self) -> MoEShape:
         """The MoE layers of the model that sampled."""
 
-    def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids `[len(layers), T, K]` of these rows, and where they were recorded, bool `[T]`."""
+    def routes(
+        self, rows_T: np.ndarray, layers: Sequence[int], into_LTK: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids `[len(layers), T, K]` of these rows, and where they were recorded, bool `[T]`.
+
+        Args:
+            into_LTK: where the ids are written; None for a new array. Whoever wants them in the
+                memory that goes to a device is spared a copy.
+        """
 
 
 class RouteArrays:
@@ -64,7 +72,9 @@ class RouteArrays:
                 f"{len(self.info.moe_layers)} MoE layers {list(self.info.moe_layers)}"
             )
 
-    def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def routes(
+        self, rows_T: np.ndarray, layers: Sequence[int], into_LTK: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Ids and recorded bits of these rows; -1 (padding) gives zeros, not recorded.
 
         Raises:
@@ -75,12 +85,12 @@ class RouteArrays:
             wrong = rows_T[(rows_T < -1) | (rows_T >= num_rows)][0]
             raise IndexError(f"row {wrong} of {num_rows} rows of routes")
         here_T = rows_T >= 0
-        ids_LTK = np.zeros((len(layers), len(rows_T), self.info.topk), self._routes.ids_LTK.dtype)
-        # two steps, because one index with a list and a mask would pair the two up
-        ids_LTK[:, here_T] = self._routes.ids_LTK[list(layers)][:, rows_T[here_T]]
-        recorded_T = np.zeros(len(rows_T), bool)
-        recorded_T[here_T] = self._routes.recorded_T[rows_T[here_T]]
-        return ids_LTK, recorded_T
+        shape = (len(layers), len(rows_T), self.info.topk)
+        ids_LTK = np.empty(shape, self._routes.ids_LTK.dtype) if into_LTK is None else into_LTK
+        for ids_TK, layer in zip(ids_LTK, layers, strict=True):
+            ids_TK[:] = self._routes.ids_LTK[layer][rows_T]  # of -1 the last row
+        ids_LTK[:, ~here_T] = 0
+        return ids_LTK, self._routes.recorded_T[rows_T] & here_T
 
 
 @dataclass(frozen=True)
@@ -106,27 +116,22 @@ class HostRoutes:
     packed: Tensor
 
     @classmethod
-    def pack(
-        cls,
-        ids_LTK: np.ndarray,
-        live_T: np.ndarray,
-        padding_T: np.ndarray,
-        rows_T: np.ndarray,
-        mean_tokens: float | None,
+    def empty(
+        cls, num_layers: int, rows_T: np.ndarray, info: MoEShape, mean_tokens: float | None
     ) -> HostRoutes:
-        """Put what goes to the device into one piece of memory, so that one copy takes it there."""
-        parts = (ids_LTK, live_T, padding_T)
-        size = sum(part.nbytes for part in parts)
-        packed = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        """Room for the routes of some rows in one piece of memory, which one copy moves."""
+        ids_shape, num_tokens = (num_layers, len(rows_T), info.topk), len(rows_T)
+        # torch cannot gather with uint16; ids are below 32,768, so that int16 has the same bits
+        dtype = np.dtype(np.uint8 if id_dtype(info.num_experts) == np.uint8 else np.int16)
         # Example with 2 layers, 3 tokens, top-2, one byte an id: ids fill bytes 0 to 11, live_T
         # bytes 12 to 14, padding_T bytes 15 to 17. The widest type stands first: all are aligned.
-        memory, views, start = packed.numpy(), [], 0
-        for part in parts:
-            view = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
-            view[...] = part
-            views.append(view)
-            start += part.nbytes
-        return cls(views[0], views[1], views[2], rows_T, mean_tokens, packed)
+        num_bytes = math.prod(ids_shape) * dtype.itemsize
+        size = num_bytes + 2 * num_tokens
+        packed = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        memory = packed.numpy()
+        live_T, padding_T = memory[num_bytes:].view(bool).reshape(2, num_tokens)
+        ids_LTK = memory[:num_bytes].view(dtype).reshape(ids_shape)
+        return cls(ids_LTK, live_T, padding_T, rows_T, mean_tokens, packed)
 
     @property
     def recorded_T(self) -> Tensor:
@@ -168,12 +173,13 @@ def read_routes(
         mean_tokens: see HostRoutes.
     """
     trace = [source.info.moe_layers.index(number - 1) for number in layer_numbers]
-    ids_LTK, recorded_T = source.routes(rows_T.numpy(), trace)
-    padding_T = rows_T.numpy() == PADDING
+    routes = HostRoutes.empty(len(trace), rows_T.numpy(), source.info, mean_tokens)
+    ids_LTK, padding_T = routes.ids_LTK, routes.padding_T
+    into_LTK = ids_LTK.view(id_dtype(source.info.num_experts))
+    _, recorded_T = source.routes(routes.rows_T, trace, into_LTK)
+    padding_T[:] = routes.rows_T == PADDING
     ids_LTK[:, padding_T] = spread_padding(
         int(padding_T.sum()), source.info.topk, source.info.num_experts
     ).numpy()
-    if ids_LTK.dtype == np.uint16:
-        ids_LTK = ids_LTK.astype(np.int16)  # torch cannot gather with uint16; ids stay below 32768
-    live_T = ~recorded_T & ~padding_T
-    return HostRoutes.pack(ids_LTK, live_T, padding_T, rows_T.numpy(), mean_tokens)
+    routes.live_T[:] = ~recorded_T & ~padding_T
+    return routes

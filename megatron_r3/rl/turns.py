@@ -236,11 +236,19 @@ class TurnRoutes:
         self.tokens_T = _joined([turn.tokens_N[:-1] for turn in turns], np.int32)
         self.version_T = _joined([turn.version_N[1:] for turn in turns], np.int64)
 
-    def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids `[len(layers), T, K]` of these rows, and where they were recorded, bool `[T]`."""
+    def routes(
+        self, rows_T: np.ndarray, layers: Sequence[int], into_LTK: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids `[len(layers), T, K]` of these rows, and where they were recorded, bool `[T]`.
+
+        Args:
+            into_LTK: where the ids are written; None for a new array.
+        """
         here_T = rows_T >= 0
         # Not one index after the other: the first would copy the routes of the whole collection.
         ids_LTK = self.ids_LTK[np.ix_(np.array(layers), np.where(here_T, rows_T, 0))]
+        if into_LTK is not None:
+            into_LTK[...], ids_LTK = ids_LTK, into_LTK
         return ids_LTK, self.recorded_T[np.where(here_T, rows_T, 0)] & here_T
 
     def rows(self, begin: int, end: int, seq_length: int) -> Tensor:

@@ -214,7 +214,7 @@ def _ours(num_rollouts: int, folder: Path) -> list[Way]:
             stored,
             TOKEN_BYTES,
         ),
-        Way("the same, with the load and parts", opened.verify, stored, TOKEN_BYTES),
+        Way("the same, with the sums of parts", opened.verify, stored, TOKEN_BYTES),
         _slice(folder / "store"),
     ]
 

@@ -3,7 +3,7 @@
 A store that opens and verifies must give exactly what was written, read rollout by rollout and row
 by row. Everything else must be an error that names the store.
 
-Shape suffixes (docs/glossary.md): C, E, K, L, N, T, U, V.
+Shape suffixes (docs/glossary.md): C, K, L, N, T, U, V.
 """
 
 from __future__ import annotations

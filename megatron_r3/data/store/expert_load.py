@@ -1,6 +1,6 @@
 """How many of a rollout's rows take each expert: what loads the ranks.
 
-Shape suffixes (docs/glossary.md): E, K, L, T.
+Shape suffixes (docs/glossary.md): K, L, T.
 """
 
 from __future__ import annotations

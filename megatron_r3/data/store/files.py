@@ -16,6 +16,7 @@ import time
 from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -147,11 +148,12 @@ class HeldFile:
         Raises:
             StoreError: the file is shorter than it was, or cannot be read any more.
         """
-        rest = memoryview(into.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
-        if offset + len(rest) <= len(self._begin):
-            rest[:] = self._begin[offset : offset + len(rest)]
+        rest: Any = into
+        if offset + into.nbytes <= len(self._begin):
+            rest = into.view(np.uint8).reshape(-1)
+            rest[:] = self._begin[offset : offset + into.nbytes]
             return into
-        while len(rest):  # a system may read less than it was asked for (Linux: at most 2 GiB)
+        while rest.nbytes:
             try:
                 count = os.preadv(self._descriptor, [rest], offset)
             except OSError as error:
@@ -159,11 +161,14 @@ class HeldFile:
                     f"{self.path}: cannot be read any more ({error.strerror}): was it removed or "
                     "replaced while it is in use? Put it back, and start again"
                 ) from error
+            if count == rest.nbytes:
+                break
             if not count:  # the file ends here, though it was longer when it was opened
                 raise StoreError(
                     f"{self.path}: was cut while it is in use: copy it again, and start again"
                 )
-            rest, offset = rest[count:], offset + count
+            # a system may read less than it was asked for (Linux: at most 2 GiB)
+            rest, offset = memoryview(rest).cast("B")[count:], offset + count
         return into
 
     def read_begin(self, num_bytes: int) -> None:

@@ -16,7 +16,7 @@ it open. The rows that the rank reads then fit the sums in the file, and both ar
 shard. Their mask is another one, so no sum fits the header that the rank has, and it need not ask
 the file system after each read whether the file was changed.
 
-Shape suffixes (docs/glossary.md): L, M, N, T.
+Shape suffixes (docs/glossary.md): L, M, N, T, V.
 """
 
 from __future__ import annotations

@@ -268,38 +268,41 @@ class RolloutStore:
                 base += len(kept.sizes_N)
         return KeptSets.joined(parts).take(place_T)
 
-    def routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def routes(
+        self, rows_T: np.ndarray, layers: Sequence[int], into_LTK: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Routes by row id, for some MoE layers: only these rows and layers are read.
 
         Args:
             rows_T: int64; -1 (padding) gives zeros and counts as not recorded.
             layers: indices into `info.moe_layers`.
+            into_LTK: where the ids are written; None for a new array.
 
         Returns:
             ids `[len(layers), T, K]` in the stored dtype, and the recorded bits `[T]`.
         """
         numbers = self.shards_of(rows_T)
         shards = self.index
-        ids_LTK = np.zeros((len(layers), len(rows_T), self.info.topk), shards[0].dtype)
+        shape = (len(layers), len(rows_T), self.info.topk)
+        ids_LTK = np.empty(shape, shards[0].dtype) if into_LTK is None else into_LTK
+        ids_LTK[:, rows_T < 0] = 0
         recorded_T = np.zeros(len(rows_T), bool)
         for number in numbers:
             shard, first = shards[number], int(shards.first_row[number])
-            here_T = (rows_T >= first) & (rows_T < first + shard.num_rows)
-            # Shards read ascending rows without repeats. Example: 7 5 7 is read as 5 7, and place_T
-            # 1 0 1 puts the rows back into the order in which they were asked for.
+            here_T = np.flatnonzero((rows_T >= first) & (rows_T < first + shard.num_rows))
             wanted_T = rows_T[here_T] - first
-            ascending = bool((np.diff(wanted_T) > 0).all())
-            sorted_T, place_T = wanted_T, np.arange(0)
-            if not ascending:
+            if (np.diff(wanted_T) > 0).all():
+                shard.read_routes(wanted_T, layers, ids_LTK, here_T)
+                recorded_T[here_T] = shard.read_recorded(wanted_T)
+            else:
+                # Shards read ascending rows without repeats. Example: 7 5 7 is read as 5 7, and
+                # place_T 1 0 1 puts the rows back into the order in which they were asked for.
                 sorted_T, place_T = np.unique(wanted_T, return_inverse=True)
-            read_LTK, read_T = shard.read_routes(sorted_T, layers), shard.read_recorded(sorted_T)
+                ids_LTK[:, here_T] = shard.read_routes(sorted_T, layers)[:, place_T]
+                recorded_T[here_T] = shard.read_recorded(sorted_T)[place_T]
             if self._checks is not None:
-                self._checks.check_routes(shard, sorted_T, layers, read_LTK, read_T)
-            if not ascending:
-                read_LTK, read_T = read_LTK[:, place_T], read_T[place_T]
-            if len(wanted_T) == len(rows_T):
-                return read_LTK, read_T  # all rows are of this shard
-            ids_LTK[:, here_T], recorded_T[here_T] = read_LTK, read_T
+                read_LTK, read_T = ids_LTK[:, here_T], recorded_T[here_T]
+                self._checks.check_routes(shard, wanted_T, layers, read_LTK, read_T)
         return ids_LTK, recorded_T
 
     def shards_of(self, rows: np.ndarray) -> list[int]:

@@ -6,7 +6,7 @@ stay in the open file; whatever is read of them is compared with its checksums.
 One process looks at a store and tells the others what it found (`index.py`). These open a shard
 only where they read rows of it, and then they compare its header with what they were told.
 
-Shape suffixes (docs/glossary.md): C, E, K, L, M, N, T, V.
+Shape suffixes (docs/glossary.md): C, K, L, M, N, T, V.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron_r3.data.store.header import (
     IN_MEMORY,
     KEPT_SUMS,
     PAIRS,
+    PART_TOKENS,
     PER_TOKEN,
     TOKEN_SUMS,
     Header,
@@ -316,7 +317,13 @@ class Shard:
         """Whether the engine returned routes for these rows, bool `[T]`; see `read_routes`."""
         return self._read_rows("recorded", rows_T, [0], 1)[0, :, 0].astype(bool)
 
-    def read_routes(self, rows_T: np.ndarray, layers: Sequence[int]) -> np.ndarray:
+    def read_routes(
+        self,
+        rows_T: np.ndarray,
+        layers: Sequence[int],
+        into_LTK: np.ndarray | None = None,
+        place_T: np.ndarray | None = None,
+    ) -> np.ndarray:
         """The routes `[len(layers), T, K]` of some rows.
 
         These bytes are read, and at most the rest of the 64 rows at each end of a run of rows.
@@ -324,8 +331,10 @@ class Shard:
         Args:
             rows_T: ascending, without repeats.
             layers: indices into `info.moe_layers`.
+            into_LTK: where they are written; None for a new array.
+            place_T: ascending, where in `into_LTK` each row is written.
         """
-        return self._read_rows("routes", rows_T, layers, self.info.topk)
+        return self._read_rows("routes", rows_T, layers, self.info.topk, into_LTK, place_T)
 
     def read_layers(self, layers: range) -> np.ndarray:
         """All routes of some layers, `[L, T, K]`; the caller compares them with their sums."""
@@ -341,34 +350,49 @@ class Shard:
         return self.file.read(part, entry.begin + begin * part.itemsize)
 
     def _read_rows(
-        self, name: str, rows_T: np.ndarray, layers: Sequence[int], items: int
+        self,
+        name: str,
+        rows_T: np.ndarray,
+        layers: Sequence[int],
+        items: int,
+        into: np.ndarray | None = None,
+        place_T: np.ndarray | None = None,
     ) -> np.ndarray:
         """`[len(layers), T, items]` of a tensor that has rows; one read for each run of rows.
 
         Example: of the rows 4 5 6 9 10 the runs are 4 5 6 and 9 10. If rollout 1 has the rows 4 5
         and rollout 2 the rows 6 7 8, then the rows 7 and 8 are read too, since they are in one part
-        with row 6, whose sum is compared.
+        with row 6, whose sum is compared. A run is read where it is to lie, if its rows lie side by
+        side there and no other row is read with it.
         """
         entry = self.header.entries[name]
         dtype = DTYPES[entry.dtype]
-        read = np.empty((len(layers), len(rows_T), items), dtype)
+        read = np.empty((len(layers), len(rows_T), items), dtype) if into is None else into
+        place_T = np.arange(len(rows_T)) if place_T is None else place_T
         if not len(rows_T) or not len(layers):  # a chunk without MoE layers needs no routes
             return read
-        cuts = (np.flatnonzero(np.diff(rows_T) != 1) + 1).tolist()
-        for start, end in pairwise([0, *cuts, len(rows_T)]):
+        cuts_T = np.diff(rows_T) != 1
+        also_T = cuts_T | (np.diff(place_T) != 1)
+        if also_T.sum() <= len(rows_T) // PART_TOKENS:  # not where rollouts alternate row by row
+            cuts_T = also_T
+        for start, end in pairwise([0, *(np.flatnonzero(cuts_T) + 1).tolist(), len(rows_T)]):
             first, last = int(rows_T[start]), int(rows_T[end - 1]) + 1
             begin, stop = self.sums.widened(first, last)
-            exactly = (begin, stop) == (first, last)
+            places: Any = place_T[start:end]
+            side_by_side = places[-1] - places[0] == end - 1 - start
+            if side_by_side:
+                places = slice(places[0], places[0] + end - start)
+            in_place = side_by_side and (begin, stop) == (first, last)
             shape = (len(layers), stop - begin, items)
-            into = read[:, start:end] if exactly else np.empty(shape, dtype)
+            run = read[:, places] if in_place else np.empty(shape, dtype)
             for index, layer in enumerate(layers):
                 row = layer * self.num_rows + begin
-                self.file.read(into[index], entry.begin + row * items * dtype.itemsize)
+                self.file.read(run[index], entry.begin + row * items * dtype.itemsize)
             if name == "routes":
-                self.bytes_read += into.nbytes
-            self.sums.compare_rows(name, layers, begin, into)
-            if not exactly:
-                read[:, start:end] = into[:, first - begin : last - begin]
+                self.bytes_read += run.nbytes
+            self.sums.compare_rows(name, layers, begin, run)
+            if not in_place:
+                read[:, places] = run[:, first - begin : last - begin]
         return read
 
 

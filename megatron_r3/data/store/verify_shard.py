@@ -1,6 +1,6 @@
 """Whether what a shard holds can be trained on: the whole of it, or what was just read.
 
-Shape suffixes (docs/glossary.md): C, E, K, L, M, N, T, U, V.
+Shape suffixes (docs/glossary.md): C, K, L, M, N, T, U, V.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ReadChecks:
         """Refuse rows whose ids are not distinct experts of the model.
 
         Args:
-            rows_T: which rows of the shard were read, ascending.
+            rows_T: which rows of the shard were read.
             layers: which layers.
 
         Raises:

@@ -5,7 +5,7 @@ in memory, as the safetensors library's own writer would need. The header holds 
 that was written; therefore it comes last, into a space that was kept free for it. A shard gets its
 name when all its bytes are on disk, so readers see it whole or not at all. No shard is overwritten.
 
-Shape suffixes (docs/glossary.md): C, K, L, N, T, U, V.
+Shape suffixes (docs/glossary.md): C, K, L, M, N, T, U, V.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How many recorded rows of a rollout take each expert.
 
-Shape suffixes (docs/glossary.md): E, L, T.
+Shape suffixes (docs/glossary.md): E, K, L, T.
 """
 
 from dataclasses import replace

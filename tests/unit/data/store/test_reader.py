@@ -52,6 +52,21 @@ def test_routes_by_row_in_any_order_layers_and_with_padding(store_dir):
             assert store.locate(row) == (rollout, token)
 
 
+@pytest.mark.parametrize("every", [2, 70, 200])
+def test_rows_are_read_to_their_places_between_padding(tmp_path, every):
+    """Padding after each row, inside of the parts that have sums, and at the ends of rollouts."""
+    rollouts = [make_rollout(201, seed=sample, sample=sample) for sample in range(3)]
+    write_shard(tmp_path, INFO, rollouts)
+    store = RolloutStore([tmp_path])
+    want = np.concatenate([rollout.routes.ids_LTK for rollout in rollouts], axis=1)
+    rows = np.insert(np.arange(600), np.arange(every - 1, 600, every - 1), -1)
+    into = np.full((2, len(rows), 4), 99, np.uint8)
+    ids, recorded = store.routes(rows, [2, 0], into)
+    assert ids is into
+    assert np.array_equal(ids, np.where(rows[:, None] < 0, 0, want[[2, 0]][:, rows]))
+    assert np.array_equal(recorded, rows >= 0)
+
+
 def test_uint16_above_256_experts(tmp_path):
     info = replace(INFO, num_experts=300)
     rollout = make_rollout(6, experts=300)
