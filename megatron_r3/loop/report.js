@@ -19,6 +19,10 @@ const THEME = {
   legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } },
   // A finger that moves over a chart scrolls the page.
   dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+  template: { data: { // what all traces of a type have
+    bar: [{ marker: { line: { width: 0 } } }],
+    heatmap: [{ colorscale: "Viridis", hoverongaps: false, colorbar: { thickness: 12, outlinewidth: 0 } }],
+  } },
   uirevision: "kept", // the part that a reader chose stays when the chart is drawn anew
 };
 

@@ -9,14 +9,20 @@ files and fields.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.words import one_line, quoted
+
+try:
+    from pydantic import Field, TypeAdapter, ValidationError, create_model
+except ModuleNotFoundError as missing:
+    raise ValueError("rl report takes pydantic: pip install 'megatron-r3[report]'") from missing
 
 # A value by the number of its step, collection or version. All three count up.
 Curve = dict[float, float]
@@ -52,25 +58,22 @@ class Run:
         """How many steps of training metrics.jsonl has."""
         return len({step for curve in self.metrics.values() for step in curve})
 
-    @property
-    def steps_each(self) -> int:
-        """Optimizer steps on a collection: mini-steps times epochs; 1 where nothing says it."""
-        pairs = [(e.get("iteration", 0), e["version"]) for e in self.of("published")]
-        return next((steps // version for steps, version in reversed(pairs) if version), 1) or 1
-
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Read each directory, and give each run a name of its own.
+    """Read each directory, and name each run by the shortest end of its path that differs.
+
+    Example: noise/live-0 and fp8/live-0 keep both parts; a/live-0 and b/live-1 are live-0, live-1.
 
     Raises:
         ValueError: a directory is given twice, is no run, or has a line that is not what it must
             be; the error names file and line.
     """
-    where = [directory.resolve() for directory in directories]
-    twice = [path for path, count in Counter(where).items() if count > 1]
-    if twice:
-        raise ValueError(f"{twice[0]} is given twice: name each run once")
-    return [read_run(path, name) for path, name in zip(where, _names(where), strict=True)]
+    paths = [directory.resolve() for directory in directories]
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    raise ValueError(f"{max(paths, key=paths.count)} is given twice: name each run once")
 
 
 def read_run(directory: Path, name: str) -> Run:
@@ -79,39 +82,25 @@ def read_run(directory: Path, name: str) -> Run:
     Raises:
         ValueError: as `read_runs`.
     """
-    files = {part: directory / "events" / f"{part}.jsonl" for part in PARTS}
+    files = [directory / "events" / f"{part}.jsonl" for part in PARTS]
     log = directory / "metrics.jsonl"
     if not directory.is_dir():
         raise ValueError(f"{directory} is no directory: give the directory of a run")
-    if not any(path.is_file() for path in (log, *files.values())):
+    if not any(path.is_file() for path in (log, *files)):
         raise ValueError(
             f"{directory} has neither metrics.jsonl nor events/*.jsonl: give the directory of a run"
         )
     notes: list[str] = []
     metrics = _metrics(log, notes)
-    events = [event for path in files.values() for event in _events(path, notes)]
+    events = [event for path in files for event in _events(path, notes)]
     if not metrics:
         notes.append("metrics.jsonl has no step yet: curves by step are missing")
     return Run(name, directory, metrics, events, notes)
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ, all of one length.
-
-    Example: noise/live-0 and fp8/live-0 keep both parts; a/live-0 and b/live-1 are live-0, live-1.
-    """
-    for length in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
-
-
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line's place and object. A missing file has none; a cut-off line is left out."""
-    if not path.is_file():
-        return
-    lines = path.read_bytes().split(b"\n")
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         # After the line end of the last whole line comes nothing, or the beginning of a line.
         last = number == len(lines)
@@ -125,8 +114,8 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
             if not last and (not line.startswith(b"{") or line.endswith(b"}")):
                 raise
             notes.append(
-                f"{path.name}: line {number}{', the last one,' if last else ''} is cut off and was "
-                "left out; the run was still writing it, or was killed while it wrote"
+                f"{path.name}: line {number}{', the last one,' * last} is cut off and was left "
+                "out; the run was still writing it, or was killed while it wrote"
             )
             continue
         if not isinstance(value, dict):
@@ -134,7 +123,20 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
         yield where, value
 
 
-# -- metrics.jsonl
+def _checked(kind: TypeAdapter[Any], value: Any, where: str) -> Any:
+    """The value; a ValueError that names file, line and field if it is not of the type."""
+    try:
+        return kind.validate_python(value, strict=True)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        got = "nothing" if wrong["type"] == "missing" else quoted(wrong["input"])
+        text = f"{where}: {quoted(wrong['loc'][0])}: {wrong['msg']}; got {got}"
+        raise ValueError(text) from error
+
+
+Whole = Annotated[int, Field(ge=0, lt=1 << 53)]
+_STEP = TypeAdapter(create_model("Step", iteration=(Whole, ...)))
+_VALUES = TypeAdapter(dict[str, float])
 
 
 def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
@@ -142,20 +144,16 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
     steps: dict[int, dict[str, float]] = {}
     again, not_finite = set[int](), Counter[str]()
     for where, line in _lines(path, notes):
-        step = line.pop("iteration", None)
-        if not _is_count(step):
-            raise ValueError(f"{where}: expected a whole number as iteration, got {quoted(step)}")
-        for name, value in line.items():
-            if not _is_number(value):
-                raise ValueError(
-                    f"{where}: expected a number as {quoted(name)}, got {quoted(value)}"
-                )
-            if name.startswith(LAYER) and not _is_layer(name):
+        step = _checked(_STEP, line, where).iteration
+        values = _checked(_VALUES, line, where)
+        del values["iteration"]
+        for name in values:
+            if name.startswith(LAYER) and not re.fullmatch("[0-9]{1,5}", name[len(LAYER) :]):
                 raise ValueError(f"{where}: {quoted(name)} does not end in the number of a layer")
-        not_finite.update(name for name, value in line.items() if not math.isfinite(value))
+        not_finite.update(name for name, value in values.items() if not math.isfinite(value))
         if step in steps:
             again.add(step)
-        steps[step] = line
+        steps[step] = values
     if again:
         notes.append(
             f"{len(again)} steps were logged twice ({min(again)} to {max(again)}): the trainer was "
@@ -171,91 +169,56 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
     return curves
 
 
-# -- events
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
-
-
-def _is_layer(name: str) -> bool:
-    number = name.removeprefix(LAYER)
-    return number.isascii() and number.isdigit() and len(number) < 6
-
-
-def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-# What a field must be, in words and as a test, and the names of the fields that must be it.
-_KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("a text", _is_text, "event device how for part reason"),
-    ("a list of texts", _is_list_of(_is_text), "alarms"),
-    ("true or false", lambda value: isinstance(value, bool), "verified"),
-    ("a whole number", lambda value: isinstance(value, int), "status"),
-    (
-        "a whole number of at least 0",
-        _is_count,
-        "version iteration bytes rollouts rows collection tokens",
-    ),
-    (
-        "a finite number of at least 0",
-        lambda value: _is_number(value) and value >= 0 and math.isfinite(value),
-        "time seconds",
-    ),
-    (
-        "a number",
-        _is_number,
-        "abs_dlogp abs_dlogp_all limit cached_dlogp cached_disagreement left_out mismatch "
-        "reward reward_std response_length length_cut",
-    ),
-    ("a list of numbers", _is_list_of(_is_number), "route_agreement expert_load"),
+# The fields of events by their types.
+_TYPES: tuple[tuple[Any, str], ...] = (
+    (str, "event device how for part reason"),
+    (list[str], "alarms"),
+    (bool, "verified"),
+    (int, "status"),
+    (Whole, "version iteration bytes rollouts rows collection tokens"),
+    (Annotated[float, Field(ge=0, allow_inf_nan=False)], "time seconds"),
+    (float, "abs_dlogp abs_dlogp_all limit cached_dlogp cached_disagreement left_out mismatch"),
+    (float, "reward reward_std response_length length_cut"),
+    (list[float], "route_agreement expert_load"),
 )
-_KIND_OF = {name: (words, fits) for words, fits, names in _KINDS for name in names.split()}
-_COMPARED = (
-    "abs_dlogp abs_dlogp_all cached_dlogp cached_disagreement left_out route_agreement".split()
-)
+_TYPE_OF = {name: kind for kind, names in _TYPES for name in names.split()}
+_COMPARED = "abs_dlogp abs_dlogp_all cached_dlogp cached_disagreement left_out route_agreement"
 # For each event the fields that it must have, and those that it may have or leave null.
-FIELDS: dict[str, tuple[list[str], list[str]]] = {
-    "published": (["version"], ["iteration", "seconds", "bytes", "device"]),
-    "pushed": (["version", "verified"], ["seconds", "how", "limit", *_COMPARED]),
-    "compared": (["version"], _COMPARED),
-    "examined": (["version", "alarms"], ["rollouts", "rows", "mismatch", "abs_dlogp"]),
+FIELDS = {
+    "published": ("version", "iteration seconds bytes device"),
+    "pushed": ("version verified", f"seconds how limit {_COMPARED}"),
+    "compared": ("version", _COMPARED),
+    "examined": ("version alarms", "rollouts rows mismatch abs_dlogp"),
     "collected": (
-        ["version", "collection", "rollouts", "tokens"],
-        ["seconds", "reward", "reward_std", "response_length", "length_cut", "expert_load"],
+        "version collection rollouts tokens",
+        "seconds reward reward_std response_length length_cut expert_load",
     ),
-    "failed": (["collection", "reason"], []),
-    "waited": (["for", "seconds"], []),
-    "started": (["part"], []),
-    "died": (["part"], ["status"]),
-    "ended": (["part"], ["status"]),
+    "failed": ("collection reason", ""),
+    "waited": ("for seconds", ""),
+    "started": ("part", ""),
+    "died": ("part", "status"),
+    "ended": ("part", "status"),
 }
 
 
+def _event_type(must: str = "", may: str = "") -> TypeAdapter[Any]:
+    fields: dict[str, Any] = {name: (_TYPE_OF[name], ...) for name in f"event time {must}".split()}
+    fields |= {name: (_TYPE_OF[name] | None, None) for name in may.split()}
+    return TypeAdapter(create_model("Event", **fields))
+
+
+_UNKNOWN = _event_type()
+_EVENTS = {kind: _event_type(*fields) for kind, fields in FIELDS.items()}
+
+
 def _events(path: Path, notes: list[str]) -> Iterator[Event]:
-    """The events of one file that the report knows, each with the fields it must have."""
+    """The events of one file that the report knows, with their fields that it knows."""
     unknown: Counter[str] = Counter()
     for where, line in _lines(path, notes):
-        event = {name: value for name, value in line.items() if value is not None}
-        kind = event.get("event")
-        must, may = FIELDS.get(str(kind), ([], []))
-        for name in ("event", "time", *must, *(name for name in may if name in event)):
-            words, fits = _KIND_OF[name]
-            if name not in event or not fits(event[name]):
-                got = quoted(line[name]) if name in line else "nothing"
-                raise ValueError(f"{where}: expected {words} as {quoted(name)}, got {got}")
-        if kind in FIELDS:
-            yield event
+        event = _checked(_EVENTS.get(str(line.get("event")), _UNKNOWN), line, where)
+        if event.event in FIELDS:
+            yield event.model_dump(exclude_none=True)
         else:
-            unknown[str(kind)] += 1
+            unknown[event.event] += 1
     for kind, count in sorted(unknown.items()):
         notes.append(f"{path.name}: {count} events {quoted(kind)} are unknown, and were left out")

@@ -8,54 +8,38 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from operator import add, truediv
 from statistics import fmean
-from typing import Any
+from typing import NamedTuple
 
 from megatron_r3.loop.report import LAYER, Curve, Run
+from megatron_r3.loop.report_contents import DRIFTS, MAP, STAGES, Chart
 
 MOST_POINTS = 100  # of a line; a longer one is drawn as means over neighbouring points
-STAGES = ("sampling", "pushing weights", "waiting for a policy", "the rest")
+STAGE_NAMES = ("sampling", "pushing weights", "waiting for a policy", "the rest")
+Groups = dict[str, list[Run]]  # seeds of one experiment, or one run, by name
+# of a value for each layer, the worst one
+_WORST = {"expert_load": max, "route_agreement": min}
 
 
-@dataclass(frozen=True)
-class Group:
-    """Seeds of one experiment, or a run that has no other seed."""
-
-    name: str
-    runs: tuple[Run, ...]
-
-    @property
-    def label(self) -> str:
-        """What the legend calls the group."""
-        return self.name if len(self.runs) == 1 else f"{self.name} (mean of {len(self.runs)})"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart: at each x the mean, the smallest and the largest of what is there.
-
-    `each` says how many neighbouring points of a run one point of the line stands for.
-    """
+class Line(NamedTuple):
+    """A line of a chart; `each` neighbouring points of a run are one point of a long line."""
 
     x: list[float]
     mean: list[float]
     low: list[float]
     high: list[float]
-    each: int = 1
+    each: int
 
 
-def groups_of(runs: Sequence[Run]) -> list[Group]:
+def groups_of(runs: Sequence[Run]) -> Groups:
     """The groups, in the order of their first runs."""
     seeds: dict[str, list[Run]] = {}
     for run in runs:
         seeds.setdefault(re.sub(r"-\d+$", "", run.name), []).append(run)
-    return [
-        # A number at the end of a name means nothing where no other run has the name.
-        Group(base if len(members) > 1 else members[0].name, tuple(members))
-        for base, members in seeds.items()
-    ]
+    # A number at the end of a name means nothing where no other run has the name.
+    return {name if len(of) > 1 else of[0].name: of for name, of in seeds.items()}
 
 
 def line_of(curves: Sequence[Curve]) -> Line | None:
@@ -69,22 +53,19 @@ def line_of(curves: Sequence[Curve]) -> Line | None:
     if not x:
         return None
     each = math.ceil(len(x) / MOST_POINTS)
-    line = Line([], [], [], [], each)
-    for start in range(0, len(x), each):
-        near = x[start : start + each]
-        values = [curve[i] for curve in filled for i in near]
-        line.x.append(fmean(near))
-        line.mean.append(fmean(values))
-        line.low.append(min(values))
-        line.high.append(max(values))
-    return line
+    near = [x[start : start + each] for start in range(0, len(x), each)]
+    values = [[curve[i] for curve in filled for i in some] for some in near]
+    # six digits are more than a reader can see
+    mean, low, high = ([float(f"{f(some):.6g}") for some in values] for f in (fmean, min, max))
+    return Line([*map(fmean, near)], mean, low, high, each)
 
 
-def thirds(curve: Curve) -> tuple[float, float] | None:
-    """The means of the first and the last third of a curve; of less than three points, its ends."""
-    values = [curve[x] for x in sorted(curve)]
-    third = max(len(values) // 3, 1)
-    return (fmean(values[:third]), fmean(values[-third:])) if values else None
+def lines_of(chart: Chart, group: Sequence[Run]) -> dict[str, Line]:
+    """The lines of a chart for one group, by what the legend, or an axis, calls them."""
+    of_runs = [curves_of(chart, run) for run in group]
+    names = dict.fromkeys(name for curves in of_runs for name in curves)
+    lines = {name: line_of([curves.get(name, {}) for curves in of_runs]) for name in names}
+    return {name: line for name, line in lines.items() if line}
 
 
 def number(value: float, percent: bool = False) -> str:
@@ -98,142 +79,117 @@ def number(value: float, percent: bool = False) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds in words: 9 ms, 12.3 s, 4 min 5 s, 3 h 12 min."""
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f} ms"
     if seconds < 60:
-        return f"{seconds:.3g} s"
+        return f"{1000 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
-    hours, minutes_left = divmod(minutes, 60)
-    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
 
 
 # -- the curves of a run
 
 
-def metric(*names: str) -> Callable[[Run], Curve]:
-    """A function that gives the sum of names in metrics.jsonl, at the steps that have them all."""
+def curves_of(chart: Chart, run: Run) -> dict[str, Curve]:
+    """The curves of a chart, by layer or by stage, or the one of its source with its companions.
 
-    def summed(run: Run) -> Curve:
-        curves = [run.metrics.get(name, {}) for name in names]
-        return {step: sum(c[step] for c in curves) for step in curves[0] if _in_all(step, curves)}
-
-    return summed
-
-
-def _in_all(step: float, curves: Sequence[Curve]) -> bool:
-    return all(step in curve for curve in curves)
-
-
-def first_steps(curve: Callable[[Run], Curve]) -> Callable[[Run], Curve]:
-    """A function that gives of a curve the first step of each collection.
-
-    Empty where a collection has one step. In the later ones of a collection the trainer has moved
-    away from the policy that sampled it, whatever their numerics.
+    The first step on each collection is a companion of its own where a collection has several: in
+    the later ones the trainer has moved away from the policy that sampled, whatever their numerics.
     """
-
-    def firsts(run: Run) -> Curve:
-        each = run.steps_each
-        return {x: y for x, y in curve(run).items() if each > 1 and (x - 1) % each == 0}
-
-    return firsts
-
-
-def tokens_a_second(run: Run) -> Curve:
-    """Tokens that a step trains on, prompts included, by the seconds that it takes."""
-    tokens, seconds = (run.metrics.get(f"update/{name}", {}) for name in ("tokens", "seconds"))
-    return {step: tokens[step] / s for step, s in seconds.items() if step in tokens and s}
+    if STAGES in chart.look:
+        return stage_times(run)
+    if MAP in chart.look:
+        return _by_layer(chart.source, run)
+    curves, each = {"": curve(chart.source, run)}, _steps_each(run)
+    if chart.limit:
+        curves[", limit"] = curve(chart.limit, run)
+    if DRIFTS in chart.look and each > 1:
+        curves[", first steps"] = {x: y for x, y in curves[""].items() if (x - 1) % each == 0}
+    return curves
 
 
-def of_events(
-    kind: str, x: str, value: str, fold: Callable[[Any], float] = float
-) -> Callable[[Run], Curve]:
-    """A function that gives a field of events as a curve; of an x that came twice the later counts.
+def _steps_each(run: Run) -> int:
+    """Optimizer steps on a collection: mini-steps times epochs; 1 where nothing says it."""
+    pairs = [(e.get("iteration", 0), e["version"]) for e in run.of("published")]
+    return next((steps // version for steps, version in reversed(pairs) if version), 1) or 1
 
-    Args:
-        kind: the events, such as "collected".
-        x, value: the names of fields.
-        fold: makes a number of the value. A result that is not finite is left out.
+
+def curve(source: str, run: Run) -> Curve:
+    """The curve of a source (see `Chart`); of an x that came twice the later value counts.
+
+    Values that are not finite are left out, and so is an x that lacks one of two values.
     """
-
-    def curve(run: Run) -> Curve:
-        events = [event for event in run.of(kind) if event.get(value) not in (None, [])]
-        points = {event[x]: fold(event[value]) for event in events}
+    kind, of_event, name = source.partition(": ")
+    if name == "all stages":
+        times = [*stage_times(run).values()]
+        return {x: sum(stage[x] for stage in times) for x in times[0]}
+    if of_event:
+        x, fold = "collection" if kind == "collected" else "version", _WORST.get(name, float)
+        events = [event for event in run.of(kind) if event.get(name) not in (None, [])]
+        points = {event[x]: fold(event[name]) for event in events}
         return {at: points[at] for at in sorted(points) if math.isfinite(points[at])}
-
-    return curve
-
-
-def mismatch_by_layer(run: Run) -> dict[int, Curve]:
-    """The router mismatch by Megatron's number of the layer, and by step."""
-    names = [name.removeprefix(LAYER) for name in run.metrics if name.startswith(LAYER)]
-    return {int(name): run.metrics[f"{LAYER}{name}"] for name in sorted(names, key=int)}
+    for sign, of_two in ((" + ", add), (" / ", truediv)):
+        if sign in source:
+            left, right = (run.metrics.get(name, {}) for name in source.split(sign))
+            both = [x for x in left if x in right and (right[x] or of_two is add)]
+            return {x: of_two(left[x], right[x]) for x in both}
+    return run.metrics.get(source, {})
 
 
-def load_by_layer(run: Run) -> dict[int, Curve]:
-    """The largest load of an expert divided by the mean, by MoE layer (from 1) and collection."""
-    layers: dict[int, Curve] = {}
-    for event in run.of("collected"):
-        for number, load in enumerate(event.get("expert_load", ()), start=1):
-            if math.isfinite(load):
-                layers.setdefault(number, {})[event["collection"]] = load
+def _by_layer(source: str, run: Run) -> dict[str, Curve]:
+    """The router mismatch by Megatron's number of the layer; or a list of events, from layer 1."""
+    if source == LAYER:
+        found = {
+            name[len(LAYER) :]: run.metrics[name] for name in run.metrics if name.startswith(LAYER)
+        }
+        return {layer: found[layer] for layer in sorted(found, key=int)}
+    kind, name = source.split(": ")
+    layers: dict[str, Curve] = {}
+    for event in run.of(kind):
+        for layer, value in enumerate(event.get(name, ()), start=1):
+            if math.isfinite(value):
+                layers.setdefault(str(layer), {})[event["collection"]] = value
     return layers
 
 
 def stage_times(run: Run) -> dict[str, Curve]:
-    """Seconds of each of `STAGES` by collection; all of them together are the time on the clock.
+    """Seconds of each stage by collection; all of them together are the time on the clock.
 
     Waiting and pushing belong to the collection that follows them. "The rest" is what the clock
     says beyond the measured stages: rewards, storing, and the time in which the collector was dead.
     It is 0 for the first collection, since nothing says when that began.
     """
-    times: dict[str, Curve] = {stage: {} for stage in STAGES}
-    waited = pushed = 0.0
+    times: dict[str, Curve] = {stage: {} for stage in STAGE_NAMES}
+    spent = dict.fromkeys(("collected", "pushed", "waited"), 0.0)
     before: float | None = None
-    for event in run.of("waited", "pushed", "collected"):
-        seconds = event.get("seconds", 0.0)
-        if event["event"] == "waited":
-            waited += seconds
-        elif event["event"] == "pushed":
-            pushed += seconds
-        else:
-            known = waited + pushed + seconds
-            clock = known if before is None else event["time"] - before
-            values = (seconds, pushed, waited, max(clock - known, 0.0))
-            for stage, value in zip(STAGES, values, strict=True):
-                times[stage][event["collection"]] = value
-            waited, pushed, before = 0.0, 0.0, event["time"]
+    for event in run.of(*spent):
+        spent[event["event"]] += event.get("seconds", 0.0)
+        if event["event"] == "collected":
+            known = sum(spent.values())
+            rest = 0.0 if before is None else max(event["time"] - before - known, 0.0)
+            for stage, seconds in zip(STAGE_NAMES, (*spent.values(), rest), strict=True):
+                times[stage][event["collection"]] = seconds
+            spent, before = dict.fromkeys(spent, 0.0), event["time"]
     return times
 
 
-def seconds_of_collections(run: Run) -> Curve:
-    """Seconds on the clock of each collection."""
-    times = [*stage_times(run).values()]
-    return {collection: sum(curve[collection] for curve in times) for collection in times[0]}
-
-
 def wall_seconds(run: Run) -> float | None:
-    """Seconds in which the run was at work, without its pauses; None if there are no events."""
-    times = [event["time"] for event in run.events]
-    return max(times) - min(times) - sum(b - a for a, b in pauses(run)) if times else None
+    """Seconds in which the run was at work; None if there are no events.
 
-
-def pauses(run: Run) -> list[tuple[float, float]]:
-    """When the run was stopped, and when it was started again.
-
-    It was if a part is started that had not ended, or while no part is at work.
+    The time before a part is started counts as a pause if that part had not ended, or if no part
+    was at work: then the whole run was stopped, and started again.
     """
-    found, before, alive = [], None, set[str]()
+    seconds, before, alive = 0.0, None, set[str]()
     for event in sorted(run.events, key=lambda event: event["time"]):
         part, kind = event.get("part", ""), event["event"]
+        paused = kind == "started" and (part in alive or not alive)
+        if before is not None and not paused:
+            seconds += event["time"] - before
+        alive = set() if paused else alive
         if kind == "started":
-            if before is not None and (part in alive or not alive):
-                found.append((before, event["time"]))
-                alive = set()
             alive.add(part)
         elif kind in ("died", "ended"):
             alive.discard(part)
         before = event["time"]
-    return found
+    return None if before is None else seconds
 
 
 # -- what a reader must not miss
@@ -241,65 +197,50 @@ def pauses(run: Run) -> list[tuple[float, float]]:
 
 def warnings_of(run: Run) -> list[str]:
     """What is wrong in a run, one sentence each, the worst first."""
-    found = []
-    for event in run.of("pushed"):
+    pushed, found = run.of("pushed"), list[str]()
+    for event in pushed:
         if not event["verified"]:
             found.append(
                 f"the push of version {event['version']} was not verified: |dlogp| is "
                 f"{event.get('abs_dlogp', 'unknown')}, the limit is {event.get('limit', 'unknown')}"
             )
     for event in run.of("examined"):
-        found += [
-            f"rollouts of version {event['version']} were not stored: {alarm}"
-            for alarm in event["alarms"]
-        ]
-    found += _sampled_unchecked(run) + _not_dispatched(run)
-    bounded = [step for step, share in run.metrics.get("bounded ratio", {}).items() if share > 0]
-    if bounded:
-        found.append(f"bounded ratio is above 0 in {len(bounded)} steps, first in {bounded[0]}")
-    for layer, curve in mismatch_by_layer(run).items():
-        if high := [step for step, share in curve.items() if share > 0.5]:
-            found.append(
-                f"router mismatch is above one half in layer {layer} in {len(high)} steps, first "
-                f"in {high[0]}: the engine computes another model, or its router is noisy on "
-                "purpose"
-            )
-    died = run.of("died")
-    for part in sorted({event["part"] for event in died}):
-        status = [str(event.get("status", "?")) for event in died if event["part"] == part]
+        text = f"rollouts of version {event['version']} were not stored: "
+        found += [text + alarm for alarm in event["alarms"]]
+    verified = {event["version"] for event in pushed if event["verified"]}
+    if wrong := [event for event in run.of("collected") if event["version"] not in verified]:
+        found.append(
+            f"{len(wrong)} collections were sampled by a version whose push is not recorded as "
+            f"verified, first collection {wrong[0]['collection']} by version {wrong[0]['version']}"
+        )
+    # Live training has no promise to keep, so only steps count whose routes all are the rollout's.
+    replayed = run.metrics.get("update/routes from rollout", {})
+    shares = run.metrics.get("routes dispatched as recorded", {})
+    missed = {step: share for step, share in shares.items() if share < 1 == replayed.get(step)}
+    bounded = run.metrics.get("bounded ratio", {})
+    of_steps = [
+        (
+            "with replay routes dispatched as recorded is below 1",
+            [*missed],
+            f" (lowest: {min(missed.values(), default=1):.6g}): stop, and run make fidelity "
+            "MEGATRON=DIR",
+        ),
+        ("bounded ratio is above 0", [step for step, share in bounded.items() if share > 0], ""),
+    ]
+    for layer, shares in _by_layer(LAYER, run).items():
+        high = [step for step, share in shares.items() if share > 0.5]
+        why = ": the engine computes another model, or its router is noisy on purpose"
+        of_steps.append((f"router mismatch is above one half in layer {layer}", high, why))
+    for what, steps, why in of_steps:
+        if steps:
+            found.append(f"{what} in {len(steps)} steps, first in {steps[0]}{why}")
+    deaths: dict[str, list[str]] = {}
+    for event in run.of("died"):
+        deaths.setdefault(event["part"], []).append(str(event.get("status", "?")))
+    for part, status in sorted(deaths.items()):
         times = "once" if len(status) == 1 else f"{len(status)} times"
         found.append(f"the {part} died {times} (exit status {', '.join(status)})")
     return found
-
-
-def _sampled_unchecked(run: Run) -> list[str]:
-    """Collections by a version whose push no event calls verified."""
-    verified = {event["version"] for event in run.of("pushed") if event["verified"]}
-    wrong = [event for event in run.of("collected") if event["version"] not in verified]
-    if not wrong:
-        return []
-    first = wrong[0]
-    return [
-        f"{len(wrong)} collections were sampled by a version whose push is not recorded as "
-        f"verified, first collection {first['collection']} by version {first['version']}"
-    ]
-
-
-def _not_dispatched(run: Run) -> list[str]:
-    """Steps that replayed every route and in which not every token reached its experts.
-
-    Live training has no promise to keep, so only steps count whose routes all are the rollout's.
-    """
-    replayed = run.metrics.get("update/routes from rollout", {})
-    shares = run.metrics.get("routes dispatched as recorded", {})
-    wrong = [step for step, share in shares.items() if share < 1 and replayed.get(step) == 1]
-    if not wrong:
-        return []
-    lowest = min(shares[step] for step in wrong)
-    return [
-        f"routes dispatched as recorded is below 1 in {len(wrong)} steps with replay, first in "
-        f"{wrong[0]} (lowest: {lowest:.6g}): stop, and run make fidelity MEGATRON=DIR"
-    ]
 
 
 def replay_of(run: Run) -> str:
@@ -309,8 +250,7 @@ def replay_of(run: Run) -> str:
         for name in ("rollout (R3)", "old policy (R2)")
     }
     used = [name for name, curve in shares.items() if any(curve.values())]
-    measured = any(shares.values())
-    off = "off: the trainer chose its experts live" if measured else ""
+    off = "off: the trainer chose its experts live" if any(shares.values()) else ""
     return f"on: {', '.join(used)}" if used else off
 
 

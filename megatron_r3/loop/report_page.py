@@ -7,26 +7,52 @@ the browser to load anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from megatron_r3.loop import report_charts as charts
-from megatron_r3.loop import report_numbers as numbers
-from megatron_r3.loop import report_tables as tables
-from megatron_r3.loop.report import Run
-from megatron_r3.loop.report_contents import PARTS, ROUTERS, WELL
-from megatron_r3.loop.report_samples import samples
-from megatron_r3.replay.words import one_line
+from megatron_r3.data.store import RolloutStore
+from megatron_r3.data.untrusted import read_json
+from megatron_r3.loop.config import parse_config
+from megatron_r3.loop.report import Curve, Run
+from megatron_r3.loop.report_charts import figures_of
+from megatron_r3.loop.report_contents import GLANCE, PARTS, PERCENT
+from megatron_r3.loop.report_numbers import (
+    Groups,
+    curves_of,
+    duration,
+    groups_of,
+    notes_of,
+    number,
+    replay_of,
+    wall_seconds,
+    warnings_of,
+)
+from megatron_r3.replay.words import one_line, quoted
 
 try:
     from plotly.offline import get_plotlyjs
 except ModuleNotFoundError as missing:
     raise ValueError("rl report takes plotly: pip install 'megatron-r3[report]'") from missing
+
+# HTML of our own; all other texts are escaped where they are put into HTML.
+NOT_RECORDED = Markup('<span class="soft">not recorded</span>')
+Row = list[str]
+SHOWN = 4  # samples of a collection, from different prompts
+MOST = 400  # letters of a prompt, and of an answer
+# an option with its value: "--lr 4e-4", but not --lr-decay-style
+_OPTIONS = re.compile(
+    r"--(?:no-)?(?:moe-router-replay[\w-]*|rollouts[\w-]*|(?:lr|bf16|fp16)(?![\w-]))"
+    r"(?:[ =][^-\s]\S*)?"
+)
+# an option of the layout; people write the first letters and a P: TP, ETP
+_LAYOUT = re.compile(r"--([a-z-]+?)(?:-model)?-parallel-size[ =](\d+)")
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -35,16 +61,12 @@ def page(runs: Sequence[Run]) -> str:
     Raises:
         ValueError: a run's config.toml, or its policy's config.json, is not what it must be.
     """
-    groups = numbers.groups_of(runs)
+    groups = groups_of(runs)
+    ordered = [run for group in groups.values() for run in group]
     parts = {
-        question: [card for chart in members if (card := charts.lines(chart, groups))]
-        for question, members in PARTS.items()
+        question: [figure for chart in charts for figure in figures_of(chart, groups)]
+        for question, charts in PARTS.items()
     }
-    parts[ROUTERS] += charts.mismatch_maps(groups) + charts.load_maps(groups)
-    parts[WELL] += charts.stacks(groups)
-    warnings, notes = tables.remarks(groups)
-    pushed = sum(len(run.of("pushed")) for run in runs)
-    every = f"All {pushed} pushes that are recorded were verified"
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -53,22 +75,24 @@ def page(runs: Sequence[Run]) -> str:
     )
     # a browser reads no JSON with NaN in it, and would show a page without charts
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    template = environment.get_template("report.html")
-    return template.render(
+    environment.filters |= {"number": number, "duration": duration}
+    return environment.get_template("report.html").render(
         groups=groups,
-        names=", ".join(group.name for group in groups),
+        runs=ordered,
         now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        seeds=len(runs) > len(groups),
-        warnings=warnings,
-        calm=every if pushed else "No push is recorded",
-        notes=notes,
-        facts=tables.facts(groups),
-        glance=tables.glance(groups),
+        warnings=[(run.name, text) for run in ordered for text in warnings_of(run)],
+        notes=[(run.name, text) for run in ordered for text in notes_of(run)],
+        facts=_facts(groups),
+        glance=_glance(groups),
         parts=parts,
-        figures=[card.figure for cards in parts.values() for card in cards],
-        samples=samples(runs),
-        pushes=[tables.pushes(run) for group in groups for run in group.runs],
-        configs=_configs(runs),
+        figures=[figure for figures in parts.values() for figure in figures],
+        pushed=sum(len(run.of("pushed")) for run in runs),
+        samples=[(run.name, *found) for run in runs if any(found := _samples(run))],
+        configs={
+            run.name: Markup.escape(file.read_text(encoding="utf-8", errors="replace"))
+            for run in runs
+            if (file := run.directory / "config.toml").is_file()
+        },
         plotly=Markup(get_plotlyjs()),
     )
 
@@ -78,11 +102,172 @@ def _one_line(value: Any) -> Any:
     return value if not isinstance(value, str) or isinstance(value, Markup) else one_line(value)
 
 
-def _configs(runs: Sequence[Run]) -> dict[str, Markup]:
-    """The text of each config.toml by the name of the run."""
-    files = {run.name: run.directory / "config.toml" for run in runs}
+# -- what ran
+
+
+def _facts(groups: Groups) -> list[Row]:
+    """Model, layout, sampler, sizes and times: a name, and a cell for each group.
+
+    A row with one cell says the same of all groups.
+
+    Raises:
+        ValueError: a config.toml is no config of a run, or a config.json is not JSON.
+    """
+    of_groups = [[_facts_of(run) for run in group] for group in groups.values()]
+    names = [", ".join(run.name for run in group) for group in groups.values()]
+    rows = [["runs", *names]] if names != [*groups] else []
+    for name in of_groups[0][0]:
+        cells = [_cell([facts[name] for facts in of_runs]) for of_runs in of_groups]
+        rows.append([name, *(cells if len(set(cells)) > 1 else cells[:1])])
+    return rows
+
+
+def _facts_of(run: Run) -> dict[str, Any]:
+    """What a run was and did, as far as its config, its newest policy and its events tell."""
+    devices = [event["device"] for event in run.of("published") if "device" in event]
+    # a collection that came twice counts once
+    collected = {event["collection"]: event for event in run.of("collected")}.values()
     return {
-        name: escape(file.read_text(encoding="utf-8", errors="replace"))
-        for name, file in files.items()
-        if file.is_file()
+        "model": _model(run.directory),
+        **_config_of(run.directory / "config.toml"),
+        "replay": replay_of(run),
+        "device": ", ".join(dict.fromkeys(devices)),
+        "steps": run.steps,
+        "policy versions": len({event["version"] for event in run.of("published")}),
+        "collections": len(collected),
+        "rollouts": sum(event["rollouts"] for event in collected) or None,
+        "tokens": sum(event["tokens"] for event in collected) or None,
+        "wall time": wall_seconds(run),
     }
+
+
+def _model(directory: Path) -> str:
+    """The model of the newest policy, from its config.json; empty if no policy is there."""
+    configs = sorted(directory.glob("policies/v[0-9]*[0-9]/config.json"))
+    if not configs:
+        return ""
+    config = read_json(configs[-1].read_bytes(), str(configs[-1]))
+    if not isinstance(config, dict):
+        raise ValueError(f"{configs[-1]}: expected a JSON object, got {quoted(config)}")
+
+    def first(*names: str) -> str:
+        return next((str(config[name]) for name in names if config.get(name) is not None), "?")
+
+    experts = first("num_experts", "num_local_experts", "n_routed_experts")
+    return (
+        f"{first('model_type')}, {first('num_hidden_layers')} layers, hidden size "
+        f"{first('hidden_size')}, {experts} experts, top-{first('num_experts_per_tok')}"
+    )
+
+
+def _config_of(file: Path) -> dict[str, str]:
+    if not file.is_file():
+        return dict.fromkeys(("layout", "sampler", "loop", "training options"), "")
+    config = parse_config(file)
+    trainer, sampler = config.trainer, config.sampler
+    options = " ".join(trainer.arguments)
+    sizes = {
+        "".join(word[0].upper() for word in name.split("-")) + "P": size
+        for name, size in _LAYOUT.findall(options)
+    }
+    processes = f"{trainer.processes} {'process' if trainer.processes == 1 else 'processes'}"
+    started = "processes of a command of its own" if trainer.launch else processes
+    worse = ", ".join(f"{name} {value}" for name, value in config.degrade if value)
+    return {
+        "layout": ", ".join([started, *map("".join, sizes.items())]),
+        "sampler": sampler.engine
+        + (" (transformers)" if sampler.engine == "embedded" else "")
+        + (", new weights in place" if sampler.in_place else ", started anew for new weights")
+        + (f", made worse on purpose: {worse}" if worse else ""),
+        "loop": f"{trainer.steps} {'step' if trainer.steps == 1 else 'steps'} on a collection, "
+        f"lag {config.run.lag}",
+        "training options": " ".join(_OPTIONS.findall(options)),
+    }
+
+
+def _cell(values: Sequence[Any]) -> str:
+    """The texts of a group's runs; or their number, or the smallest and the largest of them."""
+    there = [value for value in values if value not in ("", None)]
+    if not there:
+        return NOT_RECORDED
+    if isinstance(there[0], str):
+        return Markup("<br>").join(one_line(text, 200) for text in dict.fromkeys(there))
+    words = duration if isinstance(there[0], float) else "{:,}".format
+    ends = dict.fromkeys(words(value) for value in (min(there), max(there)))
+    return " to ".join(ends) + (" each" if len(values) > 1 else "")
+
+
+# -- first against last
+
+
+def _glance(groups: Groups) -> list[Row]:
+    """The mean of the first and of the last third of each curve."""
+    rows = []
+    for chart in (chart for charts in PARTS.values() for chart in charts if GLANCE in chart.look):
+        curves = [[curves_of(chart, run) for run in group] for group in groups.values()]
+        names = {"": chart.title}
+        if chart.source == "update/sampler k3 kl":
+            names[", first steps"] = "k3, first step of each collection"
+        for which, name in names.items():
+            ends = [[e for of in of_runs if (e := thirds(of.get(which, {})))] for of_runs in curves]
+            if any(ends):
+                rows.append([name, *(_first_to_last(of, PERCENT in chart.look) for of in ends)])
+    return rows
+
+
+def thirds(curve: Curve) -> tuple[float, float] | None:
+    """The means of the first and the last third of a curve; of less than three points, its ends."""
+    values = [curve[x] for x in sorted(curve)]
+    third = max(len(values) // 3, 1)
+    return (fmean(values[:third]), fmean(values[-third:])) if values else None
+
+
+def _first_to_last(ends: Sequence[tuple[float, float]], percent: bool) -> str:
+    if not ends:
+        return NOT_RECORDED
+    first, last = (number(fmean(values), percent) for values in zip(*ends, strict=True))
+    text = Markup("{} → <b>{}</b>").format(first, last)
+    if len(ends) > 1:
+        low, high = (number(end(last for _, last in ends), percent) for end in (min, max))
+        text += Markup(' <span class="soft">({} to {})</span>').format(low, high)
+    return text
+
+
+# -- prompts and answers
+
+
+def _samples(run: Run) -> tuple[str, list[Row]]:
+    """Why the rollouts of a run cannot be read, and rows of its first and of its last collection.
+
+    Both are empty where the directory has no rollouts. A page is of use without them.
+    """
+    folder = run.directory / "rollouts"
+    sizes = {event["collection"]: event["rollouts"] for event in run.of("collected")}
+    if not sizes or not folder.is_dir():
+        return "", []
+    rows = []
+    try:
+        store, words = RolloutStore([folder], mixed_policies=True), _words(run.directory)
+        for collection in sorted({0, max(sizes)} & sizes.keys()):
+            size = sizes[collection]
+            first = range(collection * size, (collection + 1) * size, max(size // SHOWN, 1))[:SHOWN]
+            for rollout in map(store.rollout, (index for index in first if index < len(store))):
+                tokens, start = rollout.tokens_N.tolist(), rollout.prompt_length
+                texts = (one_line(words(ids), MOST) for ids in (tokens[:start], tokens[start:]))
+                rows.append([str(collection), *texts, number(rollout.reward)])
+    except Exception as error:  # a file that is no tokenizer raises an error of any kind
+        return str(error), []
+    return "", rows
+
+
+def _words(directory: Path) -> Callable[[list[int]], str]:
+    """How tokens are shown: as text if the policy has a tokenizer, as ids if not."""
+    files = sorted(directory.glob("policies/v[0-9]*[0-9]/tokenizer.json"))
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        files = []
+    if not files:
+        return lambda ids: " ".join(map(str, ids))
+    tokenizer = Tokenizer.from_file(str(files[-1]))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
