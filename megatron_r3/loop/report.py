@@ -84,12 +84,9 @@ def read_run(directory: Path, name: str) -> Run:
     """
     files = [directory / "events" / f"{part}.jsonl" for part in PARTS]
     log = directory / "metrics.jsonl"
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is no directory: give the directory of a run")
     if not any(path.is_file() for path in (log, *files)):
-        raise ValueError(
-            f"{directory} has neither metrics.jsonl nor events/*.jsonl: give the directory of a run"
-        )
+        lacking = "it has neither metrics.jsonl nor events/*.jsonl"
+        raise ValueError(f"{directory} is no directory of a run: {lacking}")
     notes: list[str] = []
     metrics = _metrics(log, notes)
     events = [event for path in files for event in _events(path, notes)]
@@ -150,7 +147,6 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
         for name in values:
             if name.startswith(LAYER) and not re.fullmatch("[0-9]{1,5}", name[len(LAYER) :]):
                 raise ValueError(f"{where}: {quoted(name)} does not end in the number of a layer")
-        not_finite.update(name for name, value in values.items() if not math.isfinite(value))
         if step in steps:
             again.add(step)
         steps[step] = values
@@ -159,13 +155,14 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
             f"{len(again)} steps were logged twice ({min(again)} to {max(again)}): the trainer was "
             "started again; the later lines are shown"
         )
-    for name, count in sorted(not_finite.items()):
-        notes.append(f"{one_line(name, 100)} is not finite in {count} lines, which are left out")
     curves: dict[str, Curve] = {}
     for step, values in sorted(steps.items()):
         for name, value in values.items():
             if math.isfinite(value):
                 curves.setdefault(name, {})[step] = value
+        not_finite.update(name for name, value in values.items() if not math.isfinite(value))
+    for name, count in sorted(not_finite.items()):
+        notes.append(f"{one_line(name, 100)} is not finite in {count} lines, which are left out")
     return curves
 
 

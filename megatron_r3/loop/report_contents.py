@@ -96,7 +96,7 @@ PARTS = {
             "Share of tokens that differ in at least one layer of many. It may be large."),
         Chart("Routes dispatched as recorded", "routes dispatched as recorded",
             PERCENT | OFF_ZERO | GLANCE,
-            "Share of recorded (token, expert) pairs. Healthy: 100 % with replay, less live."),
+            "Share of recorded token-expert pairs. Healthy: exactly 100 % with replay, less live."),
         Chart("Load of the busiest expert", "collected: expert_load", GLANCE,
             "Its tokens by the mean over experts, in the worst layer. Healthy: steady."),
         Chart("Router mismatch by layer", LAYER, MAP | PERCENT,

@@ -19,8 +19,6 @@ from megatron_r3.loop.report_contents import DRIFTS, MAP, STAGES, Chart
 MOST_POINTS = 100  # of a line; a longer one is drawn as means over neighbouring points
 STAGE_NAMES = ("sampling", "pushing weights", "waiting for a policy", "the rest")
 Groups = dict[str, list[Run]]  # seeds of one experiment, or one run, by name
-# of a value for each layer, the worst one
-_WORST = {"expert_load": max, "route_agreement": min}
 
 
 class Line(NamedTuple):
@@ -98,18 +96,15 @@ def curves_of(chart: Chart, run: Run) -> dict[str, Curve]:
         return stage_times(run)
     if MAP in chart.look:
         return _by_layer(chart.source, run)
-    curves, each = {"": curve(chart.source, run)}, _steps_each(run)
+    curves, published = {"": curve(chart.source, run)}, run.of("published")
     if chart.limit:
         curves[", limit"] = curve(chart.limit, run)
+    # Optimizer steps on a collection, mini-steps times epochs, as the newest event says it.
+    pairs = ((event.get("iteration", 0), event["version"]) for event in reversed(published))
+    each = next((steps // version for steps, version in pairs if version), 1)
     if DRIFTS in chart.look and each > 1:
         curves[", first steps"] = {x: y for x, y in curves[""].items() if (x - 1) % each == 0}
     return curves
-
-
-def _steps_each(run: Run) -> int:
-    """Optimizer steps on a collection: mini-steps times epochs; 1 where nothing says it."""
-    pairs = [(e.get("iteration", 0), e["version"]) for e in run.of("published")]
-    return next((steps // version for steps, version in reversed(pairs) if version), 1) or 1
 
 
 def curve(source: str, run: Run) -> Curve:
@@ -122,7 +117,8 @@ def curve(source: str, run: Run) -> Curve:
         times = [*stage_times(run).values()]
         return {x: sum(stage[x] for stage in times) for x in times[0]}
     if of_event:
-        x, fold = "collection" if kind == "collected" else "version", _WORST.get(name, float)
+        x = "collection" if kind == "collected" else "version"
+        fold = {"expert_load": max, "route_agreement": min}.get(name, float)  # the worst layer
         events = [event for event in run.of(kind) if event.get(name) not in (None, [])]
         points = {event[x]: fold(event[name]) for event in events}
         return {at: points[at] for at in sorted(points) if math.isfinite(points[at])}
@@ -136,18 +132,13 @@ def curve(source: str, run: Run) -> Curve:
 
 def _by_layer(source: str, run: Run) -> dict[str, Curve]:
     """The router mismatch by Megatron's number of the layer; or a list of events, from layer 1."""
-    if source == LAYER:
-        found = {
-            name[len(LAYER) :]: run.metrics[name] for name in run.metrics if name.startswith(LAYER)
-        }
-        return {layer: found[layer] for layer in sorted(found, key=int)}
-    kind, name = source.split(": ")
-    layers: dict[str, Curve] = {}
+    kind, _, name = source.partition(": ")
+    layers = {at[len(LAYER) :]: of for at, of in run.metrics.items() if at.startswith(source)}
     for event in run.of(kind):
         for layer, value in enumerate(event.get(name, ()), start=1):
             if math.isfinite(value):
                 layers.setdefault(str(layer), {})[event["collection"]] = value
-    return layers
+    return dict(sorted(layers.items(), key=lambda of: int(of[0])))
 
 
 def stage_times(run: Run) -> dict[str, Curve]:
@@ -177,19 +168,19 @@ def wall_seconds(run: Run) -> float | None:
     The time before a part is started counts as a pause if that part had not ended, or if no part
     was at work: then the whole run was stopped, and started again.
     """
-    seconds, before, alive = 0.0, None, set[str]()
-    for event in sorted(run.events, key=lambda event: event["time"]):
+    events = sorted(run.events, key=lambda event: event["time"])
+    seconds, alive = 0.0, set[str]()
+    for before, event in zip(events[:1] + events, events, strict=False):
         part, kind = event.get("part", ""), event["event"]
-        paused = kind == "started" and (part in alive or not alive)
-        if before is not None and not paused:
-            seconds += event["time"] - before
-        alive = set() if paused else alive
+        if kind == "started" and (part in alive or not alive):
+            alive = set()
+        else:
+            seconds += event["time"] - before["time"]
         if kind == "started":
             alive.add(part)
         elif kind in ("died", "ended"):
             alive.discard(part)
-        before = event["time"]
-    return None if before is None else seconds
+    return seconds if events else None
 
 
 # -- what a reader must not miss
@@ -197,17 +188,16 @@ def wall_seconds(run: Run) -> float | None:
 
 def warnings_of(run: Run) -> list[str]:
     """What is wrong in a run, one sentence each, the worst first."""
-    pushed, found = run.of("pushed"), list[str]()
-    for event in pushed:
-        if not event["verified"]:
-            found.append(
-                f"the push of version {event['version']} was not verified: |dlogp| is "
-                f"{event.get('abs_dlogp', 'unknown')}, the limit is {event.get('limit', 'unknown')}"
-            )
+    found = [
+        f"the push of version {event['version']} was not verified: |dlogp| is "
+        f"{event.get('abs_dlogp', 'unknown')}, the limit is {event.get('limit', 'unknown')}"
+        for event in run.of("pushed")
+        if not event["verified"]
+    ]
     for event in run.of("examined"):
         text = f"rollouts of version {event['version']} were not stored: "
         found += [text + alarm for alarm in event["alarms"]]
-    verified = {event["version"] for event in pushed if event["verified"]}
+    verified = {event["version"] for event in run.of("pushed") if event["verified"]}
     if wrong := [event for event in run.of("collected") if event["version"] not in verified]:
         found.append(
             f"{len(wrong)} collections were sampled by a version whose push is not recorded as "
@@ -216,24 +206,20 @@ def warnings_of(run: Run) -> list[str]:
     # Live training has no promise to keep, so only steps count whose routes all are the rollout's.
     replayed = run.metrics.get("update/routes from rollout", {})
     shares = run.metrics.get("routes dispatched as recorded", {})
-    missed = {step: share for step, share in shares.items() if share < 1 == replayed.get(step)}
+    if steps := [step for step in shares if shares[step] < 1 and replayed.get(step) == 1]:
+        found.append(
+            f"routes dispatched as recorded is below 1 {_at(steps)}, with replay (lowest: "
+            f"{min(shares[step] for step in steps):.6g}): stop, and run make fidelity MEGATRON=DIR"
+        )
     bounded = run.metrics.get("bounded ratio", {})
-    of_steps = [
-        (
-            "with replay routes dispatched as recorded is below 1",
-            [*missed],
-            f" (lowest: {min(missed.values(), default=1):.6g}): stop, and run make fidelity "
-            "MEGATRON=DIR",
-        ),
-        ("bounded ratio is above 0", [step for step, share in bounded.items() if share > 0], ""),
-    ]
+    if steps := [step for step in bounded if bounded[step] > 0]:
+        found.append(f"bounded ratio is above 0 {_at(steps)}")
     for layer, shares in _by_layer(LAYER, run).items():
-        high = [step for step, share in shares.items() if share > 0.5]
-        why = ": the engine computes another model, or its router is noisy on purpose"
-        of_steps.append((f"router mismatch is above one half in layer {layer}", high, why))
-    for what, steps, why in of_steps:
-        if steps:
-            found.append(f"{what} in {len(steps)} steps, first in {steps[0]}{why}")
+        if steps := [step for step in shares if shares[step] > 0.5]:
+            found.append(
+                f"router mismatch is above one half in layer {layer} {_at(steps)}: the engine "
+                "computes another model, or its router is noisy on purpose"
+            )
     deaths: dict[str, list[str]] = {}
     for event in run.of("died"):
         deaths.setdefault(event["part"], []).append(str(event.get("status", "?")))
@@ -243,13 +229,15 @@ def warnings_of(run: Run) -> list[str]:
     return found
 
 
+def _at(steps: Sequence[float]) -> str:
+    return f"in {len(steps)} steps, first in {steps[0]}"
+
+
 def replay_of(run: Run) -> str:
     """Whose experts the trainer used, from what its steps measured; empty if they did not."""
-    shares = {
-        f"routes from {name}": run.metrics.get(f"update/routes from {name.partition(' (')[0]}", {})
-        for name in ("rollout (R3)", "old policy (R2)")
-    }
-    used = [name for name, curve in shares.items() if any(curve.values())]
+    names = {"rollout": "rollout (R3)", "old policy": "old policy (R2)"}
+    shares = {name: run.metrics.get(f"update/routes from {name}", {}) for name in names}
+    used = [f"routes from {names[name]}" for name in names if any(shares[name].values())]
     off = "off: the trainer chose its experts live" if any(shares.values()) else ""
     return f"on: {', '.join(used)}" if used else off
 
@@ -259,11 +247,12 @@ def notes_of(run: Run) -> list[str]:
     found = [*run.notes]
     if (replay := replay_of(run)).startswith("off"):
         found.append(f"replay is {replay}; with --moe-router-replay it takes the sampler's")
-    collected = {event["collection"] for event in run.of("collected")}
-    if gaps := sorted(set(range(max(collected, default=-1) + 1)) - collected):
+    there = {event["collection"] for event in run.of("collected")}
+    if gaps := max(there, default=-1) + 1 - len(there):
+        first = next(number for number in range(len(there) + 1) if number not in there)
         found.append(
-            f"{len(gaps)} collections have no event, the first of them is {gaps[0]}: the collector "
-            "was killed after it had stored them; counts of rollouts and tokens lack them"
+            f"{gaps} collections have no event, the first of them is {first}: the collector was "
+            "killed after it had stored them; counts of rollouts and tokens lack them"
         )
     for event in run.of("failed"):
         found.append(f"collection {event['collection']} was begun anew: {event['reason']}")

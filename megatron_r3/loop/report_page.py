@@ -71,7 +71,8 @@ def page(runs: Sequence[Run]) -> str:
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,  # a name that is not given here is an error
-        finalize=_one_line,
+        # a text of a run stands on one line; Markup, of another type, is our own HTML
+        finalize=lambda value: one_line(value) if type(value) is str else value,
     )
     # a browser reads no JSON with NaN in it, and would show a page without charts
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
@@ -95,11 +96,6 @@ def page(runs: Sequence[Run]) -> str:
         },
         plotly=Markup(get_plotlyjs()),
     )
-
-
-def _one_line(value: Any) -> Any:
-    """What the template puts in: a text on one line, our own HTML and numbers as they are."""
-    return value if not isinstance(value, str) or isinstance(value, Markup) else one_line(value)
 
 
 # -- what ran
@@ -150,37 +146,34 @@ def _model(directory: Path) -> str:
     if not isinstance(config, dict):
         raise ValueError(f"{configs[-1]}: expected a JSON object, got {quoted(config)}")
 
-    def first(*names: str) -> str:
-        return next((str(config[name]) for name in names if config.get(name) is not None), "?")
-
-    experts = first("num_experts", "num_local_experts", "n_routed_experts")
-    return (
-        f"{first('model_type')}, {first('num_hidden_layers')} layers, hidden size "
-        f"{first('hidden_size')}, {experts} experts, top-{first('num_experts_per_tok')}"
-    )
+    experts = "num_experts num_local_experts n_routed_experts"
+    names = ("model_type", "num_hidden_layers", "hidden_size", experts, "num_experts_per_tok")
+    found = ([str(config[n]) for n in of.split() if config.get(n) is not None] for of in names)
+    form = "{}, {} layers, hidden size {}, {} experts, top-{}"
+    return form.format(*(values[0] if values else "?" for values in found))
 
 
 def _config_of(file: Path) -> dict[str, str]:
+    """Rows of what the config of a run says; they are empty where there is none."""
     if not file.is_file():
         return dict.fromkeys(("layout", "sampler", "loop", "training options"), "")
     config = parse_config(file)
     trainer, sampler = config.trainer, config.sampler
     options = " ".join(trainer.arguments)
-    sizes = {
-        "".join(word[0].upper() for word in name.split("-")) + "P": size
-        for name, size in _LAYOUT.findall(options)
-    }
-    processes = f"{trainer.processes} {'process' if trainer.processes == 1 else 'processes'}"
-    started = "processes of a command of its own" if trainer.launch else processes
-    worse = ", ".join(f"{name} {value}" for name, value in config.degrade if value)
+    layout = [f"{trainer.processes} {'process' if trainer.processes == 1 else 'processes'}"]
+    if trainer.launch:
+        layout = ["processes of a command of its own"]
+    for name, size in _LAYOUT.findall(options):
+        layout.append("".join(word[0].upper() for word in name.split("-")) + f"P{size}")
+    engine = [sampler.engine + " (transformers)" * (sampler.engine == "embedded")]
+    engine.append("new weights in place" if sampler.in_place else "started anew for new weights")
+    if worse := ", ".join(f"{name} {value}" for name, value in config.degrade if value):
+        engine.append(f"made worse on purpose: {worse}")
+    steps = f"{trainer.steps} {'step' if trainer.steps == 1 else 'steps'}"
     return {
-        "layout": ", ".join([started, *map("".join, sizes.items())]),
-        "sampler": sampler.engine
-        + (" (transformers)" if sampler.engine == "embedded" else "")
-        + (", new weights in place" if sampler.in_place else ", started anew for new weights")
-        + (f", made worse on purpose: {worse}" if worse else ""),
-        "loop": f"{trainer.steps} {'step' if trainer.steps == 1 else 'steps'} on a collection, "
-        f"lag {config.run.lag}",
+        "layout": ", ".join(layout),
+        "sampler": ", ".join(engine),
+        "loop": f"{steps} on a collection, lag {config.run.lag}",
         "training options": " ".join(_OPTIONS.findall(options)),
     }
 
@@ -209,28 +202,22 @@ def _glance(groups: Groups) -> list[Row]:
         if chart.source == "update/sampler k3 kl":
             names[", first steps"] = "k3, first step of each collection"
         for which, name in names.items():
-            ends = [[e for of in of_runs if (e := thirds(of.get(which, {})))] for of_runs in curves]
-            if any(ends):
-                rows.append([name, *(_first_to_last(of, PERCENT in chart.look) for of in ends)])
+            of_groups = [[of[which] for of in group if of.get(which)] for group in curves]
+            if any(of_groups):
+                rows.append([name, *(_change(of, PERCENT in chart.look) for of in of_groups)])
     return rows
 
 
-def thirds(curve: Curve) -> tuple[float, float] | None:
-    """The means of the first and the last third of a curve; of less than three points, its ends."""
-    values = [curve[x] for x in sorted(curve)]
-    third = max(len(values) // 3, 1)
-    return (fmean(values[:third]), fmean(values[-third:])) if values else None
-
-
-def _first_to_last(ends: Sequence[tuple[float, float]], percent: bool) -> str:
-    if not ends:
+def _change(curves: Sequence[Curve], percent: bool) -> str:
+    """Of the curves of a group's runs; of less than three points the first and the last one."""
+    if not curves:
         return NOT_RECORDED
-    first, last = (number(fmean(values), percent) for values in zip(*ends, strict=True))
-    text = Markup("{} → <b>{}</b>").format(first, last)
-    if len(ends) > 1:
-        low, high = (number(end(last for _, last in ends), percent) for end in (min, max))
-        text += Markup(' <span class="soft">({} to {})</span>').format(low, high)
-    return text
+    values = [[curve[x] for x in sorted(curve)] for curve in curves]
+    first = fmean(fmean(of[: max(len(of) // 3, 1)]) for of in values)
+    lasts = [fmean(of[-max(len(of) // 3, 1) :]) for of in values]
+    form = "{} → <b>{}</b>" + ' <span class="soft">({} to {})</span>' * (len(lasts) > 1)
+    shown = (number(value, percent) for value in (first, fmean(lasts), min(lasts), max(lasts)))
+    return Markup(form).format(*shown)
 
 
 # -- prompts and answers

@@ -170,7 +170,7 @@ def test_what_is_not_finite_or_unknown_is_said(tmp_path: Path) -> None:
         (
             "metrics.jsonl",
             event_with("", 2, **{"routes dispatched as recorded": 0.999996}),
-            "with replay routes dispatched as recorded is below 1 in 1 steps, first in 3",
+            "routes dispatched as recorded is below 1 in 1 steps, first in 3, with replay",
         ),
         (
             "metrics.jsonl",
