@@ -313,6 +313,8 @@ def test_prompts_and_answers_are_those_of_the_store(tmp_path: Path) -> None:
     page = Page(report(run, out=tmp_path / "page.html"))
     (table,) = [table for table in page.tables if table[0][:2] == ["collection", "prompt"]]
     assert table[1][1].split() == [f"t{n}" for n in made[0].tokens_N[:cut].tolist()]
+    (run / "policies" / "v000000" / "tokenizer.json").write_text("{}")  # the page goes without it
+    assert "Prompts and answers run: " in Page(report(run, out=tmp_path / "page.html")).text
 
 
 # -- the page as a file

@@ -14,10 +14,7 @@ from online_run import change, event_with, make_run
 
 from megatron_r3.cli import main
 from megatron_r3.loop.report import FIELDS, read_runs
-from megatron_r3.loop.report_numbers import (
-    notes_of,
-    warnings_of,
-)
+from megatron_r3.loop.report_numbers import notes_of, warnings_of
 from megatron_r3.loop.run_directory import RunDirectory
 
 pytest.importorskip("plotly")
@@ -26,51 +23,29 @@ pytest.importorskip("plotly")
 # -- lines that are not what they must be
 
 
+METRICS, TRAINER, COLLECTOR, SUPERVISOR = (
+    "metrics.jsonl",
+    *(f"events/{part}.jsonl" for part in ("trainer", "collector", "supervisor")),
+)
 METRIC = '{"iteration": 3, "update/entropy": 0.1}'
+EVENT = '{"time": 1, "event": '
 BAD = [
-    ("metrics.jsonl", "[1]", "expected a JSON object"),
-    ("metrics.jsonl", '{"update/entropy": 0.1}', "'iteration': Field required; got nothing"),
-    (
-        "metrics.jsonl",
-        METRIC.replace("3", "-3"),
-        "'iteration': Input should be greater than or equal to 0; got -3",
-    ),
-    (
-        "metrics.jsonl",
-        METRIC.replace("3", "true"),
-        "'iteration': Input should be a valid integer; got True",
-    ),
-    (
-        "metrics.jsonl",
-        METRIC.replace("0.1", '"0.1"'),
-        "'update/entropy': Input should be a valid number; got '0.1'",
-    ),
-    ("metrics.jsonl", METRIC.replace("update/entropy", "router mismatch/layer x"), "layer x"),
-    ("metrics.jsonl", "nonsense", "not JSON"),
-    ("metrics.jsonl", '{"iteration": 3, "a{"iteration": 3}', "not JSON"),
-    ("metrics.jsonl", "", "not JSON"),
-    ("events/trainer.jsonl", '{"event": "published", "version": 3}', "'time': Field required"),
-    ("events/trainer.jsonl", '{"time": 1, "event": "published"}', "'version': Field required"),
-    (
-        "events/trainer.jsonl",
-        '{"time": 1, "event": 5}',
-        "'event': Input should be a valid string; got 5",
-    ),
-    (
-        "events/collector.jsonl",
-        '{"time": 1, "event": "pushed", "version": 1, "verified": 1}',
-        "'verified': Input should be a valid boolean; got 1",
-    ),
-    (
-        "events/collector.jsonl",
-        '{"time": 1, "event": "waited", "for": "policy 1", "seconds": -1}',
-        "'seconds': Input should be greater than or equal to 0; got -1",
-    ),
-    (
-        "events/supervisor.jsonl",
-        '{"time": NaN, "event": "ended"}',
-        "'time': Input should be a finite number; got nan",
-    ),
+    (METRICS, "[1]", "expected a JSON object"),
+    (METRICS, '{"update/entropy": 0.1}', "'iteration': Field required; got nothing"),
+    (METRICS, METRIC.replace("3", "-3"), "'iteration': Input should be greater than or equal to 0"),
+    (METRICS, METRIC.replace("3", "true"), "'iteration': Input should be a valid integer; got Tru"),
+    (METRICS, METRIC.replace("0.1", '"0.1"'), "'update/entropy': Input should be a valid number"),
+    (METRICS, METRIC.replace("0.1", "9" * 400), "'update/entropy': Input should be a valid number"),
+    (METRICS, METRIC.replace("update/entropy", "router mismatch/layer x"), "layer x"),
+    (METRICS, "nonsense", "not JSON"),
+    (METRICS, '{"iteration": 3, "a{"iteration": 3}', "not JSON"),
+    (METRICS, "", "not JSON"),
+    (TRAINER, '{"event": "published", "version": 3}', "'time': Field required"),
+    (TRAINER, EVENT + '"published"}', "'version': Field required"),
+    (TRAINER, EVENT + "5}", "'event': Input should be a valid string; got 5"),
+    (COLLECTOR, EVENT + '"pushed", "version": 1, "verified": 1}', "should be a valid boolean; got"),
+    (COLLECTOR, EVENT + '"waited", "for": "it", "seconds": -1}', "or equal to 0; got -1"),
+    (SUPERVISOR, '{"time": NaN, "event": "ended"}', "'time': Input should be a finite number"),
 ]
 
 
@@ -97,7 +72,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["rl", "report", str(tmp_path / "empty")]) == 1
     assert "neither metrics.jsonl nor events" in capsys.readouterr().err
     assert main(["rl", "report", str(tmp_path / "gone")]) == 1
-    assert "is no directory" in capsys.readouterr().err
+    assert "is no directory of a run" in capsys.readouterr().err
     run = make_run(tmp_path / "run", 2)
     (run / "config.toml").write_text("[run")
     assert main(["rl", "report", str(run)]) == 1
@@ -137,54 +112,39 @@ def test_steps_of_a_trainer_that_was_started_again_come_once(tmp_path: Path) -> 
 def test_what_is_not_finite_or_unknown_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 4)
     change(run / "metrics.jsonl", lambda lines: lines[1].update({"update/entropy": math.nan}))
-    change(run / "events/trainer.jsonl", lambda lines: lines.append({"time": 1, "event": "sang"}))
-    change(run / "events/collector.jsonl", lambda lines: lines.pop(2))
+    change(run / TRAINER, lambda lines: lines.append({"time": 1, "event": "sang"}))
+    change(run / COLLECTOR, lambda lines: lines.pop(2))
     (one,) = read_runs([run])
     assert [*one.metrics["update/entropy"]] == [1, 3, 4]
     assert "update/entropy is not finite in 1 lines, which are left out" in one.notes
     assert "trainer.jsonl: 1 events 'sang' are unknown, and were left out" in one.notes
     assert "1 collections have no event, the first of them is 0" in " ".join(notes_of(one))
+    change(run / COLLECTOR, event_with("collected", 0, collection=9 * 10**15))  # it does not count
+    (one,) = read_runs([run])
+    assert f"{9 * 10**15} collections have no event" in " ".join(notes_of(one))
 
 
 # -- what a reader must not miss
 
 
-@pytest.mark.parametrize(
-    ("file", "how", "expected"),
-    [
-        (
-            "events/collector.jsonl",
-            event_with("pushed", 1, verified=False, abs_dlogp=0.65),
-            "the push of version 1 was not verified: |dlogp| is 0.65, the limit is 0.02",
-        ),
-        (
-            "events/collector.jsonl",
-            event_with("collected", 1, version=9),
-            "1 collections were sampled by a version whose push is not recorded as verified",
-        ),
-        (
-            "events/collector.jsonl",
-            event_with("examined", 1, alarms=["shifted rows: by one token"]),
-            "rollouts of version 1 were not stored: shifted rows: by one token",
-        ),
-        (
-            "metrics.jsonl",
-            event_with("", 2, **{"routes dispatched as recorded": 0.999996}),
-            "routes dispatched as recorded is below 1 in 1 steps, first in 3, with replay",
-        ),
-        (
-            "metrics.jsonl",
-            event_with("", 1, **{"router mismatch/layer 2": 0.75}),
-            "router mismatch is above one half in layer 2 in 1 steps, first in 2",
-        ),
-        ("metrics.jsonl", event_with("", 1, **{"bounded ratio": 0.1}), "bounded ratio is above 0"),
-        (
-            "events/supervisor.jsonl",
-            event_with("ended", 0, event="died", status=1),
-            "the trainer died once (exit status 1)",
-        ),
-    ],
-)
+WRONG = [
+    (COLLECTOR, event_with("pushed", 1, verified=False, abs_dlogp=0.65),
+        "the push of version 1 was not verified: |dlogp| is 0.65, the limit is 0.02"),
+    (COLLECTOR, event_with("collected", 1, version=9),
+        "1 collections were sampled by a version whose push is not recorded as verified"),
+    (COLLECTOR, event_with("examined", 1, alarms=["shifted rows: by one token"]),
+        "rollouts of version 1 were not stored: shifted rows: by one token"),
+    (METRICS, event_with("", 2, **{"routes dispatched as recorded": 0.999996}),
+        "routes dispatched as recorded is below 1 in 1 steps, first in 3, with replay"),
+    (METRICS, event_with("", 1, **{"router mismatch/layer 2": 0.75}),
+        "router mismatch is above one half in layer 2 in 1 steps, first in 2"),
+    (METRICS, event_with("", 1, **{"bounded ratio": 0.1}), "bounded ratio is above 0"),
+    (SUPERVISOR, event_with("ended", 0, event="died", status=1),
+        "the trainer died once (exit status 1)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "how", "expected"), WRONG)
 def test_what_is_wrong_is_said_first(
     tmp_path: Path, file: str, how: Callable[[list[dict[str, Any]]], None], expected: str
 ) -> None:
