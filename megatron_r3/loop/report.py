@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,20 +34,13 @@ LAYER = "router mismatch/layer "  # before Megatron's number of the layer, in me
 
 @dataclass(frozen=True)
 class Run:
-    """What one run directory says.
+    """What one run directory says."""
 
-    Attributes:
-        name: the directory's own name, or more of its path where two runs have one name.
-        metrics: each name of metrics.jsonl, by step. A value that is not finite is left out.
-        events: those of trainer, collector and supervisor, each in the order of its file.
-        notes: what was left out or came twice, for the reader of the report.
-    """
-
-    name: str
+    name: str  # the directory's own, or more of its path where two runs have one name
     directory: Path
-    metrics: dict[str, Curve]
-    events: list[Event]
-    notes: list[str] = field(default_factory=list)
+    metrics: dict[str, Curve]  # by name in metrics.jsonl, without values that are not finite
+    events: list[Event]  # of trainer, collector and supervisor, each in the order of its file
+    notes: list[str]  # what was left out or came twice, for the reader of the report
 
     def of(self, *kinds: str) -> list[Event]:
         """The events of these kinds, in order."""
@@ -166,7 +159,7 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
     return curves
 
 
-# The fields of events by their types.
+# The fields of events by their types; a field that is not here is a number.
 _TYPES: tuple[tuple[Any, str], ...] = (
     (str, "event device how for part reason"),
     (list[str], "alarms"),
@@ -174,8 +167,6 @@ _TYPES: tuple[tuple[Any, str], ...] = (
     (int, "status"),
     (Whole, "version iteration bytes rollouts rows collection tokens"),
     (Annotated[float, Field(ge=0, allow_inf_nan=False)], "time seconds"),
-    (float, "abs_dlogp abs_dlogp_all limit cached_dlogp cached_disagreement left_out mismatch"),
-    (float, "reward reward_std response_length length_cut"),
     (list[float], "route_agreement expert_load"),
 )
 _TYPE_OF = {name: kind for kind, names in _TYPES for name in names.split()}
@@ -200,7 +191,7 @@ FIELDS = {
 
 def _event_type(must: str = "", may: str = "") -> TypeAdapter[Any]:
     fields: dict[str, Any] = {name: (_TYPE_OF[name], ...) for name in f"event time {must}".split()}
-    fields |= {name: (_TYPE_OF[name] | None, None) for name in may.split()}
+    fields |= {name: (_TYPE_OF.get(name, float) | None, None) for name in may.split()}
     return TypeAdapter(create_model("Event", **fields))
 
 

@@ -83,9 +83,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
 
 
-# -- the curves of a run
-
-
 def curves_of(chart: Chart, run: Run) -> dict[str, Curve]:
     """The curves of a chart, by layer or by stage, or the one of its source with its companions.
 
@@ -181,9 +178,6 @@ def wall_seconds(run: Run) -> float | None:
         elif kind in ("died", "ended"):
             alive.discard(part)
     return seconds if events else None
-
-
-# -- what a reader must not miss
 
 
 def warnings_of(run: Run) -> list[str]:

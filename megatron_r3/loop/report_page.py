@@ -19,21 +19,12 @@ from markupsafe import Markup
 
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.data.untrusted import read_json
+from megatron_r3.loop import report_numbers as numbers
 from megatron_r3.loop.config import parse_config
 from megatron_r3.loop.report import Curve, Run
 from megatron_r3.loop.report_charts import figures_of
 from megatron_r3.loop.report_contents import GLANCE, PARTS, PERCENT
-from megatron_r3.loop.report_numbers import (
-    Groups,
-    curves_of,
-    duration,
-    groups_of,
-    notes_of,
-    number,
-    replay_of,
-    wall_seconds,
-    warnings_of,
-)
+from megatron_r3.loop.report_numbers import Groups, duration, number
 from megatron_r3.replay.words import one_line, quoted
 
 try:
@@ -61,7 +52,7 @@ def page(runs: Sequence[Run]) -> str:
     Raises:
         ValueError: a run's config.toml, or its policy's config.json, is not what it must be.
     """
-    groups = groups_of(runs)
+    groups = numbers.groups_of(runs)
     ordered = [run for group in groups.values() for run in group]
     parts = {
         question: [figure for chart in charts for figure in figures_of(chart, groups)]
@@ -81,8 +72,8 @@ def page(runs: Sequence[Run]) -> str:
         groups=groups,
         runs=ordered,
         now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        warnings=[(run.name, text) for run in ordered for text in warnings_of(run)],
-        notes=[(run.name, text) for run in ordered for text in notes_of(run)],
+        warnings=[(run.name, text) for run in ordered for text in numbers.warnings_of(run)],
+        notes=[(run.name, text) for run in ordered for text in numbers.notes_of(run)],
         facts=_facts(groups),
         glance=_glance(groups),
         parts=parts,
@@ -98,17 +89,8 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-# -- what ran
-
-
 def _facts(groups: Groups) -> list[Row]:
-    """Model, layout, sampler, sizes and times: a name, and a cell for each group.
-
-    A row with one cell says the same of all groups.
-
-    Raises:
-        ValueError: a config.toml is no config of a run, or a config.json is not JSON.
-    """
+    """What ran: a name, and a cell for each group, or one that says the same of all groups."""
     of_groups = [[_facts_of(run) for run in group] for group in groups.values()]
     names = [", ".join(run.name for run in group) for group in groups.values()]
     rows = [["runs", *names]] if names != [*groups] else []
@@ -126,26 +108,25 @@ def _facts_of(run: Run) -> dict[str, Any]:
     return {
         "model": _model(run.directory),
         **_config_of(run.directory / "config.toml"),
-        "replay": replay_of(run),
+        "replay": numbers.replay_of(run),
         "device": ", ".join(dict.fromkeys(devices)),
         "steps": run.steps,
         "policy versions": len({event["version"] for event in run.of("published")}),
         "collections": len(collected),
         "rollouts": sum(event["rollouts"] for event in collected) or None,
         "tokens": sum(event["tokens"] for event in collected) or None,
-        "wall time": wall_seconds(run),
+        "wall time": numbers.wall_seconds(run),
     }
 
 
 def _model(directory: Path) -> str:
     """The model of the newest policy, from its config.json; empty if no policy is there."""
-    configs = sorted(directory.glob("policies/v[0-9]*[0-9]/config.json"))
-    if not configs:
+    file = max(directory.glob("policies/v[0-9]*[0-9]/config.json"), default=None)
+    if file is None:
         return ""
-    config = read_json(configs[-1].read_bytes(), str(configs[-1]))
+    config = read_json(file.read_bytes(), str(file))
     if not isinstance(config, dict):
-        raise ValueError(f"{configs[-1]}: expected a JSON object, got {quoted(config)}")
-
+        raise ValueError(f"{file}: expected a JSON object, got {quoted(config)}")
     experts = "num_experts num_local_experts n_routed_experts"
     names = ("model_type", "num_hidden_layers", "hidden_size", experts, "num_experts_per_tok")
     found = ([str(config[n]) for n in of.split() if config.get(n) is not None] for of in names)
@@ -190,14 +171,11 @@ def _cell(values: Sequence[Any]) -> str:
     return " to ".join(ends) + (" each" if len(values) > 1 else "")
 
 
-# -- first against last
-
-
 def _glance(groups: Groups) -> list[Row]:
     """The mean of the first and of the last third of each curve."""
     rows = []
     for chart in (chart for charts in PARTS.values() for chart in charts if GLANCE in chart.look):
-        curves = [[curves_of(chart, run) for run in group] for group in groups.values()]
+        curves = [[numbers.curves_of(chart, run) for run in group] for group in groups.values()]
         names = {"": chart.title}
         if chart.source == "update/sampler k3 kl":
             names[", first steps"] = "k3, first step of each collection"
@@ -220,14 +198,8 @@ def _change(curves: Sequence[Curve], percent: bool) -> str:
     return Markup(form).format(*shown)
 
 
-# -- prompts and answers
-
-
 def _samples(run: Run) -> tuple[str, list[Row]]:
-    """Why the rollouts of a run cannot be read, and rows of its first and of its last collection.
-
-    Both are empty where the directory has no rollouts. A page is of use without them.
-    """
+    """Why the rollouts of a run cannot be read; rows of its first and of its last collection."""
     folder = run.directory / "rollouts"
     sizes = {event["collection"]: event["rollouts"] for event in run.of("collected")}
     if not sizes or not folder.is_dir():
@@ -249,12 +221,12 @@ def _samples(run: Run) -> tuple[str, list[Row]]:
 
 def _words(directory: Path) -> Callable[[list[int]], str]:
     """How tokens are shown: as text if the policy has a tokenizer, as ids if not."""
-    files = sorted(directory.glob("policies/v[0-9]*[0-9]/tokenizer.json"))
+    file = max(directory.glob("policies/v[0-9]*[0-9]/tokenizer.json"), default=None)
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        files = []
-    if not files:
+        file = None
+    if file is None:
         return lambda ids: " ".join(map(str, ids))
-    tokenizer = Tokenizer.from_file(str(files[-1]))
+    tokenizer = Tokenizer.from_file(str(file))
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
