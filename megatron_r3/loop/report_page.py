@@ -3,6 +3,8 @@
 report.html is its template. Jinja escapes every text that is put in. Styles, scripts and plotly.js
 (5 MB, so that the page can be sent as one file) are inside, and a content security policy forbids
 the browser to load anything.
+
+Shape suffixes (docs/glossary.md): N.
 """
 
 from __future__ import annotations
