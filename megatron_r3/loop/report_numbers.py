@@ -110,21 +110,21 @@ def curve(source: str, run: Run) -> Curve:
     Values that are not finite are left out, and so is an x that lacks one of two values.
     """
     kind, of_event, name = source.partition(": ")
+    points = run.metrics.get(source, {})
     if name == "all stages":
         times = [*stage_times(run).values()]
-        return {x: sum(stage[x] for stage in times) for x in times[0]}
-    if of_event:
+        points = {x: sum(stage[x] for stage in times) for x in times[0]}
+    elif of_event:
         x = "collection" if kind == "collected" else "version"
         fold = {"expert_load": max, "route_agreement": min}.get(name, float)  # the worst layer
         events = [event for event in run.of(kind) if event.get(name) not in (None, [])]
         points = {event[x]: fold(event[name]) for event in events}
-        return {at: points[at] for at in sorted(points) if math.isfinite(points[at])}
     for sign, of_two in ((" + ", add), (" / ", truediv)):
         if sign in source:
             left, right = (run.metrics.get(name, {}) for name in source.split(sign))
             both = [x for x in left if x in right and (right[x] or of_two is add)]
-            return {x: of_two(left[x], right[x]) for x in both}
-    return run.metrics.get(source, {})
+            points = {x: of_two(left[x], right[x]) for x in both}
+    return {at: points[at] for at in sorted(points) if math.isfinite(points[at])}
 
 
 def _by_layer(source: str, run: Run) -> dict[str, Curve]:

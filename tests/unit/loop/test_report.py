@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import tokenizers
@@ -57,6 +58,12 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, report(*runs, out=folder / "page.html")
 
 
+def event_lines(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The collector's events of a kind."""
+    events = lines_of(run / "events" / "collector.jsonl")
+    return [event for event in events if event["event"] == kind]
+
+
 # -- the page and the files
 
 
@@ -91,10 +98,8 @@ def test_curves_of_steps_are_those_of_the_file(run: Path, text: str) -> None:
 
 
 def test_curves_of_events_are_those_of_the_files(run: Path, text: str) -> None:
-    events = lines_of(run / "events" / "collector.jsonl")
     pushed, collected, examined = (
-        [event for event in events if event["event"] == kind]
-        for kind in ("pushed", "collected", "examined")
+        event_lines(run, kind) for kind in ("pushed", "collected", "examined")
     )
     line, limit = lines(chart(text, "Check of each push"))
     assert (line["y"], limit["y"]) == ([e["abs_dlogp"] for e in pushed], [0.02] * len(pushed))
@@ -111,11 +116,15 @@ def test_curves_of_events_are_those_of_the_files(run: Path, text: str) -> None:
 
 
 def test_maps_have_the_values_of_each_layer(run: Path, text: str) -> None:
+    logged = lines_of(run / "metrics.jsonl")
+    collected = event_lines(run, "collected")
     (trace,) = chart(text, "Router mismatch by layer")["data"]
     assert trace["y"] == ["1", "2", "3", "4"]
     for layer, cells in zip(trace["y"], trace["z"], strict=True):
-        logged = lines_of(run / "metrics.jsonl")
         assert cells == [one[f"router mismatch/layer {layer}"] for one in logged]
+    (trace,) = chart(text, "Busiest expert by layer")["data"]
+    assert trace["y"] == ["1", "2", "3", "4"]
+    assert [*zip(*trace["z"], strict=True)] == [tuple(e["expert_load"]) for e in collected]
 
 
 def test_plotly_knows_every_property_and_the_style_every_colour(text: str) -> None:
@@ -131,12 +140,7 @@ def test_plotly_knows_every_property_and_the_style_every_colour(text: str) -> No
 
 
 def test_tables_say_what_the_files_say(run: Path, text: str) -> None:
-    page = Page(text)
-    collected = [
-        event
-        for event in lines_of(run / "events" / "collector.jsonl")
-        if event["event"] == "collected"
-    ]
+    page, collected = Page(text), event_lines(run, "collected")
     assert page.row("model") == ["qwen3_moe, 4 layers, hidden size 32, 16 experts, top-2"]
     assert page.row("layout") == ["2 processes, EP2"]
     assert page.row("sampler") == [
