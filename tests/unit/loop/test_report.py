@@ -95,6 +95,12 @@ def test_curves_of_steps_are_those_of_the_file(run: Path, text: str) -> None:
         for first in firsts:  # mini-steps are told apart: of two on a collection the first
             assert first["name"] == "online, first steps"
             assert (first["x"], first["y"]) == (line["x"][::2], line["y"][::2])
+    clipped = "update/clip fraction"
+    for title, values in (
+        ("Clipped tokens", [one[f"{clipped} low"] + one[f"{clipped} high"] for one in logged]),
+        ("Tokens a second", [one["update/tokens"] / one["update/seconds"] for one in logged]),
+    ):
+        assert lines(chart(text, title))[0]["y"] == pytest.approx(values, rel=1e-5)
 
 
 def test_curves_of_events_are_those_of_the_files(run: Path, text: str) -> None:
@@ -107,6 +113,7 @@ def test_curves_of_events_are_those_of_the_files(run: Path, text: str) -> None:
         ("Reward of each collection", [event["reward"] for event in collected]),
         ("Load of the busiest expert", [max(event["expert_load"]) for event in collected]),
         ("Truth test of each collection", [event["mismatch"] for event in examined]),
+        ("Routes that agree after a push", [min(event["route_agreement"]) for event in pushed]),
     ):
         (line,) = lines(chart(text, title))
         assert line["y"] == pytest.approx(values, rel=1e-5)

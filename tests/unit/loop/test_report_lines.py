@@ -114,6 +114,9 @@ def test_what_is_not_finite_or_unknown_is_said(tmp_path: Path) -> None:
     change(run / "metrics.jsonl", lambda lines: lines[1].update({"update/entropy": math.nan}))
     change(run / TRAINER, lambda lines: lines.append({"time": 1, "event": "sang"}))
     change(run / COLLECTOR, lambda lines: lines.pop(2))
+    change(run / COLLECTOR, event_with("pushed", 0, abs_dlogp=math.nan, limit=None))
+    check, limit = lines(chart(report(run, out=tmp_path / "page.html"), "Check of each push"))
+    assert check["x"] == limit["x"] == [1]
     (one,) = read_runs([run])
     assert [*one.metrics["update/entropy"]] == [1, 3, 4]
     assert "update/entropy is not finite in 1 lines, which are left out" in one.notes
