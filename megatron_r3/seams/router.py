@@ -9,6 +9,7 @@ Shape suffixes (docs/glossary.md): T, E, K.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -113,16 +114,16 @@ class RouterHook:
         Raises:
             ReplayError: as `get_replay_topk`.
         """
-        # Looked up at each pass, so that a function which a framework put there later is called.
-        from megatron.core.transformer.moe import router as upstream
-
-        if self.microbatch() is not None:
-            routed = self._fused_gate(logits, topk, options) if self.fused else None
+        replays = self.microbatch() is not None
+        if replays and self.fused:
+            routed = self._fused_gate(logits, topk, options)
             if routed is not None:
                 return routed
-        if self.microbatch() is not None or self._records():
+        if replays or self._records():
             options["fused"] = False  # Transformer Engine's top-k would not ask the hook
-        return upstream.topk_routing_with_score_function(logits, topk, **options)
+        # Looked up at each pass, so that a function which a framework put there later is called.
+        upstream = sys.modules["megatron.core.transformer.moe.router"]
+        return upstream.topk_routing_with_score_function(logits, topk, **options)  # type: ignore
 
     def _records(self) -> bool:
         """Whether an inference engine has this router record what it chooses.

@@ -39,9 +39,9 @@ def replayed_topk(scores_TE: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
     # with gradients enabled the answer is ([.9, .3], [1, 2]).
     indices_TK = ids_TK.long()
     if torch.is_grad_enabled():
-        with torch.no_grad():
-            order_TK = scores_TE.gather(1, indices_TK).argsort(dim=1, descending=True, stable=True)
-            indices_TK = indices_TK.gather(1, order_TK)
+        given_TK = scores_TE.detach().gather(1, indices_TK)
+        order_TK = given_TK.argsort(dim=1, descending=True, stable=True)
+        indices_TK = indices_TK.gather(1, order_TK)
     return scores_TE.gather(1, indices_TK), indices_TK
 
 
