@@ -69,7 +69,7 @@ TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' p
 
 .PHONY: help setup megatron apply revert status check verify trees upstream export bump demo fidelity matrix \
 	clients bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
-	gpu gpu-pack online compare image image-sampler image-vllm-cpu \
+	bench-gate gpu gpu-pack online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test test-all mutants fuzz lint clean
 
 help:  ## list the targets
@@ -188,6 +188,9 @@ bench-store: setup  ## measure routes on their way from a response to a rank, he
 bench-balance: megatron  ## measure what guest experts do to the load and to a step (ONLY=CASE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.balance --out $(BUILD)/bench/balance.json \
 		--rounds $(ROUNDS) --only "$(ONLY)"
+
+bench-gate: setup  ## compile the gate's kernels for an H100, and set its two limits beside each other (ONLY=MODEL)
+	$(VENV)/bin/python -m proof.benchmarks.gate --out $(BUILD)/bench/gate.json --only "$(ONLY)"
 
 bench-scale: setup  ## count and time what opening, reading and planning cost as a job and its store grow (SHARDS=, STARTUP=)
 	PYTHONPATH=. $(VENV)/bin/python -m proof.benchmarks.scale --out $(BUILD)/bench/scale.json \

@@ -116,21 +116,25 @@ def replay_of(map_TE: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
-    """(d) plain copies of the bytes that each pass must move.
+    """(d) plain fills and gathers of the bytes that each pass must move.
 
-    The forward pass reads the logits and writes probabilities and map; the backward pass reads
-    logits and gradient and writes a gradient. The ids are left out: they are few bytes.
+    The forward pass reads the logits of the given experts and writes probabilities and map; the
+    backward pass reads these logits and their gradient, and writes a gradient.
     """
-    logits_TE = inputs.logits_TE.detach()
+    logits_TE, ids_TK = inputs.logits_TE.detach(), inputs.ids_TK.long()
     out_TE = torch.empty_like(logits_TE)
     map_TE = torch.empty_like(logits_TE, dtype=torch.bool)
+    out_TK = torch.empty_like(ids_TK, dtype=logits_TE.dtype)
 
     def forward() -> None:
-        out_TE.copy_(logits_TE)
+        torch.gather(logits_TE, 1, ids_TK, out=out_TK)
+        out_TE.zero_()
         map_TE.zero_()
 
     def backward() -> None:
-        torch.add(inputs.upstream_TE, logits_TE, out=out_TE)
+        torch.gather(logits_TE, 1, ids_TK, out=out_TK)
+        torch.gather(inputs.upstream_TE, 1, ids_TK, out=out_TK)
+        out_TE.zero_()
 
     return {"forward": forward, "backward": backward}
 

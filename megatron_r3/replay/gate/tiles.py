@@ -1,6 +1,7 @@
 """Parts of the gate kernels: which experts are chosen, and what a score function makes of logits.
 
-A tile is `[T, W, 32]`: the rows of one program, words, bits of a word. Expert e of a row is bit
+A tile is `[T, W, 32]`: the rows of one program, words, bits of a word (fewer for less than 32
+experts). Expert e of a row is bit
 e % 32 of word e // 32, so that the set of experts of a row is W integers. For 128 experts (W = 4)
 the set {1, 33, 34} is
 
@@ -23,18 +24,40 @@ HIGHEST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def rows_and_experts(num_tokens, E: tl.constexpr, BLOCK_T: tl.constexpr, W: tl.constexpr):
-    """The rows of this program, which of them exist, expert numbers, and which elements exist.
+def rows(num_tokens, BLOCK_T: tl.constexpr):
+    """The rows of this program, and which of them exist.
 
-    Example: 10 rows in programs of BLOCK_T = 8, E = 40 experts in W = 2 words. Program 1 has rows
-    8 to 15, of which only 8 and 9 exist, and experts 0 to 63, of which only 0 to 39 exist.
+    Example: 10 rows in programs of BLOCK_T = 8. Program 1 has rows 8 to 15, of which only 8 and 9
+    exist.
     """
     # int64, because rows * E goes past 2**31 from 2 million rows of 1024 experts on
     rows_T = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    in_T = rows_T < num_tokens
-    experts_1W32 = (tl.arange(0, W)[:, None] * 32 + tl.arange(0, 32)[None, :])[None, :, :]
-    inside_TW32 = in_T[:, None, None] & (experts_1W32 < E)
-    return rows_T, in_T, experts_1W32, inside_TW32
+    return rows_T, rows_T < num_tokens
+
+
+@triton.jit
+def experts(in_T, E: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
+    """The experts of a tile, and which elements exist. Example: 40 experts are in 2 words of 32."""
+    experts_1W32 = (tl.arange(0, W)[:, None] * BITS + tl.arange(0, BITS)[None, :])[None, :, :]
+    return experts_1W32, in_T[:, None, None] & (experts_1W32 < E)
+
+
+@triton.jit
+def fill_zeros(
+    ptr, num_tokens, E: tl.constexpr, BLOCK_T: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr
+):
+    """Fill this program's rows of a result with zeros; the rows of all programs are contiguous."""
+    if W * BITS == E:  # all rows are one run: of 8 experts a row alone is too short for 16 bytes
+        at = tl.arange(0, BLOCK_T * E)
+        begin = tl.program_id(0).to(tl.int64) * (BLOCK_T * E)
+        inside = at < (num_tokens - tl.program_id(0) * BLOCK_T) * E
+        tl.store(ptr + begin + at, tl.zeros([BLOCK_T * E], ptr.dtype.element_ty), mask=inside)
+    else:
+        rows_T, in_T = rows(num_tokens, BLOCK_T)
+        experts_1W32, inside_TW32 = experts(in_T, E, W, BITS)
+        places_TW32 = rows_T[:, None, None] * E + experts_1W32
+        zeros_TW32 = tl.zeros(inside_TW32.shape, ptr.dtype.element_ty)
+        tl.store(ptr + places_TW32, zeros_TW32, mask=inside_TW32)
 
 
 @triton.jit
@@ -46,7 +69,7 @@ def load_rows(ptr, stride_t, stride_e, rows_T, experts_1W32, inside_TW32):
 
 @triton.jit
 def row_sum(values_TW32):
-    """The sum of each row, float32 `[T]`, always added in the same order."""
+    """The sum of each row, `[T]`."""
     return tl.sum(tl.sum(values_TW32, axis=2), axis=1)
 
 
@@ -63,11 +86,35 @@ def row_min(values_TW32):
 
 
 @triton.jit
-def load_ids(ids_ptr, wanted, E: tl.constexpr):
+def valid_ids(ids_ptr, wanted, E: tl.constexpr):
     """Ids as int32 of the pointers' shape; -1 for what is not wanted or is no expert."""
     # int64 first: the id 2**40 must not become a valid one when its upper half is cut off
     ids = tl.load(ids_ptr, mask=wanted, other=0).to(tl.int64)
     return tl.where(wanted & (ids >= 0) & (ids < E), ids, -1).to(tl.int32)
+
+
+@triton.jit
+def load_ids(
+    ids_ptr,
+    stride_t,
+    stride_k,
+    rows_T,
+    wanted_T,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The given experts of each wanted row as int32 `[T, K]`; -1 for other rows and no experts."""
+    k_1K = tl.arange(0, BLOCK_K)[None, :]
+    ids_TK_ptr = ids_ptr + (rows_T * stride_t)[:, None] + k_1K * stride_k
+    return valid_ids(ids_TK_ptr, wanted_T[:, None] & (k_1K < K), E)
+
+
+@triton.jit
+def gather(ptr, stride_t, stride_e, rows_T, ids_TK, chosen_TK):
+    """The values of the chosen experts as float32 `[T, K]`; 0 where there is none."""
+    places_TK = (rows_T * stride_t)[:, None] + ids_TK * stride_e
+    return tl.load(ptr + places_TK, mask=chosen_TK, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -87,15 +134,15 @@ def load_set(
     words_TW = tl.zeros([rows_T.shape[0], W], tl.int32)
     for k in tl.static_range(K):
         words_TW = with_ids(
-            words_TW, load_ids(ids_ptr + rows_T * stride_t + k * stride_k, wanted_T, E)
+            words_TW, valid_ids(ids_ptr + rows_T * stride_t + k * stride_k, wanted_T, E)
         )
     return words_TW
 
 
 @triton.jit
-def members(words_TW):
-    """The sets as bool `[T, W, 32]`."""
-    return ((words_TW[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1) != 0
+def members(words_TW, BITS: tl.constexpr):
+    """The sets as bool `[T, W, BITS]`."""
+    return ((words_TW[:, :, None] >> tl.arange(0, BITS)[None, None, :]) & 1) != 0
 
 
 @triton.jit
@@ -115,7 +162,14 @@ def sort_keys(values):
 
 
 @triton.jit
-def choose(keys_TW32, experts_1W32, inside_TW32, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def choose(
+    keys_TW32,
+    experts_1W32,
+    inside_TW32,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr,
+):
     """The K largest of each row, the lowest index first among equals: sets, and ids `[T, K]`.
 
     K rounds, each of which takes the best that is left. A row of keys [5, 9, 9, 2] gives 1 (the
@@ -123,9 +177,9 @@ def choose(keys_TW32, experts_1W32, inside_TW32, K: tl.constexpr, BLOCK_K: tl.co
     """
     num_words: tl.constexpr = keys_TW32.shape[1]
     words_TW = tl.zeros([keys_TW32.shape[0], num_words], tl.int32)
-    ids_TK = tl.zeros([keys_TW32.shape[0], BLOCK_K], tl.int32)
+    ids_TK = tl.full([keys_TW32.shape[0], BLOCK_K], -1, tl.int32)
     for k in range(K):
-        left_TW32 = inside_TW32 & (members(words_TW) == 0)
+        left_TW32 = inside_TW32 & (members(words_TW, BITS) == 0)
         best_T = row_max(tl.where(left_TW32, keys_TW32, LOWEST))
         is_best_TW32 = left_TW32 & (keys_TW32 == best_T[:, None, None])
         first_T = row_min(tl.where(is_best_TW32, experts_1W32, 32 * num_words))

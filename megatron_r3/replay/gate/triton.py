@@ -1,6 +1,8 @@
 """The replayed gate on a GPU: launches one Triton kernel forward, and one backward.
 
-`TRITON_INTERPRET=1`, set before Triton is imported, runs both on the CPU.
+One more chooses the experts of live rows and compares counted ones, where there are any.
+
+`TRITON_INTERPRET=1`, set before Triton is imported, runs them on the CPU.
 
 Shape suffixes (docs/glossary.md): T, E, K.
 """
@@ -8,6 +10,7 @@ Shape suffixes (docs/glossary.md): T, E, K.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_r3.replay.gate.gate_options import GateInputs, GateOptions, GateOutput, check_inputs
-from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_forward
+from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_choose, gate_forward
 
 # Triton 3.10 will no longer fuse multiply-adds unless it is asked to
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
@@ -60,12 +63,16 @@ class _Gate(torch.autograd.Function):
         map_TE = torch.empty_like(probs_TE, dtype=torch.bool)
         used_TK = None if live_T is None else ids_TK.new_empty(ids_TK.shape)
         differs_T = None if counted_T is None else torch.empty_like(counted_T)
-        given = (logits_TE, ids_TK, expert_bias_E, _as_bytes(live_T), _as_bytes(counted_T))
-        made = (probs_TE, _as_bytes(map_TE), used_TK, _as_bytes(differs_T))
-        block_k = triton.next_power_of_2(ids_TK.shape[1])
-        _launch(gate_forward, (*given, *made), (logits_TE, ids_TK), options, BLOCK_K=block_k)
+        if live_T is not None or counted_T is not None:
+            masks = (_as_bytes(live_T), _as_bytes(counted_T))
+            made = (used_TK, _as_bytes(differs_T))
+            given = (logits_TE, ids_TK)
+            _launch(gate_choose, (*given, expert_bias_E, *masks, *made), (), given, options)
+        strided = (logits_TE, ids_TK if used_TK is None else used_TK)
+        made = (probs_TE, _as_bytes(map_TE))
+        _launch(gate_forward, (*strided, *made), (options.scale,), strided, options)
         # backward replays what live rows chose; it does not choose again
-        ctx.save_for_backward(logits_TE, ids_TK if used_TK is None else used_TK)
+        ctx.save_for_backward(*strided)
         ctx.options = options
         ctx.set_materialize_grads(False)
         others = (map_TE, used_TK, differs_T)
@@ -80,22 +87,23 @@ class _Gate(torch.autograd.Function):
         logits_TE, ids_TK = ctx.saved_tensors
         dlogits_TE = logits_TE.new_empty(logits_TE.shape)
         strided = (logits_TE, ids_TK, dprobs_TE)
-        _launch(gate_backward, (*strided, dlogits_TE), strided, ctx.options)
+        _launch(gate_backward, (*strided, dlogits_TE), (ctx.options.scale,), strided, ctx.options)
         return dlogits_TE, None, None, None, None, None
 
 
 def _launch(
     kernel: Any,
     tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
     strided: tuple[Tensor, ...],
     options: GateOptions,
-    **constants: int,
 ) -> None:
-    """Launch a kernel with its tensors, then the strides of those tensors that may have any."""
+    """Launch a kernel with tensors, numbers, and the strides of those tensors that may have any."""
     logits_TE, ids_TK = strided[:2]
     if not len(logits_TE):  # a grid of no programs cannot be launched
         return
-    grid, sizes = launch_constants(logits_TE.shape, ids_TK.shape[1], options)
+    sizes = launch_constants(logits_TE.shape[1], ids_TK.shape[1], options)
+    grid = (triton.cdiv(len(logits_TE), sizes["BLOCK_T"]),)
     strides = [stride for tensor in strided for stride in tensor.stride()]
     # Triton launches on the current device, not on that of the tensors
     on_gpu = logits_TE.device.type == "cuda"
@@ -103,28 +111,27 @@ def _launch(
         kernel[grid](
             *tensors,
             len(logits_TE),
-            options.scale,
+            *numbers,
             *strides,
             **sizes,
-            **constants,
             num_warps=1,
             **COMPILE_OPTIONS,
         )
 
 
-def launch_constants(
-    shape_TE: tuple[int, ...], topk: int, options: GateOptions
-) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid, and the constants that both kernels are compiled for.
+@lru_cache
+def launch_constants(num_experts: int, topk: int, options: GateOptions) -> dict[str, Any]:
+    """The constants that all kernels are compiled for; see triton_kernels.py.
 
-    Example: 1000 rows of 384 experts need W = 16 words (12, padded to a power of two). A program
-    has 1024 / (32 x 16) = 2 rows, and the grid 500 programs.
+    Example: 384 experts need W = 16 words (12, padded to a power of two). A program has
+    1024 / (32 x 16) = 2 rows, and 1000 rows need a grid of 500 programs.
     """
-    num_tokens, num_experts = shape_TE
-    words = triton.next_power_of_2(triton.cdiv(num_experts, 32))
-    rows = max(1, LOGITS // (32 * words))
-    constants = {"E": num_experts, "K": topk, "BLOCK_T": rows, "W": words}
-    return (triton.cdiv(num_tokens, rows),), {**constants, "FUNCTION": options.function}
+    bits = min(32, triton.next_power_of_2(num_experts))
+    words = triton.next_power_of_2(triton.cdiv(num_experts, bits))
+    rows = max(1, LOGITS // (bits * words))
+    constants = {"E": num_experts, "K": topk, "BLOCK_T": rows, "W": words, "BITS": bits}
+    constants["BLOCK_K"] = triton.next_power_of_2(topk)
+    return {**constants, "FUNCTION": options.function}
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

@@ -1,12 +1,20 @@
-"""The two Triton kernels of the replayed gate.
+"""The three Triton kernels of the replayed gate.
 
 A program is one warp with about a thousand logits, so that what is summed over a row never leaves
-the warp; it has several rows where they fit. A row is read once and written once; the backward pass
+the warp; it has several rows where they fit. Of a row only the K logits of its experts are read;
+the row of the result is filled with zeros, and then K numbers are put into it. The backward pass
 computes again what it needs from the logits and the ids. How a tile is laid out: see tiles.py.
 
-The constants of both kernels: E experts, K experts for each row, BLOCK_T rows for each program, W
-words of 32 experts for each row, FUNCTION the name in `GateOptions.function`. For 128 experts a
-program has W = 4 words and BLOCK_T = 1024 / (32 x 4) = 8 rows. All strides are in elements.
+Whole rows are read only where experts are chosen or compared, by a kernel of its own: a sum over K
+numbers rounds by the threads that have them, and Triton shares them out otherwise in a kernel that
+does other things too. So a recompute, in which nothing is chosen, gives the bits of its forward
+pass.
+
+The constants of all kernels: E experts, K experts for each row, BLOCK_K that number padded to a
+power of two, BLOCK_T rows for each program, W words of BITS experts for each row, FUNCTION the name
+in `GateOptions.function`. For 128 experts a program has W = 4 words of 32 and
+BLOCK_T = 1024 / (32 x 4) = 8 rows; for 8 experts it has 128 rows of one word with 8 bits. All
+strides are in elements.
 
 Shape suffixes (docs/glossary.md): T, K, W.
 """
@@ -22,16 +30,76 @@ from megatron_r3.replay.gate import tiles
 # Triton compiles a kernel of its own for integers that are 1 or divisible by 16. num_tokens changes
 # with every batch, so it is exempt.
 @triton.jit(do_not_specialize=["num_tokens"])
-def gate_forward(
+def gate_choose(
     logits_ptr,
     ids_ptr,
     bias_ptr,
     live_ptr,
     counted_ptr,
-    probs_ptr,
-    map_ptr,
     used_ptr,
     differs_ptr,
+    num_tokens,
+    logits_stride_t,
+    logits_stride_e,
+    ids_stride_t,
+    ids_stride_k,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    W: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FUNCTION: tl.constexpr,
+):
+    """The ids that BLOCK_T rows use, and which counted rows live top-k would send elsewhere.
+
+    Three pairs of pointers may be None, and the code for them is then not compiled: `bias_ptr`,
+    `live_ptr` with `used_ptr`, `counted_ptr` with `differs_ptr`. Masks are bytes.
+    """
+    rows_T, in_T = tiles.rows(num_tokens, BLOCK_T)
+    given_T = in_T  # rows whose experts are those of `ids`
+    if live_ptr is not None:
+        live_T = tl.load(live_ptr + rows_T, mask=in_T, other=0) != 0
+        given_T = in_T & (live_T == 0)
+    experts_1W32, inside_TW32 = tiles.experts(in_T, E, W, BITS)
+    logits_TW32 = tiles.load_rows(
+        logits_ptr, logits_stride_t, logits_stride_e, rows_T, experts_1W32, inside_TW32
+    )
+    keys_TW32 = _selection_keys(logits_TW32, inside_TW32, experts_1W32, bias_ptr, E, FUNCTION)
+    ids_TK = tiles.load_ids(ids_ptr, ids_stride_t, ids_stride_k, rows_T, given_T, E, K, BLOCK_K)
+    if counted_ptr is not None and FUNCTION != "softmax":
+        words_TW = tiles.load_set(ids_ptr, ids_stride_t, ids_stride_k, rows_T, given_T, E, K, W)
+    if live_ptr is not None:
+        # few programs have live rows, and a top-k is most of the work of one that does
+        if tl.max(live_T.to(tl.int32), axis=0) > 0:
+            best_TW, best_TK = tiles.choose(keys_TW32, experts_1W32, inside_TW32, K, BLOCK_K, BITS)
+            ids_TK = tl.where(live_T[:, None], best_TK, ids_TK)
+            if counted_ptr is not None and FUNCTION != "softmax":
+                words_TW = tl.where(live_T[:, None], best_TW, words_TW)
+        k_1K = tl.arange(0, BLOCK_K)[None, :]
+        tl.store(
+            used_ptr + rows_T[:, None] * K + k_1K,
+            ids_TK.to(used_ptr.dtype.element_ty),
+            mask=in_T[:, None] & (k_1K < K),
+        )
+    if counted_ptr is not None:
+        counted_T = tl.load(counted_ptr + rows_T, mask=in_T, other=0) != 0
+        if FUNCTION == "softmax":
+            differs_T = _more_are_better(
+                logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, keys_TW32, inside_TW32
+            )
+        else:
+            chosen_TW32 = tiles.members(words_TW, BITS) & inside_TW32
+            differs_T = _differs_from_topk(keys_TW32, chosen_TW32, inside_TW32)
+        tl.store(differs_ptr + rows_T, (counted_T & differs_T).to(tl.uint8), mask=in_T)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def gate_forward(
+    logits_ptr,
+    ids_ptr,
+    probs_ptr,
+    map_ptr,
     num_tokens,
     scale,
     logits_stride_t,
@@ -42,56 +110,33 @@ def gate_forward(
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     W: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FUNCTION: tl.constexpr,
 ):
-    """Probabilities and map of BLOCK_T rows.
-
-    Four pointers may be None, and the code for them is then not compiled: `bias_ptr`, `live_ptr`
-    with `used_ptr` (the ids that were used), `counted_ptr` with `differs_ptr`. BLOCK_K is K padded
-    to a power of two. Masks and the map are bytes.
-    """
-    rows_T, in_T, experts_1W32, inside_TW32 = tiles.rows_and_experts(num_tokens, E, BLOCK_T, W)
-    logits_TW32 = tiles.load_rows(
-        logits_ptr, logits_stride_t, logits_stride_e, rows_T, experts_1W32, inside_TW32
+    """Probabilities and map of BLOCK_T rows; the map is bytes."""
+    rows_T, in_T = tiles.rows(num_tokens, BLOCK_T)
+    ids_TK = tiles.load_ids(ids_ptr, ids_stride_t, ids_stride_k, rows_T, in_T, E, K, BLOCK_K)
+    chosen_TK = ids_TK >= 0
+    logits_TK = tiles.gather(
+        logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, chosen_TK
     )
-    given_T = in_T  # rows whose experts are those of `ids`
-    if live_ptr is not None:
-        live_T = tl.load(live_ptr + rows_T, mask=in_T, other=0) != 0
-        given_T = in_T & (live_T == 0)
-    words_TW = tiles.load_set(ids_ptr, ids_stride_t, ids_stride_k, rows_T, given_T, E, K, W)
-
-    if live_ptr is not None or counted_ptr is not None:
-        keys_TW32 = _selection_keys(logits_TW32, inside_TW32, experts_1W32, bias_ptr, E, FUNCTION)
-    if live_ptr is not None:
-        k_1K = tl.arange(0, BLOCK_K)[None, :]
-        used_TK = tiles.load_ids(
-            ids_ptr + (rows_T * ids_stride_t)[:, None] + k_1K * ids_stride_k,
-            given_T[:, None] & (k_1K < K),
-            E,
+    if FUNCTION == "pre_softmax":
+        experts_1W32, inside_TW32 = tiles.experts(in_T, E, W, BITS)
+        logits_TW32 = tiles.load_rows(
+            logits_ptr, logits_stride_t, logits_stride_e, rows_T, experts_1W32, inside_TW32
         )
-        # few programs have live rows, and a top-k is most of the work of one that does
-        if tl.max(live_T.to(tl.int32), axis=0) > 0:
-            best_TW, best_TK = tiles.choose(keys_TW32, experts_1W32, inside_TW32, K, BLOCK_K)
-            words_TW = tl.where(live_T[:, None], best_TW, words_TW)
-            used_TK = tl.where(live_T[:, None], best_TK, used_TK)
-        tl.store(
-            used_ptr + rows_T[:, None] * K + k_1K,
-            used_TK.to(used_ptr.dtype.element_ty),
-            mask=in_T[:, None] & (k_1K < K),
-        )
-    chosen_TW32 = tiles.members(words_TW) & inside_TW32
-    if counted_ptr is not None:
-        counted_T = tl.load(counted_ptr + rows_T, mask=in_T, other=0) != 0
-        differs_T = counted_T & _differs_from_topk(keys_TW32, chosen_TW32, inside_TW32)
-        tl.store(differs_ptr + rows_T, differs_T.to(tl.uint8), mask=in_T)
-
-    shift_T, total_T = _row_totals(logits_TW32, chosen_TW32, inside_TW32, K, FUNCTION)
-    probs_TW32 = _raw_weights(logits_TW32, shift_T, FUNCTION) / total_T[:, None, None]
-    probs_TW32 = tl.where(chosen_TW32, probs_TW32 * scale, 0.0)
-    places_TW32 = rows_T[:, None, None] * E + experts_1W32
-    tl.store(probs_ptr + places_TW32, probs_TW32.to(probs_ptr.dtype.element_ty), mask=inside_TW32)
-    tl.store(map_ptr + places_TW32, chosen_TW32.to(tl.uint8), mask=inside_TW32)
+        shift_T, total_T = tiles.softmax_of(logits_TW32, inside_TW32)
+        raw_TK = tl.exp(tl.minimum(logits_TK - shift_T[:, None], 0.0))
+    else:
+        raw_TK, total_T = _weights(logits_TK, chosen_TK, K, FUNCTION)
+    probs_TK = raw_TK / total_T[:, None] * scale
+    tiles.fill_zeros(probs_ptr, num_tokens, E, BLOCK_T, W, BITS)
+    tiles.fill_zeros(map_ptr, num_tokens, E, BLOCK_T, W, BITS)
+    tl.debug_barrier()  # another thread of the program may have written the zero of a place
+    places_TK = rows_T[:, None] * E + ids_TK
+    tl.store(probs_ptr + places_TK, probs_TK.to(probs_ptr.dtype.element_ty), mask=chosen_TK)
+    tl.store(map_ptr + places_TK, tl.full(ids_TK.shape, 1, tl.uint8), mask=chosen_TK)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -112,6 +157,8 @@ def gate_backward(
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     W: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     FUNCTION: tl.constexpr,
 ):
     """The gradient of BLOCK_T rows of logits, from the gradient of the probabilities, `dprobs`.
@@ -121,36 +168,45 @@ def gate_backward(
     the others of its row through their sum. For softmax r_i = exp(s_i), so the gradient of the
     logit s_i is w_i (g_i - sum_j w_j g_j); for the other functions the slope of the score follows.
     """
-    rows_T, in_T, experts_1W32, inside_TW32 = tiles.rows_and_experts(num_tokens, E, BLOCK_T, W)
-    logits_TW32 = tiles.load_rows(
-        logits_ptr, logits_stride_t, logits_stride_e, rows_T, experts_1W32, inside_TW32
+    rows_T, in_T = tiles.rows(num_tokens, BLOCK_T)
+    ids_TK = tiles.load_ids(ids_ptr, ids_stride_t, ids_stride_k, rows_T, in_T, E, K, BLOCK_K)
+    chosen_TK = ids_TK >= 0
+    logits_TK = tiles.gather(
+        logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, chosen_TK
     )
-    dprobs_TW32 = tiles.load_rows(
-        dprobs_ptr, dprobs_stride_t, dprobs_stride_e, rows_T, experts_1W32, inside_TW32
+    dprobs_TK = scale * tiles.gather(
+        dprobs_ptr, dprobs_stride_t, dprobs_stride_e, rows_T, ids_TK, chosen_TK
     )
-    words_TW = tiles.load_set(ids_ptr, ids_stride_t, ids_stride_k, rows_T, in_T, E, K, W)
-    chosen_TW32 = tiles.members(words_TW) & inside_TW32
-    dprobs_TW32 = tl.where(chosen_TW32, dprobs_TW32 * scale, 0.0)
-
-    shift_T, total_T = _row_totals(logits_TW32, chosen_TW32, inside_TW32, K, FUNCTION)
-    raw_TW32 = _raw_weights(logits_TW32, shift_T, FUNCTION)
-    # a softmax over all experts has weights, and gradients, outside of the chosen ones too
-    weighed_TW32 = inside_TW32 if FUNCTION == "pre_softmax" else chosen_TW32
-    weights_TW32 = tl.where(weighed_TW32, raw_TW32 / total_T[:, None, None], 0.0)
-    common_T = tiles.row_sum(weights_TW32 * dprobs_TW32)
-    if FUNCTION == "softmax" or FUNCTION == "pre_softmax":
-        dlogits_TW32 = weights_TW32 * (dprobs_TW32 - common_T[:, None, None])
+    if FUNCTION == "pre_softmax":
+        # a softmax over all experts has weights, and gradients, outside of the chosen ones too
+        experts_1W32, inside_TW32 = tiles.experts(in_T, E, W, BITS)
+        logits_TW32 = tiles.load_rows(
+            logits_ptr, logits_stride_t, logits_stride_e, rows_T, experts_1W32, inside_TW32
+        )
+        shift_T, total_T = tiles.softmax_of(logits_TW32, inside_TW32)
+        raw_TK = tl.where(chosen_TK, tl.exp(tl.minimum(logits_TK - shift_T[:, None], 0.0)), 0.0)
     else:
-        dscores_TW32 = dprobs_TW32  # with K = 1 a score is not divided by anything
+        raw_TK, total_T = _weights(logits_TK, chosen_TK, K, FUNCTION)
+    weights_TK = raw_TK / total_T[:, None]
+    common_T = tl.sum(weights_TK * dprobs_TK, axis=1)
+    if FUNCTION == "softmax" or FUNCTION == "pre_softmax":
+        dlogits_TK = weights_TK * (dprobs_TK - common_T[:, None])
+    else:
+        dscores_TK = dprobs_TK  # with K = 1 a score is not divided by anything
         if K > 1:
-            dscores_TW32 = (dprobs_TW32 - common_T[:, None, None]) / total_T[:, None, None]
-        slopes_TW32 = tiles.slope(logits_TW32, raw_TW32, FUNCTION)
-        dlogits_TW32 = tl.where(chosen_TW32, dscores_TW32 * slopes_TW32, 0.0)
-    tl.store(
-        dlogits_ptr + rows_T[:, None, None] * E + experts_1W32,
-        dlogits_TW32.to(dlogits_ptr.dtype.element_ty),
-        mask=inside_TW32,
-    )
+            dscores_TK = (dprobs_TK - common_T[:, None]) / total_T[:, None]
+        dlogits_TK = dscores_TK * tiles.slope(logits_TK, raw_TK, FUNCTION)
+    dtype = dlogits_ptr.dtype.element_ty
+    if FUNCTION == "pre_softmax":
+        exp_TW32 = tl.exp(tl.minimum(logits_TW32 - shift_T[:, None, None], 0.0))
+        others_TW32 = -(exp_TW32 / total_T[:, None, None]) * common_T[:, None, None]
+        places_TW32 = rows_T[:, None, None] * E + experts_1W32
+        tl.store(dlogits_ptr + places_TW32, others_TW32.to(dtype), mask=inside_TW32)
+    else:
+        tiles.fill_zeros(dlogits_ptr, num_tokens, E, BLOCK_T, W, BITS)
+    tl.debug_barrier()  # another thread of the program may have written the zero of a place
+    places_TK = rows_T[:, None] * E + ids_TK
+    tl.store(dlogits_ptr + places_TK, dlogits_TK.to(dtype), mask=chosen_TK)
 
 
 @triton.jit
@@ -182,25 +238,36 @@ def _differs_from_topk(keys_TW32, chosen_TW32, inside_TW32):
 
 
 @triton.jit
-def _row_totals(logits_TW32, chosen_TW32, inside_TW32, K: tl.constexpr, FUNCTION: tl.constexpr):
-    """What the logits of a row are shifted by, and what its raw weights are divided by, `[T]`."""
-    if FUNCTION == "softmax":
-        shift_T, total_T = tiles.softmax_of(logits_TW32, chosen_TW32)
-    elif FUNCTION == "pre_softmax":
-        shift_T, total_T = tiles.softmax_of(logits_TW32, inside_TW32)
-    else:
-        shift_T = tl.zeros([logits_TW32.shape[0]], tl.float32)
-        total_T = shift_T + 1.0
-        if K > 1:
-            scores_TW32 = tiles.score(logits_TW32, FUNCTION)
-            total_T = tiles.row_sum(tl.where(chosen_TW32, scores_TW32, 0.0)) + 1e-20
-    return shift_T, total_T
+def _more_are_better(
+    logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, keys_TW32, inside_TW32
+):
+    """The same where the logits themselves are compared, with a seventh of the instructions.
+
+    More experts are better than the worst that was taken than there are among the taken ones. Keys
+    [5, 9, 7, 2], taken {0, 1}: 9 and 7 are better than 5, and of the taken ones only 9. Scores that
+    are worked out would not do: the same score may round otherwise among K numbers than in a row.
+    """
+    chosen_TK = ids_TK >= 0
+    keys_TK = tiles.sort_keys(
+        tiles.gather(logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, chosen_TK)
+    )
+    worst_T = tl.min(tl.where(chosen_TK, keys_TK, tiles.HIGHEST), axis=1)
+    better_T = tiles.row_sum((inside_TW32 & (keys_TW32 > worst_T[:, None, None])).to(tl.int32))
+    return better_T > tl.sum((chosen_TK & (keys_TK > worst_T[:, None])).to(tl.int32), axis=1)
 
 
 @triton.jit
-def _raw_weights(logits_TW32, shift_T, FUNCTION: tl.constexpr):
-    """Weights before they are divided by the total of their row."""
-    if FUNCTION == "softmax" or FUNCTION == "pre_softmax":
-        # experts outside of the sum may have larger logits, whose exponential could overflow
-        return tl.exp(tl.minimum(logits_TW32 - shift_T[:, None, None], 0.0))
-    return tiles.score(logits_TW32, FUNCTION)
+def _weights(logits_TK, chosen_TK, K: tl.constexpr, FUNCTION: tl.constexpr):
+    """The raw weights of the chosen experts `[T, K]`, and what they are divided by, `[T]`."""
+    if FUNCTION == "softmax":
+        largest_T = tl.max(tl.where(chosen_TK, logits_TK, -float("inf")), axis=1)
+        # a row without experts has the largest logit -inf, and -inf - -inf would be NaN
+        largest_T = tl.where(largest_T == -float("inf"), 0.0, largest_T)
+        raw_TK = tl.where(chosen_TK, tl.exp(logits_TK - largest_T[:, None]), 0.0)
+        total_T = tl.sum(raw_TK, axis=1)
+    else:
+        raw_TK = tl.where(chosen_TK, tiles.score(logits_TK, FUNCTION), 0.0)
+        total_T = tl.sum(raw_TK, axis=1) + 1e-20
+        if K == 1:
+            total_T = total_T * 0.0 + 1.0
+    return raw_TK, total_T

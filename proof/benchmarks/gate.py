@@ -1,0 +1,241 @@
+"""`make bench-gate`: what the compiler makes of the gate's kernels; no GPU is needed.
+
+    python -m proof.benchmarks.gate --out build/bench/gate.json [--only TEXT]
+
+Each kernel is compiled for a Hopper GPU (sm_90) as it is compiled at run time, for the shapes of
+models, and its machine code is read. Two limits of a GPU are set beside each other: how long an SM
+of an H100 takes to issue the instructions of a row, four a clock, and how long it takes for its
+share of the memory to move the row's bytes. "issue / memory" is their ratio: below 1 the bytes are
+the limit. Nothing here is a measured time.
+
+Bytes of a row: of the logits that are gathered, whole sectors of 32 bytes, as many as K experts in
+random places are expected to touch; ids, results and rows that are read whole, as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_r3.replay.gate.gate_options import GateOptions
+from proof.benchmarks.bench import Bench, Row, number, text
+
+# An H100 SXM: memory and clock as in its data sheet, and the SMs among which the memory is shared.
+BYTES_PER_CLOCK = 3.0e12 / 132 / 1.755e9
+INSTRUCTIONS_PER_CLOCK = 4
+SECTOR = 32
+MEMORY = ("LDG", "STG", "ATOM", "ATOMG", "RED", "REDG")  # instructions that use global memory
+MOST = {"forward": 0.35, "backward": 0.35, "counted": 1.15}  # issue / memory
+
+
+class Case(NamedTuple):
+    """A model's router: E, K, the dtypes of logits and ids, and the function of its scores."""
+
+    num_experts: int
+    topk: int
+    logits: str
+    ids: str
+    function: str
+
+
+CASES = {
+    "Qwen3-30B-A3B": Case(128, 8, "bf16", "u8", "softmax"),
+    "Qwen3-30B-A3B, fp32": Case(128, 8, "fp32", "u8", "softmax"),
+    "DeepSeek-V3": Case(256, 8, "fp32", "u8", "sigmoid"),
+    "DeepSeek-V3, bf16": Case(256, 8, "bf16", "u8", "sigmoid"),
+    "Kimi-K2": Case(384, 8, "bf16", "i16", "sigmoid"),
+    "Nemotron-3, K 22": Case(512, 22, "bf16", "i16", "sigmoid"),
+    "gpt-oss": Case(128, 4, "bf16", "u8", "softmax"),
+    "Mixtral": Case(8, 2, "bf16", "u8", "softmax"),
+    "Mixtral, fp32": Case(8, 2, "fp32", "u8", "softmax"),
+}
+
+
+class Code(NamedTuple):
+    """A kernel's machine code.
+
+    Attributes:
+        rows: of a program, which is one warp.
+        registers: of a thread.
+        stack: bytes of a thread that do not fit into registers.
+        instructions: of a warp.
+        accesses: how many of them use global memory, by their names.
+    """
+
+    rows: int
+    registers: int
+    stack: int
+    instructions: int
+    accesses: dict[str, int]
+
+
+def compiled(
+    kernel: Any, case: Case, absent: tuple[str, ...] = (), **others: int
+) -> tuple[Any, int]:
+    """A kernel for sm_90, and how many rows a program of it has.
+
+    Pointers and the strides of contiguous rows have what Triton finds out about them at run time:
+    whether they are divisible by 16.
+
+    Args:
+        absent: pointers that are None.
+        others: constants that are not those of the kernel's launch.
+    """
+    import triton
+
+    from megatron_r3.replay.gate.triton import COMPILE_OPTIONS, launch_constants
+
+    options = GateOptions(case.function)
+    constants = dict(launch_constants(case.num_experts, case.topk, options))
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "bias_ptr": "*fp32"}
+    types |= {name: "*u8" for name in types if name.endswith("_ptr") and name != "bias_ptr"}
+    types |= dict.fromkeys(
+        ("logits_ptr", "probs_ptr", "dprobs_ptr", "dlogits_ptr"), f"*{case.logits}"
+    )
+    types |= dict.fromkeys(("ids_ptr", "used_ptr"), f"*{case.ids}")
+    ones = ("logits_stride_e", "ids_stride_k", "dprobs_stride_e")
+    constants |= dict.fromkeys(ones, 1) | dict.fromkeys(absent) | others
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    strides = {
+        "logits_stride_t": case.num_experts,
+        "dprobs_stride_t": case.num_experts,
+        "ids_stride_t": case.topk,
+    }
+    signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or strides.get(name, 1) % 16 == 0
+    }
+    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    made = triton.compile(source, target=target, options={**COMPILE_OPTIONS, "num_warps": 1})
+    return made, constants["BLOCK_T"]
+
+
+def code_of(made: Any, rows: int) -> Code:
+    """What NVIDIA's own tools, which Triton brings, say of a compiled kernel."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = _said(tools / "cuobjdump", "-res-usage", file.name)
+        listing = _said(tools / "nvdisasm", "-c", file.name)
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][\w.]*)", listing, re.M)
+    names = [name for name in lines if not name.startswith(("NOP", "BRA"))]  # the padding behind
+    return Code(
+        rows,
+        int(re.findall(r"REG:(\d+)", usage)[0]),
+        sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
+        len(names),
+        dict(sorted(Counter(n for n in names if n.split(".")[0] in MEMORY).items())),
+    )
+
+
+def _said(*argv: str | Path) -> str:
+    return subprocess.run([*map(str, argv)], capture_output=True, text=True, check=True).stdout
+
+
+def row_bytes(case: Case, kernel: str) -> float:
+    """How many bytes a row moves in a kernel; see above."""
+    size, ids = {"bf16": 2, "fp32": 4}[case.logits], case.topk * {"u8": 1, "i16": 2}[case.ids]
+    row = case.num_experts * size
+    sectors = row / SECTOR
+    # Each of K experts misses a sector with a chance of 1 - 1 / sectors.
+    touched = row if sectors <= 1 else SECTOR * sectors * (1 - (1 - 1 / sectors) ** case.topk)
+    if kernel == "choose":
+        return row + ids + 2  # and two bytes: whether the row counts, and whether it differs
+    written = row + case.num_experts if kernel == "forward" else row + touched
+    return touched + ids + written
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """A row for each kernel of each case; "counted" is the forward pass with what counts first."""
+    from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_choose, gate_forward
+
+    for name, case in args.cases.items():
+        codes = {
+            "forward": code_of(*compiled(gate_forward, case)),
+            "backward": code_of(*compiled(gate_backward, case)),
+            "choose": code_of(*compiled(gate_choose, case, _UNLESS_LIVE[case.function])),
+        }
+        clocks = {
+            kernel: (
+                code.instructions / code.rows / INSTRUCTIONS_PER_CLOCK,
+                row_bytes(case, kernel) / BYTES_PER_CLOCK,
+            )
+            for kernel, code in codes.items()
+        }
+        both = zip(clocks["choose"], clocks["forward"], strict=True)
+        clocks["counted"] = tuple(map(sum, both))  # type: ignore[assignment]
+        for kernel, code in codes.items():
+            shown = "counted" if kernel == "choose" else kernel
+            yield {
+                "model": name,
+                "kernel": shown,
+                **code._asdict(),
+                "row_bytes": row_bytes(case, kernel),
+                "issue_of_memory": clocks[shown][0] / clocks[shown][1],
+            }
+
+
+# A softmax router has no bias; no row is live.
+_UNLESS_LIVE = {
+    "softmax": ("live_ptr", "used_ptr", "bias_ptr"),
+    "sigmoid": ("live_ptr", "used_ptr"),
+}
+
+
+def wrong(row: Row) -> str:
+    """Why a kernel is not what it should be; empty if nothing is wrong."""
+    if row["stack"]:
+        return f"{row['stack']} bytes of stack: its numbers do not fit into registers"
+    # A row of 8 experts begins at 16 bytes, which no number that Triton knows says.
+    if row["kernel"] != "counted" and not any("128" in name for name in row["accesses"]):
+        return "no access has 16 bytes"
+    if row["issue_of_memory"] > MOST[row["kernel"]]:
+        return f"issue / memory is {row['issue_of_memory']:.2f}; at most {MOST[row['kernel']]}"
+    return ""
+
+
+def _widths(row: Row) -> str:
+    """How many loads and stores of each width in bytes: "2x1 2x2 6x16"."""
+    bytes_of = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+    counts: dict[int, int] = {}
+    for name, count in row["accesses"].items():
+        width = next((bytes_of[part] for part in name.split(".") if part in bytes_of), 4)
+        counts[width] = counts.get(width, 0) + count
+    return " ".join(f"{counts[width]}x{width}" for width in sorted(counts))
+
+
+BENCH = Bench(
+    "gate",
+    __doc__,
+    {
+        "model": text("model"),
+        "kernel": text("kernel"),
+        "rows": text("rows"),
+        "registers": text("registers"),
+        "instructions/row": lambda row: f"{row['instructions'] / row['rows']:.0f}",
+        "accesses x bytes": _widths,
+        "bytes/row": number("row_bytes", ".0f"),
+        "issue / memory": number("issue_of_memory", ".2f"),
+    },
+    measure,
+    wrong=wrong,
+    cases=CASES,
+    about="compiled for sm_90; no time was measured",
+)
+
+
+if __name__ == "__main__":
+    sys.exit(BENCH.main())
