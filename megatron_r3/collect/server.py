@@ -133,7 +133,7 @@ class Watch:
     def __init__(self, client: Client, engine: str) -> None:
         self.start = Identity()
         self._client, self._engine = client, engine
-        self._pages: list[tuple[str, _Read]] = []  # those that the server has
+        self._pages: list[tuple[str, _Read]] = []  # the pages that the server has
         self._asking = asyncio.Lock()
         self._last_number = 0  # `confirm` numbers its calls from 1 on
         self._served = 0  # the last call that the finished checks began after

@@ -192,7 +192,9 @@ class Lookahead:
     def __next__(self) -> Prepared:
         prepared, error = self._ready.get()
         if error is not None:
-            self._ready.put((None, error))  # the thread is over: the next call must end alike
+            self._ready.put(
+                (None, error)
+            )  # the thread has ended: the next call raises the same error
             raise error
         assert prepared is not None
         return prepared

@@ -198,7 +198,7 @@ class _Table:
 
     @classmethod
     def joined(cls, tables: list[_Table]) -> _Table:
-        """One table; a row that several ranks had is taken once. Of no table it is empty."""
+        """The tables of several ranks as one, each row once; without any table an empty one."""
         if not tables:
             return cls(np.zeros(0, np.int64), np.zeros(0, np.float32))
         rows, first = np.unique(np.concatenate([t.rows for t in tables]), return_index=True)

@@ -223,7 +223,7 @@ class RolloutOptions:
 
 
 def _refuse_combinations(args: Any) -> None:
-    """Refuse option values, and options beside --rollouts, that could not train as they say."""
+    """Refuse option values, and options beside --rollouts, that would not do what they say."""
     refuse_options(args)
     refuse_update(args)
     pattern = hybrid_pattern(args)

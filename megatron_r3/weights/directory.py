@@ -179,7 +179,7 @@ def appearing(directory: Path) -> Iterator[Path]:
 
     def name() -> None:
         with writing(directory):
-            part.rename(directory)  # this works over an empty folder too
+            part.rename(directory)  # a rename replaces an empty folder too
 
     try:
         on_first_rank(make)

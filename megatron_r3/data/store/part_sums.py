@@ -43,7 +43,7 @@ from megatron_r3.data.store.schema import StoreError
 
 
 def starts_of(counts_M: np.ndarray) -> np.ndarray:
-    """Where things begin that follow each other, and where the last one ends: `[M + 1]`."""
+    """Where each of M things begins, and where the last one ends: counts 3 2 give 0 3 5."""
     return np.concatenate([[0], np.cumsum(counts_M, dtype=np.int64)])
 
 
