@@ -87,10 +87,12 @@ class RouteArrays:
         here_T = rows_T >= 0
         shape = (len(layers), len(rows_T), self.info.topk)
         ids_LTK = np.empty(shape, self._routes.ids_LTK.dtype) if into_LTK is None else into_LTK
-        for ids_TK, layer in zip(ids_LTK, layers, strict=True):
-            ids_TK[:] = self._routes.ids_LTK[layer][rows_T]  # of -1 the last row
         ids_LTK[:, ~here_T] = 0
-        return ids_LTK, self._routes.recorded_T[rows_T] & here_T
+        for ids_TK, layer in zip(ids_LTK, layers, strict=True):
+            ids_TK[here_T] = self._routes.ids_LTK[layer][rows_T[here_T]]
+        recorded_T = np.zeros(len(rows_T), bool)
+        recorded_T[here_T] = self._routes.recorded_T[rows_T[here_T]]
+        return ids_LTK, recorded_T
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,9 @@ def read_routes(
     routes = HostRoutes.empty(len(trace), rows_T.numpy(), source.info, mean_tokens)
     ids_LTK, padding_T = routes.ids_LTK, routes.padding_T
     into_LTK = ids_LTK.view(id_dtype(source.info.num_experts))
-    _, recorded_T = source.routes(routes.rows_T, trace, into_LTK)
+    read_LTK, recorded_T = source.routes(routes.rows_T, trace, into_LTK)
+    if read_LTK is not into_LTK:  # a source may have its own array; what `into_LTK` has is no route
+        into_LTK[...] = read_LTK
     padding_T[:] = routes.rows_T == PADDING
     ids_LTK[:, padding_T] = spread_padding(
         int(padding_T.sum()), source.info.topk, source.info.num_experts

@@ -96,6 +96,9 @@ def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
     # torch counts bytes as they are, where numpy makes eight bytes of each id first. It does not
     # count uint16; ids are below 32,768, so that int16 has the same bits.
     ids_LTK = ids_LTK.view(np.int16) if ids_LTK.dtype == np.uint16 else ids_LTK
+    if ids_LTK.dtype.kind == "i" and ids_LTK.size and ids_LTK.min() < 0:
+        layer = int(np.argmax((ids_LTK < 0).any((1, 2))))
+        raise RoutesError(f"MoE layer {layer} has an id that is none of {num_experts} experts")
     for layer, ids_TK in enumerate(ids_LTK):
         ids = torch.from_numpy(np.ascontiguousarray(ids_TK)).view(-1)
         counts_E = torch.bincount(ids, minlength=num_experts).numpy()

@@ -48,7 +48,7 @@ PAIRS = {"turns": "num_turns", "versions": "num_versions"}
 IN_MEMORY = (*PER_ROLLOUT, *PAIRS)  # of an open shard; all other tensors stay in the file
 PER_TOKEN = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"}
 KEPT = {"kept_sizes": "I32", "kept_ids": "I32"}  # in a shard that has a rollout with kept sets
-# The sums of parts of rollouts (`part_sums.py`): for each table, which tensors are its columns. The
+# The sums of parts of rollouts (`part_sums.py`): for each table, which tensors are its lines. The
 # layers are those of `routes`.
 PART_TOKENS = 64
 TOKEN_SUMS, ROUTE_SUMS, KEPT_SUMS = "token_sums", "route_sums", "kept_sums"

@@ -1,4 +1,4 @@
-"""The gate of a replayed MoE layer in one kernel: logits and experts in, weights and map out.
+"""The gate of a replayed MoE layer as a kernel: logits and experts in, weights and map out.
 
 A live router chooses experts by top-k and then weighs them. Under replay the experts are given, so
 only the weighing is left: `replayed_gate`. Importing this package needs no Triton; running the
@@ -39,7 +39,7 @@ _substitute: Gate | None = None
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether `replayed_gate` runs as one kernel on tensors of this device."""
+    """Whether `replayed_gate` runs as a kernel on tensors of this device."""
     return _substitute is not None or (_HAS_TRITON and device.type == "cuda")
 
 

@@ -50,7 +50,7 @@ def fill_zeros(
     if W * BITS == E:  # all rows are one run: of 8 experts a row alone is too short for 16 bytes
         at = tl.arange(0, BLOCK_T * E)
         begin = tl.program_id(0).to(tl.int64) * (BLOCK_T * E)
-        inside = at < (num_tokens - tl.program_id(0) * BLOCK_T) * E
+        inside = at < tl.minimum(num_tokens - tl.program_id(0) * BLOCK_T, BLOCK_T) * E
         tl.store(ptr + begin + at, tl.zeros([BLOCK_T * E], ptr.dtype.element_ty), mask=inside)
     else:
         rows_T, in_T = rows(num_tokens, BLOCK_T)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_r3.replay.plan import ExpertRanks, PlanError, count_tokens, layer_sizes
+from megatron_r3.replay.routes import RoutesError
 
 L, K, E = 3, 2, 8
 LAYERS = [2, 4, 5]
@@ -22,6 +23,17 @@ def test_counts_are_those_of_a_loop():
     assert count_tokens(ids[:0], E).shape == (0, E)
     many = np.full((1, 3, 1), 300, np.int16)
     assert count_tokens(many, 512)[0, 300] == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "dtype"), [(8, np.uint8), (40_000, np.uint16), (-1, np.int16), (-1, np.int64)]
+)
+def test_an_id_out_of_range_is_no_count_of_another_expert(wrong, dtype):
+    ids = routes(37, 0).astype(dtype)
+    count_tokens(ids, E)
+    ids[1, 3, 0] = wrong
+    with pytest.raises(RoutesError, match="MoE layer 1 has "):
+        count_tokens(ids, E)
 
 
 @pytest.mark.parametrize(("expert_size", "tensor_size"), [(1, 1), (4, 1), (2, 2), (1, 2), (8, 1)])
