@@ -10,6 +10,33 @@ from megatron_r3.replay.layers import moe_layer_indices
 from megatron_r3.replay.routes import MoEShape
 from megatron_r3.train.option_table import OPTIONS, flag
 
+_NOT_PATCHED = (
+    "this tree has no patches of the group rl (core_r0.19.0 and main have them, and make status "
+    "shows which are in); collect rollouts, and train on them with --rollouts DIR"
+)
+_SCHEDULE = "inference_dynamic_batching_async_sched_mode"
+_FSDP = "replay was not proved on sharded modules; leave FSDP out"
+# options of Megatron, with the reason why each is refused
+_REFUSED = {
+    "rl_training_cuda_graphs": "--rl-training-cuda-graphs captures the router, and a graph would "
+    "repeat the routes of its first micro-batch; leave it out",
+    "virtual_pipeline_model_parallel_size": "the RL loop takes the first model chunk of a rank "
+    "alone; leave out virtual pipeline stages",
+    "context_parallel_size": "the RL loop splits no sequences on 0.19.0, and on main nobody has "
+    "shown replay with its split; set --context-parallel-size 1",
+    _SCHEDULE: "an engine that schedules ahead (--inference-dynamic-batching-async-sched-mode "
+    "async) records no routes; use legacy",
+    "rl_durable_rollout_bank": "--rl-durable-rollout-bank writes rollouts without their routes, "
+    "and what it gives back could not be replayed; leave it out",
+    "mtp_num_layers": "nobody has shown replay in the RL loop with --mtp-num-layers; leave it out",
+    "moe_router_replay_guest_slots": "nobody has shown guests of hot experts in the RL loop; leave "
+    "out --moe-router-replay-guest-slots",
+    "overlap_moe_expert_parallel_comm": "nobody has shown replay in the RL loop with "
+    "--overlap-moe-expert-parallel-comm, whose layers run after the forward step; leave it out",
+    "use_megatron_fsdp": _FSDP,
+    "use_torch_fsdp2": _FSDP,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
@@ -85,65 +112,16 @@ def refuse_in_loop(args: Any) -> None:
     Raises:
         ValueError: all reasons in one message.
     """
-
-    def given(name: str) -> Any:
-        return getattr(args, name, None)
-
-    checks = [
-        (
-            not _is_patched(),
-            "this tree has no patches of the group rl (core_r0.19.0 and main have them, and make "
-            "status shows which are in); collect rollouts, and train on them with --rollouts DIR",
-        ),
-        (
-            given("rl_training_cuda_graphs"),
-            "--rl-training-cuda-graphs captures the router, and a graph would repeat the routes of "
-            "its first micro-batch; leave it out",
-        ),
-        (
-            given("virtual_pipeline_model_parallel_size"),
-            "the RL loop takes the first model chunk of a rank alone; leave out virtual pipeline "
-            "stages",
-        ),
-        (
-            (given("context_parallel_size") or 1) > 1,
-            "the RL loop splits no sequences on 0.19.0, and on main nobody has shown replay with "
-            "its split; set --context-parallel-size 1",
-        ),
-        (
-            given("inference_dynamic_batching_async_sched_mode") == "async",
-            "an engine that schedules ahead (--inference-dynamic-batching-async-sched-mode async) "
-            "records no routes; use legacy",
-        ),
-        (
-            given("rl_durable_rollout_bank"),
-            "--rl-durable-rollout-bank writes rollouts without their routes, and what it gives "
-            "back could not be replayed; leave it out",
-        ),
-        (
-            given("mtp_num_layers"),
-            "nobody has shown replay in the RL loop with --mtp-num-layers; leave it out",
-        ),
-        (
-            given("moe_router_replay_guest_slots"),
-            "nobody has shown guests of hot experts in the RL loop; leave out "
-            "--moe-router-replay-guest-slots",
-        ),
-        (
-            given("overlap_moe_expert_parallel_comm"),
-            "nobody has shown replay in the RL loop with --overlap-moe-expert-parallel-comm, whose "
-            "layers run after the forward step; leave it out",
-        ),
-        (
-            given("use_megatron_fsdp") or given("use_torch_fsdp2"),
-            "replay was not proved on sharded modules; leave FSDP out",
-        ),
-    ]
-    reasons = [reason for refused, reason in checks if refused]
+    refused = {name: getattr(args, name, None) for name in _REFUSED}
+    refused["context_parallel_size"] = (refused["context_parallel_size"] or 1) > 1
+    refused[_SCHEDULE] = refused[_SCHEDULE] == "async"
+    reasons = [] if _is_patched() else [_NOT_PATCHED]
+    # once, where two options are refused for one reason
+    reasons += dict.fromkeys(_REFUSED[name] for name, is_refused in refused.items() if is_refused)
     reasons += [
         f"{flag(option.name)} is for the rollouts of a store (--rollouts); leave it out"
         for option in OPTIONS
-        if option.is_of_store and given(option.name) is not None
+        if option.is_of_store and getattr(args, option.name, None) is not None
     ]
     if reasons:
         raise ValueError("--perform-rl-step with --moe-router-replay: " + "; ".join(reasons))
