@@ -7,6 +7,22 @@ from typing import Any
 from megatron_r3.balance.moves import LEAST_TOKENS
 
 _SLOTS = "moe_router_replay_guest_slots"
+# what guests cannot be with, with a word for each, and which values are fine: else none, 0 and 1
+_REFUSED = {
+    "moe_router_replay_dispatch_plan": "guests are planned with the dispatch; leave the plan on",
+    "moe_token_dispatcher_type": "the dispatcher {!r} sends tokens to experts in a way of its own; "
+    "use alltoall",
+    "expert_tensor_parallel_size": "with expert tensor parallelism a rank has a part of each "
+    "expert; set expert_tensor_parallel_size to 1",
+    "expert_gtp_weight_remat_size": "with expert_tensor_parallel_num_weight_shards no rank has the "
+    "whole weights of its experts; leave it out",
+    "cuda_graph_impl": "a CUDA graph would repeat the guests of its first micro-batch",
+}
+_FINE: dict[str, tuple[Any, ...]] = {
+    "moe_router_replay_dispatch_plan": (True,),
+    "moe_token_dispatcher_type": ("alltoall",),
+    "cuda_graph_impl": (None, "none"),
+}
 # what nobody has run or proved with guests, with a word for each
 _NOT_PROVED = {
     "fp8": "in fp8 a weight has scales that do not travel with it",
@@ -48,8 +64,20 @@ def guest_refusals(config: Any) -> list[str]:
             for name, is_given in alone.items()
             if is_given
         ]
-    ranks = given("expert_model_parallel_size") or 1
-    graphs = given("cuda_graph_impl") not in (None, "none")
+    reasons = _wrong_numbers(slots, domain, tokens, given("expert_model_parallel_size") or 1)
+    reasons += [
+        f"{_SLOTS}: {why.format(given(name))}"
+        for name, why in _REFUSED.items()
+        if given(name) not in _FINE.get(name, (None, 0, 1))
+    ]
+    return reasons + [
+        f"{_SLOTS} is not proved with {name}: {why}; turn one of the two off"
+        for name, why in _NOT_PROVED.items()
+        if given(name)
+    ]
+
+
+def _wrong_numbers(slots: int, domain: int | None, tokens: int | None, ranks: int) -> list[str]:
     checks = [
         (slots < 0, f"{_SLOTS} {slots}: it must be 0 or more"),
         (
@@ -71,29 +99,5 @@ def guest_refusals(config: Any) -> list[str]:
             f"moe_router_replay_guest_domain {domain}: {ranks} ranks are no whole number of "
             f"domains; give a divisor of {ranks}",
         ),
-        (
-            not given("moe_router_replay_dispatch_plan"),
-            f"{_SLOTS}: guests are planned with the dispatch; leave the plan on",
-        ),
-        (
-            given("moe_token_dispatcher_type") != "alltoall",
-            f"{_SLOTS}: the dispatcher {given('moe_token_dispatcher_type')!r} sends tokens to "
-            "experts in a way of its own; use alltoall",
-        ),
-        (
-            (given("expert_tensor_parallel_size") or 1) > 1,
-            f"{_SLOTS}: with expert tensor parallelism a rank has a part of each expert; set "
-            "expert_tensor_parallel_size to 1",
-        ),
-        (
-            (given("expert_gtp_weight_remat_size") or 1) > 1,
-            f"{_SLOTS}: with expert_tensor_parallel_num_weight_shards no rank has the whole "
-            "weights of its experts; leave it out",
-        ),
-        (graphs, f"{_SLOTS}: a CUDA graph would repeat the guests of its first micro-batch"),
-    ]
-    checks += [
-        (given(name), f"{_SLOTS} is not proved with {name}: {why}; turn one of the two off")
-        for name, why in _NOT_PROVED.items()
     ]
     return [reason for refused, reason in checks if refused]
