@@ -262,7 +262,7 @@ def _versions(store: dict[str, Any]) -> str:
     rollouts, tokens = store["by_version"], store["token_versions"]
     rows = [["version", "rollouts", "reward", "response length", "share of tokens", "policy"]]
     for version in sorted({*rollouts, *tokens}, key=int):
-        # a version that only went on with rollouts which an earlier one had begun has no row
+        # {} where a version began no rollout, and only went on with those of earlier ones
         row = rollouts.get(version, {})
         of_row = [row.get(name) for name in ("rollouts", "reward", "response_length")]
         policies = row.get("policies", ["in rollouts of earlier ones"])

@@ -34,7 +34,7 @@ def free_port() -> int:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
-    raise OSError("no free port between 15000 and 32767")
+    raise OSError("100 ports between 15000 and 32767 were tried, and none is free")
 
 
 def usable_cores() -> int:

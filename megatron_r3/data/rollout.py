@@ -86,7 +86,7 @@ class Rollout:
         return int(self.spans_U2[0, 0]) if len(self.spans_U2) else len(self.tokens_N)
 
     def check(self, where: str, vocab_size: int = 0) -> None:
-        """Refuse a rollout that no store may hold: wrong parts, no name, no reward.
+        """Refuse impossible values, and a rollout without group, version or reward.
 
         Args:
             where: what the error calls the rollout.

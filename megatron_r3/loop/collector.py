@@ -37,7 +37,7 @@ from megatron_r3.loop.push import Push, Pusher, PushError
 from megatron_r3.loop.push_floor import PushFloor
 
 PART = "collector"
-TRIES = 5  # how often a collection is begun anew after the sampler went away
+TRIES = 5  # attempts at a collection when the sampler goes away
 _PAUSE_S = 1.0
 _RETRIES, _RETRY_PAUSE_S = 8, 0.25
 

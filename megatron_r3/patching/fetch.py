@@ -53,9 +53,9 @@ def clone_tree(tree: KnownTree, url: str, target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A path beside `target` where the body makes a folder, which then becomes `target`.
+    """A path at which the `with` body makes a folder, which is then renamed to `target`.
 
-    A body that raises leaves nothing behind. It may put other files beside the path.
+    Other files beside the path are removed, and everything if the body raises.
 
     Raises:
         PatchingError: the folder cannot be written.

@@ -63,7 +63,9 @@ def plan_of(pieces: Sequence[Piece]) -> Plan:
         for place, shape, offset, part in theirs:
             plan.setdefault(place, Whole(shape)).parts.append(Part(rank, offset, part))
             if plan[place].shape != shape:
-                raise ValueError(f"{place} is {shape} on rank {rank}, elsewhere another shape")
+                raise ValueError(
+                    f"{place} is {shape} on rank {rank}, {plan[place].shape} elsewhere"
+                )
     for place, whole in plan.items():
         held = sum(math.prod(part.shape) for part in whole.parts)
         offsets = {part.offset for part in whole.parts}

@@ -166,7 +166,7 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
         raise EngineError(f"{where}: holes must be refuse or missing; got {holes!r}")
     if not increments:
         raise EngineError(f"{where}: there are no responses to stitch")
-    # the sort is stable: of two responses of one length, the retry comes second
+    # stable: responses of one length keep their order, so that a retry comes later
     ordered = sorted(increments, key=lambda increment: len(increment.tokens_N))
     tokens_N = ordered[-1].tokens_N
     # Most rollouts are one response that decode_increments has checked already. It is checked again
