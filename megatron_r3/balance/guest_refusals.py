@@ -7,7 +7,8 @@ from typing import Any
 from megatron_r3.balance.moves import LEAST_TOKENS
 
 _SLOTS = "moe_router_replay_guest_slots"
-# what guests cannot be with, with a word for each, and which values are fine: else none, 0 and 1
+# Options that guests cannot be with, and why. `_FINE` has the values that are fine; of an option
+# that it lacks these are None, 0 and 1.
 _REFUSED = {
     "moe_router_replay_dispatch_plan": "guests are planned with the dispatch; leave the plan on",
     "moe_token_dispatcher_type": "the dispatcher {!r} sends tokens to experts in a way of its own; "

@@ -148,8 +148,8 @@ def _loads(store: RolloutStore) -> np.ndarray:
     Example: 100,000 rollouts of 48 layers with 128 experts are 4.9 GB in eight bytes, and 1.2 GB in
     two.
     """
-    most = np.min_scalar_type(int(store.column("num_tokens").max()) * store.info.topk)
-    load_MLE = np.empty((len(store), len(store.info.moe_layers), store.info.num_experts), most)
+    dtype = np.min_scalar_type(int(store.column("num_tokens").max()) * store.info.topk)
+    load_MLE = np.empty((len(store), len(store.info.moe_layers), store.info.num_experts), dtype)
     for rollout in range(len(store)):
         load_MLE[rollout] = expert_load(store, rollout)
     return load_MLE

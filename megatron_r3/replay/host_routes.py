@@ -31,6 +31,8 @@ class RouteSource(Protocol):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ids `[len(layers), T, K]` of these rows, and where they were recorded, bool `[T]`.
 
+        The ids are uint8, or uint16 from 257 experts on (`routes.id_dtype`).
+
         Args:
             into_LTK: where the ids are written; None for a new array. Whoever wants them in the
                 memory that goes to a device is spared a copy.
@@ -179,6 +181,11 @@ def read_routes(
     ids_LTK, padding_T = routes.ids_LTK, routes.padding_T
     into_LTK = ids_LTK.view(id_dtype(source.info.num_experts))
     read_LTK, recorded_T = source.routes(routes.rows_T, trace, into_LTK)
+    if read_LTK.dtype != into_LTK.dtype:  # 300 would become 44 in a byte, without a word
+        raise ValueError(
+            f"{type(source).__name__}.routes: ids are {read_LTK.dtype}; those of "
+            f"{source.info.num_experts} experts must be {into_LTK.dtype}"
+        )
     if read_LTK is not into_LTK:  # a source may have its own array; what `into_LTK` has is no route
         into_LTK[...] = read_LTK
     padding_T[:] = routes.rows_T == PADDING

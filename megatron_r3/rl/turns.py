@@ -248,7 +248,8 @@ class TurnRoutes:
         # Not one index after the other: the first would copy the routes of the whole collection.
         ids_LTK = self.ids_LTK[np.ix_(np.array(layers), np.where(here_T, rows_T, 0))]
         if into_LTK is not None:
-            into_LTK[...], ids_LTK = ids_LTK, into_LTK
+            into_LTK[...] = ids_LTK
+            ids_LTK = into_LTK
         return ids_LTK, self.recorded_T[np.where(here_T, rows_T, 0)] & here_T
 
     def rows(self, begin: int, end: int, seq_length: int) -> Tensor:

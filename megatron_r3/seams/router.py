@@ -9,7 +9,6 @@ Shape suffixes (docs/glossary.md): T, E, K.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -122,8 +121,9 @@ class RouterHook:
         if replays or self._records():
             options["fused"] = False  # Transformer Engine's top-k would not ask the hook
         # Looked up at each pass, so that a function which a framework put there later is called.
-        upstream = sys.modules["megatron.core.transformer.moe.router"]
-        return upstream.topk_routing_with_score_function(logits, topk, **options)  # type: ignore
+        from megatron.core.transformer.moe import router as upstream
+
+        return upstream.topk_routing_with_score_function(logits, topk, **options)
 
     def _records(self) -> bool:
         """Whether an inference engine has this router record what it chooses.

@@ -192,9 +192,8 @@ class Lookahead:
     def __next__(self) -> Prepared:
         prepared, error = self._ready.get()
         if error is not None:
-            self._ready.put(
-                (None, error)
-            )  # the thread has ended: the next call raises the same error
+            # the thread has ended: the next call must raise the same error
+            self._ready.put((None, error))
             raise error
         assert prepared is not None
         return prepared

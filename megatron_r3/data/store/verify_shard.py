@@ -24,7 +24,7 @@ from megatron_r3.data.store.shard import Shard
 from megatron_r3.data.values import MOST_TOKEN_ID, wrong_token
 from megatron_r3.replay.routes import Origin, RoutesError, check_ids
 
-_READ_BYTES = 1 << 22  # of routes that a verification reads at once: a processor's cache has them
+_READ_BYTES = 1 << 22  # of routes that a verification reads at once, but at least one layer
 
 
 @dataclass(frozen=True)

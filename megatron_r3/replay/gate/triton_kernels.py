@@ -53,8 +53,8 @@ def gate_choose(
 ):
     """The ids that BLOCK_T rows use, and which counted rows live top-k would send elsewhere.
 
-    Three pairs of pointers may be None, and the code for them is then not compiled: `bias_ptr`,
-    `live_ptr` with `used_ptr`, `counted_ptr` with `differs_ptr`. Masks are bytes.
+    `bias_ptr` and two pairs of pointers may be None, and the code for them is then not compiled:
+    `live_ptr` with `used_ptr`, and `counted_ptr` with `differs_ptr`. Masks are bytes.
     """
     rows_T, in_T = tiles.rows(num_tokens, BLOCK_T)
     given_T = in_T  # rows whose experts are those of `ids`
@@ -241,9 +241,9 @@ def _differs_from_topk(keys_TW32, chosen_TW32, inside_TW32):
 def _more_are_better(
     logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, keys_TW32, inside_TW32
 ):
-    """The same where the logits themselves are compared, with a seventh of the instructions.
+    """The same as `_differs_from_topk`, where the logits themselves are compared, without sets.
 
-    More experts are better than the worst that was taken than there are among the taken ones. Keys
+    A row of Qwen3-30B-A3B takes 72 instructions in place of 175 (make bench-gate). More experts are better than the worst that was taken than there are among the taken ones. Keys
     [5, 9, 7, 2], taken {0, 1}: 9 and 7 are better than 5, and of the taken ones only 9. Scores that
     are worked out would not do: the same score may round otherwise among K numbers than in a row.
     """
@@ -269,5 +269,5 @@ def _weights(logits_TK, chosen_TK, K: tl.constexpr, FUNCTION: tl.constexpr):
         raw_TK = tl.where(chosen_TK, tiles.score(logits_TK, FUNCTION), 0.0)
         total_T = tl.sum(raw_TK, axis=1) + 1e-20
         if K == 1:
-            total_T = total_T * 0.0 + 1.0
+            total_T = tl.full(total_T.shape, 1.0, tl.float32)
     return raw_TK, total_T
