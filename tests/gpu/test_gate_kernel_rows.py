@@ -88,6 +88,21 @@ def test_experts_with_equal_scores_are_the_same_set() -> None:
     assert differs.tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(37, 128, 8), (300, 8, 2), (5, 512, 22)])
+def test_a_recompute_has_the_bits_of_its_forward_pass(
+    name: str, shape: tuple[int, int, int]
+) -> None:
+    """The forward pass chooses and counts; its recompute is given what was chosen."""
+    case = make(*shape, live_T=0.4, counted_T=0.5, **FUNCTIONS[name])
+    first = case.run()
+    options = {**case.options, "live_T": None, "counted_T": None}
+    again = Case(case.logits, first[0].ids_TK, case.upstream, options).run()
+    assert same_bits((first[0]._replace(differs_T=None), first[1]), again)
+    case.options["live_T"] = ~case.options["live_T"]
+    assert not torch.equal(case.run()[0].probs_TE, again[0].probs_TE)
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     """Padding rows, which share a program with real ones, change nothing; their gradient is 0."""
     case = make(37, 128, 8, **BIASED)

@@ -371,10 +371,10 @@ class Shard:
         place_T = np.arange(len(rows_T)) if place_T is None else place_T
         if not len(rows_T) or not len(layers):  # a chunk without MoE layers needs no routes
             return read
-        # Example: the rows 0 1 2 3 with padding after 1 have the places 0 1 3 4. Cut at the padding,
-        # both runs can be read where they are to lie. Where rows of two rollouts alternate, as in a
-        # batch that is not packed, each row would be a run: then only the rows cut, and the places
-        # of a run are filled from what was read.
+        # Example: the rows 0 1 2 3 with padding after 1 have the places 0 1 3 4. Cut at the
+        # padding, both runs can be read where they are to lie. Where rows of two rollouts
+        # alternate, as in a batch that is not packed, each row would be a run: then only the rows
+        # cut, and the places of a run are filled from what was read.
         cuts_T = np.diff(rows_T) != 1
         both_T = cuts_T | (np.diff(place_T) != 1)
         if both_T.sum() <= len(rows_T) // PART_TOKENS:

@@ -96,7 +96,7 @@ def verify_shard(shard: Shard, thorough: bool = True) -> None:
 
     Args:
         thorough: whether what training compares as it reads is compared here too: the sums of parts
-            of rollouts. A sum of a whole tensor costs a tenth of the sums of its parts.
+            of rollouts, which cost more than the sum of a whole tensor.
 
     Raises:
         ValueError: naming the file, and for a wrong value or id the rollout, layer and token.

@@ -1,9 +1,8 @@
 """Parts of the gate kernels: which experts are chosen, and what a score function makes of logits.
 
-A tile is `[T, W, 32]`: the rows of one program, words, bits of a word (fewer for less than 32
-experts). Expert e of a row is bit
-e % 32 of word e // 32, so that the set of experts of a row is W integers. For 128 experts (W = 4)
-the set {1, 33, 34} is
+A tile is `[T, W, 32]`: the rows of one program, words, bits of a word. With less than 32 experts
+there is one word of fewer bits. Expert e of a row is bit e % 32 of word e // 32, so that the set of
+experts of a row is W integers. For 128 experts (W = 4) the set {1, 33, 34} is
 
     words_TW = [[0b10, 0b110, 0, 0]]       1 = word 0, bit 1;   33, 34 = word 1, bits 1 and 2
 
@@ -61,10 +60,14 @@ def fill_zeros(
 
 
 @triton.jit
-def load_rows(ptr, stride_t, stride_e, rows_T, experts_1W32, inside_TW32):
-    """The values of this program's rows as a float32 tile; 0 where there is no row or no expert."""
+def whole_rows(
+    ptr, stride_t, stride_e, rows_T, in_T, E: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr
+):
+    """`experts`, and the values of this program's rows as float32; 0 where there is none."""
+    experts_1W32, inside_TW32 = experts(in_T, E, W, BITS)
     places_TW32 = (rows_T * stride_t)[:, None, None] + experts_1W32 * stride_e
-    return tl.load(ptr + places_TW32, mask=inside_TW32, other=0.0).to(tl.float32)
+    values_TW32 = tl.load(ptr + places_TW32, mask=inside_TW32, other=0.0).to(tl.float32)
+    return experts_1W32, inside_TW32, values_TW32
 
 
 @triton.jit

@@ -61,9 +61,8 @@ def gate_choose(
     if live_ptr is not None:
         live_T = tl.load(live_ptr + rows_T, mask=in_T, other=0) != 0
         given_T = in_T & (live_T == 0)
-    experts_1W32, inside_TW32 = tiles.experts(in_T, E, W, BITS)
-    logits_TW32 = tiles.load_rows(
-        logits_ptr, logits_stride_t, logits_stride_e, rows_T, experts_1W32, inside_TW32
+    experts_1W32, inside_TW32, logits_TW32 = tiles.whole_rows(
+        logits_ptr, logits_stride_t, logits_stride_e, rows_T, in_T, E, W, BITS
     )
     keys_TW32 = _selection_keys(logits_TW32, inside_TW32, experts_1W32, bias_ptr, E, FUNCTION)
     ids_TK = tiles.load_ids(ids_ptr, ids_stride_t, ids_stride_k, rows_T, given_T, E, K, BLOCK_K)
@@ -122,9 +121,8 @@ def gate_forward(
         logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, chosen_TK
     )
     if FUNCTION == "pre_softmax":
-        experts_1W32, inside_TW32 = tiles.experts(in_T, E, W, BITS)
-        logits_TW32 = tiles.load_rows(
-            logits_ptr, logits_stride_t, logits_stride_e, rows_T, experts_1W32, inside_TW32
+        _, inside_TW32, logits_TW32 = tiles.whole_rows(
+            logits_ptr, logits_stride_t, logits_stride_e, rows_T, in_T, E, W, BITS
         )
         shift_T, total_T = tiles.softmax_of(logits_TW32, inside_TW32)
         raw_TK = tl.exp(tl.minimum(logits_TK - shift_T[:, None], 0.0))
@@ -179,9 +177,8 @@ def gate_backward(
     )
     if FUNCTION == "pre_softmax":
         # a softmax over all experts has weights, and gradients, outside of the chosen ones too
-        experts_1W32, inside_TW32 = tiles.experts(in_T, E, W, BITS)
-        logits_TW32 = tiles.load_rows(
-            logits_ptr, logits_stride_t, logits_stride_e, rows_T, experts_1W32, inside_TW32
+        experts_1W32, inside_TW32, logits_TW32 = tiles.whole_rows(
+            logits_ptr, logits_stride_t, logits_stride_e, rows_T, in_T, E, W, BITS
         )
         shift_T, total_T = tiles.softmax_of(logits_TW32, inside_TW32)
         raw_TK = tl.where(chosen_TK, tl.exp(tl.minimum(logits_TK - shift_T[:, None], 0.0)), 0.0)
@@ -243,9 +240,10 @@ def _more_are_better(
 ):
     """The same as `_differs_from_topk`, where the logits themselves are compared, without sets.
 
-    A row of Qwen3-30B-A3B takes 72 instructions in place of 175 (make bench-gate). More experts are better than the worst that was taken than there are among the taken ones. Keys
-    [5, 9, 7, 2], taken {0, 1}: 9 and 7 are better than 5, and of the taken ones only 9. Scores that
-    are worked out would not do: the same score may round otherwise among K numbers than in a row.
+    A row of Qwen3-30B-A3B takes 72 instructions in place of 175 (make bench-gate). More experts are
+    better than the worst that was taken than there are among the taken ones. Keys [5, 9, 7, 2],
+    taken {0, 1}: 9 and 7 are better than 5, and of the taken ones only 9. Scores that are worked
+    out would not do: the same score may round otherwise among K numbers than in a row.
     """
     chosen_TK = ids_TK >= 0
     keys_TK = tiles.sort_keys(
