@@ -78,8 +78,10 @@ def read_run(directory: Path, name: str) -> Run:
     files = [directory / "events" / f"{part}.jsonl" for part in PARTS]
     log = directory / "metrics.jsonl"
     if not any(path.is_file() for path in (log, *files)):
-        lacking = "it has neither metrics.jsonl nor events/*.jsonl"
-        raise ValueError(f"{directory} is no directory of a run: {lacking}")
+        raise ValueError(
+            f"{directory} is no directory of a run: it has neither metrics.jsonl nor "
+            "events/*.jsonl; give one that has"
+        )
     notes: list[str] = []
     metrics = _metrics(log, notes)
     events = [event for path in files for event in _events(path, notes)]
@@ -104,8 +106,8 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
             if not last and (not line.startswith(b"{") or line.endswith(b"}")):
                 raise
             notes.append(
-                f"{path.name}: line {number}{', the last one,' * last} is cut off and was left "
-                "out; the run was still writing it, or was killed while it wrote"
+                f"{path.name}: line {number}{', the last one,' if last else ''} is cut off and was "
+                "left out; the run was still writing it, or was killed while it wrote"
             )
             continue
         if not isinstance(value, dict):

@@ -40,7 +40,7 @@ def figures_of(chart: Chart, groups: Groups) -> list[dict[str, Any]]:
         "title": {"text": chart.x},
         "range": [first - room, last + room],
         "dtick": 1 if last - first < 8 else None,  # there is no step 1.5
-        "unifiedhovertitle": {"text": f"{'around ' * (each > 1)}{chart.x} %{{x}}"},
+        "unifiedhovertitle": {"text": f"{'around ' if each > 1 else ''}{chart.x} %{{x}}"},
     }
     drawn: list[tuple[int | None, Drawn]]
     if MAP in chart.look or STAGES in chart.look:

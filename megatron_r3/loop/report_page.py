@@ -148,7 +148,8 @@ def _config_of(file: Path) -> dict[str, str]:
         layout = ["processes of a command of its own"]
     for name, size in _LAYOUT.findall(options):
         layout.append("".join(word[0].upper() for word in name.split("-")) + f"P{size}")
-    engine = [sampler.engine + " (transformers)" * (sampler.engine == "embedded")]
+    of_config: str = sampler.engine
+    engine = ["embedded (transformers)" if of_config == "embedded" else of_config]
     engine.append("new weights in place" if sampler.in_place else "started anew for new weights")
     if worse := ", ".join(f"{name} {value}" for name, value in config.degrade if value):
         engine.append(f"made worse on purpose: {worse}")
@@ -195,7 +196,9 @@ def _change(curves: Sequence[Curve], percent: bool) -> str:
     values = [[curve[x] for x in sorted(curve)] for curve in curves]
     first = fmean(fmean(of[: max(len(of) // 3, 1)]) for of in values)
     lasts = [fmean(of[-max(len(of) // 3, 1) :]) for of in values]
-    form = "{} → <b>{}</b>" + ' <span class="soft">({} to {})</span>' * (len(lasts) > 1)
+    form = "{} → <b>{}</b>"
+    if len(lasts) > 1:
+        form += ' <span class="soft">({} to {})</span>'
     shown = (number(value, percent) for value in (first, fmean(lasts), min(lasts), max(lasts)))
     return Markup(form).format(*shown)
 
@@ -216,7 +219,7 @@ def _samples(run: Run) -> tuple[str, list[Row]]:
                 tokens, start = rollout.tokens_N.tolist(), rollout.prompt_length
                 texts = (one_line(words(ids), MOST) for ids in (tokens[:start], tokens[start:]))
                 rows.append([str(collection), *texts, number(rollout.reward)])
-    except Exception as error:  # a file that is no tokenizer raises an error of any kind
+    except (OSError, ValueError) as error:  # the page is of use without them
         return str(error), []
     return "", rows
 
@@ -230,5 +233,8 @@ def _words(directory: Path) -> Callable[[list[int]], str]:
         file = None
     if file is None:
         return lambda ids: " ".join(map(str, ids))
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package has no class of its own for a file that is wrong
+        raise ValueError(f"{file}: {error}") from error
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))

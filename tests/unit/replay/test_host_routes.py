@@ -42,6 +42,17 @@ def test_every_id_is_that_of_the_source(full_of_99, experts, kind):
     assert found.live_T.tolist() == [False, False, False, True]
 
 
+@pytest.mark.parametrize(("experts", "dtype"), [(8, np.int64), (300, np.uint8)])
+def test_ids_of_another_type_are_refused(experts, dtype):
+    """In a byte 300 would be 44."""
+    source = OwnArrays(RouteArrays(np.array([[[0, 1]]]), experts, [0]))
+    read_routes(source, torch.tensor([0]), [1], None)
+    own = source.routes
+    source.routes = lambda *given: (own(*given)[0].astype(dtype), own(*given)[1])
+    with pytest.raises(ValueError, match=f"OwnArrays.routes: ids are {np.dtype(dtype)}; those of"):
+        read_routes(source, torch.tensor([0]), [1], None)
+
+
 def test_padding_alone_needs_no_rows():
     source = RouteArrays(np.zeros((1, 0, 2), int), 4, [0])
     found = read_routes(source, torch.tensor([-1, -1]), [1], None)
