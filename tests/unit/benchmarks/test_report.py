@@ -50,7 +50,8 @@ def test_a_page_that_was_changed_by_hand_is_found(root: Path) -> None:
 
 
 def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / RESULTS / "store-cpu-2026-11-25.json").unlink()
+    for recorded in (root / RESULTS).glob("store-cpu-*.json"):
+        recorded.unlink()
     argv = [sys.executable, "-m", "proof.benchmarks.report", "--root", str(root)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
