@@ -22,7 +22,19 @@ STOP_S = 10.0  # between SIGTERM and SIGKILL
 _GUARD = """
 import ctypes, os, signal, subprocess, sys, threading
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+child, asked = None, []
+def end(number, frame):
+    asked.append(number)
+    if child is not None:
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            pass
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, end)
 child = subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=subprocess.DEVNULL)
+if asked:  # before there was a child to pass the signal on to
+    end(asked[0], None)
 def parents():
     found = {}
     for name in os.listdir('/proc'):
@@ -53,13 +65,6 @@ def watch():
     kill_all()
     os._exit(137)
 threading.Thread(target=watch, daemon=True).start()
-def end(number, frame):
-    try:
-        os.killpg(child.pid, number)
-    except ProcessLookupError:
-        pass
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-    signal.signal(number, end)
 status = child.wait()
 kill_all()  # what the child started and left behind
 sys.exit(status if status >= 0 else 128 - status)

@@ -52,6 +52,15 @@ def test_a_command_is_stopped_with_all_that_it_has_started(tmp_path: Path) -> No
     assert log.exists()
 
 
+def test_a_signal_that_comes_as_the_command_starts_is_passed_on(tmp_path: Path) -> None:
+    """The command itself sends the signal, ten times, because one try hits the moment in five."""
+    argv = ["sh", "-c", "kill -TERM $PPID; exec sleep 61"]
+    for _ in range(10):
+        process = start(argv, {"STARTED_FOR": str(tmp_path)})
+        assert process.wait(20) == 128 + signal.SIGTERM
+        assert not sleepers(tmp_path)
+
+
 def test_what_a_part_has_started_dies_with_it(tmp_path: Path) -> None:
     """torchrun gives each rank a session of its own, so a process group is not enough."""
     grandchild = f"import time; open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(60)"
