@@ -164,11 +164,14 @@ def sizes_with_guests(config: Any) -> SizesOf:
         load_LE, size = counts_RLE.sum(0, dtype=np.int64), len(counts_RLE)
         moves = plan_moves(load_LE, size, slots, domain=domain, least_tokens=least)
         counts_RLI, guests = place_tokens(counts_RLE, moves, slots, ranks.rank)
-        sizes = layer_sizes(counts_RLI, ranks, layer_numbers)
-        at_home_LR = rank_load(load_LE, size)
+        places = counts_RLI.shape[2] // ranks.expert_size
+        first = ranks.expert_rank * places
+        arriving = counts_RLI[:, :, first : first + places]
+        sizes = layer_sizes(counts_RLI[ranks.rank], arriving, ranks, layer_numbers)
+        at_home_L = rank_load(load_LE, size)[:, ranks.rank].tolist()
         return {
-            number: replace(sizes[number], guests=of_layer, load_at_home=at_home_R)
-            for number, of_layer, at_home_R in zip(layer_numbers, guests, at_home_LR, strict=True)
+            number: replace(sizes[number], guests=of_layer, load_at_home=at_home)
+            for number, of_layer, at_home in zip(layer_numbers, guests, at_home_L, strict=True)
         }
 
     return sizes_of

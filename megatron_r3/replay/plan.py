@@ -3,7 +3,7 @@
 With live routing a layer learns its all-to-all sizes on the device: it sums the routing map,
 gathers the sums over the ranks that share its experts, copies them to the host and waits. Replayed
 routes are on the host before the step, and so the sizes of all layers can be worked out there, with
-one gather for a microbatch.
+one collective for a microbatch.
 
 The R ranks that share the experts form one group of expert-parallel size x expert-tensor-parallel
 size, in which the tensor-parallel rank counts fastest. Example of 2 x 2: the ranks 0 1 2 3 have the
@@ -63,12 +63,10 @@ class LayerSizes:
         received: `[R, O]`, how many tokens each rank sends to each expert of this rank. Unlike in
             the group, the tensor-parallel rank counts slowest here.
         tokens_per_expert: `[O]`, how many tokens each expert of this rank receives.
-        rank_load: `[expert_size]`, how many (token, expert) pairs each expert-parallel rank
-            computes. No dispatcher needs it; it is what all ranks wait for.
         guests: where hot experts have copies (`megatron_r3/balance/places.py`). Then the experts
             above are places, own experts and guest slots; None in a layer whose slots are empty, or
             whose ranks have none.
-        load_at_home: `rank_load` as it would be without guests.
+        load_at_home: the sum of `tokens_per_expert` as it would be without guests.
     """
 
     input_splits: np.ndarray
@@ -76,9 +74,8 @@ class LayerSizes:
     output_splits_tp: np.ndarray
     received: Tensor
     tokens_per_expert: Tensor
-    rank_load: np.ndarray
     guests: Any = None
-    load_at_home: np.ndarray | None = None
+    load_at_home: int | None = None
 
 
 def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
@@ -112,37 +109,39 @@ def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
     return counts_LE
 
 
+def by_owner(counts_LE: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
+    """The counts of the experts of each rank, `[R, L, O]`, in the order of the group.
+
+    Expert-parallel rank p owns the experts p * O to p * O + O - 1. Example: the counts 3 1 0 4 of 4
+    experts on 2 ranks: 3 1 for the first, 0 4 for the second.
+    """
+    of_ranks = counts_LE.reshape(len(counts_LE), ranks.expert_size, -1).swapaxes(0, 1)
+    return of_ranks.repeat(ranks.tensor_size, axis=0)
+
+
 def layer_sizes(
-    counts_RLE: np.ndarray, ranks: ExpertRanks, layer_numbers: list[int]
+    own_LE: np.ndarray, arriving_RLO: np.ndarray, ranks: ExpertRanks, layer_numbers: list[int]
 ) -> dict[int, LayerSizes]:
     """The sizes of every layer, by its number.
 
     Args:
-        counts_RLE: every rank's `count_tokens`, in the order of the group; with guest slots, how
-            many tokens it sends to each place (`megatron_r3/balance/places.py`).
+        own_LE: this rank's `count_tokens`; with guest slots, how many tokens this rank sends to
+            each place (`megatron_r3/balance/places.py`).
+        arriving_RLO: of every rank's counts those of this rank's experts, in the order of the
+            group: what `by_owner` of the other ranks has for this one.
         layer_numbers: Megatron's number of each of the L layers.
-
-    Raises:
-        PlanError: a rank sends more tokens in one layer than in another.
     """
-    num_ranks, num_layers, num_experts = counts_RLE.shape
+    num_ranks, num_layers, num_local = arriving_RLO.shape
     assert num_ranks == ranks.expert_size * ranks.tensor_size
-    _check(counts_RLE, layer_numbers)
-    num_local = num_experts // ranks.expert_size
-    first = ranks.expert_rank * num_local
-    counts_RLE = counts_RLE.astype(np.int64)
-    own_LE = counts_RLE[ranks.rank]
-    # Expert-parallel rank p owns the experts p * O to p * O + O - 1, so the sum over these is what
-    # this rank sends there. Example: O = 2 and counts 3 1 0 4 of 4 experts: 4 tokens to each.
+    own_LE, arriving_RLO = own_LE.astype(np.int64), arriving_RLO.astype(np.int64)
+    # Example: O = 2 and counts 3 1 0 4 of 4 experts: 4 tokens to each rank.
     input_splits = own_LE.reshape(num_layers, ranks.expert_size, num_local).sum(2)
-    # What arrives is in the columns of this rank's experts. Megatron's `preprocess` has them in the
-    # order [tensor-parallel rank, expert-parallel rank, expert of this rank], so here it is
-    # [layer, tensor-parallel rank, expert-parallel rank, expert of this rank].
-    counts_RLO = counts_RLE[:, :, first : first + num_local]
-    by_rank = counts_RLO.reshape(ranks.expert_size, ranks.tensor_size, num_layers, num_local)
+    # Megatron's `preprocess` has the counts in the order [tensor-parallel rank, expert-parallel
+    # rank, expert of this rank], so here it is [layer, tensor-parallel rank, expert-parallel rank,
+    # expert of this rank].
+    by_rank = arriving_RLO.reshape(ranks.expert_size, ranks.tensor_size, num_layers, num_local)
     received = np.ascontiguousarray(by_rank.transpose(2, 1, 0, 3))
     per_rank = received.sum(3)
-    rank_load = counts_RLE.sum(0).reshape(num_layers, ranks.expert_size, num_local).sum(2)
     return {
         number: LayerSizes(
             input_splits=input_splits[index],
@@ -150,20 +149,6 @@ def layer_sizes(
             output_splits_tp=per_rank[index].sum(1),
             received=torch.from_numpy(received[index].reshape(num_ranks, num_local)),
             tokens_per_expert=torch.from_numpy(received[index].sum((0, 1))),
-            rank_load=rank_load[index],
         )
         for index, number in enumerate(layer_numbers)
     }
-
-
-def _check(counts_RLE: np.ndarray, layer_numbers: list[int]) -> None:
-    """Refuse layers of a rank that differ in their totals: each sends T * K pairs."""
-    totals_RL = counts_RLE.sum(2)
-    wrong = np.argwhere(totals_RL != totals_RL[:, :1])
-    if len(wrong):
-        rank, index = wrong[0]
-        raise PlanError(
-            f"dispatch plan: rank {rank} of the expert group sends {totals_RL[rank, index]} "
-            f"(token, expert) pairs in layer {layer_numbers[index]}, and "
-            f"{totals_RL[rank, 0]} in layer {layer_numbers[0]}"
-        )

@@ -1,6 +1,6 @@
-"""The dispatch plan of a model chunk: counts of its routes, gathered among its expert ranks.
+"""The dispatch plan of a model chunk: counts of its routes, exchanged among its expert ranks.
 
-Shape suffixes (docs/glossary.md): E, K, L, R, T.
+Shape suffixes (docs/glossary.md): E, K, L, T.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron_r3.replay.plan import ExpertRanks, LayerSizes, count_tokens, layer_sizes
+from megatron_r3.replay.plan import ExpertRanks, LayerSizes, by_owner, count_tokens, layer_sizes
 
 # the token dispatchers that ask for a plan (patch 3); the flex dispatcher learns its sizes
 # in a kernel of its own
 PLANNED_DISPATCHERS = ("alltoall", "allgather")
-# from every rank's counts `[R, L, E]` to the sizes of each layer, as `layer_sizes`
+# from every rank's counts `[R, L, E]` to the sizes of each layer
 SizesOf = Callable[[np.ndarray, ExpertRanks, list[int]], dict[int, LayerSizes]]
 # For an option that changes what is planned: from the config to what plans in the place of
-# `layer_sizes`. seams/guests.py adds that of guests; whoever makes a layer with guests has imported
-# that file, so no such layer is planned without them.
+# `layer_sizes`, and needs the counts of all experts for that. seams/guests.py adds that of guests;
+# whoever makes a layer with guests has imported that file, so the layer is planned with guests.
 OTHER_SIZES: dict[str, Callable[[Any], SizesOf]] = {}
 
 
@@ -55,7 +55,7 @@ class Planner:
 
         self.num_experts, self.layer_numbers = config.num_moe_experts, layer_numbers
         others = (of for option, of in OTHER_SIZES.items() if getattr(config, option, None))
-        self._sizes_of: SizesOf = next((of(config) for of in others), layer_sizes)
+        self._other_sizes: SizesOf | None = next((of(config) for of in others), None)
         self.ranks = ExpertRanks(
             mpu.get_expert_model_parallel_world_size(),
             mpu.get_expert_model_parallel_rank(),
@@ -64,8 +64,9 @@ class Planner:
         )
         group = mpu.get_expert_tensor_and_model_parallel_group()
         self.size = group.size()
-        # The lookahead thread gathers while the training thread runs collectives of its own. In a
-        # shared group the two could pair up differently on two ranks, so the plan has its group.
+        # The lookahead thread exchanges counts while the training thread runs collectives of its
+        # own. In a shared group the two could pair up differently on two ranks, so the plan has its
+        # group.
         if self.size > 1:
             self.group = torch.distributed.new_group(
                 torch.distributed.get_process_group_ranks(group),
@@ -76,20 +77,32 @@ class Planner:
     def plan(self, routes: PlannedRoutes) -> dict[int, LayerSizes] | None:
         """The sizes of every layer; None if any rank has tokens whose route is not known yet."""
         counts_LE = count_tokens(routes.ids_LTK, self.num_experts).astype(np.int32)
-        known = not routes.live_T.any()
-        # One message a rank: the counts of all layers, then 1 if all its routes are known.
-        # Example with 2 layers and 4 experts: [3 1 0 2  2 2 1 1  1].
-        gathered = self._gather(np.append(counts_LE.ravel(), np.int32(known)))
-        if not gathered[:, -1].all():
+        # A rank needs the counts of its own experts alone; what plans in another way needs all.
+        # Example: 256 ranks with an expert each, 58 layers: 59 kB come to a rank; all are 15 MB.
+        if self._other_sizes is None:
+            for_rank = by_owner(counts_LE, self.ranks)
+        else:
+            for_rank = np.broadcast_to(counts_LE, (self.size, *counts_LE.shape))
+        arrived, known = self._exchange(for_rank, not routes.live_T.any())
+        if not known:
             return None
-        counts_RLE = gathered[:, :-1].reshape(self.size, *counts_LE.shape)
-        return self._sizes_of(counts_RLE, self.ranks, self.layer_numbers)
+        if self._other_sizes is None:
+            return layer_sizes(counts_LE, arrived, self.ranks, self.layer_numbers)
+        return self._other_sizes(arrived, self.ranks, self.layer_numbers)
 
-    def _gather(self, message: np.ndarray) -> np.ndarray:
+    def _exchange(self, for_rank: np.ndarray, known: bool) -> tuple[np.ndarray, bool]:
+        """What each rank has for this one, in the order of the group; whether all are `known`.
+
+        Args:
+            for_rank: int32, what this rank has for each rank, one behind the other.
+        """
         if self.size == 1:
-            return message[None]
-        gathered = torch.empty(self.size, len(message), dtype=torch.int32)
-        torch.distributed.all_gather_into_tensor(
-            gathered.view(-1), torch.from_numpy(message), group=self.group
-        )
-        return gathered.numpy()
+            return for_rank, known
+        # One message a rank: the counts of all layers, then 1 if the sender knows all its routes.
+        # Example with 2 layers and 2 experts of the receiver: [3 1  2 2  1].
+        messages = for_rank.reshape(self.size, -1)
+        sent = torch.from_numpy(np.pad(messages, ((0, 0), (0, 1)), constant_values=known))
+        received = torch.empty_like(sent)
+        torch.distributed.all_to_all_single(received, sent, group=self.group)
+        arrived = received.numpy()
+        return arrived[:, :-1].reshape(for_rank.shape), bool(arrived[:, -1].all())

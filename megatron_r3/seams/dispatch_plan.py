@@ -104,16 +104,13 @@ class PlanHook:
     def _learn(self, dispatcher: Any, routing_map: Tensor) -> dict[str, Any]:
         """What the dispatcher learns without a plan, by the names of LayerSizes."""
         if not hasattr(dispatcher, "preprocess"):  # all-gather: nothing but the local counts
-            counts = routing_map.sum(dim=0)
-            return {"tokens_per_expert": counts, "rank_load": _rank_load(dispatcher, counts)}
+            return {"tokens_per_expert": routing_map.sum(dim=0)}
         # `preprocess` asks this hook again; while comparing it is told that there is no plan.
         self._comparing = True
         try:
             learned = {"tokens_per_expert": dispatcher.preprocess(routing_map)}
         finally:
             self._comparing = False
-        counts = torch.as_tensor(learned["tokens_per_expert"]).to(routing_map.device)
-        learned["rank_load"] = _rank_load(dispatcher, counts)
         if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
             names = ("input_splits", "output_splits", "output_splits_tp")
             learned |= {name: getattr(dispatcher, name) for name in names}
@@ -132,17 +129,3 @@ class PlanHook:
                     f"{torch.distributed.get_rank()}: {name} is {in_plan.tolist()} in the plan, "
                     f"{in_map.tolist()} in the routing map"
                 )
-
-
-def _rank_load(dispatcher: Any, counts: Tensor) -> Tensor:
-    """How many (token, expert) pairs each expert-parallel rank computes; the ranks tell each other.
-
-    Args:
-        counts: how many tokens each expert of this rank receives, on the device.
-    """
-    mine = counts.sum().reshape(1)
-    if dispatcher.ep_size == 1:
-        return mine
-    loads = mine.new_empty(dispatcher.ep_size)
-    torch.distributed.all_gather_into_tensor(loads, mine, group=dispatcher.ep_group)
-    return loads

@@ -138,21 +138,27 @@ class StepMetrics:
     def _expert_load(self) -> dict[str, float]:
         """How much more the busiest rank computes than the mean, as the dispatch plans say.
 
-        The plans are on the host, so the device is not asked. The ranks that share experts have the
-        same plans: each group of them counts as often as it has ranks, and all have as many.
+        A rank plans its own load. The ranks that share experts find the busiest of them in each
+        layer and micro-batch, so each of them counts it: as often as the mean counts their loads.
         """
-        # sums of each layer: the busiest rank's load, that without guests, the mean; and how many
+        from megatron.core import mpu
+
+        microbatches = [one for chunk in self.microbatches.values() for one, _ in chunk]
+        # of each micro-batch and layer this rank's load, and its load without guests; and how many
         # plans had guest slots
-        sums_Y4 = torch.zeros(self.num_layers, 4, dtype=torch.float64)
-        for microbatch, _ in (pair for chunk in self.microbatches.values() for pair in chunk):
+        loads_JY2 = torch.zeros(len(microbatches), self.num_layers, 2, dtype=torch.float64)
+        slots_Y1 = torch.zeros(self.num_layers, 1, dtype=torch.float64)
+        group = mpu.get_expert_model_parallel_group()
+        for index, microbatch in enumerate(microbatches if group.size() > 1 else []):
             for number, sizes in (microbatch.plan or {}).items():
-                if len(sizes.rank_load) > 1:
-                    load, at_home, has_slots = sizes.rank_load, sizes.load_at_home, True
-                    if at_home is None:
-                        at_home, has_slots = load, False
-                    sums = (load.max(), at_home.max(), load.mean(), has_slots)
-                    sums_Y4[number - 1] += torch.tensor(sums, dtype=torch.float64)
-        sums_Y4 = _sum_over_ranks(sums_Y4).cpu()
+                load, at_home = int(sizes.tokens_per_expert.sum()), sizes.load_at_home
+                loads_JY2[index, number - 1, 0] = load
+                loads_JY2[index, number - 1, 1] = load if at_home is None else at_home
+                slots_Y1[number - 1] += at_home is not None
+        busiest_JY2 = loads_JY2.to(torch.cuda.current_device(), copy=True)
+        torch.distributed.all_reduce(busiest_JY2, torch.distributed.ReduceOp.MAX, group=group)
+        sums = (busiest_JY2.sum(0).cpu(), loads_JY2[..., :1].sum(0), slots_Y1)
+        sums_Y4 = _sum_over_ranks(torch.cat(sums, dim=1)).cpu()
         rows = [("", sums_Y4.sum(0).tolist())]
         rows += [(f"/layer {n}", sums) for n, sums in enumerate(sums_Y4.tolist(), start=1)]
         found = {}

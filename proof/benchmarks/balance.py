@@ -117,9 +117,11 @@ def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
     """A row for each way, from what `timed` returned on each rank; times are alike on all."""
     first = results[0]
     for way in WAYS:
+        # each rank's load, in every layer and micro-batch
+        load_R = np.array([result["load"][way] for result in results])
         row: Row = {
             "way": way,
-            "load": first["load"][way],
+            "load": load_R.max(0).sum() / load_R.mean(0).sum(),
             "rounds": len(first["wall_s"][way]),
             "planning_ms": 1e3 * max(result["planning_s"][way] for result in results),
         }
@@ -203,7 +205,7 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
     return {
         **result,
         "layer_s": layer_s,
-        "load": {way: busiest / mean for way, (busiest, mean) in spent.load.items()},
+        "load": spent.load,
         "guests": spent.guests / spent.plans[GUESTS],
         "bytes": spent.bytes / spent.plans[GUESTS],
         "planning_s": {way: spent.planning_s[way] / spent.plans[way] for way in WAYS},
@@ -216,7 +218,7 @@ class Spent:
     Attributes:
         layers_s: CPU seconds of this thread inside MoE layers, forward and backward.
         planning_s, plans: of all micro-batches of a way: CPU seconds, and their number.
-        load: sums of the busiest rank's load and of the mean, over layers and micro-batches.
+        load: of this rank, in each layer and micro-batch of a way.
         guests: of this rank, in all micro-batches and layers.
         bytes: that this rank sent to guests, and of gradients home.
     """
@@ -224,15 +226,14 @@ class Spent:
     def __init__(self) -> None:
         self.layers_s = 0.0
         self.planning_s, self.plans = Counter[str](), Counter[str]()
-        self.load = {way: [0.0, 0.0] for way in WAYS}
+        self.load: dict[str, list[int]] = {way: [] for way in WAYS}
         self.guests = self.bytes = 0
 
     def add_plan(self, way: str, plan: Any) -> None:
         """Count a plan."""
         self.plans[way] += 1
         for sizes in plan.values():
-            self.load[way][0] += float(sizes.rank_load.max())
-            self.load[way][1] += float(sizes.rank_load.mean())
+            self.load[way].append(int(sizes.tokens_per_expert.sum()))
             if sizes.guests is not None:
                 self.guests += len(sizes.guests.expert_of_slot)
 
@@ -290,7 +291,6 @@ class _Layer:
 def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
     """The parts of a training whose steps go the ways in turn."""
     from megatron_r3.balance.places import sizes_with_guests
-    from megatron_r3.replay.plan import layer_sizes
     from megatron_r3.replay.planner import Planner
     from megatron_r3.train.step import Parts
 
@@ -301,12 +301,12 @@ def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
             super().__init__(config, *given)
             never = copy.copy(config)  # there are slots, and no expert is worth one
             never.moe_router_replay_guest_tokens = NEVER
-            of_guests = self._sizes_of
-            self.ways = {OFF: layer_sizes, EMPTY: sizes_with_guests(never), GUESTS: of_guests}
+            of_guests = self._other_sizes
+            self.ways = {OFF: None, EMPTY: sizes_with_guests(never), GUESTS: of_guests}
 
         def plan(self, routes: Any) -> Any:
             way = next(ways)  # each micro-batch is planned once
-            self._sizes_of = self.ways[way]
+            self._other_sizes = self.ways[way]
             begin = time.thread_time()
             plan = super().plan(routes)
             spent.planning_s[way] += time.thread_time() - begin

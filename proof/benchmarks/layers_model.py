@@ -318,7 +318,7 @@ class Stack:
         # one rank has all experts: the counts of its own tokens are the counts of all ranks
         counts_LE = count_tokens(self._ids_LTK.numpy(), self.sizes.experts)
         alone = ExpertRanks(expert_size=1, expert_rank=0, tensor_size=1, tensor_rank=0)
-        self._plan = layer_sizes(counts_LE[None], alone, self._numbers)
+        self._plan = layer_sizes(counts_LE, counts_LE[None], alone, self._numbers)
 
     def _on_device(self) -> dict[int, Tensor]:
         """The ids by layer, moved in one copy as `HostRoutes.on_device` moves them.

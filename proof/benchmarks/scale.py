@@ -8,7 +8,7 @@ and of one that is told, each in a process of its own, for stores of growing len
 planning are CPU time too. Growth is the exponent of a fitted power. Exit status 1: a count is above
 its limit.
 
-Shape suffixes (docs/glossary.md): E, K, L, R, T.
+Shape suffixes (docs/glossary.md): E, K, L, T.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_r3.data.store import Rollout, RolloutStore, write_shard
 from megatron_r3.data.store import shard as store_shard
 from megatron_r3.data.store.part_sums import PartSums
 from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
-from megatron_r3.replay.plan import ExpertRanks, count_tokens, layer_sizes
+from megatron_r3.replay.plan import ExpertRanks, by_owner, count_tokens, layer_sizes
 from megatron_r3.replay.routes import Routes
 from megatron_r3.train.one_look import Place
 from proof.benchmarks.bench import Bench, Row, number, text
@@ -252,19 +252,30 @@ def planning() -> Iterator[Row]:
     def planned(
         ep: int = 64, experts: int = 256, layers: int = MODEL_LAYERS, tokens: int = MODEL_TOKENS
     ) -> tuple[float, float]:
-        """Seconds of all of it, and of the split sizes alone."""
+        """Seconds of all of it, and of what is done for each of the ranks alone."""
         first = rng.integers(0, experts, (layers, tokens, 1))
         ids_LTK = ((first + np.arange(TOPK)) % experts).astype(np.uint8 if experts < 257 else "i2")
         count = partial(count_tokens, ids_LTK, experts)
         count_s, counts_LE = min((_cpu(count) for _ in range(3)), key=lambda timed: timed[0])
-        counts_RLE = np.broadcast_to(counts_LE, (ep, *counts_LE.shape)).copy()
         ranks, numbers = ExpertRanks(ep, 0, 1, 0), [*range(1, layers + 1)]
-        sizes_s = min(_cpu(partial(layer_sizes, counts_RLE, ranks, numbers))[0] for _ in range(3))
+
+        def sizes() -> None:
+            layer_sizes(counts_LE, by_owner(counts_LE, ranks), ranks, numbers)
+
+        sizes_s = min(_cpu(sizes)[0] for _ in range(3))
         return count_s + sizes_s, sizes_s
 
     step_s = 6 * MODEL_TOKENS * ACTIVE / (PEAK * UTILISATION)
     what = "planning, of an estimated micro-batch on an H200"
     yield {"what": what, "found": planned()[0] / step_s, "most": 0.05}
+    counts_LE = np.zeros((MODEL_LAYERS, 256), np.int32)
+    sent = by_owner(counts_LE, ExpertRanks(256, 0, 1, 0)).nbytes
+    yield {
+        "what": "MB of counts to a rank, EP256",
+        "found": sent / 1e6,
+        "most": 0.2,
+        "counted": True,
+    }
     for name, values in {
         "ep": (2, 8, 32, 64, 128, 256),
         "experts": (64, 128, 256, 512),

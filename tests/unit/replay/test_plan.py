@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_r3.replay.plan import ExpertRanks, PlanError, count_tokens, layer_sizes
+from megatron_r3.replay.plan import ExpertRanks, by_owner, count_tokens, layer_sizes
 from megatron_r3.replay.routes import RoutesError
 
 L, K, E = 3, 2, 8
@@ -48,7 +48,8 @@ def test_sizes_are_what_really_travels(expert_size, tensor_size):
         ranks = ExpertRanks(expert_size, expert_rank, tensor_size, tensor_rank)
         assert ranks.rank == me
         for index, number in enumerate(LAYERS):
-            got = layer_sizes(counts, ranks, LAYERS)[number]
+            arriving = np.stack([by_owner(count, ranks)[me] for count in counts])
+            got = layer_sizes(counts[me], arriving, ranks, LAYERS)[number]
             mine = ids[me][index].ravel()
             # an all-to-all runs among ranks of one tensor rank, a gather among those of one expert
             sent = [(owner(mine) == other).sum() for other in range(expert_size)]
@@ -73,15 +74,3 @@ def test_sizes_are_what_really_travels(expert_size, tensor_size):
             ]
             assert got.received.tolist() == received
             assert got.tokens_per_expert.tolist() == np.sum(received, axis=0).tolist()
-            everything = np.concatenate([ids[rank][index].ravel() for rank in range(size)])
-            of_ranks = [(owner(everything) == other).sum() for other in range(expert_size)]
-            assert got.rank_load.tolist() == of_ranks
-
-
-def test_a_changed_count_is_named():
-    counts = np.stack([count_tokens(routes(9, rank), E) for rank in range(4)])
-    ranks = ExpertRanks(4, 0, 1, 0)
-    layer_sizes(counts, ranks, LAYERS)
-    counts[2, 1, 5] += 1
-    with pytest.raises(PlanError, match=r"rank 2 .* sends 19 .* in layer 4, and 18 in layer 2"):
-        layer_sizes(counts, ranks, LAYERS)
