@@ -79,6 +79,7 @@ class Slots:
     shapes: list[torch.Size]
     buffer: Tensor
     _sets: list[_Set] = field(init=False)
+    _going_home: tuple[Any, Tensor, Tensor] | None = None  # the collective, what it sends, brings
 
     def __post_init__(self) -> None:
         self._sets = [_Set(buffer) for buffer in self.buffer]
@@ -138,24 +139,34 @@ class Slots:
                 return slots.buffer
         raise AssertionError(f"the guest slots hold {[s.stay for s in self._sets]}, not {stay}")
 
-    def send_home(self, guests: LayerGuests, grads: Tensor) -> Tensor:
-        """The gradients of this rank's experts from their guests `[guests elsewhere, numel]`.
-
-        They are in the order of `guests.sends`.
+    def send_home(self, guests: LayerGuests, grads: Tensor) -> None:
+        """Begin to send the gradients of guests home.
 
         Args:
-            grads: those of this rank's guests `[guests of this rank, numel]`.
+            grads: those of this rank's guests, one behind the other `[guests * numel]`.
         """
+        assert self._going_home is None, "gradients of another layer are on their way home"
         numel = self.buffer.shape[2]
         counts = [len(to) for to in guests.sends]
         home = grads.new_empty(sum(counts), numel)
-        torch.distributed.all_to_all_single(
+        work = torch.distributed.all_to_all_single(
             home.view(-1),
-            grads.reshape(-1),
+            grads,
             [count * numel for count in counts],
             [count * numel for count in guests.receives],
             group=self.group,
+            async_op=True,
         )
+        self._going_home = work, grads, home
+
+    def come_home(self) -> Tensor:
+        """The gradients of this rank's experts from their guests `[guests elsewhere, numel]`.
+
+        They are in the order of `guests.sends`.
+        """
+        assert self._going_home is not None, "no gradients are on their way home"
+        (work, _, home), self._going_home = self._going_home, None
+        work.wait()
         return home
 
     def kept_elsewhere(self, stay: Stay) -> AbstractContextManager[Any]:
@@ -197,6 +208,8 @@ class _Place(NamedTuple):
 class Departure(torch.autograd.Function):
     """Forward: the weights of guests. Backward: their gradients, to the parameters at home.
 
+    Autograd gives no gradients of the weights here: `Homecoming` has sent them home.
+
     The hidden states go through it, so that every rank is called in the backward pass, and is
     called when the layer's gradients are there.
 
@@ -212,7 +225,7 @@ class Departure(torch.autograd.Function):
         ctx: Any, hidden: Tensor, slots: Slots, trip: Trip | None, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.slots, ctx.trip, ctx.num_parameters = slots, trip, len(parameters)
-        ctx.set_materialize_grads(True)
+        ctx.set_materialize_grads(False)
         if trip is None:
             return (hidden.view_as(hidden),)
         rows = slots.fetch(trip)
@@ -224,13 +237,11 @@ class Departure(torch.autograd.Function):
         return (hidden.view_as(hidden), *parts)
 
     @staticmethod
-    def backward(ctx: Any, grad_hidden: Tensor, *grads: Tensor) -> tuple[Any, ...]:  # noqa: D102
+    def backward(ctx: Any, grad_hidden: Tensor, *_: None) -> tuple[Any, ...]:  # noqa: D102
         if ctx.trip is None:
             return (grad_hidden, None, None, *[None] * ctx.num_parameters)
         slots, guests = ctx.slots, ctx.trip.guests
-        flat = [grad.reshape(-1) for grad in grads]
-        sent = torch.cat(flat) if flat else slots.buffer.new_empty(0)
-        home = slots.send_home(guests, sent)
+        home = slots.come_home()
         # An expert with several guests has several gradients. Example: the experts 1 and 4 go to
         # rank 0, 4 goes to rank 2: row 0 is expert 1's, rows 1 and 2 are expert 4's.
         sums: dict[int, Tensor] = {}
@@ -244,6 +255,28 @@ class Departure(torch.autograd.Function):
                 for part, shape in zip(row.split(slots.sizes), slots.shapes, strict=True)
             ]
         return (grad_hidden, None, None, *of_parameters)
+
+
+class Homecoming(torch.autograd.Function):
+    """Forward: nothing. Backward: the gradients of guests begin to travel home.
+
+    It stands between dispatch and experts, and the hidden states go through it too. So it is called
+    on every rank, and the gradients travel while those of the hidden states go back to their ranks.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, hidden: Tensor, slots: Slots, trip: Trip, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.slots, ctx.trip = slots, trip
+        return (hidden.view_as(hidden), *(part.view_as(part) for part in weights))
+
+    @staticmethod
+    def backward(ctx: Any, grad_hidden: Tensor, *grads: Tensor) -> tuple[Any, ...]:  # noqa: D102
+        slots = ctx.slots
+        flat = [grad.reshape(-1) for grad in grads]
+        slots.send_home(ctx.trip.guests, torch.cat(flat) if flat else slots.buffer.new_empty(0))
+        return (grad_hidden, None, None, *[None] * len(grads))
 
 
 class Return(torch.autograd.Function):

@@ -26,7 +26,7 @@ from megatron_r3.balance.experts import checked_weights, compute_with_guests, ex
 from megatron_r3.balance.guest_refusals import guest_refusals
 from megatron_r3.balance.parameters import parameters_are_there, wait_for_parameters
 from megatron_r3.balance.places import own_places, sizes_with_guests
-from megatron_r3.balance.travel import Departure, Return, Slots, Stay, Trip
+from megatron_r3.balance.travel import Departure, Homecoming, Return, Slots, Stay, Trip
 from megatron_r3.replay.microbatch import ACTIVE, MicrobatchRoutes
 from megatron_r3.replay.planner import OTHER_SIZES
 
@@ -122,14 +122,18 @@ class GuestLayer:
             for watch in self.watchers:
                 watch(hidden_PH, tokens_per_place, in_places)
         experts = self._layer.experts
-        guests = [] if visit is None else visit.guests(len(self._slots.shapes))
-        of_all = tokens_per_place[: self._num_local + len(guests)]
+        each = len(self._slots.shapes)  # the parameters of a guest
+        num_guests = 0 if visit is None else len(visit.weights) // each
+        of_all = tokens_per_place[: self._num_local + num_guests]
         assert not any(tokens_per_place[len(of_all) :].tolist()), "tokens for an empty guest slot"
         if visit is None:
             return experts(hidden_PH, of_all, probs_P)[0], None
-        with self._slots.kept_elsewhere(visit.trip.stay):
+        slots, trip = self._slots, visit.trip
+        hidden_PH, *weights = Homecoming.apply(hidden_PH, slots, trip, *visit.weights)
+        guests = [weights[i : i + each] for i in range(0, len(weights), each)]
+        with slots.kept_elsewhere(trip.stay):
             output = compute_with_guests(experts, guests, hidden_PH, of_all, probs_P)
-        return Return.apply(output, self._slots, visit.trip, visit.earlier), None
+        return Return.apply(output, slots, trip, visit.earlier), None
 
     @property
     def expert_I(self) -> np.ndarray:
@@ -235,10 +239,6 @@ class _Visit(NamedTuple):
     trip: Trip
     weights: list[Tensor]
     earlier: Trip | None
-
-    def guests(self, each: int) -> list[list[Tensor]]:
-        """The weights of each guest, which has `each` parameters."""
-        return [self.weights[i : i + each] for i in range(0, len(self.weights), each)]
 
 
 def _shared_by(ep_group: Any) -> _Shared:

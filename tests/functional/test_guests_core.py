@@ -89,24 +89,24 @@ def dropped() -> None:
     """The gradients of guests do not come home."""
     from megatron_r3.balance.travel import Slots
 
-    home = Slots.send_home
-    Slots.send_home = lambda *given: home(*given) * 0  # type: ignore[method-assign]
+    home = Slots.come_home
+    Slots.come_home = lambda *given: home(*given) * 0  # type: ignore[method-assign]
 
 
 def doubled() -> None:
     """The gradients of guests come home twice."""
     from megatron_r3.balance.travel import Slots
 
-    home = Slots.send_home
-    Slots.send_home = lambda *given: home(*given) * 2  # type: ignore[method-assign]
+    home = Slots.come_home
+    Slots.come_home = lambda *given: home(*given) * 2  # type: ignore[method-assign]
 
 
 def sent_to_the_wrong_home() -> None:
     """The gradients of two guests of a rank are taken for each other's."""
     from megatron_r3.balance.travel import Slots
 
-    home = Slots.send_home
-    Slots.send_home = lambda *given: home(*given).roll(1, 0)  # type: ignore[method-assign]
+    home = Slots.come_home
+    Slots.come_home = lambda *given: home(*given).roll(1, 0)  # type: ignore[method-assign]
 
 
 def weights_of_another_layer() -> None:
