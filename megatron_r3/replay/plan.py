@@ -115,7 +115,9 @@ def by_owner(counts_LE: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
     Expert-parallel rank p owns the experts p * O to p * O + O - 1. Example: the counts 3 1 0 4 of 4
     experts on 2 ranks: 3 1 for the first, 0 4 for the second.
     """
-    of_ranks = counts_LE.reshape(len(counts_LE), ranks.expert_size, -1).swapaxes(0, 1)
+    num_layers, num_experts = counts_LE.shape
+    of_ranks = counts_LE.reshape(num_layers, ranks.expert_size, num_experts // ranks.expert_size)
+    of_ranks = of_ranks.swapaxes(0, 1)
     return of_ranks.repeat(ranks.tensor_size, axis=0)
 
 

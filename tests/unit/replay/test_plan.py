@@ -36,6 +36,11 @@ def test_an_id_out_of_range_is_no_count_of_another_expert(wrong, dtype):
         count_tokens(ids, E)
 
 
+def test_a_chunk_without_layers_has_no_sizes():
+    none, ranks = np.zeros((0, E), np.int64), ExpertRanks(4, 1, 2, 0)
+    assert layer_sizes(none, by_owner(none, ranks), ranks, []) == {}
+
+
 @pytest.mark.parametrize(("expert_size", "tensor_size"), [(1, 1), (4, 1), (2, 2), (1, 2), (8, 1)])
 def test_sizes_are_what_really_travels(expert_size, tensor_size):
     size = expert_size * tensor_size
