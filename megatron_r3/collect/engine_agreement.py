@@ -107,25 +107,19 @@ def compare_rollouts(
     network = _load(model)
     runs = _runs(network, model, rollouts, info, where)
     older = {} if before is None else _runs(_load(before), before, rollouts, info, where)
-    sums, tokens = {"k3_kl": 0.0, "extreme": 0.0}, 0
+    sums, tokens, compared = {"k3_kl": 0.0, "extreme": 0.0}, 0, []
     version = max(rollout.policy_version for rollout in rollouts.values())
     for name, rollout in rollouts.items():
+        ids, logprobs = runs[name]
+        ids_before = older[name][0] if older else None
+        compared.append(Compared(rollout, ids, logprobs.numpy(), name, ids_before))
         if rollout.policy_version != version:
             continue
-        added = _agreement_sums(rollout, runs[name][1])
+        added = _agreement_sums(rollout, logprobs)
         sums = {key: value + added[key] for key, value in sums.items()}
         tokens += int(rollout.response_N.sum())
     return Agreement(
-        [
-            Compared(
-                rollout,
-                runs[name][0],
-                runs[name][1].numpy(),
-                name,
-                older[name][0] if older else None,
-            )
-            for name, rollout in rollouts.items()
-        ],
+        compared,
         version,
         k3_kl=sums["k3_kl"] / max(tokens, 1),
         extreme=sums["extreme"] / max(tokens, 1),

@@ -186,45 +186,51 @@ class Transformers:
         Raises:
             EngineError: the model computed what no rollout can hold, as NaN.
         """
-        length = len(batch[0].ids)
         ids_BN = torch.tensor([request.ids for request in batch], device=self.device)
         tokens_BN, logprobs_BG, ids_LBTK, kept_B = self._continue(
             ids_BN, _draws(batch, self.sampling)
         )
-        answers = []
-        for i, request in enumerate(batch):
-            ended = np.isin(tokens_BN[i, length:], self._stop_ids.cpu().numpy())
-            # A sequence runs on until all of its batch have ended: what it does then is cut off.
-            sampled = int(ended.argmax()) + 1 if ended.any() else len(ended)
-            response_N = np.arange(length + sampled) >= length
-            logprobs_N = np.zeros(length + sampled, np.float32)
-            logprobs_N[length:] = logprobs_BG[i, :sampled]
-            rollout = Rollout(
-                tokens_BN[i, : length + sampled].copy(),
-                response_N,
-                logprobs_N,
-                reward=UNREWARDED,
-                group=0,
-                policy_version=UNKNOWN_POLICY,
-                routes=Routes.from_array(
-                    # N tokens have N - 1 rows: the last token is never forwarded.
-                    ids_LBTK[:, i, : length + sampled - 1],
-                    self._shape.num_experts,
-                    where=request.where,
-                ),
-                kept=KeptSets.from_lists([*([[]] * length), *kept_B[i][:sampled]])
-                if self.sampling.wants_kept
-                else None,
-            )
-            if wrong := rollout.wrong_parts():
-                raise EngineError(f"{request.where}: {wrong}")
-            message = {}
-            if self._tokenizer is not None:
-                message["content"] = self._tokenizer.decode(
-                    rollout.tokens_N[length:].tolist(), skip_special_tokens=True
-                )
-            answers.append(Answer(rollout, Said(message, "stop" if ended.any() else "length")))
-        return answers
+        return [
+            self._answer(request, tokens_BN[i], logprobs_BG[i], ids_LBTK[:, i], kept_B[i])
+            for i, request in enumerate(batch)
+        ]
+
+    def _answer(
+        self,
+        request: SampleRequest,
+        tokens_N: np.ndarray,
+        logprobs_G: np.ndarray,
+        ids_LTK: np.ndarray,
+        kept: list[np.ndarray],
+    ) -> Answer:
+        """One sequence of what `_continue` returns, as a rollout and what it says."""
+        length = len(request.ids)
+        ended = np.isin(tokens_N[length:], self._stop_ids.cpu().numpy())
+        # A sequence runs on until all of its batch have ended: what it does then is cut off.
+        sampled = int(ended.argmax()) + 1 if ended.any() else len(ended)
+        logprobs_N = np.zeros(length + sampled, np.float32)
+        logprobs_N[length:] = logprobs_G[:sampled]
+        # N tokens have N - 1 rows: the last token is never forwarded.
+        rows_LTK = ids_LTK[:, : length + sampled - 1]
+        rollout = Rollout(
+            tokens_N[: length + sampled].copy(),
+            np.arange(length + sampled) >= length,
+            logprobs_N,
+            reward=UNREWARDED,
+            group=0,
+            policy_version=UNKNOWN_POLICY,
+            routes=Routes.from_array(rows_LTK, self._shape.num_experts, where=request.where),
+            kept=KeptSets.from_lists([*([[]] * length), *kept[:sampled]])
+            if self.sampling.wants_kept
+            else None,
+        )
+        if wrong := rollout.wrong_parts():
+            raise EngineError(f"{request.where}: {wrong}")
+        message = {}
+        if self._tokenizer is not None:
+            said = rollout.tokens_N[length:].tolist()
+            message["content"] = self._tokenizer.decode(said, skip_special_tokens=True)
+        return Answer(rollout, Said(message, "stop" if ended.any() else "length"))
 
     @torch.inference_mode()
     def _continue(

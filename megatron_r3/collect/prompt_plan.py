@@ -82,15 +82,8 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
     Raises:
         ValueError: the engine does not return what training on such rollouts takes.
     """
-    if engine == "megatron" and sampling.seed is not None:
-        raise ValueError(
-            "--seed: Megatron's server takes no seed with a request; leave it out, and start the "
-            "server with another --seed"
-        )
-    if engine == "megatron" and sampling.top_k > 0 and sampling.top_p < 1:
-        raise ValueError(
-            "--top-k and --top-p: Megatron's engine takes one of them, and ends if it gets both"
-        )
+    if engine == "megatron":
+        _refuse_what_megatron_cannot(sampling)
     unknown = sampling.settings.unknown_to_the_loss()
     if not unknown:
         return sampling
@@ -117,6 +110,18 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
             "with a top-k, e.g. 1000, the engine returns kept sets and log-probs over them"
         )
     return processed
+
+
+def _refuse_what_megatron_cannot(sampling: Sampling) -> None:
+    if sampling.seed is not None:
+        raise ValueError(
+            "--seed: Megatron's server takes no seed with a request; leave it out, and start the "
+            "server with another --seed"
+        )
+    if sampling.top_k > 0 and sampling.top_p < 1:
+        raise ValueError(
+            "--top-k and --top-p: Megatron's engine takes one of them, and ends if it gets both"
+        )
 
 
 @dataclass(frozen=True)

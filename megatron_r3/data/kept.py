@@ -112,6 +112,24 @@ class KeptSets:
         if wrong := self._wrong_sizes(sampled_N):
             return wrong
         owner_V = np.repeat(np.arange(len(self.sizes_N)), self.sizes_N)
+        if wrong := self._wrong_ids(owner_V, vocab_size):
+            return wrong
+        drawn = owner_V[self.ids_V == tokens_N[owner_V]]
+        if len(drawn) != int(sampled_N.sum()):  # each set has its token at most once: see above
+            token = int(np.setdiff1d(np.flatnonzero(sampled_N), drawn)[0])
+            return f"token {token}: its kept set does not have its id {int(tokens_N[token])}"
+        other = (self.sizes_N == 1) & (logprobs_N < -_OF_ONE_TOKEN)
+        if other.any():
+            token = int(other.argmax())
+            return (
+                f"token {token}: its log-prob is {logprobs_N[token]:g}, though its kept set is "
+                "this token alone, whose log-prob is 0: the log-probs are not those of the cut "
+                "distribution"
+            )
+        return None
+
+    def _wrong_ids(self, owner_V: np.ndarray, vocab_size: int | None) -> str | None:
+        """Why these are no sets of ids; `owner_V` is the token of each id."""
         most = min(vocab_size - 1, MOST_TOKEN_ID) if vocab_size else MOST_TOKEN_ID
         outside_V = (self.ids_V < 0) | (self.ids_V > most)
         if outside_V.any():
@@ -126,18 +144,6 @@ class KeptSets:
             return (
                 f"token {owner_V[place]}: its kept set must have each id once, ascending; got "
                 f"{self.ids_V[place]} before {self.ids_V[place + 1]}"
-            )
-        drawn = owner_V[self.ids_V == tokens_N[owner_V]]
-        if len(drawn) != int(sampled_N.sum()):  # each set has its token at most once: see above
-            token = int(np.setdiff1d(np.flatnonzero(sampled_N), drawn)[0])
-            return f"token {token}: its kept set does not have its id {int(tokens_N[token])}"
-        other = (self.sizes_N == 1) & (logprobs_N < -_OF_ONE_TOKEN)
-        if other.any():
-            token = int(other.argmax())
-            return (
-                f"token {token}: its log-prob is {logprobs_N[token]:g}, though its kept set is "
-                "this token alone, whose log-prob is 0: the log-probs are not those of the cut "
-                "distribution"
             )
         return None
 

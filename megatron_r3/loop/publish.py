@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,8 @@ class Publisher:
         target, again = directory / version_name(version), None
         if any(everyones(target.exists())):
             again = directory / f".{version_name(version)}.again"
-            left_over = again  # of a training that was killed while it compared
-            on_first_rank(lambda: shutil.rmtree(left_over, ignore_errors=True))
+            # what a training that was killed while it compared has left there
+            on_first_rank(partial(shutil.rmtree, again, ignore_errors=True))
 
         def finish(folder: Path, files: dict[str, str]) -> None:
             assert probe is not None, "rank 0 has the probe"
@@ -130,8 +131,7 @@ class Publisher:
                 _refuse_other(read_policy(directory, version), made)
 
         if self._family is None:
-            like = self.options.like
-            self._family = chosen_family(self._bridge, like, self._models, VARIABLE)
+            self._family = chosen_family(self._bridge, self.options.like, self._models, VARIABLE)
         size = write_policy(
             self._models,
             target if again is None else again,

@@ -214,13 +214,19 @@ def warnings_of(run: Run) -> list[str]:
                 f"router mismatch is above one half in layer {layer} {_at(steps)}: the engine "
                 "computes another model, or its router is noisy on purpose"
             )
+    return found + _deaths(run)
+
+
+def _deaths(run: Run) -> list[str]:
+    """How often each part of a run died, a sentence a part."""
     deaths: dict[str, list[str]] = {}
     for event in run.of("died"):
         deaths.setdefault(event["part"], []).append(str(event.get("status", "?")))
-    for part, status in sorted(deaths.items()):
-        times = "once" if len(status) == 1 else f"{len(status)} times"
-        found.append(f"the {part} died {times} (exit status {', '.join(status)})")
-    return found
+    return [
+        f"the {part} died {'once' if len(status) == 1 else f'{len(status)} times'} "
+        f"(exit status {', '.join(status)})"
+        for part, status in sorted(deaths.items())
+    ]
 
 
 def _at(steps: Sequence[float]) -> str:

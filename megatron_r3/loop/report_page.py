@@ -60,35 +60,43 @@ def page(runs: Sequence[Run]) -> str:
         question: [figure for chart in charts for figure in figures_of(chart, groups)]
         for question, charts in PARTS.items()
     }
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            groups=groups,
+            runs=ordered,
+            now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            warnings=[(run.name, text) for run in ordered for text in numbers.warnings_of(run)],
+            notes=[(run.name, text) for run in ordered for text in numbers.notes_of(run)],
+            facts=_facts(groups),
+            glance=_glance(groups),
+            parts=parts,
+            figures=[figure for figures in parts.values() for figure in figures],
+            pushed=sum(len(run.of("pushed")) for run in runs),
+            samples=[(run.name, *found) for run in runs if any(found := _samples(run))],
+            configs={
+                run.name: Markup.escape(file.read_text(encoding="utf-8", errors="replace"))
+                for run in runs
+                if (file := run.directory / "config.toml").is_file()
+            },
+            plotly=Markup(get_plotlyjs()),
+        )
+    )
+
+
+def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        undefined=StrictUndefined,  # a name that is not given here is an error
+        undefined=StrictUndefined,  # a name that `page` does not give is an error
         # a text of a run stands on one line; Markup, of another type, is our own HTML
         finalize=lambda value: one_line(value) if type(value) is str else value,
     )
     # a browser reads no JSON with NaN in it, and would show a page without charts
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     environment.filters |= {"number": number, "duration": duration}
-    return environment.get_template("report.html").render(
-        groups=groups,
-        runs=ordered,
-        now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        warnings=[(run.name, text) for run in ordered for text in numbers.warnings_of(run)],
-        notes=[(run.name, text) for run in ordered for text in numbers.notes_of(run)],
-        facts=_facts(groups),
-        glance=_glance(groups),
-        parts=parts,
-        figures=[figure for figures in parts.values() for figure in figures],
-        pushed=sum(len(run.of("pushed")) for run in runs),
-        samples=[(run.name, *found) for run in runs if any(found := _samples(run))],
-        configs={
-            run.name: Markup.escape(file.read_text(encoding="utf-8", errors="replace"))
-            for run in runs
-            if (file := run.directory / "config.toml").is_file()
-        },
-        plotly=Markup(get_plotlyjs()),
-    )
+    return environment
 
 
 def _facts(groups: Groups) -> list[Row]:

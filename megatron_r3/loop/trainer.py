@@ -58,6 +58,18 @@ def trainer_command(config: Config) -> list[str]:
     return [*_launch(config), *_script(config), *arguments, *loop]
 
 
+def _sizes_in(arguments: list[str]) -> argparse.Namespace:
+    """What a trainer's arguments say of the numbers that must fit; defaults are Megatron's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--global-batch-size", type=int, default=0)
+    parser.add_argument("--rollouts-mini-steps", type=int, default=1)
+    parser.add_argument("--rollouts-epochs", type=int, default=1)
+    parser.add_argument("--rollouts-advantages")
+    parser.add_argument("--lr-warmup-iters", type=int, default=0)
+    parser.add_argument("--lr-decay-iters", type=int)
+    return parser.parse_known_args(arguments)[0]
+
+
 def _check_sizes(config: Config, arguments: list[str]) -> None:
     """Refuse numbers that do not fit the run.
 
@@ -67,19 +79,9 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
     Raises:
         ConfigError: naming the numbers.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--global-batch-size", type=int, default=0)
-    parser.add_argument("--rollouts-mini-steps", type=int, default=1)
-    parser.add_argument("--rollouts-epochs", type=int, default=1)
-    parser.add_argument("--rollouts-advantages")
-    parser.add_argument("--lr-warmup-iters", type=int, default=0)
-    parser.add_argument("--lr-decay-iters", type=int)
-    given, _ = parser.parse_known_args(arguments)
-    batch, mini_steps, epochs = (
-        given.global_batch_size,
-        given.rollouts_mini_steps,
-        given.rollouts_epochs,
-    )
+    given = _sizes_in(arguments)
+    batch, mini_steps = given.global_batch_size, given.rollouts_mini_steps
+    epochs = given.rollouts_epochs
     steps, used = mini_steps * epochs, batch * mini_steps
     rising, until = given.lr_warmup_iters, given.lr_decay_iters or config.run.collections * steps
     alone = config.prompts.samples == 1 and given.rollouts_advantages != "stored"

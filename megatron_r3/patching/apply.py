@@ -71,13 +71,7 @@ def apply_series(
     Raises:
         PatchingError: the tree is no known one, has other patches in it, or cannot be written.
     """
-    known = [group.name for group in GROUPS]
-    if unknown := [name for name in groups if name not in known]:
-        raise PatchingError(f"--groups {' '.join(unknown)}: the groups are {names(known)}")
-    for group in GROUPS:
-        missing = [name for name in group.needs if name not in groups]
-        if group.name in groups and missing:
-            raise PatchingError(f"--groups {group.name}: it needs {names(missing)}: give them too")
+    _check_groups(groups)
     versions, root = read_versions(patches), find_root(root)
     with locked(root):
         status, others = identify(root, versions, line), ""
@@ -95,6 +89,16 @@ def apply_series(
         elif recorded:
             _refuse_other_patches(status)
         return _move(status, TreeState.APPLIED, others)
+
+
+def _check_groups(groups: Collection[str]) -> None:
+    known = [group.name for group in GROUPS]
+    if unknown := [name for name in groups if name not in known]:
+        raise PatchingError(f"--groups {' '.join(unknown)}: the groups are {names(known)}")
+    for group in GROUPS:
+        missing = [name for name in group.needs if name not in groups]
+        if group.name in groups and missing:
+            raise PatchingError(f"--groups {group.name}: it needs {names(missing)}: give them too")
 
 
 def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:

@@ -105,27 +105,9 @@ def fit_line(root: Path, line: Line, wanted: Collection[str] = ()) -> Fit | None
     if nearest.patched or any(files[path].data is not None for path in nearest.tree.absent):
         return None
     present = {path: file for path, file in files.items() if path not in nearest.tree.absent}
-    groups: list[str] = []
-    left_out: dict[str, str] = {}
-    moved = 0
     with scratch(present) as ours:
         base = ours.snapshot()
-        for group in (group for group in GROUPS if group.name in series.groups):
-            if wanted and group.name not in wanted:
-                continue
-            if missing := [name for name in group.needs if name not in groups]:
-                left_out[group.name] = f"it needs {names(missing)}"
-                continue
-            before = ours.contents(present)
-            try:
-                moved += _apply_group(ours, series, group.name, present)
-            except PatchFailed as failed:
-                if group.name in (wanted or [NEEDED]):
-                    raise
-                ours.put(before)
-                left_out[group.name] = failed.where
-                continue
-            groups.append(group.name)
+        groups, left_out, moved = _apply_groups(ours, series, wanted, present)
         if {*(wanted or [NEEDED])} - {*groups}:
             return None
         diff = ours.diff(base, ours.snapshot())
@@ -144,6 +126,32 @@ def fit_line(root: Path, line: Line, wanted: Collection[str] = ()) -> Fit | None
         diff=diff.decode(errors="surrogateescape"),
     )
     return Fit(tree, moved, left_out)
+
+
+def _apply_groups(
+    ours: Scratch, series: Series, wanted: Collection[str], present: Collection[str]
+) -> tuple[list[str], dict[str, str], int]:
+    """The groups that applied, why others were left out, and by how many lines hunks moved."""
+    groups: list[str] = []
+    left_out: dict[str, str] = {}
+    moved = 0
+    for group in (group for group in GROUPS if group.name in series.groups):
+        if wanted and group.name not in wanted:
+            continue
+        if missing := [name for name in group.needs if name not in groups]:
+            left_out[group.name] = f"it needs {names(missing)}"
+            continue
+        before = ours.contents(present)
+        try:
+            moved += _apply_group(ours, series, group.name, present)
+        except PatchFailed as failed:
+            if group.name in (wanted or [NEEDED]):
+                raise
+            ours.put(before)
+            left_out[group.name] = failed.where
+            continue
+        groups.append(group.name)
+    return groups, left_out, moved
 
 
 def _apply_group(ours: Scratch, series: Series, group: str, present: Collection[str]) -> int:

@@ -112,13 +112,7 @@ class StepGuard:
         nothing = gradient.new_zeros(0)
         places_J, values_J = _wrong_places(losses) if losses else (nothing, nothing)
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        # What this rank found, as one number: 0 for nothing. The rank with the largest number
-        # speaks: untaken routes come before a loss, a loss before the gradients that it spoils,
-        # and among ranks that found the same the first rank comes first.
-        # Example with 4 ranks: rank 1 finds a gradient (4 - 1 = 3), rank 2 a loss (8 - 2 = 6).
-        weight = torch.where(torch.isfinite(gradient), 0, size - rank)
-        weight = torch.where((places_J >= 0).any(), 2 * size - rank, weight)
-        weight = torch.full_like(weight, 3 * size - rank) if untaken else weight
+        weight = _weight(bool(untaken), places_J, gradient, rank, size)
         # One MAX over ranks finds the largest x and the largest -x, which is minus the smallest x:
         # x is the same on all ranks if the two cancel.
         same = torch.tensor([same_everywhere, -same_everywhere]).to(device, non_blocking=True)
@@ -200,6 +194,18 @@ class StepGuard:
             return f"rollouts of {self.store.directories[0]}"
         first, last = (self.store.locate(int(row))[0] for row in (used.min(), used.max()))
         return f"{self.store.name(first)} to {self.store.name(last)}"
+
+
+def _weight(untaken: bool, places_J: Tensor, gradient: Tensor, rank: int, size: int) -> Tensor:
+    """What a rank found, as one number; 0 for nothing. The rank with the largest number speaks.
+
+    Untaken routes come before a loss, a loss before the gradients that it spoils, and among ranks
+    that found the same the first rank comes first. Example with 4 ranks: rank 1 finds a gradient
+    (4 - 1 = 3), rank 2 a loss (8 - 2 = 6).
+    """
+    weight = torch.where(torch.isfinite(gradient), 0, size - rank)
+    weight = torch.where((places_J >= 0).any(), 2 * size - rank, weight)
+    return torch.full_like(weight, 3 * size - rank) if untaken else weight
 
 
 def _untaken(layers: list[int], used: Counter[int]) -> list[int]:

@@ -138,16 +138,7 @@ class Ledger:
         if self.options.follow_s is not None:
             self.store.wait_for(sum(rollouts for _, _, rollouts in last["shards"]) - 1)
         now = self.store.index.identities()
-        for index, (name, identity, _) in enumerate(last["shards"]):
-            if index >= len(now):
-                raise StoreError(
-                    f"{where}: {name}, which the checkpoint was trained on, is gone: {again}"
-                )
-            if now[index] != identity:
-                raise StoreError(
-                    f"{self.store.shards[index].path}: this is not the {name} that the checkpoint "
-                    f"was trained on; it was changed, replaced or put in another place: {again}"
-                )
+        self._check_shards(last, now, where, again)
         if last["order"] != self.options.sample_order:
             raise StoreError(
                 f"{where}: the checkpoint took its samples as {last['order']}, this training as "
@@ -168,6 +159,19 @@ class Ledger:
                 f"it, or used it in packs or shuffled: sample numbers now name other "
                 f"rollouts; {again}"
             )
+
+    def _check_shards(self, last: dict[str, Any], now: list[str], where: str, again: str) -> None:
+        """Refuse a store in which a shard of the checkpoint is gone, or another one."""
+        for index, (name, identity, _) in enumerate(last["shards"]):
+            if index >= len(now):
+                raise StoreError(
+                    f"{where}: {name}, which the checkpoint was trained on, is gone: {again}"
+                )
+            if now[index] != identity:
+                raise StoreError(
+                    f"{self.store.shards[index].path}: this is not the {name} that the checkpoint "
+                    f"was trained on; it was changed, replaced or put in another place: {again}"
+                )
 
     def _check_other(self, remembered: list[dict[str, Any]]) -> None:
         where = " ".join(map(str, self.store.directories))

@@ -18,7 +18,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -154,16 +154,9 @@ class OldPolicy:
             StoreError: there is no such folder, a file is damaged, or it is of another training.
         """
         self.begin(collection)
-        logprobs: list[_Table] = []
-        routes: dict[int, list[_Table]] = {layer: [] for layer in layers}
-        for file in sorted(folder.glob("rank-*.safetensors")):
-            if (tensors := _tensors_of(file, about, number)) is None:
-                continue
-            logprobs.append(_Table(tensors["logprob_rows"], tensors["logprobs"]).only(rows))
-            for layer in layers:
-                if (name := f"route_rows.{layer}") in tensors:
-                    table = _Table(tensors[name], tensors[f"routes.{layer}"])
-                    routes[layer].append(table.only(rows))
+        files = sorted(folder.glob("rank-*.safetensors"))
+        of_files = (_tensors_of(file, about, number) for file in files)
+        logprobs, routes = _tables_of(of_files, rows, layers)
         if not logprobs:
             raise StoreError(
                 f"{folder}: has no record of the old policy from which the checkpoint went on. The "
@@ -173,6 +166,10 @@ class OldPolicy:
             )
         self._logprob_table = _Table.joined(logprobs)
         self._route_tables = {layer: _Table.joined(parts) for layer, parts in routes.items()}
+        self._check_all_there(folder, rows)
+        self._announce_whole()
+
+    def _check_all_there(self, folder: Path, rows: np.ndarray) -> None:
         tables = {f"routes of layer {layer}": table for layer, table in self._route_tables.items()}
         for what, table in {"log-probs": self._logprob_table, **tables}.items():
             if missing := len(np.setdiff1d(rows, table.rows)):
@@ -180,7 +177,6 @@ class OldPolicy:
                     f"{folder}: {missing} of {len(rows)} tokens have no {what} in it: a file of "
                     "it is missing; bring it back, or begin anew with --finetune"
                 )
-        self._announce_whole()
 
 
 class _Table:
@@ -222,6 +218,23 @@ class _Table:
             assert not wrong.any(), f"no {what} of row {flat[wrong][:1]}"
             result[real] = self.values[place[real]]
         return result.reshape(*rows.shape, *self.values.shape[1:])
+
+
+def _tables_of(
+    of_files: Iterable[dict[str, np.ndarray] | None], rows: np.ndarray, layers: Sequence[int]
+) -> tuple[list[_Table], dict[int, list[_Table]]]:
+    """What files say of some rows: their log-probs, and their routes in each layer."""
+    logprobs: list[_Table] = []
+    routes: dict[int, list[_Table]] = {layer: [] for layer in layers}
+    for tensors in of_files:
+        if tensors is None:
+            continue
+        logprobs.append(_Table(tensors["logprob_rows"], tensors["logprobs"]).only(rows))
+        for layer in layers:
+            if (name := f"route_rows.{layer}") in tensors:
+                table = _Table(tensors[name], tensors[f"routes.{layer}"])
+                routes[layer].append(table.only(rows))
+    return logprobs, routes
 
 
 def _tensors_of(file: Path, about: dict[str, str], number: str) -> dict[str, np.ndarray] | None:

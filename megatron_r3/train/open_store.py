@@ -54,26 +54,8 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
             nothing to replay. The message names the shard, and the rollout and token where there
             is one.
     """
-    follows, waits = options.follow_s is not None, options.publish is None
-    as_read, mixed = follows or options.checks_as_read, options.any_policy or follows
-    names, follow_s = list(options.directories), options.follow_s
-    versions = None if options.any_policy else Versions(partial(_is_published, options))
-    head = partial(_check_head, options, versions)
-    if place is None:
-        store = open_stores(names, mixed, follow_s, head, waits)
-    elif follow_s is not None:
-        directory = Path(names[0])
-        store = follow_together(directory, follow_s, Lookout(directory, mixed, head, follow_s))
-        if waits:
-            store.wait_for(0)
-    else:
-
-        def look() -> Index:
-            first = open_stores(names, mixed, check=head)
-            first.groups()  # worked out once, for all
-            return first.index
-
-        store = RolloutStore.told(told_by_first(look))
+    as_read = options.follow_s is not None or options.checks_as_read
+    store = _opened(options, place)
     store.trained_on(_read_checks(options) if as_read else None)
     if not as_read:
         check = partial(_check_bytes, options)
@@ -90,6 +72,29 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
                 raise
             refuse_together(str(error))  # all ranks know it
     return store
+
+
+def _opened(options: RolloutOptions, place: Place | None) -> RolloutStore:
+    """The store, with the head of every shard checked."""
+    follow_s, waits = options.follow_s, options.publish is None
+    names, mixed = list(options.directories), options.any_policy or follow_s is not None
+    versions = None if options.any_policy else Versions(partial(_is_published, options))
+    head = partial(_check_head, options, versions)
+    if place is None:
+        return open_stores(names, mixed, follow_s, head, waits)
+    if follow_s is not None:
+        directory = Path(names[0])
+        store = follow_together(directory, follow_s, Lookout(directory, mixed, head, follow_s))
+        if waits:
+            store.wait_for(0)
+        return store
+
+    def look() -> Index:
+        first = open_stores(names, mixed, check=head)
+        first.groups()  # worked out once, for all
+        return first.index
+
+    return RolloutStore.told(told_by_first(look))
 
 
 def check_use(options: RolloutOptions, store: RolloutStore) -> None:

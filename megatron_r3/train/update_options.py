@@ -43,6 +43,21 @@ def read_loss(args: Any) -> LossOptions:
             f"{name}, which megatron-r3 brings: choose one of the module's own "
             f"({', '.join(others) or 'it registers none'}), or leave the option out"
         )
+    clip = _read_clip(args, name)
+    aggregation, fixed_length = _read_aggregation(args, name)
+    correction = _read_correction(args)
+    _refuse_other_divisor(args, aggregation, correction)
+    return LossOptions(
+        name=name,
+        clip=clip,
+        aggregation=aggregation,
+        fixed_length=fixed_length,
+        correction=correction,
+    )
+
+
+def _read_clip(args: Any, name: str) -> Clip:
+    """The bounds of the ratio; those that are not given are the usual ones of the loss."""
     usual = _CLIP.get(name, Clip())
     low = usual.low if args.rollouts_clip_eps is None else args.rollouts_clip_eps
     high = usual.high if args.rollouts_clip_eps is None else args.rollouts_clip_eps
@@ -57,16 +72,7 @@ def read_loss(args: Any) -> LossOptions:
     dual = args.rollouts_dual_clip
     if dual is not None and not 1 < dual < math.inf:
         raise ValueError(f"--rollouts-dual-clip {dual:g}: it must be a finite number above 1")
-    aggregation, fixed_length = _read_aggregation(args, name)
-    correction = _read_correction(args)
-    _refuse_other_divisor(args, aggregation, correction)
-    return LossOptions(
-        name=name,
-        clip=Clip(low, high, dual),
-        aggregation=aggregation,
-        fixed_length=fixed_length,
-        correction=correction,
-    )
+    return Clip(low, high, dual)
 
 
 def read_use(args: Any) -> UseOfRollouts:

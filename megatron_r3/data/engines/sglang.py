@@ -189,15 +189,7 @@ def _increment(
         raise EngineError(
             f"the server counted {quoted(counted, 20)} prompt tokens; {len(prompt)} were sent"
         )
-    tokens, logprobs_G = item["token_ids"], None
-    if meta.get("output_token_logprobs") is not None:  # they name their tokens by id, always
-        named_G, logprobs_G = _native_logprobs(meta["output_token_logprobs"])
-        tokens = named_G if tokens is None else tokens
-    response_G = id_array(tokens, "output_ids", item["hint"])
-    if logprobs_G is None:
-        logprobs_G = sampled_logprobs(item["logprobs"], response_G, _ASK_LOGPROBS, len(prompt))
-    elif not np.array_equal(response_G, named_G):
-        raise EngineError("output_token_logprobs are not those of output_ids")
+    response_G, logprobs_G = _response(item, len(prompt))
     tokens_N = checked_tokens(prompt, response_G, request, shape)
     kept = kept_sets(meta.get(_MASK), _MASK, len(prompt), len(response_G))
     if kept is not None:
@@ -211,6 +203,20 @@ def _increment(
         versions_G=versions_G,
         says=said_or_why_not(*item["says"]),
     )
+
+
+def _response(item: Mapping[str, Any], prompt_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ids and log-probs of the sampled tokens."""
+    tokens, native = item["token_ids"], item["meta_info"].get("output_token_logprobs")
+    if native is None:
+        response_G = id_array(tokens, "output_ids", item["hint"])
+        asked = (item["logprobs"], response_G, _ASK_LOGPROBS, prompt_tokens)
+        return response_G, sampled_logprobs(*asked)
+    named_G, logprobs_G = _native_logprobs(native)  # they name their tokens by id, always
+    response_G = id_array(named_G if tokens is None else tokens, "output_ids", item["hint"])
+    if not np.array_equal(response_G, named_G):
+        raise EngineError("output_token_logprobs are not those of output_ids")
+    return response_G, logprobs_G
 
 
 def _logprobs_of_mask(

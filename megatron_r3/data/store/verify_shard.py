@@ -209,16 +209,7 @@ def check_values(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarr
     Raises:
         StoreError: naming the file, the rollout and the token.
     """
-    first_token, first_row = (
-        int(start_M[rollouts.start]) for start_M in (shard.token_start_M, shard.row_start_M)
-    )
-    for name, locate, first in (
-        ("response", shard.locate_token, first_token),
-        ("recorded", shard.locate_row, first_row),
-    ):
-        for place in np.flatnonzero(per_token[name] > 1)[:1].tolist():
-            rollout, _ = locate(first + place)
-            raise StoreError(f"{shard.path}: rollout {rollout}: {name} must be 0 or 1")
+    _check_flags(shard, rollouts, per_token)
     vocab_size = shard.info.vocab_size
     check_tokens(shard, vocab_size or MOST_TOKEN_ID + 1, rollouts, per_token["tokens"])
     response = per_token["response"].astype(bool)
@@ -243,6 +234,17 @@ def check_values(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarr
             "tokens"
         )
     _check_extras(shard, rollouts, per_token)
+
+
+def _check_flags(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarray]) -> None:
+    """Refuse what is neither 0 nor 1."""
+    for name, locate, start_M in (
+        ("response", shard.locate_token, shard.token_start_M),
+        ("recorded", shard.locate_row, shard.row_start_M),
+    ):
+        for place in np.flatnonzero(per_token[name] > 1)[:1].tolist():
+            rollout, _ = locate(int(start_M[rollouts.start]) + place)
+            raise StoreError(f"{shard.path}: rollout {rollout}: {name} must be 0 or 1")
 
 
 def _check_extras(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarray]) -> None:

@@ -157,32 +157,16 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
     Args:
         crc32: of the tensors, filled in as they are written.
     """
-    routes, lengths = rollouts[0].routes, [len(r.tokens_N) for r in rollouts]
-    no_spans_C2 = np.zeros((0, 2), np.int64)
-    spans = [no_spans_C2 if r.versions_C2 is None else r.versions_C2 for r in rollouts]
-    given = [np.nan if r.advantage is None else r.advantage for r in rollouts]
+    routes = rollouts[0].routes
     kept = [r.kept or KeptSets.none(len(r.tokens_N)) for r in rollouts]
-    tensors: dict[str, np.ndarray] = {
-        "turns": np.concatenate([r.spans_U2 for r in rollouts]).reshape(-1),
-        "versions": np.concatenate(spans).reshape(-1),
-        "num_tokens": np.array(lengths, np.int64),
-        "num_turns": np.array([len(r.spans_U2) for r in rollouts], np.int64),
-        "num_versions": np.array([len(versions_C2) for versions_C2 in spans], np.int64),
-        "num_kept": np.array([len(k.ids_V) for k in kept], np.int64),
-        "reward": np.array([r.reward for r in rollouts], np.float32),
-        "advantage": np.array(given, np.float32),
-        "group": np.array([r.group for r in rollouts], np.int64),
-        "sample": np.array([r.sample for r in rollouts], np.int64),
-        "policy_version": np.array([r.policy_version for r in rollouts], np.int64),
-        "prompt_digest": np.array([r.prompt_digest for r in rollouts], np.int64),
-    }
+    tensors = _per_rollout(rollouts, kept)
     per_token: dict[str, np.ndarray] = {
         "tokens": np.concatenate([r.tokens_N for r in rollouts]).astype(np.int32),
         "response": np.concatenate([r.response_N for r in rollouts]).astype(np.uint8),
         "logprobs": np.concatenate([r.logprobs_N for r in rollouts]).astype(np.float32),
         "recorded": np.concatenate([r.routes.recorded_T for r in rollouts]).astype(np.uint8),
     }
-    tokens_M = np.array(lengths)
+    tokens_M = tensors["num_tokens"]
     sums = [sums_of(t[None], tokens_M, of_rows=n == "recorded") for n, t in per_token.items()]
     of_routes = [part_sums(r.routes.ids_LTK, len(r.tokens_N)) for r in rollouts]
     tables = {TOKEN_SUMS: np.concatenate(sums), ROUTE_SUMS: np.concatenate(of_routes, 1)}
@@ -195,6 +179,27 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
         **{n: Streamed(t.dtype, t.shape, [[t]]) for n, t in (tensors | per_token).items()},
         "routes": Streamed(routes.ids_LTK.dtype, shape, _layers(rollouts)),
         **{n: Streamed(t.dtype, t.shape, _masked(t, crc32)) for n, t in tables.items()},
+    }
+
+
+def _per_rollout(rollouts: Sequence[Rollout], kept: Sequence[KeptSets]) -> dict[str, np.ndarray]:
+    """The tensors that have a number for each rollout, and those of its turns and versions."""
+    no_spans_C2 = np.zeros((0, 2), np.int64)
+    spans = [no_spans_C2 if r.versions_C2 is None else r.versions_C2 for r in rollouts]
+    given = [np.nan if r.advantage is None else r.advantage for r in rollouts]
+    return {
+        "turns": np.concatenate([r.spans_U2 for r in rollouts]).reshape(-1),
+        "versions": np.concatenate(spans).reshape(-1),
+        "num_tokens": np.array([len(r.tokens_N) for r in rollouts], np.int64),
+        "num_turns": np.array([len(r.spans_U2) for r in rollouts], np.int64),
+        "num_versions": np.array([len(versions_C2) for versions_C2 in spans], np.int64),
+        "num_kept": np.array([len(k.ids_V) for k in kept], np.int64),
+        "reward": np.array([r.reward for r in rollouts], np.float32),
+        "advantage": np.array(given, np.float32),
+        "group": np.array([r.group for r in rollouts], np.int64),
+        "sample": np.array([r.sample for r in rollouts], np.int64),
+        "policy_version": np.array([r.policy_version for r in rollouts], np.int64),
+        "prompt_digest": np.array([r.prompt_digest for r in rollouts], np.int64),
     }
 
 

@@ -75,12 +75,7 @@ def examine(
     tables = tables_of(compared, layers)
     newest = max(tables.versions, default=0)
     older = [one.version_T != newest for one in compared]
-    alarms, marks = [], older
-    for cause in CAUSES:
-        left = [_without(one, out_T) for one, out_T in zip(compared, marks, strict=True)]
-        if (found := cause(left)) is not None:
-            alarms.append(found.alarm)
-            marks = [a | b for a, b in zip(marks, found.explains, strict=True)]
+    alarms, marks = _causes(compared, older)
     rest = tables_of(compared, layers, marks)
     # all versions, but those rows of the newest one that are explained
     versions = tables_of(
@@ -91,6 +86,19 @@ def examine(
     names = [one.name for one in compared]
     alarms += table_alarms(rest, normal, most=most, model=model, names=names)
     return Report(tables, tables_of(compared, layers, older), alarms)
+
+
+def _causes(
+    compared: Sequence[Compared], marks: list[np.ndarray]
+) -> tuple[list[Alarm], list[np.ndarray]]:
+    """The alarms of known causes; and `marks`, rows that are left out, with those explained."""
+    alarms = []
+    for cause in CAUSES:
+        left = [_without(one, out_T) for one, out_T in zip(compared, marks, strict=True)]
+        if (found := cause(left)) is not None:
+            alarms.append(found.alarm)
+            marks = [a | b for a, b in zip(marks, found.explains, strict=True)]
+    return alarms, marks
 
 
 def _without(one: Compared, out_T: np.ndarray) -> Compared:

@@ -115,10 +115,8 @@ def tables_of(
     counted = [one.recorded_T.copy() for one in compared]
     for kept_T, out_T in zip(counted, left_out or (), strict=bool(left_out)):
         kept_T &= ~out_T
-    everything = np.concatenate(
-        [one.same_LT[:, t] for one, t in zip(compared, counted, strict=True)], 1
-    )
-    wrong_LT = ~everything
+    same = [one.same_LT[:, t] for one, t in zip(compared, counted, strict=True)]
+    wrong_LT = ~np.concatenate(same, 1)
     wrong_T = wrong_LT.mean(0)
 
     def taken(of: Callable[[Compared], np.ndarray]) -> np.ndarray:

@@ -63,7 +63,24 @@ def stale(compared: Sequence[Compared]) -> Finding | None:
     if not runs:
         return None
     marks = np.split(mark_T, starts[1:-1])
-    first, end, back = max(runs, key=lambda run: run[1] - run[0])
+    longest = max(runs, key=lambda run: run[1] - run[0])
+    evidence = (
+        f"{int(mark_T.sum())} rows in {sum(bool(m.any()) for m in marks)} of {len(compared)} "
+        f"rollouts are copies; {_said_of_run(longest, starts, compared)}"
+    )
+    action = (
+        "the engine returns rows that it did not write in this request (padding, preemption, one "
+        "row for all tokens, a buffer of the batch before)"
+    )
+    cause = "one constant row" if longest[2] == 1 else "stale padded rows"
+    return Finding(Alarm(cause, evidence, action), list(marks))
+
+
+def _said_of_run(
+    run: tuple[int, int, int], starts: np.ndarray, compared: Sequence[Compared]
+) -> str:
+    """Where a run of copied rows lies, and of which rows they are copies."""
+    first, end, back = run
     index = int(np.searchsorted(starts, first, side="right")) - 1
     source = int(np.searchsorted(starts, first - back, side="right")) - 1
     where = "the same rollout" if source == index else compared[source].name
@@ -72,19 +89,11 @@ def stale(compared: Sequence[Compared]) -> Finding | None:
     what = (
         f"all the same as row {at}" if back == 1 else f"copies of the rows from {at} on of {where}"
     )
-    evidence = (
-        f"{int(mark_T.sum())} rows in {sum(bool(m.any()) for m in marks)} of {len(compared)} "
-        f"rollouts are copies; in {compared[index].name} the rows from "
-        f"{first - int(starts[index])} "
-        + ("on" if is_last else f"to {end - 1 - int(starts[index])}")
-        + f" are {what}, and the live ones are not"
+    until = "on" if is_last else f"to {end - 1 - int(starts[index])}"
+    return (
+        f"in {compared[index].name} the rows from {first - int(starts[index])} {until} are {what}, "
+        "and the live ones are not"
     )
-    action = (
-        "the engine returns rows that it did not write in this request (padding, preemption, one "
-        "row for all tokens, a buffer of the batch before)"
-    )
-    cause = "one constant row" if back == 1 else "stale padded rows"
-    return Finding(Alarm(cause, evidence, action), list(marks))
 
 
 def _least_run(live_keys_T: np.ndarray) -> int:
