@@ -32,6 +32,7 @@ READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 READS += ("nonzero", "masked_select")
 SAME_PLACE = ("sum", "long", "ravel", "view", "reshape", "contiguous")
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_gather")
+COLLECTIVES += ("all_to_all_single",)  # of a plan; tokens travel in it too, as floats
 PLACE = "megatron.core.transformer.moe"
 # Both are the CPU, and all of torch takes either: "cpu" is the host, "cpu:0" stands for a GPU.
 HOST, ON_DEVICE = torch.device("cpu"), torch.device("cpu", 0)
@@ -199,7 +200,7 @@ def _wrap_collective(counts: Counter[str], name: str) -> None:
     original = getattr(dist, name)
 
     def collective(*args: Any, **kwargs: Any) -> Any:
-        # the first argument of a gather is its output; integers are sizes, not activations
+        # the first argument is the output; integers are sizes, not activations
         output = args[0] if args else None
         if isinstance(output, torch.Tensor) and not output.is_floating_point():
             # a plan is made by this project, outside of any layer
