@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_r3.balance.moves import Moves, plan_moves, rank_load
-from megatron_r3.replay.plan import ExpertRanks, LayerSizes, layer_sizes
+from megatron_r3.replay.plan import ExpertRanks, LayerSizes, check_totals, layer_sizes
 from megatron_r3.replay.planner import SizesOf
 
 
@@ -164,6 +164,7 @@ def sizes_with_guests(config: Any) -> SizesOf:
         load_LE, size = counts_RLE.sum(0, dtype=np.int64), len(counts_RLE)
         moves = plan_moves(load_LE, size, slots, domain=domain, least_tokens=least)
         counts_RLI, guests = place_tokens(counts_RLE, moves, slots, ranks.rank)
+        check_totals(counts_RLI.sum(2), layer_numbers)
         places = counts_RLI.shape[2] // ranks.expert_size
         first = ranks.expert_rank * places
         arriving = counts_RLI[:, :, first : first + places]

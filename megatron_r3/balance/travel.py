@@ -3,7 +3,7 @@
 Weights lie in slots that all layers of one shape share: two sets of slots, so that the weights of
 the next layer can travel while this layer computes. In the backward pass they travel again, because
 by then other layers have had the slots. So weights of guests take no more memory than those of two
-layers, beside what is being sent: a copy of the weights, or of the gradients, of one layer.
+layers, beside what is being sent: a copy of the weights and of the gradients of one layer.
 
 Autograd brings the gradients home: to it a guest's weights are a function of its home's parameters.
 A home parameter has its gradient whole, own tokens and guests', before anything of Megatron looks:

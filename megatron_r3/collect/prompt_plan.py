@@ -83,7 +83,7 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
         ValueError: the engine does not return what training on such rollouts takes.
     """
     if engine == "megatron":
-        _refuse_what_megatron_cannot(sampling)
+        _refuse_for_megatron(sampling)
     unknown = sampling.settings.unknown_to_the_loss()
     if not unknown:
         return sampling
@@ -112,7 +112,7 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
     return processed
 
 
-def _refuse_what_megatron_cannot(sampling: Sampling) -> None:
+def _refuse_for_megatron(sampling: Sampling) -> None:
     if sampling.seed is not None:
         raise ValueError(
             "--seed: Megatron's server takes no seed with a request; leave it out, and start the "

@@ -115,7 +115,7 @@ class KeptSets:
         if wrong := self._wrong_ids(owner_V, vocab_size):
             return wrong
         drawn = owner_V[self.ids_V == tokens_N[owner_V]]
-        if len(drawn) != int(sampled_N.sum()):  # each set has its token at most once: see above
+        if len(drawn) != int(sampled_N.sum()):  # no set has its token twice: `_wrong_ids`
             token = int(np.setdiff1d(np.flatnonzero(sampled_N), drawn)[0])
             return f"token {token}: its kept set does not have its id {int(tokens_N[token])}"
         other = (self.sizes_N == 1) & (logprobs_N < -_OF_ONE_TOKEN)

@@ -60,28 +60,25 @@ def page(runs: Sequence[Run]) -> str:
         question: [figure for chart in charts for figure in figures_of(chart, groups)]
         for question, charts in PARTS.items()
     }
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            groups=groups,
-            runs=ordered,
-            now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            warnings=[(run.name, text) for run in ordered for text in numbers.warnings_of(run)],
-            notes=[(run.name, text) for run in ordered for text in numbers.notes_of(run)],
-            facts=_facts(groups),
-            glance=_glance(groups),
-            parts=parts,
-            figures=[figure for figures in parts.values() for figure in figures],
-            pushed=sum(len(run.of("pushed")) for run in runs),
-            samples=[(run.name, *found) for run in runs if any(found := _samples(run))],
-            configs={
-                run.name: Markup.escape(file.read_text(encoding="utf-8", errors="replace"))
-                for run in runs
-                if (file := run.directory / "config.toml").is_file()
-            },
-            plotly=Markup(get_plotlyjs()),
-        )
+    template = _environment().get_template("report.html")
+    return template.render(
+        groups=groups,
+        runs=ordered,
+        now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        warnings=[(run.name, text) for run in ordered for text in numbers.warnings_of(run)],
+        notes=[(run.name, text) for run in ordered for text in numbers.notes_of(run)],
+        facts=_facts(groups),
+        glance=_glance(groups),
+        parts=parts,
+        figures=[figure for figures in parts.values() for figure in figures],
+        pushed=sum(len(run.of("pushed")) for run in runs),
+        samples=[(run.name, *found) for run in runs if any(found := _samples(run))],
+        configs={
+            run.name: Markup.escape(file.read_text(encoding="utf-8", errors="replace"))
+            for run in runs
+            if (file := run.directory / "config.toml").is_file()
+        },
+        plotly=Markup(get_plotlyjs()),
     )
 
 

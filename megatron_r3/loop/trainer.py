@@ -59,7 +59,7 @@ def trainer_command(config: Config) -> list[str]:
 
 
 def _sizes_in(arguments: list[str]) -> argparse.Namespace:
-    """What a trainer's arguments say of the numbers that must fit; defaults are Megatron's."""
+    """The numbers in a trainer's arguments that must fit; a batch of 0 was not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--global-batch-size", type=int, default=0)
     parser.add_argument("--rollouts-mini-steps", type=int, default=1)

@@ -154,3 +154,19 @@ def layer_sizes(
         )
         for index, number in enumerate(layer_numbers)
     }
+
+
+def check_totals(totals_RL: np.ndarray, layer_numbers: list[int]) -> None:
+    """Refuse layers of a rank that differ in their totals: each sends T * K pairs.
+
+    Raises:
+        PlanError: a rank sends more tokens in one layer than in another.
+    """
+    wrong = np.argwhere(totals_RL != totals_RL[:, :1])
+    if len(wrong):
+        rank, index = wrong[0]
+        raise PlanError(
+            f"dispatch plan: rank {rank} of the expert group sends {totals_RL[rank, index]} "
+            f"(token, expert) pairs in layer {layer_numbers[index]}, and "
+            f"{totals_RL[rank, 0]} in layer {layer_numbers[0]}"
+        )

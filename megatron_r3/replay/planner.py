@@ -11,7 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron_r3.replay.plan import ExpertRanks, LayerSizes, by_owner, count_tokens, layer_sizes
+from megatron_r3.replay.plan import (
+    ExpertRanks,
+    LayerSizes,
+    by_owner,
+    check_totals,
+    count_tokens,
+    layer_sizes,
+)
 
 # the token dispatchers that ask for a plan (patch 3); the flex dispatcher learns its sizes
 # in a kernel of its own
@@ -75,34 +82,47 @@ class Planner:
             )
 
     def plan(self, routes: PlannedRoutes) -> dict[int, LayerSizes] | None:
-        """The sizes of every layer; None if any rank has tokens whose route is not known yet."""
+        """The sizes of every layer; None if any rank has tokens whose route is not known yet.
+
+        Raises:
+            PlanError: a rank sends more tokens in one layer than in another.
+        """
         counts_LE = count_tokens(routes.ids_LTK, self.num_experts).astype(np.int32)
         # A rank needs the counts of its own experts alone; what plans in another way needs all.
-        # Example: 256 ranks with an expert each, 58 layers: 59 kB come to a rank; all are 15 MB.
         if self._other_sizes is None:
             for_rank = by_owner(counts_LE, self.ranks)
         else:
             for_rank = np.broadcast_to(counts_LE, (self.size, *counts_LE.shape))
-        arrived, known = self._exchange(for_rank, not routes.live_T.any())
-        if not known:
+        sent = messages(for_rank, counts_LE.sum(1), not routes.live_T.any())
+        received, layers = self._exchange(sent), len(self.layer_numbers)
+        if not received[:, -1].all():
             return None
+        check_totals(received[:, -layers - 1 : -1], self.layer_numbers)
+        arrived = received[:, : -layers - 1].reshape(for_rank.shape)
         if self._other_sizes is None:
             return layer_sizes(counts_LE, arrived, self.ranks, self.layer_numbers)
         return self._other_sizes(arrived, self.ranks, self.layer_numbers)
 
-    def _exchange(self, for_rank: np.ndarray, known: bool) -> tuple[np.ndarray, bool]:
-        """What each rank has for this one, in the order of the group; whether all are `known`.
-
-        Args:
-            for_rank: int32, what this rank has for each rank, one behind the other.
-        """
+    def _exchange(self, sent: np.ndarray) -> np.ndarray:
+        """What each rank has for this one, in the order of the group."""
         if self.size == 1:
-            return for_rank, known
-        # One message a rank: the counts of all layers, then 1 if the sender knows all its routes.
-        # Example with 2 layers and 2 experts of the receiver: [3 1  2 2  1].
-        messages = for_rank.reshape(self.size, -1)
-        sent = torch.from_numpy(np.pad(messages, ((0, 0), (0, 1)), constant_values=known))
-        received = torch.empty_like(sent)
-        torch.distributed.all_to_all_single(received, sent, group=self.group)
-        arrived = received.numpy()
-        return arrived[:, :-1].reshape(for_rank.shape), bool(arrived[:, -1].all())
+            return sent
+        received = torch.empty(sent.shape, dtype=torch.int32)
+        torch.distributed.all_to_all_single(received, torch.from_numpy(sent), group=self.group)
+        return received.numpy()
+
+
+def messages(for_rank: np.ndarray, totals_L: np.ndarray, known: bool) -> np.ndarray:
+    """What a rank tells each rank, a row each, int32.
+
+    A row has the counts for its receiver, the sender's totals of all layers, and 1 if the sender
+    knows the routes of all its tokens. Example with 2 layers and 2 experts of the receiver:
+    [3 1  2 2  8 8  1]. With 256 experts on 256 ranks and 58 layers 120 kB come to a rank; the
+    counts of all experts, which guests are planned from, would be 15 MB.
+
+    Args:
+        for_rank: int32, the counts for each rank, one behind the other.
+    """
+    counts = for_rank.reshape(len(for_rank), -1)
+    alike = np.append(totals_L, known).astype(np.int32)
+    return np.concatenate([counts, np.broadcast_to(alike, (len(counts), len(alike)))], axis=1)

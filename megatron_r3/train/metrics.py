@@ -138,8 +138,9 @@ class StepMetrics:
     def _expert_load(self) -> dict[str, float]:
         """How much more the busiest rank computes than the mean, as the dispatch plans say.
 
-        A rank plans its own load. The ranks that share experts find the busiest of them in each
-        layer and micro-batch, so each of them counts it: as often as the mean counts their loads.
+        A plan has the load of its own rank, so the ranks that share experts look for the largest in
+        each layer and micro-batch, and all of them count that one. Example: ranks with the loads 6
+        and 2 count 6 each. The sums over both are 12 and 8, so the busiest has 1.5 of the mean.
         """
         from megatron.core import mpu
 

@@ -32,7 +32,8 @@ READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 READS += ("nonzero", "masked_select")
 SAME_PLACE = ("sum", "long", "ravel", "view", "reshape", "contiguous")
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_gather")
-COLLECTIVES += ("all_to_all_single",)  # of a plan; tokens travel in it too, as floats
+# it carries the counts of a plan, which are integers; tokens, which it carries too, are floats
+COLLECTIVES += ("all_to_all_single",)
 PLACE = "megatron.core.transformer.moe"
 # Both are the CPU, and all of torch takes either: "cpu" is the host, "cpu:0" stands for a GPU.
 HOST, ON_DEVICE = torch.device("cpu"), torch.device("cpu", 0)

@@ -79,15 +79,8 @@ def test_experts_with_equal_scores_are_the_same_set() -> None:
     assert differs.tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("function", "shape"),
-    [
-        *((function, (300, 8, 2)) for function in FUNCTIONS.values()),
-        *((BIASED, shape) for shape in [(37, 128, 8), (300, 8, 2), (5, 512, 22)]),
-        (FUNCTIONS["pre-softmax"], (20, 128, 8)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("function", [*FUNCTIONS.values(), BIASED], ids=[*FUNCTIONS, "biased"])
+@pytest.mark.parametrize("shape", [(37, 128, 8), (300, 8, 2), (5, 512, 22)])
 def test_a_recompute_has_the_bits_of_its_forward_pass(
     function: dict[str, Any], shape: tuple[int, int, int]
 ) -> None:
@@ -149,7 +142,7 @@ def test_no_tokens() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_twice_is_the_same_to_the_bit(name: str) -> None:
-    case = make(9, 64, 8, live_T=0.3, counted_T=0.7, **FUNCTIONS[name])
+    case = make(37, 64, 8, live_T=0.3, counted_T=0.7, **FUNCTIONS[name])
     first = case.run()
     assert same_bits(first, case.run())
     moved = case.logits.clone()

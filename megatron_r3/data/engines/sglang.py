@@ -210,8 +210,8 @@ def _response(item: Mapping[str, Any], prompt_tokens: int) -> tuple[np.ndarray, 
     tokens, native = item["token_ids"], item["meta_info"].get("output_token_logprobs")
     if native is None:
         response_G = id_array(tokens, "output_ids", item["hint"])
-        asked = (item["logprobs"], response_G, _ASK_LOGPROBS, prompt_tokens)
-        return response_G, sampled_logprobs(*asked)
+        logprobs_G = sampled_logprobs(item["logprobs"], response_G, _ASK_LOGPROBS, prompt_tokens)
+        return response_G, logprobs_G
     named_G, logprobs_G = _native_logprobs(native)  # they name their tokens by id, always
     response_G = id_array(named_G if tokens is None else tokens, "output_ids", item["hint"])
     if not np.array_equal(response_G, named_G):

@@ -91,7 +91,7 @@ def examine(
 def _causes(
     compared: Sequence[Compared], marks: list[np.ndarray]
 ) -> tuple[list[Alarm], list[np.ndarray]]:
-    """The alarms of known causes; and `marks`, rows that are left out, with those explained."""
+    """The alarms of known causes; and `marks`, the rows to leave out, with what causes explain."""
     alarms = []
     for cause in CAUSES:
         left = [_without(one, out_T) for one, out_T in zip(compared, marks, strict=True)]

@@ -53,7 +53,7 @@ def test_a_command_is_stopped_with_all_that_it_has_started(tmp_path: Path) -> No
 
 
 def test_a_signal_that_comes_as_the_command_starts_is_passed_on(tmp_path: Path) -> None:
-    """The command itself sends the signal, ten times, because one try hits the moment in five."""
+    """The command itself sends the signal. One try in five hits the moment, so there are ten."""
     argv = ["sh", "-c", "kill -TERM $PPID; exec sleep 61"]
     for _ in range(10):
         process = start(argv, {"STARTED_FOR": str(tmp_path)})

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from megatron_r3.replay.plan import ExpertRanks, by_owner, count_tokens, layer_sizes
+from megatron_r3.replay.plan import (
+    ExpertRanks,
+    PlanError,
+    by_owner,
+    check_totals,
+    count_tokens,
+    layer_sizes,
+)
 from megatron_r3.replay.routes import RoutesError
 
 L, K, E = 3, 2, 8
@@ -79,3 +86,11 @@ def test_sizes_are_what_really_travels(expert_size, tensor_size):
             ]
             assert got.received.tolist() == received
             assert got.tokens_per_expert.tolist() == np.sum(received, axis=0).tolist()
+
+
+def test_a_changed_count_is_named():
+    counts = np.stack([count_tokens(routes(9, rank), E) for rank in range(4)])
+    check_totals(counts.sum(2), LAYERS)
+    counts[2, 1, 5] += 1
+    with pytest.raises(PlanError, match=r"rank 2 .* sends 19 .* in layer 4, and 18 in layer 2"):
+        check_totals(counts.sum(2), LAYERS)
