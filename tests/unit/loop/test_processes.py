@@ -53,12 +53,15 @@ def test_a_command_is_stopped_with_all_that_it_has_started(tmp_path: Path) -> No
 
 
 def test_a_signal_that_comes_as_the_command_starts_is_passed_on(tmp_path: Path) -> None:
-    """The command itself sends the signal. One try in five hits the moment, so there are ten."""
-    argv = ["sh", "-c", "kill -TERM $PPID; exec sleep 61"]
-    for _ in range(10):
-        process = start(argv, {"STARTED_FOR": str(tmp_path)})
-        assert process.wait(20) == 128 + signal.SIGTERM
-        assert not sleepers(tmp_path)
+    """A long PATH makes the start last: the command is looked for in each of its folders."""
+    path = "/nowhere:" * 12_000 + os.environ["PATH"]
+    process = start(["sleep", "61"], {"STARTED_FOR": str(tmp_path), "PATH": path})
+    guard = psutil.Process(process.pid)
+    while not guard.children():  # as often as can be: the start takes some 10 ms
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGTERM
+    assert not sleepers(tmp_path)
 
 
 def test_what_a_part_has_started_dies_with_it(tmp_path: Path) -> None:
