@@ -123,6 +123,7 @@ def messages(for_rank: np.ndarray, totals_L: np.ndarray, known: bool) -> np.ndar
     Args:
         for_rank: int32, the counts for each rank, one behind the other.
     """
-    counts = for_rank.reshape(len(for_rank), -1)
-    alike = np.append(totals_L, known).astype(np.int32)
-    return np.concatenate([counts, np.broadcast_to(alike, (len(counts), len(alike)))], axis=1)
+    counts, alike = for_rank.reshape(len(for_rank), -1), np.append(totals_L, known)
+    rows = np.empty((len(counts), counts.shape[1] + len(alike)), np.int32)  # a row is sent as it is
+    rows[:, : counts.shape[1]], rows[:, counts.shape[1] :] = counts, alike
+    return rows

@@ -1,4 +1,7 @@
-"""The plan against what every rank would count for itself."""
+"""The plan against what every rank would count for itself.
+
+Shape suffixes (docs/glossary.md): E, L.
+"""
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from megatron_r3.replay.plan import (
     count_tokens,
     layer_sizes,
 )
+from megatron_r3.replay.planner import messages
 from megatron_r3.replay.routes import RoutesError
 
 L, K, E = 3, 2, 8
@@ -94,3 +98,14 @@ def test_a_changed_count_is_named():
     counts[2, 1, 5] += 1
     with pytest.raises(PlanError, match=r"rank 2 .* sends 19 .* in layer 4, and 18 in layer 2"):
         check_totals(counts.sum(2), LAYERS)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_message_is_sent_as_it_lies_in_memory(whole):
+    counts_LE, ranks = count_tokens(routes(9, 0), E), ExpertRanks(2, 0, 2, 0)
+    of_all = np.broadcast_to(counts_LE, (4, *counts_LE.shape))
+    for_rank = of_all if whole else by_owner(counts_LE, ranks)
+    sent = messages(for_rank, counts_LE.sum(1), known=True)
+    assert (sent.flags.c_contiguous, sent.dtype) == (True, np.int32)
+    for rank, row in enumerate(sent):
+        assert row.tolist() == [*for_rank[rank].ravel(), *counts_LE.sum(1), 1]
