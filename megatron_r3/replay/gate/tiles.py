@@ -60,12 +60,10 @@ def fill_zeros(
 
 
 @triton.jit
-def whole_rows(
-    ptr, stride_t, stride_e, rows_T, in_T, E: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr
-):
+def whole_rows(ptr, rows_T, in_T, E: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
     """`experts`, and the values of this program's rows as float32; 0 where there is none."""
     experts_1W32, inside_TW32 = experts(in_T, E, W, BITS)
-    places_TW32 = (rows_T * stride_t)[:, None, None] + experts_1W32 * stride_e
+    places_TW32 = (rows_T * E)[:, None, None] + experts_1W32
     values_TW32 = tl.load(ptr + places_TW32, mask=inside_TW32, other=0.0).to(tl.float32)
     return experts_1W32, inside_TW32, values_TW32
 
@@ -99,8 +97,6 @@ def valid_ids(ids_ptr, wanted, E: tl.constexpr):
 @triton.jit
 def load_ids(
     ids_ptr,
-    stride_t,
-    stride_k,
     rows_T,
     wanted_T,
     E: tl.constexpr,
@@ -109,14 +105,14 @@ def load_ids(
 ):
     """The given experts of each wanted row as int32 `[T, K]`; -1 for other rows and no experts."""
     k_1K = tl.arange(0, BLOCK_K)[None, :]
-    ids_TK_ptr = ids_ptr + (rows_T * stride_t)[:, None] + k_1K * stride_k
+    ids_TK_ptr = ids_ptr + (rows_T * K)[:, None] + k_1K
     return valid_ids(ids_TK_ptr, wanted_T[:, None] & (k_1K < K), E)
 
 
 @triton.jit
-def gather(ptr, stride_t, stride_e, rows_T, ids_TK, chosen_TK):
+def gather(ptr, rows_T, ids_TK, chosen_TK, E: tl.constexpr):
     """The values of the chosen experts as float32 `[T, K]`; 0 where there is none."""
-    places_TK = (rows_T * stride_t)[:, None] + ids_TK * stride_e
+    places_TK = (rows_T * E)[:, None] + ids_TK
     return tl.load(ptr + places_TK, mask=chosen_TK, other=0.0).to(tl.float32)
 
 
@@ -130,15 +126,11 @@ def with_ids(words_TW, ids_T):
 
 
 @triton.jit
-def load_set(
-    ids_ptr, stride_t, stride_k, rows_T, wanted_T, E: tl.constexpr, K: tl.constexpr, W: tl.constexpr
-):
+def load_set(ids_ptr, rows_T, wanted_T, E: tl.constexpr, K: tl.constexpr, W: tl.constexpr):
     """The given experts of each wanted row as a set `[T, W]`; the other rows are empty sets."""
     words_TW = tl.zeros([rows_T.shape[0], W], tl.int32)
     for k in tl.static_range(K):
-        words_TW = with_ids(
-            words_TW, valid_ids(ids_ptr + rows_T * stride_t + k * stride_k, wanted_T, E)
-        )
+        words_TW = with_ids(words_TW, valid_ids(ids_ptr + rows_T * K + k, wanted_T, E))
     return words_TW
 
 

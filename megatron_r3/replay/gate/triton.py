@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +26,13 @@ COMPILE_OPTIONS = {"enable_fp_fusion": True}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOGITS = 1024  # of one program, which is one warp: 32 for each lane
 
+# Before 3.3 a compiled kernel takes other arguments than the kernel that is compiled does, and on
+# AMD a kernel is compiled for the size of a tensor too.
+_LAUNCHES_COMPILED = torch.version.hip is None and tuple(
+    map(int, triton.__version__.split(".")[:2])
+) >= (3, 3)
+_compiled: dict[tuple[Any, ...], Any] = {}  # by what `_launch` compiles a kernel for
+
 
 def replayed_gate_triton(inputs: GateInputs, options: GateOptions) -> GateOutput:
     """`megatron_r3.replay.gate.replayed_gate` on a CUDA device, or under Triton's interpreter.
@@ -38,12 +45,14 @@ def replayed_gate_triton(inputs: GateInputs, options: GateOptions) -> GateOutput
     logits_TE, ids_TK, *small = inputs
     if logits_TE.dtype not in DTYPES:
         raise ValueError(f"logits_TE: bfloat16, float16 or float32, not {logits_TE.dtype}")
+    logits_TE, ids_TK = logits_TE.contiguous(), inputs.ids_TK.contiguous()
     bias_E, live_T, counted_T = (None if t is None else t.detach().contiguous() for t in small)
     probs_TE, map_TE, used_TK, differs_T = _Gate.apply(
         logits_TE, ids_TK, bias_E, live_T, counted_T, options
     )
     # an autograd function must not return its own input, so given ids are handed on here
-    return GateOutput(probs_TE, map_TE, ids_TK if used_TK is None else used_TK, differs_T)
+    used_TK = inputs.ids_TK if used_TK is None else used_TK
+    return GateOutput(probs_TE, map_TE, used_TK, differs_T)
 
 
 class _Gate(torch.autograd.Function):
@@ -59,20 +68,19 @@ class _Gate(torch.autograd.Function):
         counted_T: Tensor | None,
         options: GateOptions,
     ) -> tuple[Tensor | None, ...]:
-        probs_TE = logits_TE.new_empty(logits_TE.shape)
-        map_TE = torch.empty_like(probs_TE, dtype=torch.bool)
-        used_TK = None if live_T is None else ids_TK.new_empty(ids_TK.shape)
+        probs_TE = torch.empty_like(logits_TE)
+        map_TE = torch.empty_like(logits_TE, dtype=torch.bool)
+        used_TK = None if live_T is None else torch.empty_like(ids_TK)
         differs_T = None if counted_T is None else torch.empty_like(counted_T)
         if live_T is not None or counted_T is not None:
             masks = (_as_bytes(live_T), _as_bytes(counted_T))
             made = (used_TK, _as_bytes(differs_T))
-            given = (logits_TE, ids_TK)
-            _launch(gate_choose, (*given, expert_bias_E, *masks, *made), (), given, options)
-        strided = (logits_TE, ids_TK if used_TK is None else used_TK)
-        made = (probs_TE, _as_bytes(map_TE))
-        _launch(gate_forward, (*strided, *made), (options.scale,), strided, options)
+            _launch(gate_choose, options, logits_TE, ids_TK, expert_bias_E, *masks, *made)
+        if used_TK is not None:
+            ids_TK = used_TK
+        _launch(gate_forward, options, logits_TE, ids_TK, probs_TE, _as_bytes(map_TE))
         # backward replays what live rows chose; it does not choose again
-        ctx.save_for_backward(*strided)
+        ctx.save_for_backward(logits_TE, ids_TK)
         ctx.options = options
         ctx.set_materialize_grads(False)
         others = (map_TE, used_TK, differs_T)
@@ -85,43 +93,57 @@ class _Gate(torch.autograd.Function):
         if dprobs_TE is None:
             return (None,) * 6
         logits_TE, ids_TK = ctx.saved_tensors
-        dlogits_TE = logits_TE.new_empty(logits_TE.shape)
-        strided = (logits_TE, ids_TK, dprobs_TE)
-        _launch(gate_backward, (*strided, dlogits_TE), (ctx.options.scale,), strided, ctx.options)
+        dlogits_TE = torch.empty_like(logits_TE)
+        _launch(gate_backward, ctx.options, logits_TE, ids_TK, dprobs_TE.contiguous(), dlogits_TE)
         return dlogits_TE, None, None, None, None, None
 
 
 def _launch(
-    kernel: Any,
-    tensors: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
-    strided: tuple[Tensor, ...],
-    options: GateOptions,
+    kernel: Any, options: GateOptions, logits_TE: Tensor, ids_TK: Tensor, *others: Tensor | None
 ) -> None:
-    """Launch a kernel with tensors, numbers, and the strides of those tensors that may have any."""
-    logits_TE, ids_TK = strided[:2]
-    if not len(logits_TE):  # a grid of no programs cannot be launched
+    """Launch a kernel with contiguous tensors.
+
+    The first launch of a kind compiles, and later ones give the compiled kernel the same arguments.
+    Otherwise Triton would look at each argument at every launch, which takes as long as all that
+    torch does for a gate. What a kernel is compiled for, beside constants: the device, and of each
+    tensor its dtype and whether it begins at a multiple of 16 bytes.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    if not num_tokens:  # a grid of no programs cannot be launched
         return
-    sizes = launch_constants(logits_TE.shape[1], ids_TK.shape[1], options)
-    grid = (triton.cdiv(len(logits_TE), sizes["BLOCK_T"]),)
-    strides = [stride for tensor in strided for stride in tensor.stride()]
+    constants = launch_constants(num_experts, ids_TK.shape[1], options)
+    tensors = (logits_TE, ids_TK, *others)
+    kind = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
+    key = (kernel.__name__, logits_TE.device, constants, *kind)
+    arguments = (*tensors, num_tokens, options.scale, *constants)
+    # 1000 rows in programs of 8 are -(-1000 // 8) = 125 programs; triton.cdiv takes 5 us to say it
+    grid = (-(-num_tokens // constants.BLOCK_T), 1, 1)
     # Triton launches on the current device, not on that of the tensors
     on_gpu = logits_TE.device.type == "cuda"
     with torch.cuda.device(logits_TE.device) if on_gpu else nullcontext():
-        kernel[grid](
-            *tensors,
-            len(logits_TE),
-            *numbers,
-            *strides,
-            **sizes,
-            num_warps=1,
-            **COMPILE_OPTIONS,
-        )
+        if (compiled := _compiled.get(key)) is not None:
+            compiled[grid](*arguments)
+            return
+        compiled = kernel[grid](*arguments, num_warps=1, **COMPILE_OPTIONS)
+        if compiled is not None and _LAUNCHES_COMPILED:  # Triton's interpreter compiles nothing
+            _compiled[key] = compiled
+
+
+class LaunchConstants(NamedTuple):
+    """The constants that all kernels are compiled for; see triton_kernels.py."""
+
+    E: int
+    K: int
+    BLOCK_T: int
+    W: int
+    BITS: int
+    BLOCK_K: int
+    FUNCTION: str
 
 
 @lru_cache
-def launch_constants(num_experts: int, topk: int, options: GateOptions) -> dict[str, Any]:
-    """The constants that all kernels are compiled for; see triton_kernels.py.
+def launch_constants(num_experts: int, topk: int, options: GateOptions) -> LaunchConstants:
+    """What the kernels of a router are compiled for.
 
     Example: 384 experts need W = 16 words (12, padded to a power of two). A program has
     1024 / (32 x 16) = 2 rows, and 1000 rows need a grid of 500 programs.
@@ -129,9 +151,8 @@ def launch_constants(num_experts: int, topk: int, options: GateOptions) -> dict[
     bits = min(32, triton.next_power_of_2(num_experts))
     words = triton.next_power_of_2(triton.cdiv(num_experts, bits))
     rows = max(1, LOGITS // (bits * words))
-    constants = {"E": num_experts, "K": topk, "BLOCK_T": rows, "W": words, "BITS": bits}
-    constants["BLOCK_K"] = triton.next_power_of_2(topk)
-    return {**constants, "FUNCTION": options.function}
+    block_k = triton.next_power_of_2(topk)
+    return LaunchConstants(num_experts, topk, rows, words, bits, block_k, options.function)
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

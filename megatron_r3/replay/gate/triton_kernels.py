@@ -13,8 +13,9 @@ pass.
 The constants of all kernels: E experts, K experts for each row, BLOCK_K that number padded to a
 power of two, BLOCK_T rows for each program, W words of BITS experts for each row, FUNCTION the name
 in `GateOptions.function`. For 128 experts a program has W = 4 words of 32 and
-BLOCK_T = 1024 / (32 x 4) = 8 rows; for 8 experts it has 128 rows of one word with 8 bits. All
-strides are in elements.
+BLOCK_T = 1024 / (32 x 4) = 8 rows; for 8 experts it has 128 rows of one word with 8 bits. The rows
+of all tensors are contiguous. One function launches all kernels, so each of them has a `scale`, and
+`gate_choose` has no use for its own.
 
 Shape suffixes (docs/glossary.md): T, K, W.
 """
@@ -39,10 +40,7 @@ def gate_choose(
     used_ptr,
     differs_ptr,
     num_tokens,
-    logits_stride_t,
-    logits_stride_e,
-    ids_stride_t,
-    ids_stride_k,
+    scale,
     E: tl.constexpr,
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -61,13 +59,11 @@ def gate_choose(
     if live_ptr is not None:
         live_T = tl.load(live_ptr + rows_T, mask=in_T, other=0) != 0
         given_T = in_T & (live_T == 0)
-    experts_1W32, inside_TW32, logits_TW32 = tiles.whole_rows(
-        logits_ptr, logits_stride_t, logits_stride_e, rows_T, in_T, E, W, BITS
-    )
+    experts_1W32, inside_TW32, logits_TW32 = tiles.whole_rows(logits_ptr, rows_T, in_T, E, W, BITS)
     keys_TW32 = _selection_keys(logits_TW32, inside_TW32, experts_1W32, bias_ptr, E, FUNCTION)
-    ids_TK = tiles.load_ids(ids_ptr, ids_stride_t, ids_stride_k, rows_T, given_T, E, K, BLOCK_K)
+    ids_TK = tiles.load_ids(ids_ptr, rows_T, given_T, E, K, BLOCK_K)
     if counted_ptr is not None and FUNCTION != "softmax":
-        words_TW = tiles.load_set(ids_ptr, ids_stride_t, ids_stride_k, rows_T, given_T, E, K, W)
+        words_TW = tiles.load_set(ids_ptr, rows_T, given_T, E, K, W)
     if live_ptr is not None:
         # few programs have live rows, and a top-k is most of the work of one that does
         if tl.max(live_T.to(tl.int32), axis=0) > 0:
@@ -84,9 +80,7 @@ def gate_choose(
     if counted_ptr is not None:
         counted_T = tl.load(counted_ptr + rows_T, mask=in_T, other=0) != 0
         if FUNCTION == "softmax":
-            differs_T = _more_are_better(
-                logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, keys_TW32, inside_TW32
-            )
+            differs_T = _more_are_better(logits_ptr, rows_T, ids_TK, keys_TW32, inside_TW32, E)
         else:
             chosen_TW32 = tiles.members(words_TW, BITS) & inside_TW32
             differs_T = _differs_from_topk(keys_TW32, chosen_TW32, inside_TW32)
@@ -101,10 +95,6 @@ def gate_forward(
     map_ptr,
     num_tokens,
     scale,
-    logits_stride_t,
-    logits_stride_e,
-    ids_stride_t,
-    ids_stride_k,
     E: tl.constexpr,
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -115,15 +105,11 @@ def gate_forward(
 ):
     """Probabilities and map of BLOCK_T rows; the map is bytes."""
     rows_T, in_T = tiles.rows(num_tokens, BLOCK_T)
-    ids_TK = tiles.load_ids(ids_ptr, ids_stride_t, ids_stride_k, rows_T, in_T, E, K, BLOCK_K)
+    ids_TK = tiles.load_ids(ids_ptr, rows_T, in_T, E, K, BLOCK_K)
     chosen_TK = ids_TK >= 0
-    logits_TK = tiles.gather(
-        logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, chosen_TK
-    )
+    logits_TK = tiles.gather(logits_ptr, rows_T, ids_TK, chosen_TK, E)
     if FUNCTION == "pre_softmax":
-        _, inside_TW32, logits_TW32 = tiles.whole_rows(
-            logits_ptr, logits_stride_t, logits_stride_e, rows_T, in_T, E, W, BITS
-        )
+        _, inside_TW32, logits_TW32 = tiles.whole_rows(logits_ptr, rows_T, in_T, E, W, BITS)
         shift_T, total_T = tiles.softmax_of(logits_TW32, inside_TW32)
         raw_TK = tl.exp(tl.minimum(logits_TK - shift_T[:, None], 0.0))
     else:
@@ -145,12 +131,6 @@ def gate_backward(
     dlogits_ptr,
     num_tokens,
     scale,
-    logits_stride_t,
-    logits_stride_e,
-    ids_stride_t,
-    ids_stride_k,
-    dprobs_stride_t,
-    dprobs_stride_e,
     E: tl.constexpr,
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -167,18 +147,14 @@ def gate_backward(
     logit s_i is w_i (g_i - sum_j w_j g_j); for the other functions the slope of the score follows.
     """
     rows_T, in_T = tiles.rows(num_tokens, BLOCK_T)
-    ids_TK = tiles.load_ids(ids_ptr, ids_stride_t, ids_stride_k, rows_T, in_T, E, K, BLOCK_K)
+    ids_TK = tiles.load_ids(ids_ptr, rows_T, in_T, E, K, BLOCK_K)
     chosen_TK = ids_TK >= 0
-    logits_TK = tiles.gather(
-        logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, chosen_TK
-    )
-    dprobs_TK = scale * tiles.gather(
-        dprobs_ptr, dprobs_stride_t, dprobs_stride_e, rows_T, ids_TK, chosen_TK
-    )
+    logits_TK = tiles.gather(logits_ptr, rows_T, ids_TK, chosen_TK, E)
+    dprobs_TK = scale * tiles.gather(dprobs_ptr, rows_T, ids_TK, chosen_TK, E)
     if FUNCTION == "pre_softmax":
         # a softmax over all experts has weights, and gradients, outside of the chosen ones too
         experts_1W32, inside_TW32, logits_TW32 = tiles.whole_rows(
-            logits_ptr, logits_stride_t, logits_stride_e, rows_T, in_T, E, W, BITS
+            logits_ptr, rows_T, in_T, E, W, BITS
         )
         shift_T, total_T = tiles.softmax_of(logits_TW32, inside_TW32)
         raw_TK = tl.where(chosen_TK, tl.exp(tl.minimum(logits_TK - shift_T[:, None], 0.0)), 0.0)
@@ -235,23 +211,21 @@ def _differs_from_topk(keys_TW32, chosen_TW32, inside_TW32):
 
 
 @triton.jit
-def _more_are_better(
-    logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, keys_TW32, inside_TW32
-):
+def _more_are_better(logits_ptr, rows_T, ids_TK, keys_TW32, inside_TW32, E: tl.constexpr):
     """The same as `_differs_from_topk`, where the logits themselves are compared, without sets.
 
-    A row of Qwen3-30B-A3B takes 72 instructions in place of 175 (make bench-gate). More experts are
-    better than the worst that was taken than there are among the taken ones. Keys [5, 9, 7, 2],
-    taken {0, 1}: 9 and 7 are better than 5, and of the taken ones only 9. Scores that are worked
-    out would not do: the same score may round otherwise among K numbers than in a row.
+    More experts are better than the worst that was taken than there are among the taken ones. Keys
+    [5, 9, 7, 2], taken {0, 1}: 9 and 7 are better than 5, and of the taken ones only 9. A row of
+    Qwen3-30B-A3B takes a third of the instructions (make bench-gate). Scores that are worked out
+    would not do: the same score may round otherwise among K numbers than in a row.
     """
+    # They are counted as floats: of a sum of bools LLVM may make one of bits, by way of memory.
     chosen_TK = ids_TK >= 0
-    keys_TK = tiles.sort_keys(
-        tiles.gather(logits_ptr, logits_stride_t, logits_stride_e, rows_T, ids_TK, chosen_TK)
-    )
+    keys_TK = tiles.sort_keys(tiles.gather(logits_ptr, rows_T, ids_TK, chosen_TK, E))
     worst_T = tl.min(tl.where(chosen_TK, keys_TK, tiles.HIGHEST), axis=1)
-    better_T = tiles.row_sum((inside_TW32 & (keys_TW32 > worst_T[:, None, None])).to(tl.int32))
-    return better_T > tl.sum((chosen_TK & (keys_TK > worst_T[:, None])).to(tl.int32), axis=1)
+    better_TW32 = inside_TW32 & (keys_TW32 > worst_T[:, None, None])
+    better_TK = chosen_TK & (keys_TK > worst_T[:, None])
+    return tiles.row_sum(better_TW32.to(tl.float32)) > tl.sum(better_TK.to(tl.float32), axis=1)
 
 
 @triton.jit
