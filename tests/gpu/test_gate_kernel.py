@@ -39,7 +39,7 @@ def all_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("shape", [(37, 50, 5), (300, 8, 2)])  # each in three programs
+@pytest.mark.parametrize("shape", [(17, 50, 5), (129, 8, 2)])  # each in two programs
 def test_equals_the_reference(name: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     case = make(*shape, dtype, **all_of(name))
     result = worst(case, case.run())
@@ -84,7 +84,7 @@ def test_the_most_experts(name: str) -> None:
 
 @pytest.mark.parametrize("wrong", ["id", "rows", "scale", "gradient", "live", "bias in weights"])
 def test_the_comparison_can_fail(wrong: str) -> None:
-    case = make(37, 50, 5, **all_of("sigmoid"))
+    case = make(17, 50, 5, **all_of("sigmoid"))
     out, gradient = case.run()
     options = dict(case.options)
     if wrong == "id":
@@ -93,7 +93,7 @@ def test_the_comparison_can_fail(wrong: str) -> None:
         ids[row, 0] = next(e for e in range(50) if e not in ids[row].tolist())
         got = Case(case.logits, ids, case.upstream, options).run()
     elif wrong == "rows":
-        swapped = [1, 0, *range(2, 37)]
+        swapped = [1, 0, *range(2, 17)]
         got = (out._replace(probs_TE=out.probs_TE[swapped]), gradient)
     elif wrong == "scale":
         options["scaling_factor"] = None

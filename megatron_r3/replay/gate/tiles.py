@@ -61,11 +61,11 @@ def fill_zeros(
 
 @triton.jit
 def whole_rows(ptr, rows_T, in_T, E: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
-    """`experts`, and the values of this program's rows as float32; 0 where there is none."""
+    """`experts`, and the logits of this program's rows as float32; -inf where there is none."""
     experts_1W32, inside_TW32 = experts(in_T, E, W, BITS)
     places_TW32 = (rows_T * E)[:, None, None] + experts_1W32
-    values_TW32 = tl.load(ptr + places_TW32, mask=inside_TW32, other=0.0).to(tl.float32)
-    return experts_1W32, inside_TW32, values_TW32
+    logits_TW32 = tl.load(ptr + places_TW32, mask=inside_TW32, other=-float("inf")).to(tl.float32)
+    return experts_1W32, inside_TW32, logits_TW32
 
 
 @triton.jit
@@ -126,15 +126,6 @@ def with_ids(words_TW, ids_T):
 
 
 @triton.jit
-def load_set(ids_ptr, rows_T, wanted_T, E: tl.constexpr, K: tl.constexpr, W: tl.constexpr):
-    """The given experts of each wanted row as a set `[T, W]`; the other rows are empty sets."""
-    words_TW = tl.zeros([rows_T.shape[0], W], tl.int32)
-    for k in tl.static_range(K):
-        words_TW = with_ids(words_TW, valid_ids(ids_ptr + rows_T * K + k, wanted_T, E))
-    return words_TW
-
-
-@triton.jit
 def members(words_TW, BITS: tl.constexpr):
     """The sets as bool `[T, W, BITS]`."""
     return ((words_TW[:, :, None] >> tl.arange(0, BITS)[None, None, :]) & 1) != 0
@@ -151,8 +142,8 @@ def sort_keys(values):
          1.0  0x3f800000 -> 0x3f800000      -1.0  0xbf800000 -> 0xc07fffff (a negative integer)
          2.0  0x40000000 -> 0x40000000      -2.0  0xc0000000 -> 0xbfffffff (a smaller one)
     """
-    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
-    keys = tl.where(bits < 0, bits ^ HIGHEST, bits)
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is 0
+    keys = bits ^ ((bits >> 31) & HIGHEST)  # bits >> 31 has the sign bit in all places
     return tl.where(values != values, HIGHEST, keys)
 
 
@@ -165,7 +156,7 @@ def choose(
     BLOCK_K: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """The K largest of each row, the lowest index first among equals: sets, and ids `[T, K]`.
+    """The K largest of each row, the lowest index first among equals: ids `[T, K]`.
 
     K rounds, each of which takes the best that is left. A row of keys [5, 9, 9, 2] gives 1 (the
     first of the nines), then 2, then 0.
@@ -181,17 +172,16 @@ def choose(
         words_TW = with_ids(words_TW, first_T)
         # a tile in registers cannot be written at an index: every column is compared with k
         ids_TK = tl.where((tl.arange(0, BLOCK_K) == k)[None, :], first_T[:, None], ids_TK)
-    return words_TW, ids_TK
+    return ids_TK
 
 
 @triton.jit
-def softmax_of(logits_TW32, over_TW32):
-    """The largest logit and the sum of exponentials `[T]`, over a part of each row."""
-    largest_T = row_max(tl.where(over_TW32, logits_TW32, -float("inf")))
-    # an empty part has the largest logit -inf, and -inf - -inf would be NaN
+def softmax_of(logits_TW32):
+    """The largest logit and the sum of exponentials of each row, `[T]`."""
+    largest_T = row_max(logits_TW32)
+    # a row that is not there has the largest logit -inf, and -inf - -inf would be NaN
     largest_T = tl.where(largest_T == -float("inf"), 0.0, largest_T)
-    over_logits_TW32 = tl.where(over_TW32, logits_TW32, -float("inf"))
-    return largest_T, row_sum(tl.exp(over_logits_TW32 - largest_T[:, None, None]))
+    return largest_T, row_sum(tl.exp(logits_TW32 - largest_T[:, None, None]))
 
 
 @triton.jit

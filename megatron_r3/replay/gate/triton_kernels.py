@@ -60,17 +60,25 @@ def gate_choose(
         live_T = tl.load(live_ptr + rows_T, mask=in_T, other=0) != 0
         given_T = in_T & (live_T == 0)
     experts_1W32, inside_TW32, logits_TW32 = tiles.whole_rows(logits_ptr, rows_T, in_T, E, W, BITS)
-    keys_TW32 = _selection_keys(logits_TW32, inside_TW32, experts_1W32, bias_ptr, E, FUNCTION)
+    largest_T = tl.zeros([BLOCK_T], tl.float32)
+    total_T = largest_T
+    if FUNCTION == "pre_softmax":
+        largest_T, total_T = tiles.softmax_of(logits_TW32)
+    keys_TW32 = _selection_keys(
+        logits_TW32,
+        largest_T[:, None, None],
+        total_T[:, None, None],
+        bias_ptr,
+        experts_1W32,
+        experts_1W32 < E,
+        FUNCTION,
+    )
     ids_TK = tiles.load_ids(ids_ptr, rows_T, given_T, E, K, BLOCK_K)
-    if counted_ptr is not None and FUNCTION != "softmax":
-        words_TW = tiles.load_set(ids_ptr, rows_T, given_T, E, K, W)
     if live_ptr is not None:
         # few programs have live rows, and a top-k is most of the work of one that does
         if tl.max(live_T.to(tl.int32), axis=0) > 0:
-            best_TW, best_TK = tiles.choose(keys_TW32, experts_1W32, inside_TW32, K, BLOCK_K, BITS)
+            best_TK = tiles.choose(keys_TW32, experts_1W32, inside_TW32, K, BLOCK_K, BITS)
             ids_TK = tl.where(live_T[:, None], best_TK, ids_TK)
-            if counted_ptr is not None and FUNCTION != "softmax":
-                words_TW = tl.where(live_T[:, None], best_TW, words_TW)
         k_1K = tl.arange(0, BLOCK_K)[None, :]
         tl.store(
             used_ptr + rows_T[:, None] * K + k_1K,
@@ -79,11 +87,17 @@ def gate_choose(
         )
     if counted_ptr is not None:
         counted_T = tl.load(counted_ptr + rows_T, mask=in_T, other=0) != 0
-        if FUNCTION == "softmax":
-            differs_T = _more_are_better(logits_ptr, rows_T, ids_TK, keys_TW32, inside_TW32, E)
-        else:
-            chosen_TW32 = tiles.members(words_TW, BITS) & inside_TW32
-            differs_T = _differs_from_topk(keys_TW32, chosen_TW32, inside_TW32)
+        chosen_TK = ids_TK >= 0
+        chosen_keys_TK = _selection_keys(
+            tiles.gather(logits_ptr, rows_T, ids_TK, chosen_TK, E),
+            largest_T[:, None],
+            total_T[:, None],
+            bias_ptr,
+            ids_TK,
+            chosen_TK,
+            FUNCTION,
+        )
+        differs_T = _differs_from_topk(keys_TW32, experts_1W32 < E, chosen_keys_TK, chosen_TK)
         tl.store(differs_ptr + rows_T, (counted_T & differs_T).to(tl.uint8), mask=in_T)
 
 
@@ -109,8 +123,8 @@ def gate_forward(
     chosen_TK = ids_TK >= 0
     logits_TK = tiles.gather(logits_ptr, rows_T, ids_TK, chosen_TK, E)
     if FUNCTION == "pre_softmax":
-        _, inside_TW32, logits_TW32 = tiles.whole_rows(logits_ptr, rows_T, in_T, E, W, BITS)
-        shift_T, total_T = tiles.softmax_of(logits_TW32, inside_TW32)
+        _, _, logits_TW32 = tiles.whole_rows(logits_ptr, rows_T, in_T, E, W, BITS)
+        shift_T, total_T = tiles.softmax_of(logits_TW32)
         raw_TK = tl.exp(tl.minimum(logits_TK - shift_T[:, None], 0.0))
     else:
         raw_TK, total_T = _weights(logits_TK, chosen_TK, K, FUNCTION)
@@ -156,7 +170,7 @@ def gate_backward(
         experts_1W32, inside_TW32, logits_TW32 = tiles.whole_rows(
             logits_ptr, rows_T, in_T, E, W, BITS
         )
-        shift_T, total_T = tiles.softmax_of(logits_TW32, inside_TW32)
+        shift_T, total_T = tiles.softmax_of(logits_TW32)
         raw_TK = tl.where(chosen_TK, tl.exp(tl.minimum(logits_TK - shift_T[:, None], 0.0)), 0.0)
     else:
         raw_TK, total_T = _weights(logits_TK, chosen_TK, K, FUNCTION)
@@ -183,48 +197,35 @@ def gate_backward(
 
 
 @triton.jit
-def _selection_keys(
-    logits_TW32, inside_TW32, experts_1W32, bias_ptr, E: tl.constexpr, FUNCTION: tl.constexpr
-):
-    """The numbers by which a live top-k chooses, as integers that compare in the same way."""
-    scores_TW32 = logits_TW32
+def _selection_keys(logits, largest, total, bias_ptr, experts, wanted, FUNCTION: tl.constexpr):
+    """The numbers by which a live top-k chooses, as integers that compare in the same way.
+
+    The logits have any shape, and nothing is summed: the same logit gives the same number in a tile
+    of whole rows and in one of the chosen experts.
+    """
+    scores = logits
     if FUNCTION == "pre_softmax":
         # the logits have the same order, but two of them may round to the same probability, and
         # then torch takes the lower index
-        largest_T, sum_T = tiles.softmax_of(logits_TW32, inside_TW32)
-        scores_TW32 = tl.exp(logits_TW32 - largest_T[:, None, None]) / sum_T[:, None, None]
+        scores = tl.exp(logits - largest) / total
     elif FUNCTION != "softmax":
-        scores_TW32 = tiles.score(logits_TW32, FUNCTION)
+        scores = tiles.score(logits, FUNCTION)
     if bias_ptr is not None:
-        bias_1W32 = tl.load(bias_ptr + experts_1W32, mask=experts_1W32 < E, other=0)
-        scores_TW32 += bias_1W32.to(tl.float32)
-    return tiles.sort_keys(scores_TW32)
+        scores += tl.load(bias_ptr + experts, mask=wanted, other=0).to(tl.float32)
+    return tiles.sort_keys(scores)
 
 
 @triton.jit
-def _differs_from_topk(keys_TW32, chosen_TW32, inside_TW32):
-    """Rows where some expert that was left out beats the worst that was taken, bool `[T]`."""
-    left_TW32 = inside_TW32 & (chosen_TW32 == 0)
-    best_left_T = tiles.row_max(tl.where(left_TW32, keys_TW32, tiles.LOWEST))
-    worst_taken_T = tiles.row_min(tl.where(chosen_TW32, keys_TW32, tiles.HIGHEST))
-    return best_left_T > worst_taken_T
+def _differs_from_topk(keys_TW32, exists_1W32, chosen_keys_TK, chosen_TK):
+    """Rows where some expert that was left out beats the worst that was taken, bool `[T]`.
 
-
-@triton.jit
-def _more_are_better(logits_ptr, rows_T, ids_TK, keys_TW32, inside_TW32, E: tl.constexpr):
-    """The same as `_differs_from_topk`, where the logits themselves are compared, without sets.
-
-    More experts are better than the worst that was taken than there are among the taken ones. Keys
-    [5, 9, 7, 2], taken {0, 1}: 9 and 7 are better than 5, and of the taken ones only 9. A row of
-    Qwen3-30B-A3B takes a third of the instructions (make bench-gate). Scores that are worked out
-    would not do: the same score may round otherwise among K numbers than in a row.
+    There more experts are better than the worst that was taken than there are among the taken ones.
+    Keys [5, 9, 7, 2], taken {0, 1}: 9 and 7 are better than 5, and of the taken ones only 9.
     """
-    # They are counted as floats: of a sum of bools LLVM may make one of bits, by way of memory.
-    chosen_TK = ids_TK >= 0
-    keys_TK = tiles.sort_keys(tiles.gather(logits_ptr, rows_T, ids_TK, chosen_TK, E))
-    worst_T = tl.min(tl.where(chosen_TK, keys_TK, tiles.HIGHEST), axis=1)
-    better_TW32 = inside_TW32 & (keys_TW32 > worst_T[:, None, None])
-    better_TK = chosen_TK & (keys_TK > worst_T[:, None])
+    worst_T = tl.min(tl.where(chosen_TK, chosen_keys_TK, tiles.HIGHEST), axis=1)
+    better_TW32 = exists_1W32 & (keys_TW32 > worst_T[:, None, None])
+    better_TK = chosen_TK & (chosen_keys_TK > worst_T[:, None])
+    # counted as floats: of a sum of bools LLVM may make one of bits, by way of memory
     return tiles.row_sum(better_TW32.to(tl.float32)) > tl.sum(better_TK.to(tl.float32), axis=1)
 
 
