@@ -6,6 +6,7 @@ Shape suffixes (docs/glossary.md): B, I, K, L, S, T, V.
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,28 @@ def two_passes_in_one_block(rank: int, options: dict[str, Any]) -> dict[str, tor
                 for parameter in gpt.parameters():
                     parameter -= 1e-2 * parameter.grad
     return found
+
+
+def late(rank: int) -> list[torch.Tensor]:
+    """What comes to a rank by `Slots` from the other one, which comes 0.3 s later: a guest's
+    weights to rank 0, its gradients to rank 1.
+    """
+    from megatron_r3.balance.places import LayerGuests
+    from megatron_r3.balance.travel import Slots, Stay, Trip
+
+    tiny.start(expert_model_parallel_size=2)
+    group = torch.distributed.group.WORLD
+    slots = Slots(group, [torch.Size([3])], torch.zeros(2, 1, 3))
+    sends, receives = ([[], []], [0, 1]) if rank == 0 else ([[0], []], [0, 0])
+    guests = LayerGuests(torch.empty(0), 0, sends, receives, [0] * sum(receives))
+    weights = [[torch.full((3,), 5.0)]]
+    torch.distributed.barrier()
+    time.sleep(0.3 * (rank == 1))
+    fetched = slots.fetch(Trip(Stay(1, 1, 1), guests, lambda: weights)).clone()
+    torch.distributed.barrier()
+    time.sleep(0.3 * (rank == 0))
+    slots.send_home(guests, torch.full((3 * sum(receives),), 7.0))
+    return [fetched, slots.come_home().clone()]
 
 
 def dropped() -> None:
@@ -225,6 +248,12 @@ def test_a_second_pass_in_a_block_has_the_weights_of_then(patched: TreeWorker) -
     plain, found = (patched.run(two_passes_in_one_block, 2, options) for options in ({}, SLOTS))
     assert furthest(found, plain) < 1e-13
     assert not same(found, plain)
+
+
+def test_what_travels_is_waited_for(patched: TreeWorker) -> None:
+    (weights, _), (_, gradients) = patched.run(late, 2)
+    assert weights.tolist() == [[5.0] * 3]
+    assert gradients.tolist() == [[7.0] * 3]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
