@@ -21,6 +21,8 @@ from megatron_r3.cpu import cuda_table
 from megatron_r3.cpu.errors import InstallError, NotEmulated
 
 CPU = torch.device("cpu")
+# Python makes a new wrapper at each access to `__get__`, so compare it with == and not with `is`
+_IS_CUDA: Any = vars(torch._C.TensorBase)["is_cuda"].__get__
 _state = {"installed": False}
 
 
@@ -40,58 +42,38 @@ class CudaToCpu(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """The call `func(*args, **kwargs)`, with the CPU for every CUDA device."""
-        # It is called some 60,000 times in a training of one tiny step, mostly with nothing to do.
-        call = _ANSWERS.get(func, func)
-        if not kwargs:
-            return call(*args)
+        kwargs = dict(kwargs or {})
+        # Megatron asserts `tensor.is_cuda` and then calls CUDA: here every tensor is a CUDA tensor
+        if func == _IS_CUDA:
+            return True
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.cpu or func is torch.Tensor.pin_memory:
+            # on a GPU these copy: a later write to one tensor must not show in the other
+            return args[0].clone()
+        if func is torch.Tensor.type:
+            return _tensor_type(func, *args, **kwargs)
+        if func is torch.device and args and type(args[0]) is int:
+            return torch.device("cuda", *args)  # an index alone needs an accelerator
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda_device(args[1]):
+            args = (args[0], CPU, *args[2:])
         if _is_cuda_device(kwargs.get("device")):
-            kwargs = {**kwargs, "device": CPU}
+            kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        return call(*args, **kwargs)
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
 
 
-def _copy(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Tensor.cpu() and pin_memory() of a GPU copy: a later write must not show in the other."""
-    return tensor.clone()
-
-
-def _device(*args: Any, **kwargs: Any) -> torch.device:
-    """torch.device(): an index alone needs an accelerator."""
-    if args and type(args[0]) is int:
-        return torch.device("cuda", *args)
-    return torch.device(*args, **kwargs)
-
-
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Tensor.to()."""
-    if args and _is_cuda_device(args[0]):
-        args = (CPU, *args[1:])
-    return tensor.to(*args, **kwargs)
-
-
-def _tensor_type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _tensor_type(
+    func: Any, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Tensor.type(): report and accept the names torch.cuda.* of tensor types."""
     if dtype is None:
-        name = tensor.type()
+        name = func(tensor)
         return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
     if isinstance(dtype, str):
         dtype = dtype.replace("torch.cuda.", "torch.")
-    return tensor.type(dtype, *args, **kwargs)
-
-
-# What is called in the place of a function. Python makes a new wrapper at each access to `__get__`;
-# equal ones have the same hash.
-_ANSWERS: dict[Any, Callable[..., Any]] = {
-    # Megatron asserts `tensor.is_cuda` and then calls CUDA: here every tensor is a CUDA tensor
-    vars(torch._C.TensorBase)["is_cuda"].__get__: lambda *_: True,
-    torch.Tensor.cuda: lambda tensor, *_, **__: tensor,
-    torch.Tensor.cpu: _copy,
-    torch.Tensor.pin_memory: _copy,
-    torch.Tensor.type: _tensor_type,
-    torch.Tensor.to: _to,
-    torch.device: _device,
-}
+    return func(tensor, dtype, *args, **kwargs)
 
 
 def installed() -> bool:
