@@ -90,8 +90,19 @@ def test_what_top_k_takes_never_differs(function: dict[str, Any]) -> None:
     case = make(17 if INTERPRETED else 5000, 50, 5, live_T=1.0, counted_T=1.0, **function)
     out, _ = case.run()
     assert not out.differs_T.any()
-    given = Case(case.logits, case.ids, case.upstream, {**case.options, "live_T": None})
-    assert given.run()[0].differs_T.all()
+    given = {**case.options, "live_T": None}
+    assert not Case(case.logits, out.ids_TK, case.upstream, given).run()[0].differs_T.any()
+    assert Case(case.logits, case.ids, case.upstream, given).run()[0].differs_T.all()
+
+
+@each_function
+def test_an_undefined_logit_shows_in_all_weights_of_its_row(function: dict[str, Any]) -> None:
+    case = make(3, 40, 6, **function)
+    case.logits[1, case.ids[1, 2]] = torch.nan
+    out, _ = case.run()
+    probs_TK = out.probs_TE.gather(1, case.ids.long())
+    assert probs_TK.isnan().all(1).tolist() == [False, True, False]
+    assert probs_TK.isnan().any(1).tolist() == [False, True, False]
 
 
 @each_function

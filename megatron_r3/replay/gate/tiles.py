@@ -201,7 +201,9 @@ def score(logits, FUNCTION: tl.constexpr):
     """
     if FUNCTION == "sigmoid":
         return tl.sigmoid(logits)
-    near = tl.minimum(tl.maximum(logits, -17.0), 20.0)
+    # a NaN must not become the score of -17
+    near = tl.maximum(logits, -17.0, propagate_nan=tl.PropagateNan.ALL)
+    near = tl.minimum(near, 20.0, propagate_nan=tl.PropagateNan.ALL)
     z = tl.exp(near)
     u = 1.0 + z
     softplus = tl.where(u == 1.0, z, z * (tl.log(u) / tl.where(u == 1.0, 1.0, u - 1.0)))

@@ -22,7 +22,7 @@ from megatron_r3.replay.gate.gate_options import GateInputs, GateOptions, GateOu
 from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_choose, gate_forward
 
 # A product and a sum that follows are rounded one by one. Which of them a compiler fuses depends on
-# what stands around them, and the same logit would have two scores.
+# what stands around them, so that the same logit could have two scores.
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOGITS = 1024  # of one program, which is one warp: 32 for each lane

@@ -1,14 +1,14 @@
 """The three Triton kernels of the replayed gate.
 
 A program is one warp with about a thousand logits, so that what is summed over a row never leaves
-the warp; it has several rows where they fit. Of a row only the K logits of its experts are read;
-the row of the result is filled with zeros, and then K numbers are put into it. The backward pass
-computes again what it needs from the logits and the ids. How a tile is laid out: see tiles.py.
+the warp; it has several rows where they fit. Of a row only the K logits of its experts are read,
+unless the softmax is one over all experts; the row of the result is filled with zeros, and then K
+numbers are put into it. The backward pass computes again what it needs from the logits and the ids.
+How a tile is laid out: see tiles.py.
 
-Whole rows are read only where experts are chosen or compared, by a kernel of its own: a sum over K
-numbers rounds by the threads that have them, and Triton shares them out otherwise in a kernel that
-does other things too. So a recompute, in which nothing is chosen, gives the bits of its forward
-pass.
+Experts are chosen and compared by a kernel of its own, which reads whole rows: a sum over K numbers
+rounds by the threads that have them, and Triton shares them out otherwise in a kernel that does
+other things too. So a recompute, in which nothing is chosen, gives the bits of its forward pass.
 
 The constants of all kernels: E experts, K experts for each row, BLOCK_K that number padded to a
 power of two, BLOCK_T rows for each program, W words of BITS experts for each row, FUNCTION the name
@@ -200,8 +200,8 @@ def gate_backward(
 def _selection_keys(logits, largest, total, bias_ptr, experts, wanted, FUNCTION: tl.constexpr):
     """The numbers by which a live top-k chooses, as integers that compare in the same way.
 
-    The logits have any shape, and nothing is summed: the same logit gives the same number in a tile
-    of whole rows and in one of the chosen experts.
+    The logits have any shape, and nothing is summed over a row here: the same logit gives the same
+    number in a tile of whole rows and in one of the chosen experts.
     """
     scores = logits
     if FUNCTION == "pre_softmax":

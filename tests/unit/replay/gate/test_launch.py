@@ -77,8 +77,8 @@ def inputs(num_tokens: int, shift: int = 0, **others: Tensor) -> GateInputs:
     return GateInputs(logits_TE, ids_TK, **others)
 
 
-def run(given: GateInputs) -> GateOutput:
-    out = gate.replayed_gate_triton(given, OPTIONS)
+def run(given: GateInputs, options: GateOptions = OPTIONS) -> GateOutput:
+    out = gate.replayed_gate_triton(given, options)
     out.probs_TE.sum().backward()
     return out
 
@@ -113,12 +113,29 @@ def test_a_later_launch_gives_the_driver_what_the_first_one_did(launches: list[A
 
 
 def test_what_a_kernel_is_compiled_for_is_compiled_anew(launches: list[Any]) -> None:
-    for num_tokens, shift in ((5, 0), (129, 0), (5, 1)):
-        run(inputs(num_tokens, shift))
-        run(inputs(num_tokens, shift))
-    functions = [launch[FUNCTION] for launch in launches]
-    assert functions == [1, 2] * 4 + [3, 4] * 2  # another number of tokens is the same kernel
-    assert [launch[GRID] for launch in launches[::4]] == [(1, 1, 1), (3, 1, 1), (1, 1, 1)]
+    given = inputs(5)
+    elsewhere = [torch.empty_like(t.detach(), device="meta") for t in given[:2]]
+    elsewhere[0].requires_grad_()
+    softmax, half = GateOptions("softmax"), given.logits_TE.detach().half().requires_grad_()
+    kinds = [  # each with the functions that it launches
+        (given, OPTIONS, [1, 2]),
+        (inputs(129), OPTIONS, [1, 2]),  # another number of tokens is another grid
+        (inputs(5, shift=1), OPTIONS, [3, 4]),
+        (given, softmax, [5, 6]),
+        (given._replace(ids_TK=given.ids_TK[:, :1].contiguous()), OPTIONS, [7, 8]),
+        (given._replace(ids_TK=given.ids_TK.short()), OPTIONS, [9, 10]),
+        (given._replace(logits_TE=half), OPTIONS, [11, 12]),
+    ]
+    for kind, options, functions in kinds:
+        run(kind, options)
+        launches.clear()
+        run(kind, options)
+        assert [launch[FUNCTION] for launch in launches] == functions
+        num_programs = 3 if len(kind.logits_TE) == 129 else 1
+        assert [launch[GRID] for launch in launches] == [(num_programs, 1, 1)] * 2
+    assert len(gate._compiled) == 12
+    run(GateInputs(*elsewhere))
+    assert len(gate._compiled) == 14  # another device
 
 
 def test_logits_with_strides_are_copied(launches: list[Any]) -> None:
