@@ -179,7 +179,6 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
                 "kernel": shown,
                 **code._asdict(),
                 "row_bytes": row_bytes(case, kernel),
-                "num_experts": case.num_experts,
                 "most": MOST_COUNTED[case.function] if kernel == "choose" else MOST,
                 "issue_of_memory": clocks[shown][0] / clocks[shown][1],
             }

@@ -87,8 +87,9 @@ def two_passes_in_one_block(rank: int, options: dict[str, Any]) -> dict[str, tor
 
 
 def late(rank: int) -> list[torch.Tensor]:
-    """What comes to a rank by `Slots` from the other one, which comes 0.3 s later: a guest's
-    weights to rank 0, its gradients to rank 1.
+    """The weights that came to this rank's guest, and the gradients that came to its home.
+
+    Rank 0 has the guest, and rank 1 is the home. Whoever sends begins 0.3 s after the receiver.
     """
     from megatron_r3.balance.places import LayerGuests
     from megatron_r3.balance.travel import Slots, Stay, Trip

@@ -95,14 +95,7 @@ def valid_ids(ids_ptr, wanted, E: tl.constexpr):
 
 
 @triton.jit
-def load_ids(
-    ids_ptr,
-    rows_T,
-    wanted_T,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def load_ids(ids_ptr, rows_T, wanted_T, E: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """The given experts of each wanted row as int32 `[T, K]`; -1 for other rows and no experts."""
     k_1K = tl.arange(0, BLOCK_K)[None, :]
     ids_TK_ptr = ids_ptr + (rows_T * K)[:, None] + k_1K

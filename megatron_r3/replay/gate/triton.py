@@ -27,8 +27,8 @@ COMPILE_OPTIONS = {"enable_fp_fusion": False}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOGITS = 1024  # of one program, which is one warp: 32 for each lane
 
-# Before 3.3 a compiled kernel takes other arguments than the kernel that is compiled does, and on
-# AMD a kernel is compiled for the size of a tensor too.
+# Before Triton 3.3 a compiled kernel is called without the constants that `_launch` gives it, and
+# on AMD a kernel is compiled for the size of a tensor too, which is not in the key of `_launch`.
 _LAUNCHES_COMPILED = torch.version.hip is None and tuple(
     map(int, triton.__version__.split(".")[:2])
 ) >= (3, 3)
@@ -43,17 +43,16 @@ def replayed_gate_triton(inputs: GateInputs, options: GateOptions) -> GateOutput
             float32.
     """
     check_inputs(inputs, options)
-    logits_TE, ids_TK, *small = inputs
+    logits_TE, given_TK, *small = inputs
     if logits_TE.dtype not in DTYPES:
         raise ValueError(f"logits_TE: bfloat16, float16 or float32, not {logits_TE.dtype}")
-    logits_TE, ids_TK = logits_TE.contiguous(), inputs.ids_TK.contiguous()
+    logits_TE, ids_TK = logits_TE.contiguous(), given_TK.contiguous()
     bias_E, live_T, counted_T = (None if t is None else t.detach().contiguous() for t in small)
     probs_TE, map_TE, used_TK, differs_T = _Gate.apply(
         logits_TE, ids_TK, bias_E, live_T, counted_T, options
     )
     # an autograd function must not return its own input, so given ids are handed on here
-    used_TK = inputs.ids_TK if used_TK is None else used_TK
-    return GateOutput(probs_TE, map_TE, used_TK, differs_T)
+    return GateOutput(probs_TE, map_TE, given_TK if used_TK is None else used_TK, differs_T)
 
 
 class _Gate(torch.autograd.Function):
@@ -104,10 +103,12 @@ def _launch(
 ) -> None:
     """Launch a kernel with contiguous tensors.
 
-    The first launch of a kind compiles, and later ones give the compiled kernel the same arguments.
-    Otherwise Triton would look at each argument at every launch, which takes as long as all that
-    torch does for a gate. What a kernel is compiled for, beside constants: the device, and of each
-    tensor its dtype and whether it begins at a multiple of 16 bytes.
+    The first launch of a kind compiles, and later launches give the compiled kernel the same
+    arguments. Otherwise Triton would look at each argument at every launch: about half of the
+    host's time for a gate. What a kernel is compiled for, beside constants: the device, and of each
+    tensor its dtype and whether it begins at a multiple of 16 bytes. Example: the ids of a layer
+    are a part of all layers' ids. Those of layer 1 begin at byte 0, those of layer 2 at byte
+    T x K = 999 x 2 = 1998, which is no multiple of 16, so layer 2 has a kernel of its own.
     """
     num_tokens, num_experts = logits_TE.shape
     if not num_tokens:  # a grid of no programs cannot be launched

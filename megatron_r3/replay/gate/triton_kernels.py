@@ -6,9 +6,10 @@ unless the softmax is one over all experts; the row of the result is filled with
 numbers are put into it. The backward pass computes again what it needs from the logits and the ids.
 How a tile is laid out: see tiles.py.
 
-Experts are chosen and compared by a kernel of its own, which reads whole rows: a sum over K numbers
-rounds by the threads that have them, and Triton shares them out otherwise in a kernel that does
-other things too. So a recompute, in which nothing is chosen, gives the bits of its forward pass.
+`gate_choose`, which chooses and compares experts, reads whole rows and is a kernel apart: a sum
+over K numbers rounds by the threads that have them, and Triton shares them out otherwise in a
+kernel that does other things too. So a recompute, in which nothing is chosen, gives the bits of its
+forward pass.
 
 The constants of all kernels: E experts, K experts for each row, BLOCK_K that number padded to a
 power of two, BLOCK_T rows for each program, W words of BITS experts for each row, FUNCTION the name
@@ -201,7 +202,13 @@ def _selection_keys(logits, largest, total, bias_ptr, experts, wanted, FUNCTION:
     """The numbers by which a live top-k chooses, as integers that compare in the same way.
 
     The logits have any shape, and nothing is summed over a row here: the same logit gives the same
-    number in a tile of whole rows and in one of the chosen experts.
+    number in a tile of whole rows and in one of the chosen experts. Example: expert 33 of a row is
+    at word 1, bit 1 of the first tile, and at k = 0 of the second if the row's ids are [33, 7].
+
+    Args:
+        largest, total: of the row, for a softmax over all experts; see `tiles.softmax_of`.
+        experts: whose logits they are, for the bias.
+        wanted: where there is such an expert.
     """
     scores = logits
     if FUNCTION == "pre_softmax":
@@ -225,7 +232,7 @@ def _differs_from_topk(keys_TW32, exists_1W32, chosen_keys_TK, chosen_TK):
     worst_T = tl.min(tl.where(chosen_TK, chosen_keys_TK, tiles.HIGHEST), axis=1)
     better_TW32 = exists_1W32 & (keys_TW32 > worst_T[:, None, None])
     better_TK = chosen_TK & (chosen_keys_TK > worst_T[:, None])
-    # counted as floats: of a sum of bools LLVM may make one of bits, by way of memory
+    # The sums are floats: a sum of bools is for LLVM one of bits, which it may keep in memory.
     return tiles.row_sum(better_TW32.to(tl.float32)) > tl.sum(better_TK.to(tl.float32), axis=1)
 
 

@@ -29,12 +29,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its driver is
 
 E, K = 16, 2
 OPTIONS = GateOptions("sigmoid", scaling_factor=2.5)
-GRID, FUNCTION, HOOKS, FIRST_ARGUMENT = (
-    slice(0, 3),
-    4,
-    6,
-    9,
-)  # in what a launcher of Triton is called with
+# Where these stand in what Triton calls a launcher with.
+GRID, FUNCTION, HOOKS, FIRST_ARGUMENT = slice(0, 3), 4, 6, 9
 
 
 @pytest.fixture
@@ -84,7 +80,7 @@ def run(given: GateInputs, options: GateOptions = OPTIONS) -> GateOutput:
 
 
 def described(launch: tuple[Any, ...]) -> list[Any]:
-    """A launch without its hooks, with the kinds of tensors in place of these."""
+    """A launch without its hooks, and with the kind of each tensor in the tensor's place."""
     arguments = (*launch[:HOOKS], *launch[FIRST_ARGUMENT:])
     return [
         (x.dtype, x.shape, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in arguments
@@ -149,6 +145,6 @@ def test_logits_with_strides_are_copied(launches: list[Any]) -> None:
         assert torch.equal(given_TE, logits_TE)
         assert given_ids_TK.is_contiguous()
     assert out.ids_TK is ids_TK
-    expanded_TE = backward[FIRST_ARGUMENT + 2]  # the gradient of a sum has no strides
+    expanded_TE = backward[FIRST_ARGUMENT + 2]  # the gradient of a sum: its strides are 0
     assert expanded_TE.is_contiguous()
     assert torch.equal(expanded_TE, torch.ones(5, E))
