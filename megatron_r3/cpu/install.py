@@ -6,6 +6,7 @@ import importlib
 import multiprocessing.spawn
 import sys
 from collections.abc import Callable
+from multiprocessing.managers import SyncManager
 from typing import Any
 
 from megatron_r3.cpu import attention, deep_ep, device, gloo, inference, megatron_gaps
@@ -92,12 +93,16 @@ def _cover_spawned_processes() -> None:
 
         {"name": ..., "sys_path": ..., "init_main_from_path": ..., "megatron_r3.cpu": _Install()}
 
-    Without a main script there is no "init_main_from_path", and the child imports no Megatron.
+    Without a main script there is no "init_main_from_path", and the child imports no Megatron. So
+    it is with the server of a `multiprocessing.Manager()`, which each checkpoint makes for a queue:
+    it runs nothing of the script, which takes seconds to import.
     """
     prepare = multiprocessing.spawn.get_preparation_data
 
     def prepare_with_install(name: str) -> dict[str, Any]:
         data: dict[str, Any] = prepare(name)
+        if name.startswith(SyncManager.__name__):  # "SyncManager-1"
+            data.pop("init_main_from_path", None)
         if "init_main_from_path" in data:
             data["megatron_r3.cpu"] = _Install()
         return data

@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch._dynamo.config
 import typing_extensions
 
 from megatron_r3.data.digest import short_digest
@@ -39,12 +38,17 @@ def provide_override() -> None:
 
 
 def disable_compiler() -> None:
-    """Turn torch.compile off.
+    """Have torch.compile give back the function that it gets.
 
     On a CPU torch.compile needs a C++ compiler, and compiles again for every number of tokens
-    that an expert gets: a tiny training takes twice as long with it.
+    that an expert gets: a tiny training takes twice as long with it. Megatron decorates functions
+    with it while it is imported, for which torch would import its compiler, uncalled or not.
     """
-    torch._dynamo.config.disable = True
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        return model if model is not None else lambda decorated: decorated
+
+    torch.compile = compile
 
 
 def patch() -> None:

@@ -45,6 +45,12 @@ import torch
 from megatron.core import parallel_state
 from megatron_r3.cpu.attention import zigzag
 
+class HasMegatron:
+    # pickled as a question, unpickled as the answer of the process that does it
+    def __reduce__(self):
+        return eval, ("'megatron' in __import__('sys').modules",)
+
+@torch.compile(dynamic=True)
 def child(pipe):
     pipe.send((torch.empty(1, device="cuda").is_cuda, hasattr(typing, "override")))
 
@@ -55,6 +61,10 @@ if __name__ == "__main__":
     process.start()
     print(sys.argv[1:], ours.recv())
     process.join()
+    with context.Manager() as manager:  # a checkpoint makes one for a queue
+        queue = manager.Queue()
+        queue.put(HasMegatron())
+        print(queue.get(), "torch._inductor" in sys.modules)
     zigzag(3, 2, 0)
 """
 
@@ -72,7 +82,8 @@ def test_a_script_its_spawned_children_and_a_users_mistake(
         text=True,
         timeout=180,
     )
-    assert done.stdout.splitlines()[-1] == "['--option', '1'] (True, True)"
+    want = ["['--option', '1'] (True, True)", "False False"]
+    assert done.stdout.splitlines()[-2:] == want, done.stderr
     message = "error: a sequence of 3 tokens does not split into 2 * CP2 parts"
     assert done.stderr.splitlines()[-1] == message
     assert "Traceback" not in done.stderr
