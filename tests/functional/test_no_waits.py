@@ -98,10 +98,11 @@ def trained_and_counted(rank: int, argv: list[str]) -> dict[int, dict[str, int]]
 
 
 LAYOUTS = {
-    "EP2": (2, ["--expert-model-parallel-size", "2"]),
+    "EP2": (2, "--expert-model-parallel-size 2 --global-batch-size 8".split()),
     "CP2 in packs, recomputed": (
         2,
         "--context-parallel-size 2 --rollouts-pack --micro-batch-size 1 --seq-length 64 "
+        "--global-batch-size 2 "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
     ),
 }
@@ -113,7 +114,7 @@ def test_a_replayed_step_reads_back_once_before_its_update(
 ) -> None:
     ranks, more = LAYOUTS[layout]
     argv = [a for a in policy.arguments(*more, *QUIET, "6") if "verify-dispatch" not in a]
-    argv += ["--max-position-embeddings", "64", "--global-batch-size", "8"]
+    argv += ["--max-position-embeddings", "64"]
     for reads in patched.run(trained_and_counted, ranks, argv, timeout_s=240):
         assert [reads[iteration] for iteration in (1, 2, 3, 4)] == [{"cpu": 1}] * 4
         assert sum(reads[5].values()) > 1, "the report of the last step was not counted"
