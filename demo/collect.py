@@ -1,11 +1,9 @@
 """The demo's rollouts, sampled by `megatron-r3 rollouts collect`.
 
-    python -m demo.collect --engine transformers --model DIR --out build/collected
-    python -m demo.collect --engine vllm --kill --model DIR --out build/collected
+    python -m demo.collect --engine vllm --model DIR --out build/collected
 
 With vllm or sglang a real server of the model is started on this machine's CPU, and stopped at the
-end; with megatron one of --checkpoint, whose weights the model has, in the tree --megatron. With
-`--kill` the collection is killed half-way and started again; then the store is verified and shown.
+end; with megatron one of --checkpoint, whose weights the model has, in the tree --megatron.
 The model is any transformers MoE directory that the engine runs.
 """
 
@@ -16,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,12 +25,6 @@ SERVERS = {"vllm": vllm_server.serve, "sglang": sglang_server.serve}
 ENGINES = ("transformers", *SERVERS, "megatron")
 NUM_PROMPTS, SAMPLES_PER_PROMPT = 64, 8
 FIRST_PROMPT = 10_000_000  # far from the problems of the training
-SHARDS_BEFORE_KILL = 4
-
-
-def command(name: str, *arguments: object) -> list[str]:
-    """The command `megatron-r3 rollouts NAME`, with these arguments."""
-    return [sys.executable, "-m", "megatron_r3.cli", "rollouts", name, *map(str, arguments)]
 
 
 def collect_command(engine: str, model: Path, prompts: Path, store: Path) -> list[str]:
@@ -42,11 +33,12 @@ def collect_command(engine: str, model: Path, prompts: Path, store: Path) -> lis
     arguments += ["--n", SAMPLES_PER_PROMPT, "--max-tokens", task.MAX_ANSWER]
     if engine != "megatron":  # whose server has one seed for all requests
         arguments += ["--seed", 1]
-    return command("collect", *arguments, "--reward", "demo.task:reward")
+    words = [sys.executable, "-m", "megatron_r3.cli", "rollouts", "collect"]
+    return [*words, *map(str, arguments), "--reward", "demo.task:reward"]
 
 
 def main() -> int:
-    """Collect (twice with --kill); return 0 if every rollout is there once."""
+    """Collect; return the status of `megatron-r3 rollouts collect`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", type=Path, required=True, help="a transformers directory")
@@ -54,7 +46,6 @@ def main() -> int:
     parser.add_argument("--build", type=Path, default=BUILD, help="where engines are installed")
     parser.add_argument("--megatron", type=Path, help="with megatron: a patched tree")
     parser.add_argument("--checkpoint", type=Path, help="with megatron: what the server loads")
-    parser.add_argument("--kill", action="store_true", help="kill the collection half-way")
     args = parser.parse_args()
     if args.engine == "megatron" and not (args.megatron and args.checkpoint):
         parser.error("--engine megatron needs --megatron TREE and --checkpoint DIR")
@@ -74,31 +65,12 @@ def main() -> int:
                 collect += ["--url", stack.enter_context(server)]
             else:
                 env["OMP_NUM_THREADS"] = "1"  # a tiny model: threads would wait for each other
-            if args.kill:
-                collect += ["--shard-size", "32"]
-                _kill_half_way(collect, store, env)
-            status = subprocess.run(collect, env=env, check=False).returncode
+            return subprocess.run(collect, env=env, check=False).returncode
     except KeyboardInterrupt:
         return 130
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if status or not args.kill:
-        return status
-    subprocess.run(command("verify", store, "--model", args.model), env=env, check=True)
-    return subprocess.run(command("inspect", store), env=env, check=False).returncode
-
-
-def _kill_half_way(collect: list[str], store: Path, env: dict[str, str]) -> None:
-    with subprocess.Popen(collect, env=env) as process:
-        while process.poll() is None and _count_shards(store) < SHARDS_BEFORE_KILL:
-            time.sleep(0.01)
-        process.kill()
-    print(f"killed: {process.returncode}; {_count_shards(store)} shards", flush=True)
-
-
-def _count_shards(store: Path) -> int:
-    return len([*store.glob("shard-*.safetensors")])
 
 
 if __name__ == "__main__":

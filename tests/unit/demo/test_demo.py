@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 from engine_server import PROMPTS, engine, write_inputs
 
@@ -13,7 +9,6 @@ from demo import collect, online, task
 from megatron_r3.cli import main
 from megatron_r3.collect.reward import RewardSample
 from megatron_r3.data.store import RolloutStore
-from tests.unit.collect.test_generate import save_model
 
 
 def test_the_reward_is_the_share_of_right_positions():
@@ -36,22 +31,6 @@ def test_the_command_collects_from_a_server_that_answers_as_vllm(tmp_path, monke
     store = RolloutStore(["store"])
     assert len(store) == 3 * collect.SAMPLES_PER_PROMPT
     assert (store.info.engine, store.info.model) == ("vllm", tmp_path.name)
-
-
-def test_a_collection_that_is_killed_half_way_goes_on(tmp_path):
-    """The whole command, with transformers in the place of vLLM; the store is verified in it."""
-    save_model(tmp_path / "model")
-    command = [sys.executable, "-m", "demo.collect", "--engine", "transformers", "--kill"]
-    command += ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "killed: -9; " in done.stdout
-    total = collect.NUM_PROMPTS * collect.SAMPLES_PER_PROMPT
-    assert f"has all {total} rollouts" in done.stdout
-    assert " 0 were there" not in done.stdout
-    assert len(RolloutStore([tmp_path / "out" / "rollouts"])) == total
-    lines = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
-    assert json.loads(lines[7]) == {"prompt": task.problem(10_000_007)[0], "group": 7}
 
 
 def test_a_second_loop_goes_on_or_says_what_it_removes(tmp_path, capsys):
