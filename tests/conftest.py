@@ -24,9 +24,16 @@ PRELOAD = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs come first: at the end one that waits for processes would leave a core idle."""
+    slow = {item: _is_in_slow_file(item) for item in items}
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW):
+        if slow[item]:
             item.add_marker("slow")
+    items.sort(key=lambda item: not slow[item])
+
+
+def _is_in_slow_file(item: pytest.Item) -> bool:
+    return item.path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -33,6 +33,7 @@ SLOW = (
     "unit/benchmarks/",
     "unit/comparison/",
     "unit/cpu/",
+    "unit/data/store/test_file_systems.py",
     "unit/demo/",
     "unit/docker/",
     "unit/fuzz/",
@@ -40,6 +41,7 @@ SLOW = (
     "unit/keepers/",
     "unit/launch/",
     "unit/loop/test_report.py",
+    "unit/replay/gate/test_compile.py",
 )
 
 

@@ -118,7 +118,7 @@ def test_a_training_reads_on_what_it_has_open(
     ended = {}
     for change in READ_ON:
         folder = tmp_path / change
-        argv = steps_on(policy, two_stores(policy, folder), 10)
+        argv = steps_on(policy, two_stores(policy, folder), 4)
         ended[change] = patched.run(
             changed_while_training, 1, argv, change, str(folder), timeout_s=120
         )

@@ -108,6 +108,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_fault_is_put_in_noticed_and_taken_out(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
