@@ -32,7 +32,7 @@ TRIES    ?= 10000
 SEED     ?= 0
 # online: how often it samples and trains
 COLLECTIONS ?= 28
-# test, test-all: how many processes share the tests (default: one more than there are cores, because many tests wait
+# test, test-all: how many processes share the tests (default: two more than there are cores, because many tests wait
 # for processes of their own); compare: runs at a time; mutants: faults at a time (default: the number of cores)
 JOBS     ?=
 # bench-dispatch, bench-update, bench-store, bench-balance: the most rounds; the benchmark ends earlier if every ratio
@@ -229,7 +229,7 @@ image-matrix:  ## build and test the images of all release lines (BASE_IMAGE=, M
 # Each process has one thread, since the tests fill the cores by themselves. A worker that has no test
 # left takes tests from another one. Every worker holds two Megatron trees and the ranks of a test in
 # memory (some 3 GB), so that there are at most 16 workers.
-PYTEST   := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) + 1)) --maxprocesses 16 --dist worksteal
+PYTEST   := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) + 2)) --maxprocesses 16 --dist worksteal
 test: lint megatron  ## run lint, then the tests that a change of R3 can break (JOBS=)
 	$(PYTEST) -m "not slow"
 

@@ -238,6 +238,7 @@ def test_options_of_rollouts_without_rollouts(patched: TreeWorker, tmp_path: Pat
     assert "does nothing without --rollouts" in line
 
 
+@pytest.mark.slow
 def test_all_ranks_find_it_and_one_speaks(patched_tree: Path, policy: Policy) -> None:
     done = run_script(patched_tree, policy.arguments("--moe-router-topk", "2"), processes=2)
     assert done.returncode in (1, 2)
@@ -248,6 +249,7 @@ def test_all_ranks_find_it_and_one_speaks(patched_tree: Path, policy: Policy) ->
     assert done.stderr.splitlines()[-2] == line  # below it stands the end of torchrun's frame
 
 
+@pytest.mark.slow
 def test_an_unpatched_tree_is_named_before_megatron_reads_options(
     megatron_tree: Path, policy: Policy
 ) -> None:

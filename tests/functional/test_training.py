@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from slow import slow_except
+from slow import slow, slow_except
 from training import Policy, changed_store, train
 
 from demo.model import arguments
@@ -115,7 +115,7 @@ SCRIPTS_OWN += ["--lr", "1e-3", "--moe-aux-loss-coeff", "1e-2", "--seed", "7"]
 SCRIPTS_OWN += ["--recompute-granularity", "selective", "--recompute-modules", "moe"]
 
 
-@pytest.mark.parametrize("layout", [[], EP2])
+@pytest.mark.parametrize("layout", [[], slow(EP2)])
 def test_option_off_is_bitwise_the_unpatched_tree(
     patched: TreeWorker, unpatched: TreeWorker, layout: list[str]
 ) -> None:
