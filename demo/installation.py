@@ -64,9 +64,9 @@ def pip_install(python: Path) -> list[str]:
 def compile_all(python: Path, folder: Path) -> list[tuple[str, list[str]]]:
     """Where PYTHONDONTWRITEBYTECODE is set, a step that compiles all modules on all cores.
 
-    Without it each process of a server would compile all that it imports. Where the variable is not
-    set, what the first process compiles is kept, and most modules are never imported. Files that do
-    not compile, such as templates, are passed over.
+    There each process of a server would compile all that it imports. Elsewhere what the first
+    process compiles is kept, and most modules are never imported. Files that do not compile, such
+    as templates, are passed over.
     """
     if not sys.dont_write_bytecode:
         return []

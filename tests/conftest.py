@@ -25,11 +25,10 @@ PRELOAD = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs come first: at the end one that waits for processes would leave a core idle."""
-    slow = {item: _is_in_slow_file(item) for item in items}
+    items.sort(key=lambda item: not _is_in_slow_file(item))
     for item in items:
-        if slow[item]:
+        if _is_in_slow_file(item):
             item.add_marker("slow")
-    items.sort(key=lambda item: not slow[item])
 
 
 def _is_in_slow_file(item: pytest.Item) -> bool:

@@ -93,9 +93,9 @@ def _cover_spawned_processes() -> None:
 
         {"name": ..., "sys_path": ..., "init_main_from_path": ..., "megatron_r3.cpu": _Install()}
 
-    Without a main script there is no "init_main_from_path", and the child imports no Megatron. So
-    it is with the server of a `multiprocessing.Manager()`, which each checkpoint makes for a queue:
-    it runs nothing of the script, which takes seconds to import.
+    Without a main script there is no "init_main_from_path", and the child imports no Megatron. A
+    checkpoint makes a `multiprocessing.Manager()` for a queue. The manager's server is such a child
+    here, since the script takes seconds to import: what is put there is of no class of the script.
     """
     prepare = multiprocessing.spawn.get_preparation_data
 

@@ -42,7 +42,7 @@ def disable_compiler() -> None:
 
     On a CPU torch.compile needs a C++ compiler, and compiles again for every number of tokens
     that an expert gets: a tiny training takes twice as long with it. Megatron decorates functions
-    with it while it is imported, for which torch would import its compiler, uncalled or not.
+    with it while it is imported. For that alone torch would import its compiler, in seconds.
     """
 
     def compile(model: Any = None, **options: Any) -> Any:

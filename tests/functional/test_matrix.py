@@ -50,7 +50,7 @@ def checked(tmp_path: Path) -> Iterator[Checked]:
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
-    """Of its patched tree one process is made, which has three faults: a check finds its own."""
+    """Three faults in one patched tree, so that one process imports it; each check finds one."""
     with default_tree(tmp_path_factory.mktemp("faulty")) as made:
         apply_series(made.patched, made.patches)
         moe = made.patched / "megatron/core/transformer/moe"
@@ -114,7 +114,7 @@ def test_a_layout_that_fails_is_named(faulty: Checked, monkeypatch: pytest.Monke
     passed, detail = CHECKS["replay"](faulty)
     assert not passed
     assert detail.startswith("wrong: ")
-    assert "topk" in detail
+    assert "topk 2 there, 3 here" in detail
 
 
 def test_an_engine_that_returns_the_experts_of_the_token_before_is_caught(

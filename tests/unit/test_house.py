@@ -82,7 +82,6 @@ def module_of(file: str) -> str:
 
 
 @cache
-@cache
 def imports(tree: ast.Module) -> list[str]:
     """Every imported name, those inside functions too: `a.b.c` of `from a.b import c`."""
     return [*_imports(tree)]

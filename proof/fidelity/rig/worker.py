@@ -34,7 +34,7 @@ END_S = 10.0  # how long ending may take before the worker is killed
 # A training imports these in its course, if they are installed. That takes more than a second in
 # each rank of each case; a rank has them at once if its worker imported them before the fork.
 COMMON = (
-    "torch._dynamo",  # of the first optimizer
+    "torch._dynamo",  # which each optimizer imports
     "transformers.models.auto.tokenization_auto",
     "torch.utils.tensorboard",
     "megatron.core.models.gpt.gpt_layer_specs",
