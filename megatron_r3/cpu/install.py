@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing.spawn
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.managers import SyncManager
 from typing import Any
@@ -68,6 +69,7 @@ def install() -> None:
     attention.patch()
     inference.patch()
     _cover_spawned_processes()
+    SyncManager.start = _start_in_a_thread  # type: ignore[method-assign,assignment]
     _state["installed"] = True
 
 
@@ -92,22 +94,28 @@ def _cover_spawned_processes() -> None:
     preparation data is unpickled with it, so before Megatron is imported:
 
         {"name": ..., "sys_path": ..., "init_main_from_path": ..., "megatron_r3.cpu": _Install()}
-
-    Without a main script there is no "init_main_from_path", and the child imports no Megatron. A
-    checkpoint makes a `multiprocessing.Manager()` for a queue. The manager's server is such a child
-    here, since the script takes seconds to import: what is put there is of no class of the script.
     """
     prepare = multiprocessing.spawn.get_preparation_data
 
     def prepare_with_install(name: str) -> dict[str, Any]:
         data: dict[str, Any] = prepare(name)
-        if name.startswith(SyncManager.__name__):  # "SyncManager-1"
-            data.pop("init_main_from_path", None)
         if "init_main_from_path" in data:
             data["megatron_r3.cpu"] = _Install()
         return data
 
     multiprocessing.spawn.get_preparation_data = prepare_with_install
+
+
+def _start_in_a_thread(manager: Any) -> None:
+    """What starts a `multiprocessing.Manager()`, of which each checkpoint makes one for a queue.
+
+    Its server would be a process that imports the script and torch again, for nine seconds of CPU.
+    """
+    server = manager.get_server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    manager._address = server.address  # what a manager has that did not start its server
+    manager.connect()
+    manager.shutdown = lambda: None  # the thread ends with the process
 
 
 class _Install:

@@ -40,15 +40,15 @@ def test_a_worker_goes_on_after_failures(unpatched: TreeWorker) -> None:
 
 
 SPAWNING = """
-import multiprocessing, sys, typing
+import multiprocessing, os, sys, typing
 import torch
 from megatron.core import parallel_state
 from megatron_r3.cpu.attention import zigzag
 
-class HasMegatron:
+class Where:
     # pickled as a question, unpickled as the answer of the process that does it
     def __reduce__(self):
-        return eval, ("'megatron' in __import__('sys').modules",)
+        return os.getpid, ()
 
 @torch.compile(dynamic=True)
 def child(pipe):
@@ -63,8 +63,8 @@ if __name__ == "__main__":
     process.join()
     with context.Manager() as manager:  # a checkpoint makes one for a queue
         queue = manager.Queue()
-        queue.put(HasMegatron())
-        print(queue.get(), "torch._inductor" in sys.modules)
+        queue.put(Where())
+        print(queue.get() == os.getpid(), "torch._inductor" in sys.modules)
     zigzag(3, 2, 0)
 """
 
@@ -82,7 +82,7 @@ def test_a_script_its_spawned_children_and_a_users_mistake(
         text=True,
         timeout=180,
     )
-    want = ["['--option', '1'] (True, True)", "False False"]
+    want = ["['--option', '1'] (True, True)", "True False"]
     assert done.stdout.splitlines()[-2:] == want, done.stderr
     message = "error: a sequence of 3 tokens does not split into 2 * CP2 parts"
     assert done.stderr.splitlines()[-1] == message
