@@ -27,7 +27,7 @@ def command(patched_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     words = [sys.executable, "-m", "proof.comparison.run", "--megatron", str(patched_tree)]
     words += ["--out", str(out), "--jobs", "2", "--only", "noise/live,noise/r3", "--seeds", "1"]
     words += ["--collections", str(COLLECTIONS), "--first-port", str(free_port())]
-    words += ["--learn", "--wrong-labels 0 --train-iters 40 --lr 3e-3 --lr-warmup-iters 5"]
+    words += ["--learn", "--wrong-labels 0 --train-iters 10 --lr 3e-3 --lr-warmup-iters 2"]
     return [*words, "--sharpen", "--wrong-labels 0 --train-iters 1 --lr 1e-9"]
 
 

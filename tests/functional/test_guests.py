@@ -109,7 +109,7 @@ def test_in_bf16_it_is_as_near_to_float32(patched: TreeWorker, store: Path) -> N
     assert 0 < distance(guests, exact) < 1.2 * distance(plain, exact)
 
 
-STEPS = "--global-batch-size 4 --train-iters 8 --micro-batch-size 1 --lr 1e-4 --clip-grad 0"
+STEPS = "--global-batch-size 4 --train-iters 4 --micro-batch-size 1 --lr 1e-4 --clip-grad 0"
 
 
 def train_until(rank: int, argv: list[str], killed_at: int) -> None:
@@ -144,7 +144,7 @@ def largest_difference(one: Gradients, other: Gradients) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", ["", "--moe-grouped-gemm"], ids=["one by one", "grouped"])
-def test_eight_steps_end_with_the_weights_of_a_training_without(
+def test_four_steps_end_with_the_weights_of_a_training_without(
     patched: TreeWorker, store: Path, experts: str
 ) -> None:
     """Parameters are gathered while the next pass runs, in many buckets.
@@ -188,11 +188,11 @@ def test_weights_travel_ahead_once_parameters_are_there(patched: TreeWorker, sto
 @pytest.mark.slow
 def test_a_killed_training_goes_on(patched: TreeWorker, store: Path, tmp_path: Path) -> None:
     """With guests bit for bit; without them too, because a checkpoint knows nothing of guests."""
-    plain = on(store, *STEPS.split(), "--save", str(tmp_path), "--save-interval", "4")
+    plain = on(store, *STEPS.split(), "--save", str(tmp_path), "--save-interval", "2")
     argv = [*plain, *GUESTS.split()]
     with pytest.raises(RankError):
-        patched.run(train_until, 2, argv, killed_at=6, timeout_s=300)
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+        patched.run(train_until, 2, argv, killed_at=4, timeout_s=300)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     saved = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
     resumed = patched.run(train, 2, [*argv, "--load", str(tmp_path)], timeout_s=300)
     without = patched.run(train, 2, [*plain, "--load", str(saved)], timeout_s=300)

@@ -2,58 +2,61 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import contextlib
+import io
+import runpy
 import sys
-from pathlib import Path
 
+import pytest
 from training import Policy
 
 from demo.model import arguments
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(tree: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "1"]
-    return subprocess.run(
-        [*command, "-m", "megatron_r3.cpu", str(ROOT / "megatron_r3/train/pretrain_gpt.py"), *argv],
-        env={**os.environ, "PYTHONPATH": f"{tree}:{ROOT}", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+from megatron_r3.train import pretrain_gpt
+from proof.fidelity.rig.rank_process import RankError
+from proof.fidelity.rig.worker import TreeWorker
 
 
-def errors_of(done: subprocess.CompletedProcess[str]) -> list[str]:
-    assert done.returncode != 0
-    return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+def run(rank: int, argv: list[str]) -> str:
+    """Run the script as a command; what it printed."""
+    sys.argv, printed = [pretrain_gpt.__file__, *argv], io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+    return printed.getvalue()
 
 
-def test_it_trains_on_rollouts(patched_tree: Path, policy: Policy) -> None:
-    done = run(patched_tree, policy.arguments())
-    assert done.returncode == 0, done.stderr
-    assert "replaying them" in done.stdout
-    assert "routes dispatched as recorded: 1.0" in done.stdout
+def error_of(worker: TreeWorker, argv: list[str]) -> str:
+    with pytest.raises(RankError) as failure:
+        worker.run(run, 1, argv, timeout_s=120)
+    lines = str(failure.value).splitlines()
+    (error,) = (line for line in lines if line.startswith("error: "))
+    return error
 
 
-def test_without_rollouts_one_line_says_so(patched_tree: Path) -> None:
+def test_it_trains_on_rollouts(patched: TreeWorker, policy: Policy) -> None:
+    (printed,) = patched.run(run, 1, policy.arguments(), timeout_s=120)
+    assert "replaying them" in printed
+    assert "routes dispatched as recorded: 1.0" in printed
+
+
+def test_without_rollouts_one_line_says_so(patched: TreeWorker) -> None:
     batch = ["--micro-batch-size", "4", "--global-batch-size", "4", "--train-iters", "1"]
-    done = run(patched_tree, arguments(batch, ["--lr", "1e-3"]))
     expected = "this script has no data of its own: give --rollouts DIR, a rollout store"
-    assert errors_of(done) == [f"error: {expected}"]
+    assert error_of(patched, arguments(batch, ["--lr", "1e-3"])) == f"error: {expected}"
 
 
-def test_validation_is_refused_in_one_line(patched_tree: Path, policy: Policy) -> None:
-    done = run(patched_tree, policy.arguments("--eval-iters", "1"))
+def test_validation_is_refused_in_one_line(patched: TreeWorker, policy: Policy) -> None:
     expected = "this script has no data for validation: give --eval-iters 0"
-    assert errors_of(done) == [f"error: {expected}"]
+    assert error_of(patched, policy.arguments("--eval-iters", "1")) == f"error: {expected}"
 
 
-def test_help_is_printed(patched_tree: Path, megatron_tree: Path) -> None:
+def test_help_is_printed(patched: TreeWorker, unpatched: TreeWorker) -> None:
     """Upstream's own help ends with a ValueError, for a bare % ("10%") in a docstring."""
-    done = run(patched_tree, ["--help"])
-    assert done.returncode == 0, done.stderr
-    assert "--moe-router-replay" in done.stdout
-    assert "(e.g. 1.10 = 10%)" in done.stdout
-    unpatched = run(megatron_tree, ["--help"])
-    assert "ValueError: unsupported format character" in unpatched.stderr
+    (printed,) = patched.run(run, 1, ["--help"])
+    assert "--moe-router-replay" in printed
+    assert "(e.g. 1.10 = 10%)" in printed
+    with pytest.raises(RankError, match="ValueError: unsupported format character"):
+        unpatched.run(run, 1, ["--help"])
