@@ -6,6 +6,8 @@ R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
 # demo: the steps of each training; its table is of the first
 STEPS    ?= 6
+# demo: how many prompts are sampled, 8 times each, and trained on in each step: 8 to 64, a multiple of 8
+PROMPTS  ?= 64
 # the Megatron-LM tree of apply, revert, status, check, fidelity, export, gpu
 MEGATRON ?=
 # apply: with 1 a tree that is no release is taken too, if the group r3 of a line applies to it exactly
@@ -133,9 +135,9 @@ bump: setup  ## start a release line: carry the patches of OLD=LINE to NEW=TAG o
 		{ echo "error: from which line to what? make $@ OLD=LINE NEW=TAG REPO=DIR" >&2; exit 2; }
 	@$(VENV)/bin/python -m keepers.patches $@ "$(OLD)" "$(NEW)" --repo "$(REPO)" $(if $(LINE),--name "$(LINE)")
 
-demo: megatron  ## sample a tiny model, then train on its rollouts, live and replayed (SAMPLER=transformers, vllm, sglang, megatron; STEPS=)
+demo: megatron  ## sample a tiny model, then train on its rollouts, live and replayed (SAMPLER=transformers, vllm, sglang, megatron; STEPS=, PROMPTS=)
 	$(R3) apply $(TREE)
-	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER) --steps $(STEPS)
+	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER) --steps $(STEPS) --prompts $(PROMPTS)
 
 online: megatron  ## reinforcement learning in a loop: sample, train, publish, verify, again (SAMPLER=, SEED=, COLLECTIONS=)
 	$(R3) apply $(TREE)

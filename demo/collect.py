@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", type=Path, required=True, help="a transformers directory")
     parser.add_argument("--out", type=Path, required=True, help="gets prompts.jsonl and rollouts/")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, metavar="N")
     parser.add_argument("--build", type=Path, default=BUILD, help="where engines are installed")
     parser.add_argument("--megatron", type=Path, help="with megatron: a patched tree")
     parser.add_argument("--checkpoint", type=Path, help="with megatron: what the server loads")
@@ -52,7 +53,7 @@ def main() -> int:
     prompts, store = args.out / "prompts.jsonl", args.out / "rollouts"
     shutil.rmtree(store, ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    task.write_prompts(prompts, NUM_PROMPTS, FIRST_PROMPT)
+    task.write_prompts(prompts, args.prompts, FIRST_PROMPT)
     collect = collect_command(args.engine, args.model, prompts, store)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:

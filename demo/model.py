@@ -25,7 +25,7 @@ PRETRAIN = """
 
 # RL recipes turn load balancing off: rollouts, not the trainer, decide who computes what
 GRPO = """
---bf16 --micro-batch-size 32 --global-batch-size 512 --lr 3e-5
+--bf16 --micro-batch-size 32 --lr 3e-5
 --calculate-per-token-loss --moe-router-load-balancing-type none
 --finetune --no-load-optim --no-load-rng --expert-model-parallel-size 2
 --moe-router-replay-verify-dispatch --moe-router-replay-log-mismatch-interval 1

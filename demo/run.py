@@ -72,10 +72,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     parser.add_argument("--sampler", choices=ENGINES, default="transformers")
     parser.add_argument("--steps", type=int, choices=range(1, 101), default=6, metavar="N")
+    parser.add_argument("--prompts", type=int, choices=range(8, 65, 8), default=64, metavar="N")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on ctrl-C
     try:
-        stages = Stages(args.out.resolve(), args.megatron.resolve(), args.sampler, args.steps)
+        out, megatron = args.out.resolve(), args.megatron.resolve()
+        stages = Stages(out, megatron, args.sampler, args.steps, args.prompts)
         summary = run(stages)
     except Failed as error:
         print(f"error: {error}", file=sys.stderr)

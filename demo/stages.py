@@ -25,9 +25,13 @@ class Stages:
         megatron: a patched tree.
         sampler: the engine, one of `demo.collect.ENGINES`.
         steps: of the live and of the replayed training, each on all rollouts.
+        prompts: how many are sampled, SAMPLES_PER_PROMPT times each.
     """
 
-    def __init__(self, out: Path, megatron: Path, sampler: str, steps: int = 6) -> None:
+    def __init__(
+        self, out: Path, megatron: Path, sampler: str, steps: int = 6, prompts: int = NUM_PROMPTS
+    ) -> None:
+        self.prompts = prompts
         self.out, self.megatron, self.sampler, self.steps = out, megatron, sampler, steps
         self.checkpoint, self.hf, self.rollouts = out / "checkpoint", out / "hf", out / "rollouts"
 
@@ -50,11 +54,12 @@ class Stages:
 
     def sample(self) -> None:
         """Have the engine sample the policy: `megatron-r3 rollouts collect`, in its own process."""
-        inputs = [self._stamp("export"), self.sampler, NUM_PROMPTS, SAMPLES_PER_PROMPT]
+        inputs = [self._stamp("export"), self.sampler, self.prompts, SAMPLES_PER_PROMPT]
         with self._once("sample", self.rollouts, inputs) as todo:
             if todo:
                 command = [sys.executable, "-m", "demo.collect", "--engine", self.sampler]
                 command += ["--model", str(self.hf), "--out", str(self.out)]
+                command += ["--prompts", str(self.prompts)]
                 if self.sampler == "megatron":
                     command += ["--megatron", str(self.megatron)]
                     command += ["--checkpoint", str(self.checkpoint)]
@@ -73,7 +78,8 @@ class Stages:
 
     def grpo_arguments(self) -> list[str]:
         """The arguments that live and replayed training share; they begin a user's own command."""
-        more = ["--train-iters", str(self.steps), "--load", str(self.checkpoint)]
+        more = ["--global-batch-size", str(self.prompts * SAMPLES_PER_PROMPT)]
+        more += ["--train-iters", str(self.steps), "--load", str(self.checkpoint)]
         return arguments(GRPO, more)
 
     def _log(self, name: str) -> Path:

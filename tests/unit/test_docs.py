@@ -181,7 +181,9 @@ def runner_of(words: list[str]) -> str | None:
 def needed_by_ci() -> set[str]:
     """The make targets of .ci/run, and those that they need first."""
     needs = dict(re.findall(r"^([a-z-]+):([^\n#]*)", MAKEFILE, re.MULTILINE))
-    targets = set(re.findall(r"^\s*(?:beside \w+ )?(?:step )?make ([a-z-]+)(?: |$)", CI, re.MULTILINE))
+    targets = set(
+        re.findall(r"^\s*(?:beside \w+ )?(?:step )?make ([a-z-]+)(?: |$)", CI, re.MULTILINE)
+    )
     while more := {n for t in targets for n in needs[t].split() if n in needs} - targets:
         targets |= more
     return targets
