@@ -2,65 +2,39 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+from megatron_r3.loop.processes import start, stop
 
 
 class Failed(RuntimeError):
     """A child ended in failure; the message shows the end of its log."""
 
 
-def stop_group(process: subprocess.Popen[str]) -> None:
-    """End the child and everything that it started: SIGTERM, and SIGKILL for what is left."""
-    # SIGKILL is sent in any case: the child may have ended while what it started still runs.
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
-
-
-@contextmanager
-def _child(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a process group of its own: all of it can be stopped
-    )
-    try:
-        yield process
-    finally:
-        stop_group(process)
-
-
 def run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[str], None]) -> None:
-    """Run to the end, giving each line of output to `on_line` and the log.
+    """Run to the end, giving each line of the log to `on_line`.
 
     Raises:
         Failed: the child did not exit with 0.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file, _child(command, env) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            file.write(line)
-            file.flush()
-            on_line(line)
-        status = process.wait()
-    if status:
+    log.unlink(missing_ok=True)
+    process = start(command, env, log)
+    try:
+        with log.open(errors="replace") as file:
+            running, line = True, ""
+            while running:
+                running = process.poll() is None
+                for part in file:  # the last one may be half a line
+                    line += part
+                    if line.endswith("\n"):
+                        on_line(line)
+                        line = ""
+                time.sleep(0.05)
+    finally:
+        stop(process)
+    if process.returncode:
         tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-25:])
-        raise Failed(f"{' '.join(command[:6])} ... exited with {status}; the end of {log}:\n{tail}")
+        status = f"exited with {process.returncode}; the end of {log}:\n{tail}"
+        raise Failed(f"{' '.join(command[:6])} ... {status}")

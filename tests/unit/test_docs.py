@@ -181,9 +181,7 @@ def runner_of(words: list[str]) -> str | None:
 def needed_by_ci() -> set[str]:
     """The make targets of .ci/run, and those that they need first."""
     needs = dict(re.findall(r"^([a-z-]+):([^\n#]*)", MAKEFILE, re.MULTILINE))
-    targets = set(
-        re.findall(r"^\s*(?:beside \w+ )?(?:step )?make ([a-z-]+)(?: |$)", CI, re.MULTILINE)
-    )
+    targets = set(re.findall(r"^\s*(?:step |beside \w+ )?make ([a-z-]+)(?: |$)", CI, re.MULTILINE))
     while more := {n for t in targets for n in needs[t].split() if n in needs} - targets:
         targets |= more
     return targets
@@ -193,7 +191,7 @@ def is_there(runner: str) -> bool:
     if runner == HERE or runner.startswith("by hand: "):
         return True
     if runner.startswith("ci loop"):
-        return f"  step {runner.removeprefix('ci ')}\n" in CI
+        return f"  beside loop {runner.removeprefix('ci ')}\n" in CI
     if runner.startswith("ci make "):
         return runner.removeprefix("ci make ") in needed_by_ci()
     path, _, name = runner.partition("::")
