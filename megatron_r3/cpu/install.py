@@ -109,7 +109,7 @@ def _cover_spawned_processes() -> None:
 def _start_in_a_thread(manager: Any) -> None:
     """What starts a `multiprocessing.Manager()`, of which each checkpoint makes one for a queue.
 
-    Its server would be a process that imports the script and torch again, for nine seconds of CPU.
+    Its server would be a process that imports the script again, which takes six seconds of CPU.
     """
     server = manager.get_server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
