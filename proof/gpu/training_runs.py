@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,6 @@ import numpy as np
 import torch
 
 from demo.model import GRPO, MODEL
-from demo.process import stop_group
 from megatron_r3.cpu import CPU_ARGS
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.replay.routes import Routes
@@ -144,7 +145,9 @@ class Place:
             except subprocess.TimeoutExpired:
                 status = None
             finally:
-                stop_group(process)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if status or not result.exists():
             end = f"took more than {self.scale.limit_s:.0f} s" if status is None else "failed"
             tail = log.read_text(errors="replace")[-TAIL:].strip()
