@@ -36,5 +36,5 @@ def run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[s
         stop(process)
     if process.returncode:
         tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-25:])
-        status = f"exited with {process.returncode}; the end of {log}:\n{tail}"
-        raise Failed(f"{' '.join(command[:6])} ... {status}")
+        words = " ".join(command[:6])
+        raise Failed(f"{words} ... exited with {process.returncode}; the end of {log}:\n{tail}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from demo import report
-from demo.collect import ENGINES
+from demo.collect import ENGINES, NUM_PROMPTS
 from demo.process import Failed
 from demo.stages import WORLD_SIZE, Stages
 from megatron_r3.data.store import RolloutStore
@@ -72,7 +72,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     parser.add_argument("--sampler", choices=ENGINES, default="transformers")
     parser.add_argument("--steps", type=int, choices=range(1, 101), default=6, metavar="N")
-    parser.add_argument("--prompts", type=int, choices=range(8, 65, 8), default=64, metavar="N")
+    # 8 prompts have 64 samples: a micro-batch of 32 on each of two ranks
+    prompts = range(8, NUM_PROMPTS + 1, 8)
+    parser.add_argument("--prompts", type=int, choices=prompts, default=NUM_PROMPTS, metavar="N")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on ctrl-C
     try:

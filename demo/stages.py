@@ -31,8 +31,8 @@ class Stages:
     def __init__(
         self, out: Path, megatron: Path, sampler: str, steps: int = 6, prompts: int = NUM_PROMPTS
     ) -> None:
-        self.prompts = prompts
-        self.out, self.megatron, self.sampler, self.steps = out, megatron, sampler, steps
+        self.out, self.megatron, self.sampler = out, megatron, sampler
+        self.steps, self.prompts = steps, prompts
         self.checkpoint, self.hf, self.rollouts = out / "checkpoint", out / "hf", out / "rollouts"
 
     def pretrain(self) -> None:

@@ -107,9 +107,10 @@ def _cover_spawned_processes() -> None:
 
 
 def _start_in_a_thread(manager: Any) -> None:
-    """What starts a `multiprocessing.Manager()`, of which each checkpoint makes one for a queue.
+    """Start a `multiprocessing.Manager()` in this process; each checkpoint makes one for a queue.
 
-    Its server would be a process that imports the script again, which takes six seconds of CPU.
+    The server of a manager is a process otherwise. It would import the script again, for six
+    seconds of CPU.
     """
     server = manager.get_server()
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from engine_server import PROMPTS, engine, write_inputs
 
-from demo import collect, online, task
+from demo import collect, online, process, task
 from megatron_r3.cli import main
 from megatron_r3.collect.reward import RewardSample
 from megatron_r3.data.store import RolloutStore
@@ -31,6 +33,15 @@ def test_the_command_collects_from_a_server_that_answers_as_vllm(tmp_path, monke
     store = RolloutStore(["store"])
     assert len(store) == 3 * collect.SAMPLES_PER_PROMPT
     assert (store.info.engine, store.info.model) == ("vllm", tmp_path.name)
+
+
+def test_lines_of_a_child_are_whole_and_a_failure_shows_the_last_ones(tmp_path):
+    code = "import time; print('half', end='', flush=True); time.sleep(0.3); print(' a line')"
+    lines, log = [], tmp_path / "logs" / "child.log"
+    process.run([sys.executable, "-c", code], log, {}, lines.append)
+    assert lines == ["half a line\n"]
+    with pytest.raises(process.Failed, match=r"exited with 3; the end of .*child\.log:\n$"):
+        process.run([sys.executable, "-c", "raise SystemExit(3)"], log, {}, lines.append)
 
 
 def test_a_second_loop_goes_on_or_says_what_it_removes(tmp_path, capsys):
