@@ -42,7 +42,6 @@ class CudaToCpu(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """The call `func(*args, **kwargs)`, with the CPU for every CUDA device."""
-        kwargs = dict(kwargs or {})
         # Megatron asserts `tensor.is_cuda` and then calls CUDA: here every tensor is a CUDA tensor
         if func == _IS_CUDA:
             return True
@@ -52,11 +51,14 @@ class CudaToCpu(TorchFunctionMode):
             # on a GPU these copy: a later write to one tensor must not show in the other
             return args[0].clone()
         if func is torch.Tensor.type:
-            return _tensor_type(func, *args, **kwargs)
+            return _tensor_type(func, *args, **(kwargs or {}))
         if func is torch.device and args and type(args[0]) is int:
             return torch.device("cuda", *args)  # an index alone needs an accelerator
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda_device(args[1]):
             args = (args[0], CPU, *args[2:])
+        if not kwargs:  # most of the 60,000 calls of a training of one tiny step
+            return func(*args)
+        kwargs = dict(kwargs)
         if _is_cuda_device(kwargs.get("device")):
             kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
