@@ -78,7 +78,7 @@ def test_it_is_what_the_rollouts_say(
     patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
 ) -> None:
     ranks, options, dp, ep = LAYOUTS[layout]
-    argv = policy.arguments(*options.split())
+    argv = policy.arguments("--micro-batch-size", str(MICRO_BATCH), *options.split())
     got = logged(patched, ranks, argv, tmp_path / "log.jsonl")
     expected = by_hand(RolloutStore([policy.store]), dp, ep)
     assert got == pytest.approx(expected, rel=1e-12)

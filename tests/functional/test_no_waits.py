@@ -98,7 +98,7 @@ def trained_and_counted(rank: int, argv: list[str]) -> dict[int, dict[str, int]]
 
 
 LAYOUTS = {
-    "EP2": (2, "--expert-model-parallel-size 2 --global-batch-size 8".split()),
+    "EP2": (2, "--expert-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 8".split()),
     "CP2 in packs, recomputed": (
         2,
         "--context-parallel-size 2 --rollouts-pack --micro-batch-size 1 --seq-length 64 "

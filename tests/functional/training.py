@@ -28,7 +28,7 @@ from proof.fidelity.off import hide_megatron_r3, weights
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
 
-STEP = ["--micro-batch-size", "4", "--global-batch-size", "32", "--train-iters", "1"]
+STEP = ["--micro-batch-size", "8", "--global-batch-size", "32", "--train-iters", "1"]
 STEP += ["--lr", "1e-3", "--moe-router-load-balancing-type", "none", "--calculate-per-token-loss"]
 STEP += ["--moe-router-replay-verify-dispatch", "--moe-router-replay-log-mismatch-interval", "1"]
 
