@@ -48,7 +48,7 @@ LONG = "most_experts"  # a third of the time
 @pytest.mark.parametrize("which", [f"not ({LONG})", pytest.param(LONG, marks=pytest.mark.slow)])
 def test_the_kernel_in_the_interpreter(which: str) -> None:
     """In a process of its own: Triton asks for the interpreter when it is imported."""
-    argv = [sys.executable, "-m", "pytest", "-q", "-W", "ignore::RuntimeWarning", "-k", which]
+    argv = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore::RuntimeWarning", "-k", which]
     argv += map(str, BODIES)
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=600)
