@@ -151,6 +151,13 @@ def errors(rank: int) -> dict[str, Any]:
     give(gpt, [ids_TK[:, :1] for ids_TK in targets()])
     told["other K"] = refusal(lambda: forward(gpt))
 
+    give(gpt, targets())
+    mlp = gpt.decoder.layers[1].mlp
+    mlp.forward = lambda hidden, *_, **__: (hidden, None)
+    told["a layer asks no router"] = refusal(lambda: forward(gpt))
+    del mlp.forward
+    after("a layer asks no router")
+
     def fails(*_: Any) -> None:
         raise ValueError("a layer failed")
 
@@ -183,6 +190,7 @@ def test_a_mistake_is_one_error_and_leaves_nothing_behind(patched: TreeWorker) -
     assert "different actions: {1: 'replay_forward', 2: None," in told["mixed"]
     assert "ids of shape [31, 2]; expected [T, K] [32, 2]: the router has" in told["other tokens"]
     assert "ids of shape [32, 1]; expected [T, K] [32, 2]: moe_router_topk is 2" in told["other K"]
+    assert "no router took the targets of layers [2]" in told["a layer asks no router"]
     assert told["in a layer"] == "ValueError: a layer failed"
     assert "layer 1: the action is replay_forward, and the router runs outside" in told["own call"]
     assert told["own call, live"] == "not refused"
