@@ -9,7 +9,7 @@ Shape suffixes (docs/glossary.md): K, T.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,32 @@ def test_the_fused_gate_is_the_unfused_one(patched: TreeWorker, name: str) -> No
     assert got["calls"] == calls
     if got["calls"]:
         assert got["wrong"] > 1e-2  # other tokens' routes have other gradients
+
+
+def asked_of_upstream(rank: int) -> list[bool]:
+    """Whether each layer, live and then replayed, asks upstream for the fused top-k of a config."""
+    from megatron.core.transformer.moe import router as upstream
+
+    tiny.start()
+    gpt = tiny.model(tiny.config())
+    replayed = replaying(MicrobatchRoutes(routes_of(gpt)))
+    gpt.config.moe_router_fusion = True  # as on a machine that has Transformer Engine
+    unfused = upstream.topk_routing_with_score_function
+    asked: list[bool] = []
+
+    def seen(*args: Any, fused: bool, **options: Any) -> Any:
+        asked.append(fused)
+        return unfused(*args, fused=False, **options)
+
+    upstream.topk_routing_with_score_function = seen
+    for way in (nullcontext(), replayed):
+        tiny.loss_and_gradients(gpt, way)
+    return asked
+
+
+def test_a_replayed_layer_does_not_ask_transformer_engine(patched: TreeWorker) -> None:
+    (asked,) = patched.run(asked_of_upstream, 1)
+    assert asked == [True] * 4 + [False] * 4
 
 
 def what_it_says(rank: int) -> dict[str, Any]:

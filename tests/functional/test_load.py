@@ -179,6 +179,22 @@ def test_padding_is_not_part_of_the_load(patched: TreeWorker) -> None:
     assert not any(control.values()), control
 
 
+def of_another_rank(rank: int) -> list[torch.Tensor]:
+    """Gradients of the auxiliary losses: the ranks' mean is not given, T, and 2 T tokens."""
+    start()
+    router, hidden = router_of(moe_z_loss_coeff=None)
+    means = (None, float(T), 2.0 * T)
+    given = [MicrobatchRoutes({1: drawn_routes()}, mean_tokens=mean) for mean in means]
+    return [route(router, hidden, microbatch)["gradient"] for microbatch in given]
+
+
+def test_the_auxiliary_losses_are_scaled_by_the_tokens_of_all_ranks(patched: TreeWorker) -> None:
+    ((own, same, twice),) = patched.run(of_another_rank, 1)
+    assert own.abs().max() > 0
+    assert torch.equal(own, same)
+    assert torch.equal(own * 2, twice)
+
+
 def mask_of_the_model(rank: int, option: bool, masked: bool) -> dict[str, bool]:
     """The mask that a model gives its routers, of tokens that a live router and replay count."""
     start()
