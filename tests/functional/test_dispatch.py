@@ -42,7 +42,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "EP2, recomputed"))
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "EP2, recomputed", "EP2, all-gather"))
 def test_every_layer_and_pass_has_its_plan_and_trains_as_without(
     patched: TreeWorker, policy: Policy, layout: str
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,35 @@ def poisoned(rank: int, argv: list[str], poison: str, token: int = 0) -> None:
                 parameter.data[token] = float("nan")
             if poison == "gradient" and name.endswith("layers.1.mlp.router.weight"):
                 parameter.register_hook(lambda gradient: gradient * float("nan"))
-        if poison == "routing":
+        if "routing" in poison:
             from megatron.core.transformer.moe.router import TopKRouter
 
-            TopKRouter.routing = _asks_nobody(TopKRouter.routing)
+            # four layers in the first micro-batch, one in the second
+            layers = 5 if poison == "routing, but for the first five layers" else 0
+            TopKRouter.routing = _asks_nobody(TopKRouter.routing, layers)
 
     sys.argv = ["pretrain.py", *argv]
     launch.train(datasets, forward_step, spoil)
 
 
-def _asks_nobody(original: Any) -> Any:
+def ends(rank: int, argv: list[str]) -> Any:
+    """The status with which a rank ends, of which the second has a wrong gradient; None: none."""
+    from megatron_r3.train import refuse
+
+    refuse.SILENCE_S = 1.0
+    try:
+        poisoned(rank, argv, "gradient" if rank == 1 else "nothing")
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def _asks_nobody(original: Any, after: int) -> Any:
+    calls = count()
+
     def routing(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) < after:
+            return original(self, logits, *args, **kwargs)
         hook, self.router_replay, self.config.moe_router_replay = self.router_replay, None, False
         try:
             return original(self, logits, *args, **kwargs)
@@ -83,7 +102,11 @@ def test_a_log_prob_that_is_not_finite_names_rollout_and_token_in_the_first_iter
     inputs = [store.rollout(i).tokens_N[:-1] for i in range(8)]
     first = next(i for i, tokens in enumerate(inputs) if token in tokens)
     line = refused(patched, ranks, saves(policy, tmp_path / "s", *layout), "embedding", token)
-    assert f"rollout {first}, token " in line
+    # what is predicted from the spoilt token on is wrong; of that the first response token is named
+    at = int(np.argmax(inputs[first] == token))
+    response_N = store.rollout(first).response_N
+    named = next(t for t in range(at + 1, len(response_N)) if response_N[t])
+    assert f"rollout {first}, token {named}: " in line
     assert str(policy.store) in line
     assert "the trainer's log-prob is nan" in line
     assert "Iteration 1 changed no weight" in line
@@ -100,12 +123,22 @@ def test_a_gradient_that_is_not_finite_names_its_parameter_and_the_rollouts(
     assert not (tmp_path / "s" / "latest_checkpointed_iteration.txt").exists()
 
 
-@pytest.mark.parametrize("layout", [[], OVERLAP])
+def test_a_rank_that_found_nothing_ends_with_the_one_that_did(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    argv = saves(policy, tmp_path / "s", *PP2)
+    assert patched.run(ends, 2, argv, timeout_s=60) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "poison"),
+    [([], "routing"), ([], "routing, but for the first five layers"), (OVERLAP, "routing")],
+)
 def test_a_framework_that_replaces_routing_cannot_train_live(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, layout: list[str]
+    patched: TreeWorker, policy: Policy, tmp_path: Path, layout: list[str], poison: str
 ) -> None:
     ranks = 2 if layout else 1
-    line = refused(patched, ranks, saves(policy, tmp_path / "s", *layout), "routing")
+    line = refused(patched, ranks, saves(policy, tmp_path / "s", *layout), poison)
     assert "no router took them" in line
     assert not (tmp_path / "s" / "latest_checkpointed_iteration.txt").exists()
 
