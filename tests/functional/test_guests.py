@@ -178,7 +178,7 @@ def asked_for_parameters(rank: int, argv: list[str]) -> list[bool]:
 
 def test_weights_travel_ahead_once_parameters_are_there(patched: TreeWorker, store: Path) -> None:
     """Two steps of two micro-batches; that a layer has a next one is known after the first."""
-    argv = on(store, *f"--train-iters 2 {GUESTS}".split())
+    argv = on(store, *f"--train-iters 2 --micro-batch-size 4 {GUESTS}".split())
     assert all(all(answers) for answers in patched.run(asked_for_parameters, 4, argv))
     expected = [(LAYERS - 1) * [there] for there in (True, False, True)]
     for answers in patched.run(asked_for_parameters, 4, [*argv, *f"{OVERLAP} {BUCKETS}".split()]):
