@@ -48,7 +48,7 @@ def poisoned(rank: int, argv: list[str], poison: str, token: int = 0) -> None:
 
 
 def ends(rank: int, argv: list[str]) -> Any:
-    """The status with which a rank ends, of which the second has a wrong gradient; None: none."""
+    """How this rank ends where rank 1 has a wrong gradient: its status, or None if it goes on."""
     from megatron_r3.train import refuse
 
     refuse.SILENCE_S = 1.0

@@ -58,7 +58,7 @@ def test_a_signal_that_comes_as_the_command_starts_is_passed_on(tmp_path: Path, 
     path = "/:" * 54_000 + os.environ["PATH"]
     process = start(["sleep", "61"], {"STARTED_FOR": str(tmp_path), "PATH": path})
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not children.read_text():  # as often as can be: the start takes some 50 ms
+    while not children.read_text():  # as often as can be, while the start lasts
         pass
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 128 + signal.SIGTERM
