@@ -313,7 +313,7 @@ class MicrobatchRoutes:
                 f"layer {layer_number} has no routes in the active microbatch; it has layers "
                 f"{sorted(self.ids)}"
             )
-        if tuple(self.ids[layer_number].shape) != (num_tokens, topk):
+        if self.ids[layer_number].shape != (num_tokens, topk):
             raise ReplayError(self._other_shape(layer_number, num_tokens, topk))
         active = ACTIVE.get()
         # Example: an old-policy pass and the training pass share one object. The first choice of a

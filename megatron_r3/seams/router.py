@@ -9,8 +9,8 @@ Shape suffixes (docs/glossary.md): T, E, K.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +92,10 @@ class RouterHook:
             ReplayError: the layer has no routes, or not as many as the router has tokens; or code
                 for upstream's RouterReplay has set an action to replay.
         """
-        live_topk = partial(live, scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+        def live_topk() -> tuple[Tensor, Tensor]:
+            return live(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
         records = self._records()
         microbatch = self.microbatch()
         if microbatch is None:
@@ -120,9 +123,9 @@ class RouterHook:
                 return routed
         if replays or self._records():
             options["fused"] = False  # Transformer Engine's top-k would not ask the hook
-        # Looked up at each pass, so that a function which a framework put there later is called.
-        from megatron.core.transformer.moe import router as upstream
-
+        # Looked up at each pass, so that a function which a framework put there later is called; an
+        # import statement takes 1 us, and the router that asks has imported its module.
+        upstream: Any = sys.modules["megatron.core.transformer.moe.router"]
         return upstream.topk_routing_with_score_function(logits, topk, **options)
 
     def _records(self) -> bool:
