@@ -73,7 +73,7 @@ class LayerGuests:
 
 
 def own_places(num_experts: int, num_ranks: int, slots: int) -> np.ndarray:
-    """The place of each expert on its own rank, int64 `[E]`. Example above: 0 1 3 4."""
+    """The place of each expert on its own rank, int64 `[E]`. In the file's example: 0 1 3 4."""
     num_local = num_experts // num_ranks
     expert_E = np.arange(num_experts)
     return expert_E // num_local * (num_local + slots) + expert_E % num_local

@@ -106,8 +106,9 @@ def prompt_digest(content: list[int] | str | list[dict[str, Any]]) -> int:
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of JSON lines `{"prompt": ids or text}` or `{"messages": [...]}`.
 
-    The group of a prompt is the line's `group`. Without one it is the line's `id`, of which a text
-    counts as the first 63 bits of its SHA-256. Without both it is the line's number, from 0 on.
+    The group of a prompt is the line's `group`. Without one the group is the line's `id`; an `id`
+    that is a text gives the first 63 bits of its SHA-256. Without both the group is the line's
+    number, from 0 on.
 
     Raises:
         PromptError: a line is no prompt, or two lines have one group.

@@ -62,19 +62,19 @@ _DEFAULTS: dict[str, tuple[float, ...]] = {
     "repetition_penalty": (1,),
 }
 
-# Fields that leave the distribution as it is: what is asked,
+# Fields that leave the distribution as it is. These say what is asked:
 _FREE = {
     *("model", "prompt", "messages", "token_ids", "input_ids", "text", "sampling_params", "n"),
     *("seed", "sampling_seed", "documents", "chat_template", "chat_template_kwargs", "thinking"),
     *("task", "reasoning_effort", "add_generation_prompt", "continue_final_message"),
     *("add_special_tokens", "truncate_prompt_tokens", "truncation_side"),
     *("assistant_tokens_mask", "token_offsets"),
-    # where a response and its text end,
+    # These say where a response and its text end:
     *("stop", "stop_token_ids", "stop_regex", "stop_strs", "stop_regex_strs", "stop_str_max_len"),
     *("stop_regex_max_len", "ignore_eos", "no_stop_trim", "include_stop_str_in_output"),
     *("repetition_detection", "length_penalty", "skip_special_tokens", "is_normalized"),
     *("spaces_between_special_tokens", "detokenize", "output_text_buffer_length"),
-    # what is returned,
+    # These say what is returned:
     *("stream", "stream_options", "stream_interval", "output_kind", "output_mode", "echo"),
     *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs"),
     *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
@@ -87,8 +87,8 @@ _FREE = {
     *("return_hidden_states", "return_meta_info", "return_cached_tokens_details"),
     *("return_spec_tokens_details", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
     *("return_tokenized_data", "separate_reasoning", "stream_reasoning"),
-    # and who serves it. vLLM's `watermarking` says whether a watermark is used that the server was
-    # started with; no request shows that.
+    # These say who serves the request. vLLM's `watermarking` says whether a watermark is used that
+    # the server was started with; no request shows that.
     *("request_id", "rid", "session_id", "user", "metadata", "store", "service_tier", "priority"),
     *("cache_salt", "extra_key", "kv_transfer_params", "ec_transfer_params", "kv_hints"),
     *("skip_clone", "skip_reading_prefix_cache", "watermarking", "background", "no_logs"),

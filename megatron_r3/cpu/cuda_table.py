@@ -183,7 +183,7 @@ def install() -> None:
     ):
         for name, value in names.items():
             setattr(module, name, value)
-    # a CUDA build of torch without a GPU asks the driver for its accelerator; a CPU build has none
+    # Without a GPU a CUDA build of torch asks the driver, and fails; a CPU build answers None.
     torch.accelerator.current_accelerator = lambda check_available=False: None
 
 

@@ -70,8 +70,8 @@ class BatchServer(Server):
                 for response, body, (_, _, where, _) in zip(responses, bodies, waiting, strict=True)
             ]
         except EngineError as error:
-            # Not the error itself: a single sample that is asked for again would wait for the
-            # others for ever.
+            # A sample that gets an EngineError is asked for again, and would wait for the others of
+            # its batch for ever; one that gets NoAnswer is not.
             for _, _, _, future in waiting:
                 if not future.done():
                     future.set_exception(NoAnswer(str(error)))

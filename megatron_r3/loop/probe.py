@@ -6,7 +6,7 @@ What differs is compared with what differed when the sampler had loaded a policy
 
 The tokens are random, so that they reach all experts, also those that the task seldom takes.
 
-Shape suffixes (docs/glossary.md): L, N, P, K.
+Shape suffixes (docs/glossary.md): L, N, M, K.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_SEQUENCES, LENGTH = 8, 64
 
 
 def probe_tokens(vocab_size: int, most: int) -> np.ndarray:
-    """The tokens, int64 `[P, N]`: the same for a vocabulary everywhere.
+    """The tokens, int64 `[M, N]`: the same for a vocabulary everywhere.
 
     Args:
         vocab_size: without padding.
@@ -35,27 +35,27 @@ def probe_tokens(vocab_size: int, most: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Probe:
-    """Log-probs and routes of fixed tokens under one policy, P sequences of N tokens.
+    """Log-probs and routes of fixed tokens under one policy, M sequences of N tokens.
 
     Attributes:
-        tokens_PN: int64.
-        logprobs_PN: float32, of each token after those before it; the first of a sequence is 0.
-        routes_LPNK: the experts that each MoE layer takes for each token; empty `[0, P, N, 0]`
+        tokens_MN: int64.
+        logprobs_MN: float32, of each token after those before it; the first of a sequence is 0.
+        routes_LMNK: the experts that each MoE layer takes for each token; empty `[0, M, N, 0]`
             where no router could be asked.
     """
 
-    tokens_PN: np.ndarray
-    logprobs_PN: np.ndarray
-    routes_LPNK: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.uint16))
+    tokens_MN: np.ndarray
+    logprobs_MN: np.ndarray
+    routes_LMNK: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.uint16))
 
     def to_json(self) -> dict[str, Any]:
         """What policy.json has of it."""
         return {
-            "tokens": self.tokens_PN.tolist(),
-            "logprobs": self.logprobs_PN.tolist(),
+            "tokens": self.tokens_MN.tolist(),
+            "logprobs": self.logprobs_MN.tolist(),
             "routes": {
-                "shape": self.routes_LPNK.shape,
-                "uint16": base64.b64encode(self.routes_LPNK.astype("<u2").tobytes()).decode(),
+                "shape": self.routes_LMNK.shape,
+                "uint16": base64.b64encode(self.routes_LMNK.astype("<u2").tobytes()).decode(),
             },
         }
 
@@ -66,17 +66,17 @@ class Probe:
         Raises:
             ValueError, KeyError, TypeError: what a file holds that no trainer wrote.
         """
-        tokens_PN = np.array(fields["tokens"], np.int64)
-        logprobs_PN = np.array(fields["logprobs"], np.float32)
+        tokens_MN = np.array(fields["tokens"], np.int64)
+        logprobs_MN = np.array(fields["logprobs"], np.float32)
         raw = base64.b64decode(fields["routes"]["uint16"], validate=True)
-        routes_LPNK = np.frombuffer(raw, "<u2").reshape(fields["routes"]["shape"])
-        if tokens_PN.ndim != 2 or logprobs_PN.shape != tokens_PN.shape:
-            raise ValueError(f"tokens {tokens_PN.shape} and log-probs {logprobs_PN.shape}")
-        if not np.isfinite(logprobs_PN).all():
+        routes_LMNK = np.frombuffer(raw, "<u2").reshape(fields["routes"]["shape"])
+        if tokens_MN.ndim != 2 or logprobs_MN.shape != tokens_MN.shape:
+            raise ValueError(f"tokens {tokens_MN.shape} and log-probs {logprobs_MN.shape}")
+        if not np.isfinite(logprobs_MN).all():
             raise ValueError("a log-prob that is not finite")
-        if routes_LPNK.size and routes_LPNK.shape[1:3] != tokens_PN.shape:
-            raise ValueError(f"routes {routes_LPNK.shape} of tokens {tokens_PN.shape}")
-        return cls(tokens_PN, logprobs_PN, routes_LPNK)
+        if routes_LMNK.size and routes_LMNK.shape[1:3] != tokens_MN.shape:
+            raise ValueError(f"routes {routes_LMNK.shape} of tokens {tokens_MN.shape}")
+        return cls(tokens_MN, logprobs_MN, routes_LMNK)
 
 
 @dataclass(frozen=True)
@@ -126,32 +126,32 @@ def difference(trainer: Probe, sampler: Probe) -> Difference:
     Raises:
         ValueError: the sampler answered for other tokens or layers.
     """
-    if not np.array_equal(trainer.tokens_PN, sampler.tokens_PN):
+    if not np.array_equal(trainer.tokens_MN, sampler.tokens_MN):
         raise ValueError("the sampler's probe is of other tokens than the trainer's")
-    apart_PN = abs_dlogp(trainer, sampler)
-    mean = float(apart_PN.mean())
-    if not trainer.routes_LPNK.size:
+    apart_MN = abs_dlogp(trainer, sampler)
+    mean = float(apart_MN.mean())
+    if not trainer.routes_LMNK.size:
         return Difference(mean, mean, ())
     agreement = tuple(same_experts(trainer, sampler).mean((1, 2)).tolist())
-    before_PN = same_so_far(trainer, sampler)
-    if before_PN.mean() < ENOUGH:
+    before_MN = same_so_far(trainer, sampler)
+    if before_MN.mean() < ENOUGH:
         return Difference(mean, mean, agreement, left_out=None)
-    left_out = 1 - float(before_PN.mean())
-    return Difference(float(apart_PN[before_PN].mean()), mean, agreement, left_out=left_out)
+    left_out = 1 - float(before_MN.mean())
+    return Difference(float(apart_MN[before_MN].mean()), mean, agreement, left_out=left_out)
 
 
 def same_experts(one: Probe, other: Probe) -> np.ndarray:
-    """Where two probes of the same tokens have the same set of experts, bool `[L, P, N]`.
+    """Where two probes of the same tokens have the same set of experts, bool `[L, M, N]`.
 
     Raises:
         ValueError: they are of other layers.
     """
-    if one.routes_LPNK.shape != other.routes_LPNK.shape:
+    if one.routes_LMNK.shape != other.routes_LMNK.shape:
         raise ValueError(
-            f"the sampler's probe has routes {other.routes_LPNK.shape}, the trainer's "
-            f"{one.routes_LPNK.shape} (layers, sequences, tokens, top-k)"
+            f"the sampler's probe has routes {other.routes_LMNK.shape}, the trainer's "
+            f"{one.routes_LMNK.shape} (layers, sequences, tokens, top-k)"
         )
-    same: np.ndarray = (np.sort(one.routes_LPNK, -1) == np.sort(other.routes_LPNK, -1)).all(-1)
+    same: np.ndarray = (np.sort(one.routes_LMNK, -1) == np.sort(other.routes_LMNK, -1)).all(-1)
     return same
 
 
@@ -159,18 +159,18 @@ def same_so_far(one: Probe, other: Probe) -> np.ndarray:
     """Which tokens, but the first ones, come before any other expert of their sequence.
 
     Returns:
-        bool `[P, N - 1]`. Example: token 40 has other experts; tokens 1 to 40 are true, since the
+        bool `[M, N - 1]`. Example: token 40 has other experts; tokens 1 to 40 are true, since the
         log-prob of token 40 is computed from those before it. All are true where no routes are
         known.
     """
-    if not (one.routes_LPNK.size and other.routes_LPNK.size):
-        return np.ones_like(one.tokens_PN[:, 1:], bool)
-    same_PN: np.ndarray = np.all(same_experts(one, other), axis=0)
-    so_far_PN: np.ndarray = np.cumsum(~same_PN[:, :-1], 1) == 0
-    return so_far_PN
+    if not (one.routes_LMNK.size and other.routes_LMNK.size):
+        return np.ones_like(one.tokens_MN[:, 1:], bool)
+    same_MN: np.ndarray = np.all(same_experts(one, other), axis=0)
+    so_far_MN: np.ndarray = np.cumsum(~same_MN[:, :-1], 1) == 0
+    return so_far_MN
 
 
 def abs_dlogp(one: Probe, other: Probe) -> np.ndarray:
-    """|log-prob difference| of all tokens but the first ones, float64 `[P, N - 1]`."""
-    apart_PN: np.ndarray = np.abs(one.logprobs_PN.astype(np.float64) - other.logprobs_PN)
-    return apart_PN[:, 1:]
+    """|log-prob difference| of all tokens but the first ones, float64 `[M, N - 1]`."""
+    apart_MN: np.ndarray = np.abs(one.logprobs_MN.astype(np.float64) - other.logprobs_MN)
+    return apart_MN[:, 1:]

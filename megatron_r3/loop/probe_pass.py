@@ -3,7 +3,7 @@
 A published policy carries the probe, and a sampler that is given the policy must show the same
 (megatron_r3/loop/probe.py).
 
-Shape suffixes (docs/glossary.md): B, K, N, P, S, T.
+Shape suffixes (docs/glossary.md): B, K, N, M, S, T.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProbePass:
     ) -> None:
         self.options, self.vocab_size, self._layers_of = options, vocab_size, layers_of
         self._layout = RankLayout(options.sequence_parallel)
-        self.tokens_PN = probe_tokens(vocab_size, options.seq_length)
+        self.tokens_MN = probe_tokens(vocab_size, options.seq_length)
         self._logprobs: list[tuple[Tensor, Tensor]] = []  # rows and values
         self._routes: list[tuple[int, np.ndarray, Tensor]] = []  # layer number, rows, ids
 
@@ -57,7 +57,7 @@ class ProbePass:
             from megatron.core import mpu
 
             stages = mpu.get_pipeline_model_parallel_world_size()
-        count = -(-len(self.tokens_PN) // (size * stages)) * stages
+        count = -(-len(self.tokens_MN) // (size * stages)) * stages
         forward_only(
             models,
             self._forward,
@@ -70,7 +70,7 @@ class ProbePass:
 
     def _batches(self, count: int) -> Iterator[dict[str, Tensor]]:
         """Micro-batches of the sequences, each padded to S. What is left over is padding alone."""
-        size, (num, length) = self.options.micro_batch_size, self.tokens_PN.shape
+        size, (num, length) = self.options.micro_batch_size, self.tokens_MN.shape
         for first in range(0, count * size, size):
             shape = (size, self.options.seq_length)
             batch = {name: torch.zeros(shape, dtype=torch.int64) for name in _FIELDS}
@@ -78,7 +78,7 @@ class ProbePass:
             batch["position_ids"][:] = torch.arange(shape[1])
             batch["loss_mask"] = torch.zeros(shape)
             for i, sequence in enumerate(range(first, min(first + size, num))):
-                tokens = torch.from_numpy(self.tokens_PN[sequence])
+                tokens = torch.from_numpy(self.tokens_MN[sequence])
                 batch["tokens"][i, :length] = tokens
                 batch["labels"][i, : length - 1] = tokens[1:]
                 batch["rows"][i, :length] = torch.arange(length) + sequence * length
@@ -127,7 +127,7 @@ class ProbePass:
         torch.distributed.gather_object(mine, everyone)
         if everyone is None:
             return None
-        num, length = self.tokens_PN.shape
+        num, length = self.tokens_MN.shape
         values = np.zeros(num * length, np.float32)
         is_computed = np.zeros(num * length, bool)
         layers = sorted({layer for _, routes in everyone for layer, _, _ in routes})
@@ -139,8 +139,8 @@ class ProbePass:
             for layer, rows, chosen in routes:
                 ids[layers.index(layer), rows[rows >= 0]] = chosen[rows >= 0]
         # position t predicts token t + 1, and nobody predicts the first token
-        logprobs_PN = np.zeros((num, length), np.float32)
-        logprobs_PN[:, 1:] = values.reshape(num, length)[:, :-1]
+        logprobs_MN = np.zeros((num, length), np.float32)
+        logprobs_MN[:, 1:] = values.reshape(num, length)[:, :-1]
         # Values may be NaN: then weights are, and writing them names the first one on all ranks.
         assert is_computed.all(), "no rank has computed some of the probe"
-        return Probe(self.tokens_PN, logprobs_PN, ids.reshape(len(layers), num, length, -1))
+        return Probe(self.tokens_MN, logprobs_MN, ids.reshape(len(layers), num, length, -1))

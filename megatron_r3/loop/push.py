@@ -4,7 +4,7 @@ A server may answer 200 and sample with other weights all the same: a vLLM on a 
 load weights in place does (docs/engines.md). So nothing is stored before the sampler has shown, on
 fixed tokens, that it computes what the trainer computes (probe.py).
 
-Shape suffixes (docs/glossary.md): L, N, P, K.
+Shape suffixes (docs/glossary.md): L, N, M, K.
 """
 
 from __future__ import annotations
@@ -138,21 +138,21 @@ class Pusher:
 
     async def _compare(self, policy: PublishedPolicy) -> tuple[Probe, Difference]:
         """The sampler's own probe, and how far it is from the trainer's and from its own cache."""
-        tokens_PN, name = policy.probe.tokens_PN, await self.loader.model_name()
+        tokens_MN, name = policy.probe.tokens_MN, await self.loader.model_name()
         # First as a sampling request, which may use keys and values that the engine kept; then with
         # the log-probs of the prompt, for which an engine computes all of it.
-        kept = [await self._ask(name, row.tolist(), with_prompt=False) for row in tokens_PN]
-        fresh = [await self._ask(name, row.tolist(), with_prompt=True) for row in tokens_PN]
-        sampler, cached = _probe(tokens_PN, fresh), _probe(tokens_PN, kept)
-        same_P = same_experts(sampler, cached).all((0, 2))
-        apart_P = np.array(
+        kept = [await self._ask(name, row.tolist(), with_prompt=False) for row in tokens_MN]
+        fresh = [await self._ask(name, row.tolist(), with_prompt=True) for row in tokens_MN]
+        sampler, cached = _probe(tokens_MN, fresh), _probe(tokens_MN, kept)
+        same_M = same_experts(sampler, cached).all((0, 2))
+        apart_M = np.array(
             [abs(a.next_logprob - b.next_logprob) for a, b in zip(kept, fresh, strict=True)]
         )
         # Where experts differ by a near tie, the log-prob differs too; few do.
-        counted_P = same_P if same_P.any() else np.ones_like(same_P)
+        counted_M = same_M if same_M.any() else np.ones_like(same_M)
         return sampler, replace(
             difference(policy.probe, sampler),
-            cached_dlogp=float(apart_P[counted_P].max()),
+            cached_dlogp=float(apart_M[counted_M].max()),
             cached_disagreement=1 - float(same_experts(sampler, cached).mean()),
         )
 
@@ -169,7 +169,7 @@ class Pusher:
             ) from error
 
 
-def _probe(tokens_PN: np.ndarray, asked: list[Asked]) -> Probe:
-    logprobs_PN = np.stack([one.logprobs_N for one in asked])
-    routes_LPNK = np.stack([one.routes_LNK for one in asked], 1).astype(np.uint16)
-    return Probe(tokens_PN, logprobs_PN, routes_LPNK)
+def _probe(tokens_MN: np.ndarray, asked: list[Asked]) -> Probe:
+    logprobs_MN = np.stack([one.logprobs_N for one in asked])
+    routes_LMNK = np.stack([one.routes_LNK for one in asked], 1).astype(np.uint16)
+    return Probe(tokens_MN, logprobs_MN, routes_LMNK)

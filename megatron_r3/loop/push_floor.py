@@ -4,7 +4,7 @@ There is one rule (`megatron_r3/data/truth/limit.py`): at most three times the m
 eight right pushes, plus a room. It is asked of the log-probs, of the routes of each MoE layer, and
 of both once more with the keys and values that the engine kept.
 
-Shape suffixes (docs/glossary.md): N, P.
+Shape suffixes (docs/glossary.md): N, M.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
     Tokens that follow one with other experts than in either policy are left out of the mean, unless
     they are too many: they make most of it, and a near tie may go as it did in the policy before.
     """
-    to_now_PN, to_before_PN = abs_dlogp(sampler, now), abs_dlogp(sampler, before)
-    nearer = float((to_before_PN < to_now_PN).mean())
-    counted_PN = same_so_far(sampler, now) & same_so_far(sampler, before)
-    if counted_PN.mean() < ENOUGH:
-        counted_PN = np.ones_like(counted_PN)
-    to_now, to_before = float(to_now_PN[counted_PN].mean()), float(to_before_PN[counted_PN].mean())
+    to_now_MN, to_before_MN = abs_dlogp(sampler, now), abs_dlogp(sampler, before)
+    nearer = float((to_before_MN < to_now_MN).mean())
+    counted_MN = same_so_far(sampler, now) & same_so_far(sampler, before)
+    if counted_MN.mean() < ENOUGH:
+        counted_MN = np.ones_like(counted_MN)
+    to_now, to_before = float(to_now_MN[counted_MN].mean()), float(to_before_MN[counted_MN].mean())
     if to_now <= ROOM_DLOGP or not to_before < CLOSER * to_now or nearer < MOST_TOKENS:
         return ""
     return (

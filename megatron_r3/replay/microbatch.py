@@ -61,8 +61,9 @@ class ForwardPass:
         bound_ran: whether a bound function ran.
         has_inner: whether another block was opened inside of this one.
         is_open: whether the block has not ended yet.
-        ran: a module of each class in what ran, up to its router; empty after the block.
-        nothing: after the block, why no router asked. None if one did, or if none is there.
+        ran: one module of each class that ran, up to the first router; empty after the block.
+        nothing: after the block, why no router asked, in words for an error; None where that is no
+            error.
     """
 
     __slots__ = (

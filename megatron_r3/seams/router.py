@@ -270,9 +270,9 @@ class RouterLoad:
         """Real tokens of a rank, on average over the ranks that share this microbatch's sequences.
 
         Upstream scales the auxiliary loss by the rank's own count (router.py,
-        `attach_and_log_load_balancing_loss`), which is the same where no token is padding. Example:
-        of 8 tokens on two ranks the last 2 are padding. The ranks' own counts are 4 and 2, and both
-        ranks scale by 3.
+        `attach_and_log_load_balancing_loss`), which is this mean where no token is padding.
+        Example: of 8 tokens on two ranks the last 2 are padding. The ranks' own counts are 4 and 2,
+        and both ranks scale by 3.
 
         Args:
             local: the rank's own count; used where the microbatch does not know the mean.

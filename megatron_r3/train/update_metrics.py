@@ -1,7 +1,7 @@
 """What the policy update of one step did: sums over tokens and rollouts, reduced over all ranks.
 
-Every value is a mean or a maximum over what all ranks saw. docs/metrics.md has the formulas. The
-sums stay on the device until the step is logged, so nothing waits before that.
+Every value comes from sums and maxima over what all ranks saw; the formulas are in docs/metrics.md.
+The sums stay on the device until the step is logged, so nothing waits before that.
 
 Shape suffixes (docs/glossary.md): B, M, S.
 """

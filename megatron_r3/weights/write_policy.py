@@ -311,7 +311,7 @@ def _write_file(
 
 
 def _refuse_non_finite(name: str, tensor: Tensor, where: object) -> None:
-    # aminmax makes no copy, and a NaN is its result
+    # aminmax makes no copy, and gives NaN where a value is NaN
     if not all(bound.isfinite() for bound in tensor.aminmax()):
         count = tensor.numel() - int(tensor.isfinite().sum())
         raise ValueError(

@@ -1,6 +1,6 @@
 """Policies that a training publishes: the same bytes and the same probe in every layout.
 
-Shape suffixes (docs/glossary.md): N, P.
+Shape suffixes (docs/glossary.md): N, M.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def test_old_policies_go(patched: TreeWorker, policy: Policy, tmp_path: Path) ->
     argv = steps_on(policy, store, 4, *publishes(policy, tmp_path, "--rollouts-publish-keep", "2"))
     patched.run(train, 1, argv, timeout_s=120)
     assert [one.version for one in all_of(tmp_path)] == [3, 4]
-    assert np.isfinite(all_of(tmp_path)[1].probe.logprobs_PN).all()
+    assert np.isfinite(all_of(tmp_path)[1].probe.logprobs_MN).all()
 
 
 @pytest.mark.parametrize(

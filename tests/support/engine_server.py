@@ -120,7 +120,7 @@ class Engine(ThreadingHTTPServer):
         self.asked: Counter[int] = Counter()
         self.answered: Counter[int] = Counter()
         self.pages_asked: Counter[str] = Counter()
-        self.authorized: list[str | None] = []
+        self.authorized: list[tuple[str, str | None]] = []  # GET or POST, and who asks
         self.most, self.now = 0, 0
         self.lock = threading.Lock()
         self.closing = threading.Event()
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         pages = self.server.pages
         with self.server.lock:
             self.server.pages_asked[self.path] += 1
-            self.server.authorized.append(self.headers["Authorization"])
+            self.server.authorized.append(("GET", self.headers["Authorization"]))
         if self.server.behave({"path": self.path}, 0) == "404" or self.path not in pages:
             self._send(404, {"detail": "Not Found"})
         elif isinstance(pages[self.path], Raw):
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         seed = body.get("seed", -1)
         with server.lock:
             server.bodies.append({**body, "path": self.path})
-            server.authorized.append(self.headers["Authorization"])
+            server.authorized.append(("POST", self.headers["Authorization"]))
             server.asked[seed] += 1
             server.now += 1
             server.most = max(server.most, server.now)

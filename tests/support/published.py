@@ -1,6 +1,6 @@
 """Published policies and a whole run's config for tests, from tiny random models.
 
-Shape suffixes (docs/glossary.md): N, P.
+Shape suffixes (docs/glossary.md): N, M.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def probe_of(folder: Path) -> Probe:
 
 def probe_from(model: Any) -> Probe:
     """The same of a model that is loaded already."""
-    tokens_PN = probe_tokens(model.config.vocab_size, 32)
+    tokens_MN = probe_tokens(model.config.vocab_size, 32)
     with torch.inference_mode(), capture_routes(model) as captured:
-        logits = model(torch.from_numpy(tokens_PN), use_cache=False).logits.float()
+        logits = model(torch.from_numpy(tokens_MN), use_cache=False).logits.float()
     (ids,) = captured.take()
-    logprobs_PN = np.zeros(tokens_PN.shape, np.float32)
-    following = torch.from_numpy(tokens_PN[:, 1:, None])
+    logprobs_MN = np.zeros(tokens_MN.shape, np.float32)
+    following = torch.from_numpy(tokens_MN[:, 1:, None])
     values = torch.log_softmax(logits[:, :-1], -1).gather(2, following)[..., 0]
-    logprobs_PN[:, 1:] = values.numpy()
-    routes = ids.numpy().astype(np.uint16).reshape(len(ids), *tokens_PN.shape, -1)
-    return Probe(tokens_PN, logprobs_PN, routes)
+    logprobs_MN[:, 1:] = values.numpy()
+    routes = ids.numpy().astype(np.uint16).reshape(len(ids), *tokens_MN.shape, -1)
+    return Probe(tokens_MN, logprobs_MN, routes)
 
 
 def publish(policies: Path, version: int, seed: int, dtype: torch.dtype = torch.float32) -> Path:

@@ -243,7 +243,8 @@ def test_a_password_reaches_the_server(folder, capsys):
     with engine() as server:
         secret = server.url.replace("http://", "http://me:s3%40cret@")
         assert main(command(secret, 1)) == 0
-        assert {*server.authorized} == {"Basic " + base64.b64encode(b"me:s3@cret").decode()}
+        me = "Basic " + base64.b64encode(b"me:s3@cret").decode()
+        assert {*server.authorized} == {("GET", me), ("POST", me)}
         server.answer = refuse
         assert main(command(secret, 2)) == 1
     output = "".join(capsys.readouterr())

@@ -1,6 +1,6 @@
 """How a push is judged by those before it, from the probes of a trainer and a sampler.
 
-Shape suffixes (docs/glossary.md): K, L, N, P.
+Shape suffixes (docs/glossary.md): K, L, N, M.
 """
 
 from __future__ import annotations
@@ -72,21 +72,21 @@ def probes(num_sequences: int = 4, length: int = 8) -> tuple[Probe, Probe]:
 
 def test_tokens_after_a_near_tie_are_left_out():
     trainer, sampler = probes()
-    sampler.routes_LPNK[0, 1, 4] = [0, 2]  # so the tokens 5 to 7 of sequence 1
-    sampler.logprobs_PN[1, 5:] = 0.9
+    sampler.routes_LMNK[0, 1, 4] = [0, 2]  # so the tokens 5 to 7 of sequence 1
+    sampler.logprobs_MN[1, 5:] = 0.9
     found = difference(trainer, sampler)
     assert found.abs_dlogp == 0
     assert found.left_out == pytest.approx(3 / 28)
     assert found.abs_dlogp_all == pytest.approx(0.9 * 3 / 28)
     # a token before the tie is counted
-    sampler.logprobs_PN[1, 4] = 0.28
+    sampler.logprobs_MN[1, 4] = 0.28
     assert difference(trainer, sampler).abs_dlogp == pytest.approx(0.28 / 25)
 
 
 def test_where_nearly_all_tokens_come_after_other_experts_every_token_is_compared():
     trainer, sampler = probes()
-    sampler.routes_LPNK[0, :, 0] = [0, 2]  # so all tokens but the first ones
-    sampler.logprobs_PN[:, 2:] = 0.5
+    sampler.routes_LMNK[0, :, 0] = [0, 2]  # so all tokens but the first ones
+    sampler.logprobs_MN[:, 2:] = 0.5
     found = difference(trainer, sampler)
     assert found.left_out is None
     assert found.abs_dlogp == pytest.approx(0.5 * 6 / 7)
@@ -127,13 +127,13 @@ def test_a_sampler_in_bfloat16_is_accepted_and_swapped_experts_in_it_are_found()
 
 def test_nearer_to_the_policy_before():
     now, before = probes()
-    before.logprobs_PN[:, 1:] = 0.02
+    before.logprobs_MN[:, 1:] = 0.02
     sampler, _ = probes()
     for shown, is_before in ((0.0, False), (0.009, False), (0.011, False), (0.013, True)):
-        sampler.logprobs_PN[:, 1:] = shown
+        sampler.logprobs_MN[:, 1:] = shown
         assert bool(still_before(sampler, now, before)) == is_before, shown
-    sampler.logprobs_PN[:, 1:] = 1e-7
-    before.logprobs_PN[:, 1:] = 1e-7
+    sampler.logprobs_MN[:, 1:] = 1e-7
+    before.logprobs_MN[:, 1:] = 1e-7
     assert not still_before(sampler, now, before)  # two policies that are the same
 
 
@@ -141,17 +141,17 @@ def test_a_near_tie_that_goes_as_in_the_policy_before_is_no_load_that_failed():
     """Found in right runs in bfloat16 and float8, stopped at their policies 41 and 26."""
     now, before = probes(num_sequences=8)
     sampler, _ = probes(num_sequences=8)
-    before.logprobs_PN[:, 1:] = 0.02  # the policies are 0.02 apart
-    before.routes_LPNK[0, 0, 2] = [0, 2]
-    before.logprobs_PN[0, 3:] = 1.0  # and far apart after the tie
-    sampler.routes_LPNK[0, 0, 2] = [0, 2]  # the sampler has the new weights, and the other expert
-    sampler.logprobs_PN[0, 3:] = 1.0
+    before.logprobs_MN[:, 1:] = 0.02  # the policies are 0.02 apart
+    before.routes_LMNK[0, 0, 2] = [0, 2]
+    before.logprobs_MN[0, 3:] = 1.0  # and far apart after the tie
+    sampler.routes_LMNK[0, 0, 2] = [0, 2]  # the sampler has the new weights, and the other expert
+    sampler.logprobs_MN[0, 3:] = 1.0
     assert not still_before(sampler, now, before)
-    sampler.logprobs_PN[1:, 1:] = 0.02  # with the old weights it is found by the other tokens
+    sampler.logprobs_MN[1:, 1:] = 0.02  # with the old weights it is found by the other tokens
     assert still_before(sampler, now, before)
     # where nearly all tokens come after a tie all are compared
     for probe in (before, sampler):
-        probe.routes_LPNK[0, :, 0] = [0, 2]
+        probe.routes_LMNK[0, :, 0] = [0, 2]
     assert still_before(sampler, now, before)
 
 
@@ -160,5 +160,5 @@ def test_a_probe_of_other_tokens_is_no_comparison():
     probe = Probe(tokens, np.zeros((2, 3), np.float32))
     assert difference(probe, probe) == Difference(0.0, 0.0, ())
     with pytest.raises(ValueError, match="other tokens"):
-        difference(probe, replace(probe, tokens_PN=tokens + 1))
-    assert Probe.from_json(probe.to_json()).tokens_PN.tolist() == tokens.tolist()
+        difference(probe, replace(probe, tokens_MN=tokens + 1))
+    assert Probe.from_json(probe.to_json()).tokens_MN.tolist() == tokens.tolist()
