@@ -183,7 +183,7 @@ def install() -> None:
     ):
         for name, value in names.items():
             setattr(module, name, value)
-    # Without a GPU a CUDA build of torch asks the driver, and fails; a CPU build answers None.
+    # A CUDA build of torch asks the driver for an accelerator; a CPU build answers None, as here.
     torch.accelerator.current_accelerator = lambda check_available=False: None
 
 

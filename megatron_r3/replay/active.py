@@ -301,7 +301,7 @@ def _raise_if_untaken(forward_pass: ForwardPass) -> None:
 
 
 def _why_nothing(forward_pass: ForwardPass) -> str | None:
-    """Why no router asked in a block; None if one did, or if what ran has no MoE layer."""
+    """Why no router asked in a block, in words for an error; None where that is no error."""
     ran, microbatch = forward_pass.ran, forward_pass.microbatch
     if forward_pass.asked or microbatch is None:
         return None

@@ -232,5 +232,5 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # Bits are compared, because a NaN does not equal itself; `_refuse_non_finite` refuses a NaN.
+    # Bits are compared, because a NaN does not equal itself; writing a policy refuses a NaN.
     return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (one, other)))

@@ -87,7 +87,7 @@ def _sums(words: np.ndarray) -> np.ndarray:
     (arXiv 1202.4961). A wrong part has the sum of the right one with a chance of about 2**-32. A
     CRC-32 of each part, one call for each, took twice as long, and no other thread ran meanwhile.
     """
-    # A table has a power of two of numbers, so few are kept: 100 words take the table of 128.
+    # The size of a table is a power of two, so few are kept: 100 words take the table of 128.
     multipliers = _multipliers(1 << (words.shape[-1] - 1).bit_length())[: words.shape[-1]]
     return (np.einsum("...w,w->...", words, multipliers) >> np.uint64(32)).astype(np.uint32)
 

@@ -72,7 +72,7 @@ def table_alarms(
 
 
 def _prompts(found: Tables, floor: Tables) -> Alarm | None:
-    """Rows of prompts differ more than others: a prefix cache has kept rows of older weights."""
+    """Rows of prompts differ more than others: a prefix cache may keep those of older weights."""
     usual = max(found.responses, floor.prompts)  # compares the shares
     limit = share_limit(found.prompts.rows, usual, "the share of sampled tokens, or of the floor")
     if not found.responses.rows or not limit.refuses(found.prompts.share):
