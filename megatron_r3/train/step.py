@@ -10,7 +10,6 @@ Shape suffixes (docs/glossary.md): B, S, T, V.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -58,20 +57,6 @@ class Parts:
     old_pass: type[OldPass] = OldPass
 
 
-_parts = Parts()
-
-
-@contextmanager
-def made_of(parts: Parts) -> Iterator[None]:
-    """Have trainings that begin inside the block use these parts."""
-    global _parts
-    before, _parts = _parts, parts
-    try:
-        yield
-    finally:
-        _parts = before
-
-
 class StepHook(Protocol):
     """What hangs on a training without being a part of it: publishing (loop/publish.py)."""
 
@@ -111,6 +96,7 @@ class RolloutStep:
         observe: lets a router without a hook answer to the active microbatch; called with the
             router and its layer number where training routes live.
         hooks: what else begins with a step.
+        parts: other classes than its own that the training is made of.
     """
 
     def __init__(
@@ -122,11 +108,12 @@ class RolloutStep:
         evaluate: Callable[..., Any],
         observe: Callable[[Any, int], None],
         hooks: Sequence[StepHook] = (),
+        parts: Parts | None = None,
     ) -> None:
         self.hooks = hooks
         self.options, self.store, self.progress, self.ledger = options, store, progress, ledger
         self._evaluate, self._observe = evaluate, observe
-        self._parts = _parts
+        self._parts = parts or Parts()
         self._guard = self._parts.guard(store, options.scaled_loss)
         self.metrics = self._parts.metrics(options.num_layers, options.log_file)
         self._layout = RankLayout(options.sequence_parallel)

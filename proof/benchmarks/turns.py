@@ -254,7 +254,7 @@ def train_in_turn(
     from megatron.training import get_args, training
 
     from megatron_r3.train.launch import train
-    from megatron_r3.train.step import made_of
+    from proof.fidelity.observe import made_of
     from proof.fidelity.script import datasets, forward_step
 
     sizes = {"micro-batch-size": batch[0], "global-batch-size": batch[1]}

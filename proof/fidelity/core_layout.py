@@ -18,7 +18,7 @@ from megatron_r3.seams.pretrain import observe
 from megatron_r3.train.dataset import PackedRollouts, RolloutDataset
 from megatron_r3.train.ledger import Ledger
 from megatron_r3.train.options import RolloutOptions
-from megatron_r3.train.step import RolloutStep, made_of
+from megatron_r3.train.step import RolloutStep
 from proof.fidelity import core_only
 from proof.fidelity.gradients import collect
 from proof.fidelity.observe import Observer, RankResult, biases, forward_only, watched_parts
@@ -60,9 +60,9 @@ def run_core_layout(
     observer.attach(models)
     store, options = RolloutStore([stores["right"]]), core_only.rollout_options(args)
     progress = Progress()
-    with made_of(watched_parts(stores, 2 if forward_only_first else 1, result, observer)):
-        ledger = Ledger(options, progress, store)
-        step = RolloutStep(options, store, progress, ledger, lambda *_: None, observe)
+    parts = watched_parts(stores, 2 if forward_only_first else 1, result, observer)
+    ledger = Ledger(options, progress, store)
+    step = RolloutStep(options, store, progress, ledger, lambda *_: None, observe, parts=parts)
     for progress.iteration, observer.phase in enumerate(stores):
         data: Any = [_batches(args, options, store) for _ in models]
         data = data if len(models) > 1 else data[0]

@@ -15,9 +15,15 @@ from typing import Any
 import torch
 
 from megatron_r3.train.launch import train, watch_models
-from megatron_r3.train.step import made_of
 from proof.fidelity.gradients import collect, of_step
-from proof.fidelity.observe import Observer, RankResult, biases, forward_only, watched_parts
+from proof.fidelity.observe import (
+    Observer,
+    RankResult,
+    biases,
+    forward_only,
+    made_of,
+    watched_parts,
+)
 
 
 def run_layout(

@@ -9,10 +9,13 @@ Shape suffixes (docs/glossary.md): B, H, P, S.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,9 +23,10 @@ import torch
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.replay.host_routes import HostRoutes
 from megatron_r3.replay.layers import local_moe_layers, local_routers
+from megatron_r3.seams import pretrain
 from megatron_r3.train.lookahead import Preparer
 from megatron_r3.train.metrics import StepMetrics
-from megatron_r3.train.step import Parts
+from megatron_r3.train.step import Parts, RolloutStep
 from proof.fidelity.gradients import Piece
 
 
@@ -107,6 +111,13 @@ class RankResult:
     gradients: dict[str, list[Piece]] = field(default_factory=dict)
     dispatched: dict[str, float] = field(default_factory=dict)
     biases: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@contextmanager
+def made_of(parts: Parts) -> Iterator[None]:
+    """Have trainings that begin in `pretrain()` inside the block use these parts."""
+    with mock.patch.object(pretrain, "RolloutStep", partial(RolloutStep, parts=parts)):
+        yield
 
 
 def watched_parts(

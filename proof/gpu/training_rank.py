@@ -97,7 +97,8 @@ class Seen:
 def train(order: Order, seen: Seen) -> None:
     """Run the training of the order in this process, and write what it shows into `seen`."""
     from megatron_r3.replay.gate import replayed_gate_reference, substitute_gate
-    from megatron_r3.train.step import Parts, made_of
+    from megatron_r3.train.step import Parts
+    from proof.fidelity.observe import made_of
 
     load_local_checkpoints()
     _watch_steps(order, seen)
