@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,12 @@ PRELOAD = (
     "proof.fidelity.update",
     "megatron_r3.cli",
 )
+
+
+def pytest_configure() -> None:
+    """Hear the signals that tests send: `nohup`, or a shell's &, has them ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

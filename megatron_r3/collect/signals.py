@@ -13,7 +13,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -50,11 +50,11 @@ def raising() -> Iterator[None]:
         _end_at_the_next_signal()
         raise Interrupted(number, "interrupted: run the same command again for the rest")
 
-    before = _handlers(stop)
+    before = take_signals(stop)
     try:
         yield
     finally:
-        _give_back(before)
+        give_back(before)
 
 
 @contextmanager
@@ -70,12 +70,12 @@ def noting() -> Iterator[Stop]:
         _end_at_the_next_signal()
         loop.call_soon_threadsafe(stop.came.set)
 
-    before = _handlers(note)
+    before = take_signals(note)
     try:
         yield stop
     finally:
         if stop.number is None:  # else they stay as they are: the next signal ends the process
-            _give_back(before)
+            give_back(before)
 
 
 class Stop:
@@ -132,15 +132,22 @@ def _end_at_the_next_signal() -> None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    _handlers(end)
+    take_signals(end)
 
 
-def _handlers(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Have the handler take all signals; returns the handlers before it."""
-    return {number: signal.signal(number, handler) for number in _NUMBERS}
+def take_signals(
+    handler: Callable[[int, FrameType | None], None], numbers: Sequence[int] = _NUMBERS
+) -> dict[int, Any]:
+    """Have the handler take the signals, but those that are ignored; returns the handlers before.
+
+    What is started with `nohup` begins with SIGHUP ignored, and must outlive its terminal.
+    """
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
 
 
-def _give_back(before: dict[int, Any]) -> None:
+def give_back(before: dict[int, Any]) -> None:
+    """Put back what `take_signals` returned."""
     for number, handler in before.items():
         signal.signal(number, handler)
 

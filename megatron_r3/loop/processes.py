@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_r3.collect.signals import give_back, take_signals
+
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 # Runs a command, and kills it with all that it has started when the process that started the guard
 # has ended, however it ended: its end of a pipe is closed then. torchrun gives each rank a session
@@ -31,7 +33,8 @@ def end(number, frame):
         except ProcessLookupError:
             pass
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-    signal.signal(number, end)
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, end)
 child = subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=subprocess.DEVNULL)
 if asked:  # before there was a child to pass the signal on to
     end(asked[0], None)
@@ -149,9 +152,8 @@ def signals_raise() -> Iterator[None]:
     def leave(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP)}
+    before = take_signals(leave, (signal.SIGTERM, signal.SIGHUP))
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        give_back(before)

@@ -166,9 +166,11 @@ def _property(kind: Kind, made: Tries, state: Any) -> Callable[[], None]:
 
 
 def _inside(error: BaseException) -> Iterator[BaseException]:
+    """The error, those of its group, and those that were being handled when it came."""
     yield error
-    for inner in getattr(error, "exceptions", ()):
-        yield from _inside(inner)
+    for inner in (*getattr(error, "exceptions", ()), error.__context__):
+        if inner is not None:
+            yield from _inside(inner)
 
 
 def blob_of(fault: Fault) -> str:

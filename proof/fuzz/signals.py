@@ -35,6 +35,9 @@ _PAUSES = st.floats(0, 0.05)
 
 def prepare(shared: Path) -> ModuleType:
     """The server of the unit tests, which answers with recorded responses."""
+    # `nohup`, or a shell's &, has these ignored, and then the collection ignores them too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     return from_tests("engine_server")
 
 
@@ -105,7 +108,8 @@ class Collection(Machine):
         # 8 workers may have asked just now, or ask once more before they look at the signal
         more = self.server.asked.total() - asked
         if more > _ON_THE_WAY:
-            raise Fault(SILENT, f"it went on: {more} requests after the signal, status {status}")
+            what = f"it went on: {more} requests after {number.name}, status {status}"
+            raise Fault(SILENT, f"{what}: {error[-1500:]}")
         self.look_at_groups()
 
     def look_at_groups(self) -> None:

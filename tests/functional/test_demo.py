@@ -40,13 +40,8 @@ def test_stopping_a_demo(
     out = tmp_path / "demo"  # demo.online makes its policy there too, beside its own folder
     own = tmp_path / "online" if module == "demo.online" else out
     command = [sys.executable, "-m", module, "--megatron", str(patched_tree)]
-    # A shell starts a job in the background with SIGINT ignored, and all its children inherit that.
     with subprocess.Popen(
-        [*command, "--out", str(own)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        [*command, "--out", str(own)], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as demo:
         # torchrun and its two ranks, which may have imported nothing yet
         deadline = time.monotonic() + 90

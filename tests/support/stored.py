@@ -83,7 +83,7 @@ def part_sums(tensors):
             if "kept_ids" in tensors:
                 sizes = tensors["kept_sizes"][token : token + length]
                 offsets = np.cumsum([0, *sizes.tolist()])
-                mine = tensors["kept_ids"][kept : kept + max(tensors["num_kept"][rollout], 0)]
+                mine = tensors["kept_ids"][kept : kept + max(int(tensors["num_kept"][rollout]), 0)]
                 ids = mine[offsets[start] : offsets[min(end, len(sizes))]]
                 tables["kept_sums"].append([sizes[start:end], ids])
         row, token = row + length - 1, token + length

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -18,13 +19,14 @@ from megatron_r3.data.store import RolloutStore
 PROMPTS, N = 16, 6
 
 
-def start(folder: Path, url: str, *more: str) -> subprocess.Popen[str]:
-    return run(folder, *command(url, N, "--concurrency", "4", "--shard-size", "7", *more))
+def start(folder: Path, url: str, *more: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    arguments = command(url, N, "--concurrency", "4", "--shard-size", "7", *more)
+    return run(folder, *arguments, before=before)
 
 
-def run(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def run(folder: Path, *arguments: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_r3.cli", *arguments],
+        [*before, sys.executable, "-m", "megatron_r3.cli", *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -93,6 +95,16 @@ def test_a_signal_stores_whole_groups(tmp_path, number):
         assert f"interrupted; store has {have} of {PROMPTS * N} rollouts" in error
         assert start(tmp_path, server.url).wait() == 0
     check_store(tmp_path / "store", PROMPTS, N)
+
+
+def test_what_was_started_with_nohup_outlives_its_terminal(tmp_path):
+    write_inputs(tmp_path, 5)
+    with engine(delay=0.02) as server:
+        process = start(tmp_path, server.url, before=["nohup"])
+        wait_for(lambda: server.answered.total() > N)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(30) == 0
+    check_store(tmp_path / "store", 5, N)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import time
 from functools import partial
 
 import pytest
+from hypothesis.errors import FlakyStrategyDefinition
 
 from megatron_r3.data import rollout
 from megatron_r3.data.engines import conversation
@@ -32,7 +33,7 @@ from proof.fuzz.outcome import (
     note,
     noted,
 )
-from proof.fuzz.search import Kind, Tries, search
+from proof.fuzz.search import Kind, Tries, _inside, search
 
 CHEAP = ("shards", "responses", "prompts", "configs")
 
@@ -127,6 +128,13 @@ def test_a_fault_that_does_not_come_again_is_one(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "too large\n      it did not come again" in told
     assert f"input: {tmp_path}/planted/first" in told
+
+
+def test_the_fault_is_found_where_the_same_try_then_draws_other_data():
+    fault = Fault(SILENT, "wrong")
+    flaky = FlakyStrategyDefinition("inconsistent data generation")
+    flaky.__context__ = fault
+    assert fault in _inside(flaky)
 
 
 def test_a_class_whose_process_dies(tmp_path, monkeypatch, capsys):

@@ -65,6 +65,20 @@ def test_a_signal_that_comes_as_the_command_starts_is_passed_on(tmp_path: Path, 
     assert not sleepers(tmp_path)
 
 
+def test_a_signal_that_nohup_ignores_is_not_passed_on(tmp_path: Path) -> None:
+    part = (
+        "import os, signal\nfrom megatron_r3.loop.processes import signals_raise, start\n"
+        "with signals_raise():\n"
+        "    process = start(['sh', '-c', 'sleep 1; exit 3'], {})\n"
+        "    for number in (process.pid, 0): os.kill(number, signal.SIGHUP)\n"
+        "    raise SystemExit(process.wait())"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", part]
+    assert subprocess.run(["nohup", *command], env=env, start_new_session=True).returncode == 3
+    assert subprocess.run(command, env=env, start_new_session=True).returncode != 3
+
+
 def test_what_a_part_has_started_dies_with_it(tmp_path: Path) -> None:
     """torchrun gives each rank a session of its own, so a process group is not enough."""
     grandchild = f"import time; open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(60)"
