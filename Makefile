@@ -69,13 +69,16 @@ BRIDGE   ?=
 # the default tree of patches/versions.toml
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
-.PHONY: help setup megatron apply revert status check verify trees upstream export bump demo fidelity matrix \
+.PHONY: help files setup megatron apply revert status check verify trees upstream export bump demo fidelity matrix \
 	clients bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
 	bench-gate gpu gpu-pack online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test test-all mutants fuzz lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
+
+files:  ## what each file is about: the first sentence of each
+	@git ls-files '*.py' | xargs grep -m1 '^"""' | sed 's/:"""/: /; s/"""$$//'
 
 # Two makes at once: the second one waits, and finds what the first one installed.
 setup:  ## install the development environment in build/venv

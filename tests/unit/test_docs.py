@@ -58,7 +58,7 @@ RUN_BY = [
     (r"make fidelity\b", "tests/functional/test_make.py::test_fidelity_of_one_case"),
     (r"make image-matrix\b", NO_DOCKER),
     (r"make image-(vllm-cpu|sampler)\b", NO_DOCKER),
-    (r"make (help|clean)\b", HERE),
+    (r"make (help|files)\b", HERE),
     (
         r"make compare\b",
         "tests/functional/test_comparison.py::test_replay_lowers_k3_under_noise",
@@ -254,19 +254,26 @@ def test_make_commands_have_targets_and_variables() -> None:
     assert wrong_make(["make", "demo", "SAMPLR=vllm"])
 
 
+def printed(*command: str) -> list[str]:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+# under `make test` a make of its own would say which directory it enters
+MAKE = ("make", "--no-print-directory")
+
+
 def test_make_help_lists_every_target() -> None:
-    # under `make test` a make of its own would say which directory it enters
-    done = subprocess.run(
-        ["make", "--no-print-directory", "help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
     phony = re.search(r"\.PHONY: (.*?)\n\n", MAKEFILE, re.DOTALL)
     assert phony is not None
-    listed = {line.partition(":")[0] for line in done.stdout.splitlines()}
+    listed = {line.partition(":")[0] for line in printed(*MAKE, "help")}
     assert listed == set(phony[1].replace("\\\n", " ").split())
+
+
+def test_make_files_says_what_each_file_is_about() -> None:
+    said = dict(line.split(": ", 1) for line in printed(*MAKE, "files"))
+    assert [*said] == printed("git", "ls-files", "*.py")
+    assert all(re.search(r"\w+ \w+", sentence) for sentence in said.values())
 
 
 # -- megatron-r3
