@@ -16,9 +16,9 @@ from megatron_r3.replay.plan import (
     LayerSizes,
     by_owner,
     check_totals,
-    count_tokens,
     layer_sizes,
 )
+from megatron_r3.replay.rows import count_tokens
 
 # the token dispatchers that ask for a plan (patch 3); the flex dispatcher learns its sizes
 # in a kernel of its own

@@ -3,14 +3,18 @@
 A batch carries one more field beside its tokens: `rows`, the row ids of a store (-1 for padding).
 Whatever splits the tokens splits the rows the same way, so the rows that arrive at a rank say which
 routes it needs. Nothing here knows how context parallelism or packing splits a sequence.
+`count_tokens` says how many rows take each expert.
 
-Shape suffixes (docs/glossary.md): B, S.
+Shape suffixes (docs/glossary.md): B, E, K, L, S, T.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from megatron_r3.replay.routes import RoutesError
 
 PADDING = -1
 
@@ -54,3 +58,34 @@ def spread_padding(num_tokens: int, topk: int, num_experts: int) -> Tensor:
         int64 `[num_tokens, topk]`.
     """
     return (torch.arange(num_tokens)[:, None] * topk + torch.arange(topk)) % num_experts
+
+
+def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
+    """How many of these tokens each layer sends to each expert, int64 `[L, E]`.
+
+    Example: two tokens of one layer with 4 experts, `[[[0, 2], [2, 3]]]`, are counted as `1 0 2 1`.
+
+    Args:
+        ids_LTK: of any integer dtype; copied only where a layer is not contiguous.
+
+    Raises:
+        RoutesError: an id is out of range; the message names the layer.
+    """
+    counts_LE = np.empty((len(ids_LTK), num_experts), np.int64)
+    # torch counts bytes as they are, where numpy makes eight bytes of each id first. It does not
+    # count uint16; ids are below 32,768, so that int16 has the same bits.
+    ids_LTK = ids_LTK.view(np.int16) if ids_LTK.dtype == np.uint16 else ids_LTK
+    if ids_LTK.dtype.kind == "i" and ids_LTK.size and ids_LTK.min() < 0:
+        layer = int(np.argmax((ids_LTK < 0).any((1, 2))))
+        raise RoutesError(f"MoE layer {layer} has an id that is none of {num_experts} experts")
+    for layer, ids_TK in enumerate(ids_LTK):
+        ids = torch.from_numpy(np.ascontiguousarray(ids_TK)).view(-1)
+        counts_E = torch.bincount(ids, minlength=num_experts).numpy()
+        # there are as many counts as the largest id wants
+        if len(counts_E) > num_experts:
+            raise RoutesError(
+                f"MoE layer {layer} has the expert id {len(counts_E) - 1}; there are {num_experts} "
+                "experts"
+            )
+        counts_LE[layer] = counts_E
+    return counts_LE

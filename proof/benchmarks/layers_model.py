@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_r3.cpu import CPU_CONFIG
 from megatron_r3.replay.active import MicrobatchRoutes, recording, replaying
-from megatron_r3.replay.plan import ExpertRanks, count_tokens, layer_sizes
+from megatron_r3.replay.plan import ExpertRanks, layer_sizes
+from megatron_r3.replay.rows import count_tokens
 from megatron_r3.replay.tally import Tally
 
 SPECS = ("local", "te")

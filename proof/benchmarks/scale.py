@@ -35,9 +35,10 @@ from megatron_r3.data.store import Rollout, RolloutStore, write_shard
 from megatron_r3.data.store import shard as store_shard
 from megatron_r3.data.store.part_sums import PartSums
 from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
-from megatron_r3.replay.plan import ExpertRanks, by_owner, count_tokens, layer_sizes
+from megatron_r3.replay.plan import ExpertRanks, by_owner, layer_sizes
 from megatron_r3.replay.planner import messages
 from megatron_r3.replay.routes import Routes
+from megatron_r3.replay.rows import count_tokens
 from megatron_r3.train.one_look import Place
 from proof.benchmarks.bench import Bench, Row, number, text
 from proof.benchmarks.store import EXPERTS, INFO, LAYERS, TOPK

@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError
-from megatron_r3.replay.plan import count_tokens
 from megatron_r3.replay.routes import RoutesError
+from megatron_r3.replay.rows import count_tokens
 
 
 def expert_load(store: RolloutStore, rollout: int) -> np.ndarray:

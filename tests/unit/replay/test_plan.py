@@ -11,11 +11,10 @@ from megatron_r3.replay.plan import (
     PlanError,
     by_owner,
     check_totals,
-    count_tokens,
     layer_sizes,
 )
 from megatron_r3.replay.planner import messages
-from megatron_r3.replay.routes import RoutesError
+from megatron_r3.replay.rows import count_tokens
 
 L, K, E = 3, 2, 8
 LAYERS = [2, 4, 5]
@@ -24,27 +23,6 @@ LAYERS = [2, 4, 5]
 def routes(tokens, seed):
     scores = np.random.default_rng(seed).random((L, tokens, E))
     return np.argsort(scores, axis=-1)[..., :K].astype(np.uint8)
-
-
-def test_counts_are_those_of_a_loop():
-    ids = routes(37, 0)
-    want = [[(layer == expert).sum() for expert in range(E)] for layer in ids]
-    assert np.array_equal(count_tokens(ids, E), want)
-    assert count_tokens(ids[:, :0], E).sum() == 0
-    assert count_tokens(ids[:0], E).shape == (0, E)
-    many = np.full((1, 3, 1), 300, np.int16)
-    assert count_tokens(many, 512)[0, 300] == 3
-
-
-@pytest.mark.parametrize(
-    ("wrong", "dtype"), [(8, np.uint8), (40_000, np.uint16), (-1, np.int16), (-1, np.int64)]
-)
-def test_an_id_out_of_range_is_no_count_of_another_expert(wrong, dtype):
-    ids = routes(37, 0).astype(dtype)
-    count_tokens(ids, E)
-    ids[1, 3, 0] = wrong
-    with pytest.raises(RoutesError, match="MoE layer 1 has "):
-        count_tokens(ids, E)
 
 
 def test_a_chunk_without_layers_has_no_sizes():

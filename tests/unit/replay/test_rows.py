@@ -1,9 +1,13 @@
-"""A batch field in the router's order, against a brute-force walk over Megatron's layout."""
+"""A batch field in the router's order, against a walk over Megatron's layout; experts, counted."""
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_r3.replay.rows import router_order, spread_padding
+from megatron_r3.replay.routes import RoutesError
+from megatron_r3.replay.rows import count_tokens, router_order, spread_padding
+
+L, K, E = 3, 2, 8
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -31,3 +35,29 @@ def test_padding_is_distinct_and_spread(topk, experts):
     assert all(len(set(row.tolist())) == topk for row in ids)
     load = torch.bincount(ids.reshape(-1), minlength=experts)
     assert load.min() == load.max() == 3 * topk
+
+
+def ids_of(tokens):
+    scores = np.random.default_rng(0).random((L, tokens, E))
+    return np.argsort(scores, axis=-1)[..., :K].astype(np.uint8)
+
+
+def test_counts_are_those_of_a_loop():
+    ids = ids_of(37)
+    want = [[(layer == expert).sum() for expert in range(E)] for layer in ids]
+    assert np.array_equal(count_tokens(ids, E), want)
+    assert count_tokens(ids[:, :0], E).sum() == 0
+    assert count_tokens(ids[:0], E).shape == (0, E)
+    many = np.full((1, 3, 1), 300, np.int16)
+    assert count_tokens(many, 512)[0, 300] == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "dtype"), [(8, np.uint8), (40_000, np.uint16), (-1, np.int16), (-1, np.int64)]
+)
+def test_an_id_out_of_range_is_no_count_of_another_expert(wrong, dtype):
+    ids = ids_of(37).astype(dtype)
+    count_tokens(ids, E)
+    ids[1, 3, 0] = wrong
+    with pytest.raises(RoutesError, match="MoE layer 1 has "):
+        count_tokens(ids, E)
