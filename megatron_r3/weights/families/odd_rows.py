@@ -43,7 +43,7 @@ def _dense(config: Any) -> list[int]:
     return sorted({*range(config.num_layers)} - {*moe_layer_indices(config)})
 
 
-# three ways in which a config.json says it
+# three ways in which a config.json says which layers have experts
 EVERY_LAYER = Row(
     MOE_LAYERS,
     _moe_layers,
