@@ -80,7 +80,7 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
     except SystemExit:  # its status may be 0
         raise ValueError(f"{where}: Megatron cannot load it; its reason is above") from None
     except _FAILURES as error:  # a damaged file can make a loader raise anything
-        raise ValueError(f"{where}: not a checkpoint of this model: {_reason(error)}") from error
+        raise ValueError(f"{where}: cannot be loaded into this model: {_reason(error)}") from error
     if not is_compared and my_rank() == 0:
         print(
             f"warning: {where}: it has no arguments of its own, so that nobody can tell whether "
@@ -159,7 +159,7 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
 
         def compared_load_state_dict(state: Mapping[str, Any], strict: bool = True) -> Any:
             if args.world_size > 1 and not is_distributed:
-                raise ValueError("not in the format torch_dist: load it in one process")
+                raise ValueError("its format is not torch_dist, so only one process can load it")
             theirs = {name: tuple(tensor.shape) for name, tensor in _floats(state).items()}
             ours = {n: tuple(tensor.shape) for n, tensor in _floats(model.state_dict()).items()}
             _compare(ours, theirs)

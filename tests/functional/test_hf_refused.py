@@ -117,7 +117,7 @@ def test_an_export_without_a_checkpoint_writes_nothing(patched: TreeWorker, tmp_
         (["--vocab-size", "80"], ("word_embeddings.weight is (64, 128)", "(80, 128)")),
         (["--moe-ffn-hidden-size", "32"], ("experts.linear_fc", "other model arguments")),
         (["--num-experts", "8"], ("router.weight is (4, 16, 128)", "(4, 8, 128)")),
-        (["--ckpt-step", "7"], ("not a checkpoint of this model", "iter_0000007")),
+        (["--ckpt-step", "7"], ("cannot be loaded into this model", "iter_0000007")),
     ],
 )
 def test_an_export_with_arguments_of_another_model(

@@ -268,7 +268,7 @@ def read_info(given: Any, where: str) -> StoreInfo:
         where: for the error.
 
     Raises:
-        StoreError: a key is missing or unknown, or a value cannot be.
+        StoreError: a key is missing or unknown, or a value is impossible.
     """
     text = repr(given)
     if text in _infos:  # the shards of a store say the same

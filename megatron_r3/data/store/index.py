@@ -79,7 +79,7 @@ class Index(Sequence[Shard]):
         return cls(names, resolved, (*places,), table, columns, made)
 
     def __reduce__(self) -> Any:
-        """Another process gets no shard, and opens what it reads."""
+        """`made` is left out: another process makes shards of its own as it reads them."""
         return Index, (self.directories, self.resolved, self.infos, self.table, self.columns)
 
     def plus(self, other: Index) -> Index:

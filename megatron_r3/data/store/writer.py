@@ -76,7 +76,7 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
                 os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
                 return _link_next(directory, temporary, number, metadata, written)
         finally:
-            # NFS may lose the answer to this too, and then says that there is no such file.
+            # NFS may lose the answer to unlink: the client asks again, and there is no such file.
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
     except OSError as error:

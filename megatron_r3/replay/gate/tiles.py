@@ -170,7 +170,7 @@ def choose(
 
 @triton.jit
 def softmax_of(logits_TW32):
-    """The largest logit and the sum of exponentials of each row, `[T]`."""
+    """Of each row the largest logit, and the sum of exp(logit - largest): both `[T]`."""
     largest_T = row_max(logits_TW32)
     # a row that is not there has the largest logit -inf, and -inf - -inf would be NaN
     largest_T = tl.where(largest_T == -float("inf"), 0.0, largest_T)
