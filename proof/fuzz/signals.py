@@ -108,7 +108,7 @@ class Collection(Machine):
         # 8 workers may have asked just now, or ask once more before they look at the signal
         more = self.server.asked.total() - asked
         if more > _ON_THE_WAY:
-            what = f"it went on: {more} requests after {number.name}, status {status}"
+            what = f"it went on: {more} requests after the signal {number.name}, status {status}"
             raise Fault(SILENT, f"{what}: {error[-1500:]}")
         self.look_at_groups()
 

@@ -245,7 +245,7 @@ def test_an_export_of_a_damaged_distributed_checkpoint(
     for file in (tmp_path / "changed").glob("iter_*/*.distcp"):
         os.truncate(file, 100)
     load = ["--load", str(tmp_path / "changed")]
-    refuses_export(patched, tmp_path, load, str(tmp_path / "changed"), "not a checkpoint of this")
+    refuses_export(patched, tmp_path, load, str(tmp_path / "changed"), "cannot be loaded into this")
 
 
 def change_file(rank: int, folder: Path, change: str) -> None:
