@@ -77,7 +77,7 @@ TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' p
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
 
-files:  ## what each file is about: the first sentence of each
+files:  ## what each file is about: its first line
 	@git ls-files '*.py' | xargs grep -m1 '^"""' | sed 's/:"""/: /; s/"""$$//'
 
 # Two makes at once: the second one waits, and finds what the first one installed.

@@ -96,7 +96,7 @@ class RolloutStep:
         observe: lets a router without a hook answer to the active microbatch; called with the
             router and its layer number where training routes live.
         hooks: what else begins with a step.
-        parts: other classes than its own that the training is made of.
+        parts: the classes that the training is made of; None for those of `Parts`.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -66,17 +67,20 @@ def test_a_signal_that_comes_as_the_command_starts_is_passed_on(tmp_path: Path, 
 
 
 def test_a_signal_that_nohup_ignores_is_not_passed_on(tmp_path: Path) -> None:
+    """Neither the part ends, nor what it has started, when its guard has its handlers."""
     part = (
-        "import os, signal\nfrom megatron_r3.loop.processes import signals_raise, start\n"
+        "import os, signal, time\nfrom megatron_r3.loop.processes import signals_raise, start\n"
         "with signals_raise():\n"
-        "    process = start(['sh', '-c', 'sleep 1; exit 3'], {})\n"
+        "    process = start(['sh', '-c', 'touch up; sleep 1; exit 3'], {})\n"
+        "    while not os.path.exists('up'): time.sleep(0.01)\n"
         "    for number in (process.pid, 0): os.kill(number, signal.SIGHUP)\n"
         "    raise SystemExit(process.wait())"
     )
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", part]
-    assert subprocess.run(["nohup", *command], env=env, start_new_session=True).returncode == 3
-    assert subprocess.run(command, env=env, start_new_session=True).returncode != 3
+    run = partial(subprocess.run, env=env, cwd=tmp_path, start_new_session=True)
+    assert run(["nohup", *command]).returncode == 3
+    assert run(command).returncode != 3
 
 
 def test_what_a_part_has_started_dies_with_it(tmp_path: Path) -> None:
