@@ -38,8 +38,8 @@ COLLECTIONS ?= 28
 # for processes of their own); compare: runs at a time; mutants: faults at a time (default: the number of cores)
 JOBS     ?=
 # bench-dispatch, bench-update, bench-store, bench-balance: the most rounds; the benchmark ends earlier if every ratio
-# tells. bench-publish, bench-clients: the rounds
-ROUNDS   ?= 32
+# tells (default: 256 of bench-dispatch, 32 of the others). bench-publish, bench-clients: the rounds
+ROUNDS   ?=
 # bench-store: tokens of a round
 TOKENS   ?= 100000
 # gpu: with 1 every step runs tiny, on the CPU
@@ -178,23 +178,23 @@ clients: megatron $(BUILD)/clients/.done  ## run the code of RL frameworks on me
 
 bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: live, replay, with a plan (ONLY=CASE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
-		--rounds $(ROUNDS) --only "$(ONLY)"
+		$(if $(ROUNDS),--rounds $(ROUNDS)) --only "$(ONLY)"
 
 bench-update: megatron  ## measure what the pass of the old policy costs a collection of mini-steps (ONLY=CASE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.update --out $(BUILD)/bench/update.json \
-		--rounds $(ROUNDS) --only "$(ONLY)"
+		$(if $(ROUNDS),--rounds $(ROUNDS)) --only "$(ONLY)"
 
 bench-clients: megatron $(BUILD)/clients/.done  ## measure replay of verl, of upstream and of SkyRL (SKYRL=CLONE) beside ours
 	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients $(VENV)/bin/python -m proof.benchmarks.clients \
-		--out $(BUILD)/bench/clients.json --rounds $(ROUNDS) --skyrl "$(SKYRL)" --only "$(ONLY)"
+		--out $(BUILD)/bench/clients.json $(if $(ROUNDS),--rounds $(ROUNDS)) --skyrl "$(SKYRL)" --only "$(ONLY)"
 
 bench-store: setup  ## measure routes on their way from a response to a rank, here and in other frameworks (TOKENS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.store --out $(BUILD)/bench/store.json \
-		--rounds $(ROUNDS) --tokens $(TOKENS)
+		$(if $(ROUNDS),--rounds $(ROUNDS)) --tokens $(TOKENS)
 
 bench-balance: megatron  ## measure what guest experts do to the load and to a step (ONLY=CASE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.balance --out $(BUILD)/bench/balance.json \
-		--rounds $(ROUNDS) --only "$(ONLY)"
+		$(if $(ROUNDS),--rounds $(ROUNDS)) --only "$(ONLY)"
 
 bench-gate: setup  ## compile the gate's kernels for an H100, and set its two limits beside each other (ONLY=MODEL)
 	$(VENV)/bin/python -m proof.benchmarks.gate --out $(BUILD)/bench/gate.json --only "$(ONLY)"
@@ -205,7 +205,7 @@ bench-scale: setup  ## count and time what opening, reading and planning cost as
 
 bench-publish: megatron  ## measure time and memory of writing a policy by the ranks of a training (ONLY=LAYOUT)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.publish --out $(BUILD)/bench/publish.json \
-		--rounds $(ROUNDS) --only "$(ONLY)"
+		$(if $(ROUNDS),--rounds $(ROUNDS)) --only "$(ONLY)"
 
 # It uses PYTHON's own torch and packages, since those of build/venv know no GPU.
 gpu:  ## run what needs a GPU on this machine's (PYTHON=, MEGATRON=, DEMO=, SITE=, MINUTES=; REHEARSE=1: tiny, on the CPU)

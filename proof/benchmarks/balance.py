@@ -27,7 +27,17 @@ import numpy as np
 import torch
 
 from megatron_r3.cpu import CPU_ARGS
-from proof.benchmarks.bench import Bench, Row, compared, each, median_ms, number, ratio, text
+from proof.benchmarks.bench import (
+    AGAIN,
+    Bench,
+    Row,
+    compared_to_first,
+    each,
+    median_ms,
+    number,
+    ratio,
+    text,
+)
 from proof.benchmarks.turns import (
     SHAPE,
     Rounds,
@@ -116,18 +126,19 @@ def _with_shares(log_weights: np.ndarray, case: Case, rng: np.random.Generator) 
 def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
     """A row for each way, from what `timed` returned on each rank; times are alike on all."""
     first = results[0]
-    for way in WAYS:
+    for way in first["wall_s"]:
+        mode = way.removesuffix(AGAIN)
         # each rank's load, in every layer and micro-batch
-        load_R = np.array([result["load"][way] for result in results])
+        load_R = np.array([result["load"][mode] for result in results])
         row: Row = {
             "way": way,
             "load": load_R.max(0).sum() / load_R.mean(0).sum(),
             "rounds": len(first["wall_s"][way]),
-            "planning_ms": 1e3 * max(result["planning_s"][way] for result in results),
+            "planning_ms": 1e3 * max(result["planning_s"][mode] for result in results),
         }
         for name in ("wall", "cpu", "layer"):
             row[f"{name}_ms"] = median_ms(first[f"{name}_s"][way])
-            row[f"{name}_of_off"] = compared(first[f"{name}_s"], way, OFF)
+            row[f"{name}_of_off"] = compared_to_first(first[f"{name}_s"], way)
         if way == GUESTS:
             row["guests"] = sum(result["guests"] for result in results) / len(results)
             row["bytes"] = sum(result["bytes"] for result in results) / len(results)
@@ -171,7 +182,7 @@ BENCH = Bench(
 def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
     """Train with the ways in turn; guest slots are on."""
     rounds, spent, layers = Rounds(most, WAYS), Spent(), list[_Layer]()
-    layer_s: dict[str, list[float]] = {way: [] for way in WAYS}
+    layer_s: dict[str, list[float]] = {way: [] for way in rounds.ways}
     before = 0.0
 
     def built(models: list[torch.nn.Module]) -> None:
@@ -191,7 +202,7 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
         busiest = torch.tensor(spent.layers_s - before, dtype=torch.float64)
         torch.distributed.all_reduce(busiest, torch.distributed.ReduceOp.MAX)
         if rounds.timing:
-            layer_s[rounds.mode()].append(float(busiest))
+            layer_s[rounds.way()].append(float(busiest))
 
     result = train_in_turn(
         argv,

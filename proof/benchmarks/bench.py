@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from proof.benchmarks.machine import machine_at_start, write_results
 
 Row = dict[str, Any]
 Seconds = Mapping[str, Sequence[float]]  # of each round, by the name of a way
+AGAIN = " again"  # what the second step of the first way in each round is called
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,26 @@ def recomputed(row: Row) -> str:
 def ratios(seconds: Seconds, way: str, other: str) -> list[float]:
     """The seconds of each step of a way by those of another way in the same round."""
     return [mine / its for mine, its in zip(seconds[way], seconds[other], strict=True)]
+
+
+def ratios_to_first(seconds: Seconds, way: str) -> list[float]:
+    """The seconds of each step of a way by the geometric mean of the first way's two in its round.
+
+    Args:
+        seconds: the first way, the first way again, and others. The first way again is compared
+            with the first way alone.
+    """
+    first, again = [*seconds][:2]
+    if way == again:
+        return ratios(seconds, again, first)
+    both = zip(seconds[way], seconds[first], seconds[again], strict=True)
+    return [mine / math.sqrt(one * two) for mine, one, two in both]
+
+
+def compared_to_first(seconds: Seconds, way: str) -> dict[str, Any] | None:
+    """The record of the `Median` of these ratios; None for the first way."""
+    first = next(iter(seconds))
+    return None if way == first else median_of(ratios_to_first(seconds, way)).record()
 
 
 def compared(seconds: Seconds, way: str, other: str | None) -> dict[str, Any] | None:

@@ -1,10 +1,10 @@
 """`make bench-dispatch`: what a MoE layer waits for and a step costs, with and without a plan.
 
-    python -m proof.benchmarks.dispatch --out build/bench/dispatch.json [--rounds 32] [--only CASE]
+    python -m proof.benchmarks.dispatch --out build/bench/dispatch.json [--rounds 256] [--only CASE]
 
 It trains in three ways on the same rollouts at the same load (the routes are those of the live
 router): live, replayed without a plan, and replayed with one. The table has host waits, copies and
-collectives for each MoE layer and pass, and what a step takes relative to the live step of its
+collectives for each MoE layer and pass, and what a step takes relative to the two live steps of its
 round: by the wall clock, and in CPU time of the busiest rank. Exit status 1: a layer with a plan
 waits for something after all.
 """
@@ -23,7 +23,7 @@ from typing import Any
 from proof.benchmarks.bench import (
     Bench,
     Row,
-    compared,
+    compared_to_first,
     each,
     median_ms,
     number,
@@ -31,38 +31,39 @@ from proof.benchmarks.bench import (
     recomputed,
     text,
 )
-from proof.benchmarks.turns import ROLLOUTS, Rounds, modes_of_microbatches, rig, train_in_turn
+from proof.benchmarks.turns import Rounds, modes_of_microbatches, rig, train_in_turn
 from proof.benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 
 MODES = LIVE, REPLAY, PLAN = ("live", "replay", "plan")
-BATCH = 8
+ROLLOUTS, MICROBATCHES = 16, 2  # of a step; short steps, so that there can be many
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 CASES = {f"EP{ep}{' full' * full}": (ep, full) for ep in (1, 2, 4) for full in (False, True)}
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of every layout."""
-    with rig() as (worker, tree, argv):
+    with rig(ROLLOUTS) as (worker, tree, argv):
         for ep, full in args.cases.values():
             more = ["--expert-model-parallel-size", str(ep), *(FULL if full else [])]
             limit_s = 600 + 30 * args.rounds
-            found = worker.run(timed, ep, [*argv, *more], args.rounds, timeout_s=limit_s)
+            given = ([*argv, *more], ROLLOUTS // MICROBATCHES // ep, args.rounds)
+            found = worker.run(timed, ep, *given, timeout_s=limit_s)
             yield from each(summarise(found[0]), ep=ep, recompute=full, tree=tree)
 
 
 def summarise(result: dict[str, Any]) -> Iterator[Row]:
     """A row for each way, from what `timed` returned; the ratios are records of `Median`."""
-    for mode in MODES:
-        counts, cpu_s = result["counts"][mode], statistics.median(result["cpu_s"][mode])
+    for mode, cpu_of_steps_s in result["cpu_s"].items():
+        counts, cpu_s = result["counts"][mode], statistics.median(cpu_of_steps_s)
         yield {
             "mode": mode,
             **{name: counts[name] / counts["experts"] for name in (WAITS, COPIES, GATHERS)},
-            PLANS: counts[PLANS] / result["microbatches"],
+            PLANS: counts[PLANS] / MICROBATCHES,
             "rounds": len(result["wall_s"][mode]),
             "step_wall_ms": median_ms(result["wall_s"][mode]),
             "step_cpu_ms": 1e3 * cpu_s,
-            "wall_of_live": compared(result["wall_s"], mode, LIVE),
-            "cpu_of_live": compared(result["cpu_s"], mode, LIVE),
+            "wall_of_live": compared_to_first(result["wall_s"], mode),
+            "cpu_of_live": compared_to_first(result["cpu_s"], mode),
             "checking_share_of_cpu": result["checking_s"] / cpu_s,
             "planning_share_of_cpu": result["planning_s"] / cpu_s if mode == PLAN else None,
         }
@@ -100,6 +101,7 @@ BENCH = Bench(
     wrong,
     CASES,
     "steps of each way at most, in a layout",
+    default_rounds=256,
 )
 
 
@@ -121,18 +123,14 @@ class Spent:
     checking: float = 0.0
 
 
-def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
+def timed(rank: int, argv: list[str], microbatch: int, most: int) -> dict[str, Any]:
     """Train with the ways in turn."""
     rounds, spent = Rounds(most, MODES), Spent()
     parts = _parts_in_turn(spent, rounds)
-    result = train_in_turn(argv, rounds, parts, batch=(BATCH, ROLLOUTS), counts=Counter())
-    from megatron.training import get_args
-
-    microbatches = ROLLOUTS // BATCH // get_args().data_parallel_size
+    result = train_in_turn(argv, rounds, parts, batch=(microbatch, ROLLOUTS), counts=Counter())
     return {
         **result,
-        "microbatches": microbatches,
-        "planning_s": spent.planning / (spent.plans / microbatches),
+        "planning_s": spent.planning / (spent.plans / MICROBATCHES),
         "checking_s": spent.checking / rounds.done,
     }
 

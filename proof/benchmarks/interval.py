@@ -1,10 +1,13 @@
-"""How sure a median is, and when a comparison may stop: used by every benchmark of times.
+"""How sure a ratio is, and when a comparison may stop: used by every benchmark of times.
 
-Times on a shared machine have long tails, so nothing here assumes a distribution. The interval of
-a median comes from order statistics: of n values that are drawn independently, the number below
-the true median is binomial (n, 1/2), whatever the distribution is. For n = 10 the chance that the
-true median lies outside of the second smallest and the second largest value is 2 * 11 / 1024 = 2.1
-%, so these two are an interval at 97.9 %.
+Times on a shared machine have long tails, so nothing here assumes a normal distribution. A ratio of
+two ways is that of Hodges and Lehmann (Estimates of location based on rank tests, 1963): the median
+of the means of all pairs of log ratios, each paired with itself too. The logs of the ratios of two
+ways that take turns spread alike to both sides, so the number of these means below the true one is
+distributed as Wilcoxon's signed-rank statistic, whatever the distribution of times is. That gives
+an interval, which is a fifth narrower than that of a median. Example: for n = 8 the chance that the
+true ratio lies outside of the smallest and the largest value is 2 / 2**8 = 0.8 %, so these two are
+an interval at 99.2 %.
 
 A benchmark that looks after every step whether it has seen enough would be fooled more often than
 its confidence says, since each look is a new chance. So it looks only when the number of values has
@@ -13,25 +16,26 @@ doubled (`LOOKS`), and the confidence is 99 %.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import comb
+from functools import cache
 from typing import Any, TypeVar
+
+import numpy as np
 
 Way = TypeVar("Way")
 CONFIDENCE = 0.99
 # after how many values a benchmark looks whether it can tell a difference; 8 is the smallest number
 # whose extremes are an interval at 99 % (2 / 2**8 = 0.8 %)
-LOOKS = (8, 16, 32, 64, 128)
+LOOKS = (8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class Median:
-    """The median of some values, and the interval in which the true one lies.
+    """The median of Hodges and Lehmann of some ratios, and the interval of the true one.
 
     Attributes:
-        median: of the values.
+        median: of the geometric means of all pairs.
         low, high: the bounds of the interval at `CONFIDENCE`. With fewer than 8 values there is no
             such interval; then low is -inf and high is inf.
         count: how many values there were.
@@ -61,30 +65,42 @@ class Median:
 
 
 def median_of(values: Sequence[float], confidence: float = CONFIDENCE) -> Median:
-    """The median and its interval, from order statistics.
+    """The ratio that Hodges and Lehmann take from some ratios, and its interval.
 
     Args:
-        values: at least one, drawn independently; for steps of a benchmark, ratios of neighbours.
-        confidence: the interval has the true median in it with at least this chance.
+        values: ratios above 0, at least one; for steps of a benchmark, of neighbours.
+        confidence: the interval has the true ratio in it with at least this chance.
 
     Raises:
         ValueError: there is no value.
     """
     if not values:
         raise ValueError("no value, so no median")
-    ordered, n = sorted(values), len(values)
-    outside, rank = 0.0, 0
-    # The interval from the value of rank r to the one of rank n - 1 - r misses the true median with
-    # the chance 2 * P(binomial(n, 1/2) <= r). Take the largest r for which that is small enough.
-    for r in range(n // 2):
-        outside += 2 * comb(n, r) / 2**n
-        if outside > 1 - confidence:
-            break
-        rank = r + 1
-    median = statistics.median(ordered)
+    logs, n = np.log(values), len(values)
+    first, second = np.triu_indices(n)
+    means = np.sort(np.exp((logs[first] + logs[second]) / 2))
+    # The interval from the mean of rank r to the one of rank r from the end misses the true ratio
+    # with the chance 2 * P(signed rank < r). Take the largest r for which that is small enough.
+    rank = int(np.searchsorted(2 * _chance_of_rank(n), 1 - confidence, side="right"))
+    median = float(np.median(means))
     if rank == 0:
         return Median(median, float("-inf"), float("inf"), n)
-    return Median(median, ordered[rank - 1], ordered[n - rank], n)
+    return Median(median, float(means[rank - 1]), float(means[len(means) - rank]), n)
+
+
+@cache
+def _chance_of_rank(n: int) -> np.ndarray:
+    """The chance that Wilcoxon's signed-rank statistic of n values is at most 0, 1, 2, ...
+
+    It is the sum of those of the ranks 1 to n whose value has the one sign, each with a chance of a
+    half. Example: for n = 2 the sums 0, 1, 2, 3 have a chance of 1/4 each.
+    """
+    chance = np.zeros(n * (n + 1) // 2 + 1)
+    chance[0] = 1.0
+    for rank in range(1, n + 1):
+        chance[rank:] += chance[:-rank].copy()
+        chance /= 2
+    return chance.cumsum()
 
 
 def enough(comparisons: Sequence[Sequence[float]], most: int) -> bool:

@@ -1,8 +1,9 @@
 """Trainings whose steps go several ways in turn: one process, one model, neighbouring steps.
 
 A round has a step of each way, in an order that changes from round to round. So the ways have the
-same model in the same process, and the machine's other load is that of neighbours. Megatron is
-imported inside the functions.
+same model in the same process, and the machine's other load is that of neighbours. The first way
+goes twice in each round: the ratio of its two steps is 1 but for noise, so the interval of that
+ratio is what the run can tell. Megatron is imported inside the functions.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -26,7 +27,7 @@ import torch
 from megatron_r3.cpu import CPU_ARGS
 from megatron_r3.data.store import Rollout, StoreInfo, write_shard
 from megatron_r3.replay.routes import Routes
-from proof.benchmarks.bench import ratios
+from proof.benchmarks.bench import AGAIN, ratios_to_first
 from proof.benchmarks.interval import enough, turn
 from proof.benchmarks.waits import count_passes, instrument
 from proof.fidelity.rig.worker import TreeWorker
@@ -53,7 +54,6 @@ SMALL = """
 --num-layers 4 --hidden-size 128 --moe-ffn-hidden-size 64 --seq-length 32
 --max-position-embeddings 64
 """.split()
-ROLLOUTS = 64
 
 
 # -- the driver
@@ -71,24 +71,28 @@ def patched_worker() -> Iterator[tuple[TreeWorker, str, Path]]:
 
 
 @contextmanager
-def rig() -> Iterator[tuple[TreeWorker, str, list[str]]]:
-    """A worker, the tree's name, and arguments that train a model on its live router's routes."""
+def rig(rollouts: int) -> Iterator[tuple[TreeWorker, str, list[str]]]:
+    """A worker, the tree's name, and arguments that train a model on its live router's routes.
+
+    Args:
+        rollouts: how many the store has.
+    """
     with patched_worker() as (worker, name, folder):
         argv = [*CPU_ARGS, *SHAPE, *SMALL]
-        (routes,) = worker.run(record, 1, argv, folder / "checkpoint", timeout_s=300)
+        (routes,) = worker.run(record, 1, argv, folder / "checkpoint", rollouts, timeout_s=300)
         write_store(folder / "store", routes, "recorded live")
         load = ["--load", str(folder / "checkpoint"), "--rollouts", str(folder / "store")]
         yield worker, name, [*argv, *load]
 
 
-def record(rank: int, argv: list[str], checkpoint: Path) -> list[np.ndarray]:
+def record(rank: int, argv: list[str], checkpoint: Path, rollouts: int) -> list[np.ndarray]:
     """Build the model, save it, and return the routes `[L, T, K]` of its routers for `tokens`."""
     from megatron_r3.replay.active import recording
     from proof.fidelity.reference import build_and_save
 
     args, model = build_and_save([*argv, "--micro-batch-size", "1"], checkpoint)
     routes = []
-    for index in range(ROLLOUTS):
+    for index in range(rollouts):
         inputs = torch.from_numpy(tokens(index, args.seq_length)[None, :-1].astype(np.int64))
         with torch.no_grad(), recording() as microbatch:
             model(inputs, torch.arange(args.seq_length)[None], None)
@@ -137,17 +141,19 @@ class Rounds:
         modes: the ways; all others are compared with the first one.
 
     Attributes:
-        wall_s, cpu_s: for each way the seconds of its steps, on the rank where they were most. CPU
-            time is that of all threads of the rank's process.
+        ways: the first way, the first way again, and the others.
+        wall_s, cpu_s: for each of `ways` the seconds of its steps, on the rank where they were
+            most. CPU time is that of all threads of the rank's process.
         done: how many steps are over.
         timing, counting: whether the step that is next is timed, or counted.
     """
 
     def __init__(self, most: int, modes: tuple[str, ...]) -> None:
-        self.most, self.modes = most, modes
-        self.most_steps = len(modes) * (most + 2)
-        self.wall_s: dict[str, list[float]] = {mode: [] for mode in modes}
-        self.cpu_s: dict[str, list[float]] = {mode: [] for mode in modes}
+        first, *others = modes
+        self.most, self.ways = most, (first, first + AGAIN, *others)
+        self.most_steps = len(self.ways) * (most + 2)
+        self.wall_s: dict[str, list[float]] = {way: [] for way in self.ways}
+        self.cpu_s: dict[str, list[float]] = {way: [] for way in self.ways}
         self.done, self.counting = 0, False
         self._opened = threading.Condition()
         self._open = -1  # the last step that has begun
@@ -155,12 +161,16 @@ class Rounds:
     @property
     def timing(self) -> bool:
         """Whether the step that is next is timed."""
-        return self.done >= len(self.modes) and not self.counting
+        return self.done >= len(self.ways) and not self.counting
+
+    def way(self, step: int | None = None) -> str:
+        """Which of `ways` a step is; None: the step that is next."""
+        number, place = divmod(self.done if step is None else step, len(self.ways))
+        return turn(self.ways, number)[place]
 
     def mode(self, step: int | None = None) -> str:
-        """The way that a step goes; None: the step that is next."""
-        number, place = divmod(self.done if step is None else step, len(self.modes))
-        return turn(self.modes, number)[place]
+        """What a step does: its way, which is the first one where it goes again."""
+        return self.way(step).removesuffix(AGAIN)
 
     def open_step(self) -> None:
         """Let the thread that prepares micro-batches go on with those of this step."""
@@ -185,14 +195,14 @@ class Rounds:
         Args:
             mine_s: wall and CPU seconds of this rank.
         """
-        mode, (number, place) = self.mode(), divmod(self.done, len(self.modes))
+        way, (number, place) = self.way(), divmod(self.done, len(self.ways))
         most = torch.tensor(mine_s, dtype=torch.float64)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         if self.timing:
-            self.wall_s[mode].append(float(most[0]))
-            self.cpu_s[mode].append(float(most[1]))
+            self.wall_s[way].append(float(most[0]))
+            self.cpu_s[way].append(float(most[1]))
         self.done += 1
-        if place < len(self.modes) - 1:
+        if place < len(self.ways) - 1:
             return False
         if self.counting:
             return True
@@ -203,9 +213,8 @@ class Rounds:
         return False
 
     def ratios(self) -> list[list[float]]:
-        """What must tell: of each way but the first, wall and CPU seconds by those of the first."""
-        first, *others = self.modes
-        return [ratios(s, mode, first) for s in (self.wall_s, self.cpu_s) for mode in others]
+        """What must tell: wall and CPU seconds of each way by those of the first one."""
+        return [ratios_to_first(s, way) for s in (self.wall_s, self.cpu_s) for way in self.ways[2:]]
 
 
 def modes_of_microbatches(rounds: Rounds, steps: int = 1) -> Iterator[str]:
@@ -282,7 +291,7 @@ def train_in_turn(
         mine = [time.perf_counter() - began[0], time.process_time() - began[1]]
         end()
         if counts is not None and rounds.counting:
-            counted[rounds.mode()] = counts - before
+            counted[rounds.way()] = counts - before
         if rounds.close_step(mine):  # the loop of Megatron's train() asks before every step
             get_args().train_iters = done
         return result

@@ -62,12 +62,17 @@ def test_rounds_end_when_every_ratio_tells(
     most: int, slow: dict[str, float], spread: float, timed: int, said: str
 ) -> None:
     rounds, went = steps(most, slow, spread)
-    assert len(went) == rounds.done == len(MODES) * (1 + timed + 1)  # warmed up, timed, counted
+    assert len(went) == rounds.done == len(rounds.ways) * (1 + timed + 1)  # the first, the last too
+    assert rounds.ways == ("live", "live again", "replay", "plan")
+    assert Counter(went)["live"] == 2 * Counter(went)["plan"]
     for row in rows_of_dispatch(rounds)[1:]:
         shown = " ".join(dispatch.BENCH.cells(row))
         if said:
             assert shown.count(said) == 2
             assert not row["wall_of_live"]["tells"]
+        elif row["mode"] == "live again":  # the same twice: whatever is said of it is wrong
+            assert not row["wall_of_live"]["tells"]
+            assert row["cpu_of_live"]["low"] <= 1 <= row["cpu_of_live"]["high"]
         elif row["mode"] in slow:
             assert row["cpu_of_live"]["median"] == pytest.approx(slow[row["mode"]], rel=0.05)
             assert row["cpu_of_live"]["tells"]
@@ -76,11 +81,12 @@ def test_rounds_end_when_every_ratio_tells(
 
 @pytest.mark.usefixtures("_one_rank")
 def test_no_place_in_a_round_favours_a_way() -> None:
-    _, went = steps(10, {}, 0.1)
-    rounds = [tuple(went[i : i + 3]) for i in range(0, len(went), 3)]
-    assert len(set(rounds[:6])) == 6
-    for place in range(3):
-        assert set(Counter(order[place] for order in rounds[:6]).values()) == {2}
+    rounds = Rounds(10, MODES)
+    went = [[rounds.way(4 * number + place) for place in range(4)] for number in range(8)]
+    assert len({*map(tuple, went)}) == 8
+    for place in range(4):
+        assert set(Counter(order[place] for order in went).values()) == {2}
+    assert [rounds.mode(step) for step in range(4)] == ["live", "live", "replay", "plan"]
 
 
 def test_nothing_is_prepared_before_its_step_begins() -> None:
@@ -100,20 +106,21 @@ def test_nothing_is_prepared_before_its_step_begins() -> None:
 def rows_of_dispatch(rounds: Rounds) -> list[Row]:
     """Of 8 passes of MoE layers."""
     live = {"experts": 8, WAITS: 8, COPIES: 8}
-    counts = {"live": live, "replay": live, "plan": {"experts": 8, PLANS: 2}}
+    counts = dict.fromkeys(rounds.ways, live) | {"plan": {"experts": 8, PLANS: 2}}
     result = {
         "wall_s": rounds.wall_s,
         "cpu_s": rounds.cpu_s,
         "counts": {mode: Counter(of_mode) for mode, of_mode in counts.items()},
-        **{"microbatches": 2, "planning_s": 0.001, "checking_s": 0.001},
+        **{"planning_s": 0.001, "checking_s": 0.001},
     }
     return [{"ep": 2, "recompute": False, **row} for row in dispatch.summarise(result)]
 
 
 def rows_of_update(rounds: Rounds) -> list[Row]:
     """Of collections with 4 layers and 4 micro-batches."""
-    counts = {way: Counter({"experts": 32, WAITS: 16}) for way in update.WAYS}
-    counts[update.SAMPLER] = Counter({"experts": 16})
+    counts = {way: Counter({"experts": 32, WAITS: 16}) for way in rounds.ways}
+    for way in rounds.ways[:2]:  # the sampler's
+        counts[way] = Counter({"experts": 16})
     result = {"wall_s": rounds.wall_s, "cpu_s": rounds.cpu_s, "counts": counts}
     result["layers_and_microbatches"] = 16
     return [{"ep": 1, "mini_steps": 2, **row} for row in update.summarise(result)]
@@ -122,8 +129,9 @@ def rows_of_update(rounds: Rounds) -> list[Row]:
 @pytest.mark.usefixtures("_one_rank")
 def test_ratios_are_those_to_the_first_way_of_the_same_round() -> None:
     slow = {update.TRAINER: 4 / 3, update.R2: 2.0}
-    sampler, trainer, r2 = rows_of_update(steps(8, slow, 0.0, update.WAYS)[0])
+    sampler, again, trainer, r2 = rows_of_update(steps(8, slow, 0.0, update.WAYS)[0])
     assert sampler["wall_of_sampler"] is sampler["cpu_of_sampler"] is None
+    assert again["wall_of_sampler"]["median"] == 1
     assert trainer["wall_of_sampler"]["median"] == pytest.approx(4 / 3)
     assert r2["cpu_of_sampler"]["median"] == pytest.approx(2)
     assert r2["collection_cpu_ms"] == pytest.approx(1000)
@@ -137,11 +145,12 @@ COUNTED = {"what": "opens", "found": 1.0, "most": 1.0, "counted": True}
 
 @pytest.mark.usefixtures("_one_rank")
 def test_rows_that_break_a_promise_are_found() -> None:
-    live, replay, plan = rows_of_dispatch(steps(1, {}, 0.1)[0])
-    sampler, trainer, r2 = rows_of_update(steps(1, {}, 0.1, update.WAYS)[0])
+    live, again, replay, plan = rows_of_dispatch(steps(1, {}, 0.1)[0])
+    sampler, _, trainer, r2 = rows_of_update(steps(1, {}, 0.1, update.WAYS)[0])
     no_pass, one_pass = {update.PASSES: 1.0, WAITS: 0.0}, {update.PASSES: 2.0, WAITS: 0.5}
     table: list[tuple[Bench, Row, list[Row]]] = [
         (dispatch.BENCH, live, [{WAITS: 0.0}, {COPIES: 0.0}]),
+        (dispatch.BENCH, again, [{WAITS: 0.0}]),
         (dispatch.BENCH, replay, [{WAITS: 0.0}]),
         (dispatch.BENCH, plan, [{WAITS: 1.0}, {COPIES: 1.0}, {GATHERS: 1.0}, {PLANS: 0.0}]),
         (update.BENCH, sampler, [one_pass, {WAITS: 0.5}]),
@@ -167,14 +176,16 @@ def test_a_row_of_publish_is_the_slowest_and_the_largest_rank() -> None:
 
 
 def test_a_row_of_balance_has_the_slowest_planning_and_mean_guests() -> None:
-    same = {way: [taken] * 2 for way, taken in {"off": 2.0, "empty": 2.0, "guests": 1.6}.items()}
+    taken_s = {"off": 1.0, "off again": 4.0, "empty": 2.0, "guests": 1.6}
+    same = {way: [seconds] * 2 for way, seconds in taken_s.items()}
     one = {f"{name}_s": same for name in ("wall", "cpu", "layer")}
     one |= {"load": dict.fromkeys(same, 1.5), "planning_s": dict.fromkeys(same, 0.001)}
     one |= {"guests": 1.0, "bytes": 10.0}
     other = {**one, "planning_s": dict.fromkeys(same, 0.002), "guests": 2.0, "bytes": 30.0}
-    off, empty, guests = balance.summarise([one, other])
+    off, again, empty, guests = balance.summarise([one, other])
     assert off["wall_of_off"] is None
-    assert guests["cpu_of_off"]["median"] == pytest.approx(0.8)
+    assert again["cpu_of_off"]["median"] == pytest.approx(4.0)  # by the first one alone
+    assert guests["cpu_of_off"]["median"] == pytest.approx(0.8)  # by 2, the mean of 1 and 4
     assert guests["planning_ms"] == pytest.approx(2.0)
     assert (guests["guests"], guests["bytes"]) == (1.5, 20.0)
     assert "guests" not in empty

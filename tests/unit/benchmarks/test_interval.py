@@ -7,11 +7,16 @@ import pytest
 from proof.benchmarks.interval import CONFIDENCE, LOOKS, enough, median_of, shown, turn
 
 
-def test_interval_of_ten_values() -> None:
-    """The example of the module: rank 2 of 10 at 97.9 %, and rank 1 (99.8 %) at 99 %."""
-    values = [float(i) for i in range(10)]
-    assert (median_of(values, 0.97).low, median_of(values, 0.97).high) == (1.0, 8.0)
-    assert (median_of(values).low, median_of(values).high) == (0.0, 9.0)
+def test_interval_of_eight_ratios() -> None:
+    """By hand: of 256 sign patterns one has the rank sum 0, one 1, one 2, two 3 and two 4."""
+    values = [2.0 ** (2 * i) for i in range(8)]
+    assert median_of(values).median == pytest.approx(2.0**7)
+    bounds = {0.99: 0, 0.984: 1, 0.976: 2, 0.96: 3}  # 2, 4, 6, 10 of 256 are outside
+    for confidence, rank in bounds.items():
+        interval = median_of(values, confidence)
+        # the means of pairs, in logs of 2: 0, 1, 2, 2, ... and from the other end 14, 13, 12, 12
+        steps = [0, 1, 2, 2][rank]
+        assert (interval.low, interval.high) == pytest.approx((2.0**steps, 2.0 ** (14 - steps)))
 
 
 def test_too_few_values_have_no_interval() -> None:
@@ -23,13 +28,14 @@ def test_too_few_values_have_no_interval() -> None:
 
 
 @pytest.mark.parametrize("count", [8, 9, 31, 64])
-def test_the_true_median_is_inside_as_often_as_promised(count: int) -> None:
+def test_the_true_ratio_is_inside_as_often_as_promised(count: int) -> None:
     draw = random.Random(count)
-    # exponential times: a long tail; the true median is log 2
+    # exponential times: a long tail
     tries, inside = 2000, 0
     for _ in range(tries):
-        interval = median_of([draw.expovariate(1.0) for _ in range(count)])
-        inside += interval.low <= 0.6931471805599453 <= interval.high
+        ratios = [draw.expovariate(1.0) / draw.expovariate(1.0) for _ in range(count)]
+        interval = median_of(ratios)
+        inside += interval.low <= 1 <= interval.high
     assert inside / tries >= CONFIDENCE - 0.01
 
 
@@ -48,13 +54,13 @@ def test_a_real_difference_tells_and_stops() -> None:
     ratios = [0.9 * draw.lognormvariate(0.0, 0.05) for _ in range(64)]
     assert not enough([ratios[:9]], 128)  # nobody looks at 9
     assert enough([ratios], 128)
-    assert not enough([ratios, [1.0 + 0.1 * (i % 2) for i in range(64)]], 128)
+    assert not enough([ratios, [draw.lognormvariate(0.0, 0.05) for _ in range(64)]], 128)
     assert enough([[1.0]], 1)
 
 
 def test_a_ratio_is_shown_only_if_it_tells() -> None:
     tells = median_of([0.93 + 0.001 * (i % 3) for i in range(16)]).record()
-    assert shown(tells) == "0.931 (0.930 to 0.932)"
+    assert shown(tells) == "0.931 (0.930 to 0.931)"
     assert shown(median_of([0.97, 1.03] * 8).record()) == "cannot tell (0.970 to 1.030)"
     assert shown(median_of([0.5] * 3).record()) == "cannot tell (3 values)"
     assert shown(median_of([0.5]).record()) == "cannot tell (1 value)"
