@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,18 @@ def naming(where: str) -> Iterator[None]:
         raise EngineError(f"{where}: {error}") from error
 
 
-# Model types whose config says in the same fields which hidden layers are MoE layers.
-_SPARSE_STEP = ("qwen2_moe", "qwen3_moe", "qwen3_next")
-_FIRST_DENSE = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe")
-_EVERY_LAYER = ("mixtral", "gpt_oss", "olmoe", "minimax_m2")
-_EXPERT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
+# What configs call the number of experts, and how many of them a token takes.
+_EXPERT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOPK_NAMES = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
+# The object with the language model in the config of a model that also sees or hears.
+_INNER_NAMES = ("text_config", "llm_config", "thinker_config")
 # The numbers of a config become tuples and arrays here: a config that says 4000000000 layers must
 # not fill the memory before anybody sees that it is wrong.
 _MOST_LAYERS = 10_000
@@ -82,12 +90,13 @@ class ModelShape(MoEShape):
         """
         config, where = _read(source)
         with naming(where):
-            _refuse_wrapped(config)
-            num_layers = _integer(config, "num_hidden_layers", 1, _MOST_LAYERS)
+            config = _language_model(config)
+            rule = _rule(config)
+            num_layers = _num_layers(config)
             return cls(
-                moe_layers=_moe_layers(config, num_layers),
-                num_experts=_num_experts(config),
-                topk=_integer(config, "num_experts_per_tok", 1, MOST_EXPERTS),
+                moe_layers=tuple(sorted(rule(config, num_layers))),
+                num_experts=_one_of(config, _EXPERT_NAMES, "number of experts"),
+                topk=_one_of(config, _TOPK_NAMES, "number of experts for a token"),
                 num_hidden_layers=num_layers,
                 vocab_size=_vocab_size(config),
             )
@@ -116,14 +125,21 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], st
     return config, str(path)
 
 
-def _refuse_wrapped(config: Mapping[str, Any]) -> None:
-    """Refuse a config whose language model is an object inside of it, e.g. one that sees images."""
-    inner = next((name for name in ("text_config", "llm_config") if name in config), None)
-    if inner is not None and config.get("num_hidden_layers") is None:
-        raise EngineError(
-            f"a model of type {quoted(config.get('model_type'))} has its language model in "
-            f"`{inner}`: save that object as a config.json of its own, and give its path"
-        )
+def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object of a config that says what the language model is: the config, or one inside."""
+    for name in _INNER_NAMES:
+        inner = config.get(name)
+        if isinstance(inner, Mapping) and config.get("num_hidden_layers") is None:
+            outer = {key: config.get(key) for key in ("model_type", "vocab_size")}
+            known = {key: value for key, value in inner.items() if value is not None}
+            return _language_model({**outer, **known})
+    return config
+
+
+def _num_layers(config: Mapping[str, Any]) -> int:
+    blocks = _blocks(config)
+    given = None if blocks is None else len(blocks)
+    return _integer(config, "num_hidden_layers", 1, _MOST_LAYERS, default=given)
 
 
 def _integer(
@@ -142,16 +158,25 @@ def _integer(
     return value
 
 
-def _num_experts(config: Mapping[str, Any]) -> int:
-    given = {
-        name: _integer(config, name, 1, MOST_EXPERTS)
-        for name in _EXPERT_NAMES
-        if config.get(name) is not None
-    }
+def _one_of(config: Mapping[str, Any], names: Sequence[str], what: str) -> int:
+    """A number that a config gives under one of several names.
+
+    Hunyuan's `moe_topk` may also be a list with the same number for each layer.
+    """
+    given = {}
+    for name in names:
+        value = config.get(name)
+        if name == "moe_topk" and isinstance(value, list) and value == value[:1] * len(value):
+            value = value[0] if value else None
+        if value is not None:
+            given[name] = _integer({name: value}, name, 1, MOST_EXPERTS)
     if not given:
-        raise EngineError(f"the number of experts is missing (one of {_EXPERT_NAMES})")
+        raise EngineError(
+            f"the {what} is missing (one of {', '.join(names)}); `model_type` is "
+            f"{quoted(config.get('model_type'))}"
+        )
     if len(set(given.values())) > 1:
-        raise EngineError(f"the number of experts is given twice: {given}")
+        raise EngineError(f"the {what} is given twice: {given}")
     return next(iter(given.values()))
 
 
@@ -161,28 +186,19 @@ def _vocab_size(config: Mapping[str, Any]) -> int | None:
     return _integer(config, "vocab_size", 1, MOST_TOKEN_ID + 1)
 
 
-def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The 0-based hidden layers that are MoE layers; each model family says it in its own way."""
+def _rule(config: Mapping[str, Any]) -> _Rule:
+    """What says which hidden layers are MoE layers; each model family does it in its own way."""
     model_type = config.get("model_type")
     if config.get("mlp_layer_types") is not None:
-        return _from_names(config, num_layers)
-    if model_type in _SPARSE_STEP:
-        step = _integer(config, "decoder_sparse_step", 1, _MOST_LAYERS, default=1)
-        dense = _dense_layers(config)
-        # i + 1, as transformers counts: with a step of 2, layers 1, 3, 5 are MoE layers. Megatron's
-        # --moe-layer-freq 2 means layers 0, 2, 4 instead.
-        return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
-    if model_type in _FIRST_DENSE:
-        return _after_first_dense(config, num_layers)
-    if model_type in _EVERY_LAYER:
-        return tuple(range(num_layers))
-    known = ", ".join((*_SPARSE_STEP, *_FIRST_DENSE, *_EVERY_LAYER))
-    raise EngineError(
-        f"model type {quoted(model_type)} is unknown, so nobody can tell which layers are "
-        f"MoE layers; known: {known}. For another one add `mlp_layer_types` to a copy of its "
-        'config.json, a list that names each layer "dense" or "sparse", and give the path of the '
-        "copy"
-    )
+        return _from_names
+    if not isinstance(model_type, str) or model_type not in _RULES:
+        raise EngineError(
+            f"model type {quoted(model_type)} is unknown, so nobody can tell which layers are "
+            "MoE layers; docs/engines.md names the known ones. For another one add "
+            "`mlp_layer_types` to a copy of its config.json, a list that names each layer "
+            '"dense" or "sparse", and give the path of the copy'
+        )
+    return _RULES[model_type]
 
 
 def _listed(config: Mapping[str, Any], name: str, right: bool, expected: str) -> None:
@@ -191,34 +207,147 @@ def _listed(config: Mapping[str, Any], name: str, right: bool, expected: str) ->
         raise EngineError(f"`{name}` must {expected}; got {quoted(config[name], 200)}")
 
 
-def _dense_layers(config: Mapping[str, Any]) -> set[int]:
-    given = config.get("mlp_only_layers")
-    given = [] if given is None else given
-    right = isinstance(given, list) and all(type(n) is int and n >= 0 for n in given)
-    _listed(config, "mlp_only_layers", right, "be a list of hidden layers")
-    return set(given)
-
-
-def _from_names(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def _from_names(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
     names = config["mlp_layer_types"]
     right = isinstance(names, list) and len(names) == num_layers
     right = right and all(name in ("dense", "sparse") for name in names)
     _listed(config, "mlp_layer_types", right, f"name each of {num_layers} layers dense or sparse")
-    return tuple(i for i, name in enumerate(names) if name == "sparse")
+    return (i for i, name in enumerate(names) if name == "sparse")
 
 
-def _after_first_dense(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def _numbers(config: Mapping[str, Any], name: str, default: Sequence[int] = ()) -> Sequence[int]:
+    """A list of layers; the default where the config does not have it."""
+    given = config.get(name)
+    if given is None:
+        return default
+    right = isinstance(given, list) and all(type(n) is int and n >= 0 for n in given)
+    _listed(config, name, right, "be a list of hidden layers")
+    return given
+
+
+# Rules: from a config and its number of hidden layers to the MoE layers, ascending.
+
+
+def _every(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    return range(num_layers)
+
+
+def _by_step(
+    config: Mapping[str, Any], num_layers: int, dense: Sequence[int] = ()
+) -> Iterable[int]:
+    """Qwen: every so many layers, but for those that are listed as dense.
+
+    Example: with a `decoder_sparse_step` of 2, layers 1, 3, 5 are MoE layers, as transformers
+    counts. Megatron's --moe-layer-freq 2 means layers 0, 2, 4 instead.
+    """
+    step = _integer(config, "decoder_sparse_step", 1, _MOST_LAYERS, default=1)
+    dense = _numbers(config, "mlp_only_layers", dense)
+    return (i for i in range(step - 1, num_layers, step) if i not in dense)
+
+
+def _after_first_dense(
+    config: Mapping[str, Any], num_layers: int, least: int | None = None
+) -> Iterable[int]:
     """DeepSeek: the first layers are dense; of the others a frequency says which are MoE layers.
 
     Example: `first_k_dense_replace` 1 and `moe_layer_freq` 2 of 6 layers mean layers 2 and 4; the
     frequency may also be a list with a 0 or 1 for each layer.
+
+    Args:
+        least: the number of dense layers where the config does not say it; None if it must.
     """
-    first = _integer(config, "first_k_dense_replace", 0, _MOST_LAYERS)
+    first = _integer(config, "first_k_dense_replace", 0, _MOST_LAYERS, default=least)
     frequency = config.get("moe_layer_freq")
     if not isinstance(frequency, list):
         step = _integer(config, "moe_layer_freq", 1, _MOST_LAYERS, default=1)
-        return tuple(i for i in range(first, num_layers) if i % step == 0)
+        return (i for i in range(first, num_layers) if i % step == 0)
     right = len(frequency) == num_layers and all(type(n) is int and n in (0, 1) for n in frequency)
     expected = f"be a number, or a list of 0 and 1 for each of {num_layers} layers"
     _listed(config, "moe_layer_freq", right, expected)
-    return tuple(i for i in range(first, num_layers) if frequency[i])
+    return (i for i in range(first, num_layers) if frequency[i])
+
+
+def _after_num_dense(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    return range(_integer(config, "num_dense_layers", 0, _MOST_LAYERS), num_layers)
+
+
+def _interleaved(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    """Llama 4: a list of layers, or every so many. Example: a step of 2 means 1, 3, 5."""
+    step = _integer(config, "interleave_moe_layer_step", 1, _MOST_LAYERS, default=1)
+    return _numbers(config, "moe_layers", range(step - 1, num_layers, step))
+
+
+def _between(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    """ERNIE: of the layers from a first to a last one, every so many."""
+    first = _integer(config, "moe_layer_start_index", 0, _MOST_LAYERS)
+    last = _integer(config, "moe_layer_end_index", 0, _MOST_LAYERS)
+    step = _integer(config, "moe_layer_interval", 1, _MOST_LAYERS, default=1)
+    return (i for i in range(step - 1, num_layers, step) if first <= i <= last)
+
+
+def _periodic(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    """Jamba: one layer of each period."""
+    period = _integer(config, "expert_layer_period", 1, _MOST_LAYERS)
+    return range(_integer(config, "expert_layer_offset", 0, period - 1), num_layers, period)
+
+
+def _blocks(config: Mapping[str, Any]) -> Sequence[str] | None:
+    """Nemotron-H: a name or a letter for each layer; None where there are no such fields."""
+    names, letters = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    if isinstance(names, list):
+        return ["E" if name == "moe" else "" for name in names]
+    return letters if isinstance(letters, str) else None
+
+
+def _by_blocks(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    blocks = _blocks(config)
+    if blocks is None or len(blocks) != num_layers:
+        raise EngineError(
+            f"`layers_block_type` must name each of {num_layers} layers, or "
+            "`hybrid_override_pattern` have a letter for each"
+        )
+    return (i for i, block in enumerate(blocks) if block == "E")
+
+
+def _if_enabled(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    """Gemma 4: every layer, or none."""
+    return range(num_layers if config.get("enable_moe_block") is True else 0)
+
+
+def _enumerated(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    """Step: the layers in one text, with commas."""
+    given = config.get("moe_layers_enum")
+    right = isinstance(given, str) and all(n.strip().isdecimal() for n in given.split(","))
+    if not right or given is None:
+        raise EngineError(f"`moe_layers_enum` must have layers with commas; got {quoted(given)}")
+    return [int(n) for n in given.split(",")]
+
+
+_Rule = Callable[[Mapping[str, Any], int], Iterable[int]]
+_RULES_OF_TYPES: list[tuple[_Rule, str]] = [
+    (
+        _every,
+        """flex_olmo gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+        hunyuan_v1_moe inkling2_text aria_text kolibri1 minimax minimax_m1 minimax_m2 mixtral olmoe
+        phimoe qwen3_5_moe_text qwen4_exp_text""",
+    ),
+    (
+        _by_step,
+        """qwen2_moe qwen3_moe qwen3_next qwen3_omni_moe_text qwen3_vl_moe_text""",
+    ),
+    (partial(_by_step, dense=(0, 1)), "flint"),
+    (
+        _after_first_dense,
+        """axk1 axk2 bailing_moe bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots1
+        exaone_moe glm4_moe glm4_moe_lite glm4v_moe_text glm_moe_dsa kimi_k2 kimi_linear""",
+    ),
+    (partial(_after_first_dense, least=0), "mimo_v2_flash mistral4 solar_open"),
+    (_after_num_dense, "afmoe lfm2_moe"),
+    (_interleaved, "llama4_text"),
+    (_between, "ernie4_5_moe"),
+    (_periodic, "jamba"),
+    (_by_blocks, "nemotron_h"),
+    (_if_enabled, "gemma4_text"),
+    (_enumerated, "step3p5"),
+]
+_RULES = {name: rule for rule, names in _RULES_OF_TYPES for name in names.split()}

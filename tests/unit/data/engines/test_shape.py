@@ -52,8 +52,24 @@ def test_moe_layers(base, change, layers):
     assert ModelShape.from_hf_config({**base, **change}) == ModelShape(16, 4, layers, 6)
 
 
-def test_the_cure_of_a_wrapped_config():
-    assert ModelShape.from_hf_config(WRAPPED["text_config"]) == ModelShape.from_hf_config(QWEN3)
+def test_the_language_model_of_a_wrapped_config_is_read():
+    expected = ModelShape.from_hf_config({**QWEN3, "vocab_size": 512})
+    inner = {**QWEN3, "vocab_size": 512}
+    assert ModelShape.from_hf_config({**WRAPPED, "text_config": inner}) == expected
+    assert ModelShape.from_hf_config({**WRAPPED, "vocab_size": 512}) == expected
+    assert ModelShape.from_hf_config({"thinker_config": {"text_config": inner}}) == expected
+    # its type may stand outside alone
+    nameless = {key: value for key, value in inner.items() if key != "model_type"}
+    assert ModelShape.from_hf_config({"model_type": "mixtral", "text_config": nameless}) == expected
+
+
+def test_a_list_of_one_number_for_every_layer():
+    hunyuan = {**QWEN3, "model_type": "hunyuan_v1_moe", "num_experts_per_tok": None}
+    shape = ModelShape.from_hf_config({**hunyuan, "moe_topk": [4] * 6})
+    assert shape == ModelShape.from_hf_config(QWEN3)
+    for wrong in ([4, 4, 4, 4, 4, 2], [], ["4"] * 6, [[4]] * 6):
+        with pytest.raises(EngineError, match="number"):
+            ModelShape.from_hf_config({**hunyuan, "moe_topk": wrong})
 
 
 def test_both_names_of_the_number_of_experts():
@@ -80,9 +96,33 @@ WRONG_FREQUENCIES = ([0, 1, 0, 1, 1, "0"], [0, 1, 0, 1, 1, 2], [[1]] * 6, "1", -
         (QWEN3, {"model_type": "no_such"}, "'no_such' is unknown, so nobody can tell"),
         (QWEN3, {"model_type": None}, "None is unknown"),
         (QWEN3, {"model_type": "no_such"}, "add `mlp_layer_types` to a copy of its config.json"),
-        (WRAPPED, {}, "'qwen3_vl_moe' has its language model in `text_config`: save that object"),
+        (WRAPPED, {"text_config": {**QWEN3, "model_type": "x"}}, "model type 'x' is unknown"),
+        (WRAPPED, {"text_config": {}}, "model type 'qwen3_vl_moe' is unknown"),
+        (WRAPPED, {"text_config": [QWEN3]}, "model type 'qwen3_vl_moe' is unknown"),
         (QWEN3, {"num_experts": None}, "number of experts is missing"),
-        (QWEN3, {"num_experts_per_tok": None}, "`num_experts_per_tok` is missing"),
+        (QWEN3, {"num_experts_per_tok": None}, "number of experts for a token is missing"),
+        (QWEN3, {"moe_k": 2}, "number of experts for a token is given twice"),
+        (QWEN3, {"model_type": "afmoe"}, "`num_dense_layers` is missing"),
+        (QWEN3, {"model_type": "llama4_text", "moe_layers": [9]}, "MoE layers [9] of 6 hidden"),
+        (QWEN3, {"model_type": "llama4_text", "moe_layers": "1"}, "be a list of hidden layers"),
+        (QWEN3, {"model_type": "ernie4_5_moe"}, "`moe_layer_start_index` is missing"),
+        (
+            {**QWEN3, "model_type": "jamba", "expert_layer_period": 2},
+            {"expert_layer_offset": 2},
+            "`expert_layer_offset` is 2; possible are 0 to 1",
+        ),
+        (QWEN3, {"model_type": "nemotron_h"}, "`layers_block_type` must name each of 6 layers"),
+        (
+            {**QWEN3, "model_type": "nemotron_h"},
+            {"hybrid_override_pattern": "ME"},
+            "`layers_block_type` must name each of 6 layers",
+        ),
+        (QWEN3, {"model_type": "gemma4_text"}, "moe_layers must be the numbers"),
+        (
+            {**QWEN3, "model_type": "step3p5"},
+            {"moe_layers_enum": "1,x"},
+            "`moe_layers_enum` must have layers with commas; got '1,x'",
+        ),
         (QWEN3, {"num_hidden_layers": "6"}, "`num_hidden_layers` must be a whole number"),
         (QWEN3, {"num_experts_per_tok": 17}, "topk must be a whole number from 1 to 16; got 17"),
         (QWEN3, {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
