@@ -16,21 +16,23 @@ class Case:
     Attributes:
         name: what the row is called.
         ranks: how many processes.
-        arguments: of the layout, for Megatron's command line.
+        arguments: Megatron's options of the layout.
         model: a name of `proof.fidelity.models.MODELS`.
         micro_batch_size: rollouts of a micro-batch.
-        quick: one case of each kind, which `make matrix` runs.
+        quick: whether `make matrix` and `make test-all` run the case: one of each kind is quick.
         bitwise: the name of the case whose gradients must be the same to the last bit. The case's
             own name means that a second run must give the same bits.
         recomputes: whether layers run again in the backward pass.
         forward_only_first: whether a forward-only pass comes before each step.
         since: the first release line on which upstream itself has the feature and gets it right.
-            Empty: every line does.
+            Empty: every line has it.
         not_on: later release lines on which upstream itself fails or refuses.
-        guests: options of guest experts. Empty: none. The case runs three times: with guests; with
-            slots that stay empty, whose gradients must be bitwise those without slots; and without
-            slots, from whose gradients those with guests may differ by the order of sums.
-        script: a script of the tree to run instead of our own. PyPI's trees have no scripts.
+        guests: options of guest experts. Empty: none. With them the case runs three times: with
+            guests, with empty guest slots, and without slots. The gradients of the second run must
+            be bitwise those of the third; those of the first may differ from the third's only by
+            the order of sums.
+        script: a training script of the tree, run instead of our own training. PyPI's trees have
+            no scripts.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Case:
     def runs_on(self, tree: Path, line: str) -> bool:
         """Whether a tree of this release line has what the case needs."""
         new_enough = not self.since or _release(self.since) <= _release(line)
-        # Megatron's own loop says when a step begins, before which the old policy has its pass
+        # mini-steps need Megatron's loop: the old policy's pass runs when the loop begins a step
         needs_loop = MODELS[self.model].update.mini_steps > 1
         has_all = (tree / self.script).exists() and (
             not needs_loop or training_or_core(tree) == "megatron.training"
@@ -59,7 +61,7 @@ class Case:
 
 
 def _release(line: str) -> tuple[int, ...]:
-    """What orders release lines: core_r0.9.0 is (0, 9, 0), before (0, 19, 0); main is the last."""
+    """The sort key of a release line: core_r0.9.0 is (0, 9, 0), before (0, 19, 0); main is last."""
     if line == "main":
         return (10**6,)
     return tuple(int(number) for number in line.removeprefix("core_r").split("."))
@@ -71,17 +73,17 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
 VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
-# The tree that slime pins refuses its default, p2p, without Transformer Engine. How ranks exchange
-# keys and values changes nothing here: attention under CP is that of megatron_r3/cpu/attention.py.
+# Without Transformer Engine the tree that slime pins refuses p2p, its default for --cp-comm-type.
+# The option changes nothing here: attention under CP is that of megatron_r3/cpu/attention.py.
 CP2, CP4 = (f"--cp-comm-type all_gather --context-parallel-size {size}" for size in (2, 4))
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 ETP1, ETP2 = "--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 2"
 ALLGATHER = "--moe-token-dispatcher-type allgather"
-# spelled in the one way that every release takes
+# every release takes these options; newer ones have other names for them too
 FLEX = "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-router-dtype fp32"
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 PACK = "--rollouts-pack --seq-length 64 --max-position-embeddings 64"
-# a pack for each of two mini-steps: just the first six rollouts fit, also as CP2 pads them
+# one pack for each of two mini-steps: 176 tokens hold six rollouts and no more, also padded for CP2
 HALF = "--rollouts-pack --seq-length 176 --max-position-embeddings 176"
 DIST_OPT = "--use-distributed-optimizer"
 OVERLAPS = "--overlap-grad-reduce --overlap-param-gather"
@@ -134,7 +136,7 @@ def _recompute() -> list[Case]:
             f"{FULL} uniform",
             model="mtp",
             micro_batch_size=1,
-            not_on=("core_r0.18.0",),  # a TypeError in its MTP layer
+            not_on=("core_r0.18.0",),  # upstream's MTP layer raises a TypeError there
         ),
         Case("HybridModel, full recompute", 1, f"{FULL} uniform", model="hybrid", since=V19),
         Case("EP2, recompute moe", 2, f"{EP2} {SELECTIVE} moe"),
@@ -198,7 +200,7 @@ def _experts() -> list[Case]:
         Case("EP4, all-gather", 4, f"{EP4} {ALLGATHER}", micro_batch_size=3),
         Case("EP2, flex (DeepEP stand-in)", 2, f"{EP2} {FLEX}", quick=True),
         Case("EP2, missing rows", 2, EP2, model="holes"),
-        # every step brings an iterator of its own: only the first one has plans
+        # each step has a data iterator of its own, and only the first iterator brings plans
         Case("EP2, old log-probs first", 2, EP2, forward_only_first=True),
         Case("ETP2", 2, f"{TP2} {ETP2}"),
         Case("EP2xETP2", 4, f"{TP2} {EP2} {ETP2}"),
@@ -218,7 +220,7 @@ def _experts() -> list[Case]:
 
 
 def _overlapped() -> list[Case]:
-    """Combined 1F1B: forward of one microbatch among the backward of another."""
+    """Combined 1F1B: the forward of one microbatch overlaps the backward of another."""
     return [
         Case("EP2, 1F1B overlap, bf16", 2, f"{EP2} {OVERLAP}", model="bf16", quick=True),
         Case("EP2, 1F1B overlap, flex", 2, f"{EP2} {OVERLAP} {FLEX}", model="bf16 fp32 router"),
@@ -228,7 +230,8 @@ def _overlapped() -> list[Case]:
             f"{EP2} {OVERLAP}",
             model="bf16 mtp",
             micro_batch_size=1,
-            not_on=("core_r0.16.0", "core_r0.17.0"),  # refused without pipeline stages
+            # there upstream refuses the overlap with MTP where there are no pipeline stages
+            not_on=("core_r0.16.0", "core_r0.17.0"),
         ),
         Case(
             "EP2xPP2xVPP2, 1F1B overlap",
@@ -241,7 +244,7 @@ def _overlapped() -> list[Case]:
 
 
 def _balanced() -> list[Case]:
-    """Auxiliary and z-losses and expert bias; padding must not be part of them."""
+    """Auxiliary losses, z-loss and expert bias, none of which may count padding."""
     layouts = {
         "1 process": (1, ""),
         "full recompute": (1, f"{FULL} uniform"),
@@ -259,7 +262,8 @@ def _balanced() -> list[Case]:
             model="balanced",
             micro_batch_size=1,
             quick=name in ("CP2", "EP2"),
-            # before, upstream scales it by a rank's tokens, not by those of the whole sequence
+            # before 0.19 upstream scales an auxiliary loss by the tokens of one rank, not by those
+            # of the whole sequence
             since=V19 if "TP2" in name or "CP2" in name else "",
         )
         for name, (ranks, layout) in layouts.items()
@@ -267,7 +271,7 @@ def _balanced() -> list[Case]:
 
 
 def _updates() -> list[Case]:
-    """Two optimizer steps on a collection; the old policy's routes; a temperature."""
+    """Two optimizer steps on a collection; R2; a temperature other than 1."""
     virtual = f"{PP2} {VPP2}"
     steps = [
         Case("2 mini-steps", 1),
@@ -300,7 +304,7 @@ def _updates() -> list[Case]:
 
 
 def _guests() -> list[Case]:
-    """Hot experts have copies on other ranks; routes that make some experts hot."""
+    """Guest experts, on models whose rollouts make two experts hot."""
     slots = "--moe-router-replay-guest-slots 2"
     domains = f"{slots} --moe-router-replay-guest-domain 2"
     cases = [

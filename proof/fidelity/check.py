@@ -2,10 +2,10 @@
 
     python -m proof.fidelity.check DIR [--only TEXT] [--patches DIR]
 
-The checks run on two copies of the files that are in DIR now: as they are, and with the patches
-taken back. Exit status 0 says that every check passed; the record of DIR then has today's date and
-a digest of the files, unless --only left some checks out. 1 says that a check failed, 2 that DIR
-cannot be checked.
+The checks run on two copies of DIR's files: one as they are now, one with the patches reverted.
+Exit status 0 says that every check passed; DIR's record (`megatron_r3.patching.record`) then has
+today's date and a digest of the files, unless --only left some checks out. 1 says that a check
+failed, and removes an earlier pass from the record. 2 says that DIR cannot be checked.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from proof.fidelity.record_replay import LAYOUTS, record_and_replay
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.upstream import FOLDER, MOE, Outcomes, Suite, counts, differing, why
 
-# What is copied of a tree: the package, the scripts beside it, and what upstream's unit tests need.
-# A checkout may hold data and checkpoints too.
+# What `make_copies` copies beside a tree's top-level scripts: the package, and what upstream's unit
+# tests need. A checkout may also hold data and checkpoints, which are not copied.
 COPIED = ("megatron", "tests/unit_tests", "tests/test_utils", "tests/__init__.py")
-Outcome = tuple[bool | None, str]  # whether it holds, and what was seen; None: nothing to run
+Outcome = tuple[bool | None, str]  # whether the check passed, and details; None: nothing to run
 Checks = dict[str, Callable[[Copies], Outcome]]
 TESTS = tuple(f"{MOE}/test_{name}.py" for name in ("router_replay", "routers", "moe_layer"))
 
@@ -54,7 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     """Check one tree and record it."""
     parser = argparse.ArgumentParser(prog="check", description=str(__doc__).splitlines()[0])
     parser.add_argument("tree", type=Path, metavar="DIR", help="a patched Megatron-LM tree")
-    parser.add_argument("--only", default="", help="checks with this in their name; unrecorded")
+    parser.add_argument(
+        "--only", default="", help="checks with this text in their names; a pass is not recorded"
+    )
     parser.add_argument("--patches", type=Path, help="folder of patches (default: patches/)")
     args = parser.parse_args(argv)
     begin = time.monotonic()
@@ -98,14 +100,14 @@ def _applied(root: Path, patches: Path) -> TreeStatus:
     status = identify(root, read_versions(patches))
     if status.state is not TreeState.APPLIED:
         raise PatchingError(
-            f"{status.root} is {status.state.value}; what is checked is a patched tree: "
+            f"{status.root} is {status.state.value}, and only a patched tree can be checked: "
             f"make apply MEGATRON={status.root} first"
         )
     return status
 
 
 def make_copies(status: TreeStatus, patches: Path, folder: Path) -> Copies:
-    """A copy of a patched tree, and another one with the patches taken back."""
+    """Copy a patched tree twice, and revert the patches in the second copy."""
     copies = Copies(status.line, ", ".join(status.names), folder)
     for path in (*COPIED, *(script.name for script in status.root.glob("*.py"))):
         source, target = status.root / path, copies.patched / path
@@ -122,7 +124,11 @@ def make_copies(status: TreeStatus, patches: Path, folder: Path) -> Copies:
 
 
 def run(checks: Checks, copies: Copies) -> tuple[list[str], list[str]]:
-    """Run the checks and print a row for each; return those that fail, and those with nothing."""
+    """Run the checks and print a row for each.
+
+    Returns:
+        The names of the checks that failed, and of those that had nothing to run.
+    """
     failed: dict[str, str] = {}
     not_run: list[str] = []
     for name, check in checks.items():
@@ -142,7 +148,7 @@ def run(checks: Checks, copies: Copies) -> tuple[list[str], list[str]]:
 
 
 def again(copies: Copies) -> Outcome:
-    """The patches apply to the reverted copy again, and give every byte that was checked."""
+    """Applying the patches to the reverted copy again gives the patched copy, byte for byte."""
     third = copies.folder / "again"
     shutil.copytree(copies.unpatched, third, symlinks=True)
     try:
@@ -158,12 +164,12 @@ def again(copies: Copies) -> Outcome:
     )
     differ = [path for path in want.keys() | got.keys() if want.get(path) != got.get(path)]
     if differ:
-        return False, f"other files than those of the tree: {names(sorted(differ))}"
+        return False, f"files that differ from the tree's: {names(sorted(differ))}"
     return True, f"{len(applied.files)} files, every byte"
 
 
 def record_replay(copies: Copies) -> Outcome:
-    """What is recorded live is replayed, bitwise; other routes show."""
+    """Replaying recorded routes gives the same loss and gradients bitwise; other routes do not."""
     for name, (ranks, arguments) in LAYOUTS.items():
         try:
             worker = copies.worker(copies.patched)
@@ -171,12 +177,12 @@ def record_replay(copies: Copies) -> Outcome:
         except RankError as error:
             return False, f"{name}: {error}"
         if any(wrong):
-            return False, f"{name}: does not hold: {wrong}"
+            return False, f"{name}: claims that failed: {wrong}"
     return True, ", ".join(LAYOUTS)
 
 
 def upstreams_tests(copies: Copies) -> Outcome:
-    """Upstream's own tests of routers end alike on the unpatched and on the patched copy."""
+    """Upstream's own tests in TESTS end alike on the unpatched and on the patched copy."""
     files = [file for file in TESTS if (copies.patched / FOLDER / file).is_file()]
     if not files:
         return None, f"the tree has no {FOLDER / MOE}; packages of PyPI have none"
@@ -185,7 +191,7 @@ def upstreams_tests(copies: Copies) -> Outcome:
     ]
     said, wrong, passes, first = [], [], 0, ""
     for file in files:
-        with ThreadPoolExecutor() as pool:  # the two trees have a process each
+        with ThreadPoolExecutor() as pool:  # each tree has a process of its own
             unpatched, patched = pool.map(lambda suite, f=file: suite.run(f, 1), suites)
         said.append(f"{Path(file).name} {_counted(unpatched)}")
         passes += counts(unpatched)["passed"]
@@ -215,7 +221,7 @@ CHECKS: Checks = {
 
 
 def remember(root: Path, checked: CheckedOn | None) -> None:
-    """Write into the record of `root` what was checked; None: its files failed a check."""
+    """Write the result of the checks into the record of `root`; None: a check failed."""
     with locked(root):
         record = read_record(root) or Record()
         write_record(root, replace(record, checked=checked))

@@ -1,7 +1,7 @@
-"""A layout on a tree without `megatron.training`: the steps of `proof.fidelity.layout`, one by one.
+"""Run a layout on a tree without `megatron.training`, as `proof.fidelity.layout` does on others.
 
-Rollouts, routes, batches and the forward step are those that `pretrain()` would use; the loop
-around them is here.
+Rollouts, routes, batches and the forward step are those that `pretrain()` would use. The loop over
+the steps is written out here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from proof.fidelity.observe import Observer, RankResult, biases, forward_only, w
 
 @dataclass
 class Progress:
-    """A training that is never resumed (`megatron_r3.train.progress`)."""
+    """Stands in for `megatron_r3.train.progress.Progress` in a training that is never resumed."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -47,10 +47,10 @@ def run_core_layout(
     script: Path | None = None,
     mini_steps: int = 1,
 ) -> RankResult:
-    """As `proof.fidelity.layout.run_layout`, whose arguments these are.
+    """Do what `proof.fidelity.layout.run_layout` does, with the same arguments.
 
-    No such tree has a script. Trees without a training loop have no `begin_step`, so `mini_steps`
-    is 1.
+    Trees without a training loop have no scripts, and no `begin_step`, which mini-steps need. So
+    `script` must be None, and `mini_steps` 1.
     """
     assert script is None
     assert mini_steps == 1

@@ -1,8 +1,8 @@
-"""What `megatron.training` does, for the trees that PyPI has without it (up to 0.16).
+"""A small stand-in for `megatron.training`, which PyPI's packages up to 0.16 lack.
 
-It takes the same arguments. It makes process groups and a GPTModel for each pipeline chunk, and
-runs Megatron's own schedules and gradients. An argument that is not known here is refused, not
-ignored. Megatron is imported only inside the functions that ranks run.
+The stand-in takes Megatron's arguments. It makes process groups and a GPTModel for each pipeline
+chunk, and runs Megatron's own schedules and gradients. An argument that is not known here is
+refused, not ignored. Megatron is imported only inside the functions that ranks run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_r3.train.losses.policy_loss import Clip
 from megatron_r3.train.options import RolloutOptions
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
-# config fields that have another name on the command line, or a way of their own
+# options that are no config field, or whose name or parsing differs from that of their field
 _FLAGS: dict[str, dict[str, Any]] = {
     "--num-experts": {"type": int, "dest": "num_moe_experts"},
     "--group-query-attention": {"action": "store_true"},
@@ -51,7 +51,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--moe-router-replay-verify-dispatch": {"action": "store_true"},
     "--moe-router-replay-verify-plan": {"action": "store_true"},
 }
-# flags without a meaning for the CPU layer and without a training loop: flag, number of values
+# options that change nothing on a CPU without a training loop, and how many values each has
 _WITHOUT_MEANING = {
     "--tokenizer-type": 1,
     "--num-workers": 1,
@@ -111,8 +111,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _argparse_options(hint: Any) -> dict[str, Any]:
-    """How argparse reads a config field. A field that is not given keeps the config's default."""
-    # SUPPRESS leaves a flag that is not given out of the namespace, and so out of the config
+    """The keywords of `add_argument` for a config field of this type."""
+    # SUPPRESS keeps an option that is not given out of the namespace: the config's default stays
     options: dict[str, Any] = {"default": argparse.SUPPRESS}
     kinds = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
     if bool in kinds:
@@ -192,7 +192,7 @@ def initialize(argv: list[str]) -> argparse.Namespace:
 
 
 def rollout_options(args: argparse.Namespace) -> RolloutOptions:
-    """What a training on rollouts is asked to do by these arguments."""
+    """The options of a training on rollouts, read from these arguments."""
     dispatcher = getattr(args, "moe_token_dispatcher_type", "allgather")
     asks_for_plans = dispatcher in PLANNED_DISPATCHERS
     return RolloutOptions(
@@ -224,8 +224,8 @@ def _config(args: argparse.Namespace) -> Any:
     values |= {
         **CPU_CONFIG,
         "pipeline_dtype": args.params_dtype,
-        # With virtual stages, two ranks send to each other in both directions at once. A batched
-        # exchange would pair the wrong messages, so each message goes alone.
+        # With virtual stages two ranks send to each other in both directions at once. A batched
+        # exchange would mix these messages up, so each message is sent by itself.
         "overlap_p2p_comm": args.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": args.virtual_pipeline_model_parallel_size is None,
         "deallocate_pipeline_outputs": True,
@@ -278,7 +278,7 @@ def _whole(chunk: torch.nn.Module) -> Any:
 
 
 def wrap(args: argparse.Namespace, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Wrap the chunks for data parallelism, and set in their config what Megatron's loop sets."""
+    """Wrap the chunks for data parallelism, and set the config field that Megatron's loop sets."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -302,7 +302,7 @@ def forward_backward(
     """Run one step of Megatron's schedule; return what the loss functions of this rank reported.
 
     Args:
-        data: an iterator, or one for each chunk.
+        data: a data iterator, or a list with one for each chunk.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -1,6 +1,6 @@
-"""The check of a release line's inference engine: it returns the experts of every token.
+"""The matrix's check of an inference engine: does it return the experts of every token?
 
-`tests/functional/test_sampling_routes.py` checks more of it, on the default tree.
+`tests/functional/test_sampling_routes.py` checks more of the engine, on the default tree.
 
 Shape suffixes (docs/glossary.md): K, L, N, T.
 """
@@ -25,10 +25,10 @@ LAYOUTS = {
 
 
 def engine(checked: Copies) -> Result | None:
-    """The engine records every row, in every layout, and off it samples as the unpatched one.
+    """The engine records every row in every layout; with recording off it samples like upstream's.
 
     Returns:
-        None on a line whose engine records no routes: 0.16.
+        None on a line whose engine records no routes (0.16).
     """
     metadata = "megatron/core/inference/contexts/routing_metadata.py"
     if not (checked.patched / metadata).is_file():
@@ -53,29 +53,30 @@ def _compared(checked: Copies) -> Result:
     ((off,), (plain,)) = sampled(""), sampled(RECORD)
     upstream = unpatched.run(sampling.sample, 1, load, timeout_s=240)
     if off != upstream[0]:
-        return False, "off: other tokens or log-probs than on the unpatched tree"
+        return False, "recording off: other tokens or log-probs than on the unpatched tree"
     both = [*load, RECORD, "--moe-router-replay"]
     (chosen,) = patched.run(sampling.in_training, 1, both, plain, timeout_s=240)
     for number, (one, (ids_TLK, _)) in enumerate(zip(plain, chosen, strict=True)):
         if one.ids_TLK is None or sampling.same_experts(one.ids_TLK, ids_TLK) < 1:
-            return False, f"request {number}: not the experts of the training forward"
+            return False, f"request {number}: other experts than the training forward chooses"
     recompute = {"kv_cache_management_mode": "recompute"}
     cases = {
         "a second model": sampled(RECORD, second=True),
         "suspended": sampled(RECORD, settings=recompute, suspend_at=12),
     }
     if not any(one.stopped_at for one in cases["suspended"][0]):
-        return False, "suspended: no request was at work then"
+        return False, "suspended: no request was running when the engine was suspended"
     for name, (ranks, options) in LAYOUTS.items():
         cases[name] = sampled(f"{RECORD} {options}", ranks)
     for name, ranks_samples in cases.items():
         if any(differs(samples, plain) for samples in ranks_samples):
-            return False, f"{name}: other tokens or experts than one process"
-    return True, f"{len(plain)} requests: training forward, {', '.join(cases)}; off"
+            return False, f"{name}: other tokens or experts than in one process"
+    same = f"the training forward, {', '.join(cases)}"
+    return True, f"{len(plain)} requests, the same experts in {same}; recording off"
 
 
 def differs(samples: Sequence[Sampled], plain: Sequence[Sampled]) -> bool:
-    """Whether a request has other tokens, or a token other experts, or none."""
+    """Whether a request has other tokens in `samples` than in `plain`, or other or no experts."""
     return any(
         one.tokens_N != other.tokens_N
         or one.ids_TLK is None

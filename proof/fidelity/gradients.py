@@ -1,7 +1,7 @@
-"""Gradients by the names and places that a distributed checkpoint gives their parameters.
+"""Gradients, cut into pieces as a distributed checkpoint cuts their parameters.
 
-A rank's piece says which slice of which whole tensor it is, so a layout's gradients can be put
-together and compared with those of one process.
+A piece says which slice of which whole tensor it is. So the pieces of all ranks of a layout can be
+put together, and compared with the gradients of one process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import torch
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of one whole gradient, in float32, the widest type that gradients are summed in."""
+    """A slice of one whole gradient.
+
+    Attributes:
+        name: the checkpoint's name of the parameter.
+        whole: the shape of the whole gradient.
+        start: where the slice begins on each axis.
+        values: float32, the widest type in which Megatron sums gradients.
+    """
 
     name: str
     whole: tuple[int, ...]
@@ -25,10 +32,10 @@ class Piece:
 
 
 def collect(models: list[torch.nn.Module], gradients: dict[int, torch.Tensor]) -> list[Piece]:
-    """This rank's pieces.
+    """This rank's pieces of the gradients.
 
     Args:
-        gradients: by id of the parameter.
+        gradients: each gradient by the `id()` of its parameter.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.transformer import utils
@@ -50,10 +57,10 @@ def collect(models: list[torch.nn.Module], gradients: dict[int, torch.Tensor]) -
 
 
 def of_step(pieces: list[Piece], number: int) -> list[Piece]:
-    """The pieces under names that tell the optimizer steps of an update apart.
+    """Rename the pieces of an optimizer step, so that pieces of several steps can be kept together.
 
     Args:
-        number: of the step, from 0 on. The pieces of the first one keep their names.
+        number: the number of the step, from 0. The pieces of step 0 keep their names.
     """
     if not number:
         return pieces
@@ -61,7 +68,7 @@ def of_step(pieces: list[Piece], number: int) -> list[Piece]:
 
 
 def _with(state: dict[str, Any], gradients: dict[int, torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    """The named items whose data is a parameter, with the gradient in place of the parameter."""
+    """The items of a state that hold a parameter, with its gradient in its place."""
     for name, item in state.items():
         gradient = gradients.get(id(getattr(item, "data", None)))
         if gradient is not None:
@@ -81,10 +88,10 @@ def _tensors(state: Any, kind: type) -> Iterator[Any]:
 
 
 def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    """Whole gradients from all ranks' pieces.
+    """Put the pieces of all ranks together into whole gradients, by name.
 
     Raises:
-        AssertionError: a part is missing, or ranks that hold the same part disagree.
+        AssertionError: a slice is missing, or ranks that hold the same slice have other values.
     """
     whole: dict[str, np.ndarray] = {}
     for piece in pieces:

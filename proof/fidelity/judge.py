@@ -1,4 +1,4 @@
-"""A case's verdict: what its ranks saw, against the rollouts and the reference.
+"""The verdict on a case: compares what its ranks saw with the rollouts and the reference.
 
 In this file T counts the rows of all rollouts.
 
@@ -19,15 +19,15 @@ from proof.fidelity.reference import Reference, Wrong
 from proof.fidelity.rollouts import CONTROLS, Sampled
 
 Pair = tuple[int, int]
-CLEARLY = 1e-2  # by how much gradients must differ from those of a wrong update, at least
+CLEARLY = 1e-2  # gradients must differ from those of a wrong update by more than this
 
 
 def gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     """The largest difference in any gradient, relative to the largest value of its tensor.
 
-    A tensor whose gradient is tiny beside the others is measured against a thousandth of the
-    largest of all, so that rounding does not look like an error. The result is infinite where the
-    two sets of tensors differ in a name or a shape.
+    A tensor with tiny gradients is measured against a thousandth of the largest value of all
+    tensors, so that rounding does not look like an error. The result is infinite where `got` and
+    `want` differ in a name or a shape.
     """
     if {n: g.shape for n, g in got.items()} != {n: g.shape for n, g in want.items()}:
         return float("inf")
@@ -38,10 +38,10 @@ def gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 
 
 class Judge:
-    """Knows what was recorded, and what one process computed from it.
+    """Judges the trainings of one model against its rollouts and its reference.
 
     Args:
-        controls: the phases with wrong routes that a training has.
+        controls: the names of the phases that replay wrong routes.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Judge:
         self.recorded_T = np.concatenate([r.recorded_T for r in rollouts])
 
     def row(self, results: list[RankResult]) -> dict[str, object]:
-        """The fields of a row of the table."""
+        """The fields of a case's row in the table."""
         loss, gradient = self.errors(results, "right")
         biases = [item for r in results for item in r.biases.items()]
         return {
@@ -81,9 +81,10 @@ class Judge:
         }
 
     def _biases_match(self, biases: list[tuple[int, np.ndarray]]) -> bool:
-        """Whether each rank's first update is that of the recorded load, padding left out.
+        """Whether each rank's first update of the expert bias follows from the recorded load.
 
-        bias += rate * sign(mean load - load of the expert), arXiv 2408.15664, algorithm 1.
+        The load has no padding in it. bias += rate * sign(mean load - load of the expert), arXiv
+        2408.15664, algorithm 1.
         """
         layers = sorted(self.reference.hidden)
         for layer, bias in biases:
@@ -95,8 +96,8 @@ class Judge:
     def errors(self, results: list[RankResult], phase: str) -> tuple[float, float]:
         """Relative errors of loss and gradients.
 
-        Advantages of both signs let most of the loss cancel out, so the error of the loss is
-        relative to the loss with every token's part taken positive.
+        Advantages of both signs let most of the loss cancel out. So the error of the loss is
+        relative to the sum of the absolute losses of all tokens (`Reference.loss_scale`).
         """
         loss = _same(r.losses[phase] for r in results if r.losses)
         pieces = [piece for r in results for piece in r.gradients[phase]]
@@ -104,12 +105,12 @@ class Judge:
         return off, gradient_error(assemble(pieces), self.gradients)
 
     def _caught(self, results: list[RankResult], control: str) -> bool:
-        """Whether the experts and the gradients both show that the routes are wrong."""
+        """Whether dispatch and gradients both show that the routes of a control are wrong."""
         gradient = self.errors(results, control)[1]
         return self.dispatched(results, control) < 1.0 and gradient > self.tolerance
 
     def _differs(self, results: list[RankResult], wrong: Wrong) -> bool:
-        """Whether what the ranks saw is not that of an update that is wrong on purpose."""
+        """Whether gradients, and dispatch if its routes differ, are not those of a wrong update."""
         pieces = [piece for r in results for piece in r.gradients["right"]]
         if gradient_error(assemble(pieces), assemble(wrong.gradients)) <= CLEARLY:
             return False
@@ -121,11 +122,11 @@ class Judge:
     ) -> float:
         """The share of recorded pairs that reached their expert, in the worst layer and pass.
 
-        A pass counts where any rank made it. With expert tensor parallelism every shard of an
-        expert must get the pair.
+        The passes of a layer are those with gradients and those without, if any rank ran one. With
+        expert tensor parallelism every shard of an expert must get the pair.
 
         Args:
-            routes_LTK: of all rollouts; None for the right ones.
+            routes_LTK: the expected routes of all rollouts. None: the right ones.
         """
         routes_LTK = self.routes_LTK if routes_LTK is None else routes_LTK
         seen = _seen(results, phase)
@@ -155,9 +156,10 @@ class Judge:
         return (want & got).total() / max(want.total(), got.total())
 
     def _recognise(self, layer: int, hidden_PH: np.ndarray) -> np.ndarray:
-        """Which token each hidden state belongs to: the nearest of the reference's; -1 for none.
+        """The token of each hidden state: the one whose state in the reference is nearest.
 
-        |a - b|^2 is computed as |a|^2 + |b|^2 - 2 a.b for all pairs at once.
+        It is -1 where no state is near enough. |a - b|^2 is computed as |a|^2 + |b|^2 - 2 a.b for
+        all pairs at once.
         """
         want_TH = self.reference.hidden[layer].astype(np.float64)
         if not len(hidden_PH):
@@ -181,13 +183,13 @@ def _seen(results: list[RankResult], phase: str) -> list[Observed]:
 
 
 def _told(results: list[RankResult]) -> float:
-    """What the witness says of itself on the rank that saw the least, 0 where it says nothing."""
+    """The least share that the witness reports on any rank; 0 where a rank has no report."""
     return min([result.dispatched.get("right", 0.0) for result in results])
 
 
 def _same(values: Iterable[float]) -> float:
-    """The value that all ranks report."""
+    """The one value that all ranks must report."""
     reported = [*values]
-    assert reported, "no rank reported it"
-    assert len({*reported}) == 1, f"ranks disagree: {reported}"
+    assert reported, "no rank reported a loss"
+    assert len({*reported}) == 1, f"ranks disagree on the loss: {reported}"
     return reported[0]

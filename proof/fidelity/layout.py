@@ -1,8 +1,9 @@
-"""One layout: Megatron's own training loop, in phases over the same rollouts.
+"""Run a layout in Megatron's own training loop, in phases over the same rollouts.
 
-The first phase replays the right routes. Each other phase replays the routes of one control. A
-phase is one step whose learning rate is too small to change a weight, or the only phase has several
-steps that do change the weights. Megatron is imported only inside the functions that ranks run.
+The first phase replays the right routes, each other phase the wrong routes of one control. A phase
+is one step, whose learning rate is too small to change a weight. A training with mini-steps has
+only the first phase, whose steps do change the weights. Megatron is imported only inside the
+functions that ranks run.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def run_layout(
 
     Args:
         forward_only_first: run a forward-only pass over the batch before each step, as a trainer
-            does that computes old log-probs.
-        script: of the tree, to run instead of our own.
-        mini_steps: optimizer steps on the rollouts. With several there is one phase.
+            that computes old log-probs does.
+        script: a training script of the tree, run instead of our own training.
+        mini_steps: optimizer steps on the rollouts. With several, `stores` has `right` alone.
     """
     from proof.fidelity.script import datasets, forward_step
 
@@ -67,10 +68,10 @@ def _watch_steps(
     phases: list[str],
     forward_only_first: bool,
 ) -> None:
-    """Wrap what Megatron's loop calls for a step, and what ends its backward pass.
+    """Wrap Megatron's `train_step` and `finalize_model_grads`, and keep losses and gradients.
 
     Args:
-        phases: of each step.
+        phases: the phase of each step.
     """
     from megatron.training import get_args, training
 
@@ -101,7 +102,7 @@ def _watch_steps(
 
 
 def _gradients(models: list[torch.nn.Module]) -> dict[int, torch.Tensor]:
-    """Every whole gradient by id of its parameter, as the optimizer is about to see it."""
+    """Every whole gradient by the `id()` of its parameter, as it is before the optimizer's step."""
     for model in models:
         if model.ddp_config.use_distributed_optimizer:
             _gather_shards(model)
@@ -109,7 +110,7 @@ def _gradients(models: list[torch.nn.Module]) -> dict[int, torch.Tensor]:
 
 
 def _gather_shards(model: torch.nn.Module) -> None:
-    """A distributed optimizer leaves each rank its shard of the gradients: fetch the others."""
+    """Gather the gradients: with a distributed optimizer each rank has only its own shard."""
     from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
     for buffer in [*model.buffers, *model.expert_parallel_buffers]:

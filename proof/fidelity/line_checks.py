@@ -1,4 +1,4 @@
-"""What is checked on every release line; each check says whether it holds, and what it saw."""
+"""The checks of every release line. Each returns whether it passed, and details."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ LAYOUTS_OFF = {
 
 
 class Copies:
-    """An unpatched and a patched copy of one tree, and a process that runs on each.
+    """An unpatched and a patched copy of one tree, and a process for each that has imported it.
 
     Args:
         line: the release line whose patches are in the patched copy.
         name: what the tree is called.
-        folder: of the copies, which are its `unpatched` and `patched`.
-        cases: of the fidelity table, for `replay`.
+        folder: where the copies are, in `unpatched` and `patched`.
+        cases: the cases of the fidelity table that `replay` runs.
     """
 
     def __init__(self, line: Line, name: str, folder: Path, cases: Sequence[Case] = QUICK) -> None:
@@ -74,12 +74,11 @@ class Copies:
 
 
 class Checked(Copies):
-    """One known tree, whose patched copy `_applies` patches.
+    """Copies of one known tree. Both are unpatched at first: `_applies` patches the second.
 
     Args:
-        source: a git repository that holds `commit`, the tree's files.
-        folder: for the copies.
-        cases: of the fidelity table, for `replay`.
+        source: a git repository that holds the tree's files as `commit`.
+        folder, cases: as for `Copies`.
     """
 
     def __init__(
@@ -109,12 +108,15 @@ def _applies(checked: Checked) -> Result:
             return False, "a second apply changed files"
         revert_series(checked.patched, checked.patches)
         if files_and_modes(checked.patched) != before:
-            return False, "a revert does not give the tree back"
+            return False, "a revert does not restore every file"
         apply_series(checked.patched, checked.patches)
     except PatchingError as error:
         return False, str(error)
     if verified is None or files_and_modes(checked.patched) != patched or patched == before:
-        return False, "the tree is not the known one, or applying it again gives another"
+        return False, (
+            "the tree is not the one of patches/versions.toml, or applying the series a second "
+            "time gave other files"
+        )
     return True, f"{verified.num_patches} patches, {len(applied.files)} files"
 
 
@@ -131,10 +133,10 @@ def files_and_modes(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def _exports(checked: Checked) -> Result:
-    """A patch that is committed on the tree and exported again is the same, byte for byte.
+    """Patches that are committed on the tree and exported again are the same, byte for byte.
 
-    Where the tree has another base of a file than the patches name, a patch of that file cannot be:
-    it names the ids of the other base. `_applies` has compared what it gives.
+    A patch names the git ids of the files that it changes. Where the tree has another version of
+    such a file, its export has other ids and is left out: `_applies` has compared its result.
     """
     try:
         series = read_series(checked.line.folder)
@@ -150,21 +152,21 @@ def _exports(checked: Checked) -> Result:
     differ = [n for n, data in same.items() if (checked.line.folder / n).read_bytes() != data]
     skipped = len(series.patches) - len(again)
     detail = (
-        f"{len(same)} patches, {skipped} without files in this tree, {len(again) - len(same)} on "
-        "another base"
+        f"{len(same)} patches, {skipped} without files in this tree, {len(again) - len(same)} of "
+        "files with another version"
     )
     return bool(again) and not differ, f"differ: {', '.join(differ)}" if differ else detail
 
 
 def _options(checked: Checked) -> Result:
-    """Of every option that says what a model is, it is known whether it changes the model."""
+    """Every option that describes a model is in a list of what it does (`model_options.py`)."""
     if names := unread(checked.unpatched):
-        return False, f"nobody has read what these do to a model: {', '.join(names)}"
+        return False, f"options in no list of proof/fidelity/model_options.py: {', '.join(names)}"
     return True, f"{len({*options(checked.unpatched)})} options"
 
 
 def off(checked: Copies) -> Result:
-    """Without our options and megatron_r3, weights are bitwise those of the unpatched tree."""
+    """Without our options, and with megatron_r3 hidden, both trees train to the same weights."""
     unpatched, patched = checked.worker(checked.unpatched), checked.worker(checked.patched)
     for name, (ranks, arguments) in LAYOUTS_OFF.items():
         try:
@@ -187,7 +189,7 @@ def _equal(one: Sequence[Weights], other: Sequence[Weights]) -> bool:
 
 
 def router_replay(checked: Copies) -> Result:
-    """Code for upstream's RouterReplay runs on the patched tree."""
+    """Code that was written for upstream's RouterReplay runs on the patched tree."""
     try:
         checked.worker(checked.patched).run(use_router_replay, 1, timeout_s=180)
     except RankError as error:
@@ -196,7 +198,7 @@ def router_replay(checked: Copies) -> Result:
 
 
 def replay(checked: Copies) -> Result:
-    """Cases of the fidelity table, with their controls."""
+    """The cases of the fidelity table pass, with their controls."""
     table = Table(checked.worker(checked.patched), checked.folder, checked.name)
     cases = [case for case in checked.cases if case.runs_on(checked.patched, checked.line.name)]
     rows = [table.row(case) for case in cases]

@@ -1,14 +1,15 @@
-"""`make matrix`: every release line, every check, a table and build/matrix.json.
+"""`make matrix`: run the checks on every release line; print a table, write build/matrix.json.
 
     python -m proof.fidelity.matrix --out build/matrix.json [--repo CLONE] [--line LINE] [--jobs N]
 
-Without --repo the trees are those of the package index. With it they are the commits of
-versions.toml, main and upstream's own pretrain_gpt.py included. Of each line the first such tree is
-checked, which is its newest; with --line every one. Unless --repo or --line asks for a tree, the
-cases of replay and the engine are left out on the default tree, where `make test-all` runs them,
-and the other lines share the cases of replay: each case runs on one of them that can run it.
-Trees are checked side by side, because many checks leave a core idle. Exit status 0 says that every
-check passed.
+Without --repo the trees are PyPI's packages. With it they are commits of CLONE, which have
+upstream's own pretrain_gpt.py too; patches/versions.toml names both. The newest tree of each line
+is checked; with --line each tree of that line.
+
+Without --repo and --line two checks, `replay` and `engine`, are left out on the default tree, where
+`make test-all` runs them, and the other trees share the cases of `replay`: each case runs on one
+tree. Trees are checked in parallel, because many checks leave a core idle. Exit status 0 says that
+every check passed.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from proof.fidelity.line_checks import CHECKS as CHECKS_OF_TRAINING
 from proof.fidelity.line_checks import QUICK, Checked, Result
 from proof.fidelity.trees import ROOT
 
-# A check that gives None is about something that the line does not have.
+# A check returns None where the line lacks what it checks.
 CHECKS: dict[str, Callable[[Checked], Result | None]] = {**CHECKS_OF_TRAINING, "engine": engine}
 IN_TESTS = ("replay", "engine")
-NOTHING = "the line has nothing of the kind"
+NOTHING = "the line lacks what this checks"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,14 +68,18 @@ def main(argv: list[str] | None = None) -> int:
         versions = read_versions(patches_folder())
         trees = [*_trees(versions, args.line, args.repo)]
         if not trees:
-            where = "has no commit" if args.repo else "is not on PyPI: give --repo CLONE"
+            where = (
+                "has no commit in patches/versions.toml"
+                if args.repo
+                else "is not on PyPI: give --repo CLONE"
+            )
             raise PatchingError(f"nothing to check: {args.line or 'every line'} {where}")
     except PatchingError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{'release line':14} {'tree':18}" + "".join(f"{name:>16}" for name in CHECKS))
     results = []
-    # A process that was forked from one with threads may wait for ever, so these are spawned.
+    # Spawned, not forked: a process that is forked from one with threads may hang.
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(args.jobs, len(trees)), spawned) as pool:
         asked = bool(args.line or args.repo)
@@ -103,10 +108,10 @@ def main(argv: list[str] | None = None) -> int:
 def _trees(
     versions: Versions, only: str, repo: Path | None
 ) -> Iterator[tuple[Line, KnownTree, Path, str]]:
-    """Each tree to check: its line, the git repository that holds it, and its commit there.
+    """Each tree to check: its line, the tree, the git repository that holds it, its commit there.
 
-    The older releases of a line differ from its newest in a few lines: without `only` they would
-    double the time of CI for nothing.
+    Without `only` a line has its newest tree alone: older releases differ from it in a few lines of
+    code, and would double the time of CI.
     """
     if repo is not None:
         check_clone(repo)
@@ -119,22 +124,22 @@ def _trees(
             else:
                 if not has_commit(repo, tree.commit):
                     raise PatchingError(
-                        f"{repo} does not hold {tree.name} ({tree.commit[:12]}): git fetch --tags"
+                        f"{repo} has no {tree.name} ({tree.commit[:12]}): git fetch --tags there"
                     )
                 yield line, tree, repo, tree.commit
 
 
 def checks_of(versions: Versions, tree: KnownTree) -> list[str]:
-    """The checks of a tree that nobody asked for by name."""
+    """The names of a tree's checks where neither --repo nor --line is given."""
     in_tests = IN_TESTS if tree == versions.default else ()
     return [name for name in CHECKS if name not in in_tests]
 
 
 def shared_out(trees: Sequence[tuple[Line, Path]]) -> list[tuple[Case, ...]]:
-    """The cases of replay that each tree runs: each case runs on one tree that can run it.
+    """Share the quick cases out to the trees: each case goes to one tree that can run it.
 
-    Example: four trees and five cases, of which the first tree cannot run case 1 and no tree can
-    run case 4: the trees run the cases 0; 1; 2; 3.
+    Example: of four trees the first cannot run case 1, and no tree can run case 4. Then the trees
+    get the cases 0; 1; 2; 3.
     """
     shares: list[list[Case]] = [[] for _ in trees]
     for case in QUICK:
@@ -156,7 +161,7 @@ def _run(
     names: list[str],
     cases: tuple[Case, ...],
 ) -> list[dict[str, object]]:
-    """The results of the checks of these names on one tree."""
+    """Run the checks of these names on one tree, and return their results."""
     results: list[dict[str, object]] = []
     with ExitStack() as open_:
         folder = open_.enter_context(tempfile.TemporaryDirectory(prefix="matrix-"))
@@ -178,7 +183,7 @@ def _run(
 
 
 def line_of(row: list[dict[str, object]]) -> str:
-    """The line of the table that shows the results of one tree."""
+    """The line of the printed table with the results of one tree."""
     cells = (
         f"{'none':>16}"
         if r["detail"] == NOTHING

@@ -11,8 +11,8 @@ PINS = {
     "NEMO_RL": ("NVIDIA-NeMo/RL", "7ea279abfbeb698b092856d0dab61e7cf39bc909"),
     "BRIDGE": ("NVIDIA-NeMo/Megatron-Bridge", "51885cf132b2814188b6855c25a8588254274c2a"),  # v0.6.0
 }
-# What SkyRL calls to replay. The packages that these modules are in need an inference server, so
-# that their `__init__.py` files are left out: Python imports the modules from plain folders.
+# The modules that SkyRL calls to replay. The `__init__.py` files of their packages would import an
+# inference server, so these are left out: Python imports the modules from plain folders.
 SKYRL_FILES = [
     f"skyrl/backends/skyrl_train/{name}.py"
     for name in (
@@ -24,7 +24,7 @@ SKYRL_FILES = [
 
 
 def take_from_clone(name: str, clone: str, paths: list[str], out: Path) -> Path:
-    """Write paths of the pinned commit of a clone into `out`, and return `out`.
+    """Take files of a clone at its pinned commit, write them into `out`, and return `out`.
 
     Args:
         name: a key of PINS.
@@ -41,7 +41,8 @@ def take_from_clone(name: str, clone: str, paths: list[str], out: Path) -> Path:
     if archive.returncode:
         said = archive.stderr.decode(errors="replace").strip()
         raise ValueError(
-            f"{name}={clone}: no {', '.join(paths)} at {commit} of {repository}: {said}"
+            f"{name}={clone}: has no {', '.join(paths)} at commit {commit}; give a clone of "
+            f"{repository} that has this commit: {said}"
         )
     subprocess.run(["tar", "-x", "-C", str(out)], input=archive.stdout, check=True)
     return out

@@ -1,10 +1,10 @@
-"""verl's own Megatron engine on CPU tensors: how one is made, and what verl's trainer gives it.
+"""Build verl's own Megatron engine on CPU tensors, and the batches that verl's trainer gives it.
 
 `MegatronEngineWithLMHead.forward_backward_batch` and all that it calls are verl's. The engine is
-made without its `__init__`, which would load a Hugging Face checkpoint and start an optimizer. Who
-makes it does first what `__init__` does for replay: `apply_router_replay_patch()` before the model
-is made, and verl's flag on the finished config (`ask_for_replay`). verl and Megatron are imported
-only inside the functions.
+built without its `__init__`, which would load a Hugging Face checkpoint and start an optimizer. So
+the caller first does what `__init__` does for replay: `apply_router_replay_patch()` before the
+model is built, and verl's flag on the finished config (`ask_for_replay`). verl and Megatron are
+imported only inside the functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def put_on_cpu(impl: Any) -> None:
-    """Have verl take the CPU for its device.
+    """Make verl use the CPU as its device.
 
     Args:
         impl: verl's module `verl.workers.engine.megatron.transformer_impl`.
@@ -28,7 +28,7 @@ def put_on_cpu(impl: Any) -> None:
 
 
 def ask_for_replay(config: Any) -> None:
-    """Set the flag that verl sets on the finished config (`_build_tf_config`)."""
+    """Set verl's replay flag on a finished config, as verl's `_build_tf_config` does."""
     import verl
 
     if verl.__version__.startswith("0.8"):
@@ -40,7 +40,7 @@ def ask_for_replay(config: Any) -> None:
 def bare_engine(
     impl: Any, chunks: list[Any], mode: str, context_parallel: int = 1, replays: bool = True
 ) -> Any:
-    """The engine of this rank.
+    """Build the engine of this rank, without its `__init__`.
 
     Args:
         impl: verl's module `verl.workers.engine.megatron.transformer_impl`.
@@ -87,10 +87,10 @@ def trainer_batch(
     """A TensorDict as verl's trainer hands it to the engine.
 
     Args:
-        tokens: of each sample, prompt and response.
+        tokens: prompt and response of each sample.
         response_lengths: how many of a sample's tokens are its response.
-        routes: of each sample, expert ids `[tokens, layers, topk]`. 0.9 has no row for the last
-            token, 0.8 has one. None leaves them out.
+        routes: the expert ids of each sample, `[tokens, layers, topk]`. verl 0.9 has no row for the
+            last token, verl 0.8 has one. None: the batch has no routes.
         samples_per_microbatch: how many samples are packed into a micro-batch.
         replays: whether this call of the engine replays.
     """
