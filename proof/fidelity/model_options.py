@@ -1,11 +1,11 @@
-"""The options of a Megatron that say what a model is, and which of them nobody here has read.
+"""Find the options of a Megatron tree that may change what a model computes, and are in no list.
 
     python -m proof.fidelity.model_options TREE
 
-Read from the source of a tree, in which nothing is run: the fields of the configs of a GPTModel,
-what a GPTModel is made of beside them, and every argument that a function reads on its way there.
-Exit status 0 says that each of them is described by a family, changes nothing
-(`megatron_r3.weights.known`), or is in CHANGE_THE_MODEL below.
+The program reads the source of a tree, and runs nothing of it. The options are the fields of the
+configs of a GPTModel, the other arguments of GPTModel, and each X of `args.X` in the functions that
+build one. Exit status 0 says that each option is described by a family (`megatron_r3.weights`),
+changes nothing (`megatron_r3.weights.known`), or is in CHANGE_THE_MODEL below.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_r3.weights.families import FAMILIES
 from megatron_r3.weights.families.table_family import PLAIN, SHOWN
 from megatron_r3.weights.known import BALANCING, changes_nothing
 
-# What changes a model, and what no family describes. A config has to have the default of each.
+# Options that change a model and that no family describes: a config must have their defaults.
 CHANGE_THE_MODEL = frozenset(
-    # fields
+    # fields of configs
     """
     attention_output_gate beta_fast beta_slow dsa_indexer_head_dim dsa_indexer_k_norm_epsilon
     dsa_indexer_k_norm_fp32 dsa_indexer_n_heads dsa_indexer_rope_interleaved
@@ -41,7 +41,7 @@ CHANGE_THE_MODEL = frozenset(
     no_rope_freq original_max_position_embeddings per_block_parameters qk_l2_norm rotary_interleaved
     softmax_scale use_mup
     """
-    # arguments of the builder, and of GPTModel, which ModelSettings has under other names
+    # arguments of the builder and of GPTModel: `ModelSettings` has them under other names
     """
     apply_layernorm_1p group_query_attention hybrid_layer_pattern norm_epsilon num_experts
     position_embedding_type quick_geglu rotary_seq_len_interpolation_factor spec squared_relu swiglu
@@ -52,7 +52,7 @@ _CONFIGS = (
     "megatron/core/transformer/transformer_config.py",
     "megatron/core/transformer/heterogeneous/heterogeneous_config.py",
 )
-_LAYOUT = "megatron/core/model_parallel_config.py"  # known as a whole
+_LAYOUT = "megatron/core/model_parallel_config.py"  # no field of it changes a model
 _BUILDERS = {
     "megatron/training/arguments.py": {"core_transformer_config_from_args"},
     "megatron/training/argument_utils.py": {
@@ -61,7 +61,7 @@ _BUILDERS = {
     },
     "gpt_builders.py": {"gpt_builder"},
 }
-# what a GPTModel and its builder are given of the process and of the layers
+# arguments of GPTModel that are no options of a user
 _OF_THE_CALL = """
 self config transformer_layer_spec vocab_size max_sequence_length pre_process post_process
 parallel_output share_embeddings_and_output_weights scatter_embedding_sequence_parallel
@@ -71,13 +71,13 @@ seq_len_interpolation_factor
 
 
 def unread(tree: Path) -> list[str]:
-    """The options of a tree that are in no list."""
+    """The options of a tree that are in none of the lists, sorted."""
     of_layout = {*_fields(tree / _LAYOUT)}
     return sorted({name for name in options(tree) if not _is_known(name, of_layout)})
 
 
 def options(tree: Path) -> Iterator[str]:
-    """The names of all options of a tree that say what a model is."""
+    """The names of all options of a tree that may change a model."""
     for path in _CONFIGS:
         yield from _fields(tree / path)
     for path, functions in _BUILDERS.items():
@@ -90,7 +90,7 @@ def options(tree: Path) -> Iterator[str]:
 
 
 def _fields(file: Path) -> Iterator[str]:
-    """The fields of all configs of models and layouts in a file."""
+    """The fields of each `*TransformerConfig` and `*ModelParallelConfig` in a file."""
     for node in _parsed(file).body:
         if isinstance(node, ast.ClassDef) and node.name.endswith(
             ("TransformerConfig", "ModelParallelConfig")
@@ -101,7 +101,7 @@ def _fields(file: Path) -> Iterator[str]:
 
 
 def _parsed(file: Path) -> ast.Module:
-    # PyPI's wheel of 0.16 has no megatron/training, and none has gpt_builders.py
+    # PyPI's wheel of 0.16 has no megatron/training, and no wheel has gpt_builders.py
     return ast.parse(file.read_text() if file.exists() else "")
 
 
@@ -128,4 +128,4 @@ def _is_known(name: str, of_layout: set[str]) -> bool:
 
 if __name__ == "__main__":
     names = unread(Path(sys.argv[1]))
-    sys.exit(f"nobody has read these: {', '.join(names)}" if names else 0)
+    sys.exit(f"options in no list: {', '.join(names)}" if names else 0)

@@ -30,13 +30,13 @@ class Model:
     """A model, its rollouts, and the update on them.
 
     Attributes:
-        arguments: what differs from the common ones.
-        moe_layers: 0-based, among the decoder layers.
-        holes: share of the rows that the sampler did not return.
-        hot: the first so many experts are in more routes than the others.
+        arguments: Megatron's options beside those of COMMON.
+        moe_layers: the decoder layers that are MoE layers, counted from 0.
+        holes: the share of missing rows.
+        hot: how many experts, the first ones, are in more routes than the others.
         multiple: every rollout has a multiple of this many input tokens.
-        tolerance: relative, of loss and gradients, in another layout.
-        update: what a training does with the rollouts.
+        tolerance: the largest relative error of loss and gradients that a layout may have.
+        update: how a training updates the weights on the rollouts.
     """
 
     arguments: str
@@ -48,13 +48,13 @@ class Model:
     update: Update = ONE_STEP
 
     def argv(self) -> list[str]:
-        """The whole of its arguments on a machine without a GPU."""
+        """All Megatron options of the model, on a machine without a GPU."""
         return [*CPU_ARGS, *COMMON, *self.arguments.split()]
 
 
 FOUR = tuple(range(4))
-# A rounding to bfloat16 changes a value by up to 2^-9 of it, and some hundred roundings lie behind
-# a gradient: their errors add up to some sqrt(100) * 2^-9 = 2e-2 of it.
+# Rounding to bfloat16 changes a value by up to 2^-9 of it. A gradient has gone through about 100
+# roundings, whose errors add up to about sqrt(100) * 2^-9 = 2e-2 of it.
 BF16 = 5e-2
 
 MODELS = {
@@ -79,8 +79,8 @@ MODELS = {
         "--moe-router-dtype fp32",
         FOUR,
     ),
-    # auxiliary losses couple the rollouts of a micro-batch, so cases of this model have one rollout
-    # in each micro-batch, as the reference has
+    # Auxiliary losses couple the rollouts of a micro-batch. So cases of this model, like the
+    # reference, have one rollout in each micro-batch.
     "balanced": Model(
         "--num-layers 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
         "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1 1 "
@@ -96,5 +96,5 @@ MODELS = {
     "R2": Model("--num-layers 4", FOUR, update=replace(TWO_STEPS, source="old-policy")),
     "temperature": Model("--num-layers 4", FOUR, update=Update(temperature=0.7)),
 }
-# the first two experts are hot: their rank has the most tokens
+# the first two experts are hot, so the rank that owns them has the most tokens
 MODELS |= {f"{name}, skewed": replace(model, hot=2) for name, model in MODELS.items()}

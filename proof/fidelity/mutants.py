@@ -1,19 +1,19 @@
-"""`make mutants`: put faults into the package, one at a time, and see which tests notice.
+"""`make mutants`: put faults into the package, one at a time, and see which tests fail.
 
     python -m proof.fidelity.mutants [--only TEXT ...] [--unit] [--jobs N] [--out FILE.json]
 
-The faults are in `tests/mutants/ROOM.toml`: a text of the package and what it becomes, what that
-does to a user, and the tests that must notice it. A fault is kept by its text, not by file and
-line: it moves with the code, and a text that is gone, or is there twice, is an error. Each fault is
-put into a copy of what is committed or staged. The unit tests come first; if all of them pass, the
-functional ones run (not with --unit). Before that, the same tests must pass without a fault.
+The faults are in `tests/mutants/ROOM.toml`: a text of the package, the text that replaces it, what
+the fault does to a user, and the tests that must notice it. A fault names no file or line, so it
+moves with the code; its text must be in the package exactly once. Each fault is put into a copy of
+what is committed or staged. The unit tests run first; if all pass, the functional tests run too
+(not with --unit). Before any fault, the same tests must pass without one. A fault ends as
 
-    caught by unit tests      a fault that milliseconds find
-    caught by functional      one that needs ranks and a patched tree
-    survived                  nobody noticed: the exit status is 1
-    cannot be seen            survived, and the file says why
+    unit          a unit test noticed it
+    functional    only a functional test noticed it
+    survived      no test noticed it: the exit status is 1
+    unseen        no test noticed it, and the file says why none can
 
-Tests that hang for LIMIT_S seconds have noticed. Only tests that `make test` runs are asked.
+Tests that run for LIMIT_S seconds count as failed. Only tests that `make test` runs are used.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Fault:
     """One fault.
 
     Attributes:
-        room: the file that it is in.
-        name: what it is, unique in its room.
-        effect: what it does to a user.
-        old, new: a text that the package has once, and what it becomes.
-        tests, functional: paths of pytest: unit tests, and tests that run patched trees.
-        unseen: why no test can notice it; empty for a fault that must be noticed.
+        room: the name of its file in `tests/mutants`.
+        name: what is wrong; unique in its room.
+        effect: what the fault does to a user.
+        old, new: a text that the package has once, and the text that replaces it.
+        tests, functional: arguments of pytest: the unit tests, and tests that run patched trees.
+        unseen: why no test can notice the fault; empty for a fault that must be noticed.
     """
 
     room: str
@@ -67,7 +67,7 @@ def read_faults(folder: Path = FAULTS) -> list[Fault]:
     """The faults of all rooms.
 
     Raises:
-        ValueError: a fault lacks a field, or has the name of another one in its room.
+        ValueError: a fault lacks a field, or two faults of a room have the same name.
     """
     faults: dict[tuple[str, str], Fault] = {}
     for file in sorted(folder.glob("*.toml")):
@@ -84,16 +84,18 @@ def read_faults(folder: Path = FAULTS) -> list[Fault]:
 
 
 def place_of(fault: Fault, root: Path = ROOT) -> Path:
-    """The file of the package that has the fault's text, relative to `root`.
+    """The file of the package that has the fault's old text, relative to `root`.
 
     Raises:
-        ValueError: none has it, or it is there more than once.
+        ValueError: no file has the text, or the package has it more than once.
     """
     files = sorted((root / "megatron_r3").rglob("*.py"))
     found = [file for file in files for _ in range(file.read_text().count(fault.old))]
     if len(found) != 1:
         where = ", ".join(str(file.relative_to(root)) for file in found) or "nowhere"
-        raise ValueError(f"{fault.room}: {fault.name}: its text must be there once; it is {where}")
+        raise ValueError(
+            f"{fault.room}: {fault.name}: `old` must be there once in megatron_r3; found: {where}"
+        )
     return found[0].relative_to(root)
 
 
@@ -112,21 +114,21 @@ class Copy:
         self.writes = 0
 
     def write(self, file: Path, text: str) -> None:
-        """Write a file whose .pyc, if there is one, is of another text.
+        """Write a file, so that Python does not run an older .pyc of it.
 
-        Python takes a .pyc whose source has the same size and the same second. `2 * x` and `3 * x`
-        have the same size, and a small test takes less than a second: so each write has a second of
-        its own.
+        Python takes a .pyc if its source has the same size and the same time, in seconds. `2 * x`
+        and `3 * x` have the same size, and a small test takes less than a second. So each write
+        sets another time.
         """
         file.write_text(text)
         self.writes += 1
         os.utime(file, (self.writes, self.writes))
 
     def notices(self, fault: Fault | None, tests: Sequence[str]) -> bool:
-        """Whether tests fail, or hang, with this fault; None runs them without one.
+        """Whether tests fail, or run for LIMIT_S seconds, with this fault; None: without a fault.
 
         Raises:
-            ValueError: pytest did not run the tests.
+            ValueError: pytest could not run the tests.
         """
         if not tests:
             return False
@@ -153,7 +155,7 @@ class Copy:
 
 
 def outcome(copy: Copy, fault: Fault, unit_alone: bool) -> str:
-    """Which tests noticed a fault: one of COLUMNS."""
+    """How a fault ends: one of COLUMNS."""
     if copy.notices(fault, fault.tests):
         return "unit"
     if not unit_alone and copy.notices(fault, fault.functional):
@@ -162,7 +164,7 @@ def outcome(copy: Copy, fault: Fault, unit_alone: bool) -> str:
 
 
 def run(faults: Sequence[Fault], jobs: int, unit_alone: bool) -> Iterator[tuple[Fault, str]]:
-    """How each fault ended; in the order of `faults`.
+    """Try the faults; bring each with how it ended (`outcome`), in the order of `faults`.
 
     Raises:
         ValueError: tests fail without a fault.
@@ -203,9 +205,11 @@ def table(ended: Sequence[tuple[Fault, str]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Try the faults; return 1 if one survived that can be seen."""
+    """Try the faults; return 1 if one survived that tests must notice."""
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[""], help="rooms or names with this text")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="faults whose `ROOM: NAME` has one of these texts"
+    )
     parser.add_argument("--unit", action="store_true", help="leave the functional tests out")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
@@ -217,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
             if any(text in f"{fault.room}: {fault.name}" for text in args.only)
         ]
         if not faults:
-            raise ValueError(f"--only {' '.join(args.only)}: no fault has it in its name")
+            raise ValueError(f"--only {' '.join(args.only)}: no fault's `ROOM: NAME` has this text")
         ended = []
         for fault, how in run(faults, args.jobs, args.unit):
             ended.append((fault, how))

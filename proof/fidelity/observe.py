@@ -1,8 +1,8 @@
-"""What one rank shows of its training: what reached each expert, losses, gradients, metrics.
+"""Observe the training of one rank: what reached each expert, losses, gradients, metrics.
 
-What reached an expert is seen at the expert: the hidden states that it got. Neither the router, nor
-the dispatcher, nor the replay is asked. Megatron is imported only inside the functions that ranks
-run.
+Hooks in front of the experts see the hidden states that reach an expert. So nothing here relies on
+what the router, the dispatcher or replay say. Megatron is imported only inside the functions that
+ranks run.
 
 Shape suffixes (docs/glossary.md): B, H, P, S.
 """
@@ -32,11 +32,11 @@ from proof.fidelity.gradients import Piece
 
 @dataclass(frozen=True)
 class Observed:
-    """What one call of a layer's local experts got.
+    """The input of one call of a layer's local experts.
 
     Attributes:
-        hidden_PH: float32.
-        experts_P: global expert ids.
+        hidden_PH: the hidden state of each pair, float32.
+        experts_P: the global id of the expert that got the state.
         shard: which part of each expert this rank holds (expert tensor parallelism).
         grad: False for the first pass of a recomputed layer, and for a forward-only pass.
         guests: how many of the experts had been copied here from another rank.
@@ -54,7 +54,8 @@ class Observer:
     """Hooks in front of the experts of every decoder MoE layer of a rank.
 
     Attributes:
-        seen: what the training passes of each phase brought; evaluation is left out.
+        phase: the phase that runs now; the owner sets it.
+        seen: the inputs of the experts, by phase; evaluation is left out.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,12 @@ class Observer:
         return before_experts
 
     def _see(self, layer: Any, hidden_PH: torch.Tensor, counts: Any, experts: list[int]) -> None:
-        """Keep what came; `experts` are those of the counts, -1 where there is none."""
+        """Keep the input of a call.
+
+        Args:
+            counts: how many rows of `hidden_PH` each local expert gets.
+            experts: the global id of each local expert; -1 is an empty guest slot.
+        """
         from megatron.core import mpu
 
         if not layer.training:
@@ -98,12 +104,14 @@ class Observer:
 
 @dataclass
 class RankResult:
-    """What one rank saw, by phase: `right`, and each control.
+    """What one rank saw. The keys are phases: `right`, and the name of each control.
 
     Attributes:
-        losses: of several steps the mean; empty where the rank has no last pipeline stage.
-        dispatched: the witness's own metric, where this rank was told it.
-        biases: the expert bias of each layer after the first step.
+        seen: see `Observer`.
+        losses: the mean loss of the steps; empty on a rank without the last pipeline stage.
+        gradients: this rank's pieces, of all steps.
+        dispatched: the least value of the witness's metric, on ranks that get the metric.
+        biases: by layer number, the expert bias after the first step.
     """
 
     seen: dict[str, list[Observed]] = field(default_factory=dict)
@@ -115,7 +123,7 @@ class RankResult:
 
 @contextmanager
 def made_of(parts: Parts) -> Iterator[None]:
-    """Have trainings that begin in `pretrain()` inside the block use these parts."""
+    """Make trainings that call `pretrain()` inside the `with` block use these parts."""
     with mock.patch.object(pretrain, "RolloutStep", partial(RolloutStep, parts=parts)):
         yield
 
@@ -123,13 +131,14 @@ def made_of(parts: Parts) -> Iterator[None]:
 def watched_parts(
     stores: dict[str, Path], reads: int, result: RankResult, observer: Observer
 ) -> Parts:
-    """The parts of a training whose phases each read their routes from their own store.
+    """The parts of a training in which each phase reads its routes from a store of its own.
 
-    Everything but the routes stays that of the first store. Micro-batches are read ahead of their
-    step, so a phase is known by how many were read. The result keeps what
-    --moe-router-replay-verify-dispatch reports of each step.
+    Everything but the routes comes from the first store. Micro-batches are read ahead of their
+    step, so the number of micro-batches that were read tells the phase. `result` keeps what
+    --moe-router-replay-verify-dispatch reports.
 
     Args:
+        stores: the store of each phase, in the order of the phases.
         reads: how often a phase reads each micro-batch.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -149,7 +158,7 @@ def watched_parts(
         def scalars(self) -> dict[str, float]:
             scalars = super().scalars()
             share = scalars.get("routes dispatched as recorded")
-            if share is not None:  # the least of all steps of a phase
+            if share is not None:  # keep the least of all steps of the phase
                 before = result.dispatched.get(observer.phase, share)
                 result.dispatched[observer.phase] = min(before, share)
             return scalars
@@ -158,7 +167,7 @@ def watched_parts(
 
 
 def forward_only(args: Any, forward_step: Any, data: Any, model: Any) -> Any:
-    """Run forward over the next batch; return an iterator that brings the same batch again."""
+    """Run a forward-only pass over the next batch; return an iterator over the same batch."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import (
@@ -186,7 +195,7 @@ def forward_only(args: Any, forward_step: Any, data: Any, model: Any) -> Any:
 
 
 def biases(models: list[torch.nn.Module]) -> dict[int, np.ndarray]:
-    """The expert bias of every local layer that has one."""
+    """The expert bias of every local layer that has one, by layer number."""
     routers = [item for model in models for item in local_routers(model).items()]
     return {
         number: router.expert_bias.cpu().numpy().copy()

@@ -1,4 +1,4 @@
-"""Train a few steps on the script's own data, while every import of megatron_r3 fails.
+"""Train a few steps on the script's own data, while imports of megatron_r3's replay fail.
 
 Megatron is imported only inside the functions that ranks run.
 """
@@ -16,7 +16,7 @@ import torch
 from proof.fidelity import core_only
 from proof.fidelity.models import MODELS, VOCAB_SIZE
 
-# what runs an unpatched tree on the CPU too, and knows nothing of replay
+# the modules that stay importable: they also run an unpatched tree on the CPU
 _SEEN = ("cpu", "replay.ending", "train.launch", "train.pretrain_gpt")
 
 
@@ -27,7 +27,7 @@ def _is_hidden(name: str) -> bool:
 
 
 class _Hidden(importlib.abc.MetaPathFinder):
-    """Hides megatron_r3 from imports, except for what also runs an unpatched tree."""
+    """Hides the modules of megatron_r3 from imports, except those of `_SEEN`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == "megatron_r3" or _is_hidden(name):
@@ -35,7 +35,7 @@ class _Hidden(importlib.abc.MetaPathFinder):
 
 
 def hide_megatron_r3() -> None:
-    """Make every import of megatron_r3 fail from now on."""
+    """Make every import of a module of megatron_r3 fail from now on, except those of `_SEEN`."""
     for name in filter(_is_hidden, list(sys.modules)):
         del sys.modules[name]
         parent, _, child = name.rpartition(".")
@@ -57,7 +57,7 @@ def weights(models: Sequence[torch.nn.Module]) -> Weights:
 
 
 STEPS = 3
-# every loss and count that the router patches touch
+# options that run every loss and count which the router patches touch
 _ARGUMENTS = """--micro-batch-size 2 --global-batch-size 8 --lr 1e-3
 --moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss
 --moe-aux-loss-coeff 1e-2 1e-2 1e-2 --moe-z-loss-coeff 1e-3
@@ -67,10 +67,10 @@ _ARGUMENTS = """--micro-batch-size 2 --global-batch-size 8 --lr 1e-3
 
 
 def train_off(rank: int, arguments: str) -> tuple[Weights, Weights]:
-    """Train a tiny model without any option of ours; this rank's weights before and after it.
+    """Train a tiny model without any option of ours; return this rank's weights before and after.
 
     Args:
-        arguments: of the layout.
+        arguments: Megatron's options of the layout.
     """
     argv = [*MODELS["base"].argv(), *shlex.split(_ARGUMENTS), *shlex.split(arguments)]
     argv += ["--train-iters", str(STEPS), "--eval-iters", "0", "--seed", "7"]

@@ -1,11 +1,11 @@
-"""`make trees`: which groups of patches the trees take that frameworks pin, and those of the lines.
+"""`make trees`: which groups of patches apply to the trees that frameworks pin, and to releases.
 
     python -m proof.fidelity.pinned_trees --repo CLONE [--out docs/trees.json]
 
-Each tree is checked out, patched, asked for its state, and reverted; git must then see no change.
-The record has the digest of each line's patches, so that a test knows a record that is older than
-the patches. The table of docs/bumping.md is made of the record. Exit status 0: every tree took the
-group r3 and came back; 2: the clone lacks one, and nothing was written.
+Each tree is checked out, patched and reverted; git must then see no change. The record, --out, has
+the digest of each line's patches, so a test can tell that a record is older than the patches. The
+table of docs/bumping.md shows the record. Exit status 0: every tree took the group r3, and was
+restored; 1: a tree was not; 2: CLONE lacks a tree, and nothing was written.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
             tree = borrow(args.repo, Path(folder) / "tree")
             for name, commit in trees_of(versions):
                 if not has_commit(args.repo, commit):
-                    raise PatchingError(f"{args.repo} has no {commit}, {name}: git fetch it there")
+                    raise PatchingError(
+                        f"{args.repo} has no commit {commit} ({name}): git fetch it there"
+                    )
                 rows.append({"tree": name, **tried(tree, commit, versions)})
                 print(row_of(rows[-1]), flush=True)
     except PatchingError as error:
@@ -66,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def trees_of(versions: Versions) -> Iterator[tuple[str, str]]:
-    """The trees that the docs name: those that frameworks pin, then those of the lines."""
+    """Name and commit of each tree: those that frameworks pin, then those of the release lines."""
     yield from PINS.items()
     for line in versions.lines:
         yield from ((tree.name, tree.commit) for tree in line.trees if tree.commit)
@@ -78,7 +80,7 @@ def digests(versions: Versions) -> dict[str, str]:
 
 
 def tried(tree: Path, commit: str, versions: Versions) -> dict[str, Any]:
-    """What one commit takes, and whether it comes back; `error` where it takes nothing."""
+    """Patch and revert one commit; the record's entry, with `error` where that failed."""
     git(tree, "checkout", "--quiet", "--detach", "--force", commit)
     row: dict[str, Any] = {"commit": git(tree, "rev-parse", "HEAD")}
     try:
@@ -94,7 +96,7 @@ def tried(tree: Path, commit: str, versions: Versions) -> dict[str, Any]:
 
 
 def row_of(row: dict[str, Any]) -> str:
-    """The line of the docs' table."""
+    """The row of a tree in the table of docs/bumping.md."""
     if "error" in row:
         return f"| {row['tree']} | {row['commit'][:8]} | refused: {row['error']} | | |"
     back = "" if row["reverted"] else " (NOT REVERTED)"

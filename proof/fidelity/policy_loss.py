@@ -1,8 +1,8 @@
 """The policy losses as their papers write them: rollout by rollout, in float64, without autograd.
 
 There is no mask, no padding and no batch here: a rollout is the list of its response tokens. Every
-derivative is worked out by hand. Nothing is shared with `megatron_r3.train.losses`; only the
-record that names a loss and its numbers (`LossOptions`) is read from there, and by attribute alone.
+derivative is worked out by hand. No code is shared with `megatron_r3.train.losses`: only attributes
+of its `LossOptions`, the name of a loss and its numbers, are read here.
 
 Shape suffixes (docs/glossary.md): G.
 """
@@ -19,10 +19,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Response:
-    """The response tokens of one rollout: log-probs float64 `[G]`; G may be 0.
+    """The response tokens of one rollout; G may be 0.
 
     Attributes:
-        trainer, old, sampler: of the policy pi, of the one from which the update starts, of mu.
+        trainer, old, sampler: log-probs, float64 `[G]`, of the policy pi that is trained, of the
+            policy from which the update starts, and of the sampler mu.
         advantage: A.
     """
 
@@ -37,10 +38,11 @@ class Expected:
     """What a policy loss of some rollouts must be.
 
     Attributes:
-        sum: over all rollouts, before it is divided.
-        divisor: tokens (token-mean) or rollouts.
+        sum: the loss of all rollouts, before it is divided by `divisor`.
+        divisor: the number of tokens (token-mean) or of rollouts.
         gradients: of `sum`, with respect to the trainer's log-probs, `[G]` for each rollout.
-        positive: as `sum`, with each token's part taken positive: what an error is compared with.
+        positive: as `sum`, with the absolute value of each token's part. Tests divide the error of
+            `sum` by it.
     """
 
     sum: float
@@ -50,12 +52,12 @@ class Expected:
 
     @property
     def loss(self) -> float:
-        """The loss, 0 where no token counts."""
+        """`sum` divided by `divisor`; 0 where no token counts."""
         return self.sum / max(self.divisor, 1)
 
 
 def expected(responses: Sequence[Response], options: Any) -> Expected:
-    """The loss that `options` (`megatron_r3.train.losses.loss.LossOptions`) describes."""
+    """Compute the loss that `options` (`megatron_r3.train.losses.loss.LossOptions`) describes."""
     total, positive, divisor, gradients = 0.0, 0.0, 0, []
     for response in responses:
         gain_G, slope_G = _GAINS[options.name](response, options.clip)
@@ -75,7 +77,7 @@ def expected(responses: Sequence[Response], options: Any) -> Expected:
 
 
 def _grpo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Each token has its own ratio."""
+    """Gain and slope of each token, with a ratio for each token."""
     ratio_G = np.exp(response.trainer - response.old)
     pairs = [_clipped(ratio, response.advantage, clip) for ratio in ratio_G]
     return _columns(pairs)
@@ -90,7 +92,7 @@ def _gspo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _clipped(ratio: float, advantage: float, clip: Any) -> tuple[float, float]:
-    """PPO's gain, and its derivative with respect to log ratio, case by case.
+    """PPO's gain, and its derivative with respect to the log of the ratio, case by case.
 
     PPO: arXiv 1707.06347, equation 7. Dual clip: arXiv 1912.09729, equation 5.
     """
@@ -105,9 +107,9 @@ def _clipped(ratio: float, advantage: float, clip: Any) -> tuple[float, float]:
 
 
 def _cispo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A clipped weight, held constant, times A and the gradient of log pi.
+    """The slope is a clipped weight, held constant, times A: arXiv 2506.13585, equations 4 and 5.
 
-    arXiv 2506.13585, equations 4 and 5. The value is weight times A, as our docs say.
+    The gain has the same value: a log-prob in it would make gains incomparable.
     """
     bounds = 1 - clip.low, 1 + clip.high
     ratios = [math.exp(x) for x in response.trainer - response.old]
@@ -116,9 +118,9 @@ def _cispo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def advantages(rewards: Sequence[float], groups: Sequence[int], normalised: bool) -> list[float]:
-    """Reward minus the mean of its group; by the group's standard deviation if it is normalised.
+    """Each reward minus the mean of its group, if `normalised` divided by the standard deviation.
 
-    GRPO, arXiv 2402.03300, section 4.1.2; without the deviation Dr.GRPO, arXiv 2503.20783.
+    GRPO, arXiv 2402.03300, section 4.1.2; not normalised: Dr.GRPO, arXiv 2503.20783.
     """
     found = []
     for reward, group in zip(rewards, groups, strict=True):
@@ -133,7 +135,7 @@ _GAINS = {"grpo": _grpo, "gspo": _gspo, "cispo": _cispo}
 
 
 def _correction(response: Response, options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The weight of each token, and whether it counts."""
+    """The correction weight of each token, and whether the token counts."""
     log_w_G = response.old - response.sampler
     w_G = np.exp(log_w_G)
     if options.level == "sequence":

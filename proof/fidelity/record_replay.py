@@ -1,4 +1,4 @@
-"""What a model chooses is recorded, and replayed: loss and gradients stay the same to the last bit.
+"""Record the experts that a model chooses, and replay them: loss and gradients stay bitwise equal.
 
 Megatron is imported only inside the functions that ranks run.
 
@@ -19,7 +19,7 @@ from megatron_r3.replay.active import MicrobatchRoutes, recording, replaying
 from proof.fidelity.models import EXPERTS, MODELS, SEQ_LENGTH, VOCAB_SIZE
 from proof.fidelity.reference import build
 
-# layouts in which a layer runs once, runs again in the backward pass, and sends tokens to a rank
+# a layer runs once; it runs again in the backward pass; it sends tokens to another rank
 LAYOUTS = {
     "1 process": (1, ""),
     "full recompute": (
@@ -33,13 +33,16 @@ LossAndGradients = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def record_and_replay(rank: int, arguments: str) -> list[str]:
-    """Record one micro-batch, and replay it as it is and with two faults; return what is wrong.
+    """Record a micro-batch, and replay it as recorded and with two faults.
 
     Args:
-        arguments: of the layout, for Megatron's command line.
+        arguments: Megatron's options of the layout.
+
+    Returns:
+        The claims that do not hold.
     """
     argv = [*MODELS["base"].argv(), *shlex.split(arguments), "--micro-batch-size", "1"]
-    argv += ["--global-batch-size", "2"]  # a micro-batch for each rank, where there are two
+    argv += ["--global-batch-size", "2"]  # with two ranks, a micro-batch for each
     _, model = build([*argv, "--moe-router-replay"])
     live = _run(model, rank, contextlib.nullcontext)
     with recording() as microbatch:
@@ -63,7 +66,7 @@ def record_and_replay(rank: int, arguments: str) -> list[str]:
 def _run(
     model: torch.nn.Module, rank: int, active: Callable[[], AbstractContextManager[Any]]
 ) -> LossAndGradients:
-    """The loss and the gradients of one micro-batch, another one on each rank."""
+    """The loss and the gradients of one micro-batch; each rank has a different one."""
     ids = torch.arange(SEQ_LENGTH + 1)[None] * (7 + 2 * rank) % VOCAB_SIZE
     positions = torch.arange(SEQ_LENGTH)[None]
     model.zero_grad(set_to_none=True)

@@ -1,8 +1,8 @@
 """The reference: one process, each rollout alone, its routes handed over as arrays.
 
-It has no store, no row ids, no batch, no padding and no schedule: only the model and `replaying`.
-It has a loss, advantages, a temperature and an optimizer of its own, so it shares no formula with
-the trainer either. Megatron is imported only inside the functions that ranks run.
+The reference has no store, no row ids, no batch, no padding and no schedule: only the model and
+`replaying`. Its loss, advantages, temperature and optimizer are written apart from the trainer's,
+so the two share no formula. Megatron is imported only inside the functions that ranks run.
 
 Shape suffixes (docs/glossary.md): E, K, L, T, V.
 """
@@ -33,11 +33,11 @@ CLIP_EPS = 0.9
 
 @dataclass(frozen=True)
 class Wrong:
-    """What an update gives that is wrong on purpose.
+    """The result of an update that is wrong on purpose (`Update.controls`).
 
     Attributes:
         gradients: of all its steps.
-        routes_LTK: of all rollouts; None where its routes are the right ones.
+        routes_LTK: its routes of all rollouts; None where they are the right ones.
     """
 
     gradients: list[Piece]
@@ -50,12 +50,12 @@ class Reference:
 
     Attributes:
         hidden: the MoE input of every token of all rollouts, by layer number, float32 `[T, H]`.
-        loss: mean over response tokens; of several steps the mean.
-        loss_scale: the mean of the absolute losses. Advantages of both signs let most of `loss`
-            cancel out, so errors are measured against this.
+        loss: the mean over the response tokens of a step, and over the steps.
+        loss_scale: the same mean of the absolute losses. Advantages of both signs let most of
+            `loss` cancel out, so errors are measured against `loss_scale`.
         gradients: of the loss of each step.
-        routes_LTK: of all rollouts, where the model chose them itself (R2); else None.
-        wrong: what the wrong updates of `Update.controls` give.
+        routes_LTK: the routes of all rollouts, where the model chose them itself (R2); else None.
+        wrong: the results of the wrong updates, by their names in `Update.controls`.
     """
 
     hidden: dict[int, np.ndarray]
@@ -67,7 +67,7 @@ class Reference:
 
 
 def build(argv: list[str]) -> tuple[Any, torch.nn.Module]:
-    """Megatron's arguments, and the whole model that they name."""
+    """Megatron's parsed arguments, and the whole model that they describe."""
     if core_only.is_core_only():
         args: Any = core_only.initialize(argv)
         return args, core_only.build_chunks(args)[0].train()
@@ -77,7 +77,7 @@ def build(argv: list[str]) -> tuple[Any, torch.nn.Module]:
 
 
 def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Module]:
-    """As `build`, with replay on, and a checkpoint for layouts to load."""
+    """As `build`, with replay on; also save the model, so that layouts can load it."""
     argv = [*argv, "--moe-router-replay", "--save", str(checkpoint), "--save-interval", "1"]
     args, model = build(argv)
     if not core_only.is_core_only():
@@ -95,7 +95,7 @@ def make_reference(
     checkpoint: Path,
     update: Update,
 ) -> Reference:
-    """Build the model, save it, and update it on every rollout, in the right and the wrong ways."""
+    """Build and save the model; update it on every rollout, the right way and each wrong way."""
     model = build_and_save(argv, checkpoint)[1]
     saved = [parameter.detach().clone() for parameter in model.parameters()]
     runs = {}
@@ -121,10 +121,11 @@ def _run(model: torch.nn.Module, rollouts: list[Sampled], update: Update) -> Ref
     with _moe_inputs(model) as hidden:
         for number, part in enumerate(update.steps(len(rollouts))):
             first = not number
-            # A step whose routes are the trainer's own choice of this moment runs live.
+            # A step runs live where its routes are what the trainer chooses just then.
             live = update.source == "live" or (update.source == "old-policy" and first)
             its_own = update.old == "newest" or (update.old == "trainer" and first)
-            # Example: before the first of two steps the trainer is the old policy of all rollouts.
+            # Before the first step the trainer is the old policy of all rollouts, not only of those
+            # of this step.
             for index in range(len(rollouts)) if first else part:
                 if live:
                     rollouts[index] = _with_chosen_routes(model, rollouts[index])
@@ -156,10 +157,14 @@ def _step(
     nll_of: Callable[[Sampled], torch.Tensor],
     part: list[tuple[Sampled, np.ndarray, float]],
 ) -> tuple[tuple[float, float], dict[int, torch.Tensor]]:
-    """The mean loss and the mean absolute loss of one step; its gradients by id of the parameter.
+    """Compute the loss and the gradients of one step, without changing the weights.
 
     Args:
+        nll_of: computes -log p of a rollout's next tokens, `[T]`.
         part: the rollouts of the step, each with its old log-probs `[T]` and its advantage.
+
+    Returns:
+        The mean loss and the mean absolute loss; the gradients by the `id()` of their parameters.
     """
     gradients = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
     total, positive, num_tokens = 0.0, 0.0, 0
@@ -179,11 +184,11 @@ def _step(
 def nll(
     model: torch.nn.Module, sampled: Sampled, temperature: float = 1.0, live: bool = False
 ) -> torch.Tensor:
-    """-log p of each next token, float32 `[T]`, with the rollout's own experts.
+    """-log p of each next token, float32 `[T]`; the rollout's routes are replayed.
 
     Args:
         temperature: what the logits are divided by.
-        live: whether the model chooses its experts instead.
+        live: whether the model chooses the experts, instead of replay.
     """
     tokens = torch.from_numpy(sampled.tokens).long()[None]
     mask = torch.from_numpy(sampled.response[1:]).float()[None]
@@ -203,7 +208,7 @@ def nll(
 def _losses(
     nll_T: torch.Tensor, old_T: np.ndarray, sampled: Sampled, advantage: float
 ) -> torch.Tensor:
-    """-min(r A, clip(r) A) of every response token, `[T]`, 0 elsewhere."""
+    """-min(r A, clip(r) A), `[T]`, where the next token is sampled; else 0. r is the ratio."""
     mask_T = torch.from_numpy(sampled.response[1:]).float()
     log_ratio_T = torch.where(mask_T > 0, -nll_T - torch.from_numpy(old_T), 0.0)
     ratio_T = log_ratio_T.exp().float()
@@ -220,7 +225,7 @@ def _descend(model: torch.nn.Module, gradients: dict[int, torch.Tensor]) -> None
 
 
 def _with_chosen_routes(model: torch.nn.Module, sampled: Sampled) -> Sampled:
-    """The rollout with the routes that the model chooses for it now."""
+    """A copy of the rollout with the routes that the model chooses now."""
     maps: dict[int, torch.Tensor] = {}
 
     def keep(number: int, map_TE: torch.Tensor) -> None:
@@ -240,7 +245,7 @@ def _with_chosen_routes(model: torch.nn.Module, sampled: Sampled) -> Sampled:
 
 @contextmanager
 def _moe_inputs(model: torch.nn.Module) -> Iterator[dict[int, list[np.ndarray]]]:
-    """What reaches every MoE layer in the passes with gradients, pass by pass."""
+    """Record the input of every MoE layer in each pass with gradients, by layer number."""
     hidden: dict[int, list[np.ndarray]] = {}
     handles = []
     for number, layer in local_moe_layers(model).items():

@@ -1,8 +1,8 @@
 """Fork the ranks of a case from a process that has imported everything already.
 
-The process must not have run a multi-threaded torch operation before: a fork copies no threads, so
-its children could inherit a mutex held by a thread that does not exist in them, and wait forever.
-`torch.set_num_threads(1)` at the start is the way to be sure.
+The process must not have run a multi-threaded torch operation before. A fork copies no threads, so
+a child could inherit a mutex that is held by a thread which it lacks, and wait forever. Calling
+`torch.set_num_threads(1)` at the start of the process rules that out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from megatron_r3.cpu.errors import lost_its_peer
 from megatron_r3.cpu.ranks import describe_rank, free_port
 from proof.fidelity.rig.rank_process import RankError, RankProcess, RankTimeout
 
-GRACE_S = 1.0  # how long the other ranks may still fail, once one has: theirs may be the cause
+# Once a rank has failed, the other ranks have this long to fail too: their error may be the cause.
+GRACE_S = 1.0
 STACKS_S = 0.5  # how long late ranks may take to write their stacks
 
 
@@ -67,7 +68,7 @@ def run_ranks(
 
 
 def _collect(ranks: list[RankProcess], timeout_s: float) -> list[Any]:
-    """The results of all ranks; raises the error of the rank that is to blame."""
+    """The results of all ranks. If ranks fail, raise the error that is most likely the cause."""
     results: dict[int, Any] = {}
     failures: list[RankError] = []
     waiting = {rank.pipe: rank for rank in ranks}
@@ -91,13 +92,13 @@ def _collect(ranks: list[RankProcess], timeout_s: float) -> list[Any]:
 
 
 def _to_blame(failures: list[RankError]) -> RankError:
-    """The failure to report: the first one that is more than the loss of another rank."""
+    """The failure to report: the first that is not merely a lost connection to another rank."""
     causes = [failure for failure in failures if not lost_its_peer(failure.text)]
     return (causes or failures)[0]
 
 
 def _late(ranks: list[RankProcess], timeout_s: float) -> RankTimeout:
-    """The error that names the ranks which did not end, with the stacks of the first of them."""
+    """The error for ranks that did not end: it names them, and has the stacks of the first."""
     names = ", ".join(str(rank.rank) for rank in ranks)
     first = ranks[0]
     return RankTimeout(first.rank, f"ranks {names} ran past {timeout_s} s{first.log_tail()}")

@@ -1,4 +1,4 @@
-"""One forked rank: how it is started, what it does, how its result comes back, how it fails."""
+"""One forked rank: start it, run its function, bring back its result or its error."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 
 import torch
 
-TAIL = 4000  # how many characters of a rank's log an error has
-# torch's own function: this module is imported before Megatron, which replaces it
+TAIL = 4000  # how many characters of a rank's log an error quotes
+# torch's own function: Megatron, which is imported later, replaces it
 _load_from_bytes = torch.storage._load_from_bytes
 
 
 class RankError(RuntimeError):
-    """A rank raised, or ended without a result; the message has its traceback and its log.
+    """A rank raised, or ended without a result; the message has its traceback and its log's end.
 
     Attributes:
         rank: the number of the rank.
@@ -32,7 +32,7 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, rank: int, text: str) -> None:
-        super().__init__(rank, text)  # both, so that the error can be pickled
+        super().__init__(rank, text)  # pickle calls the class with these arguments
         self.rank, self.text = rank, text
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class RankProcess:
             with suppress(BaseException):
                 os.setpgid(0, group)
                 die_with_parent(parent)
-                # the parent would wait while gigabytes are written
+                # no core dump: the parent would wait until gigabytes are written
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 self.pipe.close()
                 _redirect_output(log, stacks_after_s)
@@ -83,7 +83,7 @@ class RankProcess:
                 _be_rank(fn, rank, its_end)
             os._exit(1)
         self.group = group or self.pid
-        # parent and child both do it, so that it is done whichever of them goes on first
+        # Parent and child both set the group: it is set whichever of the two runs first.
         with suppress(OSError):
             os.setpgid(self.pid, self.group)
         its_end.close()
@@ -112,8 +112,8 @@ class RankProcess:
         An empty log gives an empty string.
         """
         log = self.log.read_text(errors="replace") if self.log.exists() else ""
-        # faulthandler begins with "Timeout (" and writes the innermost calls first: of what was
-        # printed the end counts, of the stacks the beginning
+        # The stacks begin with faulthandler's "Timeout (", innermost calls first. So the end of
+        # what was printed is kept, and the beginning of the stacks.
         printed, headline, stacks = log.partition("Timeout (")
         tail = (printed[-TAIL:] + headline + stacks[:TAIL]).strip()
         return f"\n--- log of rank {self.rank}\n{tail}" if tail else ""
@@ -128,7 +128,7 @@ class RankProcess:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have Linux kill this process when its parent ends, for whatever reason.
+    """Make Linux kill this process when its parent ends, for whatever reason.
 
     Args:
         parent: the process id of the parent, which the caller read before the fork.
@@ -142,7 +142,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _redirect_output(log: Path, stacks_after_s: float) -> None:
-    """Send what this process prints, in Python or C++, to the log, and its stacks if it hangs."""
+    """Redirect what Python and C++ print to the log; after `stacks_after_s` write stacks there."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -155,7 +155,7 @@ def _redirect_output(log: Path, stacks_after_s: float) -> None:
 def _be_rank(fn: Callable[[int], Any], rank: int, pipe: Connection) -> NoReturn:
     """Call `fn`, send its result or its traceback, and stay until all ranks are done."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # a fork copies no threads: OpenMP would wait for the parent's, which are not in this process
+    # a fork copies no threads: OpenMP would wait for threads that only the parent has
     torch.set_num_threads(1)
     try:
         answer = to_bytes((True, _result(fn, rank)))
@@ -174,8 +174,8 @@ def _be_rank(fn: Callable[[int], Any], rank: int, pipe: Connection) -> NoReturn:
 def to_bytes(value: Any) -> bytes:
     """The pickle of a rank's result.
 
-    Megatron replaces torch's function for reading tensors by one of its own, and the pickle of a
-    tensor would name it: whoever reads the pickle would have to import Megatron.
+    Megatron replaces the torch function that reads pickled tensors. Without the line below, the
+    pickle of a tensor would name Megatron's function, and its reader would have to import Megatron.
     """
     torch.storage._load_from_bytes = _load_from_bytes
     return pickle.dumps(value)

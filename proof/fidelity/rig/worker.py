@@ -1,6 +1,6 @@
 """A process that has imported one Megatron tree, and forks the ranks of each case from it.
 
-Two trees cannot be imported in one process; a test session has one worker for each.
+One process cannot import two trees, so a test session has a worker for each tree.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from proof.fidelity.rig.rank_process import RankError, die_with_parent, to_bytes
 IMPORT_S = 600.0  # how long importing a tree may take, on a busy machine
 REPLY_S = 30.0  # how long a reply may take beyond the time of the case
 END_S = 10.0  # how long ending may take before the worker is killed
-# A training imports these in its course, if they are installed. That takes more than a second in
-# each rank of each case; a rank has them at once if its worker imported them before the fork.
+# Modules that a training imports while it runs, if they are installed. That takes more than a
+# second in each rank of each case. So the worker imports them once, before it forks the ranks.
 COMMON = (
-    "torch._dynamo",  # which each optimizer imports
+    "torch._dynamo",  # each optimizer imports it
     "transformers.models.auto.tokenization_auto",
     "torch.utils.tensorboard",
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -69,9 +69,9 @@ class TreeWorker:
         self._pipe, its_end = Pipe()
         with its_end, self._log.open("w") as log:
             self._process = subprocess.Popen(
-                # With -c there is no main module that multiprocessing could import again in the
-                # processes that a rank spawns (every checkpoint spawns one, for its queue); with -m
-                # each of them would import this module, and torch with it.
+                # With -m, each process that a rank spawns (every checkpoint spawns one, for its
+                # queue) would import the main module again, and torch with it. With -c there is no
+                # main module to import.
                 [
                     *(sys.executable, "-c", f"import {__name__} as worker; worker.main()"),
                     *(str(its_end.fileno()), str(os.getpid())),
@@ -160,9 +160,9 @@ class TreeWorker:
 
 
 def _environment(tree: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker: no Megatron on the path but this tree, and one thread.
+    """The environment of a worker: no other Megatron on PYTHONPATH, and one OpenMP thread.
 
-    One thread, because a fork copies no others.
+    A fork would not copy more threads.
     """
     repository = Path(megatron_r3.__file__).parents[1]
     entries = [Path(entry) for entry in given.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -172,10 +172,10 @@ def _environment(tree: Path, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _import_folder(fn: Callable[..., Any]) -> str:
-    """The folder that must be on sys.path for the module of `fn` to be importable by its name.
+    """The folder that must be on sys.path so that the module of `fn` can be imported by its name.
 
-    For `tests.unit.case` in /repo/tests/unit/case.py that is /repo; for a package's `__init__.py`
-    it is one folder further up.
+    Example: /repo for `tests.unit.case` in /repo/tests/unit/case.py, and also for `tests.unit` in
+    /repo/tests/unit/__init__.py.
     """
     if fn.__module__ == "__main__":
         raise ValueError(f"the ranks cannot import {fn.__name__}: put it into a module")
@@ -193,7 +193,7 @@ def _call(rank: int, call: bytes, folder: str) -> bytes:
 
 
 def _import_tree(tree: str, preload: Sequence[str]) -> None:
-    """Import Megatron and the modules to preload, and check that it is the Megatron of the tree."""
+    """Import the modules to preload; check that megatron.core comes from this tree."""
     install()
     for name in preload:
         importlib.import_module(name)
@@ -208,10 +208,10 @@ def _import_tree(tree: str, preload: Sequence[str]) -> None:
 
 
 def _read_docstrings_once() -> None:
-    """Read the texts of Megatron's options before the ranks are forked.
+    """Read the help texts of Megatron's options once, before the ranks are forked.
 
-    Megatron parses the sources of its dataclasses for the help texts of its options, twice in each
-    training: a fifth of the time of a training of one step, by cProfile.
+    For these texts Megatron parses the sources of its dataclasses, twice in each training. By
+    cProfile that is a fifth of the time of a training of one step.
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
@@ -228,7 +228,7 @@ def _read_docstrings_once() -> None:
 
 
 def _answer(request: Any) -> Any:
-    """The results of one case, or the error that `run` will raise."""
+    """The results of one case, or the error that `TreeWorker.run` raises in the caller."""
     call, folder, world_size, settings = request
     try:
         return run_ranks(lambda rank: _call(rank, call, folder), world_size, **settings)
@@ -246,8 +246,8 @@ def serve(pipe: Connection) -> None:
         except InstallError as error:
             pipe.send(error)
             return
-        # A full collection in a rank would look through all that was imported, a tenth of a second
-        # each time, and copy the pages that it shares with this process.
+        # Without freeze, a full garbage collection in a rank would scan all imported objects, for a
+        # tenth of a second each time, and copy the memory pages that it shares with this process.
         gc.freeze()
         pipe.send(None)
         while True:
