@@ -1,11 +1,11 @@
-"""Megatron's own RL loop on the CPU: with a toy agent, or on rollouts that are given to it.
+"""Megatron's own RL loop on the CPU: with its engine and a toy agent, or on made-up rollouts.
 
 `python -m proof.fidelity.rl_loop FOLDER TREE/train_rl.py ARGS...`, with TREE on PYTHONPATH, runs
-the script as it is, with an agent that asks for a few letters. Needed beside torch: einops, xxhash,
-pyzmq, msgpack, quart, hypercorn, openai, orjson, h2, fastapi, uvicorn and pydantic.
+the script as it is, with an agent that asks for a few letters. The loop needs, beside torch:
+einops, xxhash, pyzmq, msgpack, quart, hypercorn, openai, orjson, h2, fastapi, uvicorn and pydantic.
 
-`on_given` runs in the ranks of a worker: the same script, with rollouts that nobody sampled and
-whose routes nobody would choose. Megatron is imported only inside the functions that ranks run.
+`on_given` runs the same script in the ranks of a worker, on made-up rollouts with random routes.
+Megatron is imported only inside the functions that ranks run.
 
 Shape suffixes (docs/glossary.md): K, L, M, T.
 """
@@ -52,7 +52,7 @@ MODEL = f"""
 
 
 def make_tokenizer(folder: Path) -> Path:
-    """A tokenizer of a few letters, with the ids of pad and end above 0, as the loop needs them."""
+    """Save a tokenizer of a few letters; the ids of pad and end are above 0, as the loop needs."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -67,12 +67,12 @@ def make_tokenizer(folder: Path) -> Path:
     return folder
 
 
-# -- rollouts that are given
+# -- the loop on made-up rollouts
 
 
 @dataclass
 class Turns:
-    """What a made-up rollout has for each of its turns."""
+    """A made-up rollout: each list has an item for each turn."""
 
     tokens: list[list[int]] = field(default_factory=list)
     masks: list[list[bool]] = field(default_factory=list)
@@ -81,13 +81,13 @@ class Turns:
 
 
 def sent(ids_TLK: np.ndarray) -> list[Any]:
-    """Routes as the engine sends them."""
+    """Routes in the form in which Megatron's engine sends them."""
     data = base64.b64encode(ids_TLK.astype(np.int16).tobytes()).decode()
     return ["ndarray", {"data": data, "dtype": "int16", "shape": list(ids_TLK.shape)}]
 
 
 def made_up(seed: int = 0, chained: bool = False) -> list[list[Turns]]:
-    """Groups of rollouts with one turn or two; routes are drawn, so no router would choose them.
+    """Groups of rollouts with one or two turns. Routes are random, so no router would choose them.
 
     Args:
         chained: whether a second turn begins with the first one, as in a conversation.
@@ -143,7 +143,7 @@ def _as_rollouts(groups: list[list[Turns]], without: int) -> list[Any]:
 
 
 def _as_loop_has_them(groups: list[list[Turns]], without: int) -> Any:
-    """What `get_environment_rollouts` returns: on main a ledger too, which has policy epochs."""
+    """What `get_environment_rollouts` returns: rollouts, and on main also a record of each turn."""
     rollouts = _as_rollouts(groups, without)
     try:
         from megatron.core.inference.inference_request import FinishedRequestRecord
@@ -159,9 +159,9 @@ class Seen:
 
     Attributes:
         losses: what each step reported; empty on ranks without the last stage.
-        pieces: the gradients of each step.
-        dispatched: what the witness counted in each pass: pairs that arrived, and all.
-        logprobs: of the old-policy passes and the reference passes, in their order.
+        pieces: this rank's pieces of the gradients of each step.
+        dispatched: for each pass, what the witness counted: pairs that arrived, and all pairs.
+        logprobs: the results of the old-policy and reference passes, in their order.
     """
 
     losses: list[dict[str, float]] = field(default_factory=list)
@@ -171,7 +171,13 @@ class Seen:
 
 
 def corrupt(how: str, turns: Any, bin_of_two: tuple[int, int] = (1, 3)) -> None:
-    """What a fault of the rows would do to the routes of a collection (`TurnRoutes`)."""
+    """Give the routes of a collection (`TurnRoutes`) to other rows, layers or turns.
+
+    Args:
+        how: "shift": the token before; "layers": swap the first two; "turns": swap two turns; "":
+            no change.
+        bin_of_two: two turns that the loop packs into one bin.
+    """
     ids_LTK, first = turns.ids_LTK, turns.first_M.tolist()
     if how == "shift":
         ids_LTK[:] = np.roll(ids_LTK, 1, axis=1)
@@ -196,12 +202,12 @@ def on_given(
     seed: int = 0,
     chained: bool = False,
 ) -> Seen:
-    """Run train_rl.py of a tree on `made_up` rollouts, in place of those of an engine.
+    """Run train_rl.py of a tree on `made_up` rollouts, instead of rollouts of an engine.
 
     Args:
-        how: as `corrupt`; empty for routes as they were given.
-        without: rollouts that have no routes.
-        seed, chained: as `made_up`.
+        how: see `corrupt`.
+        without: how many rollouts, the first ones, have no routes.
+        seed, chained: see `made_up`.
     """
     from megatron.training import training
 
@@ -233,8 +239,8 @@ def on_given(
 def _run_script(script: Path, argv: list[str]) -> None:
     """Run a script as the main program.
 
-    Not by runpy: the processes that the loop spawns would import the script again, without what
-    stands in here.
+    With runpy, the processes that the loop spawns would import the script again, without the
+    stand-ins of `rl_stand_in.py`.
     """
     sys.argv = [str(script), *argv]
     sys.path.insert(0, str(script.resolve().parent))
@@ -242,10 +248,9 @@ def _run_script(script: Path, argv: list[str]) -> None:
 
 
 def _let_fp32_train() -> None:
-    """Let the loop train in float32, where layouts agree to the last digits.
+    """Let the loop train in float32, where the results of layouts differ by rounding alone.
 
-    The loop asks the model for logits in float32 by a word that only the wrapper of 16-bit models
-    knows.
+    The loop passes `fp32_output`, an argument that only the wrapper of 16-bit models takes.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -254,7 +259,7 @@ def _let_fp32_train() -> None:
 
 
 def _watch_replay(seen: Seen, how: str) -> None:
-    """Count what the witness sees in each pass, and change routes after they were read."""
+    """Keep what the witness counts in each pass, and `corrupt` the routes after they were read."""
     from megatron_r3.rl import rl_loop
 
     count, routes = rl_loop.LoopReplay.add_dispatched, rl_loop.TurnRoutes
@@ -278,7 +283,7 @@ def _watch_replay(seen: Seen, how: str) -> None:
 
 
 def run(folder: Path, script: Path, argv: list[str]) -> None:
-    """Run train_rl.py with its engine and a toy agent; the process ends in it."""
+    """Run train_rl.py with its engine and a toy agent. The script ends the process."""
     from megatron.rl.agent.registry import AGENT_REGISTRY
 
     AGENT_REGISTRY["ToyAgent"] = "proof.fidelity.rl_toy_agent:ToyAgent"

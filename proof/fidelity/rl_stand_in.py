@@ -1,4 +1,4 @@
-"""What Megatron's RL loop imports and never uses on the CPU."""
+"""Stand-ins for what Megatron's RL loop imports and never uses on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def stand_in() -> None:
-    """Stand in for wandb, and for openai's client on aiohttp; does nothing without openai."""
+    """Stand in for wandb if it is missing, and for openai's aiohttp client. Needs openai."""
     if importlib.util.find_spec("openai") is None:
         return
     import openai
@@ -24,9 +24,10 @@ def stand_in() -> None:
 
 
 def admit_loop() -> Any:
-    """Have a `megatron.training` that was imported before know the RL loop; returns `rl_utils`.
+    """Give the RL loop to a `megatron.training` that is imported already; return `rl_utils`.
 
-    It looks once, when it is imported, whether the loop can be imported.
+    `megatron.training` tries to import the loop once, when it is imported itself. The stand-ins
+    were missing then.
     """
     stand_in()
     from megatron.rl import rl_profiling, rl_utils

@@ -1,4 +1,4 @@
-"""A toy agent for Megatron's RL loop: no data set, no judge; it imports Megatron, as agents do."""
+"""A toy agent for Megatron's RL loop, without a data set or a judge. It imports Megatron."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EOD = 2
 
 
 class ToyAgent(RewardOnlyAgent):
-    """The reward is the share of early letters of `LETTERS` in the answer."""
+    """The reward is the share of the answer's letters that are among the first six of LETTERS."""
 
     env_id: str = "toy"
 
@@ -24,11 +24,11 @@ class ToyAgent(RewardOnlyAgent):
     async def evaluation_prompts(
         self, num_prompts: int, validation: bool = False
     ) -> list[tuple[str, dict[str, str]]]:
-        """Prompts with what identifies them."""
+        """The first prompts, each with its problem id."""
         return [self._prompt(number) for number in range(num_prompts)]
 
     async def get_prompt(self, validation: bool = False) -> tuple[str, dict[str, str]]:
-        """One prompt, drawn."""
+        """A random prompt."""
         return self._prompt(random.randrange(64))
 
     def _prompt(self, number: int) -> tuple[str, dict[str, str]]:
@@ -40,8 +40,8 @@ class ToyAgent(RewardOnlyAgent):
         return sum(letter in LETTERS[:6] for letter in response or "") / max(1, len(response or ""))
 
     async def get_rollout_response(self, request: Any, inference_request: Any) -> Any:
-        """The engine's response; the loop wants an end of document behind one that was cut off."""
+        """The engine's response. Its last token becomes end of document, which the loop needs."""
         response = await super().get_rollout_response(request, inference_request)
         if response.finish_reason == "length":
-            response.token_ids[-1] = _EOD  # a last token has no route
+            response.token_ids[-1] = _EOD  # a last token has no route that could be wrong now
         return response

@@ -1,8 +1,8 @@
-"""The rollouts of a case, and what goes wrong in replay: routes of another token, layer, rollout.
+"""The rollouts of a case, and the controls: routes of another token, layer or rollout.
 
-The rollouts are made up, so nothing in them comes from Megatron. Their routes are drawn at random,
-far from what a router would choose, so a layer that ignores its routes shows. Every rollout begins
-with a token of its own. So no two tokens have the same past, and a token is recognised by its
+The rollouts are made up, so nothing in them comes from Megatron. Their routes are random, far from
+what a router would choose, so a layer that ignores its routes gives other results. Every rollout
+begins with another token. So no two tokens have the same prefix, and a token is recognised by its
 hidden state.
 
 Shape suffixes (docs/glossary.md): L, T, K.
@@ -25,7 +25,7 @@ NUM_ROLLOUTS = 12
 
 @dataclass(frozen=True)
 class Sampled:
-    """One rollout, as arrays: routes `[L, T, K]` of all its tokens but the last."""
+    """One rollout, as arrays. The last token has no routes."""
 
     tokens: np.ndarray
     response: np.ndarray
@@ -49,7 +49,7 @@ def _rollout(model: Model, index: int, rng: np.random.Generator) -> Sampled:
     tokens[0] = index + 1  # padding is 0
     response = np.arange(inputs + 1) >= rng.integers(2, 6)
     scores = rng.random((len(model.moe_layers), inputs, EXPERTS))
-    scores[..., : model.hot] += 0.5  # of two scores, one is above the other by 0.5 in 1 of 8 cases
+    scores[..., : model.hot] += 0.5  # another expert then beats a hot one in 1 of 8 cases
     return Sampled(
         tokens=tokens.astype(np.int32),
         response=response,
@@ -62,7 +62,7 @@ def _rollout(model: Model, index: int, rng: np.random.Generator) -> Sampled:
 
 
 def write_stores(model: Model, rollouts: list[Sampled], folder: Path) -> dict[str, Path]:
-    """The store of these rollouts, `right`, and one for each control with its routes wrong."""
+    """Write a store of these rollouts, `right`, and one with the wrong routes of each control."""
     changes: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
         "right": lambda routes: routes,
         **CONTROLS,
@@ -102,7 +102,7 @@ def _stored(sampled: Sampled, ids_LTK: np.ndarray, number: int) -> Rollout:
 
 
 def shift_token(routes: list[np.ndarray]) -> list[np.ndarray]:
-    """Each token gets the routes of the one before; `routes` are `[L, T, K]`, one a rollout."""
+    """Each token gets the routes of the token before. `routes` has `[L, T, K]` for each rollout."""
     return [np.roll(ids_LTK, 1, axis=1) for ids_LTK in routes]
 
 
@@ -112,7 +112,7 @@ def swap_layers(routes: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def swap_rollouts(routes: list[np.ndarray]) -> list[np.ndarray]:
-    """Each rollout gets the routes of another, cut or continued to its own length."""
+    """Each rollout gets the routes of another, cut or repeated to its own length."""
     half = len(routes) // 2
     others = routes[half:] + routes[:half]
     return [

@@ -1,7 +1,7 @@
-"""A program that is written for upstream's RouterReplay, run on a patched tree.
+"""A program that uses upstream's RouterReplay as its documentation says, run on a patched tree.
 
-The program records, replays and recomputes as the documentation of RouterReplay says. Megatron is
-imported only inside the functions that a rank runs.
+The program records, replays and recomputes. Megatron is imported only inside the functions that a
+rank runs.
 
 Shape suffixes (docs/glossary.md): T, K.
 """
@@ -19,11 +19,11 @@ _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 def use_router_replay(rank: int) -> None:
-    """Record a forward pass, replay it in forward and in recompute; then set both options.
+    """Record a forward pass, replay it in forward and recompute; try a config with both options.
 
     Raises:
-        AssertionError: what was replayed is not what was recorded, or a config with RouterReplay
-            and moe_router_replay both on was accepted.
+        AssertionError: the replayed pass differs from the recorded one, or a config with
+            RouterReplay and moe_router_replay both on was accepted.
     """
     argv = [*MODELS["base"].argv(), *_RECOMPUTE.split(), "--micro-batch-size", "1"]
     _, model = build([*argv, "--moe-enable-routing-replay"])
@@ -46,12 +46,12 @@ def use_router_replay(rank: int) -> None:
     want.sum().backward()
     want_gradients = gradients()
 
-    for shift in (0, 1):  # the recorded experts; then, as a control, the expert after each of them
+    for shift in (0, 1):  # 0: the recorded experts; 1: a control with the next expert of each
         RouterReplay.clear_global_indices()
         RouterReplay.set_replay_data([(ids_TK + shift) % 8 for ids_TK in recorded])
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         got = output()
-        # upstream's global switch: the backward pass recomputes, and pops the same routes again
+        # upstream needs this switch: the recompute in the backward pass takes the same routes again
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         got.sum().backward()
         same = all(map(torch.equal, gradients(), want_gradients))
@@ -61,10 +61,10 @@ def use_router_replay(rank: int) -> None:
 
 
 def _assert_not_both(model: torch.nn.Module) -> None:
-    """A config that asks for RouterReplay and for moe_router_replay is refused.
+    """A config with RouterReplay and moe_router_replay both on is refused.
 
-    Where an engine records beside replay it is accepted; its replay is an error then, which
-    `tests/functional/test_untaken.py` shows.
+    A tree whose inference engine can record beside replay (`engine_records`) accepts the config,
+    and refuses to replay with RouterReplay: see `tests/functional/test_untaken.py`.
     """
     from megatron.core.transformer import TransformerConfig
 

@@ -1,4 +1,4 @@
-"""`make fidelity`: run the table, print a row a case, write build/fidelity.json.
+"""`make fidelity`: run the cases of the table, print a row for each, write build/fidelity.json.
 
     python -m proof.fidelity.run --out build/fidelity.json [--megatron DIR] [--quick] [--only TEXT]
 
@@ -30,11 +30,13 @@ HEAD = (
 def main(argv: list[str] | None = None) -> int:
     """Run the cases that were asked for."""
     parser = argparse.ArgumentParser(prog="fidelity", description=__doc__.splitlines()[0])
-    parser.add_argument("--megatron", type=Path, help="a Megatron-LM checkout; default: the line's")
+    parser.add_argument(
+        "--megatron", type=Path, help="a Megatron-LM checkout (default: the default tree)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--quick", action="store_true", help="one case of each kind")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--verbose", action="store_true", help="whole errors, not their last line")
+    parser.add_argument("--only", default="", help="cases with this text in their names")
+    parser.add_argument("--verbose", action="store_true", help="print whole errors, not a line")
     args = parser.parse_args(argv)
     cases = [c for c in CASES if args.only in c.name and (c.quick or not args.quick)]
     if not cases:
@@ -51,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         left_out = [case.name for case in cases if not case.runs_on(patched, line)]
         cases = [case for case in cases if case.runs_on(patched, line)]
         if left_out:
-            print(f"not on {name}, of {line}: {', '.join(left_out)}")
+            print(f"cases that {name}, of {line}, cannot run: {', '.join(left_out)}")
         if not cases:
-            print("error: no case is left", file=sys.stderr)
+            print(f"error: {name} can run none of these cases", file=sys.stderr)
             return 2
         with TreeWorker(patched, preload=[training_or_core(patched)]) as worker:
             rows = run(cases, Table(worker, folder, name), args.verbose)

@@ -1,7 +1,7 @@
-"""Megatron's own inference engine in the ranks of a worker: what it samples, by which experts.
+"""Sample with Megatron's own inference engine in the ranks of a worker, and return the experts.
 
-The engine is the real one, on stand-ins for FlashAttention (megatron_r3/cpu/inference.py).
-Megatron is imported only inside the functions that ranks run.
+The engine is the real one; FlashAttention has a stand-in (megatron_r3/cpu/inference.py). Megatron
+is imported only inside the functions that ranks run.
 
 Shape suffixes (docs/glossary.md): G, K, L, N, T.
 """
@@ -22,8 +22,8 @@ from proof.fidelity.models import VOCAB_SIZE
 
 RECORD = "--moe-enable-routing-replay"
 EP2 = "--expert-model-parallel-size 2"
-# 24 requests, of which 8 run at a time in blocks of 16 tokens: requests end at different steps, and
-# a block that one request gives back is at once the block of another
+# 24 requests, 8 at a time, with KV cache in blocks of 16 tokens: requests end at different steps,
+# and a block that one request frees is used by another at once
 NUM_REQUESTS, MAX_ACTIVE, BLOCK = 24, 8, 16
 ENGINE: dict[str, Any] = {
     "block_size_tokens": BLOCK,
@@ -41,12 +41,12 @@ class Sampled:
     Attributes:
         tokens_N: prompt and sampled tokens.
         prompt_length: how many of them are the prompt's.
-        logprobs_G: of the sampled tokens, as the engine says them.
+        logprobs_G: the engine's log-probs of the sampled tokens.
         ids_TLK: the experts of every token but the last; None if the engine returned none.
-        evictions: how often the request had to wait and be computed once more.
-        cached: how many tokens of its prompt another request had computed.
-        was_chunked: whether its prompt was computed in several steps.
-        stopped_at: how many tokens it had when it was evicted or suspended; 0 if it never was.
+        evictions: how often the request was evicted, and computed again later.
+        cached: how many tokens of the prompt came from the cache of another request.
+        was_chunked: whether the prompt was computed in several steps.
+        stopped_at: how many tokens the request had when it was evicted or suspended; 0 if never.
     """
 
     tokens_N: list[int]
@@ -60,10 +60,10 @@ class Sampled:
 
 
 def prompts(shared: int = 0) -> list[tuple[list[int], int]]:
-    """Prompts of mixed length, and how many tokens to sample after each.
+    """Prompts of mixed length, each with the number of tokens to sample after it.
 
     Args:
-        shared: how many tokens all prompts begin with.
+        shared: how many tokens at the beginning are the same in all prompts.
     """
     numbers = np.random.default_rng(5)
     common = numbers.integers(0, VOCAB_SIZE - 1, shared).tolist()
@@ -77,10 +77,10 @@ def prompts(shared: int = 0) -> list[tuple[list[int], int]]:
 
 
 def build(argv: Sequence[str], second: bool = False) -> Any:
-    """The model that samples, with its checkpoint loaded if the arguments name one.
+    """Build the model that samples; load its checkpoint if the arguments have --load.
 
     Args:
-        second: whether another model with the same config is built before it.
+        second: whether another model with the same config is built first.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training.checkpointing import load_checkpoint
@@ -88,7 +88,7 @@ def build(argv: Sequence[str], second: bool = False) -> Any:
     sys.argv = ["sample.py", *argv]
     fields = TransformerConfig.__dataclass_fields__
     if "inference_moe_token_dispatcher_type" in fields:  # from 0.18 on
-        # with EP upstream's default needs GPUs that are fully connected by NVLink
+        # with EP, upstream's default dispatcher needs GPUs that are fully connected by NVLink
         sys.argv += ["--inference-moe-token-dispatcher-type", "nccl"]
     args = launch.initialize()
     others = [launch.build_model(args)] if second else []
@@ -100,7 +100,7 @@ def build(argv: Sequence[str], second: bool = False) -> Any:
 
 
 def save_model(rank: int, argv: Sequence[str]) -> None:
-    """Save a model as it is initialised, for layouts that have to have the same weights."""
+    """Save a newly initialised model, so that all layouts load the same weights."""
     from megatron.training import get_args
 
     from megatron_r3.weights.checkpoint import save_whole
@@ -145,16 +145,16 @@ def sample(
     new_weights: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> list[Sampled]:
-    """What the engine returns for `prompts`, in their order.
+    """Sample `prompts` with the engine; return the finished requests in the order of the prompts.
 
     Args:
         argv: Megatron's arguments.
-        settings: as `make_engine`.
-        shared: as `prompts`.
-        second: as `build`.
+        settings: see `make_engine`.
+        shared: see `prompts`.
+        second: see `build`.
         suspend_at: the step before which the engine is suspended and resumed.
-        new_weights: whether the routers choose other experts once it is resumed.
-        config: fields of the model's config, changed once the model is built.
+        new_weights: whether the routers get other weights while the engine is suspended.
+        config: fields of the model's config that are changed after the model is built.
     """
     model = build(argv, second)
     for name, value in (config or {}).items():
@@ -176,10 +176,10 @@ def run(
     requests: Sequence[tuple[list[int], int]],
     before: Mapping[int | None, Callable[[], None]],
 ) -> list[Sampled]:
-    """Sample all requests with an engine; greedily, so that a layout does not change the choice.
+    """Sample all requests with an engine, greedily, so that every layout draws the same tokens.
 
     Args:
-        before: what to call before a step, by its number.
+        before: what to call before a step, by the number of the step.
     """
     from megatron.core.inference.sampling_params import SamplingParams
 
@@ -223,14 +223,14 @@ def _sampled(record: Any) -> Sampled:
 def in_training(
     rank: int, argv: Sequence[str], samples: Sequence[Sampled]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What the training forward chooses and computes for the same tokens, one sample at a time.
+    """Run the training forward over the same tokens, one sample at a time.
 
     Args:
-        argv: Megatron's arguments, with --moe-router-replay: its `recording` sees the choice.
+        argv: Megatron's arguments, with --moe-router-replay, which `recording` needs.
 
     Returns:
-        For each sample the experts `[T, L, K]` of every token but the last, and the log-probs
-        `[G]` of its sampled tokens.
+        For each sample the experts `[T, L, K]` that the routers chose for every token but the
+        last, and the log-probs `[G]` of the sampled tokens.
     """
     from megatron_r3.replay.active import recording
 
@@ -250,6 +250,6 @@ def in_training(
 
 
 def same_experts(one_TLK: np.ndarray, other_TLK: np.ndarray) -> float:
-    """The share of (token, layer) whose experts are the same set."""
+    """The share of (token, layer) pairs whose experts are the same set."""
     equal_TL = (np.sort(one_TLK, -1) == np.sort(other_TLK, -1)).all(-1)
     return float(equal_TL.mean())

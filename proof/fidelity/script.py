@@ -1,7 +1,7 @@
-"""What a user's script brings to `pretrain()`: its own data, forward step and loss.
+"""Stands for a user's training script: the data, forward step and loss that `pretrain()` gets.
 
-Training on rollouts swaps this data out, evaluation keeps it, and a training with all options of
-ours off runs on it. Megatron is imported here: only ranks import this module.
+A training on rollouts uses this data for evaluation only; a training without our options trains on
+it. Megatron is imported at the top, so only ranks may import this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["datasets", "forward_step"]
 
 
 class MadeUpText(torch.utils.data.Dataset):
-    """Sequences of random tokens; each number gives the same sequence everywhere."""
+    """Sequences of random tokens; an index gives the same sequence on every rank."""
 
     def __init__(self, num_samples: int, seq_length: int) -> None:
         self.num_samples, self.seq_length = num_samples, seq_length
@@ -27,7 +27,7 @@ class MadeUpText(torch.utils.data.Dataset):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """tokens, labels, loss_mask and position_ids of length S."""
+        """A sample with `tokens`, `labels`, `loss_mask` and `position_ids`."""
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(1, VOCAB_SIZE, (self.seq_length + 1,), generator=generator)
         return {

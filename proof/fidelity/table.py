@@ -1,4 +1,4 @@
-"""Runs the cases on one tree; each model's checkpoint, rollouts and reference are made once."""
+"""Run the cases on one tree; the checkpoint, rollouts and reference of a model are made once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from proof.fidelity.trees import training_or_core
 TIMEOUT_S = 180.0
 ANY_GUEST = "--moe-router-replay-guest-tokens 1"
 NO_GUESTS = f"--moe-router-replay-guest-tokens {1 << 40}"
-# an expert's tokens are in two matrices and its gradient is a sum of two: rounding of float32
+# With a guest, an expert's gradient is the sum of two matrix products: float32 rounds it otherwise.
 GUESTS_TOLERANCE = 2e-6
 BIAS, GUESTS = "expert_bias_matches", ("guests_match", "guests_came")
 
@@ -45,9 +45,9 @@ class Table:
     """Rows of the fidelity table.
 
     Args:
-        worker: of a patched tree.
-        folder: for checkpoints and stores.
-        tree: what the rows call it.
+        worker: a worker on a patched tree.
+        folder: takes checkpoints and stores.
+        tree: the name of the tree in the rows.
     """
 
     def __init__(self, worker: TreeWorker, folder: Path, tree: str) -> None:
@@ -56,7 +56,7 @@ class Table:
         self._gradients: dict[str, dict[str, torch.Tensor]] = {}
 
     def row(self, case: Case) -> dict[str, object]:
-        """Run a case; what it showed, or the `error` that it ended with."""
+        """Run a case; return its results, or the `error` that ended it."""
         row: dict[str, object] = {"case": case.name, "tree": self.tree, "world_size": case.ranks}
         try:
             results = self._run(case, f"{case.guests} {ANY_GUEST}" if case.guests else "")
@@ -72,11 +72,12 @@ class Table:
         return row
 
     def _beside_others(self, case: Case, results: list[RankResult]) -> dict[str, object]:
-        """What a case with guests shows beside the same case with empty slots, and without slots.
+        """Compare a case with guests with the same case with empty slots, and without slots.
 
-        In bfloat16 the two ways need not be near: the reference in float32 is what both are near.
+        In bfloat16, gradients with and without guests need not be close to each other: both are
+        compared with the reference.
         """
-        assert not case.bitwise, "a case with guests says what it is bitwise equal to"
+        assert not case.bitwise, "a case with guests may not name another case in `bitwise`"
         plain, empty = (
             _gradients(self._run(case, options)) for options in ("", f"{case.guests} {NO_GUESTS}")
         )
@@ -86,7 +87,7 @@ class Table:
         return {
             "guests_error": error,
             "guests_match": error <= GUESTS_TOLERANCE or model.tolerance > Model.tolerance,
-            # a micro-batch with a token of unknown route has no plan, and so no guests
+            # a micro-batch with missing rows has no dispatch plan, and so no guests
             "guests_came": has_guests != bool(model.holes),
             "bitwise": all(torch.equal(empty[name], plain[name]) for name in plain),
         }
@@ -99,7 +100,7 @@ class Table:
         argv += ["--no-load-optim", "--no-load-rng", "--exit-on-missing-checkpoint"]
         argv += ["--micro-batch-size", str(case.micro_batch_size)]
         samples, rest = divmod(_batch_size(argv, prepared.stores["right"]), update.mini_steps)
-        assert not rest, f"the samples cannot be shared out to {update.mini_steps} steps"
+        assert not rest, f"the number of samples is no multiple of {update.mini_steps} mini-steps"
         argv += ["--global-batch-size", str(samples)]
         if "--eval-iters" not in argv:
             argv += ["--eval-iters", "0"]
@@ -134,7 +135,8 @@ class Table:
                 model.update,
                 timeout_s=TIMEOUT_S,
             )
-            # once the weights have moved, a phase with wrong routes would differ for that alone
+            # Mini-steps move the weights. A later phase with wrong routes would differ for that
+            # reason alone, so there is none.
             controls = (*CONTROLS,) if model.update.mini_steps == 1 else ()
             stores = write_stores(model, rollouts, folder)
             self._models[name] = _Prepared(
@@ -158,10 +160,10 @@ def _gradients(results: list[RankResult]) -> dict[str, torch.Tensor]:
 
 
 def _batch_size(argv: list[str], store: Path) -> int:
-    """How many samples a step must have to use all rollouts."""
+    """How many samples all rollouts make: packs with --rollouts-pack, else rollouts."""
     if "--rollouts-pack" not in argv:
         return NUM_ROLLOUTS
-    # each word with the word after it; of an option that is given twice the last value stays
+    # maps each word to the next word; where an option is given twice, the last value stays
     value = dict(itertools.pairwise(argv))
     multiple = document_multiple(int(value.get("--context-parallel-size", 1)))
     use = UseOfRollouts(int(value["--seq-length"]), Schedule(1))
@@ -170,7 +172,7 @@ def _batch_size(argv: list[str], store: Path) -> int:
 
 
 def passed(row: dict[str, object]) -> bool:
-    """Whether a row shows all that it must."""
+    """Whether every field of a row is as it must be."""
     controls = row.get("controls")
     return (
         "error" not in row

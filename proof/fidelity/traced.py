@@ -1,11 +1,11 @@
-"""Compare what Megatron's own router tracer wrote with the routes of a store.
+"""Compare the files of Megatron's own router tracer with the routes of a store.
 
     torchrun ... pretrain_gpt.py ARGUMENTS --rollouts STORE --moe-routing-trace-path TRACE
     python -m proof.fidelity.traced ARGUMENTS --rollouts STORE --moe-routing-trace-path TRACE
 
-The tracer writes a file for each rank, with a line for each call of a router: the experts of each
-token. A line does not say which tokens these are. This program works that out from the arguments of
-the training, without Megatron, and without what replay itself takes for it.
+The tracer writes a file for each rank. Each line is a call of a router, with the experts of each
+token; it does not say which tokens these are. This program works the tokens out from the arguments
+of the training, without Megatron, and without replay's own code for that.
 
 Shape suffixes (docs/glossary.md): B, D, J, K, L, S, T.
 """
@@ -30,20 +30,26 @@ from megatron_r3.train.schedule import Schedule, UseOfRollouts
 Calls = defaultdict[
     int, defaultdict[int, list[np.ndarray]]
 ]  # by step and layer: the ids [T, K] of each call
-NOT_SAID = "the files of the tracer do not say which call is of which tokens"
+NOT_SAID = "the tracer's files do not say which tokens each call had"
 
 
 @dataclass
 class Counts:
-    """(token, layer) pairs: as the store has them, otherwise, and those that no rank traced."""
+    """Counts of (token, layer) pairs.
+
+    Attributes:
+        equal, differ: traced pairs whose experts are those of the store, and others.
+        untraced: pairs that have a recorded route in the store, and that no rank traced.
+        first: describes the first pair that differs.
+    """
 
     equal: int = 0
     differ: int = 0
     untraced: int = 0
-    first: str = ""  # the first pair that differs
+    first: str = ""
 
     def __str__(self) -> str:
-        of_first = f"; the first: {self.first}" if self.first else ""
+        of_first = f"; the first that differs: {self.first}" if self.first else ""
         return (
             f"{self.equal + self.differ} pairs of a token and a layer: {self.equal} equal, "
             f"{self.differ} differ, {self.untraced} more were not traced{of_first}"
@@ -71,16 +77,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     args, others = parser.parse_known_args(argv)
     for option in others:
         if "virtual" in option or option == "--use-tp-pp-dp-mapping":
-            parser.error(f"{option}: {NOT_SAID}; give a layout without it")
+            parser.error(f"{option}: {NOT_SAID} then; trace a layout without this option")
     return args
 
 
 class Layout:
-    """Which tokens of the store each call of a router had.
+    """Works out which tokens of the store each call of a router had.
 
     Args:
-        args: of the training.
-        ranks: how many there were.
+        args: the arguments of the training.
+        ranks: how many ranks the training had.
     """
 
     def __init__(self, args: argparse.Namespace, ranks: int) -> None:
@@ -90,7 +96,7 @@ class Layout:
         if rest or not self.dp:
             raise ValueError(
                 f"{args.trace}: files of {ranks} ranks; TP {self.tp}, CP {self.cp} and PP "
-                f"{self.pp} take a multiple of {self.tp * self.cp * self.pp}: give the arguments "
+                f"{self.pp} need a multiple of {self.tp * self.cp * self.pp}: give the arguments "
                 "of the training, and the files of all ranks"
             )
         self.micro, self.ranks = args.micro_batch_size, ranks
@@ -112,8 +118,9 @@ class Layout:
     def rows(self, rank: int, step: int, micro_batch: int) -> np.ndarray:
         """The row ids of a call's tokens, in the order of the router, `[T]`; -1 is padding.
 
-        Megatron gives each data-parallel rank its part of the next samples, cuts it for context
-        parallelism, and flattens what sequence parallelism leaves of it position by position.
+        Megatron gives each data-parallel rank its part of the next samples. The part is split along
+        the sequence, for context and then for sequence parallelism, and flattened position by
+        position.
         """
         cp_rank = rank // self.tp % self.cp
         dp_rank = rank // (self.tp * self.cp) % self.dp
@@ -123,7 +130,7 @@ class Layout:
         return np.split(rows_BS, self.sp, axis=1)[sp_rank].T.reshape(-1)
 
     def _cut(self, sample: int, cp_rank: int) -> np.ndarray:
-        """A context-parallel rank's rows of a sample: two of 2 * CP pieces of each document."""
+        """A context-parallel rank's rows of a sample: 2 of the 2 * CP pieces of each document."""
         fields = self.samples[sample]
         rows_S = fields["rows"].numpy()
         if self.cp == 1:
@@ -138,8 +145,9 @@ class Layout:
     def order(self, rank: int, calls: int) -> list[int]:
         """The micro-batch of each call of a layer in a step; with recompute each comes twice.
 
-        Example: 3 micro-batches on the first of two stages, recomputed: 0 1 0 2 1 2. The second 0
-        is the backward pass of micro-batch 0, before which stage 0 is one forward pass ahead.
+        It is empty if the number of calls fits neither. Example: 3 micro-batches on the first of
+        two stages, recomputed: 0 1 0 2 1 2. The second 0 is the backward pass of micro-batch 0;
+        before it, stage 0 has run the forward pass of micro-batch 1.
         """
         forward = [*range(self.micro_batches)]
         if calls != 2 * len(forward):
@@ -155,7 +163,7 @@ def read_trace(folder: Path) -> list[Calls]:
     """The calls of each rank, in the order of the ranks.
 
     Raises:
-        ValueError: naming a file that is missing or that the tracer did not write.
+        ValueError: a file is missing, or the tracer did not write it; the message names the file.
     """
     files = [*folder.glob("router_trace_rank*.jsonl")]
     if not files:
@@ -172,12 +180,14 @@ def read_trace(folder: Path) -> list[Calls]:
                     ids_TK = np.sort(np.array(call["top_indices"]), axis=1)
                     ranks[rank][call["step"]][call["layer"]].append(ids_TK)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{file}: not a file of the router tracer ({error!r})") from error
+            raise ValueError(
+                f"{file}: missing, or not written by the router tracer ({error!r})"
+            ) from error
     return ranks
 
 
 def compare(argv: list[str] | None = None) -> Counts:
-    """Compare each traced pair with the store; with recompute each pass is a pair of its own.
+    """Compare each traced (token, layer) pair with the store; with recompute, in each pass.
 
     Raises:
         ValueError: the files are not those of a training with these arguments.
@@ -211,10 +221,10 @@ def compare(argv: list[str] | None = None) -> Counts:
 
 
 def _layers_of_stages(layout: Layout, ranks: list[Calls]) -> list[dict[int, int]]:
-    """For each pipeline stage: the layer of the store that each layer of the tracer is.
+    """For each pipeline stage, a map from the tracer's layer numbers to layers of the store.
 
-    The tracer numbers the layers of each stage from 0 on, so a stage goes on where the one before
-    has ended.
+    The tracer numbers the layers of each stage from 0. So the store's layers of a stage begin where
+    those of the stage before end.
     """
     stages: list[dict[int, int]] = []
     begin, wanted = 0, len(layout.store.info.moe_layers)
@@ -225,7 +235,7 @@ def _layers_of_stages(layout: Layout, ranks: list[Calls]) -> list[dict[int, int]
         begin += len(local)
     if begin != wanted:
         raise ValueError(
-            f"the tracer has {begin} MoE layers, the rollouts have routes of {wanted}: give the "
+            f"the trace has {begin} MoE layers, the rollouts have routes of {wanted}: give the "
             "arguments of the training that wrote the trace, and its store"
         )
     return stages
@@ -239,7 +249,7 @@ def _count(
     ids_TK: np.ndarray,
     where: str,
 ) -> np.ndarray:
-    """Count the pairs of a call; the row ids of those that the store has a route of."""
+    """Count the pairs of a call; return the row ids of its tokens with a recorded route."""
     (stored_TK,), recorded_T = store.routes(rows_T, [layer])
     stored_TK, recorded_rows_T = np.sort(stored_TK[recorded_T], axis=1), rows_T[recorded_T]
     traced_TK = ids_TK[recorded_T]
@@ -256,7 +266,7 @@ def _count(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the counts. Exit status 0 says that every recorded pair was traced, and is equal."""
+    """Print the counts; return 0 if every pair with a recorded route was traced and is equal."""
     try:
         counts = compare(argv)
     except ValueError as error:

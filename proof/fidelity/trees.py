@@ -1,4 +1,4 @@
-"""Copies of a Megatron tree to run on: what is committed in it, unpatched and patched."""
+"""Make copies of what is committed in a Megatron tree, unpatched and patched, to run on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def unpatched_copy(source: Path | None, target: Path, commit: str = "HEAD") -> tuple[Path, str]:
-    """What is committed in `source` (None: the default tree in build/), and what to call it.
+    """Write what is committed in `source` to `target`; return `target`, and the tree's name.
+
+    Args:
+        source: a git checkout. None: the default tree in build/.
 
     Raises:
-        PatchingError: it is no git checkout of Megatron-LM.
+        PatchingError: `source` is no git checkout of Megatron-LM.
     """
     default = read_versions(patches_folder()).default
     if source is None:
@@ -35,9 +38,9 @@ def unpatched_copy(source: Path | None, target: Path, commit: str = "HEAD") -> t
 
 
 def patched_copy(unpatched: Path, target: Path) -> Path:
-    """A copy with the patches in it; the tree may be one between releases.
+    """Make a patched copy of a tree, which may be a commit between releases.
 
-    The user's own tree needs a word for that. This is a copy, and it is made to be tested.
+    Such a tree of a user needs UNRELEASED=1 (`make apply`); this copy only serves tests.
     """
     shutil.copytree(unpatched, target)
     apply_series(target, patches_folder(), unreleased=True)
@@ -45,6 +48,6 @@ def patched_copy(unpatched: Path, target: Path) -> Path:
 
 
 def training_or_core(tree: Path) -> str:
-    """The module to import: trees of PyPI have no training loop up to 0.16."""
+    """The module that a worker preloads: PyPI's trees up to 0.16 have no megatron.training."""
     whole = (tree / "megatron" / "training" / "training.py").exists()
     return "megatron.training" if whole else "megatron.core.models.gpt"

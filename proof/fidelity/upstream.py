@@ -1,13 +1,13 @@
-"""Megatron-LM's own MoE unit tests, on a tree and on a patched copy: all must end alike on both.
+"""Run Megatron-LM's own MoE unit tests on a tree and a patched copy: all must end alike on both.
 
     python -m proof.fidelity.upstream --megatron DIR [--ranks 1 2 4] [--only TEXT ...]
         [--out FILE.json]
 
-DIR is a checkout of Megatron-LM with its tests; what is committed in it is tested. Its tests are
-for GPUs: many cannot pass on a CPU, without Transformer Engine, or with so few ranks. Such a test
-must fail on both trees. The exit status is 0 if tests passed and no outcome differs.
+DIR is a checkout of Megatron-LM with its tests; what is committed in DIR is tested. The tests are
+made for GPUs: many cannot pass on a CPU, without Transformer Engine, or with so few ranks. Such a
+test must fail on both trees. The exit status is 0 if some test passed and no outcome differs.
 
-All files take hours; `make check` runs three of them on one rank, by the `Suite` below.
+All test files together take hours. `make check` runs three of them on one rank, with `Suite`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ FOLDER, MOE = Path("tests/unit_tests"), "transformer/moe"
 DOWNLOADER = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 OUTCOMES = ("passed", "skipped", "failed", "error", "hung", "died")  # from good to bad
 TEST_S = 60  # seconds after which a test counts as hung
-# Tests for one set of ranks. Some tests leave process groups and their threads behind, so that new
-# ranks are forked for the next tests.
+# How many tests run in one set of ranks. Some tests leave process groups and their threads behind,
+# so new ranks are forked after each batch.
 BATCH = 25
 COLUMNS = " ".join(f"{name:>7}" for name in OUTCOMES)
 HEAD = f"{'':64} {'unpatched':{len(COLUMNS)}}   patched\n{'file':58} ranks {COLUMNS}   {COLUMNS}"
@@ -56,8 +56,12 @@ def main(argv: list[str] | None = None) -> int:
     doc = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser(prog="proof.fidelity.upstream", description=doc)
     parser.add_argument("--megatron", type=Path, required=True, help="a Megatron-LM checkout")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="how many")
-    parser.add_argument("--only", nargs="+", default=[""], help="files with one of these in them")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4], help="run the tests on so many ranks"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="test files with one of these texts in their names"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="upstream-") as scratch, ExitStack() as stack:
@@ -66,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         found = sorted(f"{MOE}/{path.name}" for path in (tree / FOLDER / MOE).glob("test_*.py"))
         files = [file for file in found if any(text in file for text in args.only)]
         if not files:
-            parser.error(f"{args.megatron} has no such tests in {FOLDER / MOE}")
+            parser.error(f"{args.megatron}: no test file in {FOLDER / MOE} has --only in its name")
         trees = {"unpatched": tree, "patched": patched_copy(tree, folder / "patched")}
         suites = {
             label: Suite(stack.enter_context(TreeWorker(path, ["megatron.training"])), folder)
@@ -83,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     suites: dict[str, Suite], files: list[str], ranks: list[int], out: Path | None
 ) -> list[Row]:
-    """The rows of some files. Each is printed, and written to `out`, as soon as it is there."""
+    """Run some files; print each row, and write all rows to `out`, as soon as a file has ended."""
     print(HEAD, flush=True)
     rows: list[Row] = []
     for world_size in ranks:
@@ -112,9 +116,9 @@ def differing(unpatched: Outcomes, patched: Outcomes) -> list[str]:
 
 
 def read_records(files: Iterable[Path]) -> tuple[list[str], Outcomes]:
-    """Read what the Recorders of all ranks wrote: the ids they collected, and how tests ended.
+    """Read the files of all ranks' Recorders: the ids of the collected tests, and how tests ended.
 
-    A test has ended if it has ended on all ranks; its outcome is then the worst of all ranks.
+    A test has ended once it has ended on all ranks. Its outcome is the worst one of any rank.
     """
     collected: dict[str, None] = {}
     ended: list[Outcomes] = []
@@ -138,14 +142,14 @@ class Suite:
 
     Args:
         worker: runs functions on ranks that have imported the tree.
-        folder: for the records, and for what the tests write.
+        folder: takes the records, and what the tests write.
     """
 
     def __init__(self, worker: TreeWorker, folder: Path) -> None:
         self.worker, self.folder = worker, folder
 
     def run(self, file: str, world_size: int) -> Outcomes:
-        """How each test of a file ended. Fresh ranks go on after a batch, a hang or a death."""
+        """Run a file's tests; new ranks take over after a batch, a hang or a crash of a rank."""
         outcomes: Outcomes = {}
         while True:
             error: RankError | None = None
@@ -169,7 +173,7 @@ class Suite:
 
 
 def _ending(error: RankError) -> str:
-    """The outcome of the test in which the ranks ended: it hung, or it killed them."""
+    """The outcome of a test whose ranks ended before it did: "hung" or "died"."""
     late = isinstance(error, RankTimeout) or "Timeout (0:" in error.text
     return "hung" if late else "died"
 
@@ -190,8 +194,9 @@ def as_rank(rank: int, tree: Path, file: str, folder: Path, done: Collection[str
     options += ["-W", "ignore", "--tb=short", f"--basetemp={folder / f'rank{rank}'}"]
     world_size = int(os.environ["WORLD_SIZE"])
     files = [folder / f"rank{r}.jsonl" for r in range(world_size)]
-    # Upstream's test objects call a barrier when they are deleted. If the garbage collector chose
-    # the moment, some ranks would wait there while others are elsewhere: see `_tidy_up`.
+    # Upstream's test objects call a barrier when they are deleted. If the garbage collector deleted
+    # them, it would do so at another moment on each rank, and ranks would wait for each other.
+    # `_tidy_up` deletes them on all ranks between two tests.
     gc.freeze()
     gc.disable()
     recorder = Recorder(files, rank, done, _tidy_up)
@@ -201,7 +206,7 @@ def as_rank(rank: int, tree: Path, file: str, folder: Path, done: Collection[str
 
 
 def _with_gloo(init: Callable[..., None]) -> Callable[..., None]:
-    """A function like `init_process_group` that takes gloo, whatever backend it is asked for."""
+    """Wrap `init_process_group` so that it uses gloo, whatever backend it is asked for."""
 
     def with_gloo(
         backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any
@@ -212,9 +217,9 @@ def _with_gloo(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _tidy_up() -> None:
-    """Delete the objects of the last test, and end process groups that Megatron has dropped.
+    """Delete the objects of the last test, and destroy process groups that Megatron has dropped.
 
-    The threads of such a group would go on polling, and take the cores from the next tests.
+    The threads of such a group would go on polling, and take CPU time from the next tests.
     """
     from megatron.core import parallel_state
 
@@ -226,10 +231,10 @@ def _tidy_up() -> None:
 
 
 class Recorder:
-    """A pytest plugin that writes how each test ended, and lets the ranks begin tests together.
+    """A pytest plugin that writes how each test ended, and makes all ranks begin a test together.
 
-    Otherwise a rank whose test failed would go on to the next test, and answer the collectives of
-    ranks that are still in the first one. What comes of that is chance.
+    Otherwise a rank whose test failed would begin the next test, and its collectives would meet
+    those of ranks that are still in the first test: the outcome would be random.
 
     Args:
         files: the file of each rank.
@@ -251,12 +256,12 @@ class Recorder:
         self._end = OUTCOMES[0], ""
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Record a file that cannot be imported like a test, as it has none."""
+        """Record a test file that cannot be imported, as if it were a test."""
         if report.failed:
             self._write({"id": report.nodeid, "outcome": "error", "why": _reason(report)})
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Leave out the tests that are done, record the others, and keep one batch of them."""
+        """Leave out the tests in `done`, record the ids of the others, and keep one batch."""
         items[:] = [item for item in items if item.nodeid not in self.done]
         self._write([item.nodeid for item in items])
         del items[BATCH:]

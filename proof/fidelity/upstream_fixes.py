@@ -1,20 +1,20 @@
-"""`make upstream REPO=CLONE`: the patches that Megatron-LM could take, with tests for its suite.
+"""`make upstream REPO=CLONE`: test the patches that Megatron-LM itself could merge, in its suite.
 
     python -m proof.fidelity.upstream_fixes --repo CLONE [--line LINE ...] [--only TEXT ...]
 
-Each patch of the groups engine and fixes has tests in `proof/fidelity/fix_tests/NUMBER.diff`, for
-Megatron's own tests/unit_tests. Three copies of a line's commit run the files that these touch, and
-others about routers, dispatchers and the engine:
+Each patch of the groups engine and fixes has tests in `proof/fidelity/fix_tests/NUMBER.diff`, a
+diff of Megatron's own tests/unit_tests. The test files that these diffs touch, and some others
+about routers, dispatchers and the engine, run on three copies of a line's commit:
 
     copy        patches          tests
     plain       none             upstream's
     control     none             upstream's and ours
     fixed       engine, fixes    upstream's and ours
 
-The exit status is 0 if every test that no diff touches ends on `fixed` as on `plain`, and every
-other one passes on `fixed`. In each file that a diff touches one of them fails on `control`. As in
-proof/fidelity/upstream.py, all run on CPU tensors and gloo, where many of upstream's tests cannot
-pass.
+The exit status is 0 if every test that no diff touches ends alike on `fixed` and `plain`, every
+other test passes or is skipped on `fixed`, and in each file that a diff touches a test fails on
+`control`. As in proof/fidelity/upstream.py, all tests run on CPU tensors and gloo, where many of
+upstream's cannot pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from proof.fidelity.upstream import FOLDER, MOE, Outcomes, Suite, counts, why
 
 LINES = ("core_r0.19.0", "main")
 GROUPS = ("engine", "fixes")
-# What else upstream tests of the files that the patches change.
+# Upstream's other tests of the files that the patches change.
 BESIDE = (
     f"{MOE}/test_router_replay.py",
     f"{MOE}/test_router_trace.py",
@@ -49,16 +49,18 @@ BESIDE = (
     "inference/engines/test_dynamic_engine.py",
     "inference/text_generation_controllers/test_text_generation_controller.py",
 )
-STAGES = "inference/contexts/test_routing_metadata.py"  # has tests of two pipeline stages
+STAGES = "inference/contexts/test_routing_metadata.py"  # some of its tests need two pipeline stages
 COLUMNS = ("plain", "control", "fixed")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tests of each line; return 1 if one ends otherwise than it should."""
+    """Run the tests of each line; return 1 if a test does not end as it should."""
     parser = argparse.ArgumentParser(prog="upstream_fixes", description=__doc__.splitlines()[0])
     parser.add_argument("--repo", type=Path, required=True, help="a clone of Megatron-LM")
     parser.add_argument("--line", nargs="+", default=LINES, help="release lines")
-    parser.add_argument("--only", nargs="+", default=[""], help="files with one of these in them")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="test files with one of these texts in their names"
+    )
     args = parser.parse_args(argv)
     wrong: list[str] = []
     try:
@@ -72,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(line: Line, repo: Path, only: list[str]) -> list[str]:
-    """What is wrong with a line; a row for each file and for each new test is printed."""
+    """Run the tests of a line; print a row for each file and new test; return what is wrong."""
     commit = next(tree.commit for tree in line.trees if tree.commit)
     diffs = diffs_of(line)
     with tempfile.TemporaryDirectory(prefix="upstream-") as scratch, ExitStack() as stack:
@@ -106,11 +108,13 @@ def chosen(files: Iterable[str], only: list[str]) -> list[str]:
     """The files with one of these texts in their names, sorted.
 
     Raises:
-        PatchingError: no file has one.
+        PatchingError: no file has one of the texts.
     """
     found = sorted(file for file in files if any(text in file for text in only))
     if not found:
-        raise PatchingError(f"--only {' '.join(only)}: no file has it: {', '.join(sorted(files))}")
+        raise PatchingError(
+            f"--only {' '.join(only)}: no test file has it in its name: {', '.join(sorted(files))}"
+        )
     return found
 
 
@@ -119,16 +123,16 @@ def _has(suite: Suite, file: str) -> bool:
 
 
 def diffs_of(line: Line) -> list[Path]:
-    """The tests of a line's patches, in the order of the patches.
+    """The diffs with the tests of a line's patches, in the order of the patches.
 
     Raises:
-        PatchingError: a patch has none.
+        PatchingError: a patch has no diff.
     """
     folder = Path(__file__).with_name("fix_tests")
     patches = [p for p in read_series(line.folder).patches if p.group in GROUPS]
     diffs = [folder / f"{patch.number:04d}.diff" for patch in patches]
     if missing := [diff.name for diff in diffs if not diff.is_file()]:
-        raise PatchingError(f"{folder} has no {', '.join(missing)}: a fix needs a test")
+        raise PatchingError(f"{folder} has no {', '.join(missing)}: each such patch needs tests")
     return diffs
 
 
@@ -138,10 +142,10 @@ def touched(diff: Path) -> list[str]:
 
 
 def judged(file: str, ended: dict[str, Outcomes]) -> tuple[list[str], list[str]]:
-    """The tests of ours in one file, a line for each, and what is wrong.
+    """Judge one file: a line for each test of ours, and what is wrong.
 
-    A test is ours if the diff adds or changes it: then it does not end on `control` as on `plain`,
-    or `plain` lacks it. A file whose tests were changed needs one that fails on `control`.
+    A test counts as ours, added or changed by a diff, if `plain` lacks it or it ends otherwise on
+    `control`. A file with tests of ours needs one that fails on `control`.
     """
     plain, control, fixed = (ended[name] for name in COLUMNS)
     ours, wrong = [], []

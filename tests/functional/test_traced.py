@@ -64,7 +64,7 @@ def test_live_routing_is_not_that_of_the_store(
     argv.remove("--moe-router-replay")
     patched.run(train, 2, argv, timeout_s=240)
     assert traced.main(argv) == 1
-    assert "; the first: rank " in capsys.readouterr().out
+    assert "; the first that differs: rank " in capsys.readouterr().out
     counts = traced.compare(argv)
     assert 0 < counts.differ < counts.equal
     assert counts.equal + counts.differ == recorded(policy.store)
