@@ -1,1 +1,1 @@
-"""Bad input, thousands of times: each try is right, or refused with one clear line."""
+"""Feed the code bad input, thousands of times: it must be right, or refuse with one clear line."""

@@ -1,7 +1,7 @@
-"""Response bodies around made-up samples, as the servers of vLLM, SGLang and Megatron write them.
+"""Response bodies with made-up samples, as the servers of vLLM, SGLang and Megatron write them.
 
-The fields were taken from the recorded responses in tests/data/vllm and from
-tests/support/engine_bodies.py, which has bodies of one sample that is always the same.
+The fields are those of the recorded responses in tests/data/vllm, and of the bodies in
+tests/support/engine_bodies.py.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Exchange = tuple[Any, dict[str, Any]]  # a body, and the request that led to it
 
 @dataclass
 class Choice:
-    """One sample of an answer. Each value may be an impossible one.
+    """One sample of an answer. Any value may be impossible, where a try wants that.
 
     Attributes:
         rows: the expert ids, rows x hidden layers x top-k.
-        names: what the log-probs call their tokens. None means that they are called by their ids.
+        names: the tokens' names beside their log-probs. None: names made of the token ids.
         reason: why the sample ended.
     """
 
@@ -45,7 +45,13 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What a server answers to one prompt: `n` choices. `returned_prompt` is what it repeats."""
+    """What a server answers to one prompt.
+
+    Attributes:
+        returned_prompt: the prompt's tokens as the body repeats them.
+        choices: the samples, as many as the request's `n`.
+        extra: fields that a decoder does not know.
+    """
 
     prompt: list[int]
     returned_prompt: list[int]
@@ -62,7 +68,7 @@ def make_rows(rng: random.Random, rows: int, shape: ModelShape) -> np.ndarray:
 
 
 def make_answer(rng: random.Random, shape: ModelShape, choices: int) -> Answer:
-    """An answer with a made-up prompt and possible samples of it."""
+    """An answer with a made-up prompt and made-up samples, all of whose values are possible."""
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 7))]
     answer = Answer(prompt, prompt)
     for _ in range(choices):
@@ -77,7 +83,7 @@ def make_answer(rng: random.Random, shape: ModelShape, choices: int) -> Answer:
 
 
 def npy(rows: np.ndarray) -> str:
-    """vLLM from 0.22 on: a `.npy` file in base64; its ids are uint8 where they fit."""
+    """vLLM from 0.22 on: a `.npy` file in base64, with ids in uint8 where they fit."""
     small = rows.dtype.kind == "i" and rows.size and rows.min() >= 0 and rows.max() < 256
     stream = io.BytesIO()
     np.save(stream, rows.astype(np.uint8) if small else rows)
@@ -90,7 +96,7 @@ def int32(rows: np.ndarray) -> str:
 
 
 def shaped(rows: np.ndarray) -> list[Any]:
-    """A patched Megatron: bytes in base64 beside dtype and shape."""
+    """A patched Megatron: bytes in base64, with dtype and shape beside them."""
     small = rows.size and rows.min() >= -(1 << 15) and rows.max() < 1 << 15
     routes: list[Any] = from_tests("engine_bodies").as_bytes(rows.astype("<i2" if small else "<i4"))
     return routes
@@ -113,7 +119,7 @@ def _content(choice: Choice) -> dict[str, Any]:
 
 
 def _sent(choice: Choice) -> dict[str, Any]:
-    """What chats and `generate` of vLLM say of a choice."""
+    """The fields of a choice in vLLM's chat and `generate` bodies."""
     routes = {"routed_experts": npy(choice.rows)}
     return {"logprobs": _content(choice), "token_ids": choice.tokens, **routes}
 
@@ -140,7 +146,7 @@ _CHAT = {"messages": [{"role": "user", "content": "say something"}], "logprobs":
 
 
 def completions(answer: Answer) -> Exchange:
-    """vLLM's /v1/completions, routes as base64."""
+    """vLLM's /v1/completions."""
 
     def fields(one: Choice) -> dict[str, Any]:
         prompt = {"prompt_token_ids": answer.returned_prompt}
@@ -151,7 +157,7 @@ def completions(answer: Answer) -> Exchange:
 
 
 def chat(answer: Answer) -> Exchange:
-    """vLLM's /v1/chat/completions. Only the response says which tokens the prompt has."""
+    """vLLM's /v1/chat/completions. The request has no token ids of the prompt; the body has."""
     body = _body(answer, "chat.completion", _sent)
     return {**body, "prompt_token_ids": answer.returned_prompt}, _asked(answer, **_CHAT)
 
@@ -164,7 +170,7 @@ def generate(answer: Answer) -> Exchange:
 
 
 def sglang(answer: Answer) -> Exchange:
-    """SGLang's /generate: one sample, or a list of several."""
+    """SGLang's /generate: the body is one sample, or a list of several."""
     items = []
     for one in answer.choices:
         names = (one.tokens if one.names is None else one.names)[: len(one.logprobs)]
@@ -185,7 +191,7 @@ def sglang(answer: Answer) -> Exchange:
 
 
 def sglang_openai(answer: Answer) -> Exchange:
-    """SGLang's /v1/completions: `sglext` for one choice, `meta_info` in each of several."""
+    """SGLang's /v1/completions: routes are in `sglext`, or with several choices in `meta_info`."""
     body, request = completions(answer)
     for one, choice in zip(answer.choices, body["choices"], strict=True):
         del choice["routed_experts"]
@@ -197,7 +203,7 @@ def sglang_openai(answer: Answer) -> Exchange:
 
 
 def megatron(answer: Answer) -> Exchange:
-    """A patched Megatron's /v1/chat/completions. Only the response says what the prompt is."""
+    """A patched Megatron's /v1/chat/completions. Only the body has the prompt's token ids."""
 
     def fields(one: Choice) -> dict[str, Any]:
         message = {
@@ -217,9 +223,9 @@ class Dialect:
 
     Attributes:
         engine: the engine whose decoder reads the body.
-        build: makes the body and its request.
-        shape: the model that sampled.
-        names_tokens: whether each log-prob says which token it belongs to.
+        build: makes a body and its request from an answer.
+        shape: the shape of the model that sampled.
+        names_tokens: whether the body names the token of each log-prob.
         names_model: whether the body says which model sampled.
         returns_prompt: whether the body repeats the prompt's tokens or says how many there are.
     """

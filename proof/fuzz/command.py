@@ -1,4 +1,4 @@
-"""The real commands, each in a process of its own."""
+"""Run the real `megatron-r3` commands in processes of their own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def start(arguments: Sequence[str], folder: Path, name: str) -> subprocess.Popen
 
 
 def ended(process: subprocess.Popen[bytes], limit_s: float, what: str) -> int:
-    """The exit status of a process, which must end within this time."""
+    """Wait for a process and return its exit status; a Fault if it takes longer than `limit_s`."""
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -40,7 +40,7 @@ def ended(process: subprocess.Popen[bytes], limit_s: float, what: str) -> int:
 def from_tests(name: str) -> ModuleType:
     """Import a module of tests/support, which the fuzz shares with the tests.
 
-    The folder is no package: pytest has it on `sys.path` (pyproject.toml), and so has the fuzz.
+    The folder is no package. So it must be on `sys.path`, where pytest has it too (pyproject.toml).
     """
     folder = str(ROOT / "tests" / "support")
     if folder not in sys.path:

@@ -1,7 +1,7 @@
 """Tries on config.json: other numbers, other types, noise, and numbers that would fill the memory.
 
-Which layers of a config are MoE layers is worked out a second time here (`meant`), for three
-families of models and after docs/engines.md, to compare it with what the product reads.
+`meant` is a second reader of config.json, written from docs/engines.md for three families of
+models. Each try compares the result of megatron_r3's reader with that of `meant`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Meaning = tuple[int, tuple[int, ...], int, int, int | None]
 
 
 def attempt(rng: random.Random, folder: Path, state: None) -> str:
-    """Write a config with something wrong in it, and read the model and its shape."""
+    """Write a config, changed in most tries, and read the model's shape from it."""
     config = {"architectures": ["A"], "hidden_size": 64, **copy.deepcopy(rng.choice(_FAMILIES))}
     kind = rng.choice(("nothing", "possible", *["damage"] * 4, "noise", "text"))
     said = kind
@@ -57,7 +57,7 @@ def attempt(rng: random.Random, folder: Path, state: None) -> str:
 
     def difference(got: Meaning) -> str | None:
         if expected is None:
-            return f"accepted as {str(got)[:200]!a}, and no model is so: {data[:300]!a}"
+            return f"accepted as {str(got)[:200]!a}, but no model has this config: {data[:300]!a}"
         return None if got == expected else f"{got}, not {expected}"
 
     return judged(lambda: _read(given), difference, [str(path)], must=kind == "nothing")
@@ -78,9 +78,9 @@ def _read(path: Path) -> Meaning:
 
 
 def meant(data: bytes) -> Meaning | None:
-    """Layers, MoE layers, experts, top-k and vocabulary.
+    """What a config means: layers, MoE layers, experts, top-k and vocabulary size.
 
-    None means that no model has such a config. A vocabulary of None means that the config has none.
+    None means that no model can have the config. The vocabulary is None if the config has none.
     """
     try:
         config = json.loads(data.decode())
@@ -107,7 +107,7 @@ def _whole(value: Any, least: int, most: int) -> int | None:
 
 
 def _moe(config: dict[str, Any], layers: int) -> tuple[int, ...] | None:
-    # names of all layers go before all other fields: ["dense", "sparse"] means that layer 1 has MoE
+    # a list of all layers overrules all other fields: ["dense", "sparse"]: layer 1 is a MoE layer
     names = config.get("mlp_layer_types")
     if names is not None:
         if not isinstance(names, list) or len(names) != layers:
@@ -126,7 +126,7 @@ def _moe(config: dict[str, Any], layers: int) -> tuple[int, ...] | None:
         )
         if step is None or not listed:
             return None
-        # with a step of 2, the layers 1, 3, 5 ...
+        # with a step of 2 the MoE layers are 1, 3, 5 ...
         return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
     if kind == "deepseek_v3":
         first = _whole(config.get("first_k_dense_replace"), 0, 10_000)
@@ -140,13 +140,13 @@ def _moe(config: dict[str, Any], layers: int) -> tuple[int, ...] | None:
         step = 1 if frequency is None else _whole(frequency, 1, 10_000)
         if first is None or step is None:
             return None
-        # with a step of 2 behind one dense layer, the layers 2, 4, 6 ...
+        # with a step of 2 and a dense layer 0 the MoE layers are 2, 4, 6 ...
         return tuple(i for i in range(first, layers) if i % step == 0)
     return tuple(range(layers)) if kind == "mixtral" else None
 
 
 def _possible(config: dict[str, Any], rng: random.Random) -> str:
-    """Set other numbers, most of which are possible; return what was changed."""
+    """Set other values, most of which are possible; return which number was changed."""
     name = rng.choice([key for key, value in config.items() if type(value) is int])
     config[name] = rng.choice((1, 2, 3, 5, 8, 61, 256, 20_000, 4_000_000_000))
     layers = config["num_hidden_layers"]

@@ -1,4 +1,4 @@
-"""Odd values, damaged bytes and damaged JSON, for every class of tries."""
+"""Odd values, damaged bytes and damaged JSON, which all classes of tries share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ODD: list[Any] = [
     ["sparse"] * 4, ["dense"] * 4, [None] * 4, ["\x1b[2J"] * 4, {"data": [], "dtype": "int16"},
     [[[0] * 4] * 3] * 9, {"message": "no\nroom\x1b[2J"}, {"type": "abort"},
 ]  # fmt: skip
-# texts of which most are no JSON, or none that a program wants
+# texts: most are no JSON; the others are JSON that no reader here expects
 TEXTS = (
     "", "{", "}", "null", "3", '"a"', "[]", "{}", "[null]", "\ufeff{}", "NaN", "\0", "\x1b[2J",
     "{'a': 1}", '{"a"}', "[" * 100_000, '{"a":' * 50_000, "9" * 6000, '{"a": 2e400}', "<html>\x1b",
@@ -28,12 +28,12 @@ TEXTS = (
 
 
 def odd(rng: random.Random) -> Any:
-    """A number, or one of the odd values, which the caller may change."""
+    """A number or another odd value; the caller may change it, for it is a copy."""
     return copy.deepcopy(rng.choice(rng.choice((NUMBERS, ODD))))
 
 
 def noise(data: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """Bytes as a disk, a network or an editor damages them, and what was done."""
+    """Damage bytes as a disk, a network or an editor might; also return what was done."""
     changed, where = bytearray(data), rng.randrange(len(data))
     length = min(rng.choice((1, 2, 8, 64, 512)), len(data) - where)
     kind = rng.choice(("flip", "set", "noise", "cut", "append", "delete", "insert", "zero", "move"))
@@ -72,23 +72,27 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def at(value: Any, path: tuple[Any, ...]) -> Any:
-    """What is at this path."""
+    """The value at this path."""
     for key in path:
         value = value[key]
     return value
 
 
 def damage(value: Any, rng: random.Random, never: tuple[str, ...] | None = None) -> str:
-    """Take one thing out of a JSON value, rename it, or give it an odd value; return what was done.
+    """Remove a field or item of a JSON value, rename it, or give it an odd value.
 
     Args:
-        value: what is changed, in its place.
+        value: the JSON value, which is changed in place.
         rng: chooses.
-        never: if given, no number takes the place of a number and no text that of a text, for that
-            might be another possible value; but it may in the fields with these names.
+        never: None: anything may change. Else the damaged value must be an impossible one: a number
+            does not replace a number, nor a text a text, except in the fields with these names.
+
+    Returns:
+        What was done.
     """
-    # A number deep in a list may be another possible value: the path of the first token of a body
-    # is ("choices", 0, "token_ids", 0), of 4 steps. So with `never` only lists near the top change.
+    # An item deep in a list may have another possible value. Example: the path of the first token
+    # of a body is ("choices", 0, "token_ids", 0). So with `never`, items change only where their
+    # path has at most 3 steps.
     paths = [p for p in places(value) if never is None or not isinstance(p[-1], int) or len(p) < 4]
     *parents, last = rng.choice(paths)
     parent = at(value, tuple(parents))
@@ -100,7 +104,7 @@ def damage(value: Any, rng: random.Random, never: tuple[str, ...] | None = None)
     else:
         old, new = parent[last], odd(rng)
         alike = (_is_number(new) and _is_number(old)) or (type(new) is type(old) is str)
-        # 5 in place of the token 7 is another response; [5] in its place is no response at all
+        # Example: 5 instead of the token 7 is another response, but possible; [5] is impossible.
         parent[last] = [new] if never is not None and alike and last not in never else new
     return f"{kind} {'.'.join(map(str, [*parents, last]))}"
 
@@ -110,5 +114,5 @@ def _is_number(value: Any) -> bool:
 
 
 def text_of(value: Any) -> bytes:
-    """A value as JSON, with half characters as they are."""
+    """A value as JSON in UTF-8; lone surrogates are written as they are."""
     return json.dumps(value).encode(errors="surrogatepass")

@@ -1,9 +1,8 @@
-"""Impossible things in a shard, under checksums that are right.
+"""Put impossible values into a shard, under checksums that are right.
 
-No rollout can have a forged value. So a reader that accepts the shard is wrong, unless the reader
-does not use the value and everything that it gives is what was written. The checksums are those of
-tests/support/stored.py, which is written after docs/rollout-store.md: no module of the fuzz knows
-more of the format than the names of the tensors.
+No rollout can have a forged value. So a reader that accepts the shard is wrong, unless all that the
+reader returns is what was written, because it does not use the value. The checksums are made by
+tests/support/stored.py, which is written from docs/rollout-store.md, without megatron_r3's writer.
 
 Shape suffixes (docs/glossary.md): K, L, M, N, T, U.
 """
@@ -26,7 +25,7 @@ from proof.fuzz.damage import TEXTS, odd
 
 stored = from_tests("stored")
 VOCABULARY = 64
-_WRAP = 2**62  # four of these add up to 2**64, which is 0 in 64 bits
+_WRAP = 2**62  # the sum of four of these is 2**64, which wraps around to 0 in 64 bits
 Tensors = dict[str, np.ndarray]
 
 
@@ -39,7 +38,7 @@ def write_again(path: Path, info: StoreInfo, tensors: Tensors) -> None:
 
 
 def forge(path: Path, info: StoreInfo, rng: random.Random) -> str:
-    """Put one impossible thing into a shard; return what."""
+    """Put one impossible value into a shard; return a description of it."""
     forgery = rng.choice((*_OF_TENSORS, *_OF_HEADERS))
     if forgery in _OF_HEADERS:
         said = _OF_HEADERS[forgery](path, rng)
@@ -50,7 +49,8 @@ def forge(path: Path, info: StoreInfo, rng: random.Random) -> str:
             write_again(path, info, tensors)
         except (KeyError, IndexError, ValueError):
             if forgery not in ("counts", "sizes", "shape"):
-                raise  # else there is nothing that could be summed up, and the old sums stay
+                raise
+            # these three may make tensors that cannot be summed: the old checksums stay
     return f"{forgery}: {said:.200}"
 
 
@@ -61,8 +61,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "logprobs": (5.0, 1e-3, -9999.0, -95.0, -1e30, *_BAD_FLOATS),
     "logprobs outside": (-1.0, 5.0, *_BAD_FLOATS),
     "tokens": (-1, -(2**31)),
-    # The turns say what `response` must be, so that its opposite is impossible. Nothing says
-    # whether a row is recorded, so that only a value that is no truth value is.
+    # `turns` determines `response`, so the opposite value is impossible. No other tensor determines
+    # `recorded`, so only values other than 0 and 1 are impossible.
     "response": (2, 255, "opposite"), "recorded": (2, 255),
     "reward": _BAD_FLOATS, "advantage": (math.inf, -math.inf),
     "sample": (-1, -(2**63)), "policy_version": (-1, -(2**63)), "prompt_digest": (-1,),
@@ -114,7 +114,7 @@ def _counts(tensors: Tensors, info: StoreInfo, rng: random.Random) -> str:
     kind = rng.choice(("wrap", "negative", "more", "less", "least", "huge"))
     if kind == "wrap":
         counts_M[:] = [_WRAP] * len(counts_M)
-        if rng.choice((True, False)):  # choose the last count so that the sum in 64 bits is right
+        if rng.choice((True, False)):  # set the last count so that the wrapped sum is right
             last = (total - (len(counts_M) - 1) * _WRAP) % 2**64
             counts_M[-1] = last - 2**64 * (last >= 2**63)
     elif kind in ("negative", "least"):  # the sum stays right
@@ -142,9 +142,9 @@ def _spans(tensors: Tensors, info: StoreInfo, rng: random.Random) -> str:
 
 
 def _sizes(tensors: Tensors, info: StoreInfo, rng: random.Random) -> str:
-    if "kept_sizes" not in tensors:  # a shard without kept sets gets one tensor of them
+    if "kept_sizes" not in tensors:  # every shard has num_kept, with a value for each of 4 rollouts
         tensors["num_kept"] = np.zeros(3, np.int64)
-        return "num_kept alone"
+        return "num_kept of 3 rollouts"
     sizes_N = tensors["kept_sizes"]
     sizes_N[rng.randrange(len(sizes_N))] += rng.choice((1, -1, 99, -99, 2**30))
     return f"kept sizes {sizes_N.tolist()}"
@@ -203,7 +203,7 @@ def _body(path: Path, rng: random.Random) -> str:
     name, value = rng.choice([*body]), odd(rng)
     if name == "number" and value == body[name]:
         value += 9
-    elif isinstance(body[name], dict) and name != "info":  # checksums by the names of tensors
+    elif isinstance(body[name], dict) and name != "info":  # `crc32`: change one tensor's checksum
         value = {**body[name], rng.choice([*body[name]]): value}
     body[name] = value
     stored.rewrite_header(path, body)
@@ -217,7 +217,7 @@ def _text(path: Path, rng: random.Random) -> str:
 
 
 def _unknown(path: Path, rng: random.Random) -> str:
-    """Add a key that another writer may write."""
+    """Add a key that the format does not have, as another writer might."""
     body = stored.header_of(path)
     holders = {"body": body, "info": body["info"], "sampling": body["info"]["sampling"]}
     place = rng.choice([*holders])
@@ -227,7 +227,10 @@ def _unknown(path: Path, rng: random.Random) -> str:
 
 
 def _entry(path: Path, rng: random.Random) -> str:
-    """A lie about where a tensor lies and what it is, or about the texts beside the tensors."""
+    """Give a tensor's entry in safetensors' header a false shape, type or place, or change a text.
+
+    The texts are those of `__metadata__`.
+    """
     tensors = load_file(path)
     name = rng.choice([*tensors, "__metadata__"])
     if name == "__metadata__":
@@ -253,12 +256,12 @@ def _entry(path: Path, rng: random.Random) -> str:
     return f"{name} {key} {lie!r}"
 
 
-# types with as many bytes
+# for each item size, safetensors types of that size
 _AS_LONG = {8: ("U64", "F64"), 4: ("F32", "I32"), 2: ("F16", "BF16"), 1: ("I8", "BOOL")}
 
 
 def _layout(path: Path, rng: random.Random) -> str:
-    """Another safetensors header, or another length of it."""
+    """Write another safetensors header, or another length before it."""
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     text = rng.choice((
@@ -272,7 +275,7 @@ def _layout(path: Path, rng: random.Random) -> str:
         lengths += [len(text)] * 9
     length = rng.choice(lengths)
     path.write_bytes(length.to_bytes(8, "little") + text + data[begin:])
-    return f"{text[:60]!a}, as if it had {length} bytes"
+    return f"{text[:60]!a}, with {length} as its length"
 
 
 _OF_TENSORS: dict[str, Callable[[Tensors, StoreInfo, random.Random], str]] = {

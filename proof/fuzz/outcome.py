@@ -1,4 +1,4 @@
-"""The outcomes of a try, and what counts as one clear line. Nothing else decides either of them."""
+"""The outcomes of a try, and what counts as one clear line, for all classes of tries."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TypeVar
 
-RIGHT = "right"  # accepted, with the content that it must have
-REFUSED = "refused"  # by an error of one clear line
+RIGHT = "right"  # accepted, with the right content
+REFUSED = "refused"  # with one clear line
 WRONGLY_REFUSED = "wrong refusal"  # the input had nothing wrong with it
-SILENT = "silent wrong"  # accepted with wrong content, or although the input is impossible
-CRASH = "crash"  # an exception came that is not meant for users, or the memory was filled
+SILENT = "silent wrong"  # wrong content or impossible input was accepted, or a promise was broken
+CRASH = "crash"  # an exception that is not meant for users, or too much memory
 HANG = "hang"  # no end within the limit
 BAD_MESSAGE = "bad message"  # refused, but not with one clear line
 OUTCOMES = (RIGHT, REFUSED, WRONGLY_REFUSED, SILENT, CRASH, HANG, BAD_MESSAGE)
 
-MOST_CHARACTERS = 1000  # of a clear line; the paths of a try have some 50
-LIMIT_S = 30.0  # generous, since other programs may be busy on the machine
-_MOST_LINES = 60  # of the list below an error of `apply`
+MOST_CHARACTERS = 1000  # of a clear line; a path of a try has about 50
+LIMIT_S = 30.0  # generous: other programs may be busy on the machine
+_MOST_LINES = 60  # lines that `apply` may list below its error
 
 T = TypeVar("T")
 
@@ -36,16 +36,16 @@ class Fault(Exception):
 
 
 class _Hang(BaseException):
-    """Raised in code that takes too long. No `except Exception` of that code catches it."""
+    """Raised in code that takes too long. An `except Exception` of that code does not catch it."""
 
 
 def note(folder: Path, text: str) -> None:
-    """Write down what is wrong with the input of this try, before the try may kill its process."""
+    """Write what is wrong with the input of a try into a file, as the try may kill its process."""
     (folder / "what").write_text(text, errors="backslashreplace")
 
 
 def noted(folder: Path) -> str:
-    """What `note` wrote last into this folder; empty if it wrote nothing."""
+    """The text that `note` wrote last into this folder; empty if there is none."""
     path = folder / "what"
     return path.read_text() if path.is_file() else ""
 
@@ -55,8 +55,8 @@ def bad_line(text: str, names: Sequence[str]) -> str | None:
 
     Args:
         text: an error message.
-        names: what the message may be about, such as a file, a request or an option. A clear line
-            has at least one of these names in it.
+        names: names of the input, such as a file, a request or an option. A clear line has at least
+            one of them.
     """
     if not text.strip():
         return "it says nothing"
@@ -75,9 +75,9 @@ def bad_line(text: str, names: Sequence[str]) -> str | None:
 
 
 def bad_stderr(text: str, names: Sequence[str]) -> str | None:
-    """Why this is not one `error:` line, in a few words; None if it is.
+    """Why the stderr of a command is not one clear `error:` line, in a few words; None if it is.
 
-    A list may stand below the line: `apply` names each wrong file in a line of its own there.
+    A list may follow the line: `apply` names each wrong file on a line of its own.
     """
     first, *rest = text.removesuffix("\n").split("\n")
     if not first.startswith("error: "):
@@ -86,10 +86,10 @@ def bad_stderr(text: str, names: Sequence[str]) -> str | None:
     if wrong is None and not any(name in text for name in names):
         wrong = f"names none of {list(names)[:3]}"
     if wrong is None and len(rest) > _MOST_LINES:
-        wrong = f"{len(rest)} lines below it"
+        wrong = f"{len(rest)} lines below the error"
     for line in rest:
         if not line.isprintable() or "Traceback" in line or line.startswith("error:"):
-            wrong = "a line below it is no part of a list"
+            wrong = "a line below the error is no part of a list"
     return wrong if wrong is None else f"{wrong}: {text[:2000]!a}"
 
 
@@ -99,13 +99,16 @@ def judged(
     names: Sequence[str],
     must: bool = False,
 ) -> str:
-    """RIGHT or REFUSED, after one call of the code under test; or else a Fault.
+    """Call the code under test once, and return RIGHT or REFUSED.
 
     Args:
         action: calls the code under test.
         difference: says what is wrong with the result of `action`; None if nothing is.
         names: see `bad_line`.
-        must: whether the input has nothing wrong with it, so that any refusal is a fault.
+        must: whether the input is right, so that any refusal is a fault.
+
+    Raises:
+        Fault: any other outcome.
     """
     said = io.StringIO()
     try:
@@ -124,12 +127,12 @@ def judged(
             raise Fault(SILENT, wrong)
         outcome = RIGHT
     if said.getvalue():
-        raise Fault(BAD_MESSAGE, f"beside it, this was printed: {said.getvalue()[:3000]!a}")
+        raise Fault(BAD_MESSAGE, f"{outcome}, but this was printed: {said.getvalue()[:3000]!a}")
     return outcome
 
 
 def _refusal(error: BaseException, names: Sequence[str], must: bool) -> str:
-    """REFUSED, if users may see the error: a plain ValueError, or an error of this project."""
+    """REFUSED for a clear error: a plain ValueError or one of this project's; else a Fault."""
     own = type(error) is ValueError or type(error).__module__.partition(".")[0] == "megatron_r3"
     if not (isinstance(error, ValueError) and own):
         raise Fault(CRASH, "".join(traceback.format_exception(error, limit=-4)).strip())
@@ -143,7 +146,7 @@ def _refusal(error: BaseException, names: Sequence[str], must: bool) -> str:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """End what takes too long, such as opening a named pipe that nobody writes to."""
+    """Stop the block after LIMIT_S, for example when it opens a pipe that nobody writes to."""
 
     def ring(number: int, frame: object) -> None:
         raise _Hang

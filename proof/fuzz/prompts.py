@@ -1,7 +1,6 @@
 """Tries on prompt files: JSON lines with other types, other groups, noise, and lines without JSON.
 
-What a line means is worked out a second time here (`meant`), after the docs and without the code
-under test.
+`meant` is a second reader of prompt files, written from the docs without the code under test.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _line(rng: random.Random, number: int) -> dict[str, Any]:
 
 
 def attempt(rng: random.Random, folder: Path, state: None) -> str:
-    """Write a file of prompts with something wrong in it, and read it."""
+    """Write a file of prompts, damaged in most tries, and read it."""
     lines = [_line(rng, number) for number in range(rng.randint(1, 6))]
     path = folder / "prompts.jsonl"
     kind = rng.choice(("nothing", *["damage"] * 6, "line", "line", *["noise"] * 3, "no file"))
@@ -61,7 +60,7 @@ def attempt(rng: random.Random, folder: Path, state: None) -> str:
 
     def difference(got: list[Any]) -> str | None:
         if expected is None:
-            return f"accepted, and it is no file of prompts: {str(got)[:200]!a}"
+            return f"accepted, but this is no file of prompts: {str(got)[:200]!a}"
         if repr(got) != repr(expected):  # NaN != NaN, but both print as nan
             return f"{str(got)[:300]!a}, not {str(expected)[:300]!a}"
         return None
@@ -73,18 +72,18 @@ def _read(path: Path) -> list[tuple[int, Any, Any]]:
     prompts = read_prompts(path)
     for prompt in prompts:
         assert prompt.where.startswith(str(path))
-        _ = prompt.digest  # a collection stores the digest, which must exist for every prompt
+        _ = prompt.digest  # must not raise: a collection stores the digest of every prompt
         assert (prompt.tokens is None) == (isinstance(prompt.content, str) or prompt.is_chat)
     return [(prompt.group, prompt.content, dict(prompt.fields)) for prompt in prompts]
 
 
 def meant(data: bytes) -> list[tuple[int, Any, Any]] | None:
-    """Group, content and fields of each prompt.
+    """What a file means: group, content and fields of each prompt.
 
-    None means that the file is wrong: there is no prompt in it, a line is no prompt, or two prompts
-    have the same group.
+    None means that the file is wrong: it has no prompt, a line that is no prompt, or two prompts of
+    the same group.
     """
-    # a group that nobody names is the number of the line, empty lines counted
+    # the group of a prompt without one is the number of its line, from 0, empty lines counted
     by_group: dict[int, tuple[int, Any, Any]] = {}
     for number, line in enumerate(data.split(b"\n")):
         if not line.strip():

@@ -1,7 +1,7 @@
-"""Tries on responses of servers: other values, impossible ones, damage, unrelated JSON.
+"""Tries on responses of servers: other values, impossible values, damage, unrelated JSON.
 
-Each try begins with made-up samples, so that it knows what must come out: these samples, perhaps
-with another possible value in them, or an error that names the request.
+Each try puts made-up samples into a body, so it knows what must come out: the same samples, or an
+error that names the request.
 
 Shape suffixes (docs/glossary.md): G, K, L, N, T, U.
 """
@@ -33,7 +33,7 @@ from proof.fuzz.search import Kind
 WHERE = "prompts.jsonl, line 3, sample 1"
 _WAYS = ("nothing", "other order", "other value", *["impossible"] * 3, *["field"] * 3, "base64",
          "base64", "choices", "text")  # fmt: skip
-# Fields that say nothing of the sample: whatever stands there, the same sample must come out.
+# Fields that say nothing about the sample: whatever they hold, the same sample must come out.
 _SAY_NOTHING = ("created", "id", "usage", "stop_reason", "text", "top_logprobs", "bytes")
 _TEXTS = (
     *TEXTS, '{"error": {"message": "no room\\n\\u001b[2J"}}', '{"detail": "Not Found"}',
@@ -44,7 +44,7 @@ _TEXTS = (
 
 
 def attempt(rng: random.Random, folder: Path, state: None) -> str:
-    """Make an answer, put it into a body, change one of them, and decode the body."""
+    """Make an answer and its body, change the answer or the body, and decode the body."""
     name = rng.choice([*bodies.DIALECTS])
     dialect = bodies.DIALECTS[name]
     answer = bodies.make_answer(rng, dialect.shape, rng.choice((1, 1, 1, 2, 3)))
@@ -64,26 +64,26 @@ def attempt(rng: random.Random, folder: Path, state: None) -> str:
     (folder / "body").write_text(text, errors="surrogatepass")
     (folder / "request.json").write_text(json.dumps(request))
     wanted = [_samples(expected, dialect)]
-    if kind == "base64":  # right is what was there before the damage, and what numpy reads now
+    if kind == "base64":  # right are the routes before the damage, and those that numpy reads now
         _reread(expected, body, dialect)
         wanted.append(_samples(expected, dialect))
 
     def decode() -> list[Sample]:
-        """Do with a body what a collection does: parse it within bounds, then decode it."""
+        """Do with the body what a collection does: parse the JSON with limits, then decode it."""
         asked, response = json.loads(json.dumps(request)), read_json(text, WHERE)
         rollouts = engines.decode(dialect.engine, response, asked, dialect.shape, WHERE)
         return [_sample(rollout) for rollout in rollouts]
 
     def difference(got: list[Sample]) -> str | None:
         if kind == "impossible":
-            return f"accepted, and it cannot be: {said}"
+            return f"accepted, but this is impossible: {said}"
         odd_ones = [(a, b) for a, b in zip_longest(got, wanted[-1]) if a != b]
         return None if got in wanted else f"{odd_ones[0][0]}, not {odd_ones[0][1]}"
 
     return judged(decode, difference, [WHERE], kind in ("nothing", "other value", "other order"))
 
 
-# tokens, length of the prompt, log-probs of what was sampled, routes, turns, group
+# tokens, length of the prompt, log-probs of the sampled tokens, routes, turns, group
 Sample = tuple[list[int], int, list[float], list[Any] | None, list[list[int]], int]
 
 
@@ -95,11 +95,11 @@ def _sample(rollout: Rollout) -> Sample:
 
 
 def _samples(answer: Answer, dialect: Dialect) -> list[Sample]:
-    """What must come out of an answer."""
+    """The samples that must come out of an answer's body."""
     samples, begin = [], len(answer.prompt)
     for one in answer.choices:
         rows, routes = one.rows, None
-        if rows.ndim == 3:  # else no decoder can read what is there
+        if rows.ndim == 3:  # else no decoder can read the routes
             whole = rows.shape[1] == dialect.shape.num_hidden_layers
             rows = rows[:, [*dialect.shape.moe_layers]] if whole else rows
             routes = rows.swapaxes(0, 1).tolist()
@@ -119,7 +119,7 @@ _BAD_TOKENS = (-1, 2**31, 2**63, 2**70, 1.0, "12", True, None, VOCABULARY)
 
 
 def _other_value(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
-    """Put another possible value in, which must come out as it was sent; return which."""
+    """Put another possible value into an answer; return what kind. It must come out as sent."""
     choice = rng.choice(answer.choices)
     where = rng.randrange(len(choice.tokens))
     kind = rng.choice(("token", "log-prob", "routes", "unknown fields", "no model", "reason"))
@@ -139,7 +139,7 @@ def _other_value(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
 
 
 def _impossible(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
-    """Put an impossible value in; return which."""
+    """Put an impossible value into an answer; return a description of it."""
     choice = rng.choice(answer.choices)
     where = rng.randrange(len(choice.tokens))
     kinds = ["log-prob", "log-prob", "token", "routes", "routes", "counts", "too many", "aborted"]
@@ -158,7 +158,7 @@ def _impossible(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
         items = [*getattr(choice, value)]
         items = rng.choice((items[:-1], [*items, items[0]]))
         setattr(choice, value, np.array(items) if value == "rows" else items)
-    elif kind == "too many":  # more tokens than the request allowed, with their routes
+    elif kind == "too many":  # more tokens than the request allows, with their routes
         answer.max_tokens = value = max(len(one.tokens) for one in answer.choices) - 1
     elif kind == "aborted":
         choice.reason = value = rng.choice(("abort", "error"))
@@ -204,19 +204,19 @@ def _impossible_rows(choice: Choice, dialect: Dialect, rng: random.Random) -> st
 
 
 def _odd_field(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """Take a field out, rename it, or give it a value of another type, but never another value."""
+    """Remove or rename a field, or give it an impossible value; `_SAY_NOTHING` may get any."""
     return body, damage(body, rng, _SAY_NOTHING)
 
 
 def _other_order(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """Put the choices into another order. Their `index` still says which is which."""
+    """Put the choices into another order; their `index` stays."""
     if isinstance(body, dict) and "choices" in body and "sglext" not in body:
         rng.shuffle(body["choices"])
     return body, ""
 
 
 def _odd_choices(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """Take a choice out, put it in twice, or change its number."""
+    """Remove choices, repeat one, or change its `index`."""
     kind = rng.choice(("twice", "none", "fewer", "index", "null"))
     choices = body["choices"] if isinstance(body, dict) and "choices" in body else None
     items = choices or (body if isinstance(body, list) else [body])  # SGLang's list, or one sample
@@ -238,7 +238,7 @@ def _odd_choices(body: Any, rng: random.Random) -> tuple[Any, str]:
 
 def _damaged_base64(body: Any, rng: random.Random) -> tuple[Any, str]:
     """Damage the base64 text of the routes, or the bytes in it."""
-    # of Megatron's bytes the name is `data`
+    # Megatron's bytes are in the field `data`
     found = [path for path in places(body) if path[-1] in ("routed_experts", "data")]
     *parents, key = rng.choice([path for path in found if isinstance(at(body, path), str)])
     parent = at(body, tuple(parents))
@@ -271,10 +271,10 @@ _CHANGES: dict[str, Callable[[Any, random.Random], tuple[Any, str]]] = {
 
 
 def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
-    """Put into an answer the routes that numpy reads from its damaged body.
+    """Replace the routes of an answer by those that numpy reads from its damaged body.
 
-    Where numpy cannot read any, the answer keeps its routes: a decoder may refuse the body, or find
-    a way to read what was sent.
+    Where numpy can read none, the answer keeps its routes: a decoder may refuse the body, or still
+    read what was sent.
     """
     if isinstance(body, dict) and "sglext" in body:
         holders = [body["sglext"]]
@@ -295,7 +295,7 @@ def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
             else:
                 shape = (-1, dialect.shape.num_hidden_layers, dialect.shape.topk)
                 rows = np.frombuffer(raw, "<i4").reshape(shape)
-        except Exception:  # numpy raises many kinds of them
+        except Exception:  # numpy raises many kinds of errors
             continue
         choice.rows = rows
 

@@ -1,10 +1,10 @@
-"""Bad input, thousands of times.
+"""Feed the code bad input, thousands of times.
 
     python -m proof.fuzz.run --tries N --seed S [--only CLASS [--again LETTERS]]
 
-The table says how many tries of each class had which outcome (docs/fuzz.md). The exit status is 1
-if any input was accepted wrongly or refused wrongly, if the code crashed or hung, or if an error
-was not one clear line. A class ends at its first fault, which is shrunken and printed.
+The table has the number of tries of each class and outcome (docs/fuzz.md). The exit status is 1 if
+there is a fault: input was accepted wrongly or refused wrongly, the code crashed or hung, or an
+error was not one clear line. A class ends at its first fault, and prints it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pathlib import Path
 from proof.fuzz.outcome import OUTCOMES, Fault, noted
 from proof.fuzz.search import Kind, blob_of, search, steps_of
 
-# first what waits for other processes: it takes longest
+# classes that wait for other processes come first, because they take longest
 CLASSES = ("signals", "trees", "shards", "responses", "prompts", "configs")
-_MEMORY = 1 << 30  # by how much a class may grow: a config may not make its reader fill the memory
+_MEMORY = 1 << 30  # by how many bytes a class may grow: no input may make its reader fill memory
 
 
 def load(name: str) -> Kind:
-    """The class of tries with this name, which is `KIND` of the module with this name."""
+    """The class of tries with this name: `KIND` of the module `proof.fuzz.NAME`."""
     kind: Kind = import_module(f"proof.fuzz.{name}").KIND
     return kind
 
 
 def shares(tries: int, kinds: Sequence[Kind]) -> list[int]:
-    """How many of all tries each class gets; it is at least one, and the largest gets the rest."""
+    """How many of all tries each class gets, at least one; the largest class gets the rest."""
     total = sum(kind.share for kind in kinds)
     counts = [max(1, tries * kind.share // total) for kind in kinds]
     largest = max(range(len(kinds)), key=lambda i: counts[i])
@@ -52,19 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tries", type=int, default=10_000, help="of all classes together (default: 10000)")
     add("--seed", type=int, default=0, help="the same seed makes the same tries (default: 0)")
     add("--only", metavar="CLASS", help=f"one of {', '.join(CLASSES)}")
-    add("--again", metavar="LETTERS", default="", help="of --only: the one try that had a fault")
+    add("--again", metavar="LETTERS", default="", help="make only the try that had a fault again")
     text = "where the input of each fault is kept (default: build/fuzz)"
     add("--out", type=Path, default=Path("build/fuzz"), metavar="DIR", help=text)
     args = parser.parse_args(argv)
     if args.only and args.only not in CLASSES:
-        parser.error(f"--only {args.only}: one of {', '.join(CLASSES)}")
+        parser.error(f"--only {args.only}: must be one of {', '.join(CLASSES)}")
     if args.again and not args.only:
-        parser.error("--again is a try of one class: give --only CLASS")
+        parser.error("--again repeats a try of one class: give --only CLASS too")
     place = args.out.absolute()
     if args.only:
         kind = load(args.only)
         faulthandler.enable()
-        if kind.attempt:  # what is called in this process; a command has its own
+        if kind.attempt:  # the code under test runs in this process, not in a command's
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             most = pages * os.sysconf("SC_PAGE_SIZE") + _MEMORY
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -77,12 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _in_a_process(name: str, words: Sequence[object], place: Path) -> int:
-    """Run a class in a process of its own, which the code under test may end."""
+    """Run a class in a process of its own, as the code under test may kill the process."""
     command = [sys.executable, "-m", "proof.fuzz.run", "--only", name, *map(str, words)]
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     said = done.stdout + done.stderr
-    # A fault of numpy or of a mapped file ends a process by a signal: counts of 2**62, whose sum
-    # wraps around to 0, once made numpy write out of bounds. No `except` in that process sees it.
+    # A signal ended the process, which no `except` there can catch. Example: counts of 2**62, whose
+    # sum wraps around to 0, once made numpy write out of bounds.
     if done.returncode < 0:
         by, folder = signal.Signals(-done.returncode).name, place / name / "try"
         said += f"{name}: crash: the process ended by {by}: {noted(folder)}; input: {folder}\n"
@@ -91,7 +91,7 @@ def _in_a_process(name: str, words: Sequence[object], place: Path) -> int:
 
 
 def run_one(kind: Kind, tries: int, seed: int, out: Path, again: str = "") -> int:
-    """Run the tries of one class and print their row, and the fault if there is one."""
+    """Run the tries of one class; print the class's row, and its fault if there is one."""
     start = time.monotonic()
     counts, fault = search(kind, tries, seed, out / kind.name, again)
     cells = [kind.name, counts.total(), *(counts[outcome] for outcome in OUTCOMES)]
@@ -99,7 +99,7 @@ def run_one(kind: Kind, tries: int, seed: int, out: Path, again: str = "") -> in
     if fault:
         _say(kind, fault, out / kind.name)
     elif again:
-        print("  this try has no fault any more")
+        print("  the try of --again has no fault any more")
     return int(fault is not None)
 
 
@@ -116,7 +116,7 @@ def _say(kind: Kind, fault: Fault, place: Path) -> None:
     for step in steps_of(fault):
         print(f"      {step}")
     again = f"again: python -m proof.fuzz.run --only {kind.name} --again {blob}"
-    print(f"      {again if blob else 'it did not come again'}\n      input: {folder}")
+    print(f"      {again if blob else 'the fault did not come again'}\n      input: {folder}")
 
 
 if __name__ == "__main__":

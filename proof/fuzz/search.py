@@ -1,4 +1,4 @@
-"""One class of tries, searched by hypothesis: it chooses what is tried, and shrinks what fails."""
+"""Run a class of tries with hypothesis, which chooses the tries and shrinks a try that fails."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Kind:
 
     Attributes:
         share: how many of 1000 tries are of this class.
-        prepare: makes what all tries begin with. It is called once, with a folder that stays;
-            by default it does nothing.
+        prepare: makes what all tries need. It is called once, with a folder that stays; by default
+            it does nothing.
         attempt: makes one try and returns its outcome, or raises a Fault. It gets random numbers,
             which hypothesis chooses; an empty folder, in which it leaves the bad input; and the
             result of `prepare`.
-        machine: in place of `attempt`, the state machine of which each run is a try.
-        steps: of each run.
+        machine: used instead of `attempt`: a state machine, each run of which is a try.
+        steps: how many steps a run of the machine has.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Kind:
 
 
 class Tries:
-    """Counts the tries of a class up to its first fault, and gives each a folder.
+    """Counts the tries of a class up to its first fault, and gives each try a folder.
 
     Attributes:
-        counts: the tries by outcome.
-        folder: that of the try that was begun last.
+        counts: the number of tries by outcome.
+        folder: the folder of the try that began last.
     """
 
     def __init__(self, place: Path) -> None:
@@ -59,7 +59,7 @@ class Tries:
         self._found = False
 
     def begin(self) -> Path:
-        """Begin a try in an empty folder. The first fault's stays: it may not come again."""
+        """Begin a try in an empty folder; keep that of the first fault, which may not recur."""
         if self._found and not self._first.exists():
             os.rename(self.folder, self._first)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -67,18 +67,18 @@ class Tries:
         return self.folder
 
     def count(self, outcome: str, fault: bool = False) -> None:
-        """Count a try; those by which hypothesis shrinks a fault are not counted."""
+        """Count a try, unless hypothesis makes it to shrink an earlier fault."""
         self.counts[outcome] += not self._found
         self._found |= fault
 
 
 class Machine(RuleBasedStateMachine):
-    """A state machine of which each run is a try.
+    """A state machine; each run is a try.
 
     Attributes:
-        state: the result of `prepare`.
+        state: the result of `Kind.prepare`.
         folder: the folder of the try.
-        outcome: that of the whole run, if no Fault ends it.
+        outcome: the outcome of the run, if no Fault ends it.
     """
 
     def __init__(self, tries: Tries, state: Any) -> None:
@@ -87,10 +87,10 @@ class Machine(RuleBasedStateMachine):
         self.folder, self.outcome = tries.begin(), RIGHT
 
     def finish(self) -> None:
-        """What is to be done and judged after the last step."""
+        """Do and judge what comes after the last step; here nothing."""
 
     def teardown(self) -> None:
-        """Count the try."""
+        """Finish the run, and count it as a try."""
         error = sys.exc_info()[1]  # hypothesis calls this in a `finally`
         try:
             if error is None:
@@ -108,13 +108,14 @@ class Machine(RuleBasedStateMachine):
 def search(
     kind: Kind, tries: int, seed: int, place: Path, again: str = ""
 ) -> tuple[Counter[str], Fault | None]:
-    """Make so many tries, up to the first fault; return them by outcome, and the fault.
+    """Make `tries` tries, up to the first fault; return their number by outcome, and the fault.
 
     Args:
         kind: the class.
-        tries, seed: how many tries, and the number on which all of them depend.
-        place: the folder of the class, which is made anew. The input of a fault stays there.
-        again: in place of all this, the one example that a fault gave as its `blob`.
+        tries: how many.
+        seed: the same seed makes the same tries.
+        place: the folder of the class, which is emptied first. The input of a fault stays there.
+        again: `blob_of` an earlier fault: make only that try again.
     """
     shutil.rmtree(place, ignore_errors=True)
     (place / "shared").mkdir(parents=True)
@@ -124,7 +125,8 @@ def search(
         stateful_step_count=kind.steps,
         database=None,
         deadline=None,
-        # To shrink the run of a machine takes hundreds of runs, each of seconds. It has few steps.
+        # A machine's run is not shrunk: that would take hundreds of runs of seconds each, and a run
+        # has few steps anyway.
         phases=(Phase.generate,) if kind.machine else (Phase.generate, Phase.shrink),
         suppress_health_check=[*HealthCheck],
         report_multiple_bugs=False,
@@ -145,7 +147,7 @@ def search(
         return made.counts, None
     except Fault as fault:
         return made.counts, fault
-    except Flaky as flaky:  # hypothesis made the same try again, and it had no fault then
+    except Flaky as flaky:  # hypothesis repeated the try, and the fault did not come again
         return made.counts, next(error for error in _inside(flaky) if isinstance(error, Fault))
     shutil.rmtree(place)
     return made.counts, None
@@ -166,7 +168,7 @@ def _property(kind: Kind, made: Tries, state: Any) -> Callable[[], None]:
 
 
 def _inside(error: BaseException) -> Iterator[BaseException]:
-    """The error, those of its group, and those that were being handled when it came."""
+    """An error, the errors of its group, and the contexts of all of them."""
     yield error
     for inner in (*getattr(error, "exceptions", ()), error.__context__):
         if inner is not None:
@@ -174,9 +176,10 @@ def _inside(error: BaseException) -> Iterator[BaseException]:
 
 
 def blob_of(fault: Fault) -> str:
-    """The shrunken example in letters, for `search(again=...)`.
+    """The try of a fault, as letters for `search(again=...)`.
 
-    It is empty if the fault did not come again, as when it hangs on the moment of a signal.
+    They are empty if the fault did not come again, for example if it depends on the moment of a
+    signal.
     """
     notes = "\n".join(getattr(fault, "__notes__", ()))
     found = re.search(r"@reproduce_failure\([^,]*, b'([^']*)'\)", notes)
@@ -184,7 +187,7 @@ def blob_of(fault: Fault) -> str:
 
 
 def steps_of(fault: Fault) -> list[str]:
-    """The steps of a state machine that led to a fault, as hypothesis writes them."""
+    """The steps of a state machine that led to a fault, as hypothesis prints them."""
     notes = "\n".join(getattr(fault, "__notes__", ()))
     return [
         line for line in notes.splitlines() if line.startswith("state.") and "teardown" not in line

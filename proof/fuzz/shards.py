@@ -1,7 +1,7 @@
 """Tries on rollout shards: noise, forged values with right checksums, files swapped or lost.
 
-A store that opens and verifies must give exactly what was written, read rollout by rollout and row
-by row. Everything else must be an error that names the store.
+A store that opens and verifies must give exactly what was written, read by rollout and by row. A
+reader must refuse every other store with an error that names it.
 
 Shape suffixes (docs/glossary.md): C, K, L, N, T, U, V.
 """
@@ -37,8 +37,8 @@ from proof.fuzz.forgeries import VOCABULARY, forge, stored, write_again
 from proof.fuzz.outcome import BAD_MESSAGE, REFUSED, SILENT, Fault, bad_stderr, judged, note
 from proof.fuzz.search import Kind
 
-# Seconds since 1970: what the files of a store say when they were written. Every change to such a
-# file shows in its time, also where the clock of the file system is coarse.
+# The modification time of a store's files, in seconds since 1970. It is long ago, so that a change
+# of a file changes this time, even if the file system's clock is coarse.
 _LONG_AGO = 1_700_000_000
 _SCALARS = ("reward", "group", "sample", "policy_version", "prompt_digest", "advantage")
 _WAYS = ("nothing", "written again", "files", "files", "while it is open", "while it is open",
@@ -50,20 +50,20 @@ _NAMES = (
     ".shard-abc.tmp", "shard-00001.safetensors~", "Shard-00001", "model.safetensors",
     "shard-00000.safetensors.safetensors", "shard-000000000000000000000001.safetensors",
 )  # fmt: skip
-# what a shard may turn into, and where it leads if it is a link
+# what may stand in a shard's place, and the target if it is a symbolic link
 _ODD_FILES = {"a folder": "", "a pipe": "", "a link": "", "zeros": "/dev/zero",
               "a loop": "shard-00000.safetensors", "nowhere": "/nowhere/at all"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Base:
-    """A whole store, which a try copies and then damages.
+    """A valid store, which tries copy and damage.
 
     Attributes:
-        info: of the store.
+        info: the store's info.
         files: the bytes of each shard, by its name.
-        expected: what a reader must find in the store (`contents`).
-        other: the shards of a valid store with other rollouts of the same model, as many.
+        expected: the `contents` of the store.
+        other: the shards of another valid store of the same model, with other rollouts.
     """
 
     info: StoreInfo
@@ -73,7 +73,7 @@ class Base:
 
 
 def _rollout(info: StoreInfo, seed: int, group: int, sample: int) -> Rollout:
-    """A rollout of the tests, with turns, a prompt, rows that are not recorded, and extras."""
+    """A random rollout with turns, missing rows, and with `processed` log-probs kept sets too."""
     rng = np.random.default_rng(seed)
     num_tokens = int(rng.choice((3, 6, 9, 12, 60, 65, 134)))
     rollout: Rollout = stored.make_rollout(num_tokens, seed, info.num_experts, group, sample=sample)
@@ -91,7 +91,7 @@ def _rollout(info: StoreInfo, seed: int, group: int, sample: int) -> Rollout:
     if not info.sampling.logprobs_of:
         return rollout
     first, last = np.flatnonzero(response_N)[[0, -1]].tolist()
-    sets = [  # of 2 ids or more, as a cut distribution keeps them
+    sets = [  # of 2 ids or more: a token that is alone in its set must have log-prob 0
         sorted({token, 60, 61}) if drawn else []
         for token, drawn in zip(rollout.tokens_N.tolist(), response_N.tolist(), strict=True)
     ]
@@ -111,7 +111,7 @@ def _write(folder: Path, info: StoreInfo, shards: int, seed: int) -> dict[str, b
 
 
 def prepare(shared: Path) -> list[Base]:
-    """Stores of one to three shards, of one- and two-byte ids, one with extras."""
+    """Stores of one to three shards, with one- or two-byte expert ids, and one with kept sets."""
     plain = SamplingSettings(1.0, 1.0, 0, 0.0, 16)
     cut = SamplingSettings(0.7, 0.9, 20, 0.0, 16, "processed")
     bare = replace(stored.INFO, sampling=plain, router_fingerprint=(), num_experts=300)
@@ -127,7 +127,7 @@ def prepare(shared: Path) -> list[Base]:
 
 
 def contents(store: RolloutStore, verify: bool = True) -> dict[str, Any]:
-    """All that training can read of a store: by rollout, and by row id."""
+    """All that a training can read of a store, by rollout and by row id, in comparable form."""
     if verify:
         store.verify()
     found = {**asdict(store.info), "groups": store.groups(), "reward": store.column("reward")}
@@ -137,8 +137,8 @@ def contents(store: RolloutStore, verify: bool = True) -> dict[str, Any]:
         ids_LTK, recorded_T = store.routes(rows, range(len(store.info.moe_layers)))
         by_row = store.kept_of_next(rows)
         kept = rollout.kept or KeptSets.none(len(rollout.tokens_N))
-        # Both ways of reading give the same. A row without recorded routes has ids of its own
-        # in each of them, so that only recorded rows are compared.
+        # Reading by rollout and by row must agree. A missing row is 0 by rollout, and may be other
+        # ids by row, so those are set to 0 too.
         pairs = (
             (rollout.tokens_N, fields["tokens"]),
             (rollout.response_N, fields["response"]),
@@ -163,7 +163,7 @@ def _comparable(value: Any) -> Any:
 
 
 def difference(got: dict[str, Any], expected: dict[str, Any]) -> str | None:
-    """Where two contents differ, or None."""
+    """The first difference of two contents, in words; None if they are equal."""
     for name in {**got, **expected}:
         if got.get(name) != expected.get(name):
             return f"{name} is {got.get(name)!r:.200}, not {expected.get(name)!r:.200}"
@@ -171,7 +171,7 @@ def difference(got: dict[str, Any], expected: dict[str, Any]) -> str | None:
 
 
 def attempt(rng: random.Random, folder: Path, bases: list[Base]) -> str:
-    """Change a store, or its files while it is open, then read all of it."""
+    """Change a store, or its files while a reader has it open, and read all of it."""
     base, store = rng.choice(bases), folder / "store"
     store.mkdir()
     for name, data in base.files.items():
@@ -183,7 +183,7 @@ def attempt(rng: random.Random, folder: Path, bases: list[Base]) -> str:
     if what == "while it is open":
         return _while_open(rng, folder, store, base)
     must = what in ("nothing", "written again")
-    if what == "written again":  # a forged shard is not refused merely since the fuzz wrote it
+    if what == "written again":  # proves that a forged shard is not refused for how it was written
         write_again(path, base.info, load_file(path))
     elif what == "noise":
         data, what = noise(path.read_bytes(), rng)
@@ -212,7 +212,7 @@ def _with_other_files(rng: random.Random, folder: Path, store: Path, base: Base)
     note(folder, f"files{' of a followed store' if follow_s else ''}: {what}")
 
     def wrong(got: dict[str, Any]) -> str | None:
-        # what is left of a store that lost its last shard must be right, and may be shorter
+        # a store that lost its last shard may be shorter; the rollouts that are left must be right
         kept = {k: v for k, v in got.items() if k[0].isdigit() or not (shorter or follow_s)}
         missing = () if not (shorter or follow_s) else base.expected.keys() - kept.keys()
         return difference(kept, {k: v for k, v in base.expected.items() if k not in missing})
@@ -222,11 +222,11 @@ def _with_other_files(rng: random.Random, folder: Path, store: Path, base: Base)
 
 
 def _change_files(rng: random.Random, store: Path, base: Base) -> tuple[str, list[Path], bool]:
-    """Do one thing to the files of a store.
+    """Change the files of a store in one way.
 
     Returns:
-        What was done; the directories to read; and whether the store now is one that has merely
-        not grown so far.
+        What was done; the directories to read; and whether the last shard is gone, which leaves a
+        valid, shorter store.
     """
     names = [*base.files]
     name, other = rng.choice(names), rng.choice(names)
@@ -252,14 +252,14 @@ def _change_files(rng: random.Random, store: Path, base: Base) -> tuple[str, lis
     path.unlink()
     if kind == "renamed":
         odd_name = rng.choice([n for n in _NAMES if n.startswith("shard-")])
-        # a reader does not take a file with such a name for a shard, so the shard is lost
+        # readers take no file with such a name for a shard, so the shard is lost
         (store / odd_name).write_bytes(data)
         kind = f"renamed to {odd_name}"
     elif kind == "a folder":
         path.mkdir()
     elif kind == "a pipe":
         os.mkfifo(path)
-    elif kind == "a link":  # a link to a file with the same content is no fault
+    elif kind == "a link":  # a link to a file with the same content is a valid shard
         elsewhere.write_bytes(data)
         path.symlink_to(elsewhere)
     elif kind in _ODD_FILES:
@@ -272,9 +272,9 @@ def _while_open(rng: random.Random, folder: Path, store: Path, base: Base) -> st
     verified = rng.choice((True, False))
     if verified:  # a training verifies its store once, and then reads for hours
         opened.verify()
-    if rng.choice((True, False)):  # and looks at its files once in a step, not after each read
+    if rng.choice((True, False)):  # a training checks the store's files once in a step
         opened.trained_on(ReadChecks() if rng.choice((True, False)) else None)
-    if rng.choice((True, False)):  # the reader keeps what it opened here
+    if rng.choice((True, False)):  # the reader keeps the files open from here on
         for shard in opened.shards:
             shard.read_routes(np.arange(min(1, shard.num_rows)), [0])
     note(folder, f"while it is open: {_change_open(rng, store, base)}")
@@ -286,7 +286,7 @@ def _while_open(rng: random.Random, folder: Path, store: Path, base: Base) -> st
 
 
 def _change_open(rng: random.Random, store: Path, base: Base) -> str:
-    """Do one thing to the files of a store that a reader has opened; return what was done."""
+    """Change the files of a store that a reader has open, in one way; return what was done."""
     name = rng.choice([*base.files])
     path, data = store / name, base.files[name]
     kind = rng.choice(("replaced", "cut", "written over", "removed", "all removed", "all others",
@@ -315,13 +315,16 @@ def _change_open(rng: random.Random, store: Path, base: Base) -> str:
 
 
 def _by_command(store: Path, outcome: str) -> None:
-    """Whether `rollouts verify` agrees with the outcome, and `inspect` prints clean lines."""
+    """Raise a Fault unless `rollouts verify` agrees with the outcome and prints clean lines.
+
+    `rollouts inspect` may accept or refuse the store, and must print clean lines too.
+    """
     for command, wanted in (("verify", int(outcome == REFUSED)), ("inspect", None)):
         out, error = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
             status = megatron_r3(["rollouts", command, str(store)])
         if wanted is not None and status != wanted:
-            raise Fault(SILENT, f"{command} ends with {status}; reading it: {outcome}")
+            raise Fault(SILENT, f"{command} ends with {status}; reading the store: {outcome}")
         wrong = bad_stderr(error.getvalue(), [str(store)]) if status else None
         if not status and not out.getvalue().replace("\n", "").isprintable():
             wrong = f"its output has characters that are not printable: {out.getvalue()!a}"

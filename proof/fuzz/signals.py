@@ -1,7 +1,7 @@
-"""Tries with signals: any signal at any moment to the real `rollouts collect`, then the rest.
+"""Tries with signals: interrupt the real `rollouts collect` at any moment, then collect the rest.
 
-A collection that a signal ends has stored whole groups, and its exit status is 128 plus the number
-of the signal. The same command again then takes exactly the samples that are missing.
+A collection that a signal ends must have stored whole groups, and end with status 128 plus the
+number of the signal. The same command again must then collect exactly the missing samples.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from proof.fuzz.search import Kind, Machine, Tries
 
 _WORKERS = 8
 LIMIT_S = 30.0
-_ON_THE_WAY = 3 * _WORKERS  # requests that the server may still get after a signal was sent
+_ON_THE_WAY = 3 * _WORKERS  # how many requests the server may still get after a signal
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
-# how much of what is missing is answered when the signal comes; None: it comes as Python starts
+# When the signal comes: the share of the missing samples that is answered then. None: while the
+# collection's Python starts.
 _MOMENTS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, None)
 _PAUSES = st.floats(0, 0.05)
 
 
 def prepare(shared: Path) -> ModuleType:
-    """The server of the unit tests, which answers with recorded responses."""
-    # `nohup`, or a shell's &, has these ignored, and then the collection ignores them too
+    """The module of the unit tests' server, which answers with recorded responses."""
+    # `nohup` or a shell's & makes this process ignore these signals, and a child inherits that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     return from_tests("engine_server")
 
 
 class Collection(Machine):
-    """A collection that is interrupted, perhaps again, and then ends.
+    """A collection that is interrupted once or several times, and then completed.
 
     Attributes:
-        server: the sampler, which counts what it is asked.
+        server: the made-up engine, which counts its requests and answers.
         command: the arguments of the collection.
     """
 
@@ -78,7 +79,7 @@ class Collection(Machine):
     def interrupt(
         self, number: signal.Signals, moment: float | None, pause: float, again: float | None
     ) -> None:
-        """Collect, send a signal, or two of them, and look at how it ends and what is stored."""
+        """Start the collection, send it a signal once or twice, and judge its end and the store."""
         asked, answered = self.server.asked.total(), self.server.answered.total()
         missing = self.prompts * self.n - _num_stored(self.folder)
         process = start(self.command, self.folder, "first")
@@ -105,7 +106,7 @@ class Collection(Machine):
             process.wait()
         error = (self.folder / "first.err").read_text(errors="replace")
         judge_end(number, status, error, begun, whole, again is not None)
-        # 8 workers may have asked just now, or ask once more before they look at the signal
+        # each worker may have a request on the way, or send one more before it sees the signal
         more = self.server.asked.total() - asked
         if more > _ON_THE_WAY:
             what = f"it went on: {more} requests after the signal {number.name}, status {status}"
@@ -113,7 +114,7 @@ class Collection(Machine):
         self.look_at_groups()
 
     def look_at_groups(self) -> None:
-        """Whether the store, if there is one, is right and has whole groups alone."""
+        """Raise a Fault if a shard has an incomplete group, unless shards are smaller than one."""
         if not _num_stored(self.folder) or self.shard_size < self.n:
             return
         for shard in RolloutStore([self.folder / "store"]).shards:
@@ -123,7 +124,7 @@ class Collection(Machine):
                 raise Fault(SILENT, f"{shard.path.name} has {found}")
 
     def finish(self) -> None:
-        """Collect the rest."""
+        """Run the same command again: it must keep all shards, and complete the store."""
         store = self.folder / "store"
         before = {path: path.read_bytes() for path in store.glob("shard-*.safetensors")}
         status = ended(start(self.command, self.folder, "last"), LIMIT_S, "the same command again")
@@ -140,7 +141,7 @@ class Collection(Machine):
             raise Fault(SILENT, f"the store is not what was asked for: {error!r:.500}") from None
 
     def teardown(self) -> None:
-        """Close the server."""
+        """Judge the run, and close the server."""
         try:
             super().teardown()
         finally:
@@ -148,16 +149,16 @@ class Collection(Machine):
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Wait until `ready()`, or until the process has ended; a fault if that takes LIMIT_S."""
+    """Wait until `ready()`, or until the process has ended; a Fault after LIMIT_S."""
     end = time.monotonic() + LIMIT_S
     while not ready() and process.poll() is None:
         if time.monotonic() > end:
-            raise Fault(HANG, "the collection does not go on")
+            raise Fault(HANG, f"the collection got too few answers in {LIMIT_S:g} s")
         time.sleep(0.001)
 
 
 def _num_stored(folder: Path) -> int:
-    """How many rollouts the store has, all of which must be right."""
+    """How many rollouts the store has; a StoreError if `verify` refuses it."""
     if not any((folder / "store").glob("shard-*.safetensors")):
         return 0
     store = RolloutStore([folder / "store"])
@@ -168,17 +169,21 @@ def _num_stored(folder: Path) -> int:
 def judge_end(
     number: signal.Signals, status: int, error: str, begun: bool, whole: bool, twice: bool
 ) -> None:
-    """A fault if the documentation does not promise this end of an interrupted collection.
+    """Raise a Fault if an interrupted collection ends in another way than the docs promise.
 
     Args:
-        number, twice: the signal, and whether it came twice.
-        status, error: how the collection ended, and what it said.
-        begun, whole: whether it had asked the server before the signal, and had all it wanted.
+        number: the signal.
+        status: the exit status of the collection.
+        error: what the collection wrote to stderr.
+        begun: whether the collection had sent a request before the signal.
+        whole: whether the collection had all answers before the signal.
+        twice: whether the signal came twice.
     """
     allowed = {-number} if number == signal.SIGKILL else {128 + number}
-    if twice or not begun:  # a second signal ends it at once, and so does one while Python starts
+    # a second signal ends the collection at once; so does a signal while its Python starts
+    if twice or not begun:
         allowed |= {-number, 1} if not begun else {-number}
-    if whole or status == 0:  # it may have ended before the signal came: the store will tell
+    if whole or status == 0:  # it may have ended before the signal came: `finish` checks the store
         allowed |= {0, -number}
     if status not in allowed:
         outcome = CRASH if "Traceback" in error else SILENT
@@ -188,7 +193,7 @@ def judge_end(
     if begun and status == 128 + number:
         odd |= not any("interrupted" in line for line in lines)
     if begun and odd:
-        raise Fault(BAD_MESSAGE, f"it says, at status {status}: {error[-1500:]!a}")
+        raise Fault(BAD_MESSAGE, f"exit status {status}, and stderr has: {error[-1500:]!a}")
 
 
 KIND = Kind("signals", 8, prepare, machine=Collection, steps=3)

@@ -1,7 +1,8 @@
 """Tries on Megatron trees, damaged or half patched, with the real `apply`, `revert` and `status`.
 
-After a command with exit status 0, each file of the series must be right to the byte, and no other
-file may have changed. After any other exit status, nothing at all may have changed.
+After `apply` or `revert` with exit status 0, each file that the patches change must be right to the
+byte, and no other file may have changed. With another exit status, and after `status`, nothing may
+have changed.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ Snapshot = dict[str, tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class State:
-    """The trees that tries copy, and what is in them.
+    """The trees that tries copy, and the files in them that the patches change.
 
     Attributes:
         trees: the folder of each tree, by its form ("plain" or "git") and whether it is patched.
-        base, patched: the bytes of each file of the series. None means that there is no such file.
+        base, patched: the bytes of each changed file without and with the patches; None: no file.
     """
 
     trees: dict[tuple[str, bool], Path]
@@ -57,7 +58,7 @@ class State:
 
 
 def prepare(shared: Path) -> State:
-    """Copy the files of the default tree that a patch tool looks at, unpatched and patched."""
+    """Make small trees, unpatched and patched, of the default tree's files that `apply` reads."""
     whole, _ = unpatched_copy(None, shared / "whole")
     versions = read_versions(patches_folder())
     paths = {path for line in versions.lines for path in read_series(line.folder).blobs}
@@ -91,7 +92,7 @@ def prepare(shared: Path) -> State:
 
 
 def _snapshot(tree: Path) -> Snapshot:
-    """Mode and content of every path, .git included. The content of a link is its target."""
+    """Mode and content of every path, .git included; a link's content is its target."""
     found: Snapshot = {}
     for folder, folders, files in os.walk(tree):
         for name in [*folders, *files]:
@@ -106,11 +107,11 @@ def _snapshot(tree: Path) -> Snapshot:
     return found
 
 
-# -- changes to a tree. Each returns whether the commands must still succeed.
+# -- changes to a tree; each function returns whether the commands must still succeed
 
 
 def _some(state: State, rng: random.Random, tree: Path) -> Path:
-    """A file of the series."""
+    """A random file of the tree that the patches change."""
     return tree / rng.choice([path for path in sorted(state.base) if (tree / path).is_file()])
 
 
@@ -142,7 +143,7 @@ def _file(state: State, rng: random.Random, tree: Path) -> bool:
 def _untracked(state: State, rng: random.Random, tree: Path) -> bool:
     name = rng.choice(("notes.txt", "megatron/core/own.py", "a b\n'c\u00e9"))
     (tree / name).write_bytes(rng.randbytes(20))
-    path = _some(state, rng, tree)  # of a killed command
+    path = _some(state, rng, tree)  # beside it, a file as a killed command leaves it behind
     path.with_name(f".{path.name}.megatron-r3-new").write_bytes(rng.randbytes(9))
     return True
 
@@ -180,7 +181,7 @@ def _git_folder(state: State, rng: random.Random, tree: Path) -> bool:
     if kind == "filter":
         (git / "info" / "attributes").write_text("* filter=evil\n")
         _configure(git, f'[filter "evil"]\nclean = "{command}"\n')
-        for path in state.base:  # a new time makes git read the file again, through the filter
+        for path in state.base:  # a new modification time makes git filter the file again
             if (tree / path).exists():
                 os.utime(tree / path)
     elif kind == "monitor":
@@ -206,34 +207,34 @@ _COMMANDS = st.sampled_from(("apply", "revert", "status"))
 
 
 class Tree(Machine):
-    """A tree that is changed, and on which commands are run, some of which are killed.
+    """A tree on which changes and commands follow each other; some commands are killed.
 
     Attributes:
-        tree: its folder.
-        must: whether each command has to succeed, for nothing is wrong with the tree.
+        tree: the folder of the tree.
+        must: whether nothing is wrong with the tree, so that each command has to succeed.
     """
 
     @initialize(form=st.sampled_from(("git", "git", "plain")), patched=st.booleans())
     def begin(self, form: str, patched: bool) -> None:
-        """Copy a tree."""
+        """Begin with a copy of a prepared tree."""
         self.tree, self.must = self.folder / "tree", True
         shutil.copytree(self.state.trees[form, patched], self.tree, symlinks=True)
 
     @rule(what=st.sampled_from([*_CHANGES]), rng=st.randoms(use_true_random=False))
     def change(self, what: str, rng: random.Random) -> None:
-        """Change something."""
+        """Change files of the tree."""
         self.must &= _CHANGES[what](self.state, rng, self.tree)
 
     @rule(rng=st.randoms(use_true_random=False))
     def change_git(self, rng: random.Random) -> None:
-        """Change what git reads. A step of its own, for a tree may name programs in many ways."""
+        """Change .git. A rule of its own, so that it is chosen often: git can run many programs."""
         self.must &= _git_folder(self.state, rng, self.tree)
 
     @rule(command=st.sampled_from(("apply", "revert")), pause=st.floats(0, 0.8))
     def kill(self, command: str, pause: float) -> None:
-        """Kill a command after some time, or, before 0.4 s, soon after it began to write."""
+        """Kill a command after `pause` seconds; below 0.4, at most 10 ms after its first write."""
         process = start([command, str(self.tree)], self.folder, "killed")
-        if pause < 0.4:  # a file is written beside its place, and then gets its name
+        if pause < 0.4:  # a command writes each file under this name, and then renames it
             while process.poll() is None and not any(self.tree.rglob(".*.megatron-r3-new")):
                 pass
             pause /= 40
@@ -243,14 +244,14 @@ class Tree(Machine):
 
     @rule(command=_COMMANDS)
     def run(self, command: str) -> None:
-        """Run a command, and judge it."""
+        """Run a command and judge it (`run_command`)."""
         outcome = run_command(command, self.tree, self.folder, self.state, self.must)
         if (self.folder / _MARK).exists():
-            raise Fault(SILENT, "a program that the tree names was run")
+            raise Fault(SILENT, f"{command} ran a program that the tree's .git names")
         self.outcome = REFUSED if outcome == REFUSED else self.outcome
 
     def finish(self) -> None:
-        """A tree with nothing wrong in it can be applied and reverted; another is only tried."""
+        """Run `apply`; if nothing is wrong with the tree, `revert` too: then both must succeed."""
         for command in ("apply", "revert") if self.must else ("apply",):
             self.run(command)
 
@@ -262,8 +263,11 @@ def run_command(command: str, tree: Path, folder: Path, state: State, must: bool
         command: `apply`, `revert` or `status`.
         tree: the tree.
         folder: takes the output of the command.
-        state: what the files of the series must be.
+        state: has the right content of each file that the patches change.
         must: whether the command has to succeed.
+
+    Returns:
+        RIGHT or REFUSED.
     """
     before = _snapshot(tree)
     status = ended(start([command, str(tree)], folder, command), 8 * LIMIT_S, command)
@@ -292,11 +296,11 @@ def run_command(command: str, tree: Path, folder: Path, state: State, must: bool
         return REFUSED
     for path, data in (state.patched if command == "apply" else state.base).items():
         if (after[path][1] if path in after else None) != data:
-            raise Fault(SILENT, f"{ended_with}, and {path} is not what it must be")
+            raise Fault(SILENT, f"{ended_with}, and {path} has the wrong content")
         if path in before and path in after and before[path][0] != after[path][0]:
             raise Fault(SILENT, f"{command} changed the mode of {path}")
     if not known:
-        raise Fault(SILENT, f"{command} wrote over a file that was neither base nor patched")
+        raise Fault(SILENT, f"{command} overwrote a file that was neither unpatched nor patched")
     return RIGHT
 
 
@@ -307,8 +311,8 @@ def _is_known(path: str, found: tuple[int, bytes] | None, state: State) -> bool:
 
 
 def _changed(before: Snapshot, after: Snapshot, ours: Collection[str]) -> list[str]:
-    """Paths that are not as they were. Files that a killed command left behind may be gone."""
-    # a new file of the series may have made its folder
+    """Paths other than `ours` that have changed. What a killed command left behind may be gone."""
+    # a patch that adds a file may add its folder too
     folders = {str(folder) for path in ours for folder in Path(path).parents}
     return sorted(
         path

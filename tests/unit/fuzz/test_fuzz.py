@@ -126,7 +126,7 @@ def test_a_fault_that_does_not_come_again_is_one(tmp_path, capsys):
     kind = Kind("planted", 1, lambda shared: [*[False] * 9999, True], planted)
     assert run.run_one(kind, 100, 0, tmp_path) == 1
     told = capsys.readouterr().out
-    assert "too large\n      it did not come again" in told
+    assert "too large\n      the fault did not come again" in told
     assert f"input: {tmp_path}/planted/first" in told
 
 
