@@ -19,7 +19,7 @@ class Case:
         arguments: Megatron's options of the layout.
         model: a name of `proof.fidelity.models.MODELS`.
         micro_batch_size: rollouts of a micro-batch.
-        quick: whether `make matrix` and `make test-all` run the case: one of each kind is quick.
+        quick: whether `make matrix` runs the case: one of each kind is quick.
         bitwise: the name of the case whose gradients must be the same to the last bit. The case's
             own name means that a second run must give the same bits.
         recomputes: whether layers run again in the backward pass.

@@ -6,10 +6,10 @@ Without --repo the trees are PyPI's packages. With it they are commits of CLONE,
 upstream's own pretrain_gpt.py too; patches/versions.toml names both. The newest tree of each line
 is checked; with --line each tree of that line.
 
-Without --repo and --line two checks, `replay` and `engine`, are left out on the default tree, where
-`make test-all` runs them, and the other trees share the cases of `replay`: each case runs on one
-tree. Trees are checked in parallel, because many checks leave a core idle. Exit status 0 says that
-every check passed.
+Without --repo and --line two checks, `replay` and `engine`, are left out on the default tree, for
+which `make test-all` has tests, and the other trees share the cases of `replay`: each case runs on
+one tree. Trees are checked in parallel, because many checks leave a core idle. Exit status 0 says
+that every check passed.
 """
 
 from __future__ import annotations
