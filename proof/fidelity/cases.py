@@ -1,4 +1,4 @@
-"""The table: every layout and schedule, with the model that it needs."""
+"""The cases of the fidelity table: each layout and schedule, with the model that it trains."""
 
 from __future__ import annotations
 

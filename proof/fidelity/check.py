@@ -201,7 +201,7 @@ def upstreams_tests(copies: Copies) -> Outcome:
             wrong.append("\n".join((test, *both)))
     if wrong:
         return False, "\n".join(wrong)
-    if not passes:  # Transformer Engine is missing, for example, and a fixture needs it
+    if not passes:  # for example because a fixture needs Transformer Engine, which is missing
         return None, f"no test passes on the unpatched tree either; {first.strip()}"
     return True, f"alike: {'; '.join(said)}"
 

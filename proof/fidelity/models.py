@@ -8,7 +8,7 @@ from megatron_r3.cpu import CPU_ARGS
 from proof.fidelity.update import Update
 
 SEQ_LENGTH = 32
-VOCAB_SIZE = 63  # 64 with the NullTokenizer of 0.17, and after padding everywhere
+VOCAB_SIZE = 63  # 0.17's NullTokenizer makes 64 of it; padding makes 64 of either number
 EXPERTS, TOPK = 8, 2
 ONE_STEP, TWO_STEPS = Update(), Update(mini_steps=2, old="trainer")
 
@@ -65,7 +65,7 @@ MODELS = {
     "moonlight": Model("--num-layers 5 --moe-layer-freq ([0]+[1]*4)", (1, 2, 3, 4)),
     "interleaved": Model("--num-layers 4 --moe-layer-freq 2", (0, 2)),
     "mtp": Model("--num-layers 4 --mtp-num-layers 1", FOUR),
-    # upstream weighs the MTP loss by each context-parallel rank's own number of tokens
+    # for cases of CP: there upstream weighs the MTP loss by each rank's own number of tokens
     "mtp no loss": Model("--num-layers 4 --mtp-num-layers 1 --mtp-loss-scaling-factor 0", FOUR),
     "hybrid": Model(
         "--hybrid-layer-pattern *E*-*E*E --spec megatron_r3.cpu.hybrid_spec spec", (1, 5, 7)

@@ -100,7 +100,7 @@ def place_of(fault: Fault, root: Path = ROOT) -> Path:
 
 
 class Copy:
-    """A copy of the repository, in which faults come and go.
+    """A copy of the repository, into which faults are put one at a time.
 
     Args:
         folder: an empty folder.
@@ -194,7 +194,7 @@ def run(faults: Sequence[Fault], jobs: int, unit_alone: bool) -> Iterator[tuple[
 
 
 def table(ended: Sequence[tuple[Fault, str]]) -> str:
-    """How many faults of each room ended in which way."""
+    """The printed table: for each room, how many faults ended in each way."""
     rooms = dict.fromkeys(fault.room for fault, _ in ended)
     lines = [f"{'room':12} {'faults':>7} " + " ".join(f"{name:>10}" for name in COLUMNS)]
     for room in [*rooms, "all"]:

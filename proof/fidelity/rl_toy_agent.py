@@ -18,7 +18,7 @@ class ToyAgent(RewardOnlyAgent):
     env_id: str = "toy"
 
     def get_dataset(self, validation: bool = False) -> list[int]:
-        """Numbers of prompts."""
+        """The numbers of all prompts."""
         return [*range(64)]
 
     async def evaluation_prompts(
@@ -36,7 +36,7 @@ class ToyAgent(RewardOnlyAgent):
         return LETTERS[first] * 3 + LETTERS[second] * 2, {"problem_id": str(number)}
 
     async def get_reward(self, response: str, golden: Any, finish_reason: str) -> float:
-        """From 0 to 1."""
+        """The reward, from 0 to 1."""
         return sum(letter in LETTERS[:6] for letter in response or "") / max(1, len(response or ""))
 
     async def get_rollout_response(self, request: Any, inference_request: Any) -> Any:

@@ -40,7 +40,7 @@ class Sampled:
 
     Attributes:
         tokens_N: prompt and sampled tokens.
-        prompt_length: how many of them are the prompt's.
+        prompt_length: how many of `tokens_N` are the prompt's.
         logprobs_G: the engine's log-probs of the sampled tokens.
         ids_TLK: the experts of every token but the last; None if the engine returned none.
         evictions: how often the request was evicted, and computed again later.
@@ -112,7 +112,7 @@ def make_engine(model: Any, settings: Mapping[str, Any]) -> Any:
     """A DynamicInferenceEngine over a model.
 
     Args:
-        settings: fields of upstream's InferenceConfig, over those of `ENGINE`.
+        settings: fields of upstream's InferenceConfig, which overrule those of `ENGINE`.
     """
     from megatron.core.inference.config import InferenceConfig
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext

@@ -107,7 +107,7 @@ def run(
 
 
 def differing(unpatched: Outcomes, patched: Outcomes) -> list[str]:
-    """The ids of tests that ended in another way on one tree, or that only one tree has."""
+    """The ids of tests that ended differently on the two trees, or that only one tree has."""
     return sorted(
         test
         for test in unpatched.keys() | patched.keys()
@@ -326,7 +326,7 @@ def why(outcomes: Outcomes, test: str, label: str) -> str:
 
 
 if __name__ == "__main__":
-    # The ranks import `as_rank` by the name of its module, which must not be __main__ for that.
+    # The ranks import `as_rank` by the name of its module, so this must not be __main__.
     from proof.fidelity import upstream
 
     sys.exit(upstream.main())

@@ -24,7 +24,7 @@ from proof.fuzz.outcome import RIGHT, Fault
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of tries: a property, or a state machine.
+    """A class of tries, made by a function or by a state machine.
 
     Attributes:
         share: how many of 1000 tries are of this class.

@@ -79,7 +79,7 @@ def _rollout(info: StoreInfo, seed: int, group: int, sample: int) -> Rollout:
     rollout: Rollout = stored.make_rollout(num_tokens, seed, info.num_experts, group, sample=sample)
     recorded_T = rng.random(num_tokens - 1) > 0.1
     response_N = np.arange(num_tokens) >= rng.integers(1, num_tokens)
-    if num_tokens > 8:  # two turns, with a token between them that was given
+    if num_tokens > 8:  # two turns; the token between them was not sampled
         response_N[3], response_N[4], response_N[5] = True, False, True
     rollout = replace(
         rollout,

@@ -1,4 +1,4 @@
-"""Frameworks that are not on PyPI: their pinned commits, and files of a clone at such a commit."""
+"""Pinned commits of frameworks that are not on PyPI; take their files from a clone."""
 
 from __future__ import annotations
 

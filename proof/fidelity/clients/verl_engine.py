@@ -73,7 +73,7 @@ def bare_engine(
 
 
 def jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Tensors of several lengths as one, without padding."""
+    """One nested tensor of tensors of different lengths, without padding."""
     return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
 

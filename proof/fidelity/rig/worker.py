@@ -46,11 +46,11 @@ COMMON = (
 
 
 class WorkerError(RuntimeError):
-    """The worker of a tree has ended by itself; the message has the end of its log."""
+    """The worker of a tree ended unexpectedly; the message has the end of the worker's log."""
 
 
 class TreeWorker:
-    """Run functions on N ranks with the Megatron of `tree`, imported once.
+    """A process that imports the Megatron of `tree` once, and runs functions on forked ranks.
 
     Use it as a context manager: `with TreeWorker(tree) as worker: worker.run(case, 2)`.
 
@@ -77,8 +77,8 @@ class TreeWorker:
                     *(str(its_end.fileno()), str(os.getpid())),
                 ],
                 pass_fds=[its_end.fileno()],
-                start_new_session=True,  # so that Ctrl-C reaches this process alone
-                cwd=self._folder.name,  # a folder in which an import finds nothing
+                start_new_session=True,  # Ctrl-C then reaches the parent alone
+                cwd=self._folder.name,  # it has no modules that could be imported by accident
                 env=_environment(self.tree, {**os.environ, **(env or {})}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -152,7 +152,9 @@ class TreeWorker:
             log = self._log.read_text(errors="replace")[-4000:]
             self.close()
             if isinstance(error, (OSError, EOFError)):
-                raise WorkerError(f"the worker of {self.tree} has gone:\n{log}") from error
+                raise WorkerError(
+                    f"the worker of {self.tree} ended unexpectedly:\n{log}"
+                ) from error
             raise
         if isinstance(answer, Exception):
             raise answer
