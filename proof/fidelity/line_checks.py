@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -64,12 +63,7 @@ class Copies:
     def __enter__(self: C) -> C:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._open.close()
 
 
