@@ -170,13 +170,12 @@ class Seen:
     logprobs: list[np.ndarray] = field(default_factory=list)
 
 
-def corrupt(how: str, turns: Any, bin_of_two: tuple[int, int] = (1, 3)) -> None:
+def corrupt(how: str, turns: Any) -> None:
     """Give the routes of a collection (`TurnRoutes`) to other rows, layers or turns.
 
     Args:
-        how: "shift": the token before; "layers": swap the first two; "turns": swap two turns; "":
-            no change.
-        bin_of_two: two turns that the loop packs into one bin.
+        how: "shift": the token before; "layers": swap the first two; "turns": swap two turns that
+            the loop packs into one bin; "": no change.
     """
     ids_LTK, first = turns.ids_LTK, turns.first_M.tolist()
     if how == "shift":
@@ -184,7 +183,7 @@ def corrupt(how: str, turns: Any, bin_of_two: tuple[int, int] = (1, 3)) -> None:
     elif how == "layers":
         ids_LTK[[0, 1]] = ids_LTK[[1, 0]]
     elif how == "turns":
-        one, other = bin_of_two
+        one, other = 1, 3
         size = min(first[one + 1] - first[one], first[other + 1] - first[other])
         a, b = first[one], first[other]
         swapped = ids_LTK[:, b : b + size].copy(), ids_LTK[:, a : a + size].copy()
