@@ -108,7 +108,7 @@ def _route(tensors: Tensors, info: StoreInfo, rng: random.Random) -> str:
 
 
 def _counts(tensors: Tensors, info: StoreInfo, rng: random.Random) -> str:
-    name = rng.choice([n for n in ("num_tokens", "num_turns", "num_kept") if n in tensors])
+    name = rng.choice(("num_tokens", "num_turns", "num_kept"))
     counts_M = tensors[name]
     total, least = int(counts_M.sum()), -1 if name == "num_turns" else 0  # 0 turns are possible
     kind = rng.choice(("wrap", "negative", "more", "less", "least", "huge"))
