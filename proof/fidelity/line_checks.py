@@ -108,8 +108,8 @@ def _applies(checked: Checked) -> Result:
         return False, str(error)
     if verified is None or files_and_modes(checked.patched) != patched or patched == before:
         return False, (
-            "the tree is not the one of patches/versions.toml, or applying the series a second "
-            "time gave other files"
+            "the tree is not the one of patches/versions.toml, the patches change nothing in it, "
+            "or applying them a second time gave other files"
         )
     return True, f"{verified.num_patches} patches, {len(applied.files)} files"
 

@@ -80,7 +80,7 @@ def digests(versions: Versions) -> dict[str, str]:
 
 
 def tried(tree: Path, commit: str, versions: Versions) -> dict[str, Any]:
-    """Patch and revert one commit; the record's entry, with `error` where that failed."""
+    """Patch and revert a commit; return its entry of the record, with `error` if that failed."""
     git(tree, "checkout", "--quiet", "--detach", "--force", commit)
     row: dict[str, Any] = {"commit": git(tree, "rev-parse", "HEAD")}
     try:
