@@ -183,9 +183,8 @@ def corrupt(how: str, turns: Any) -> None:
     elif how == "layers":
         ids_LTK[[0, 1]] = ids_LTK[[1, 0]]
     elif how == "turns":
-        one, other = 1, 3
-        size = min(first[one + 1] - first[one], first[other + 1] - first[other])
-        a, b = first[one], first[other]
+        a, b = first[1], first[3]
+        size = min(first[2] - a, first[4] - b)
         swapped = ids_LTK[:, b : b + size].copy(), ids_LTK[:, a : a + size].copy()
         ids_LTK[:, a : a + size], ids_LTK[:, b : b + size] = swapped
     elif how:
