@@ -124,11 +124,7 @@ def make_copies(status: TreeStatus, patches: Path, folder: Path) -> Copies:
 
 
 def run(checks: Checks, copies: Copies) -> tuple[list[str], list[str]]:
-    """Run the checks and print a row for each.
-
-    Returns:
-        The names of the checks that failed, and of those that had nothing to run.
-    """
+    """Run and print the checks; return the names that failed, and that had nothing to run."""
     failed: dict[str, str] = {}
     not_run: list[str] = []
     for name, check in checks.items():

@@ -110,7 +110,7 @@ class Judge:
         return self.dispatched(results, control) < 1.0 and gradient > self.tolerance
 
     def _differs(self, results: list[RankResult], wrong: Wrong) -> bool:
-        """Whether gradients (and dispatch, if its routes are wrong too) differ from a wrong update."""
+        """Whether gradients, and dispatch if its routes are wrong, differ from a wrong update's."""
         pieces = [piece for r in results for piece in r.gradients["right"]]
         if gradient_error(assemble(pieces), assemble(wrong.gradients)) <= CLEARLY:
             return False
