@@ -109,7 +109,7 @@ class Collection(Machine):
         # each worker may have a request on the way, or send one more before it sees the signal
         more = self.server.asked.total() - asked
         if more > _ON_THE_WAY:
-            what = f"{more} requests came after the signal {number.name}, status {status}"
+            what = f"{more} requests after the signal {number.name}, status {status}"
             raise Fault(SILENT, f"{what}: {error[-1500:]}")
         self.look_at_groups()
 
