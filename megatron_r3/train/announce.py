@@ -1,10 +1,10 @@
-"""A store that grows: the first rank looks for new shards and announces them; all ranks hear it.
+"""A store that grows: the first rank looks for new shards and announces them to all ranks.
 
-The first rank has a thread that looks at the directory, and a torch TCPStore, a small server of
-keys and values. What came with its first look has the key `0`, what came with the next one `1`, and
-so on. Whoever wants to know whether more has come asks for the next key: a rank, its lookahead, a
-dataloader worker. All of them take the same shards in the same order, and none of them asks the
-file system.
+The first look is broadcast. Later looks run in a thread of the first rank, which announces what a
+look finds in a torch TCPStore, a small server of keys and values: under the key `0`, then `1`, and
+so on. Ranks, their lookahead threads and dataloader workers hear of new shards by asking for the
+next key. So all of them take the same shards in the same order, and only the first rank lists the
+directory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ END_S = 10.0  # how long the end of the process waits for the thread
 
 
 def follow_together(directory: Path, wait_s: float, lookout: Lookout) -> FollowedStore:
-    """The store as all ranks see it. All of them call this together.
+    """The store as all ranks see it. All ranks call this function together.
 
     Args:
         directory: of the store.
         wait_s: see FollowedStore.
-        lookout: looks at the directory; used on the first rank.
+        lookout: looks at the directory; only the first rank uses its lookout.
     """
 
     def look() -> tuple[Index, Arriving]:
@@ -53,14 +53,15 @@ def follow_together(directory: Path, wait_s: float, lookout: Lookout) -> Followe
 
 
 def _with_opened(index: Index) -> Index:
-    """An index that was announced, with the shards that this process has looked at.
+    """Put the shards that this process has opened already into an announced index.
 
-    The first rank has opened them all. A worker that was forked of it has those of that time.
+    The first rank has opened all of them. A dataloader worker that was forked from the first rank
+    has those that were open at the fork.
     """
     looked = [] if _announcer is None else _announcer.lookout.shards
     numbers = zip(index.table["number"].tolist(), index.identities(), strict=True)
     for place, (number, identity) in enumerate(numbers):
-        # An Announcer of an earlier training in this process has shards of another directory.
+        # the Announcer of an earlier training in this process may have another directory's shards
         if (
             number < len(looked)
             and looked[number].identity == identity
@@ -75,16 +76,16 @@ class Arriving:
 
     Args:
         host, port: of the first rank's server.
-        waiting: what later shards wait for, by the first look.
+        waiting: which missing shard later ones wait for, as the first look found it.
     """
 
     def __init__(self, host: str, port: int, waiting: str = "") -> None:
         self.host, self.port, self._waiting = host, port, waiting
         self._heard = 0  # how many announcements
-        self._client: tuple[int, Any] | None = None  # with the process that it belongs to
+        self._client: tuple[int, Any] | None = None  # process id, and its connection
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a spawned process gets; it connects for itself."""
+        """The state for a spawned process, without the connection: each process opens its own."""
         return {**vars(self), "_client": None}
 
     def news(self) -> News:
@@ -99,7 +100,7 @@ class Arriving:
             while index is None and client.check([str(self._heard)]):
                 text, _, packed = client.get(str(self._heard)).partition(b"\n")
                 said = json.loads(text)
-                if said["wrong"]:  # the last announcement: whoever asks again hears it again
+                if said["wrong"]:  # no announcement follows; a later call raises this again
                     raise StoreError(said["wrong"])
                 index = _with_opened(Index.unpacked(packed)) if packed else None
                 self._waiting, self._heard = said["waiting"], self._heard + 1
@@ -111,7 +112,7 @@ class Arriving:
         return index, self._waiting
 
     def _connected(self) -> Any:
-        # A forked worker has its parent's client, whose connection the parent goes on to use.
+        # A forked worker must not use the client of its parent, which still uses the connection.
         if self._client is None or self._client[0] != os.getpid():
             client = torch.distributed.TCPStore(
                 self.host, self.port, is_master=False, timeout=timedelta(seconds=ANSWER_S)
@@ -125,7 +126,7 @@ _announcer: Announcer | None = None  # of this process, if it is the first rank
 
 @atexit.register
 def end() -> None:
-    """End the thread of the Announcer: C++ ends a process with a thread that is inside of it."""
+    """End the Announcer's thread before Python exits: a thread inside C++ code would abort it."""
     if _announcer is not None:
         _announcer.end()
 
@@ -135,11 +136,11 @@ class Announcer:
 
     Args:
         lookout: looks at the directory.
-        waiting: what later shards wait for, by the first look.
+        waiting: see `Arriving`.
 
     Attributes:
         lookout: the same.
-        arriving: hears of what is announced.
+        arriving: receives the announcements; sent to all ranks.
     """
 
     def __init__(self, lookout: Lookout, waiting: str = "") -> None:
@@ -163,7 +164,7 @@ class Announcer:
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread after the look that it is at; wait for that, at most END_S."""
+        """Have the thread end after its current look; wait for the end, at most END_S."""
         self._end.set()
         self._thread.join(END_S)
 
@@ -174,14 +175,14 @@ class Announcer:
                 if index is not None or waiting != self._waiting:
                     self._announce(index, waiting)
                 self._end.wait(POLL_S)
-        except ValueError as error:  # every rank that asks hears this from now on, and ends
+        except ValueError as error:  # a refused shard: every rank that asks gets this error
             self._announce(None, wrong=str(error))
         except Exception as error:  # else nobody would see that the thread has ended
             traceback.print_exc()
             self._announce(None, wrong=f"the first rank cannot look for new shards: {error!r}")
 
     def _announce(self, index: Index | None, waiting: str = "", wrong: str = "") -> None:
-        # Whoever reaches the port could set a key, so nothing here is pickled.
+        # No pickle: anyone who reaches the port can set a key, and unpickling would run code.
         text = json.dumps({"waiting": waiting, "wrong": wrong}).encode()
         announced = text + b"\n" + (b"" if index is None else index.packed())
         self._server.set(str(self._announced), announced)  # type: ignore[arg-type]  # takes bytes

@@ -1,4 +1,4 @@
-"""Rollouts as training samples: what a Megatron batch carries, and one field more, the row ids.
+"""Rollouts as training samples: a Megatron batch, and the fields that loss and replay need.
 
 Shape suffixes (docs/glossary.md): M, N, T.
 """
@@ -15,7 +15,7 @@ from megatron_r3.replay.rows import PADDING
 from megatron_r3.train.losses.advantages import ADVANTAGES, group_spread
 from megatron_r3.train.schedule import SOURCES, STORED, UseOfRollouts
 
-# what a rollout has for each input token, and what padding holds
+# the fields with one value for each input token, and their values at padding
 _FILL = {
     "tokens": 0,
     "labels": 0,
@@ -32,16 +32,16 @@ SEQUENCE_FIELDS = (*_FILL, "position_ids")
 
 
 class RolloutDataset(torch.utils.data.Dataset):
-    """Sample i is rollout i - start modulo their number, in store order.
+    """Sample i is rollout (i - start) modulo the number of rollouts, in store order.
 
-    With mini-steps or epochs the schedule says which sample of the store it is instead. A training
-    input is tokens[:-1], so it has N - 1 tokens: exactly those that have routes.
+    With several epochs or a seed, the schedule says which rollout sample i is. A training input is
+    tokens[:-1]: its N - 1 tokens are exactly those that have routes.
 
     Args:
         store: the rollouts; none longer than `seq_length + 1` tokens.
         use: what the training does with them.
-        num_samples: how many samples training will draw; more than there are rollouts is more
-            than one epoch.
+        num_samples: how many samples training will draw; after the last rollout the first one
+            comes again.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         return self._sample([sample % len(self.store)], [self.use.seq_length], sample)
 
     def rollouts_of(self, samples: range) -> list[int]:
-        """The rollouts of some samples of the store."""
+        """The indices of these samples' rollouts in the store."""
         return [sample % len(self.store) for sample in samples]
 
     @property
@@ -109,8 +109,8 @@ class RolloutDataset(torch.utils.data.Dataset):
             raise StoreError(
                 f"{where}: has {self.num_in_store} samples, and a "
                 f"collection of {schedule.mini_steps} mini-steps of {schedule.batch} needs "
-                f"{wanted}: lower --global-batch-size or --rollouts-mini-steps, or give "
-                "--rollouts-epochs to use rollouts several times"
+                f"{wanted}: lower --global-batch-size or --rollouts-mini-steps; to use "
+                "rollouts several times, give --rollouts-epochs"
             )
 
     def _advantages(self, groups: np.ndarray) -> np.ndarray:
@@ -119,7 +119,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         return ADVANTAGES[self.use.advantages](self.reward, groups)
 
     def _sample(self, rollouts: list[int], lengths: list[int], sample: int) -> dict[str, Tensor]:
-        """These rollouts one after the other, each padded to its length."""
+        """The fields of one sample: these rollouts one after the other, padded to `lengths`."""
         documents = [self._document(rollout, sample) for rollout in rollouts]
         fields: dict[str, Tensor] = {}
         for name, fill in _FILL.items():
@@ -165,9 +165,9 @@ class RolloutDataset(torch.utils.data.Dataset):
     def _is_stale(self, rollout: int, sample: int) -> bool:
         """Whether a rollout of a sample is too old to replay its own routes.
 
-        Its oldest span is compared with the newest span of any rollout up to the end of the
-        sample's collection. All ranks find the same, also in a store that grows: nobody asks for
-        what comes later.
+        The rollout's oldest span is compared with the newest span of any rollout up to the end of
+        the sample's collection. Later rollouts are not looked at, so all ranks find the same, also
+        in a store that grows.
         """
         if self.use.replay_max_lag is None:
             return False
@@ -181,10 +181,10 @@ class RolloutDataset(torch.utils.data.Dataset):
 
 
 class FollowedRollouts(RolloutDataset):
-    """A store that grows, whose rollouts are waited for.
+    """The samples of a store that grows: methods wait until the rollouts that they need are there.
 
-    Advantages are normalised over a whole group, so a group lies in one shard: a group whose second
-    half came with the next shard would have been normalised without that half.
+    A group must lie in one shard. If its second half came with the next shard, the advantages of
+    the first half would have been normalised without the second.
 
     Args:
         num_samples: how many samples training will draw.
@@ -201,22 +201,22 @@ class FollowedRollouts(RolloutDataset):
         self._take_new()
 
     def of_store(self, sample: int) -> dict[str, Tensor]:
-        """The fields of a sample of the store; it is waited for.
+        """The fields of a sample of the store, after a wait for its rollout.
 
         Raises:
             StoreError: the rollout does not come in time, or what comes cannot be used.
         """
-        # Which routes are too old depends on the newest policy of the collection. It must be the
-        # whole one: ranks that see more or fewer shards would not agree on what is too old.
+        # Which routes are too old depends on the newest policy of the collection. So wait for the
+        # whole collection: ranks that see different numbers of shards would disagree.
         last = sample if self.use.replay_max_lag is None else self._end_of_collection(sample) - 1
         self.store.wait_for(last)
         self._take_new()
         return self._sample([sample], [self.use.seq_length], sample)
 
     def rollouts_of(self, samples: range) -> list[int]:
-        """The rollouts of some samples: the same numbers. They are waited for.
+        """The indices of these samples' rollouts, which are the samples' numbers; after a wait.
 
-        This rank may not have seen the last of them, which another rank was the one to use.
+        Another rank may use the last of these rollouts, so this rank may not have seen its shard.
 
         Raises:
             StoreError: they do not come in time, or what comes cannot be used.
@@ -237,9 +237,9 @@ class FollowedRollouts(RolloutDataset):
                 version, group = again[0]
                 raise StoreError(
                     f"{shard.path}: group {group} of policy version {version} began in an earlier "
-                    "shard: in a store that is followed, a group must lie in one shard"
+                    "shard: with --rollouts-follow, write each group whole into one shard"
                 )
-            # a group counts inside a policy version: number the pairs 0, 1, ...
+            # a group number means a group of one policy version: number the pairs 0, 1, ...
             number = np.unique(np.stack([versions, groups], 1), axis=0, return_inverse=True)[1]
             reward = shard.tensors["reward"]
             number = number.reshape(-1)
@@ -257,13 +257,14 @@ class FollowedRollouts(RolloutDataset):
 
 
 class PackedRollouts(RolloutDataset):
-    """Sample i is pack i - start modulo their number: rollouts in store order, as many as fit.
+    """Sample i is pack (i - start) modulo the number of packs.
 
-    Every rollout is padded on the right to a multiple of `align`, and a pack to S by a document of
-    padding alone.
+    A pack is the next rollouts in store order, as many as fit into S. Each of them is padded on the
+    right to a multiple of `align`; a last document of padding alone fills the pack.
 
     Args:
-        align: what context parallelism splits a document into, 2 * CP, else 1; divides S.
+        align: 2 * CP, the number of pieces into which context parallelism cuts a document; 1
+            without context parallelism. S must be a multiple of `align`.
     """
 
     def __init__(

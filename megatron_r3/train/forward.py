@@ -13,7 +13,7 @@ from megatron_r3.replay.microbatch import MicrobatchRoutes, ReplayError
 from megatron_r3.replay.rank_layout import packed_seq_params
 from megatron_r3.train.refuse import refuse
 
-# the loss does not need these fields, so they stay
+# neither the model nor the loss needs these fields on the device
 _HOST_FIELDS = {"rows", "cu_seqlens", "source", "turn", "version", "collection"}
 
 
@@ -28,7 +28,7 @@ def run_forward(
     host: dict[str, Tensor],
     microbatch: MicrobatchRoutes | None,
 ) -> Any:
-    """Run a forward pass with the routes of a micro-batch; ends training where it takes none.
+    """Run a forward pass with the routes of a micro-batch; end training for a ReplayError.
 
     Args:
         batch, host: the batch on the device, and on the host.
@@ -62,9 +62,9 @@ def forward_only(
     afterwards.
 
     Args:
-        forward_step: what a script hands to `pretrain()`; its second result is called with the
-            output and `non_loss_data`.
-        batches: makes an iterator over the micro-batches; each model chunk gets one.
+        forward_step: as scripts hand it to `pretrain()`, but the function that it returns is called
+            with the output and `non_loss_data`.
+        batches: makes an iterator over the micro-batches; called once for each model chunk.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

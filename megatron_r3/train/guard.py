@@ -1,11 +1,11 @@
-"""The check of a step before its update: routes that were given were taken, and all is finite.
+"""The check of a step before its update: given routes were taken, and all values are finite.
 
-`train_step` calls it after the last backward pass and before the optimizer. Megatron's own
-validation of losses and gradients does not look at the first iteration of a process
+`train_step` calls the check after the last backward pass and before the optimizer. Megatron's own
+validation of losses and gradients skips the first iteration of a process
 (megatron/core/rerun_state_machine.py, `validate_result`), and names no rollout.
 
-A step costs one pass over its gradients, one all-reduce of three numbers and one wait of the host,
-right before the optimizer, which waits for the gradient's norm anyway.
+The check costs one pass over the gradients, one all-reduce of three numbers and one wait of the
+host. The optimizer, which comes next, would wait for the gradient's norm anyway.
 
 Shape suffixes (docs/glossary.md): B, S, J, V.
 """
@@ -28,14 +28,14 @@ from megatron_r3.train.refuse import refuse
 
 @dataclass(frozen=True)
 class _Loss:
-    """What the loss of one micro-batch was made of, until the step is looked at.
+    """What the loss of one micro-batch was computed from, kept until the step is checked.
 
     Attributes:
         rows_BS: the row id of each position, on the host.
         mask_BS: 1 on response tokens, else 0, on the host.
-        values_V: on the device: Megatron's loss of each position, which is minus its log-prob (0
-            outside the response), and then the policy loss. It is a copy, because schedules free
-            or change what they were given.
+        values_V: on the device: minus the log-prob of each position (0 outside the response), and
+            the policy loss as the last value. A copy, because schedules free or change the tensors
+            that they are given.
     """
 
     rows_BS: Tensor
@@ -44,10 +44,10 @@ class _Loss:
 
 
 def _wrong_places(losses: list[_Loss]) -> tuple[Tensor, Tensor]:
-    """For each micro-batch the first value that is not finite: its place, and it; float64 `[J]`.
+    """Of each micro-batch the first value that is not finite: its place, and the value.
 
-    A place is an index of `values_V`; -1 says that all values are finite. The micro-batches of a
-    step have one shape, so all of them are looked at together, without a wait.
+    Both are float64 `[J]`. A place is an index of `values_V`; -1 says that all values are finite.
+    The micro-batches of a step have one shape, so they are checked together, without a wait.
     """
     values_JV = torch.stack([loss.values_V for loss in losses])
     wrong_JV = ~values_JV.isfinite()
@@ -57,7 +57,7 @@ def _wrong_places(losses: list[_Loss]) -> tuple[Tensor, Tensor]:
 
 
 class StepGuard:
-    """Collects what one step did on this rank, on the device, and looks at it once.
+    """Keeps on the device what a step did on this rank, and checks all of it before the update.
 
     Args:
         store: the rollouts, which an error names.
@@ -77,18 +77,18 @@ class StepGuard:
             self._given.append((sorted(microbatch.ids), microbatch.used))
 
     def add_rows(self, rows_BS: Tensor) -> None:
-        """Keep which tokens a microbatch has, on the host, for an error that names them."""
+        """Keep the row ids of a micro-batch, on the host, for an error that names its rollouts."""
         self._rows.append(rows_BS)
 
     def add_loss(
         self, host: dict[str, Tensor], losses_BS: Tensor, mask_BS: Tensor, loss: Tensor
     ) -> None:
-        """Keep a copy of what the loss of a micro-batch was made of; no wait.
+        """Keep a copy of what the loss of a micro-batch was computed from; no wait.
 
         Args:
             host: the batch on the host, with `rows` and `loss_mask`.
             losses_BS: minus the trainer's log-probs, before they are bounded.
-            mask_BS: 1 on response tokens, else 0; on the device, as the other two.
+            mask_BS: 1 on response tokens, else 0; on the device, as the two losses.
             loss: the policy loss, a scalar.
         """
         with torch.no_grad():
@@ -97,7 +97,7 @@ class StepGuard:
         self._losses.append(_Loss(host["rows"], host["loss_mask"], values_V))
 
     def check(self, models: list[Any], iteration: int, same_everywhere: int) -> None:
-        """End training before the update, on all ranks, where one of them found something.
+        """End training on all ranks, before the update, if any rank found a fault.
 
         Args:
             models: this rank's model chunks, with their gradients reduced.
@@ -113,8 +113,8 @@ class StepGuard:
         places_J, values_J = _wrong_places(losses) if losses else (nothing, nothing)
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         weight = _weight(bool(untaken), places_J, gradient, rank, size)
-        # One MAX over ranks finds the largest x and the largest -x, which is minus the smallest x:
-        # x is the same on all ranks if the two cancel.
+        # One MAX over ranks finds the largest x and the largest -x, which is minus the smallest x.
+        # If the sum of these two is 0, x is the same on all ranks.
         same = torch.tensor([same_everywhere, -same_everywhere]).to(device, non_blocking=True)
         over_ranks = torch.cat([weight.to(torch.int64)[None], same])
         if size > 1:
@@ -125,8 +125,8 @@ class StepGuard:
         if most != -minus_least:
             refuse(
                 f"{self.store.directories[0]}: the ranks do not see the same shards in this "
-                "store; was it changed while training runs, or is it another folder on "
-                "another node?",
+                "store: do not change a store while training runs, and give every node the same "
+                "folder",
                 speaks=rank == 0,
             )
         if heaviest:
@@ -178,7 +178,8 @@ class StepGuard:
             if of_token:
                 return f"{name}: the trainer's log-prob is {-value:g}, which is not finite"
             return (
-                f"the policy loss of a micro-batch is not finite; its first response is in {name}"
+                f"the policy loss of the micro-batch whose first response token is {name} is not "
+                "finite"
             )
         names = (name for model in models for name in _wrong_parameters(model))
         return (
@@ -197,11 +198,11 @@ class StepGuard:
 
 
 def _weight(untaken: bool, places_J: Tensor, gradient: Tensor, rank: int, size: int) -> Tensor:
-    """What a rank found, as one number; 0 for nothing. The rank with the largest number speaks.
+    """How grave this rank's fault is; 0 for none. The rank with the largest number reports.
 
-    Untaken routes come before a loss, a loss before the gradients that it spoils, and among ranks
-    that found the same the first rank comes first. Example with 4 ranks: rank 1 finds a gradient
-    (4 - 1 = 3), rank 2 a loss (8 - 2 = 6).
+    Untaken routes count most, then a loss, then a gradient, which a wrong loss spoils too. Of ranks
+    with the same kind of fault the lowest one reports. Example with 4 ranks: rank 1 has a wrong
+    gradient (4 - 1 = 3), and rank 2, which reports, has a wrong loss (8 - 2 = 6).
     """
     weight = torch.where(torch.isfinite(gradient), 0, size - rank)
     weight = torch.where((places_J >= 0).any(), 2 * size - rank, weight)

@@ -39,7 +39,7 @@ def initialize(extra_args: AddArguments | None = None) -> Any:
 
 
 def build_model(args: Any) -> torch.nn.Module:
-    """`build_models` where it is one: without virtual pipeline stages."""
+    """This rank's one model chunk, as `build_models` makes it; no virtual pipeline stages."""
     (model,) = build_models(args)
     return model
 
@@ -66,10 +66,10 @@ def build_models(args: Any) -> list[torch.nn.Module]:
 
 
 def built_from(args: Any) -> set[str]:
-    """The arguments of which Megatron makes a model: those that it reads while it does.
+    """The names of the arguments that Megatron reads to configure a model.
 
-    With the same values of these, Megatron would take the same way to the same model. The argument
-    of a newer release is among them without a list.
+    With the same values of these arguments, Megatron builds the same model. They are observed, not
+    listed here, so those that a newer release adds are among them.
 
     Args:
         args: what `initialize` returned.
@@ -99,7 +99,7 @@ def train(
 
     Args:
         datasets, forward_step: what the script would hand to `pretrain()`.
-        on_models: called as `watch_models` says; None if nobody wants to see the models.
+        on_models: called as `watch_models` says; None for nothing.
     """
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training
@@ -116,7 +116,7 @@ def train(
         args = arguments.parse_and_validate_args()
         config = _builder_config(args)
         script["cfg_container"] = pretrain_cfg_container_from_args(args, config)
-    # Main of June 2026 took a config and still asked for a provider; 0.19 builds from the config.
+    # Megatron's main branch of June 2026 takes a config and still requires a provider.
     provider = inspect.signature(training.pretrain).parameters["model_provider"]
     if provider.default is inspect.Parameter.empty:
         script["model_provider"] = _model_provider
@@ -132,9 +132,9 @@ def watch_models(on_models: OnModels) -> None:
     """
     from megatron.training import training
 
-    # `pretrain()` looks this function up in its module and has no hook behind it. Two watchers may
-    # wait at once: the second wraps the first, and each puts back what it found when it is called,
-    # so that Megatron's own function is in its place again before it runs.
+    # `pretrain()` has no hook for this, but finds `setup_model_and_optimizer` in its module, where
+    # it can be replaced. Two watchers may wait at once: the second wraps the first. Each of them,
+    # once called, puts back what it replaced, so Megatron's function is back before it runs.
     setup = training.setup_model_and_optimizer
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -166,8 +166,7 @@ def _model_provider(
 ) -> torch.nn.Module:
     """A GPTModel as upstream's gpt_builders.py builds it.
 
-    That file lies beside the package in a checkout, so a release that was installed as a wheel
-    lacks it.
+    gpt_builders.py lies beside the package in a checkout; a release installed as a wheel lacks it.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.training import get_args
@@ -192,15 +191,18 @@ def _model_provider(
 
 
 def _gpt_settings(args: Any) -> dict[str, Any]:
-    """What a GPTModel is made of beside its config and its layers.
+    """The arguments of a GPTModel other than its config and its layers.
 
     Raises:
-        ValueError: the arguments bring layers or a config of their own, as only upstream's script
-            takes them.
+        ValueError: the arguments name layers or a config of the user's own, which only upstream's
+            script can load.
     """
     for name in ("spec", "yaml_cfg"):
         if (given := getattr(args, name, None)) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} {given}: not taken here; leave it out")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {given}: only Megatron's own pretrain_gpt.py takes "
+                "this option; leave it out"
+            )
     return {
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
